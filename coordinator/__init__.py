@@ -1,0 +1,1 @@
+"""The coordinator: publishes rounds, folds updates, survives kill -9. No torch, no onnxruntime."""

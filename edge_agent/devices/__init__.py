@@ -1,0 +1,1 @@
+"""Boards: meters, clocks and memory, real or simulated. One file per kind."""

@@ -1,0 +1,3 @@
+"""fedquilt: federated learning on real edge boards."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,389 @@
+"""The vocabulary both sides share: types only, no I/O, no arithmetic.
+
+Everything here is a value (frozen), every physical quantity carries its unit in its name
+(`_s`, `_j`, `_bytes`, `_hz`, `_w`), and what cannot be measured is ``None``, never 0.
+Types that travel are msgspec structs (strictly decoded, see `fedquilt.wire`); types that stay in
+one process are dataclasses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Tensors: TypeAlias = Mapping[str, np.ndarray]  # "layer1.0.conv1.weight" -> array
+else:  # the agent daemon holds no numpy: 17 MB it never uses
+    Tensors = Mapping
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+class FedquiltError(Exception):
+    """Something a user can mend. `exit_code` is what a command that ends by it returns."""
+
+    exit_code = 1
+
+
+class JobError(FedquiltError):
+    """A job file, a setting or a command line that cannot be carried out as written."""
+
+    exit_code = 2
+
+
+class DataError(FedquiltError):
+    """Examples that are absent, unreadable or of the wrong shape."""
+
+    exit_code = 3
+
+
+class ModelError(FedquiltError):
+    """A network, donor, block or weight file that does not fit what is asked of it."""
+
+    exit_code = 4
+
+
+class LinkError(FedquiltError):
+    """A broker that cannot be reached, refuses, or takes no packets of the size needed."""
+
+    exit_code = 5
+
+
+class StoreError(FedquiltError):
+    """A folder or database that cannot be read or written; a full disk."""
+
+    exit_code = 6
+
+
+class MemoryBudgetError(FedquiltError):
+    """A task that does not fit the memory it may use."""
+
+    exit_code = 7
+
+
+class UpdateError(FedquiltError):
+    """An update that may not be folded: not finite, wrong names or shapes, or inconsistent."""
+
+
+class WireError(FedquiltError):
+    """Bytes from the network that are not a message of this protocol version."""
+
+
+# -- what travels ---------------------------------------------------------------------------------
+
+Name = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
+"""A job, fleet or device id: safe in a topic, a file name and a log line."""
+
+Label = Annotated[str, Meta(max_length=200)]
+Sentence = Annotated[str, Meta(max_length=1000)]
+Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+Amount = Annotated[float, Meta(ge=0.0, le=1e24)]
+Metrics = Annotated[dict[Label, float], Meta(max_length=1000)]
+
+
+class Wired(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of everything that is encoded: immutable, by keyword, unknown fields refused."""
+
+
+class BlobRef(Wired, frozen=True):
+    """A blob by content: the sha256 of all its bytes, and how many there are."""
+
+    sha256: Digest
+    size: Count
+
+
+class Work(Wired, frozen=True):
+    """What a task costs, as far as its sender knows: deadlines and budgets are predicted from it."""
+
+    flops: Amount = 0.0  # one multiply-add is 2
+    read_bytes: Amount = 0.0  # weights and activations read from memory
+    examples: Count = 0
+    peak_bytes: Count = 0  # predicted peak above the runtime's own baseline; 0: not predicted
+
+
+Action = Literal["check", "work"]
+
+
+class Task(Wired, frozen=True):
+    """Coordinator to one device: self-contained. (job, round, device) names it; `attempt` counts re-issues."""
+
+    job: Name
+    round: Count
+    attempt: Count
+    method: Name
+    engine: Name  # which engine the method asks for: "onnx", "torch", "numpy"
+    actions: Annotated[tuple[Action, ...], Meta(min_length=1, max_length=2)]
+    params: Annotated[dict[Label, Any], Meta(max_length=1000)]
+    bundles: Annotated[dict[Label, BlobRef], Meta(max_length=2000)]
+    work: Work
+    seed: Count
+    deadline_s: Seconds  # remaining when sent: a board's clock may say 1970
+    tier: Label = ""
+
+
+class Usage(Wired, frozen=True):
+    """What a task took. Bytes count blob payloads, not protocol overhead."""
+
+    wall_s: Seconds = 0.0
+    cpu_s: Seconds = 0.0
+    energy_j: Amount | None = None
+    energy_source: Label | None = None  # "rapl", "ina3221", "profile tx2 (assumed)", ...
+    peak_bytes: Count | None = None  # resident peak of the task's own process
+    base_bytes: Count | None = None  # resident of that process before the task: runtime imports
+    down_bytes: Count = 0
+    up_bytes: Count = 0
+
+
+class Update(Wired, frozen=True):
+    """Device to coordinator: a manifest of what was computed; the tensors are pulled as blobs."""
+
+    job: Name
+    round: Count
+    attempt: Count
+    device: Name
+    weight: Amount  # what the method weighs by, mostly the number of examples
+    bundles: Annotated[dict[Label, BlobRef], Meta(max_length=2000)]
+    metrics: Metrics
+    usage: Usage
+
+
+class OperatingPoint(Wired, frozen=True):
+    """One setting of the clocks a board can be held at, and what it was seen to do there."""
+
+    name: Label
+    cpu_hz: Amount | None = None
+    gpu_hz: Amount | None = None
+    emc_hz: Amount | None = None
+    flops_per_s: Amount | None = None  # sustained on our own work, not a data sheet's peak
+    busy_w: Amount | None = None
+
+
+class Profile(Wired, frozen=True):
+    """What a device says of itself. Every number is the device's own unless `provenance` says else."""
+
+    device: Name
+    board: Label
+    memory_bytes: Count
+    budget_bytes: Count  # the most one task's process may hold resident
+    engines: Annotated[tuple[Name, ...], Meta(max_length=20)]
+    versions: Annotated[dict[Label, Label], Meta(max_length=50)]
+    points: Annotated[tuple[OperatingPoint, ...], Meta(max_length=200)] = ()
+    idle_w: Amount | None = None
+    provenance: Label = "unknown"  # sysfs | table | measured | assumed | unknown
+
+
+# -- what stays in one process --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DeviceView:
+    """A device as the coordinator last saw it: all that `Method.send` may look at."""
+
+    device: str
+    profile: Profile | None
+    rounds: tuple[int, ...] = ()  # rounds of this job it has contributed to, oldest first
+
+
+@dataclass(frozen=True)
+class Order:
+    """What one device is asked in one round. A bundle is tensors, or the name of a blob already stored."""
+
+    params: Mapping[str, Any]
+    bundles: Mapping[str, Tensors | BlobRef]
+    work: Work = Work()
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What `fedquilt prepare` made for a job: facts, and blobs by name."""
+
+    meta: Mapping[str, Any]
+    files: Mapping[str, BlobRef]
+    load: Callable[[str], Tensors]  # the tensors of one safetensors file in it
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Labelled examples. `x` is (n, ...) as stored, mostly uint8 (n, h, w) or (n, h, w, c); `y` is (n,) int."""
+
+    x: np.ndarray
+    y: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+
+@dataclass(frozen=True)
+class Site:
+    """All that a client half may touch."""
+
+    device: str
+    budget_bytes: int
+    engine: Any  # one of fedquilt.edge_agent.engines
+    rng: np.random.Generator  # keyed by (seed, job, round, device)
+    train: Examples  # the board's own examples
+    held: Examples  # its held-out share: evaluation only
+    local: Tensors  # private per-job state: kept on the board, never sent
+    load: Callable[[str], Tensors]  # bundle name -> tensors, read when asked for
+    path: Callable[[str], Path]  # bundle name -> file on disk (an ONNX graph, say)
+    progress: Callable[[float], None] = lambda fraction: None  # 0..1; raises when the task is cancelled
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client half returns: what is sent, and the private state that stays."""
+
+    bundles: Mapping[str, Tensors]
+    weight: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    local: Tensors = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """An update with its tensors at hand: what `Method.fold` gets."""
+
+    device: str
+    round: int
+    weight: float
+    metrics: Mapping[str, float]
+    bundles: Mapping[str, Tensors]
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """What a finished job yields: facts (JSON) and tensors; `fedquilt export` turns it into a file."""
+
+    kind: str  # "weights" | "stitched"
+    meta: Mapping[str, Any]
+    tensors: Tensors
+
+
+@dataclass(frozen=True)
+class Method:
+    """One federated method, both halves, cut at the wire. One per file of `fedquilt.methods`.
+
+    S is a frozen dataclass of arrays, scalars, strings, tuples and mappings with annotated types
+    (so that `fedquilt.tensors.pack` can store it); A, a round's accumulator, is any value.
+    The server half (init, send, fold, step, done, result) is numpy only; the client half
+    (work, check) runs in the device's task process and gets a Task and a Site, nothing else.
+    """
+
+    paper: str
+    params: type  # frozen dataclass: hyper-parameters with meaning, range, the paper's symbol
+    state: type  # S
+    engines: Sequence[str]  # which engines can run the client half, preferred first
+    init: Callable[[Bundle, Any, int], Any]  # (bundle, params, seed) -> S
+    send: Callable[[Any, DeviceView], Order | None]  # None: nothing for this device now
+    work: Callable[[Task, Site], Answer]
+    check: Callable[[Task, Site], Mapping[str, float]] | None  # must report "examples" among its metrics
+    fold: Callable[[Any, Any, Contribution], Any]  # (S, A | None, contribution) -> A; UpdateError refuses it
+    step: Callable[[Any, Any], Any]  # (S, A | None) -> S; closes the round
+    result: Callable[[Any], Artefact]
+    done: Callable[[Any], bool] = lambda state: False  # most methods end by the job's rounds
+    story: Callable[[Any], Sequence[str]] = lambda state: ()  # the last step in plain sentences
+
+
+class Engine(Protocol):
+    """What every engine says of itself; what it can do is in `Trainer` and `Runner`."""
+
+    name: str
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a trainer goes through its examples: plain mini-batch SGD."""
+
+    epochs: int = 1
+    batch: int = 32
+    lr: float = 0.05
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip: float = 0.0  # largest gradient norm; 0: no clipping
+
+
+class Trainer(Engine, Protocol):
+    """An engine that trains a network named by a table, `{"name": "mlp", ...}` (`fedquilt.models.zoo`)."""
+
+    def train(
+        self,
+        network: Mapping[str, Any],
+        start: Tensors,
+        examples: Examples,
+        fit: Fit,
+        rng: np.random.Generator,
+        *,
+        correct: Callable[[Any, Any, Any], Any] | None = None,
+        progress: Callable[[float], None] = lambda fraction: None,
+    ) -> tuple[Tensors, dict[str, float]]:
+        """The trained tensors and metrics ("loss", "steps").
+
+        `correct(gradient, value, start)` returns the gradient to use for one tensor, in the
+        engine's own array type: plain arithmetic works in every engine.
+
+        Raises:
+            UpdateError: the loss is no longer finite.
+            ModelError: `start` does not fit the network.
+        """
+        ...
+
+    def evaluate(self, network: Mapping[str, Any], model: Tensors, examples: Examples) -> dict[str, float]:
+        """{"examples", "accuracy" (0..1), "loss" (mean)}."""
+        ...
+
+
+class Runner(Engine, Protocol):
+    """An engine that runs ONNX graphs, one resident at a time unless its budget allows more."""
+
+    def run(self, graph: Path, x: np.ndarray) -> np.ndarray:
+        """The graph's only output for its only input, float32, in micro-batches along axis 0."""
+        ...
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """What a board's sensors say now. None: not measurable here."""
+
+    energy_j: float | None = None  # since the device object was made, all rails that count
+    energy_source: str | None = None
+    power_w: float | None = None
+    temperature_c: float | None = None
+    available_bytes: int | None = None
+
+
+class Cost(msgspec.Struct, frozen=True, kw_only=True):
+    """What one task took on a board. On a simulated board `duration_s` is what its profile predicts."""
+
+    duration_s: float
+    energy_j: float | None = None
+    energy_source: str | None = None
+
+
+class Device(Protocol):
+    """A board: real or simulated. What is unknown is None."""
+
+    board: str
+    memory_bytes: int
+
+    def read(self, now_s: float) -> Reading: ...
+
+    def cost(self, work: Work, measured_s: float, before: Reading, after: Reading) -> Cost:
+        """What the task took: read from the board's own meter, or told by a simulated board's profile."""
+        ...
+
+
+def derive_seed(*keys: object) -> int:
+    """A 53-bit seed from any keys: the same keys give the same seed on every machine and Python."""
+    text = "\x1f".join(str(key) for key in keys)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 11

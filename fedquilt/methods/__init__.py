@@ -1,0 +1,26 @@
+"""One file per federated method, found by its file name. Adding a method is adding a file."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from fedquilt.core import JobError, Method
+
+
+def names() -> list[str]:
+    """The methods there are, sorted."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def load(name: str) -> Method:
+    """The method in `methods/<name>.py`.
+
+    Raises:
+        JobError: there is no such file.
+    """
+    if name not in names():
+        raise JobError(f"method {name!r} is unknown; there are: {', '.join(names())}")
+    method = importlib.import_module(f"fedquilt.methods.{name}").METHOD
+    assert isinstance(method, Method)
+    return method

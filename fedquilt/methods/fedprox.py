@@ -1,0 +1,25 @@
+"""FedProx: federated averaging with a pull towards the received model.
+
+Paper: Li et al., Federated Optimization in Heterogeneous Networks, MLSys 2020 (arXiv 1812.06127),
+Eq. 2: the local objective gains mu/2 * ||w - w_t||^2, hence its gradient mu * (w - w_t).
+
+Deviations: none in the objective; every device runs all its local epochs (no partial work).
+"""
+
+from dataclasses import dataclass, replace
+
+from fedquilt.core import Answer, Site, Task
+from fedquilt.methods import fedavg
+
+
+@dataclass(frozen=True)
+class Params(fedavg.Params):
+    mu: float = 0.01  # mu: strength of the proximal term; 0 is FedAvg
+
+
+def work(task: Task, site: Site) -> Answer:
+    mu = task.params["mu"]
+    return fedavg.work(task, site, correct=lambda gradient, value, start: gradient + mu * (value - start))
+
+
+METHOD = replace(fedavg.METHOD, paper="arXiv 1812.06127", params=Params, work=work)

@@ -1,0 +1,152 @@
+"""Arithmetic on name -> array mappings, their bytes, and storing a state. Always new arrays.
+
+Bytes are safetensors, in sorted order of names, so that equal tensors have equal bytes and hence
+one sha256. A state (a frozen dataclass of arrays, scalars, strings, tuples, mappings and further
+dataclasses) is packed generically: its arrays as tensors, its shape as JSON in the header.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import safetensors.numpy
+from safetensors import SafetensorError
+
+from fedquilt.core import StoreError, Tensors, UpdateError, derive_seed
+
+T = TypeVar("T")
+
+
+def zeros_like(a: Tensors) -> Tensors:
+    return {name: np.zeros_like(array) for name, array in a.items()}
+
+
+def combine(function: Callable[..., np.ndarray], first: Tensors, *others: Tensors) -> Tensors:
+    """`function` of the arrays of the same name in every mapping.
+
+    Raises:
+        UpdateError: names or shapes differ; says which.
+    """
+    for other in others:
+        require_like(other, first)
+    return {name: function(array, *(other[name] for other in others)) for name, array in first.items()}
+
+
+def add(a: Tensors, b: Tensors) -> Tensors:
+    return combine(np.add, a, b)
+
+
+def subtract(a: Tensors, b: Tensors) -> Tensors:
+    return combine(np.subtract, a, b)
+
+
+def scale(a: Tensors, factor: float) -> Tensors:
+    return {name: array * factor for name, array in a.items()}
+
+
+def require_like(given: Tensors, wanted: Tensors) -> None:
+    """Raises UpdateError unless `given` has the names and shapes of `wanted`, and only finite numbers."""
+    if given.keys() != wanted.keys():
+        odd = sorted(given.keys() ^ wanted.keys())
+        raise UpdateError(f"tensor names differ: {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}")
+    for name, array in given.items():
+        if array.shape != wanted[name].shape:
+            raise UpdateError(f"tensor {name!r} has shape {array.shape}, expected {wanted[name].shape}")
+    require_finite(given)
+
+
+def require_finite(given: Tensors) -> None:
+    """Raises UpdateError if any floating-point array holds NaN or infinity."""
+    for name, array in given.items():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise UpdateError(f"tensor {name!r} holds {int((~np.isfinite(array)).sum())} values that are not finite")
+
+
+def rng(*keys: object) -> np.random.Generator:
+    """A generator keyed by anything: the same keys give the same numbers anywhere."""
+    return np.random.Generator(np.random.PCG64(derive_seed(*keys)))
+
+
+# -- bytes ----------------------------------------------------------------------------------------
+
+
+def encode(tensors: Tensors, metadata: dict[str, str] | None = None) -> bytes:
+    """safetensors bytes; equal input, equal bytes."""
+    ordered = {name: np.ascontiguousarray(tensors[name]) for name in sorted(tensors)}
+    return safetensors.numpy.save(ordered, metadata)
+
+
+def decode(payload: bytes) -> dict[str, np.ndarray]:
+    """The tensors in safetensors bytes.
+
+    Raises:
+        UpdateError: not safetensors.
+    """
+    try:
+        return safetensors.numpy.load(payload)
+    except (SafetensorError, ValueError, KeyError, OverflowError, struct.error) as error:
+        raise UpdateError(f"not a safetensors blob: {error}") from None
+
+
+def read(path: Path) -> dict[str, np.ndarray]:
+    """The tensors in a safetensors file.
+
+    Raises:
+        UpdateError: not safetensors.
+        StoreError: unreadable.
+    """
+    try:
+        return decode(path.read_bytes())
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}") from None
+
+
+# -- states ---------------------------------------------------------------------------------------
+
+
+def pack(state: Any) -> bytes:
+    """One blob that holds a whole state."""
+    arrays: dict[str, np.ndarray] = {}
+
+    def keep(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            arrays[str(len(arrays))] = value
+            return {"$array": len(arrays) - 1}
+        if isinstance(value, np.generic):
+            return value.item()
+        raise TypeError(f"a state may not hold a {type(value).__name__}")
+
+    skeleton = msgspec.to_builtins(state, enc_hook=keep)
+    return encode(arrays, {"state": json.dumps(skeleton, sort_keys=False)})
+
+
+def unpack(payload: bytes, kind: type[T]) -> T:
+    """The state of type `kind` that `pack` stored, equal in every bit.
+
+    Raises:
+        StoreError: the bytes are not a state of that type.
+    """
+
+    def restore(wanted: type, value: Any) -> Any:
+        if wanted is np.ndarray and isinstance(value, dict):
+            return arrays[str(value["$array"])]
+        raise NotImplementedError(f"a state may not hold a {wanted}")
+
+    try:
+        arrays = safetensors.numpy.load(payload)
+        (size,) = struct.unpack("<Q", payload[:8])
+        skeleton = json.loads(json.loads(payload[8 : 8 + size])["__metadata__"]["state"])
+        return msgspec.convert(skeleton, kind, dec_hook=restore)
+    except (SafetensorError, ValueError, KeyError, struct.error, msgspec.MsgspecError) as error:
+        raise StoreError(f"not a stored {kind.__name__}: {error}") from None
+
+
+def total_bytes(bundles: Iterable[Tensors]) -> int:
+    """Payload bytes of several bundles."""
+    return sum(array.nbytes for tensors in bundles for array in tensors.values())

@@ -1,0 +1,301 @@
+"""Every message: its topic, its struct, its bytes.
+
+A control message is one JSON object that any dashboard can read, beginning with the protocol
+version and a CRC-32 of what follows, so that a flipped bit is seen before anything is decoded:
+
+    {"v":1,"crc":"1c291ca3","job":"digits","round":3, ...}
+
+A chunk of a blob is its raw bytes under a topic that names it; the manifest carries its sha256.
+This module does no I/O and does not know which side it is on. All that can come out of `decode`
+and `route` is a value or `WireError`.
+"""
+
+from __future__ import annotations
+
+import binascii
+import re
+import zlib
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from fedquilt.core import (
+    Count,
+    Digest,
+    Label,
+    Metrics,
+    Name,
+    Profile,
+    Seconds,
+    Sentence,
+    Task,
+    Update,
+    Wired,
+    WireError,
+)
+
+VERSION: Final = 1
+MAX_CONTROL: Final = 64 * 1024  # bytes of one control message; a manifest may fill a chunk instead
+MAX_CHUNK: Final = 256 * 1024
+MIN_CHUNK: Final = 1024
+MAX_WINDOW: Final = 64  # chunk indices in one request
+
+# -- messages -------------------------------------------------------------------------------------
+
+
+class CoordState(Wired, frozen=True):
+    """coord/state, retained and as the coordinator's last will."""
+
+    online: bool
+    epoch: Count = 0  # grows with every start of the coordinator
+
+
+class RoundState(Wired, frozen=True):
+    """job/<job>/round, retained: what anybody may know of the running round."""
+
+    job: Name
+    method: Name
+    round: Count
+    rounds: Count  # how many the job may take at most
+    phase: Literal["selecting", "open", "closing", "committed", "done", "stopped", "failed"]
+    asked: tuple[Name, ...] = ()
+    answered: tuple[Name, ...] = ()
+    deadline_s: Seconds = 0.0
+    metrics: Metrics = msgspec.field(default_factory=dict)
+    note: Sentence = ""
+
+
+class Presence(Wired, frozen=True):
+    """dev/<device>/up/presence, retained and as the device's last will."""
+
+    online: bool
+    boot: Label  # new at every start of the agent
+    seq: Count = 0
+
+
+class Claim(Wired, frozen=True):
+    """dev/<device>/up/claim: a task is taken, or refused with a reason the coordinator can act on."""
+
+    job: Name
+    round: Count
+    attempt: Count
+    accepted: bool
+    code: Literal["ok", "memory", "data", "engine", "method", "model", "disk", "failed", "busy"] = "ok"
+    reason: Sentence = ""
+
+
+class Progress(Wired, frozen=True):
+    """dev/<device>/up/progress: how far the open task is, 0 to 1."""
+
+    job: Name
+    round: Count
+    attempt: Count
+    fraction: Annotated[float, Meta(ge=0.0, le=1.0)]
+
+
+class Telemetry(Wired, frozen=True):
+    """dev/<device>/up/telemetry, best effort: what the board's sensors say. Absent: not measurable."""
+
+    power_w: float | None = None
+    energy_j: float | None = None
+    temperature_c: float | None = None
+    available_bytes: Count | None = None
+
+
+class Ack(Wired, frozen=True):
+    """dev/<device>/dn/ack: the update is safe with the coordinator, or refused for good; forget it."""
+
+    job: Name
+    round: Count
+    attempt: Count
+    accepted: bool
+    reason: Sentence = ""
+
+
+class Get(Wired, frozen=True):
+    """<up|dn>/blob/get: asks the other side for chunks of a blob; no indices asks for its manifest."""
+
+    sha256: Digest
+    chunk: Annotated[int, Meta(ge=MIN_CHUNK, le=MAX_CHUNK)]  # the largest chunk the asker can take
+    indices: Annotated[tuple[Count, ...], Meta(max_length=MAX_WINDOW)] = ()
+
+
+class Manifest(Wired, frozen=True):
+    """<dn|up>/blob/<sha256>/manifest: how a blob is cut. `digests` is the chunks' sha256s, joined, in hex."""
+
+    sha256: Digest
+    size: Count
+    chunk: Annotated[int, Meta(ge=MIN_CHUNK, le=MAX_CHUNK)]
+    digests: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})*$")]
+
+
+class Missing(Wired, frozen=True):
+    """<dn|up>/blob/<sha256>/missing: the asked side does not have this blob (any more)."""
+
+    sha256: Digest
+    reason: Sentence = ""
+
+
+Message = (
+    CoordState
+    | RoundState
+    | Presence
+    | Profile
+    | Claim
+    | Progress
+    | Update
+    | Telemetry
+    | Task
+    | Ack
+    | Get
+    | Manifest
+    | Missing
+)
+
+# -- bytes ----------------------------------------------------------------------------------------
+
+_PREFIX = re.compile(rb'^\{"v":(\d{1,3}),"crc":"([0-9a-f]{8})"(,|\})')
+_PREFIX_SIZE: Final = len(b'{"v":1,"crc":"00000000"')
+_encoder = msgspec.json.Encoder()
+_decoders: dict[type, msgspec.json.Decoder[Any]] = {}
+
+M = TypeVar("M", bound=Wired)
+
+
+def encode(message: Wired) -> bytes:
+    """The bytes of a message.
+
+    Raises:
+        WireError: it is larger than one control message may be.
+    """
+    rest = _encoder.encode(message)[1:]
+    if rest != b"}":
+        rest = b"," + rest
+    limit = MAX_CHUNK if isinstance(message, Manifest) else MAX_CONTROL
+    if len(rest) > limit - _PREFIX_SIZE:
+        raise WireError(f"a {type(message).__name__} of {len(rest)} bytes exceeds the {limit} allowed")
+    return b'{"v":%d,"crc":"%08x"' % (VERSION, zlib.crc32(rest)) + rest
+
+
+def decode(payload: bytes, kind: type[M]) -> M:
+    """The message of type `kind` in `payload`, strictly checked.
+
+    Raises:
+        WireError: too large, another version, a wrong checksum, not JSON, or not of that type.
+    """
+    limit = MAX_CHUNK if kind is Manifest else MAX_CONTROL
+    if len(payload) > limit:
+        raise WireError(f"a {kind.__name__} of {len(payload)} bytes exceeds the {limit} allowed")
+    found = _PREFIX.match(payload)
+    if found is None:
+        raise WireError(f"not a fedquilt message: {_head(payload)}")
+    if int(found[1]) != VERSION:
+        raise WireError(f"protocol version {int(found[1])}, this side speaks {VERSION}: update the older side")
+    rest = payload[found.end(2) + 1 :]
+    if zlib.crc32(rest) != int(found[2], 16):
+        raise WireError(f"checksum does not match: {_head(payload)}")
+    decoder = _decoders.get(kind) or _decoders.setdefault(kind, msgspec.json.Decoder(kind))
+    try:
+        return decoder.decode(b"{" + rest[1:] if rest[:1] == b"," else b"{" + rest)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise WireError(f"not a {kind.__name__}: {error}") from None
+
+
+def _head(payload: bytes) -> str:
+    shown = binascii.b2a_qp(bytes(payload[:40])).decode("ascii", "replace").replace("\n", " ")
+    return f"{shown!r} ({len(payload)} bytes)"
+
+
+# -- topics ---------------------------------------------------------------------------------------
+
+_NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{0,63}$")
+_SHA = re.compile(r"^[0-9a-f]{64}$")
+
+UP: dict[str, type[Wired]] = {
+    "presence": Presence,
+    "profile": Profile,
+    "claim": Claim,
+    "progress": Progress,
+    "update": Update,
+    "telemetry": Telemetry,
+}
+DOWN: dict[str, type[Wired]] = {"task": Task, "ack": Ack}
+BLOB: dict[str, type[Wired]] = {"manifest": Manifest, "missing": Missing}
+RETAINED: Final = frozenset({"presence", "profile", "task"})
+
+Direction = Literal["up", "dn"]
+
+
+class Topics:
+    """The topic tree of one fleet, `fq/1/<fleet>/...`."""
+
+    def __init__(self, fleet: str) -> None:
+        self.root = f"fq/{VERSION}/{fleet}"
+        self.coord = f"{self.root}/coord/state"
+
+    def job(self, job: str) -> str:
+        return f"{self.root}/job/{job}/round"
+
+    def device(self, device: str, direction: Direction, leaf: str) -> str:
+        return f"{self.root}/dev/{device}/{direction}/{leaf}"
+
+    def chunk(self, device: str, direction: Direction, sha256: str, index: int) -> str:
+        return f"{self.root}/dev/{device}/{direction}/blob/{sha256}/{index}"
+
+    def blob(self, device: str, direction: Direction, sha256: str, leaf: str) -> str:
+        return f"{self.root}/dev/{device}/{direction}/blob/{sha256}/{leaf}"
+
+    def for_coordinator(self) -> tuple[str, ...]:
+        """What the coordinator subscribes to."""
+        return (f"{self.root}/dev/+/up/#",)
+
+    def for_device(self, device: str) -> tuple[str, ...]:
+        """What a device subscribes to."""
+        return (f"{self.root}/dev/{device}/dn/#", self.coord)
+
+
+class Route(msgspec.Struct, frozen=True):
+    """Where a message belongs: a device's branch (or none), a leaf, and for a chunk its blob and index."""
+
+    leaf: str  # "presence", ..., "get", "chunk", "manifest", "missing", "coord", "round"
+    kind: type[Wired] | None  # None: raw bytes of a chunk
+    device: str = ""
+    direction: str = ""
+    sha256: str = ""
+    index: int = -1
+    job: str = ""
+
+
+def route(topic: str) -> Route:
+    """What a topic of this protocol says.
+
+    Raises:
+        WireError: it is not a topic of this protocol version.
+    """
+    match topic.split("/"):
+        case ["fq", "1", fleet, "coord", "state"] if _NAME.match(fleet):
+            return Route("coord", CoordState)
+        case ["fq", "1", fleet, "job", job, "round"] if _NAME.match(fleet) and _NAME.match(job):
+            return Route("round", RoundState, job=job)
+        case ["fq", "1", fleet, "dev", device, ("up" | "dn") as way, *leaf] if _NAME.match(fleet) and _NAME.match(
+            device
+        ):
+            found = _leaf(device, way, leaf)
+            if found is not None:
+                return found
+    raise WireError(f"not a topic of this protocol: {topic[:200]!r}")
+
+
+def _leaf(device: str, way: str, leaf: list[str]) -> Route | None:
+    named = UP if way == "up" else DOWN
+    match leaf:
+        case [name] if name in named:
+            return Route(name, named[name], device, way)
+        case ["blob", "get"]:
+            return Route("get", Get, device, way)
+        case ["blob", sha, name] if _SHA.match(sha) and name in BLOB:
+            return Route(name, BLOB[name], device, way, sha)
+        case ["blob", sha, index] if _SHA.match(sha) and index.isascii() and index.isdigit() and len(index) < 8:
+            return Route("chunk", None, device, way, sha, int(index))
+    return None

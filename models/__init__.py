@@ -1,0 +1,1 @@
+"""Networks and what is done to them."""

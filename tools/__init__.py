@@ -1,0 +1,1 @@
+"""Programs around the federation: simulated fleets, preparing jobs, benches, the demo."""
