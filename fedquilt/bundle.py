@@ -1,0 +1,70 @@
+"""A job bundle on disk: `bundle.json` (facts, and files by name) beside `blobs/` (files by sha256).
+
+`fedquilt prepare` writes one on the operator's machine; the coordinator only serves it. Blobs lie
+flat under their digests, so an ONNX graph finds its external data wherever both have been put.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fedquilt import tensors
+from fedquilt.core import BlobRef, Bundle, JobError, StoreError, Wired
+
+
+class Index(Wired, frozen=True):
+    """bundle.json."""
+
+    version: int = 1
+    meta: dict[str, Any]
+    files: dict[str, BlobRef]
+
+
+def write(folder: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> Bundle:
+    """Write a bundle; files that are there already (by content) are kept.
+
+    Raises:
+        StoreError: the folder cannot be written.
+    """
+    refs: dict[str, BlobRef] = {}
+    try:
+        (folder / "blobs").mkdir(parents=True, exist_ok=True)
+        for name, payload in files.items():
+            refs[name] = ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+            _replace(folder / "blobs" / ref.sha256, payload)
+        index = msgspec.json.encode(Index(meta=dict(meta), files=refs))
+        _replace(folder / "bundle.json", msgspec.json.format(index, indent=1))
+    except OSError as error:
+        raise StoreError(f"cannot write the bundle {folder}: {error.strerror}") from None
+    return load(folder)
+
+
+def load(folder: Path) -> Bundle:
+    """Open a bundle. Files are checked for presence and size here, for content when they are stored.
+
+    Raises:
+        JobError: there is no bundle, or it is damaged; says how to make it.
+    """
+    try:
+        index = msgspec.json.decode((folder / "bundle.json").read_bytes(), type=Index)
+    except FileNotFoundError:
+        raise JobError(f"no bundle in {folder}: make it with `fedquilt prepare`") from None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise JobError(f"{folder / 'bundle.json'} is damaged ({error}): make it anew with `fedquilt prepare`") from None
+    for name, ref in index.files.items():
+        path = folder / "blobs" / ref.sha256
+        if not path.is_file() or path.stat().st_size != ref.size:
+            raise JobError(f"{folder}: file {name!r} ({ref.sha256[:12]}) is missing or cut short: prepare it anew")
+    return Bundle(index.meta, index.files, lambda name: tensors.read(folder / "blobs" / index.files[name].sha256))
+
+
+def _replace(path: Path, payload: bytes) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(payload)
+    os.replace(part, path)

@@ -1,0 +1,84 @@
+"""Images as networks take them, and resizing maps: numpy only, one definition for every engine.
+
+Resizing is separable and linear: along one axis it is a matrix whose rows sum to one. So the same
+two matrix products resize here, in an exported ONNX graph and in a fit, with equal results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fedquilt.core import DataError
+
+
+class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a network expects: (channels, size, size) float32, scaled to 0..1, then (x - mean) / std."""
+
+    channels: int
+    size: int
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+
+
+@lru_cache(maxsize=256)
+def resize_matrix(size: int, wanted: int) -> np.ndarray:
+    """(wanted, size) float32: adaptive average when shrinking, bilinear (half-pixel centres) when growing."""
+    matrix = np.zeros((wanted, size))
+    if wanted <= size:
+        for row in range(wanted):
+            first, last = row * size // wanted, -(-(row + 1) * size // wanted)
+            matrix[row, first:last] = 1.0 / (last - first)
+    else:
+        centres = np.clip((np.arange(wanted) + 0.5) * size / wanted - 0.5, 0, size - 1)
+        below = np.floor(centres).astype(int)
+        above = np.minimum(below + 1, size - 1)
+        rows = np.arange(wanted)
+        np.add.at(matrix, (rows, below), 1 - (centres - below))
+        np.add.at(matrix, (rows, above), centres - below)
+    result = matrix.astype(np.float32)
+    result.flags.writeable = False
+    return result
+
+
+def resize(maps: np.ndarray, height: int, width: int) -> np.ndarray:
+    """(n, c, h, w) -> (n, c, height, width), float32."""
+    _, _, h, w = maps.shape
+    if (h, w) == (height, width):
+        return maps
+    tall = np.matmul(resize_matrix(h, height), maps)  # (n, c, height, w)
+    return np.matmul(tall, resize_matrix(w, width).T)
+
+
+def prepare(x: np.ndarray, wanted: Input | Mapping[str, Any]) -> np.ndarray:
+    """Stored images to what a network takes: (n, channels, size, size) float32.
+
+    `x` is (n, h, w) or (n, h, w, c), uint8 (0..255) or floating (0..1). Grey becomes colour by
+    repetition, colour becomes grey by the BT.601 luma weights.
+
+    Raises:
+        DataError: another shape or type.
+    """
+    spec = wanted if isinstance(wanted, Input) else msgspec.convert(wanted, Input)
+    if x.ndim == 3:
+        x = x[..., None]
+    if x.ndim != 4 or x.shape[3] not in (1, 3):
+        raise DataError(f"images of shape {x.shape}: expected (n, h, w) or (n, h, w, 1 or 3)")
+    if x.dtype.kind not in "uf":
+        raise DataError(f"images of type {x.dtype}: expected uint8 or floating point")
+    maps = x.transpose(0, 3, 1, 2).astype(np.float32)  # (n, c, h, w)
+    if x.dtype.kind == "u":
+        maps /= np.float32(np.iinfo(x.dtype).max)
+    if maps.shape[1] == 1 and spec.channels == 3:
+        maps = np.repeat(maps, 3, axis=1)
+    elif maps.shape[1] == 3 and spec.channels == 1:
+        luma = np.array([0.299, 0.587, 0.114], np.float32)
+        maps = np.tensordot(maps, luma, axes=([1], [0]))[:, None]
+    maps = resize(maps, spec.size, spec.size)
+    mean = np.array(spec.mean, np.float32).reshape(1, -1, 1, 1)
+    std = np.array(spec.std, np.float32).reshape(1, -1, 1, 1)
+    return np.ascontiguousarray((maps - mean) / std)
