@@ -21,9 +21,9 @@ from fedquilt.core import BlobRef, Bundle, JobError, StoreError, Wired
 class Index(Wired, frozen=True):
     """bundle.json."""
 
-    version: int = 1
     meta: dict[str, Any]
     files: dict[str, BlobRef]
+    version: int = 1
 
 
 def write(folder: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> Bundle:
