@@ -1,0 +1,57 @@
+"""The fleet as last seen: who is online, with what profile. Rebuilt from retained messages at every start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fedquilt.core import Profile
+from fedquilt.wire import Presence
+
+GRACE_S = 20.0  # a device that drops out and is back within this was never gone
+
+
+@dataclass
+class Known:
+    """One device."""
+
+    profile: Profile | None = None
+    online: bool = False
+    boot: str = ""
+    gone_s: float = -GRACE_S  # when it went offline
+
+
+@dataclass
+class Registry:
+    """Devices by id."""
+
+    devices: dict[str, Known] = field(default_factory=dict)
+
+    def presence(self, device: str, message: Presence, now_s: float) -> bool:
+        """Take note; True when the device has just appeared, or started anew."""
+        known = self.devices.setdefault(device, Known())
+        appeared = message.online and (not known.online or known.boot != message.boot)
+        if known.online and not message.online:
+            known.gone_s = now_s
+        known.online, known.boot = message.online, message.boot
+        return appeared
+
+    def profile(self, device: str, profile: Profile) -> None:
+        self.devices.setdefault(device, Known()).profile = profile
+
+    def online(self, now_s: float) -> set[str]:
+        """Devices that are there, or were a moment ago, and have said what they are."""
+        return {
+            device
+            for device, known in self.devices.items()
+            if known.profile is not None and (known.online or now_s - known.gone_s < GRACE_S)
+        }
+
+    def able(self, engines: tuple[str, ...], now_s: float) -> dict[str, str]:
+        """Devices online that have one of the engines -> the first of `engines` that they have."""
+        found = {}
+        for device in self.online(now_s):
+            profile = self.devices[device].profile
+            usable = [engine for engine in engines if profile and engine in profile.engines]
+            if usable:
+                found[device] = usable[0]
+        return found

@@ -1,0 +1,182 @@
+"""A job while it runs: the method's state and the rounds' state, both rebuilt from the event log.
+
+Everything that changes goes through `record`: the fact is written, then applied. What the method
+computes (`task`, `inspect`, `commit`) is a function of that state and of blobs on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fedquilt import bundle, methods, tensors
+from fedquilt.coordinator import rounds, settings
+from fedquilt.coordinator.rounds import AnyFact, Committed, Plan, Rounds, Started
+from fedquilt.coordinator.store import Row, Store
+from fedquilt.core import (
+    BlobRef,
+    Contribution,
+    DeviceView,
+    JobError,
+    Profile,
+    StoreError,
+    Task,
+    Tensors,
+    Update,
+    UpdateError,
+    derive_seed,
+)
+
+
+class Running:
+    """One job of the store, at the point where its facts left it.
+
+    Raises:
+        JobError, ModelError: the job or its bundle cannot be carried out as written.
+        StoreError: something it needs is no longer in the store.
+    """
+
+    def __init__(self, row: Row, store: Store, now_s: float) -> None:
+        self.id, self.job, self._store = row.id, row.job, store
+        self.method = methods.load(row.job.method)
+        self.bundle = bundle.load(row.bundle)
+        for name, ref in self.bundle.files.items():
+            if not store.depot.has(ref):
+                stored = store.depot.put_file(row.bundle / "blobs" / ref.sha256)
+                if stored != ref:
+                    raise JobError(f"{row.bundle}: file {name!r} is not what the bundle says: prepare it anew")
+        if row.job.check.every and self.method.check is None:
+            raise JobError(f"[check] every: {row.job.method} has no evaluation of its own; leave it 0")
+        plan = Plan(row.job.seed, row.job.rounds, row.job.cohort, row.job.check.every)
+        self.rounds = Rounds(plan)
+        self.state: Any = None
+        self._encoded: dict[int, tuple[Tensors, BlobRef]] = {}  # tensors sent this round, by identity
+        for _, _, fact in store.facts(self.id):
+            self._apply(fact, now_s)
+        if self.rounds.phase == "new":
+            self._initialise(now_s)
+        elif self.rounds.state is not None:
+            self.state = self._load_state(self.rounds.state)
+
+    def record(self, fact: AnyFact, now_s: float) -> None:
+        """Write a fact, then let it count."""
+        self._store.append(self.id, fact)
+        self._apply(fact, now_s)
+
+    def pinned(self) -> set[str]:
+        """Blobs that must outlive the running round."""
+        kept = {ref.sha256 for ref in self.bundle.files.values()}
+        return kept | ({self.rounds.state.sha256} if self.rounds.state else set())
+
+    def task(self, device: str, engine: str, profile: Profile | None, now_s: float) -> Task | None:
+        """What `device` is asked in the running round; None: the method has nothing for it."""
+        view = DeviceView(device, profile, self.rounds.history.get(device, ()))
+        order = self.method.send(self.state, view)
+        if order is None:
+            return None
+        return Task(
+            job=self.id,
+            round=self.rounds.round,
+            attempt=self.rounds.attempt,
+            method=self.job.method,
+            engine=engine,
+            actions=self.rounds.actions,
+            params=dict(order.params),
+            bundles={name: self._blob(value) for name, value in order.bundles.items()},
+            work=order.work,
+            seed=derive_seed(self.job.seed, self.job.name, self.rounds.round, device),
+            deadline_s=self.rounds.deadline_left_s(now_s),
+        )
+
+    def contribution(self, update: Update) -> Contribution:
+        """An update with its tensors, read from disk.
+
+        Raises:
+            UpdateError: a bundle that is no safetensors blob, or holds values that are not finite.
+        """
+        bundles = {}
+        for name, ref in update.bundles.items():
+            path = self._store.depot.path(ref.sha256)
+            if path is None:
+                raise StoreError(f"blob {ref.sha256[:12]} of {update.device}'s update is gone from the store")
+            bundles[name] = tensors.read(path)
+            tensors.require_finite(bundles[name])
+        return Contribution(update.device, update.round, update.weight, update.metrics, bundles)
+
+    def inspect(self, update: Update) -> None:
+        """Raises UpdateError unless the update can be folded into the running round."""
+        odd = sorted(name for name, value in update.metrics.items() if value != value)
+        if odd:
+            raise UpdateError(f"metric {odd[0]!r} is not a number")
+        if "work" in self.rounds.actions:
+            self.method.fold(self.state, None, self.contribution(update))
+
+    def commit(self) -> Committed:
+        """Fold the round's updates in sorted order of devices and store what comes of it."""
+        answered = self.rounds.answered
+        state = self.state
+        if "work" in self.rounds.actions:
+            total = None
+            for device in sorted(answered):
+                total = self.method.fold(state, total, self.contribution(answered[device]))
+            state = self.method.step(state, total)
+        ref = self._store.depot.put(tensors.pack(state))
+        return Committed(
+            round=self.rounds.round,
+            state=ref,
+            finished=self.method.done(state),
+            metrics=average(answered.values()),
+            notes=tuple(self.method.story(state)),
+        )
+
+    def sent(self) -> set[str]:
+        """Blobs made for the running round's tasks."""
+        return {ref.sha256 for _, ref in self._encoded.values()}
+
+    def committed(self) -> None:
+        """Take up the stored state and let go of the round's blobs."""
+        assert self.rounds.state is not None
+        self.state = self._load_state(self.rounds.state)
+        self._encoded.clear()
+
+    def _apply(self, fact: AnyFact, now_s: float) -> None:
+        self.rounds = rounds.apply(self.rounds, fact, now_s)
+
+    def _initialise(self, now_s: float) -> None:
+        state = self.method.init(self.bundle, settings.params(self.job), self.job.seed)
+        self.record(Started(self._store.depot.put(tensors.pack(state))), now_s)
+        self.state = state
+
+    def _load_state(self, ref: BlobRef) -> Any:
+        path = self._store.depot.path(ref.sha256)
+        if path is None:
+            raise StoreError(f"the state of {self.id} ({ref.sha256[:12]}) is gone from {self._store.home}")
+        return tensors.unpack(path.read_bytes(), self.method.state)
+
+    def _blob(self, value: Tensors | BlobRef) -> BlobRef:
+        if isinstance(value, BlobRef):
+            return value
+        known = self._encoded.get(id(value))
+        if known is None:
+            known = self._encoded[id(value)] = (value, self._store.depot.put(tensors.encode(value)))
+        return known[1]
+
+
+def average(updates: Iterable[Update]) -> dict[str, float]:
+    """A round's metrics: each the mean over devices, weighted by the examples it was measured on.
+
+    "check.examples" is summed.
+    """
+    sums: dict[str, tuple[float, float]] = {}
+    examples = 0.0
+    for update in sorted(updates, key=lambda update: update.device):
+        checked = update.metrics.get("check.examples", 0.0)
+        examples += checked
+        for name, value in update.metrics.items():
+            weight = checked if name.startswith("check.") else update.weight
+            total, of = sums.get(name, (0.0, 0.0))
+            sums[name] = (total + weight * value, of + weight)
+    result = {name: total / of for name, (total, of) in sums.items() if of}
+    if examples:
+        result["check.examples"] = examples
+    return result

@@ -1,0 +1,359 @@
+"""The coordinator's loop: Link <-> rounds <-> store. It decides nothing itself."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fedquilt import wire
+from fedquilt.coordinator import rounds
+from fedquilt.coordinator.registry import Registry
+from fedquilt.coordinator.rounds import Answered, AnyFact, Asked, Closed, Committed, Declined, Ended, Rejected, Resumed
+from fedquilt.coordinator.running import Running
+from fedquilt.coordinator.store import Row, Store
+from fedquilt.core import FedquiltError, Profile, StoreError, Update, UpdateError, Wired, WireError
+from fedquilt.link import Link, Message
+from fedquilt.transfer import Transfers
+
+log = logging.getLogger("fedquilt.coordinator")
+
+POLL_S = 1.0  # how often the store is asked for new, stopped and resumed jobs
+REISSUE_S = 5.0  # an unclaimed task is sent again after this, then ever more rarely
+REISSUE_MOST_S = 60.0
+
+
+@dataclass
+class Issue:
+    """One open task: when it was last sent, and how patient to be."""
+
+    sent_s: float
+    patience_s: float
+
+
+class Server:
+    """Runs the jobs of a store, one at a time, over a link. A `fedquilt.link.Endpoint`.
+
+    `observe(job, fact)` is told each new fact. With `only`, it finishes when that job has ended.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        fleet: str,
+        store: Store,
+        observe: Callable[[Running, AnyFact], None] = lambda job, fact: None,
+        only: str | None = None,
+    ) -> None:
+        self.finished = False
+        self.registry = Registry()
+        self.refused_messages = 0
+        self.active: Running | None = None
+        self._link, self._store, self._observe, self._only = link, store, observe, only
+        self._topics = wire.Topics(fleet)
+        self._offers: dict[str, set[str]] = {}  # device -> blobs of its open task
+        self._transfers = Transfers(link, store.depot, self._topics, "dn", self._may_have)
+        self._issues: dict[str, Issue] = {}
+        self._arriving: dict[str, Update] = {}  # device -> update whose blobs are on their way
+        self._session = 0
+        self._epoch = store.next_epoch()
+        self._poll_s = -math.inf
+
+    def fds(self) -> Sequence[int]:
+        return ()
+
+    def step(self, now_s: float) -> float:
+        """Handle what came and what is due.
+
+        Raises:
+            StoreError: nothing can be written any more; what was accepted is safe, a restart continues.
+        """
+        if self._link.session != self._session:
+            self._greet(now_s)
+        for message in self._link.receive():
+            self._handle(message, now_s)
+        transfers_due = self._transfers.step(now_s)
+        for device, sha256, error in self._transfers.take_done():
+            self._arrived(device, sha256, error, now_s)
+        self._poll(now_s)
+        while self._advance(now_s):
+            pass
+        transfers_due = min(transfers_due, self._transfers.step(now_s))
+        return min(transfers_due, self._reissue(now_s), self._poll_s + POLL_S, self._deadline_s())
+
+    def goodbye(self) -> None:
+        """Say that the coordinator goes; what is open stays open and is continued at the next start."""
+        self._publish(self._topics.coord, wire.CoordState(online=False, epoch=self._epoch), retain=True)
+        self._link.close()
+
+    # -- messages --
+
+    def _greet(self, now_s: float) -> None:
+        """A new session: the broker may have forgotten all, so say everything again."""
+        self._session = self._link.session
+        self._link.subscribe(self._topics.for_coordinator())
+        self._publish(self._topics.coord, wire.CoordState(online=True, epoch=self._epoch), retain=True)
+        for device in list(self._issues):
+            self._issue(device, now_s)
+        self._tell_round()
+
+    def _handle(self, message: Message, now_s: float) -> None:
+        try:
+            route = wire.route(message.topic)
+            if route.direction != "up":
+                return
+            if route.leaf in ("presence", "profile") and not message.payload:
+                return  # a cleared retained message: the device was removed from the broker
+            if self._transfers.handle(route, message.payload, now_s) or route.kind is None:
+                return
+            self._take(route.device, wire.decode(message.payload, route.kind), now_s)
+        except WireError as error:
+            self.refused_messages += 1
+            log.warning("dropped a message on %s: %s", message.topic[:120], error)
+
+    def _take(self, device: str, message: Wired, now_s: float) -> None:
+        match message:
+            case wire.Presence():
+                if self.registry.presence(device, message, now_s) and device in self._issues:
+                    self._issue(device, now_s)
+            case Profile():
+                self.registry.profile(device, message)
+            case wire.Claim():
+                self._claimed(device, message, now_s)
+            case Update():
+                self._offered(device, message, now_s)
+            case _:
+                pass  # progress and telemetry are for whoever watches
+
+    def _claimed(self, device: str, claim: wire.Claim, now_s: float) -> None:
+        job = self.active
+        if job is None or claim.job != job.id or claim.round != job.rounds.round or device not in job.rounds.asked:
+            return
+        if claim.accepted:
+            self._issues[device].patience_s = REISSUE_MOST_S
+        elif claim.attempt == job.rounds.attempt:
+            self._record(Declined(claim.round, device, claim.code, claim.reason), now_s)
+            self._withdraw(device)
+
+    def _offered(self, device: str, update: Update, now_s: float) -> None:
+        job = self.active
+        if job is None or update.job != job.id or update.device != device:
+            return self._ack(device, update, False, "this job is not running")
+        state = job.rounds
+        if update.round in state.history.get(device, ()) or (device in state.answered and update.round == state.round):
+            return self._ack(device, update, True)
+        if update.round != state.round or device not in state.asked:
+            return self._ack(device, update, False, f"round {update.round} is closed or did not ask for this")
+        if sum(ref.size for ref in update.bundles.values()) > job.job.max_update_mb << 20:
+            return self._reject(device, update, f"larger than max_update_mb = {job.job.max_update_mb}", now_s)
+        self._arriving[device] = update
+        self._issues[device].patience_s = REISSUE_MOST_S
+        for ref in update.bundles.values():
+            self._transfers.want(device, ref)
+        return self._complete(device, now_s)
+
+    def _arrived(self, device: str, sha256: str, error: str | None, now_s: float) -> None:
+        if error is None:
+            self._complete(device, now_s)
+        elif device in self._arriving:
+            log.warning("%s's update could not be fetched (%s); it will offer it again", device, error)
+            del self._arriving[device]
+
+    def _complete(self, device: str, now_s: float) -> None:
+        """Take the update if all of it is here."""
+        job, update = self.active, self._arriving.get(device)
+        if job is None or update is None:
+            return
+        if not all(self._store.depot.has(ref) for ref in update.bundles.values()):
+            return
+        del self._arriving[device]
+        if update.round != job.rounds.round or device not in job.rounds.asked:
+            return self._ack(device, update, False, f"round {update.round} is closed")
+        try:
+            job.inspect(update)
+        except StoreError:
+            raise
+        except Exception as error:  # whatever a device sends, it is the device's update that is refused
+            reason = str(error) if isinstance(error, UpdateError) else f"{type(error).__name__}: {error}"
+            return self._reject(device, update, reason, now_s)
+        self._record(Answered(update.round, update), now_s)
+        self._ack(device, update, True)
+        self._withdraw(device)
+
+    def _reject(self, device: str, update: Update, reason: str, now_s: float) -> None:
+        self._record(Rejected(update.round, device, reason), now_s)
+        self._ack(device, update, False, reason)
+        self._withdraw(device)
+
+    def _ack(self, device: str, update: Update, accepted: bool, reason: str = "") -> None:
+        ack = wire.Ack(
+            job=update.job, round=update.round, attempt=update.attempt, accepted=accepted, reason=reason[:1000]
+        )
+        self._publish(self._topics.device(device, "dn", "ack"), ack)
+
+    # -- tasks --
+
+    def _issue(self, device: str, now_s: float) -> None:
+        """Send a device its task of the running round (again)."""
+        job = self.active
+        if job is None or device not in job.rounds.asked:
+            return
+        known = self.registry.devices.get(device)
+        engine = self._able(now_s).get(device) or job.method.engines[0]
+        try:
+            task = job.task(device, engine, known.profile if known else None, now_s)
+        except Exception as error:
+            return self._fail(error, now_s)
+        if task is None:
+            return self._record(Declined(job.rounds.round, device, "none", "the method has nothing for it now"), now_s)
+        patience = self._issues[device].patience_s if device in self._issues else REISSUE_S / 2
+        self._issues[device] = Issue(now_s, min(patience * 2, REISSUE_MOST_S))
+        self._offers[device] = {ref.sha256 for ref in task.bundles.values()}
+        return self._publish(self._topics.device(device, "dn", "task"), task, retain=True)
+
+    def _reissue(self, now_s: float) -> float:
+        for device, issue in list(self._issues.items()):
+            if now_s >= issue.sent_s + issue.patience_s:
+                self._issue(device, now_s)
+        return min((issue.sent_s + issue.patience_s for issue in self._issues.values()), default=math.inf)
+
+    def _withdraw(self, device: str) -> None:
+        """Take back a device's task: answered, refused, or no longer wanted."""
+        self._issues.pop(device, None)
+        self._offers.pop(device, None)
+        self._arriving.pop(device, None)
+        self._link.publish(self._topics.device(device, "dn", "task"), b"", retain=True)
+
+    def _may_have(self, device: str, sha256: str) -> bool:
+        return sha256 in self._offers.get(device, ())
+
+    # -- the job --
+
+    def _poll(self, now_s: float) -> None:
+        """Ask the store what people want: new jobs, jobs stopped and resumed."""
+        if now_s < self._poll_s + POLL_S:
+            return
+        self._poll_s = now_s
+        if self.active is not None:
+            if self._store.status(self.active.id) == "stopping":
+                self._record(Ended("stopped", "by request"), now_s)
+            return
+        waiting = [row for row in self._store.jobs() if self._only in (None, row.id)]
+        found = [row for row in waiting if row.status == "running"] or [r for r in waiting if r.status == "queued"]
+        if found:
+            self._open(found[0], now_s)
+        else:
+            self.finished = self._only is not None
+
+    def _open(self, row: Row, now_s: float) -> None:
+        """Take up a job where its facts left it."""
+        try:
+            job = Running(row, self._store, now_s)
+        except StoreError:
+            raise
+        except FedquiltError as error:
+            log.error("%s cannot run: %s", row.id, error)
+            self._store.append(row.id, Ended("failed", str(error)))
+            self._store.set_status(row.id, "failed")
+            return
+        self.active = job
+        answered = {ref.sha256 for update in job.rounds.answered.values() for ref in update.bundles.values()}
+        self._store.depot.keep(self._store.states() | job.pinned() | answered)  # what a crash left behind goes
+        self._store.set_status(row.id, "running")
+        if job.rounds.phase in ("stopped", "failed"):
+            self._record(Resumed(), now_s)
+        for device in sorted(job.rounds.asked):
+            self._issue(device, now_s)
+        self._tell_round()
+
+    def _advance(self, now_s: float) -> bool:
+        """One decision, if there is one to make."""
+        job = self.active
+        if job is None:
+            return False
+        try:
+            if job.rounds.phase == "closing":
+                fact: AnyFact | None = job.commit()
+            elif job.rounds.phase in ("done", "failed", "stopped"):
+                self._leave()
+                return True
+            else:
+                fact = rounds.decide(job.rounds, now_s, self._able(now_s).keys())
+        except Exception as error:
+            self._fail(error, now_s)
+            return True
+        if fact is not None:
+            self._record(fact, now_s)
+        return fact is not None
+
+    def _fail(self, error: Exception, now_s: float) -> None:
+        """A fault in the method's own code ends its job, not the coordinator; a full disk ends the coordinator."""
+        if isinstance(error, StoreError | MemoryError):
+            raise error
+        assert self.active is not None
+        log.error("%s failed in its method", self.active.id, exc_info=error)
+        self._record(Ended("failed", f"{type(error).__name__}: {error}"), now_s)
+
+    def _record(self, fact: AnyFact, now_s: float) -> None:
+        """Write a fact, then act on it."""
+        job = self.active
+        assert job is not None
+        before = job.rounds
+        job.record(fact, now_s)
+        self._observe(job, fact)
+        match fact:
+            case Asked():
+                for device in fact.devices:
+                    self._issue(device, now_s)
+            case Closed() | rounds.Reopened() | Ended():
+                for device in sorted(before.asked):
+                    self._withdraw(device)
+            case Committed():
+                spent = self._spent(job, before)
+                job.committed()
+                for sha256 in spent - job.pinned():
+                    self._store.depot.drop(sha256)
+            case _:
+                pass
+        self._tell_round()
+
+    def _spent(self, job: Running, before: rounds.Rounds) -> set[str]:
+        """Blobs that only the committed round needed: its updates, what it sent, the state it began with."""
+        updates = {ref.sha256 for update in before.answered.values() for ref in update.bundles.values()}
+        return updates | job.sent() | ({before.state.sha256} if before.state else set())
+
+    def _leave(self) -> None:
+        assert self.active is not None
+        self._store.set_status(self.active.id, self.active.rounds.phase)
+        if self._only == self.active.id:
+            self.finished = True
+        self.active = None
+        self._poll_s = -math.inf
+
+    def _able(self, now_s: float) -> dict[str, str]:
+        return self.registry.able(tuple(self.active.method.engines), now_s) if self.active else {}
+
+    def _deadline_s(self) -> float:
+        return rounds.next_s(self.active.rounds) if self.active else math.inf
+
+    def _tell_round(self) -> None:
+        job = self.active
+        if job is None:
+            return
+        state = job.rounds
+        message = wire.RoundState(
+            job=job.id,
+            method=job.job.method,
+            round=state.round,
+            rounds=job.job.rounds,
+            phase="selecting" if state.phase == "new" else state.phase,
+            asked=tuple(sorted(state.asked)[:200]),
+            answered=tuple(sorted(state.answered)[:200]),
+            deadline_s=job.job.cohort.deadline_s,
+            note=state.reason[:1000],
+        )
+        self._publish(self._topics.job(job.id), message, retain=True)
+
+    def _publish(self, topic: str, message: Wired, retain: bool = False) -> None:
+        self._link.publish(topic, wire.encode(message), retain=retain)

@@ -1,0 +1,135 @@
+"""A job file (TOML) as frozen values, strictly checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from fedquilt import methods
+from fedquilt.core import JobError, Name
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+class Cohort(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who is asked in a round, and when it closes."""
+
+    size: Annotated[int, Meta(ge=0)] = 0  # contributions wanted; 0: from every device there is
+    min_devices: Annotated[int, Meta(ge=1)] = 1  # wait for this many before the first round
+    over_select: Annotated[float, Meta(ge=0, le=4)] = 0.0  # asked beyond `size`, as a share of it
+    quorum: Annotated[float, Meta(gt=0, le=1)] = 1.0  # share of `size` that suffices at the deadline
+    deadline_s: Annotated[float, Meta(gt=0)] = 600.0
+    attempts: Annotated[int, Meta(ge=1)] = 3  # how often a round without quorum is tried before the job fails
+
+
+class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Evaluation on the devices' held-out shares."""
+
+    every: Annotated[int, Meta(ge=0)] = 0  # each so many rounds, and once after the last; 0: never
+
+
+class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The simulated fleet of `fedquilt fleet` and `fedquilt demo`: boards and budgets, taken in turn."""
+
+    devices: Annotated[int, Meta(ge=1)] = 4
+    boards: tuple[str, ...] = ("x86-host",)
+    budgets: tuple[str, ...] = ("512MB",)
+
+
+class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One job: what `fedquilt run` takes."""
+
+    name: Name
+    method: str
+    rounds: Annotated[int, Meta(ge=1, le=1_000_000)] = 10  # at most; a method may end earlier
+    seed: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    max_update_mb: Annotated[int, Meta(ge=1)] = 1024  # a device that announces more is refused
+    params: dict[str, Any] = msgspec.field(default_factory=dict)
+    cohort: Cohort = Cohort()
+    check: Check = Check()
+    fleet: Fleet = Fleet()
+    data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.edge_agent.data.DataSpec
+    model: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.tools.prepare
+    input: dict[str, Any] = msgspec.field(default_factory=dict)
+    labels: tuple[str, ...] = ()
+    donors: tuple[dict[str, Any], ...] = ()
+
+
+def load(path: Path) -> Job:
+    """The job in a TOML file. Relative paths in it are taken from the file's folder.
+
+    Raises:
+        JobError: unreadable, not TOML, an unknown key, a value out of range, or an unknown method or parameter.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise JobError(f"cannot read the job file {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise JobError(f"{path} is not TOML: {error}") from None
+    try:
+        return parse(_anchored(table, path.parent))
+    except JobError as error:
+        raise JobError(f"{path}: {error}") from None
+
+
+def parse(table: Mapping[str, Any]) -> Job:
+    """The job in a table.
+
+    Raises:
+        JobError: says which key is wrong and what is expected there.
+    """
+    try:
+        job = msgspec.convert(table, Job)
+    except msgspec.ValidationError as error:
+        raise JobError(f"{error}; keys of a job: {', '.join(Job.__struct_fields__)}") from None
+    params(job)
+    return job
+
+
+def params(job: Job) -> Any:
+    """The method's own parameters, checked.
+
+    Raises:
+        JobError: an unknown method, an unknown parameter, or a value of the wrong type.
+    """
+    kind = methods.load(job.method).params
+    known = [field.name for field in dataclasses.fields(kind)]
+    unknown = sorted(set(job.params) - set(known))
+    if unknown:
+        raise JobError(f"[params] {', '.join(unknown)}: {job.method} has no such parameter; it has {', '.join(known)}")
+    try:
+        return msgspec.convert(job.params, kind)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise JobError(f"[params] of {job.method}: {error}") from None
+
+
+def _anchored(table: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The table with `path` and `weights` entries of data and donors made absolute."""
+
+    def anchor(entry: Any) -> Any:
+        if not isinstance(entry, dict):
+            return entry
+        return {
+            key: str((folder / value).resolve())
+            if key in ("path", "weights") and isinstance(value, str) and (folder / value).exists()
+            else value
+            for key, value in entry.items()
+        }
+
+    result = dict(table)
+    for key in ("data", "model"):
+        if key in result:
+            result[key] = anchor(result[key])
+    if isinstance(result.get("donors"), list):
+        result["donors"] = [anchor(donor) for donor in result["donors"]]
+    return result

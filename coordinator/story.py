@@ -1,0 +1,96 @@
+"""What has happened, in plain sentences: `fedquilt run` while it happens, `fedquilt logs` afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fedquilt.coordinator.rounds import (
+    Answered,
+    AnyFact,
+    Asked,
+    Closed,
+    Committed,
+    Declined,
+    Ended,
+    Rejected,
+    Reopened,
+    Resumed,
+    Started,
+)
+from fedquilt.core import Usage
+
+
+def sentences(fact: AnyFact) -> list[str]:
+    """One fact, in sentences; the first says what happened, the rest why."""
+    match fact:
+        case Started():
+            return ["started"]
+        case Asked():
+            again = f", attempt {fact.attempt + 1}" if fact.attempt else ""
+            return [f"round {fact.round}{again}: asked {', '.join(fact.devices)}"]
+        case Declined():
+            return [f"round {fact.round}: {fact.device} declined ({fact.code}): {fact.reason}"]
+        case Answered():
+            return [f"round {fact.round}: {fact.update.device} answered {took(fact.update.usage)}"]
+        case Rejected():
+            return [f"round {fact.round}: {fact.device}'s update was refused: {fact.reason}"]
+        case Closed():
+            return [f"round {fact.round}: closed"]
+        case Reopened():
+            return [f"round {fact.round}: no quorum by the deadline, trying again"]
+        case Committed():
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in sorted(fact.metrics.items()))
+            return [f"round {fact.round}: committed" + (f" ({shown})" if shown else ""), *fact.notes]
+        case Ended():
+            return [f"{fact.status}" + (f": {fact.reason}" if fact.reason else "")]
+        case Resumed():
+            return ["resumed"]
+
+
+def took(usage: Usage) -> str:
+    """What a task took; what was not measured is left out."""
+    parts = [f"in {usage.wall_s:.2f} s"]
+    if usage.energy_j is not None:
+        parts.append(f"{usage.energy_j:.2f} J")
+    if usage.peak_bytes is not None:
+        parts.append(f"peak {usage.peak_bytes / 1e6:.0f} MB")
+    parts.append(f"{usage.down_bytes / 1e6:.2f} MB down, {usage.up_bytes / 1e6:.2f} MB up")
+    return ", ".join(parts)
+
+
+@dataclass
+class Ledger:
+    """What one device has put into a job so far. None: no device ever measured it."""
+
+    tasks: int = 0
+    declined: int = 0
+    wall_s: float = 0.0
+    energy_j: float | None = None
+    energy_source: str | None = None
+    peak_bytes: int | None = None
+    base_bytes: int | None = None
+    down_bytes: int = 0
+    up_bytes: int = 0
+
+    def add(self, usage: Usage) -> None:
+        self.tasks += 1
+        self.wall_s += usage.wall_s
+        self.down_bytes += usage.down_bytes
+        self.up_bytes += usage.up_bytes
+        if usage.energy_j is not None:
+            self.energy_j = (self.energy_j or 0.0) + usage.energy_j
+            self.energy_source = usage.energy_source
+        if usage.peak_bytes is not None and usage.peak_bytes > (self.peak_bytes or -1):
+            self.peak_bytes, self.base_bytes = usage.peak_bytes, usage.base_bytes
+
+
+def ledgers(facts: Iterable[AnyFact]) -> dict[str, Ledger]:
+    """Every device's ledger, from a job's facts."""
+    found: dict[str, Ledger] = {}
+    for fact in facts:
+        if isinstance(fact, Answered):
+            found.setdefault(fact.update.device, Ledger()).add(fact.update.usage)
+        elif isinstance(fact, Declined | Rejected):
+            found.setdefault(fact.device, Ledger()).declined += 1
+    return found
