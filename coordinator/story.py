@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from fedquilt.coordinator.rounds import (
     Answered,
@@ -18,6 +20,7 @@ from fedquilt.coordinator.rounds import (
     Resumed,
     Started,
 )
+from fedquilt.coordinator.store import Row, Store
 from fedquilt.core import Usage
 
 
@@ -94,3 +97,10 @@ def ledgers(facts: Iterable[AnyFact]) -> dict[str, Ledger]:
         elif isinstance(fact, Declined | Rejected):
             found.setdefault(fact.device, Ledger()).declined += 1
     return found
+
+
+def summary(row: Row, store: Store) -> dict[str, Any]:
+    """One line of `fedquilt ls`."""
+    rounds = sum(isinstance(fact, Committed) for _, _, fact in store.facts(row.id))
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.created))
+    return {"run": row.id, "status": row.status, "method": row.job.method, "rounds": rounds, "began": began}

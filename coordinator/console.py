@@ -1,0 +1,105 @@
+"""A coordinator in a terminal: it runs until its job ends or it is told to stop, and says what happens."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+import msgspec
+
+from fedquilt import link as links
+from fedquilt.coordinator import story
+from fedquilt.coordinator.rounds import Answered, AnyFact, Asked, Closed
+from fedquilt.coordinator.running import Running
+from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.store import Store
+from fedquilt.link import Link
+
+
+class Console:
+    """Prints facts as sentences; on a terminal the running round is a line that is overwritten."""
+
+    def __init__(self, out: TextIO = sys.stdout, wordy: bool = False) -> None:
+        self._out, self._wordy, self._live = out, wordy, out.isatty()
+        self._began_s = time.monotonic()
+
+    def observe(self, job: Running, fact: AnyFact) -> None:
+        quiet = isinstance(fact, Asked | Answered | Closed) and not self._wordy
+        if quiet:
+            self._status(job)
+        else:
+            self.say(*story.sentences(fact))
+
+    def say(self, first: str, *more: str) -> None:
+        clear = "\r\x1b[K" if self._live else ""
+        print(f"{clear}[{time.monotonic() - self._began_s:6.1f} s] {first}", file=self._out)
+        for line in more:
+            print(f"{'':11}{line}", file=self._out)
+        self._out.flush()
+
+    def _status(self, job: Running) -> None:
+        if self._live:
+            state = job.rounds
+            asked = len(state.asked) + len(state.answered)
+            line = f"{job.id}: round {state.round + 1} of at most {job.job.rounds}: {len(state.answered)} of {asked}"
+            print(f"\r\x1b[K{line} answered", end="", file=self._out, flush=True)
+
+
+def coordinate(store: Store, link: Link, fleet: str, console: Console, only: str | None = None) -> None:
+    """Run a coordinator until the job `only` has ended (or for ever), or SIGINT or SIGTERM comes."""
+    server = Server(link, fleet, store, console.observe, only)
+    with stopping() as stop:
+        try:
+            links.run(server, link, stop)
+        finally:
+            server.goodbye()
+
+
+def tell(store: Store, id: str, *, follow: bool = False, json: bool = False, out: TextIO = sys.stdout) -> None:
+    """Print a run's facts with their wall-clock times, and with `follow` those to come until it has ended."""
+    seen = 0
+    while True:
+        ended = store.status(id) in ("done", "failed", "stopped")  # asked first, so that no last fact is missed
+        for seen, at_s, fact in store.facts(id, after=seen):
+            if json:
+                print(msgspec.json.encode({"at": at_s, "fact": fact}).decode(), file=out)
+                continue
+            first, *more = story.sentences(fact)
+            stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
+            print("\n".join([f"{stamp}  {first}", *(f"{'':21}{line}" for line in more)]), file=out)
+        out.flush()
+        if ended or not follow:
+            return
+        time.sleep(0.5)
+
+
+class Stop:
+    """Becomes true when the process is told to stop."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self) -> bool:
+        return self.asked
+
+
+@contextmanager
+def stopping() -> Iterator[Stop]:
+    """SIGINT and SIGTERM ask for an orderly end, once; the handlers before are restored."""
+    stop = Stop()
+
+    def ask(signum: int, frame: object) -> None:
+        if stop.asked:
+            raise KeyboardInterrupt
+        stop.asked = True
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

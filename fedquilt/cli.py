@@ -1,0 +1,377 @@
+"""The `fedquilt` command. Each verb imports what it needs when it is used."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedquilt import __version__
+from fedquilt.core import FedquiltError, JobError
+
+ENDED = {"done": 0, "failed": 8, "stopped": 9}
+
+EPILOG = """exit codes: 0 done; 1 an error of fedquilt's own; 2 the job file, a setting or the command line; 3 data;
+4 a network or donor; 5 the broker; 6 a folder, the store or a full disk; 7 memory; 8 the job failed;
+9 the job was stopped; 130 interrupted"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    options = parser().parse_args(argv)
+    level = logging.DEBUG if options.verbose > 1 else logging.INFO if options.verbose else logging.WARNING
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        return int(options.command(options) or 0)
+    except FedquiltError as error:
+        print(f"fedquilt: {error}", file=sys.stderr)
+        return error.exit_code
+    except ModuleNotFoundError as error:
+        print(f"fedquilt: {_missing(error.name or '')}", file=sys.stderr)
+        return JobError.exit_code
+    except BrokenPipeError:
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def _missing(module: str) -> str:
+    extras = {"onnx": "onnx", "onnxruntime": "onnx", "torch": "train", "torchvision": "train", "amqtt": "demo"}
+    extra = extras.get(module.split(".")[0], "images" if module.startswith("PIL") else "")
+    return f"this needs {module}, which is not installed: pip install 'fedquilt{f'[{extra}]' if extra else ''}'"
+
+
+# -- what is typed --------------------------------------------------------------------------------
+
+
+def parser() -> argparse.ArgumentParser:
+    """Every verb and option there is."""
+    top = argparse.ArgumentParser(
+        prog="fedquilt",
+        description="Federated learning on real edge boards.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"fedquilt {__version__}")
+    top.add_argument("-v", "--verbose", action="count", default=0, help="say more; twice for everything")
+    verbs = top.add_subparsers(metavar="VERB", required=True)
+
+    def verb(name: str, command: Any, help: str) -> argparse.ArgumentParser:
+        made = verbs.add_parser(name, help=help, description=help)
+        made.set_defaults(command=command)
+        return made
+
+    one = verb("demo", demo, "see a federation of simulated boards stitch a network for real handwritten digits")
+    one.add_argument(
+        "--out", type=Path, default=Path("fedquilt-demo"), help="folder for what it makes (default: %(default)s)"
+    )
+    _format(one)
+
+    one = verb("prepare", prepare, "make a job's bundle: donors split into blocks, or a network's first weights")
+    one.add_argument("job", type=Path)
+    one.add_argument("--out", type=Path, help="the bundle's folder (default: JOB.bundle beside the job file)")
+
+    one = verb("run", run, "run a job and follow it to its end, here or on the coordinator that serves --home")
+    one.add_argument("job", type=Path)
+    one.add_argument("--bundle", type=Path, help="default: JOB.bundle beside the job file")
+    one.add_argument("--new", action="store_true", help="begin anew although a run of this very job is unfinished")
+    _home(one)
+    _broker(one)
+
+    one = verb("serve", serve, "be the coordinator: run what is submitted to --home, in turn, until told to stop")
+    _home(one)
+    _broker(one)
+
+    one = verb("agent", agent, "be the agent of this board, as agent.toml says")
+    one.add_argument("settings", type=Path)
+
+    one = verb("fleet", fleet, "run a job on simulated boards that run the agents' own code")
+    one.add_argument("job", type=Path)
+    one.add_argument("--bundle", type=Path, help="default: JOB.bundle beside the job file")
+    one.add_argument("--devices", type=int, help="how many boards (default: the job's fleet.devices)")
+    one.add_argument(
+        "--link",
+        default="embedded",
+        choices=("embedded", "memory", "broker"),
+        help="embedded: agents as processes, a broker of our own; broker: the same over --broker; "
+        "memory: all in this process on virtual time (default: %(default)s)",
+    )
+    one.add_argument("--agents-only", action="store_true", help="with --link broker: the coordinator runs elsewhere")
+    _home(one)
+    _broker(one)
+
+    one = verb("broker", broker, "run the embedded MQTT broker (3.1.1), for tests and small networks")
+    one.add_argument("--host", default="127.0.0.1")
+    one.add_argument("--port", type=int, default=1883)
+    one.add_argument("--password-file", type=Path, help="required unless bound to loopback")
+
+    one = verb("ls", ls, "list the runs in --home")
+    _home(one)
+    _format(one)
+
+    one = verb("logs", logs, "what happened in a run, round by round")
+    one.add_argument("run")
+    one.add_argument("--follow", action="store_true", help="go on until the run has ended")
+    _home(one)
+    _format(one)
+
+    for name, command, help in (
+        ("stop", stop, "stop a run after what is being written; `resume` continues it"),
+        ("resume", resume, "continue a stopped, failed or interrupted run where it was"),
+    ):
+        one = verb(name, command, help)
+        one.add_argument("run")
+        _home(one)
+        if name == "resume":
+            _broker(one)
+
+    one = verb("export", export, "write a run's result: a stitched network as one ONNX file, weights as safetensors")
+    one.add_argument("run")
+    one.add_argument("--out", type=Path, required=True)
+    _home(one)
+
+    one = verb("run-model", run_model, "classify a folder of images, or an .npz, with an exported ONNX network")
+    one.add_argument("model", type=Path)
+    one.add_argument("images", type=Path)
+    _format(one)
+
+    one = verb("bench", bench, "measure fedquilt on this machine")
+    one.add_argument("what", choices=("idle", "blobs"))
+    _format(one)
+    return top
+
+
+def _home(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--home", type=Path, default=Path("fedquilt-runs"), help="the coordinator's folder (default: %(default)s)"
+    )
+
+
+def _format(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--format", choices=("text", "json"), default="text")
+
+
+def _broker(verb: argparse.ArgumentParser) -> None:
+    group = verb.add_argument_group("broker")
+    group.add_argument(
+        "--broker",
+        default="mqtt://127.0.0.1:1883",
+        metavar="URL",
+        help="mqtt[s]://[user@]host[:port] (default: %(default)s)",
+    )
+    group.add_argument("--ca", type=Path, help="certificate authority of the broker, PEM")
+    group.add_argument("--cert", type=Path, help="this side's certificate, PEM")
+    group.add_argument("--key", type=Path, help="this side's private key, PEM")
+    group.add_argument("--password-file", type=Path, help="file with the user's password on its first line")
+    group.add_argument("--fleet", default="fleet", help="the fleet's name in topics (default: %(default)s)")
+
+
+# -- what is done ---------------------------------------------------------------------------------
+
+
+def demo(options: argparse.Namespace) -> int:
+    from fedquilt.tools import demo as tool
+
+    return tool.demo(options.out, options.format)
+
+
+def prepare(options: argparse.Namespace) -> int:
+    from fedquilt.coordinator import settings
+    from fedquilt.tools import prepare as tool
+
+    out = _bundle(options.job, options.out)
+    made = tool.prepare(settings.load(options.job), out)
+    size = sum(ref.size for ref in made.files.values())
+    print(f"{out}: {len(made.files)} files, {size / 1e6:.1f} MB")
+    return 0
+
+
+def run(options: argparse.Namespace) -> int:
+    from fedquilt import bundle
+    from fedquilt.coordinator import settings
+    from fedquilt.coordinator.store import Store
+
+    job, folder = settings.load(options.job), _bundle(options.job, options.bundle)
+    bundle.load(folder)
+    store = Store(options.home)
+    unfinished = [row.id for row in store.jobs() if row.job == job and row.status not in ("done", "failed")]
+    if unfinished and not options.new:
+        id = unfinished[-1]
+        print(f"continuing {id}, which is unfinished (--new begins anew)")
+        store.set_status(id, "running")
+    else:
+        id = store.add(job, folder.resolve())
+    return _follow(options, store, id)
+
+
+def serve(options: argparse.Namespace) -> int:
+    from fedquilt.coordinator.console import Console, coordinate
+    from fedquilt.coordinator.store import Store
+
+    store = Store(options.home)
+    if not store.lock():
+        raise JobError(f"another coordinator serves {options.home.resolve()} already")
+    link = _link(options)
+    console = Console(wordy=options.verbose > 0)
+    console.say(f"serving {options.home.resolve()} on {options.broker}; submit with `fedquilt run JOB --home ...`")
+    coordinate(store, link, options.fleet, console)
+    return 0
+
+
+def agent(options: argparse.Namespace) -> int:
+    from fedquilt.edge_agent import agent as side
+    from fedquilt.edge_agent import settings
+
+    side.run_agent(settings.load(options.settings))
+    return 0
+
+
+def fleet(options: argparse.Namespace) -> int:
+    from fedquilt.coordinator import settings
+    from fedquilt.tools import fleet as tool
+
+    if options.agents_only and options.link != "broker":
+        raise JobError("--agents-only needs --link broker and the coordinator's --broker URL")
+    plan = tool.Plan(
+        job=settings.load(options.job),
+        bundle=_bundle(options.job, options.bundle),
+        home=options.home,
+        devices=options.devices,
+        fleet=options.fleet,
+    )
+    if options.link == "memory":
+        return ENDED[tool.virtually(plan, wordy=options.verbose > 0)]
+    given = _settings(options) if options.link == "broker" else None
+    return ENDED[tool.really(plan, given, agents_only=options.agents_only, wordy=options.verbose > 0)]
+
+
+def broker(options: argparse.Namespace) -> int:
+    from fedquilt.tools import broker as tool
+
+    tool.serve(options.host, options.port, options.password_file)
+    return 0
+
+
+def ls(options: argparse.Namespace) -> int:
+    from fedquilt.coordinator import story
+    from fedquilt.coordinator.store import Store
+
+    store = Store(options.home)
+    rows = [story.summary(row, store) for row in store.jobs()]
+    _print(
+        options,
+        rows,
+        [f"{r['run']:24} {r['status']:9} {r['method']:12} {r['rounds']:>6} rounds  {r['began']}" for r in rows],
+    )
+    return 0
+
+
+def logs(options: argparse.Namespace) -> int:
+    from fedquilt.coordinator import console
+    from fedquilt.coordinator.store import Store
+
+    store = Store(options.home)
+    store.job(options.run)
+    console.tell(store, options.run, follow=options.follow, json=options.format == "json")
+    return 0
+
+
+def stop(options: argparse.Namespace) -> int:
+    from fedquilt.coordinator.store import Store
+
+    store = Store(options.home)
+    status = store.job(options.run).status
+    if status not in ("queued", "running"):
+        raise JobError(f"{options.run} is {status} already")
+    store.set_status(options.run, "stopping")
+    print(f"{options.run} stops at the coordinator's next look at its store (within a second or so)")
+    return 0
+
+
+def resume(options: argparse.Namespace) -> int:
+    from fedquilt.coordinator.store import Store
+
+    store = Store(options.home)
+    status = store.job(options.run).status
+    if status == "done":
+        raise JobError(f"{options.run} is done; `fedquilt export {options.run}` writes its result")
+    store.set_status(options.run, "running")
+    return _follow(options, store, options.run)
+
+
+def export(options: argparse.Namespace) -> int:
+    from fedquilt.coordinator.store import Store
+    from fedquilt.tools import export as tool
+
+    print(tool.export(Store(options.home), options.run, options.out))
+    return 0
+
+
+def run_model(options: argparse.Namespace) -> int:
+    from fedquilt.tools import run_model as tool
+
+    return tool.main(options.model, options.images, options.format)
+
+
+def bench(options: argparse.Namespace) -> int:
+    from fedquilt.tools import bench as tool
+
+    return tool.main(options.what, options.format)
+
+
+# -- shared by verbs ------------------------------------------------------------------------------
+
+
+def _bundle(job: Path, given: Path | None) -> Path:
+    return given or job.with_name(job.stem + ".bundle")
+
+
+def _settings(options: argparse.Namespace) -> Any:
+    from fedquilt.mqtt import Broker
+
+    return Broker.parse(
+        options.broker, ca=options.ca, cert=options.cert, key=options.key, password_file=options.password_file
+    )
+
+
+def _link(options: argparse.Namespace) -> Any:
+    from fedquilt import wire
+    from fedquilt.mqtt import MqttLink
+
+    will = (wire.Topics(options.fleet).coord, wire.encode(wire.CoordState(online=False)))
+    link = MqttLink(_settings(options), f"fedquilt-coordinator-{options.fleet}", will)
+    link.connect(timeout_s=10.0)
+    return link
+
+
+def _follow(options: argparse.Namespace, store: Any, id: str) -> int:
+    """Run a job to its end: here, unless a coordinator serves this home already."""
+    from fedquilt.coordinator import console
+
+    if store.lock():
+        link = _link(options)
+        console.coordinate(store, link, options.fleet, console.Console(wordy=options.verbose > 0), only=id)
+    else:
+        console.tell(store, id, follow=True)
+    status = store.status(id)
+    if status == "running":
+        print(f"interrupted; `fedquilt resume {id}` continues it")
+    elif status == "done":
+        print(f"done; `fedquilt export {id} --out FILE` writes its result")
+    return ENDED.get(status, 130)
+
+
+def _print(options: argparse.Namespace, rows: Any, lines: Sequence[str]) -> None:
+    if options.format == "json":
+        import msgspec
+
+        print(msgspec.json.encode(rows).decode())
+    else:
+        print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
