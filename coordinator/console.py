@@ -64,7 +64,8 @@ def tell(store: Store, id: str, *, follow: bool = False, json: bool = False, out
     seen = 0
     while True:
         ended = store.status(id) in ("done", "failed", "stopped")  # asked first, so that no last fact is missed
-        for seen, at_s, fact in store.facts(id, after=seen):
+        for number, at_s, fact in store.facts(id, after=seen):
+            seen = number
             if json:
                 print(msgspec.json.encode({"at": at_s, "fact": fact}).decode(), file=out)
                 continue

@@ -1,0 +1,35 @@
+# Two commands set everything up by themselves: `make demo` and `make test`. They need Python 3.10+ and make.
+PYTHON ?= python3
+# What tests train with. Elsewhere than on this project's own machines, `make test TORCH=torch TORCHVISION=torchvision`
+# takes whatever pip finds; torchvision goes in without its dependencies so that it cannot pull another torch.
+TORCH ?= torch==2.13.0
+TORCHVISION ?= torchvision==0.28.0
+ARGS ?=
+
+.PHONY: demo test check clean
+
+demo: .venv-demo/ready
+	.venv-demo/bin/fedquilt demo $(ARGS)
+
+test: .venv/ready
+	.venv/bin/python -m pytest $(ARGS)
+
+check: .venv/ready
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+
+.venv-demo/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-demo
+	.venv-demo/bin/python -m pip install --quiet --disable-pip-version-check -e '.[demo]'
+	touch $@
+
+.venv/ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(TORCHVISION)
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv .venv-demo build dist *.egg-info .mypy_cache .ruff_cache .hypothesis

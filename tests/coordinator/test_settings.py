@@ -1,0 +1,58 @@
+"""A broken job file says what is wrong, where, and what would be right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedquilt.coordinator import settings
+from fedquilt.core import JobError
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "job.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_job_file_is_read_with_its_defaults(tmp_path: Path) -> None:
+    """Only name and method are needed."""
+    job = settings.load(write(tmp_path, 'name = "digits"\nmethod = "fedavg"\n[params]\nlr = 0.1\n'))
+    assert (job.rounds, job.cohort.quorum) == (10, 1.0)
+    assert settings.params(job).lr == 0.1
+
+
+def test_paths_are_taken_from_the_job_files_folder(tmp_path: Path) -> None:
+    """So that a job can be moved together with its data."""
+    (tmp_path / "x.npz").touch()
+    job = settings.load(write(tmp_path, 'name = "j"\nmethod = "fedavg"\n[data]\npath = "x.npz"\n'))
+    assert job.data["path"] == str(tmp_path / "x.npz")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name = ", "not TOML"),
+        ('name = "j"\nmethod = "fedavgg"\n', "there are: fedavg"),
+        ('name = "j"\nmethod = "fedavg"\nround = 3\n', "`round`"),
+        ('name = "j"\nmethod = "fedavg"\nrounds = "3"\n', "$.rounds"),
+        ('name = "J/../x"\nmethod = "fedavg"\n', "$.name"),
+        ('name = "j"\nmethod = "fedavg"\n[params]\nlearning_rate = 1\n', "it has epochs"),
+        ('name = "j"\nmethod = "fedavg"\n[params]\nlr = "fast"\n', "[params] of fedavg"),
+        ('name = "j"\nmethod = "fedavg"\n[cohort]\nquorum = 2.0\n', "$.cohort.quorum"),
+    ],
+)
+def test_a_broken_job_file_names_what_is_wrong(tmp_path: Path, text: str, said: str) -> None:
+    """The file, the key and what is expected."""
+    path = write(tmp_path, text)
+    with pytest.raises(JobError) as caught:
+        settings.load(path)
+    assert said in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_job_file_is_named(tmp_path: Path) -> None:
+    """With the reason of the operating system."""
+    with pytest.raises(JobError, match="No such file"):
+        settings.load(tmp_path / "none.toml")

@@ -1,0 +1,110 @@
+"""The house: links and the wheel agree, nothing heavy is imported where it may not be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from fedquilt import methods
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("coordinator", "edge_agent", "models", "profiles", "tools")
+HEAVY = ("torch", "torchvision", "onnx", "onnxruntime", "pandas", "sklearn")
+
+
+def imported(code: str) -> set[str]:
+    """Top-level modules in a fresh interpreter after `code`."""
+    shown = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys\nprint(*{{m.split('.')[0] for m in sys.modules}})"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(shown.stdout.split())
+
+
+def test_links_and_package_mapping_agree() -> None:
+    """`fedquilt/x` is a relative link to the folder that `fedquilt.x` is packaged from."""
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert config["package-dir"] == {f"fedquilt.{folder}": folder for folder in FOLDERS}
+    links = {path.name: str(path.readlink()) for path in (ROOT / "fedquilt").iterdir() if path.is_symlink()}
+    assert links == {folder: f"../{folder}" for folder in FOLDERS}
+
+
+def test_every_package_folder_is_listed() -> None:
+    """A folder with an __init__.py that is missing in `packages` would be missing in the wheel."""
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    found = {"fedquilt", "fedquilt.methods"}
+    for folder in FOLDERS:
+        for init in (ROOT / folder).rglob("__init__.py"):
+            found.add("fedquilt." + ".".join(init.parent.relative_to(ROOT).parts))
+    assert set(config["packages"]) == found
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "fedquilt.cli",
+        "fedquilt.mqtt",
+        "fedquilt.coordinator.server",
+        "fedquilt.coordinator.console",
+        "fedquilt.tools.fleet",
+        *(f"fedquilt.methods.{name}" for name in methods.names()),
+    ],
+)
+def test_shared_code_and_coordinator_import_nothing_heavy(module: str) -> None:
+    """numpy is the heaviest they may hold."""
+    assert not imported(f"import {module}") & set(HEAVY)
+
+
+def test_the_agent_daemon_imports_not_even_numpy() -> None:
+    """That is 17 MB a board's idle daemon does not hold."""
+    assert not imported("import fedquilt.edge_agent.agent") & {*HEAVY, "numpy"}
+
+
+def test_a_wheel_installs_nothing_at_top_level_but_fedquilt(tmp_path: Path) -> None:
+    """And carries the profiles, the demo's data and the type marker; built without touching the checkout."""
+    copy = tmp_path / "source"
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        source, target = ROOT / name, copy / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_symlink():
+            target.symlink_to(source.readlink())
+        elif source.is_file():
+            target.write_bytes(source.read_bytes())
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, copy], check=True, capture_output=True
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path / "site")
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"fedquilt"}
+    for wanted in ("fedquilt/py.typed", "fedquilt/tools/demo/job.toml", "fedquilt/tools/demo/bundle/bundle.json"):
+        assert wanted in names
+    assert any(name.startswith("fedquilt/profiles/") and name.endswith(".toml") for name in names)
+    shown = subprocess.run(
+        [sys.executable, "-c", "import fedquilt.cli, fedquilt.coordinator as c; print(c.__file__)"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path / "site"), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout.strip().startswith(str(tmp_path / "site"))
