@@ -240,6 +240,10 @@ class Server:
                 self._record(Ended("stopped", "by request"), now_s)
             return
         waiting = [row for row in self._store.jobs() if self._only in (None, row.id)]
+        for row in waiting:
+            if row.status == "stopping":
+                self._store.append(row.id, Ended("stopped", "by request"))
+                self._store.set_status(row.id, "stopped")
         found = [row for row in waiting if row.status == "running"] or [r for r in waiting if r.status == "queued"]
         if found:
             self._open(found[0], now_s)

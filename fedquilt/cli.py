@@ -261,11 +261,8 @@ def ls(options: argparse.Namespace) -> int:
 
     store = Store(options.home)
     rows = [story.summary(row, store) for row in store.jobs()]
-    _print(
-        options,
-        rows,
-        [f"{r['run']:24} {r['status']:9} {r['method']:12} {r['rounds']:>6} rounds  {r['began']}" for r in rows],
-    )
+    line = "{run:24} {status:9} {method:12} {rounds:>6} rounds  {began}"
+    _print(options, rows, [line.format(**row) for row in rows])
     return 0
 
 
