@@ -375,6 +375,9 @@ class Device(Protocol):
 
     board: str
     memory_bytes: int
+    points: tuple[OperatingPoint, ...]  # (): not known
+    idle_w: float | None
+    provenance: str  # of the numbers above, as in `Profile`
 
     def read(self, now_s: float) -> Reading: ...
 
