@@ -1,0 +1,227 @@
+"""A donor network cut into blocks, each of which becomes an ONNX graph of its own. Imports torch.
+
+The network is traced (torch.fx) into a list of operations, and a block is what lies between two
+cuts. So running the blocks in order is the network, operation by operation. Average pool and
+flatten are at the head of the terminating block: all others map 4D to 4D, and any may follow any
+(FedStitch, arXiv 2409.07202, section 4.1). For torchvision's alexnet, densenet121, mobilenet_v2,
+resnet50 and vgg16 the rule of `fedquilt.models.cuts` gives the paper's 6, 6, 20, 6 and 14 blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import onnx
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
+
+from fedquilt.core import ModelError
+from fedquilt.models import cuts as where
+from fedquilt.models import nets, zoo
+
+OPSET = 17  # onnxruntime 1.19 and later: what JetPack 5 can install
+IR_VERSION = 8
+INLINE_BYTES = 16 * 1024  # a block with fewer bytes of weights is one file
+SMALL_BYTES = 1024  # tensors that stay in the graph: the shapes among them must
+ALIGNMENT = 64  # of tensors in the data file: a cache line
+
+Kind = Literal["start", "middle", "end"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One piece of a donor. Shapes are without batch; FLOPs and activations are per example."""
+
+    donor: str
+    index: int
+    kind: Kind
+    module: nn.Module
+    in_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    flops: float
+    activation_bytes: int  # the most that is alive at once inside, input and output included
+
+    @property
+    def id(self) -> str:
+        return f"{self.donor}.{self.index}"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A block as ONNX. `data` are its weights, which the graph calls by their sha256; None: all inside."""
+
+    graph: bytes
+    data: bytes | None
+    weight_bytes: int
+
+
+def split(
+    model: nn.Module, donor: str, shape: tuple[int, ...], *, cuts: Sequence[str] = (), architecture: str = ""
+) -> list[Block]:
+    """The blocks of a classifier, in order; the first is "start", the last "end".
+
+    Args:
+        shape: (channels, size, size) of one example.
+        cuts: modules after which to cut, in the order they run; none: by rule.
+        architecture: torchvision's name of it, if it is one of torchvision's.
+
+    Raises:
+        ModelError: the network cannot be traced, or not be cut there; names the module and the mend.
+    """
+    model = model.eval()
+    traced = _trace(model, donor, shape)
+    *nodes, output = traced.graph.nodes
+    result = output.args[0]
+    if len(where.shape_of(result)) != 2:
+        raise ModelError(f"donor {donor!r} is no classifier: it yields {where.shape_of(result)}, not (n, classes)")
+    found = where.operations(model, traced)
+    names = where.named(found, donor, cuts) if cuts else where.by_rule(model, found, donor, architecture)
+    place = {node.name: i for i, node in enumerate(nodes)}
+    ends = [*(place[name] for name in names), place[result.name]]
+    blocks, first = [], 0
+    for index, end in enumerate(ends):
+        kind: Kind = "start" if index == 0 else "end" if index == len(names) else "middle"
+        blocks.append(_block(traced, donor, index, kind, nodes[first : end + 1]))
+        first = end
+    return blocks
+
+
+def export(block: Block) -> Graph:
+    """The block as ONNX, input "x" and output "y", batch free; the same block gives the same bytes.
+
+    What an engine must know lies in the graph's metadata: "activation_bytes" and "weight_bytes".
+
+    Raises:
+        ModelError: an operation that ONNX cannot express.
+    """
+    file = io.BytesIO()
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            # torch's newer exporter needs one package more and writes an opset that boards cannot read
+            warnings.simplefilter("ignore")
+            torch.onnx.export(
+                block.module,
+                (torch.zeros(2, *block.in_shape),),
+                file,
+                dynamo=False,
+                opset_version=OPSET,
+                input_names=["x"],
+                output_names=["y"],
+                dynamic_axes={"x": {0: "n"}, "y": {0: "n"}},
+            )
+    except Exception as error:  # torch.onnx's errors have no common base
+        raise ModelError(
+            f"block {block.id} cannot be written as ONNX: {_line(error)}; replace that operation in the network"
+        ) from error
+    model = onnx.load_from_string(file.getvalue())
+    weight_bytes = sum(_bytes(tensor) for tensor in model.graph.initializer)
+    model.ir_version = IR_VERSION
+    model.producer_name, model.producer_version = "fedquilt", ""
+    facts = {"activation_bytes": str(block.activation_bytes), "weight_bytes": str(weight_bytes)}
+    onnx.helper.set_model_props(model, facts)
+    data = _move_weights(model) if weight_bytes >= INLINE_BYTES else None
+    return Graph(model.SerializeToString(deterministic=True), data, weight_bytes)
+
+
+# -- tracing --------------------------------------------------------------------------------------
+
+
+def _trace(model: nn.Module, donor: str, shape: tuple[int, ...]) -> fx.GraphModule:
+    """The network as operations, each knowing the shape of its value for a batch of 2."""
+    try:
+        traced = fx.symbolic_trace(model).eval()
+    except Exception as error:  # whatever a user's forward() raises on a symbolic value
+        raise ModelError(
+            f"donor {donor!r} ({type(model).__name__}) cannot be traced: {_line(error)}; its forward() may not "
+            "branch on values: rewrite that place, or take another donor"
+        ) from None
+    try:
+        with torch.no_grad():
+            ShapeProp(traced).propagate(torch.zeros(2, *shape))
+    except Exception as error:
+        size = " x ".join(map(str, shape))
+        raise ModelError(
+            f"donor {donor!r} does not take images of {size}: {_line(error)}; change `size` or `channels` of [input]"
+        ) from None
+    traced.graph.eliminate_dead_code()
+    _replace_odd_pools(traced)
+    return traced
+
+
+def _replace_odd_pools(traced: fx.GraphModule) -> None:
+    for node in traced.graph.nodes:
+        module = traced.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if not (isinstance(module, nn.AdaptiveAvgPool2d) or node.target is F.adaptive_avg_pool2d):
+            continue
+        source = node.args[0]
+        before, after = where.shape_of(source)[2:], where.shape_of(node)[2:]
+        if any(b % a for b, a in zip(before, after, strict=True)):
+            name = f"{node.name}_as_product"
+            traced.add_submodule(name, nets.ProductPool(before, after))
+            node.op, node.target, node.args, node.kwargs = "call_module", name, (source,), {}
+    traced.recompile()
+
+
+def _block(traced: fx.GraphModule, donor: str, index: int, kind: Kind, nodes: list[fx.Node]) -> Block:
+    """`nodes`: the value that comes in, then the operations of the block."""
+    graph = fx.Graph()
+    copies = {nodes[0]: graph.placeholder("x")}
+    used = {source for node in nodes[1:] for source in node.all_input_nodes}
+    constants = [node for node in traced.graph.nodes if node.op == "get_attr" and node in used - {*nodes}]
+    for node in [*constants, *nodes[1:]]:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(copies[nodes[-1]])
+    module = fx.GraphModule(traced, graph).eval()
+    in_shape, out_shape = where.shape_of(nodes[0])[1:], where.shape_of(nodes[-1])[1:]
+    flops = zoo.cost(module, in_shape).flops
+    return Block(donor, index, kind, module, in_shape, out_shape, flops, _peak_bytes(nodes))
+
+
+def _peak_bytes(nodes: list[fx.Node]) -> int:
+    """float32 bytes of one example's values that are alive together, at most."""
+    place = {node: i for i, node in enumerate(nodes)}
+    until = {node: max((place.get(user, len(nodes)) for user in node.users), default=-1) for node in nodes}
+    size = {node: 4 * math.prod(where.shape_of(node)[1:]) if where.shape_of(node) else 0 for node in nodes}
+    return max(
+        sum(size[other] for other in nodes[: i + 1] if other is node or until[other] >= i)
+        for i, node in enumerate(nodes)
+    )
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+def _move_weights(model: onnx.ModelProto) -> bytes:
+    """Take the large tensors out of the graph, in order, into the bytes returned."""
+    data = io.BytesIO()
+    moved = []
+    for tensor in model.graph.initializer:
+        if _bytes(tensor) < SMALL_BYTES:
+            continue
+        data.write(bytes(-data.tell() % ALIGNMENT))
+        moved.append((tensor, data.tell(), data.write(tensor.raw_data)))
+        tensor.ClearField("raw_data")
+    payload = data.getvalue()
+    location = hashlib.sha256(payload).hexdigest()
+    for tensor, offset, length in moved:
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        for key, value in (("location", location), ("offset", str(offset)), ("length", str(length))):
+            tensor.external_data.add(key=key, value=value)
+    return payload
+
+
+def _bytes(tensor: onnx.TensorProto) -> int:
+    return math.prod(tensor.dims) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+
+
+def _line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
