@@ -1,0 +1,165 @@
+"""Runs ONNX graphs with ONNX Runtime, within a memory budget. Imports onnxruntime.
+
+A graph lies under its sha256, its weights beside it under theirs (`fedquilt.models.blocks`), and the
+runtime maps that file instead of copying it. What costs memory is then chosen by what there is:
+
+- roomy: all graph optimizations and pre-packed weights, which hold the weights about three times
+  while loading, and run up to 1.5 times faster;
+- tight: basic optimizations, nothing pre-packed, weights stay in the page cache;
+- the examples run in micro-batches that fit beside the weights, one at a time if need be.
+
+Sessions are kept, the most recently used ones, as far as the budget goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnxruntime as ort
+import psutil
+
+from fedquilt.core import MemoryBudgetError, ModelError
+
+LOADING = 3.5  # times its weights is what an optimized session holds at most: 3.3 measured while it loads
+ROOMY = 0.5  # of the room is what a session may take to be optimized
+SESSION_BYTES = 2 * 2**20  # of a session beside weights and activations
+LARGEST_BATCH = 64
+ERRORS_ONLY = 3  # severity from which the runtime writes to stderr
+
+
+class Plan(NamedTuple):
+    """How a graph is run."""
+
+    roomy: bool
+    batch: int  # examples at once
+    bytes: int  # held at most
+
+
+class Loaded(NamedTuple):
+    """A graph ready to run."""
+
+    session: Any
+    batch: int
+    bytes: int
+
+
+class OnnxEngine:
+    """See `fedquilt.core.Runner`.
+
+    Args:
+        budget_bytes: what the process may hold resident.
+        base_bytes: what it holds already, and does not get back; None: what it holds now.
+        threads: within one operation; 0: one per core.
+    """
+
+    name = "onnx"
+
+    def __init__(self, budget_bytes: int, *, base_bytes: int | None = None, threads: int = 0) -> None:
+        base = psutil.Process().memory_info().rss if base_bytes is None else base_bytes
+        self._room_bytes = budget_bytes - base
+        self._threads = threads
+        self._kept: OrderedDict[Path, Loaded] = OrderedDict()
+        ort.set_default_logger_severity(ERRORS_ONLY)
+        available = ort.get_available_providers()
+        self._providers = [p for p in ("CUDAExecutionProvider", "CPUExecutionProvider") if p in available]
+
+    def run(self, graph: Path, x: np.ndarray) -> np.ndarray:
+        """The graph's only output for its only input: (n, ...) -> (n, ...), float32.
+
+        Raises:
+            ModelError: no such graph, not ONNX, weights missing, or another input shape.
+            MemoryBudgetError: not even one example fits beside the weights.
+        """
+        loaded = self._load(graph)
+        name = loaded.session.get_inputs()[0].name
+        parts = []
+        with _named(graph):
+            for first in range(0, max(len(x), 1), loaded.batch):
+                part = np.ascontiguousarray(x[first : first + loaded.batch], np.float32)
+                parts.append(loaded.session.run(None, {name: part})[0])
+        return np.concatenate(parts).astype(np.float32, copy=False)
+
+    def plan(self, graph: Path) -> Plan:
+        """How the graph would be run.
+
+        Raises:
+            ModelError, MemoryBudgetError: as `run` does.
+        """
+        with _named(graph):
+            facts = self._session(graph, roomy=False).get_modelmeta().custom_metadata_map
+        return self._plan(graph, facts)
+
+    def resident(self) -> tuple[Path, ...]:
+        """The graphs that are loaded, the least recently used first."""
+        return tuple(self._kept)
+
+    def close(self) -> None:
+        """Let go of every session."""
+        self._kept.clear()
+
+    def _load(self, graph: Path) -> Loaded:
+        if graph in self._kept:
+            self._kept.move_to_end(graph)
+            return self._kept[graph]
+        with _named(graph):
+            session = self._session(graph, roomy=False)
+        plan = self._plan(graph, session.get_modelmeta().custom_metadata_map)
+        while self._kept and sum(one.bytes for one in self._kept.values()) + plan.bytes > self._room_bytes:
+            self._kept.popitem(last=False)
+        if plan.roomy:
+            del session
+            with _named(graph):
+                session = self._session(graph, roomy=True)
+        self._kept[graph] = loaded = Loaded(session, plan.batch, plan.bytes)
+        return loaded
+
+    def _plan(self, graph: Path, facts: Mapping[str, str]) -> Plan:
+        """How to run a graph whose weights and activations are known, or taken to be its file, and large."""
+        fixed = int(facts.get("weight_bytes", graph.stat().st_size)) + SESSION_BYTES
+        each = int(facts.get("activation_bytes", self._room_bytes - fixed))
+        if fixed + each > self._room_bytes:
+            raise MemoryBudgetError(
+                f"graph {graph.name[:12]} needs {(fixed + each) / 1e6:.0f} MB for its weights and one example, and "
+                f"{max(self._room_bytes, 0) / 1e6:.0f} MB are left of the budget: raise it, or leave out that block"
+            )
+        roomy = LOADING * fixed + LARGEST_BATCH * each <= ROOMY * self._room_bytes
+        fixed = int(LOADING * fixed) if roomy else fixed
+        batch = min(LARGEST_BATCH, (self._room_bytes - fixed) // max(each, 1))
+        return Plan(roomy, batch, fixed + batch * each)
+
+    def _session(self, graph: Path, *, roomy: bool) -> Any:
+        if not graph.is_file():
+            raise ModelError(f"there is no graph {graph}")
+        options = ort.SessionOptions()
+        options.log_severity_level = ERRORS_ONLY
+        options.intra_op_num_threads = self._threads
+        options.inter_op_num_threads = 1
+        options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+        # a thread that waits by spinning takes the core that the board's own work needs
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        level = ort.GraphOptimizationLevel
+        options.graph_optimization_level = level.ORT_ENABLE_ALL if roomy else level.ORT_ENABLE_BASIC
+        if not roomy:
+            options.add_session_config_entry("session.disable_prepacking", "1")
+        return ort.InferenceSession(str(graph), options, providers=self._providers)
+
+
+@contextlib.contextmanager
+def _named(graph: Path) -> Iterator[None]:
+    """Turn the runtime's errors, which have no common base, into ours with the graph's name."""
+    try:
+        yield
+    except (ModelError, MemoryBudgetError):
+        raise
+    except MemoryError:
+        raise MemoryBudgetError(f"graph {graph.name[:12]} ran out of memory") from None
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        if "bad_alloc" in reason or "Failed to allocate" in reason:
+            raise MemoryBudgetError(f"graph {graph.name[:12]} ran out of memory: {reason}") from None
+        raise ModelError(f"graph {graph.name[:12]} cannot be run: {reason}") from None

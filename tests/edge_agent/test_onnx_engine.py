@@ -1,0 +1,126 @@
+"""Graphs run within a budget."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedquilt.core import MemoryBudgetError, ModelError
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+from fedquilt.edge_agent.engines.onnx_engine import LARGEST_BATCH, SESSION_BYTES, OnnxEngine  # noqa: E402
+
+MB = 2**20
+
+
+def product(folder: Path, weights: np.ndarray, *, external: bool = True, activation_bytes: int | None = 0) -> Path:
+    """y = x @ weights as a graph under its sha256, its weights beside it under theirs."""
+    tensor = onnx.numpy_helper.from_array(weights, "w")
+    if external:
+        payload = tensor.raw_data
+        location = hashlib.sha256(payload).hexdigest()
+        (folder / location).write_bytes(payload)
+        tensor.ClearField("raw_data")
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        tensor.external_data.add(key="location", value=location)
+    value = onnx.helper.make_tensor_value_info
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("MatMul", ["x", "w"], ["y"])],
+        "product",
+        [value("x", onnx.TensorProto.FLOAT, ["n", weights.shape[0]])],
+        [value("y", onnx.TensorProto.FLOAT, ["n", weights.shape[1]])],
+        [tensor],
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+    if activation_bytes is not None:
+        facts = {"weight_bytes": str(weights.nbytes), "activation_bytes": str(activation_bytes)}
+        onnx.helper.set_model_props(model, facts)
+    payload = model.SerializeToString()
+    path = folder / hashlib.sha256(payload).hexdigest()
+    path.write_bytes(payload)
+    return path
+
+
+@pytest.fixture
+def weights() -> np.ndarray:
+    return np.arange(12, dtype=np.float32).reshape(3, 4)
+
+
+@pytest.mark.parametrize("external", [True, False])
+def test_a_graph_without_extension_finds_its_weights_beside_it(
+    tmp_path: Path, weights: np.ndarray, external: bool
+) -> None:
+    """[1, 10, 100] @ w: the first column is 0 + 40 + 800."""
+    graph = product(tmp_path, weights, external=external)
+    y = OnnxEngine(100 * MB, base_bytes=0).run(graph, np.array([[1, 10, 100]]))
+    assert y.dtype == np.float32
+    np.testing.assert_array_equal(y, [[840, 951, 1062, 1173]])
+
+
+@pytest.mark.parametrize(
+    ("activation_bytes", "batch"), [(0, LARGEST_BATCH), (MB, 8), (4 * MB, 2), (8 * MB, 1), (None, 1)]
+)
+def test_micro_batches_fit_beside_the_weights_and_give_the_same_answer(
+    tmp_path: Path, weights: np.ndarray, activation_bytes: int | None, batch: int
+) -> None:
+    """8 MB are left for activations; of a graph that does not say what it needs, one example runs at a time."""
+    graph = product(tmp_path, weights, activation_bytes=activation_bytes)
+    engine = OnnxEngine(SESSION_BYTES + weights.nbytes + 8 * MB, base_bytes=0)
+    x = np.random.default_rng(0).normal(size=(LARGEST_BATCH + 3, 3)).astype(np.float32)
+    np.testing.assert_allclose(engine.run(graph, x), x @ weights, rtol=1e-5, atol=1e-5)
+    assert engine.plan(graph).batch == batch
+
+
+def test_only_a_roomy_budget_pays_for_optimizing(tmp_path: Path) -> None:
+    """4 MB of weights: 3.5 times that, with the session's own share, is 21 MB, and half the room must do."""
+    weights = np.random.default_rng(0).normal(size=(1024, 1024)).astype(np.float32)
+    graph = product(tmp_path, weights, activation_bytes=8192)
+    x = np.random.default_rng(1).normal(size=(5, 1024)).astype(np.float32)
+    tight, roomy = (OnnxEngine(size * MB, base_bytes=0) for size in (41, 44))
+    assert (tight.plan(graph).roomy, roomy.plan(graph).roomy) == (False, True)
+    np.testing.assert_allclose(tight.run(graph, x), roomy.run(graph, x), rtol=1e-4, atol=1e-4)
+
+
+def test_what_the_process_holds_already_counts(tmp_path: Path, weights: np.ndarray) -> None:
+    """The runtime itself holds more than 20 MB, so that budget leaves nothing."""
+    with pytest.raises(MemoryBudgetError, match=r"needs \d+ MB for its weights and one example, and 0 MB are left"):
+        OnnxEngine(20 * MB).run(product(tmp_path, weights), np.ones((1, 3)))
+
+
+def test_the_least_recently_used_session_goes_first(tmp_path: Path, weights: np.ndarray) -> None:
+    """Room for two sessions: of a, b, a, c it is b that goes."""
+    a, b, c = (product(tmp_path, weights + i, activation_bytes=1) for i in range(3))
+    engine = OnnxEngine(2 * (SESSION_BYTES + weights.nbytes + LARGEST_BATCH), base_bytes=0)
+    for graph in (a, b, a, c):
+        engine.run(graph, np.ones((1, 3)))
+    assert engine.resident() == (a, c)
+    engine.close()
+    assert engine.resident() == ()
+
+
+def test_an_empty_batch_gives_an_empty_answer(tmp_path: Path, weights: np.ndarray) -> None:
+    """(0, 3) -> (0, 4)."""
+    assert OnnxEngine(100 * MB, base_bytes=0).run(product(tmp_path, weights), np.ones((0, 3))).shape == (0, 4)
+
+
+def test_what_cannot_be_run_names_the_graph(tmp_path: Path, weights: np.ndarray, capfd: pytest.CaptureFixture) -> None:
+    """Absent, not ONNX, weights absent, and the wrong input: one error each, and nothing on the terminal."""
+    engine = OnnxEngine(100 * MB, base_bytes=0)
+    with pytest.raises(ModelError, match=r"there is no graph .*absent"):
+        engine.run(tmp_path / "absent", np.ones((1, 3)))
+    (tmp_path / "noise").write_bytes(b"not a graph")
+    with pytest.raises(ModelError, match="graph noise cannot be run"):
+        engine.run(tmp_path / "noise", np.ones((1, 3)))
+    graph = product(tmp_path, weights)
+    with pytest.raises(ModelError, match=f"graph {graph.name[:12]} cannot be run.*Expected: 3"):
+        engine.run(graph, np.ones((1, 5)))
+    lonely = product(tmp_path, weights + 1)
+    (tmp_path / hashlib.sha256((weights + 1).tobytes()).hexdigest()).unlink()
+    with pytest.raises(ModelError, match=f"graph {lonely.name[:12]} cannot be run"):
+        engine.run(lonely, np.ones((1, 3)))
+    assert capfd.readouterr() == ("", "")
