@@ -1,0 +1,340 @@
+"""How a blob travels: cut into chunks, pulled through a window, verified chunk by chunk. No I/O.
+
+The side that wants a blob asks for its manifest, then for chunks; the side that has it only
+answers. So a slow puller never fills a broker's queue, and whatever is lost is asked for again:
+an upload is the coordinator pulling. `Pull` is one blob from one peer, `Serve` is who is sent what
+next. Neither holds chunk bytes; `fedquilt.transfer` moves them between a link and a depot.
+
+Time-outs follow TCP (RFC 6298): a smoothed round-trip time, doubled when nothing at all is heard;
+the window opens by one chunk for each that arrives, so a slow line is not flooded at the start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from fedquilt import wire
+from fedquilt.core import BlobRef, LinkError, StoreError
+
+HEADROOM_BYTES: Final = 1024  # of a packet, for its topic and MQTT's own header
+MANIFEST: Final = -1  # the index under which the manifest itself is asked for and queued
+WINDOW: Final = 8  # chunks on their way at once, for one blob
+BATCH: Final = 4  # chunks asked for in one message
+PATIENCE_S: Final = 300.0
+
+_MANIFEST_BYTES: Final = 256  # a manifest's encoded size without its digests, at most
+_TIMEOUT_LEAST_S: Final = 2.0
+_TIMEOUT_MOST_S: Final = 30.0
+_START_WINDOW: Final = 2
+_BAD_IN_A_ROW: Final = 20
+_DOUBT_S: Final = 1.0  # a "missing" is believed when it is repeated after this: it may be a late answer to an old Get
+_QUEUED_MOST: Final = 4 * wire.MAX_WINDOW  # chunks queued for one device; an honest one asks for fewer
+
+
+class DamagedBlobError(StoreError):
+    """A stored blob whose bytes no longer have the sha256 in its name."""
+
+
+# -- cutting --------------------------------------------------------------------------------------
+
+
+def chunk_for(max_payload: int) -> int:
+    """The chunk size, in bytes, for a link whose largest payload is `max_payload` bytes.
+
+    Raises:
+        LinkError: too small for any chunk.
+    """
+    chunk = min(wire.MAX_CHUNK, max_payload - HEADROOM_BYTES)
+    if chunk < wire.MIN_CHUNK:
+        least = wire.MIN_CHUNK + HEADROOM_BYTES
+        raise LinkError(f"the broker takes {max_payload} bytes at most: raise its packet limit to {least} or more")
+    return chunk
+
+
+def count(manifest: wire.Manifest) -> int:
+    """How many chunks a blob is cut into; the last may be shorter."""
+    return -(-manifest.size // manifest.chunk)
+
+
+def extent(manifest: wire.Manifest, index: int) -> tuple[int, int]:
+    """(offset, size) of a chunk, in bytes."""
+    offset = index * manifest.chunk
+    return offset, min(manifest.chunk, manifest.size - offset)
+
+
+def is_chunk(manifest: wire.Manifest, index: int, payload: bytes) -> bool:
+    """Whether `payload` is that chunk, byte for byte."""
+    digest = manifest.digests[64 * index : 64 * index + 64]
+    return len(payload) == extent(manifest, index)[1] and hashlib.sha256(payload).hexdigest() == digest
+
+
+def cut(ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> wire.Manifest:
+    """The manifest of a blob; `read(offset, size)` is called chunk by chunk.
+
+    Raises:
+        LinkError: the manifest would not fit in one message of `chunk` bytes.
+        DamagedBlobError: the bytes read are not the blob `ref` names.
+    """
+    chunks = -(-ref.size // chunk)
+    if _MANIFEST_BYTES + 64 * chunks > chunk:
+        most_mb = (chunk - _MANIFEST_BYTES) // 64 * chunk / 1e6
+        mend = "raise the broker's packet limit" if chunk < wire.MAX_CHUNK else "store it as several smaller files"
+        raise LinkError(
+            f"blob {ref.sha256[:12]} has {ref.size / 1e6:.0f} MB; "
+            f"in chunks of {chunk} bytes {most_mb:.0f} MB is the most that can be sent: {mend}"
+        )
+    whole, digests = hashlib.sha256(), []
+    for index in range(chunks):
+        payload = read(index * chunk, min(chunk, ref.size - index * chunk))
+        whole.update(payload)
+        digests.append(hashlib.sha256(payload).hexdigest())
+    if whole.hexdigest() != ref.sha256:
+        raise DamagedBlobError(
+            f"blob {ref.sha256[:12]} is damaged on disk: its bytes are not the ones it was stored with"
+        )
+    return wire.Manifest(sha256=ref.sha256, size=ref.size, chunk=chunk, digests="".join(digests))
+
+
+# -- pulling --------------------------------------------------------------------------------------
+
+
+class Pull:
+    """One blob from one peer: what to ask for next, and whether what came is right.
+
+    The caller sends what `requests` gives, hands over what arrives, writes a chunk when
+    `take_chunk` says so, and is through when `done` is true or `failed` says why not.
+    """
+
+    def __init__(self, ref: BlobRef, chunk: int, now_s: float, patience_s: float = PATIENCE_S) -> None:
+        """`chunk`: the largest this side can take, in bytes; `patience_s`: without progress, before giving up."""
+        self.ref = ref
+        self.chunk = chunk
+        self.manifest: wire.Manifest | None = None
+        self.had = bytearray()  # one byte per chunk: 1 where it is written
+        self.failed: str | None = None
+        self.duplicates = 0
+        self.bad = 0
+        self.backoff = 0  # time-outs since anything was heard
+        self._patience_s = patience_s
+        self._missing_chunks = 0
+        self._window = _START_WINDOW
+        self._asked: dict[int, float] = {}  # index -> when it was last asked for
+        self._first: dict[int, float] = {}  # index -> when it was first asked for
+        self._srtt_s: float | None = None
+        self._heard_s = self._progress_s = now_s
+        self._parked_s: float | None = None
+        self._bad_run = 0
+        self._doubted = False
+        self._hold_s = -math.inf
+
+    @property
+    def done(self) -> bool:
+        """Every chunk is here."""
+        return self.manifest is not None and self._missing_chunks == 0
+
+    @property
+    def timeout_s(self) -> float:
+        """How long an answer may take now."""
+        normal_s = max(_TIMEOUT_LEAST_S, 4 * (self._srtt_s or 0.0))
+        return min(normal_s * 2.0 ** min(self.backoff, 10), max(_TIMEOUT_MOST_S, normal_s))
+
+    @property
+    def outstanding_bytes(self) -> int:
+        """What has been asked for and may still come."""
+        return len(self._asked) * self._unit
+
+    @property
+    def due_s(self) -> float:
+        """When `requests` should be called again at the latest."""
+        if not self._asked:
+            return self._hold_s
+        return min(min(self._asked.values()) + self.timeout_s, self._progress_s + self._patience_s)
+
+    # -- asking --
+
+    def requests(self, now_s: float, room_bytes: float = math.inf) -> list[wire.Get]:
+        """What to send now, asking for at most `room_bytes` beyond what is outstanding."""
+        self._expire(now_s)
+        if self.failed is not None or self.done or now_s < self._hold_s or room_bytes < self._unit:
+            return []
+        if self.manifest is None:
+            return [self._get((), now_s)] if MANIFEST not in self._asked else []
+        free = int(min(self._window - len(self._asked), room_bytes // self._unit))
+        if self._asked and free < min(BATCH, self._window // 2):
+            return []  # a few at a time: half as many messages, and the window never runs dry
+        indices = self._absent(free)
+        return [self._get(indices[at : at + BATCH], now_s) for at in range(0, len(indices), BATCH)]
+
+    def _get(self, indices: tuple[int, ...], now_s: float) -> wire.Get:
+        for index in indices or (MANIFEST,):
+            self._asked[index] = now_s
+            self._first.setdefault(index, now_s)
+        return wire.Get(sha256=self.ref.sha256, chunk=self.chunk, indices=indices)
+
+    def _absent(self, most: int) -> tuple[int, ...]:
+        """The first chunks that are neither here nor asked for."""
+        found: list[int] = []
+        index = self.had.find(0)
+        while index >= 0 and len(found) < most:
+            if index not in self._asked:
+                found.append(index)
+            index = self.had.find(0, index + 1)
+        return tuple(found)
+
+    def _expire(self, now_s: float) -> None:
+        if now_s - self._progress_s >= self._patience_s:
+            self.failed = f"no answer for {self._patience_s:.0f} s"
+        timeout_s = self.timeout_s
+        overdue = [index for index, asked_s in self._asked.items() if now_s - asked_s >= timeout_s]
+        if overdue and now_s - self._heard_s >= timeout_s:
+            # nothing comes at all: all of it is lost, or the line is slower than thought; ask for one and wait longer
+            self._asked.clear()
+            self._window = 1
+            self.backoff += 1
+        for index in overdue:
+            self._asked.pop(index, None)
+
+    @property
+    def _unit(self) -> int:
+        return max(1, min(self.chunk, self.ref.size))
+
+    # -- taking --
+
+    def take_manifest(self, manifest: wire.Manifest, now_s: float) -> bool:
+        """True: this is how the blob is cut from now on; call `start` with what is on disk already."""
+        self._heard(MANIFEST, now_s)
+        if self.manifest is not None and manifest.chunk >= self.manifest.chunk:
+            self.duplicates += 1
+            return False
+        fits = manifest.sha256 == self.ref.sha256 and manifest.size == self.ref.size and manifest.chunk <= self.chunk
+        if not fits or len(manifest.digests) != 64 * count(manifest):
+            self._spoilt("manifests that do not describe this blob")
+            return False
+        self._progress(now_s)
+        self.manifest, self.chunk = manifest, manifest.chunk
+        self._asked.clear()
+        self._first.clear()
+        self.start(bytes(count(manifest)))
+        return True
+
+    def start(self, had: bytes) -> None:
+        """Begin from `had`: one byte per chunk, 1 where it is on disk and verified."""
+        self.had = bytearray(had)
+        self._missing_chunks = self.had.count(0)
+
+    def take_chunk(self, index: int, payload: bytes, now_s: float) -> bool:
+        """True: the chunk is new and right; write it at its extent."""
+        if self.manifest is None or not 0 <= index < len(self.had):
+            return False
+        self._heard(index, now_s)
+        if self.had[index]:
+            self.duplicates += 1
+            return False
+        if not is_chunk(self.manifest, index, payload):
+            self._spoilt("chunks that are damaged")
+            return False
+        self._progress(now_s)
+        self._window = min(self._window + 1, WINDOW)
+        self.had[index] = 1
+        self._missing_chunks -= 1
+        return True
+
+    def take_missing(self, reason: str, now_s: float) -> None:
+        """The peer says that it has no such blob (for us)."""
+        if now_s < self._hold_s:
+            return
+        if self._doubted:
+            self.failed = f"the other side cannot send it: {reason or 'no reason given'}"
+        self._doubted = True
+        self._hold_s = now_s + _DOUBT_S
+        self._asked.clear()
+
+    def _heard(self, index: int, now_s: float) -> None:
+        """Something came: measure how long it took since it was first asked for, which never flatters the line."""
+        self._heard_s = now_s
+        self.backoff = 0
+        self._asked.pop(index, None)
+        first_s = self._first.pop(index, None)
+        if first_s is not None and index != MANIFEST:  # a manifest is small and says little of a chunk
+            took_s = min(now_s - first_s, _TIMEOUT_MOST_S)
+            self._srtt_s = took_s if self._srtt_s is None else self._srtt_s + (took_s - self._srtt_s) / 8
+
+    def _progress(self, now_s: float) -> None:
+        self._progress_s = now_s
+        self._bad_run = 0
+        self._doubted = False
+
+    def _spoilt(self, what: str) -> None:
+        self.bad += 1
+        self._bad_run += 1
+        if self._bad_run >= _BAD_IN_A_ROW:
+            self.failed = f"the other side sent {self._bad_run} {what}, one after the other"
+
+    # -- interruptions --
+
+    def reconnected(self, chunk: int, now_s: float) -> None:
+        """A new session: what was on its way is lost, and the largest chunk may be another."""
+        self._asked.clear()
+        self._first.clear()
+        self.backoff = 0
+        self._window = _START_WINDOW
+        self._heard_s = self._progress_s = now_s
+        if chunk < self.chunk or self.manifest is None:
+            self.chunk, self.manifest = chunk, None
+
+    def park(self, now_s: float) -> None:
+        """Let others go first: time stands still for this one until `unpark`."""
+        self._asked.clear()
+        self._first.clear()
+        self._parked_s = now_s
+
+    def unpark(self, now_s: float) -> None:
+        if self._parked_s is not None:
+            self._heard_s += now_s - self._parked_s
+            self._progress_s += now_s - self._parked_s
+            self._parked_s = None
+
+
+# -- serving --------------------------------------------------------------------------------------
+
+
+class Item(NamedTuple):
+    """One message to send: a chunk, or with index MANIFEST the manifest."""
+
+    device: str
+    sha256: str
+    chunk: int  # bytes of a chunk: how the blob is cut for this device
+    index: int
+
+
+class Serve:
+    """Who is sent what next: each device in its turn, and never more queued on the link than the budget."""
+
+    def __init__(self, budget_bytes: int = 4 << 20) -> None:
+        self._budget_bytes = budget_bytes
+        self._queues: dict[str, dict[Item, None]] = {}  # device -> items, both in order
+
+    def __len__(self) -> int:
+        return sum(len(queue) for queue in self._queues.values())
+
+    def ask(self, item: Item) -> None:
+        """Queue one item, unless it is queued already or its device has asked for too much."""
+        queue = self._queues.setdefault(item.device, {})
+        if len(queue) < _QUEUED_MOST:
+            queue[item] = None
+
+    def take(self, backlog_bytes: int) -> Item | None:
+        """The next item to send while `backlog_bytes` wait on the link; None: nothing, or not yet."""
+        if not self._queues:
+            return None
+        device, queue = next(iter(self._queues.items()))
+        item = next(iter(queue))
+        if backlog_bytes > 0 and backlog_bytes + item.chunk > self._budget_bytes:
+            return None
+        del self._queues[device], queue[item]
+        if queue:
+            self._queues[device] = queue  # at the end: the others first
+        return item
