@@ -1,0 +1,303 @@
+"""FedStitch: a network stitched from blocks of pre-trained donors, by forward passes only.
+
+Paper: Zhan et al., Heterogeneity-Aware Coordination for Federated Learning via Stitching Pre-trained
+Blocks, IWQoS 2024 (arXiv 2409.07202), sections 3 and 4, Algorithm 1. Compatibility and junctions follow
+Teerapittayanon et al., StitchNet (arXiv 2301.01947).
+
+A job goes through phases, kept in the state:
+    score     devices score the pool of one partial network and vote, for some sub-rounds
+    fit       devices send the sums that the winners' junctions are solved from; back to score
+    head      devices send the sums that each finished network's linear head is solved from
+    validate  devices count right answers on their held-out examples; the best network is chosen
+
+Deviations, each because the paper's letter cannot run, or measures something else:
+- CKA is the unbiased estimator: at 64 images the biased one says 0.5 to 1 of independent noise.
+- Scores: every block is screened by its input (no junction needed), the best few are scored by their
+  output, with a junction fitted on other images than are scored: in-sample, wide blocks always score 1.
+- Junctions are centred ridge regressions with bias, solved from sums over devices (Eq. 3 is singular
+  with fewer rows than channels, and the paper does not say who has the data to solve it).
+- A finished network gets a closed-form head for the job's own labels (cf. Fed3R, arXiv 2406.01116).
+- Devices that explore are judged by their greedy picks; a device's second vote replaces its first.
+- Of the search space optimizer's cuts only those beyond the spread between devices are made.
+- The network is chosen on the devices' held-out examples, never on a test set.
+mode = "paper" goes back on these where it can run: see PAPER. Its scores too are taken on images that
+the junction was not fitted on. The deadline and the energy coordinator belong to coordinator and agent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fedquilt.core import (
+    Answer,
+    Artefact,
+    Bundle,
+    Contribution,
+    DeviceView,
+    JobError,
+    Method,
+    ModelError,
+    Order,
+    Site,
+    Task,
+    UpdateError,
+)
+from fedquilt.models import orders, projection, scoring, search, stitch, vote
+from fedquilt.models.projection import Moments
+from fedquilt.models.search import PAPER, Finalist, Params, State, describe
+from fedquilt.models.vote import Ballot
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A round's accumulator; which part is filled follows from the phase."""
+
+    ballots: Mapping[str, Ballot]  # device -> its votes
+    moments: tuple[Moments, ...]  # of each junction, or of each head
+    counts: Mapping[str, np.ndarray]  # "examples" (1,), "ridge" and "aligned" (finalists,)
+
+
+# -- server ---------------------------------------------------------------------------------------
+
+
+def init(bundle: Bundle, params: Params, seed: int) -> State:
+    """The state before the first round.
+
+    Raises:
+        ModelError: the bundle holds no donor blocks, or none that can be stitched.
+        JobError: the parameters cannot be used with these donors.
+    """
+    if params.mode == "paper":
+        params = replace(params, **PAPER)
+    stock = stitch.stock(bundle.meta)
+    missing = [name for block in stock.blocks.values() for name in orders.files(block) if name not in bundle.files]
+    if missing:
+        raise ModelError(f"the bundle lacks {', '.join(missing[:3])}: prepare it anew")
+    if params.head == "aligned" and not any(donor.align for donor in stock.donors.values()):
+        raise JobError("head = 'aligned', but no donor says which classes are which label: give a donor `align`")
+    state = search.advance(State(params, seed, stock, dict(bundle.files), search.beginnings(stock)))
+    if state.current is None:
+        raise ModelError("no block may follow any starting block: raise max_upsampling, or take other donors")
+    return state
+
+
+def send(state: State, device: DeviceView) -> Order | None:
+    if state.phase == "score":
+        return orders.score_order(state, device)
+    if state.phase == "fit":
+        return orders.fit_order(state)
+    return None if state.phase == "done" else orders.finalists_order(state)
+
+
+def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
+    """Take one device's answer.
+
+    Raises:
+        UpdateError: it answers another step of the search, or is not what was asked for.
+    """
+    turn = update.metrics.get("turn")
+    if turn != state.turn:
+        raise UpdateError(f"answers turn {turn} of the search, which is at {state.turn}")
+    so_far = so_far or Sum({}, (), {})
+    if state.phase == "score":
+        given = vote.ballot(
+            update.bundles.get("scores", {}),
+            state.pool,
+            state.params.k,
+            search.epsilon(state),
+            search.coin(state, update.device),
+        )
+        return replace(so_far, ballots={**so_far.ballots, update.device: given})
+    if state.phase == "validate":
+        counts = _counts(update, len(state.finalists))
+        return replace(so_far, counts={k: v + so_far.counts.get(k, 0) for k, v in counts.items()})
+    shapes = _shapes(state)
+    new = [projection.from_tensors(update.bundles.get(f"moments.{i}", {}), *s) for i, s in enumerate(shapes)]
+    if so_far.moments:
+        new = [projection.merge(pair) for pair in zip(so_far.moments, new, strict=True)]
+    return replace(so_far, moments=tuple(new))
+
+
+def step(state: State, total: Sum | None) -> State:
+    if total is None:
+        if state.phase == "score" and state.ballots:
+            return replace(search.close_vote(state), turn=state.turn + 1)
+        return replace(state, log=())
+    if state.phase == "score":
+        after = search.add_ballots(state, total.ballots)
+    elif state.phase == "fit":
+        after = _fitted(state, total.moments)
+    elif state.phase == "head":
+        after = _headed(state, total.moments)
+    else:
+        after = _validated(state, total.counts)
+    return replace(after, turn=state.turn + 1)
+
+
+def result(state: State) -> Artefact:
+    """The chosen network: blocks by id, junctions between them (resize, then project), and its head.
+
+    With a head the terminating block is left out: the head takes the pooled maps before it.
+
+    Raises:
+        ModelError: no network was finished.
+    """
+    if not state.finalists:
+        raise ModelError("the search finished no network: raise [params] expansions or max_upsampling")
+    best = max(state.finalists, key=lambda finalist: _merit(state, finalist))
+    path = best.path[:-1] if best.head else best.path
+    blocks = [state.stock.blocks[name] for name in path]
+    arrays: dict[str, np.ndarray] = {}
+    junctions = []
+    for i in range(1, len(path)):
+        found = state.junctions.get(stitch.junction_name(path[: i + 1]))
+        entry = {"before": i, "in_shape": blocks[i - 1].out_shape, "out_shape": blocks[i].in_shape}
+        if found is None:
+            junctions.append({**entry, "kind": "none", "weights": None, "bias": None})
+            continue
+        names = {part: f"junction.{i}.{part}" for part in ("weights", "bias")}
+        arrays |= {names[part]: found[part] for part in names}
+        junctions.append({**entry, "kind": "projection", **names})
+    head = None
+    if best.head:
+        head = {"features": "gap", "weights": "head.weights", "bias": "head.bias"}
+        arrays |= {f"head.{part}": array for part, array in best.head.items()}
+    meta = {
+        "path": list(path),
+        "junctions": junctions,
+        "head": head,
+        "align": None if head else orders.groups(state, best.path),
+        "labels": state.stock.labels,
+        "input": state.stock.input,
+        "search": [_summary(state, finalist) for finalist in state.finalists],
+    }
+    return Artefact("stitched", msgspec.to_builtins(meta), arrays)
+
+
+def _shapes(state: State) -> list[tuple[int, int]]:
+    """Channels in and out of each regression that the devices' sums are for."""
+    blocks = state.stock.blocks
+    if state.phase == "fit":
+        assert state.current is not None
+        channels = blocks[state.current.path[-1]].out_shape[0]
+        return [(channels, blocks[name].in_shape[0]) for name in search.projected(state)]
+    wide = state.params.random_features
+    return [(wide or blocks[net.path[-2]].out_shape[0], len(state.stock.labels)) for net in state.finalists]
+
+
+def _fitted(state: State, sums: tuple[Moments, ...]) -> State:
+    assert state.current is not None
+    junctions = {}
+    for name, each in zip(search.projected(state), sums, strict=True):
+        weights, bias = projection.solve(each, state.params.ridge)
+        junctions[stitch.junction_name((*state.current.path, name))] = {
+            "weights": weights.astype(np.float32),
+            "bias": bias.astype(np.float32),
+        }
+    note = f"{len(junctions)} junctions after {describe(state.current.path)} solved from {sums[0].n:.0f} positions"
+    return search.grow(replace(state, log=(note,)), junctions)
+
+
+def _headed(state: State, sums: tuple[Moments, ...]) -> State:
+    finalists = []
+    for finalist, each in zip(state.finalists, sums, strict=True):
+        weights, bias = projection.solve(each, state.params.head_ridge)
+        if state.params.random_features:
+            width = state.stock.blocks[finalist.path[-2]].out_shape[0]
+            seed = orders.projection_seed(state)
+            weights = weights @ stitch.random_features(width, state.params.random_features, seed).T
+        head = {"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)}
+        finalists.append(replace(finalist, head=head))
+    note = f"{len(finalists)} heads solved from {sums[0].n:.0f} images"
+    return replace(state, phase="validate", finalists=tuple(finalists), log=(note,))
+
+
+def _counts(update: Contribution, nets: int) -> dict[str, np.ndarray]:
+    given = update.bundles.get("counts", {})
+    counts = {}
+    for name, size in (("examples", 1), ("ridge", nets), ("aligned", nets)):
+        array = given.get(name)
+        if array is None or array.dtype.kind not in "iu" or array.shape != (size,):
+            raise UpdateError(f"counts: no usable {name!r} of {size}")
+        counts[name] = array.astype(np.int64)
+    if any((array < 0).any() or (array > counts["examples"][0]).any() for array in counts.values()):
+        raise UpdateError("counts: more right answers than examples, or fewer than none")
+    return counts
+
+
+def _validated(state: State, counts: Mapping[str, np.ndarray]) -> State:
+    examples = int(counts["examples"][0])
+    finalists = []
+    for i, finalist in enumerate(state.finalists):
+        aligned = int(counts["aligned"][i]) if orders.groups(state, finalist.path) is not None else None
+        finalists.append(replace(finalist, examples=examples, ridge=int(counts["ridge"][i]), aligned=aligned))
+    after = replace(state, phase="done", finalists=tuple(finalists))
+    ordered = sorted(finalists, key=lambda finalist: _merit(after, finalist), reverse=True)
+    notes = [f"{describe(finalist.path)}: {_percent(after, finalist)} on {examples} held-out" for finalist in ordered]
+    return replace(after, log=(*notes, f"chosen: {describe(ordered[0].path)}"))
+
+
+def _accuracy(state: State, finalist: Finalist) -> float | None:
+    """Of the way of labelling that the job asks for; None: nothing was held out."""
+    right = finalist.ridge if state.params.head == "ridge" else finalist.aligned
+    return right / finalist.examples if right is not None and finalist.examples else None
+
+
+def _percent(state: State, finalist: Finalist) -> str:
+    accuracy = _accuracy(state, finalist)
+    return "not validated" if accuracy is None else f"{100 * accuracy:.1f} %"
+
+
+def _merit(state: State, finalist: Finalist) -> tuple[float, float, int]:
+    accuracy = _accuracy(state, finalist)
+    return (-1.0 if accuracy is None else accuracy, finalist.score, -len(finalist.path))
+
+
+def _summary(state: State, finalist: Finalist) -> dict[str, Any]:
+    aligned = finalist.aligned
+    return {
+        "path": finalist.path,
+        "score": finalist.score,
+        "accuracy": _accuracy(state, finalist),
+        "aligned_accuracy": aligned / finalist.examples if aligned is not None and finalist.examples else None,
+        "examples": finalist.examples,
+    }
+
+
+# -- client ---------------------------------------------------------------------------------------
+
+
+def work(task: Task, site: Site) -> Answer:
+    match task.params["phase"]:
+        case "score":
+            return scoring.score(msgspec.convert(task.params, scoring.ScoreAsk), site)
+        case "fit":
+            return scoring.fit(msgspec.convert(task.params, scoring.FitAsk), site)
+        case "head":
+            return scoring.head(msgspec.convert(task.params, scoring.HeadAsk), site)
+        case "validate":
+            return scoring.validate(msgspec.convert(task.params, scoring.ValidateAsk), site)
+        case phase:
+            raise ModelError(f"this agent knows no phase {phase!r} of a stitching job: update it")
+
+
+METHOD = Method(
+    paper="arXiv 2409.07202",
+    params=Params,
+    state=State,
+    engines=("onnx",),
+    init=init,
+    send=send,
+    work=work,
+    check=None,
+    fold=fold,
+    step=step,
+    result=result,
+    done=lambda state: state.phase == "done",
+    story=lambda state: state.log,
+)

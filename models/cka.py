@@ -1,0 +1,119 @@
+"""Linear centred kernel alignment (CKA): how alike two sets of activations are, on the same images.
+
+Source: Kornblith et al., Similarity of Neural Network Representations Revisited, ICML 2019, which
+FedStitch (arXiv 2409.07202) scores blocks by; the FedStitch paper's Eq. 2 is garbled, what is meant
+is HSIC(X, Y) = ||Yc' Xc||_F^2 with centred columns, equal to <Kc, Lc> on the centred Gram matrices.
+
+The Gram form is used throughout: n images cost n x n numbers whatever the width of the layer, so the
+Gram matrix of each donor block is computed once and kept. Features are streamed in chunks and are
+centred before the product, in float64: a Gram matrix of float32 features at a large offset, centred
+afterwards, has lost what was to be measured.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+Maps: TypeAlias = Literal["flatten", "gap", "position"]
+Estimator: TypeAlias = Literal["unbiased", "biased"]
+
+GRID = 2  # cells along each side of a map in mode "position"
+CHUNK = 4096  # features centred and multiplied at a time
+MIN_IMAGES = 4  # the unbiased estimator divides by n - 3
+
+
+class Score(NamedTuple):
+    """A CKA value in [-1, 1], and whether there was any variation to align (else the value is 0)."""
+
+    value: float
+    sound: bool
+
+
+def gram(activations: np.ndarray, maps: Maps = "flatten") -> np.ndarray:
+    """The Gram matrix of column-centred features: (n, n) float64, or (n * GRID^2)^2 for "position".
+
+    `activations` is (n, c, h, w) or (n, features). How maps become a matrix is part of the score:
+    "flatten" takes each image as one row of c*h*w features, "gap" averages over positions first
+    (c features), "position" takes the cells of a GRID x GRID average as rows of c features.
+    """
+    x = _rows(activations, maps)
+    total = np.zeros((len(x), len(x)))
+    for start in range(0, x.shape[1], CHUNK):
+        chunk = x[:, start : start + CHUNK].astype(np.float64)
+        chunk -= chunk[0].copy()  # exactly zero where a feature is constant
+        chunk -= chunk.mean(axis=0)
+        total += chunk @ chunk.T
+    return total
+
+
+def hsic(k: np.ndarray, l: np.ndarray, estimator: Estimator = "unbiased") -> float:  # noqa: E741
+    """HSIC of two Gram matrices (n, n), up to a factor that depends on n alone.
+
+    "biased" is <HKH, HLH>. "unbiased" (Song et al., 2012) is the inner product of the U-centred
+    matrices (Szekely and Rizzo, 2014), which keeps it an inner product: HSIC(K, K) is never negative
+    and |CKA| never exceeds 1. Neither changes when a constant is added to the features.
+    """
+    centre = _u_centred if estimator == "unbiased" else _centred
+    return float(np.vdot(centre(k), centre(l)))
+
+
+def cka(k: np.ndarray, l: np.ndarray, estimator: Estimator = "unbiased") -> Score:  # noqa: E741
+    """CKA of two Gram matrices of the same images, 1 for equal matrices.
+
+    The biased estimator says 0.5 to 1 of independent noise once features outnumber images; the
+    unbiased one says about 0. Features that do not vary score 0 and are flagged, never NaN.
+
+    Raises:
+        ValueError: the matrices differ in size, or there are fewer than MIN_IMAGES images.
+    """
+    if k.shape != l.shape:
+        raise ValueError(f"Gram matrices of shapes {k.shape} and {l.shape}: they must be of the same images")
+    if len(k) < MIN_IMAGES:
+        raise ValueError(f"{len(k)} images: CKA needs at least {MIN_IMAGES}")
+    kk, ll = hsic(k, k, estimator), hsic(l, l, estimator)
+    if _is_rounding(kk, k) or _is_rounding(ll, l):
+        return Score(0.0, False)
+    value = hsic(k, l, estimator) / (np.sqrt(kk) * np.sqrt(ll)) if kk != ll else hsic(k, l, estimator) / kk
+    return Score(float(np.clip(value, -1.0, 1.0)), True)
+
+
+def _rows(activations: np.ndarray, maps: Maps) -> np.ndarray:
+    if activations.ndim == 2 or maps == "flatten":
+        return activations.reshape(len(activations), -1)
+    if maps == "gap":
+        return activations.mean(axis=(2, 3), dtype=np.float64)
+    n, c, h, w = activations.shape
+    cells = np.empty((n, GRID, GRID, c))
+    for row in range(GRID):
+        for column in range(GRID):
+            cell = activations[:, :, _span(row, h), _span(column, w)]
+            cells[:, row, column] = cell.mean(axis=(2, 3), dtype=np.float64)
+    return cells.reshape(n * GRID * GRID, c)
+
+
+def _span(cell: int, size: int) -> slice:
+    return slice(cell * size // GRID, -(-(cell + 1) * size // GRID))
+
+
+def _centred(k: np.ndarray) -> np.ndarray:
+    k = k.astype(np.float64)
+    means = k.mean(axis=0)
+    return k - means - means[:, None] + means.mean()
+
+
+def _u_centred(k: np.ndarray) -> np.ndarray:
+    n = len(k)
+    k = k.astype(np.float64)
+    np.fill_diagonal(k, 0.0)
+    sums = k.sum(axis=0)
+    centred = k - (sums + sums[:, None]) / (n - 2) + sums.sum() / ((n - 1) * (n - 2))
+    np.fill_diagonal(centred, 0.0)
+    return centred
+
+
+def _is_rounding(norm: float, k: np.ndarray) -> bool:
+    """Whether an HSIC(K, K) is nothing but what rounding left of a matrix without variation."""
+    eps = np.finfo(k.dtype).eps
+    return norm <= float(eps * len(k)) ** 2 * float(np.vdot(k, k).real)

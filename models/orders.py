@@ -1,0 +1,155 @@
+"""What the coordinator asks of a device in each phase of a stitching job, and what that costs.
+
+A task names blocks; only the files of those blocks go with it, and the junctions of the paths. Blobs
+are known by their content, so naming a block again costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import msgspec
+
+from fedquilt.core import BlobRef, DeviceView, Order, Tensors, Work, derive_seed
+from fedquilt.models import scoring, search
+from fedquilt.models.search import State
+from fedquilt.models.stitch import Block, Stock
+
+
+def score_order(state: State, device: DeviceView) -> Order:
+    params, net = state.params, state.current
+    assert net is not None
+    blocks = _family(state.stock, net.path, state.pool)
+    ask = scoring.ScoreAsk(
+        **_common(state, blocks),
+        path=net.path,
+        pool=state.pool,
+        score_at=params.score_at,
+        estimator=params.estimator,
+        maps=params.maps,
+        samples=params.samples,
+        screen=params.screen,
+        ridge=params.ridge,
+        bias=params.bias,
+        native_factor=1 - params.native_penalty if params.native_continuation == "penalise" else 1.0,
+        k=params.k,
+        epsilon=search.epsilon(state),
+        coin=search.coin(state, device.device),
+    )
+    n = params.samples
+    own = list(_family(state.stock, (), state.pool).values())
+    runs: list[tuple[Block, float]] = []
+    if not device.rounds:
+        runs += [(block, n) for block in own]  # the references, which the device keeps
+    runs += [(blocks[name], n if params.score_at == "input" else 2 * n) for name in net.path]
+    if params.score_at != "input":
+        tried = min(params.screen / len(state.pool), 1.0) if params.score_at == "hybrid" else 1.0
+        runs += [(block, n) for block in own] + [(blocks[name], n * tried) for name in state.pool]
+    return _order(state, ask, [net.path], _cost(runs, blocks[net.path[-1]], 2 * n))
+
+
+def fit_order(state: State) -> Order:
+    params, net = state.params, state.current
+    assert net is not None
+    wanted = search.projected(state)
+    blocks = _family(state.stock, net.path, wanted)
+    ask = scoring.FitAsk(
+        **_common(state, blocks),
+        path=net.path,
+        winners=wanted,
+        samples=params.fit_samples,
+        ridge=params.ridge,
+        bias=params.bias,
+    )
+    n = params.fit_samples
+    ran = [blocks[name] for name in net.path] + list(_family(state.stock, (), wanted).values())
+    return _order(state, ask, [net.path], _cost([(b, n) for b in ran], blocks[net.path[-1]], scoring.BATCH))
+
+
+def finalists_order(state: State) -> Order:
+    params, paths = state.params, [finalist.path for finalist in state.finalists]
+    bodies = tuple(path[:-1] for path in paths)
+    whole = state.phase == "validate" and any(groups(state, path) for path in paths)
+    ask: scoring.HeadAsk | scoring.ValidateAsk
+    if state.phase == "head":
+        blocks = {name: state.stock.blocks[name] for body in bodies for name in body}
+        ask = scoring.HeadAsk(
+            **_common(state, blocks),
+            bodies=bodies,
+            labels=len(state.stock.labels),
+            samples=params.head_samples,
+            random_features=params.random_features,
+            projection_seed=projection_seed(state),
+        )
+        n = params.head_samples
+    else:
+        blocks = {name: state.stock.blocks[name] for path in paths for name in path}
+        ask = scoring.ValidateAsk(
+            **_common(state, blocks),
+            nets=tuple(paths),
+            align=tuple(groups(state, path) for path in paths),
+            heads=params.head == "ridge",
+            labels=len(state.stock.labels),
+        )
+        n = params.samples
+    runs = [(blocks[name], n) for path in (paths if whole else bodies) for name in path]
+    order = _order(state, ask, paths if whole else bodies, _cost(runs, blocks[bodies[0][-1]], scoring.BATCH))
+    if state.phase == "head":
+        return order
+    heads = {f"head.{i}": finalist.head for i, finalist in enumerate(state.finalists) if finalist.head}
+    return replace(order, bundles={**order.bundles, **heads})
+
+
+def _common(state: State, blocks: Mapping[str, Block]) -> dict[str, Any]:
+    return {"turn": state.turn, "input": state.stock.input, "blocks": dict(blocks)}
+
+
+def _order(state: State, ask: scoring.Ask, paths: Any, work: Work) -> Order:
+    bundles: dict[str, Tensors | BlobRef] = {}
+    for block in ask.blocks.values():
+        bundles |= {name: state.files[name] for name in files(block)}
+    for path in paths:
+        bundles |= {name: state.junctions[name] for name in search.junctions_of(path) if name in state.junctions}
+    return Order({"phase": state.phase, **msgspec.to_builtins(ask)}, bundles, work)
+
+
+def files(block: Block) -> list[str]:
+    """Names of a block's files in the bundle."""
+    return [block.graph] if block.data is None else [block.graph, block.data]
+
+
+def groups(state: State, path: Sequence[str]) -> tuple[tuple[int, ...], ...] | None:
+    """Which classes of a path's terminating block are which label."""
+    return state.stock.donors[state.stock.blocks[path[-1]].donor].align
+
+
+def projection_seed(state: State) -> int:
+    return derive_seed("features", state.seed)
+
+
+def _family(stock: Stock, path: Iterable[str], candidates: Iterable[str]) -> dict[str, Block]:
+    """The path's blocks, the candidates, and what comes before those in their donors: what a device runs."""
+    names = set(path)
+    for name in candidates:
+        block = stock.blocks[name]
+        names |= {stock.donors[block.donor].blocks[i] for i in range(block.index + 1)}
+    return {name: stock.blocks[name] for name in sorted(names)}
+
+
+def _cost(runs: Iterable[tuple[Block, float]], kept: Block, examples: int) -> Work:
+    """What it takes to run each block on so many images, while `kept`'s maps of all examples are held.
+
+    The peak counts a block's weights, its input and output for the whole batch, its inner activations
+    for one image (an engine with room takes more at once), and three float64 matrices of the held maps' channels.
+    """
+    flops = read = peak = 0.0
+    for block, images in runs:
+        maps = 4.0 * min(images, examples) * (prod(block.in_shape) + prod(block.out_shape))
+        flops += images * block.flops
+        read += block.weight_bytes + 4.0 * images * (prod(block.in_shape) + prod(block.out_shape))
+        peak = max(peak, block.weight_bytes + maps + block.activation_bytes)
+    held = 4.0 * examples * prod(kept.out_shape) + 24.0 * kept.out_shape[0] ** 2
+    return Work(flops=flops, read_bytes=read, examples=examples, peak_bytes=int(peak + held))

@@ -1,0 +1,160 @@
+"""Least squares across devices: sums that add, and the one solution that they determine.
+
+A junction between two blocks, and a classifier on top, are both y = W x + b fitted by ridge
+regression. It needs only the count, the means and the centred second moments of its rows; these
+merge exactly (Chan et al., 1979), so that what the coordinator solves from many devices equals the fit
+on their pooled rows. FedStitch (arXiv 2409.07202) does not say who fits its Eq. 3, whose inverse is
+singular whenever there are fewer rows than channels.
+
+Privacy: the moments of one device with fewer rows than channels nearly reveal the span of its
+activations. They are merged as they come; only sums over several devices should ever be stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedquilt.core import Tensors, UpdateError
+
+RIDGE = 1e-4  # lambda as a share of the mean variance of a channel
+ROWS = 1 << 14  # rows taken at a time
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Of n rows x (p,) and y (q,), float64. Uncentred moments (no bias) have zero means."""
+
+    n: float
+    mean_x: np.ndarray  # (p,)
+    mean_y: np.ndarray  # (q,)
+    xx: np.ndarray  # (p, p) sum of (x - mean_x)(x - mean_x)'
+    xy: np.ndarray  # (p, q)
+
+
+def moments(x: np.ndarray, y: np.ndarray, centred: bool = True) -> Moments:
+    """Moments of rows x (rows, p) and y (rows, q)."""
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    mean_x, mean_y = np.zeros(x.shape[1]), np.zeros(y.shape[1])
+    if centred:
+        mean_x, mean_y = x.mean(axis=0), y.mean(axis=0)
+        x, y = x - mean_x, y - mean_y
+    return Moments(float(len(x)), mean_x, mean_y, x.T @ x, x.T @ y)
+
+
+def merge(parts: Sequence[Moments]) -> Moments:
+    """The moments of all rows together."""
+    first, *others = parts
+    n, mean_x, mean_y, xx, xy = first.n, first.mean_x, first.mean_y, first.xx.copy(), first.xy.copy()
+    for part in others:
+        total = n + part.n
+        dx, dy = part.mean_x - mean_x, part.mean_y - mean_y
+        share = n * part.n / total
+        xx += part.xx + share * np.outer(dx, dx)
+        xy += part.xy + share * np.outer(dx, dy)
+        mean_x, mean_y, n = mean_x + dx * (part.n / total), mean_y + dy * (part.n / total), total
+    return Moments(n, mean_x, mean_y, xx, xy)
+
+
+def moments_of_maps(x: np.ndarray, y: np.ndarray, centred: bool = True) -> Moments:
+    """Moments of maps x (n, p, h, w) and y (n, q, h, w): one row for each image and position."""
+    return merge([moments(a, b, centred) for a, b in _chunks(x, y)])
+
+
+def solve(sums: Moments, ridge: float = RIDGE) -> tuple[np.ndarray, np.ndarray]:
+    """W (q, p) and b (q,), float64, of the least mean |W x + b - y|^2 + lam |W|^2.
+
+    lam = ridge * trace / p is relative to the variance of x, so that dead and duplicate channels
+    stay harmless. ridge = 0 takes the solution of least norm, by the eigenvalues that stand out from
+    rounding.
+    """
+    p = len(sums.mean_x)
+    if ridge > 0:
+        lam = ridge * np.trace(sums.xx) / p
+        w = np.linalg.solve(sums.xx + lam * np.eye(p), sums.xy).T if lam > 0 else np.zeros_like(sums.xy.T)
+    else:
+        values, vectors = np.linalg.eigh(sums.xx)
+        keep = values > max(p, sums.n) * np.finfo(np.float64).eps * values[-1]
+        v = vectors[:, keep]
+        w = ((v / values[keep]) @ (v.T @ sums.xy)).T
+    return w, sums.mean_y - w @ sums.mean_x
+
+
+def fit_maps(x: np.ndarray, y: np.ndarray, ridge: float = RIDGE, centred: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """`solve` for maps at hand, in the cheaper of its two equal forms.
+
+    With fewer rows than channels the dual form solves rows x rows instead of p x p, and ridge = 0
+    the singular value decomposition, whose cut-off is max(rows, p) * eps.
+    """
+    n, p, h, w = x.shape
+    if n * h * w >= p:
+        return solve(moments_of_maps(x, y, centred), ridge)
+    rows_x, rows_y = _rows(x).astype(np.float64), _rows(y).astype(np.float64)
+    mean_x = rows_x.mean(axis=0) * centred
+    mean_y = rows_y.mean(axis=0) * centred
+    rows_x, rows_y = rows_x - mean_x, rows_y - mean_y
+    if ridge > 0:
+        kernel = rows_x @ rows_x.T
+        lam = ridge * np.trace(kernel) / p
+        dual = np.linalg.solve(kernel + lam * np.eye(len(kernel)), rows_y) if lam > 0 else np.zeros_like(rows_y)
+        weights = dual.T @ rows_x
+    else:
+        cut = max(rows_x.shape) * np.finfo(np.float64).eps
+        weights = (np.linalg.pinv(rows_x, rcond=cut) @ rows_y).T
+    return weights, mean_y - weights @ mean_x
+
+
+# -- on the wire ----------------------------------------------------------------------------------
+
+
+def to_tensors(sums: Moments, exact: bool) -> dict[str, np.ndarray]:
+    """The moments as they are sent: half of the symmetric matrix, and float32 unless `exact`.
+
+    Centred, they lose nothing that a ridge would not; without a ridge small eigenvalues matter.
+    """
+    kind = np.float64 if exact else np.float32
+    half = sums.xx[np.triu_indices(len(sums.xx))]
+    return {
+        "n": np.array([sums.n]),
+        "mean_x": sums.mean_x,
+        "mean_y": sums.mean_y,
+        "xx": half.astype(kind),
+        "xy": sums.xy.astype(kind),
+    }
+
+
+def from_tensors(given: Tensors, p: int, q: int) -> Moments:
+    """The moments in what a device sent.
+
+    Raises:
+        UpdateError: names, shapes or values that are no moments of p and q channels.
+    """
+    wanted = {"n": (1,), "mean_x": (p,), "mean_y": (q,), "xx": (p * (p + 1) // 2,), "xy": (p, q)}
+    for name, shape in wanted.items():
+        array = given.get(name)
+        if array is None or array.shape != shape or array.dtype.kind != "f" or not np.isfinite(array).all():
+            found = "missing" if array is None else f"{array.dtype} of shape {array.shape}, or not finite"
+            raise UpdateError(f"moments: {name!r} is {found}; expected finite numbers of shape {shape}")
+    xx = np.zeros((p, p))
+    xx[np.triu_indices(p)] = given["xx"]
+    xx = xx + np.triu(xx, 1).T
+    n = float(given["n"][0])
+    if n <= 0 or (np.diagonal(xx) < 0).any():
+        raise UpdateError("moments: a count that is not positive, or a negative variance")
+    return Moments(n, given["mean_x"].astype(np.float64), given["mean_y"].astype(np.float64), xx, _double(given["xy"]))
+
+
+def _double(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float64)
+
+
+def _rows(maps: np.ndarray) -> np.ndarray:
+    return maps.transpose(0, 2, 3, 1).reshape(-1, maps.shape[1])  # (n * h * w, c)
+
+
+def _chunks(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    images = max(1, ROWS // (x.shape[2] * x.shape[3]))
+    for start in range(0, len(x), images):
+        yield _rows(x[start : start + images]), _rows(y[start : start + images])

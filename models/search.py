@@ -1,0 +1,313 @@
+"""The search over paths, on the coordinator: its parameters, its state, and every step of it.
+
+FedStitch (arXiv 2409.07202), section 3 and Algorithm 1: a frontier of partial networks, each with the
+pool of blocks that it may still take. Pure functions of values; `fedquilt.methods.fedstitch` says where
+they differ from the paper, and calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from msgspec import Meta
+
+from fedquilt import tensors
+from fedquilt.core import BlobRef, derive_seed
+from fedquilt.models import cka, projection, scoring, stitch, vote
+from fedquilt.models.stitch import Stock
+from fedquilt.models.vote import Ballot, Winner
+
+Count = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Positive = Annotated[float, Meta(ge=0)]
+
+
+@dataclass(frozen=True)
+class Params:
+    """Hyper-parameters; the paper's symbol where it has one."""
+
+    mode: Literal["default", "paper"] = "default"  # "paper": PAPER overrides what follows
+    # the search
+    k: Count = 3  # K: blocks each device picks, and winners of a vote
+    depth: Annotated[int, Meta(ge=2)] = 10  # D_max: blocks of a path at most
+    subrounds: Count = 5  # rounds whose votes are summed; fewer once they bring no new device
+    expansions: Count = 30  # partial networks expanded at most
+    finished: Count = 22  # networks finished at most
+    order: Literal["best", "random"] = "best"  # which partial network is next
+    native_continuation: Literal["allow", "penalise", "exclude"] = "allow"  # a donor's own next block
+    native_penalty: Share = 0.1  # with "penalise": what its score loses
+    max_upsampling: Annotated[float, Meta(ge=1)] = 2.0  # blocks that need maps enlarged by more are not offered
+    space_optimizer: bool = True
+    space_margin: Positive = 2.0  # standard errors beyond which a shallower block is dropped; 0: the paper's letter
+    # scores
+    samples: Annotated[int, Meta(ge=4)] = 64  # images scored on, and as many for the junctions of output scores
+    score_at: scoring.ScoreAt = "hybrid"
+    screen: Count = 8  # with "hybrid": blocks that are scored by their output
+    estimator: cka.Estimator = "unbiased"
+    maps: cka.Maps = "flatten"
+    # votes
+    weighted: bool = True  # False: plain voting
+    theta: Share = 0.6  # theta: mean percentile of a device's picks on the others that is rewarded
+    alpha: Positive = 0.1  # alpha: reward, times 1 + depth / D_max
+    beta: Annotated[float, Meta(ge=0, le=0.5)] = 0.1  # beta: penalty, times 1 + depth / D_max
+    explore: Share = 0.3  # epsilon of the first expansion
+    explore_decay: Share = 0.9  # per expansion
+    explore_floor: Share = 0.05
+    # junctions and heads
+    ridge: Positive = projection.RIDGE  # lambda of junctions, as a share of the mean variance; 0: least norm
+    bias: bool = True  # False: junctions without bias and centring
+    fit_samples: Count = 128  # images each device fits junctions on
+    head: Literal["ridge", "aligned"] = "ridge"  # "aligned": the donors' own classes
+    head_ridge: Annotated[float, Meta(gt=0)] = 1e-2
+    head_samples: Count = 1000  # images each device gives to the head
+    random_features: Annotated[int, Meta(ge=0)] = 0  # project features onto so many before they are sent; 0: all
+    finalists: Count = 8  # finished networks that are validated, the best-scoring first
+
+
+PAPER: Mapping[str, Any] = {
+    "order": "random",
+    "space_margin": 0.0,
+    "score_at": "output",
+    "estimator": "biased",
+    "ridge": 0.0,
+    "bias": False,
+    "head": "aligned",
+}
+
+Phase = Literal["score", "fit", "head", "validate", "done"]
+
+
+@dataclass(frozen=True)
+class Net:
+    """A path, the blocks it may still take, and the product of the scores along it."""
+
+    path: tuple[str, ...]
+    pool: tuple[str, ...]
+    score: float
+
+
+@dataclass(frozen=True)
+class Finalist:
+    """A finished network, its head, and its right answers on held-out examples."""
+
+    path: tuple[str, ...]
+    score: float
+    head: dict[str, np.ndarray] = field(default_factory=dict)  # "weights" (labels, d), "bias" (labels,)
+    examples: int = 0
+    ridge: int = 0
+    aligned: int | None = None  # None: its terminating block has no alignment
+
+
+@dataclass(frozen=True)
+class State:
+    """Where the search stands."""
+
+    params: Params
+    seed: int
+    stock: Stock
+    files: dict[str, BlobRef]
+    frontier: tuple[Net, ...]
+    phase: Phase = "score"
+    turn: int = 0  # rounds that changed anything
+    expansions: int = 0
+    subround: int = 0
+    current: Net | None = None  # being expanded
+    pool: tuple[str, ...] = ()  # what is offered to it
+    ballots: dict[str, Ballot] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)  # of every device seen, sum 1
+    winners: tuple[Winner, ...] = ()
+    dropped: tuple[str, ...] = ()
+    junctions: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
+    finished: tuple[Net, ...] = ()
+    finalists: tuple[Finalist, ...] = ()
+    log: tuple[str, ...] = ()  # the last step in plain sentences
+
+
+# -- which block may follow -----------------------------------------------------------------------
+
+
+def beginnings(stock: Stock) -> tuple[Net, ...]:
+    """One net for each donor: its starting block, and every block but the starting ones to choose from."""
+    pool = tuple(sorted(name for name, block in stock.blocks.items() if block.kind != "start"))
+    starts = sorted(name for name, block in stock.blocks.items() if block.kind == "start")
+    return tuple(Net((name,), pool, 1.0) for name in starts)
+
+
+def offered(net: Net, stock: Stock, params: Params, ends_only: bool = False) -> tuple[str, ...]:
+    """The blocks of a net's pool that may come next, sorted.
+
+    No block twice; maps to maps, within the limit of upsampling; nothing but terminating blocks at the
+    last place of the path; with aligned heads, only terminating blocks whose classes are aligned.
+    """
+    last = stock.blocks[net.path[-1]]
+    ends_only = ends_only or len(net.path) >= params.depth - 1
+
+    def fits(name: str) -> bool:
+        block = stock.blocks[name]
+        if block.kind == "end" and params.head == "aligned" and stock.donors[block.donor].align is None:
+            return False
+        if name in net.path or (ends_only and block.kind != "end"):
+            return False
+        if params.native_continuation == "exclude" and stitch.continues(last, block):
+            return False
+        return stitch.compatible(last, block, params.max_upsampling)
+
+    return tuple(name for name in net.pool if fits(name))
+
+
+def pick(state: State) -> Net:
+    """The next net to expand: that with the best score (the longer one, then by name), or any."""
+    if state.params.order == "best":
+        return min(state.frontier, key=lambda net: (-net.score, -len(net.path), net.path))
+    ordered = sorted(state.frontier, key=lambda net: net.path)
+    return ordered[int(tensors.rng("frontier", state.seed, state.turn).integers(len(ordered)))]
+
+
+# -- one expansion --------------------------------------------------------------------------------
+
+
+def advance(state: State) -> State:
+    """Expand the next partial network; with the budget spent or nothing left, go on to the finished ones.
+
+    When the budget is spent and nothing is finished, partial networks are given terminating blocks only.
+    """
+    params = state.params
+    spent = state.expansions >= params.expansions or len(state.finished) >= params.finished
+    while state.frontier and not (spent and state.finished):
+        net = pick(state)
+        state = replace(state, frontier=tuple(other for other in state.frontier if other != net))
+        pool = offered(net, state.stock, params, ends_only=spent)
+        if pool:
+            return replace(state, phase="score", current=net, pool=pool, ballots={}, subround=0)
+    state = replace(state, current=None, pool=(), frontier=(), ballots={})
+    chosen = tuple(_distinct(state))[: params.finalists]
+    phase: Phase = "done" if not chosen else "head" if params.head == "ridge" else "validate"
+    return replace(state, phase=phase, finalists=chosen, junctions=_used(state.junctions, chosen))
+
+
+def _distinct(state: State) -> list[Finalist]:
+    """The finished networks, best-scoring first; of those that a head makes equal, one."""
+    found: dict[tuple[str, ...], Finalist] = {}
+    for net in sorted(state.finished, key=lambda net: (-net.score, len(net.path), net.path)):
+        same = net.path[:-1] if state.params.head == "ridge" else net.path  # a head makes the last block idle
+        found.setdefault(same, Finalist(net.path, net.score))
+    return list(found.values())
+
+
+def epsilon(state: State) -> float:
+    """How often a device explores in this expansion."""
+    params = state.params
+    return max(params.explore_floor, params.explore * params.explore_decay**state.expansions)
+
+
+def coin(state: State, device: str) -> int:
+    """The seed of a device's choice in this turn: both sides can draw from it."""
+    return derive_seed("coin", state.seed, state.turn, device)
+
+
+def add_ballots(state: State, ballots: Mapping[str, Ballot]) -> State:
+    """One sub-round's votes; the vote closes after the last one, or when one brings no new device."""
+    fresh = ballots.keys() - state.ballots.keys()
+    params = state.params
+    known = vote.joined(state.weights, sorted(ballots))
+    state = replace(state, ballots={**state.ballots, **ballots}, weights=known, subround=state.subround + 1)
+    assert state.current is not None
+    if fresh and state.subround < params.subrounds:
+        note = f"{describe(state.current.path)}: {len(state.ballots)} devices have scored {len(state.pool)} blocks"
+        return replace(state, log=(note,))
+    return close_vote(state)
+
+
+def close_vote(state: State) -> State:
+    """Judge the devices by each other, take the K winners, and drop what is too shallow for this path."""
+    params, net = state.params, state.current
+    assert net is not None
+    rise = 1 + len(net.path) / params.depth
+    ranks = vote.cross_ranks(state.ballots, state.pool, params.k) if params.weighted else {}
+    weights = vote.reweigh(state.weights, ranks, params.theta, params.alpha * rise, min(params.beta * rise, 1.0))
+    counted = weights if params.weighted else dict.fromkeys(weights, 1.0)
+    winners = vote.tally(state.ballots, counted, state.pool, params.k)
+    dropped: set[str] = set()
+    if params.space_optimizer:
+        blocks = [state.stock.blocks[name] for name in state.pool]
+        dropped = vote.too_shallow(state.ballots, blocks, params.space_margin) - {winner.block for winner in winners}
+    state = replace(
+        state,
+        expansions=state.expansions + 1,
+        weights=weights,
+        winners=tuple(winners),
+        dropped=tuple(sorted(dropped)),
+        log=tuple(_vote_notes(state, winners, dropped, ranks, counted)),
+    )
+    return replace(state, phase="fit") if projected(state) else grow(state, {})
+
+
+def projected(state: State) -> tuple[str, ...]:
+    """The winners that need a junction."""
+    assert state.current is not None
+    last = state.stock.blocks[state.current.path[-1]]
+    names = (winner.block for winner in state.winners)
+    return tuple(name for name in names if not stitch.continues(last, state.stock.blocks[name]))
+
+
+def grow(state: State, fitted: Mapping[str, dict[str, np.ndarray]]) -> State:
+    """Stitch the winners to the current path: finished networks are put aside, the others join the frontier."""
+    net = state.current
+    assert net is not None
+    kept = tuple(name for name in net.pool if name not in state.dropped)
+    frontier, finished, notes = list(state.frontier), list(state.finished), list(state.log)
+    for winner in state.winners:
+        path = (*net.path, winner.block)
+        child = Net(path, tuple(name for name in kept if name != winner.block), net.score * max(winner.score, 0.0))
+        if state.stock.blocks[winner.block].kind == "end":
+            finished.append(child)
+            notes.append(f"finished {describe(path)}, score {child.score:.3f}")
+        else:
+            frontier.append(child)
+    junctions = {**state.junctions, **fitted}
+    state = replace(state, frontier=tuple(frontier), finished=tuple(finished), junctions=junctions, log=tuple(notes))
+    return advance(replace(state, winners=(), dropped=(), junctions=_used(junctions, [*frontier, *finished])))
+
+
+def junctions_of(path: tuple[str, ...]) -> list[str]:
+    """Names of the junctions that a path may have."""
+    return [stitch.junction_name(path[: i + 1]) for i in range(1, len(path))]
+
+
+def _used(
+    junctions: Mapping[str, dict[str, np.ndarray]], nets: Collection[Net | Finalist]
+) -> dict[str, dict[str, np.ndarray]]:
+    wanted = {name for net in nets for name in junctions_of(net.path)}
+    return {name: junction for name, junction in junctions.items() if name in wanted}
+
+
+def describe(path: tuple[str, ...]) -> str:
+    return " > ".join(path)
+
+
+def _vote_notes(
+    state: State, winners: list[Winner], dropped: set[str], ranks: Mapping[str, float], weights: Mapping[str, float]
+) -> list[str]:
+    assert state.current is not None
+    total = sum(weights[device] for device in state.ballots)
+    notes = [f"{describe(state.current.path)}: {len(state.ballots)} devices scored {len(state.pool)} blocks"]
+    for winner in winners:
+        notes.append(
+            f"picked {winner.block}: score {winner.score:.3f}, {winner.voters} of {len(state.ballots)} devices, "
+            f"{100 * winner.votes / total:.0f} % of the weight"
+        )
+    if ranks:
+        best, worst = max(ranks, key=lambda d: (ranks[d], d)), min(ranks, key=lambda d: (ranks[d], d))
+        notes.append(
+            f"others agree most with {best} (rank {ranks[best]:.2f}, weight now {weights[best]:.3f}), "
+            f"least with {worst} (rank {ranks[worst]:.2f}, weight now {weights[worst]:.3f})"
+        )
+    explorers = sorted(device for device, ballot in state.ballots.items() if ballot.explored)
+    if explorers:
+        notes.append(f"picked at random: {', '.join(explorers)}")
+    if dropped:
+        notes.append(f"dropped as too shallow: {', '.join(sorted(dropped))}")
+    return notes
