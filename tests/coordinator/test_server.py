@@ -1,0 +1,306 @@
+"""The coordinator against a device driven by hand, over a MemoryBroker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedquilt import bundle, tensors, wire
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.rounds import Answered, AnyFact, Committed, Declined, Ended, Rejected
+from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.store import Store
+from fedquilt.core import BlobRef, Profile, Task, Update, Usage
+from fedquilt.depot import Depot
+from fedquilt.link import MemoryBroker
+from fedquilt.transfer import Transfers
+
+NETWORK = {"name": "mlp", "inputs": 2, "hidden": [], "classes": 2}
+MODEL = {"1.weight": np.zeros((2, 2), np.float32), "1.bias": np.zeros(2, np.float32)}
+TABLE = {"name": "j", "method": "fedavg", "rounds": 1, "cohort": {"deadline_s": 30.0, "attempts": 1}}
+
+
+class Hand:
+    """A device whose every message is said by the test."""
+
+    def __init__(self, broker: MemoryBroker, name: str, folder: Path) -> None:
+        self.name, self.topics = name, wire.Topics("f")
+        self.link = broker.connect()
+        self.depot = Depot(folder)
+        self.transfers = Transfers(self.link, self.depot, self.topics, "up", lambda device, sha256: True)
+        self.link.subscribe(self.topics.for_device(name))
+        self.tasks: list[Task | None] = []
+        self.acks: list[wire.Ack] = []
+        self.say("presence", wire.Presence(online=True, boot="1"), retain=True)
+        profile = Profile(
+            device=name, board="hand", memory_bytes=1 << 30, budget_bytes=1 << 29, engines=("numpy",), versions={}
+        )
+        self.say("profile", profile, retain=True)
+
+    def say(self, leaf: str, message: Any, retain: bool = False) -> None:
+        payload = message if isinstance(message, bytes) else wire.encode(message)
+        self.link.publish(self.topics.device(self.name, "up", leaf), payload, retain=retain)
+
+    def answer(self, model: dict[str, np.ndarray], **changes: Any) -> Update:
+        task = next(task for task in reversed(self.tasks) if task)
+        ref = self.depot.put(tensors.encode(model))
+        values = {"job": task.job, "round": task.round, "attempt": task.attempt, "device": self.name, "weight": 1.0}
+        update = Update(**{**values, "bundles": {"model": ref}, "metrics": {}, "usage": Usage(), **changes})
+        self.say("update", update)
+        return update
+
+    def listen(self, now_s: float) -> None:
+        for message in self.link.receive():
+            route = wire.route(message.topic)
+            if self.transfers.handle(route, message.payload, now_s):
+                continue
+            if route.leaf == "task":
+                self.tasks.append(wire.decode(message.payload, Task) if message.payload else None)
+            elif route.leaf == "ack":
+                self.acks.append(wire.decode(message.payload, wire.Ack))
+        self.transfers.step(now_s)
+
+
+class Stage:
+    """A coordinator, hands, and time that the test moves on."""
+
+    def __init__(self, folder: Path, **table: Any) -> None:
+        self.folder, self.broker, self.facts = folder, MemoryBroker(), []
+        bundle.write(folder / "bundle", {"network": NETWORK, "flops": 8}, {"model": tensors.encode(MODEL)})
+        self.store = Store(folder / "home")
+        self.job = self.store.add(settings.parse({**TABLE, **table}), folder / "bundle")
+        self.hands: list[Hand] = []
+        self.start()
+
+    def start(self) -> None:
+        """A coordinator process begins."""
+        self.link = self.broker.connect()
+        self.server = Server(self.link, "f", self.store, self.observe, only=self.job)
+
+    def restart(self) -> None:
+        """It dies, and another begins on the same folder."""
+        self.broker.lose(self.link)
+        self.store.close()
+        self.store = Store(self.folder / "home")
+        self.start()
+
+    def observe(self, job: Any, fact: AnyFact) -> None:
+        self.facts.append(fact)
+
+    def hand(self, name: str) -> Hand:
+        self.hands.append(Hand(self.broker, name, self.folder / name))
+        return self.hands[-1]
+
+    def play(self, seconds: float = 2.0) -> None:
+        """Let virtual time pass in steps of 50 ms."""
+        until = self.broker.now_s + seconds
+        while self.broker.now_s < until:
+            self.broker.now_s += 0.05
+            self.broker.deliver()
+            if not self.server.finished:
+                self.server.step(self.broker.now_s)
+            for hand in self.hands:
+                hand.listen(self.broker.now_s)
+
+    def told(self, kind: type) -> list[Any]:
+        return [fact for fact in self.facts if isinstance(fact, kind)]
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    """A job of one round."""
+    made = Stage(tmp_path)
+    yield made
+    made.store.close()
+
+
+def ones(factor: float = 1.0) -> dict[str, np.ndarray]:
+    return {name: np.full_like(array, factor) for name, array in MODEL.items()}
+
+
+def test_updates_are_averaged_and_the_job_ends(stage: Stage) -> None:
+    """Two devices, weights 1 and 3: (1 + 3 * 5) / 4 = 4."""
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    a.answer(ones(1.0), weight=1.0)
+    b.answer(ones(5.0), weight=3.0)
+    stage.play()
+    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    assert stage.server.finished
+    state = stage.told(Committed)[0].state
+    stored = stage.store.depot.path(state.sha256)
+    assert stored is not None
+    from fedquilt.methods import fedavg
+
+    assert tensors.unpack(stored.read_bytes(), fedavg.State).model["1.bias"].tolist() == [4.0, 4.0]
+    assert [ack.accepted for ack in a.acks] == [True]
+    assert a.tasks[-1] is None  # the retained task is taken back
+
+
+def test_an_update_said_twice_is_counted_once_and_acknowledged_twice(stage: Stage) -> None:
+    """The agent may have missed the first acknowledgement."""
+    a, _ = stage.hand("a"), stage.hand("b")
+    stage.play()
+    update = a.answer(ones())
+    stage.play()
+    a.say("update", update)
+    stage.play()
+    assert len(stage.told(Answered)) == 1
+    assert [ack.accepted for ack in a.acks] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({**ones(), "1.bias": np.array([np.nan, 1], np.float32)}, "'1.bias' holds 1 values that are not finite"),
+        ({**ones(), "1.bias": np.zeros(3, np.float32)}, "'1.bias' has shape (3,), expected (2,)"),
+        ({"1.bias": np.zeros(2, np.float32)}, "tensor names differ: 1.weight"),
+    ],
+)
+def test_a_bad_update_is_refused_with_its_reason_and_costs_nothing(
+    stage: Stage, model: dict[str, np.ndarray], said: str
+) -> None:
+    """NaN, a wrong shape, a missing tensor; the other device's work is kept."""
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    b.answer(ones(2.0))
+    a.answer(model)
+    stage.play()
+    assert said in stage.told(Rejected)[0].reason
+    assert not a.acks[0].accepted
+    assert [fact.update.device for fact in stage.told(Committed) and stage.told(Answered)] == ["b"]
+
+
+def test_an_update_that_is_no_tensors_at_all_is_refused(stage: Stage) -> None:
+    """Bytes that are not safetensors."""
+    a = stage.hand("a")
+    stage.play()
+    a.answer(ones(), bundles={"model": a.depot.put(b"\x80\x04pickle!")})
+    stage.play()
+    assert "not a safetensors blob" in stage.told(Rejected)[0].reason
+
+
+def test_an_update_larger_than_the_job_allows_is_refused_before_it_is_fetched(stage: Stage) -> None:
+    """A device cannot fill the coordinator's disk."""
+    a = stage.hand("a")
+    stage.play()
+    a.answer(ones(), bundles={"model": BlobRef(sha256="a" * 64, size=1 << 40)})
+    stage.play()
+    assert "max_update_mb" in stage.told(Rejected)[0].reason
+
+
+def test_a_device_cannot_speak_for_another(stage: Stage) -> None:
+    """The topic, which the broker's access list guards, says who it is."""
+    a, _ = stage.hand("a"), stage.hand("b")
+    stage.play()
+    a.answer(ones(), device="b")
+    stage.play()
+    assert not stage.told(Answered)
+    assert not a.acks[0].accepted
+
+
+def test_garbage_from_the_network_is_counted_and_dropped(stage: Stage) -> None:
+    """And the round goes on."""
+    a = stage.hand("a")
+    stage.play()
+    for leaf in ("presence", "profile", "claim", "update", "blob/get", "nonsense"):
+        a.say(leaf, b"\x00garbage")
+    stage.play()
+    assert stage.server.refused_messages == 6
+    a.answer(ones())
+    stage.play()
+    assert stage.server.finished
+
+
+def test_a_refusal_is_noted_with_its_reason_and_another_device_is_asked(tmp_path: Path) -> None:
+    """One contribution wanted, two devices online."""
+    stage = Stage(tmp_path, cohort={"size": 1, "min_devices": 2})
+    hands = {hand.name: hand for hand in (stage.hand("a"), stage.hand("b"))}
+    stage.play()
+    first = next(hand for hand in hands.values() if hand.tasks)
+    task = first.tasks[0]
+    assert task is not None
+    claim = {"job": task.job, "round": 0, "attempt": 0, "accepted": False, "code": "memory", "reason": "too big"}
+    first.say("claim", wire.Claim(**claim))
+    stage.play()
+    other = hands[({"a", "b"} - {first.name}).pop()]
+    assert [(fact.device, fact.reason) for fact in stage.told(Declined)] == [(first.name, "too big")]
+    assert other.tasks
+    stage.store.close()
+
+
+def test_a_coordinator_that_dies_mid_round_continues_the_round(stage: Stage) -> None:
+    """What was accepted before is not asked again; the second device's update closes the round."""
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    a.answer(ones(1.0))
+    stage.play()
+    stage.restart()
+    stage.play()
+    assert a.tasks[-1] is None
+    b.answer(ones(3.0))
+    stage.play()
+    assert [fact.update.device for fact in stage.told(Answered)] == ["a", "b"]
+    assert stage.told(Ended)[0].status == "done"
+
+
+def test_a_stopped_job_takes_its_tasks_back_and_resumes_where_it_was(stage: Stage) -> None:
+    """`fedquilt stop`, then `fedquilt resume`."""
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    a.answer(ones())
+    stage.play()
+    stage.store.set_status(stage.job, "stopping")
+    stage.play()
+    assert stage.store.status(stage.job) == "stopped"
+    assert b.tasks[-1] is None
+    stage.store.set_status(stage.job, "running")
+    stage.restart()
+    stage.play()
+    b.answer(ones())
+    stage.play()
+    assert stage.store.status(stage.job) == "done"
+    assert len(stage.told(Answered)) == 2
+
+
+def test_a_job_whose_bundle_is_gone_fails_with_the_mend(stage: Stage) -> None:
+    """And the coordinator goes on."""
+    (stage.folder / "bundle" / "bundle.json").unlink()
+    stage.play()
+    assert stage.store.status(stage.job) == "failed"
+    (ended,) = [fact for _, _, fact in stage.store.facts(stage.job)]
+    assert "fedquilt prepare" in ended.reason
+
+
+def test_an_unclaimed_task_is_sent_again_ever_more_rarely(stage: Stage) -> None:
+    """After 5 s, then 10 s later: two repeats in 20 s."""
+    a = stage.hand("a")
+    stage.play(20.0)
+    assert len(a.tasks) == 3
+    assert len({task and task.params["lr"] for task in a.tasks}) == 1
+
+
+def test_a_job_that_nobody_can_do_fails_at_its_deadline(stage: Stage) -> None:
+    """With who was silent."""
+    stage.hand("a")
+    stage.play(40.0)
+    assert "silent: a" in stage.told(Ended)[0].reason
+    assert stage.store.status(stage.job) == "failed"
+
+
+def test_blobs_of_past_rounds_are_let_go(tmp_path: Path) -> None:
+    """After two rounds only the bundle's and the last state are left."""
+    stage = Stage(tmp_path, rounds=2)
+    a = stage.hand("a")
+    for factor in (1.0, 2.0):
+        stage.play()
+        a.answer(ones(factor))
+        stage.play()
+    assert stage.server.finished
+    kept = {path.name for path in (tmp_path / "home" / "blobs").iterdir() if len(path.name) == 64}
+    assert kept == {stage.told(Committed)[-1].state.sha256, *(p.name for p in (tmp_path / "bundle/blobs").iterdir())}
+    stage.store.close()

@@ -1,0 +1,81 @@
+"""What the coordinator has written is there after any crash."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.rounds import Asked, Committed, Ended, Started
+from fedquilt.coordinator.store import Store
+from fedquilt.core import BlobRef, StoreError
+
+JOB = settings.parse({"name": "digits", "method": "fedavg"})
+
+
+def test_facts_come_back_in_order_from_another_process_of_the_same_folder(tmp_path: Path) -> None:
+    """A second store on the folder stands for the process after a kill -9."""
+    store = Store(tmp_path)
+    id = store.add(JOB, tmp_path / "bundle")
+    facts = [Started(BlobRef(sha256="a" * 64, size=3)), Asked(0, 0, ("x", "y")), Ended("done")]
+    for fact in facts:
+        store.append(id, fact)
+    again = Store(tmp_path)
+    assert [fact for _, _, fact in again.facts(id)] == facts
+    assert again.job(id).job == JOB
+
+
+def test_runs_are_numbered_by_name(tmp_path: Path) -> None:
+    """digits-1, digits-2."""
+    store = Store(tmp_path)
+    assert [store.add(JOB, tmp_path), store.add(JOB, tmp_path)] == ["digits-1", "digits-2"]
+    assert [row.status for row in store.jobs()] == ["queued", "queued"]
+
+
+def test_only_one_coordinator_holds_a_folder(tmp_path: Path) -> None:
+    """And the next may once it is gone."""
+    first, second = Store(tmp_path), Store(tmp_path)
+    assert first.lock()
+    assert not second.lock()
+    first.close()
+    assert second.lock()
+    second.close()
+
+
+def test_the_latest_state_of_every_job_is_known(tmp_path: Path) -> None:
+    """Older states may go."""
+    store = Store(tmp_path)
+    for letter in "ab":
+        id = store.add(JOB, tmp_path)
+        store.append(id, Started(BlobRef(sha256=letter * 64, size=3)))
+    store.append(id, Committed(0, BlobRef(sha256="c" * 64, size=3), False, {}))
+    store.append(id, Ended("done"))
+    assert store.states() == {"a" * 64, "c" * 64}
+
+
+def test_epochs_grow(tmp_path: Path) -> None:
+    """Each start of a coordinator is told apart."""
+    assert [Store(tmp_path).next_epoch() for _ in range(3)] == [1, 2, 3]
+
+
+def test_an_unknown_run_names_those_there_are(tmp_path: Path) -> None:
+    """So that a typing error is seen."""
+    store = Store(tmp_path)
+    store.add(JOB, tmp_path)
+    with pytest.raises(StoreError, match=r"no run 'digit-1'.*there are: digits-1"):
+        store.job("digit-1")
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """A file where the folder should be."""
+    (tmp_path / "home").write_text("")
+    with pytest.raises(StoreError, match="cannot use the store"):
+        Store(tmp_path / "home")
+
+
+def test_a_damaged_database_is_an_error_not_a_crash(tmp_path: Path) -> None:
+    """Garbage in place of SQLite."""
+    (tmp_path / "fedquilt.db").write_bytes(b"not a database" * 100)
+    with pytest.raises(StoreError, match="cannot use the store"):
+        Store(tmp_path)
