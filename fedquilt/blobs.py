@@ -14,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final
 
 from fedquilt import wire
 from fedquilt.core import BlobRef, LinkError, StoreError
@@ -220,7 +221,7 @@ class Pull:
         self.start(bytes(count(manifest)))
         return True
 
-    def start(self, had: bytes) -> None:
+    def start(self, had: bytes | bytearray) -> None:
         """Begin from `had`: one byte per chunk, 1 where it is on disk and verified."""
         self.had = bytearray(had)
         self._missing_chunks = self.had.count(0)
@@ -301,7 +302,8 @@ class Pull:
 # -- serving --------------------------------------------------------------------------------------
 
 
-class Item(NamedTuple):
+@dataclass(frozen=True)
+class Item:
     """One message to send: a chunk, or with index MANIFEST the manifest."""
 
     device: str

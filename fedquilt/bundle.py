@@ -10,7 +10,7 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,7 +23,7 @@ class Index(Wired, frozen=True):
 
     meta: dict[str, Any]
     files: dict[str, BlobRef]
-    version: int = 1
+    version: Literal[1] = 1
 
 
 def write(folder: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> Bundle:
@@ -37,7 +37,9 @@ def write(folder: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> 
         (folder / "blobs").mkdir(parents=True, exist_ok=True)
         for name, payload in files.items():
             refs[name] = ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
-            _replace(folder / "blobs" / ref.sha256, payload)
+            path = folder / "blobs" / ref.sha256
+            if not path.is_file() or path.stat().st_size != ref.size:
+                _replace(path, payload)
         index = msgspec.json.encode(Index(meta=dict(meta), files=refs))
         _replace(folder / "bundle.json", msgspec.json.format(index, indent=1))
     except OSError as error:
@@ -55,7 +57,7 @@ def load(folder: Path) -> Bundle:
         index = msgspec.json.decode((folder / "bundle.json").read_bytes(), type=Index)
     except FileNotFoundError:
         raise JobError(f"no bundle in {folder}: make it with `fedquilt prepare`") from None
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise JobError(f"{folder / 'bundle.json'} is damaged ({error}): make it anew with `fedquilt prepare`") from None
     for name, ref in index.files.items():
         path = folder / "blobs" / ref.sha256

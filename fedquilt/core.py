@@ -79,12 +79,12 @@ class WireError(FedquiltError):
 
 # -- what travels ---------------------------------------------------------------------------------
 
-Name = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
+Name = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}\Z")]
 """A job, fleet or device id: safe in a topic, a file name and a log line."""
 
 Label = Annotated[str, Meta(max_length=200)]
 Sentence = Annotated[str, Meta(max_length=1000)]
-Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
+Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 Amount = Annotated[float, Meta(ge=0.0, le=1e24)]

@@ -27,10 +27,23 @@ class Message(NamedTuple):
 class Link(Protocol):
     """One client's connection to a broker."""
 
-    session: int  # grows with every (re)connection; 0 before the first
-    connected: bool
-    backlog: int  # bytes published and not yet handed to the network
-    max_payload: int  # largest payload this broker takes, as far as is known
+    @property
+    def session(self) -> int:
+        """Grows with every (re)connection; 0 before the first."""
+        ...
+
+    @property
+    def connected(self) -> bool: ...
+
+    @property
+    def backlog(self) -> int:
+        """Bytes published and not yet handed to the network."""
+        ...
+
+    @property
+    def max_payload(self) -> int:
+        """The largest payload this broker takes, as far as is known."""
+        ...
 
     def subscribe(self, filters: Sequence[str]) -> None:
         """Ask for topics; remembered, and asked again after a reconnection."""
@@ -120,8 +133,9 @@ class MemoryBroker:
 
     def lose(self, link: MemoryLink) -> None:
         """The client's process died: its queue is gone, its will is published."""
-        if link in self._links:
-            self._links.remove(link)
+        if link not in self._links:
+            return  # it has said goodbye
+        self._links.remove(link)
         link.connected = False
         if link.will is not None:
             self._publish(link.will[0], link.will[1], retain=True)

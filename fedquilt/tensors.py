@@ -78,7 +78,7 @@ def rng(*keys: object) -> np.random.Generator:
 
 def encode(tensors: Tensors, metadata: dict[str, str] | None = None) -> bytes:
     """safetensors bytes; equal input, equal bytes."""
-    ordered = {name: np.ascontiguousarray(tensors[name]) for name in sorted(tensors)}
+    ordered = {name: np.asarray(tensors[name], order="C") for name in sorted(tensors)}  # keeps shape ()
     return safetensors.numpy.save(ordered, metadata)
 
 
@@ -122,7 +122,7 @@ def pack(state: Any) -> bytes:
             return value.item()
         raise TypeError(f"a state may not hold a {type(value).__name__}")
 
-    skeleton = msgspec.to_builtins(state, enc_hook=keep)
+    skeleton = msgspec.to_builtins(state, enc_hook=keep, str_keys=True)
     return encode(arrays, {"state": json.dumps(skeleton, sort_keys=False)})
 
 
@@ -136,14 +136,14 @@ def unpack(payload: bytes, kind: type[T]) -> T:
     def restore(wanted: type, value: Any) -> Any:
         if wanted is np.ndarray and isinstance(value, dict):
             return arrays[str(value["$array"])]
-        raise NotImplementedError(f"a state may not hold a {wanted}")
+        raise ValueError(f"expected a {wanted.__name__}")  # msgspec adds where
 
     try:
         arrays = safetensors.numpy.load(payload)
         (size,) = struct.unpack("<Q", payload[:8])
         skeleton = json.loads(json.loads(payload[8 : 8 + size])["__metadata__"]["state"])
-        return msgspec.convert(skeleton, kind, dec_hook=restore)
-    except (SafetensorError, ValueError, KeyError, struct.error, msgspec.MsgspecError) as error:
+        return msgspec.convert(skeleton, kind, dec_hook=restore, str_keys=True)
+    except (SafetensorError, ValueError, KeyError, RecursionError, struct.error, msgspec.MsgspecError) as error:
         raise StoreError(f"not a stored {kind.__name__}: {error}") from None
 
 

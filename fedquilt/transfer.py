@@ -266,12 +266,12 @@ class Transfers:
         return manifest
 
     def _send(self, item: Item) -> None:
-        device, sha256, chunk, index = item
+        device, sha256, index = item.device, item.sha256, item.index
         try:
-            manifest = self._manifest(device, sha256, chunk)
+            manifest = self._manifest(device, sha256, item.chunk)
             if index == MANIFEST:
                 self._publish(device, f"blob/{sha256}/manifest", manifest)
-            elif manifest.chunk == chunk:
+            elif manifest.chunk == item.chunk:
                 payload = self._depot.read(sha256, *blobs.extent(manifest, index))
                 topic = self._topics.chunk(device, self._direction, sha256, index)
                 self._link.publish(topic, payload, reliable=False)

@@ -127,7 +127,7 @@ class Manifest(Wired, frozen=True):
     sha256: Digest
     size: Count
     chunk: Annotated[int, Meta(ge=MIN_CHUNK, le=MAX_CHUNK)]
-    digests: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})*$")]
+    digests: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})*\Z")]
 
 
 class Missing(Wired, frozen=True):
@@ -167,9 +167,12 @@ def encode(message: Wired) -> bytes:
     """The bytes of a message.
 
     Raises:
-        WireError: it is larger than one control message may be.
+        WireError: it is larger than one control message may be, or holds text that is not Unicode.
     """
-    rest = _encoder.encode(message)[1:]
+    try:
+        rest = _encoder.encode(message)[1:]
+    except UnicodeEncodeError as error:  # a file name that is no UTF-8, say
+        raise WireError(f"a {type(message).__name__} holds text that is not Unicode: {error}") from None
     if rest != b"}":
         rest = b"," + rest
     limit = MAX_CHUNK if isinstance(message, Manifest) else MAX_CONTROL
@@ -209,8 +212,8 @@ def _head(payload: bytes) -> str:
 
 # -- topics ---------------------------------------------------------------------------------------
 
-_NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{0,63}$")
-_SHA = re.compile(r"^[0-9a-f]{64}$")
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}\Z")
+_SHA = re.compile(r"[0-9a-f]{64}\Z")
 
 UP: dict[str, type[Wired]] = {
     "presence": Presence,
