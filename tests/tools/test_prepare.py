@@ -1,0 +1,150 @@
+"""Job tables made into bundles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedquilt import bundle, tensors
+from fedquilt.core import JobError, ModelError
+
+pytest.importorskip("torch", reason="preparing cuts torch networks")
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
+from fedquilt.models import stitch, zoo
+from fedquilt.tools.prepare import prepare
+
+PLAIN = {"name": "plain", "channels": 1, "classes": 3}
+RESIDUAL = {"name": "residual", "channels": 1, "classes": 3}
+
+
+def job(*donors: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"input": {"channels": 1, "size": 28}, "labels": ["a", "b", "c"], "donors": list(donors), **more}
+
+
+def test_a_model_table_becomes_first_weights_and_facts(tmp_path: Path) -> None:
+    """4 x 3 and 3 x 2 weights: 36 FLOPs; the network's table goes to the agents without weights and seed."""
+    made = prepare({"model": {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2, "seed": 7}}, tmp_path)
+    network = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
+    assert made.meta == {"network": network, "flops": 36.0}
+    wanted = {name: value.numpy() for name, value in zoo.load(network, seed=7).state_dict().items()}
+    assert tensors.encode(made.load("model")) == tensors.encode(wanted)
+
+
+def test_the_input_table_goes_with_the_model(tmp_path: Path) -> None:
+    """An agent needs it to turn stored images into what the network takes."""
+    made = prepare({"model": RESIDUAL, "input": {"channels": 1, "size": 8, "mean": [0.5]}}, tmp_path)
+    assert made.meta["network"]["input"] == {"channels": 1, "size": 8, "mean": [0.5], "std": [1.0]}
+
+
+def test_a_bundle_of_donors_is_a_stock_whose_blocks_run_where_they_lie(tmp_path: Path) -> None:
+    """Every donor's blocks, in order, from the bundle's own folder, give what the network gives."""
+    prepare(job({"name": "p", "network": PLAIN, "seed": 1}, {"name": "r", "network": RESIDUAL, "seed": 2}), tmp_path)
+    opened = bundle.load(tmp_path)
+    stock = stitch.stock(opened.meta)
+    assert {name: len(donor.blocks) for name, donor in stock.donors.items()} == {"p": 5, "r": 5}
+    x = np.random.default_rng(0).normal(size=(3, 1, 28, 28)).astype(np.float32)
+    engine = OnnxEngine(2**30)
+    for name, network, seed in (("p", PLAIN, 1), ("r", RESIDUAL, 2)):
+        path = [stock.blocks[block] for block in stock.donors[name].blocks]
+        y = stitch.forward(
+            path,
+            [None] * len(path),
+            lambda block, maps: engine.run(tmp_path / "blobs" / opened.files[block.graph].sha256, maps),
+            x,
+        )
+        wanted = zoo.load(network, seed=seed)(_torch(x)).detach().numpy()
+        np.testing.assert_allclose(y, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_preparing_twice_gives_the_same_bytes(tmp_path: Path) -> None:
+    """The same bundle.json, which names every file by its sha256."""
+    table = job({"name": "r", "network": RESIDUAL, "seed": 2, "align": [[1], [], [0, 2]]}, model=PLAIN)
+    said: list[str] = []
+    for folder in ("one", "two"):
+        prepare(table, tmp_path / folder, said.append)
+    one, two = (tmp_path / folder / "bundle.json" for folder in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
+    assert said[:2] == ["model plain: 0.1 MB", "donor r: 5 blocks, 0.3 MB"]
+
+
+@pytest.mark.parametrize(
+    ("align", "wanted"),
+    [
+        ("identity", [[0], [1], [2]]),
+        ([[2], [0, 1], []], [[2], [0, 1], []]),
+        (None, None),
+    ],
+)
+def test_donor_classes_are_aligned_with_labels_by_list_or_by_name(tmp_path: Path, align: Any, wanted: Any) -> None:
+    """Without an alignment the donor's own classes say nothing, and the bundle does not have the key."""
+    donor = {"name": "p", "network": PLAIN, **({} if align is None else {"align": align})}
+    assert prepare(job(donor), tmp_path).meta["donors"]["p"].get("align") == wanted
+
+
+def test_imagenet_is_aligned_with_cifar10_by_its_own_ids(tmp_path: Path) -> None:
+    """Ten labels; 118 dogs, one horse; no class counts twice (the loader would refuse it)."""
+    labels = [str(i) for i in range(10)]
+    donor = {"name": "s", "network": {"name": "torchvision/squeezenet1_1"}, "align": "imagenet-cifar10"}
+    made = prepare({"input": {"channels": 3, "size": 64}, "labels": labels, "donors": [donor]}, tmp_path)
+    groups = made.meta["donors"]["s"]["align"]
+    assert [len(group) for group in groups] == [2, 9, 59, 5, 3, 118, 3, 1, 11, 6]
+    assert groups[7] == [339]
+
+
+def test_a_users_own_network_is_a_donor_but_never_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Donors travel as ONNX; a model's code would have to run on every agent."""
+    (tmp_path / "own_donor_net.py").write_text(
+        "from torch import nn\n"
+        "def net():\n"
+        "    two = nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 3)\n"
+        "    return nn.Sequential(*two, nn.Flatten(), nn.Linear(1152, 3))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    donor = {"name": "own", "network": {"name": "own_donor_net:net"}, "cuts": ["1", "2"]}
+    assert prepare(job(donor), tmp_path / "out").meta["donors"]["own"]["blocks"] == ["own.0", "own.1", "own.2"]
+    with pytest.raises(ModelError, match="never on an agent"):
+        prepare({"model": {"name": "own_donor_net:net"}, "input": {"channels": 1, "size": 28}}, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("table", "error", "message"),
+    [
+        ({}, JobError, r"neither \[model\] nor \[\[donors\]\]"),
+        ({"donors": [{"name": "p", "network": PLAIN}]}, JobError, r"also needs \[input\]"),
+        (job({"name": "p", "netwrok": PLAIN}), JobError, r"\[\[donors\]\] 1: .*netwrok.*its keys are name, network"),
+        (job({"name": "p", "network": PLAIN}, {"name": "p", "network": PLAIN}), JobError, "two donors are called 'p'"),
+        (job({"name": "P!", "network": PLAIN}), JobError, r"\[\[donors\]\] 1"),
+        (job(input={"channels": 3, "size": 28, "mean": [0, 0]}, model=PLAIN), JobError, "mean has 2 values"),
+        (job({"name": "p", "network": PLAIN, "align": "by-name"}), JobError, "align 'by-name' is unknown; there are"),
+        (job({"name": "p", "network": PLAIN, "align": [[0]]}), JobError, "align is for 1 labels, the job has 3"),
+        (job({"name": "p", "network": PLAIN, "align": [[0], [1], [3]]}), ModelError, r"class 3, which .* \(it has 3\)"),
+        (job({"name": "p", "network": PLAIN, "align": [[0], [1], [1]]}), ModelError, "class 1, which is there twice"),
+        (job({"name": "p", "network": PLAIN, "weights": "no.pt"}), ModelError, "no.pt: no such file"),
+        (job({"name": "p", "network": PLAIN, "cuts": ["9"]}), ModelError, "donor 'p' runs no module '9'"),
+    ],
+)  # fmt: skip
+def test_a_table_that_cannot_be_prepared_is_refused_before_anything_is_written(
+    tmp_path: Path, table: dict, error: type, message: str
+) -> None:
+    """The message names the table, the key or class, and what would do."""
+    with pytest.raises(error, match=message):
+        prepare(table, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_was_prepared_before_is_replaced(tmp_path: Path) -> None:
+    """Another job in the same folder: its index stands alone."""
+    prepare(job({"name": "p", "network": PLAIN}), tmp_path)
+    assert set(prepare({"model": PLAIN, "input": {"channels": 1, "size": 28}}, tmp_path).files) == {"model"}
+
+
+def _torch(x: np.ndarray) -> Any:
+    import torch
+
+    return torch.from_numpy(x)

@@ -1,0 +1,176 @@
+"""Make a job's bundle on the operator's machine: donors cut into ONNX blocks, or a network's first weights.
+
+What the agents need of torch happens here, once; the coordinator only serves the result. Preparing
+the same job twice gives the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fedquilt import bundle, tensors
+from fedquilt.core import Bundle, JobError, ModelError, Name
+from fedquilt.models import zoo
+from fedquilt.models.images import Input
+
+Align = str | tuple[tuple[int, ...], ...]
+
+
+class Donor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One `[[donors]]` table."""
+
+    name: Name
+    network: dict[str, Any]  # see fedquilt.models.zoo; a user's own code is allowed here
+    weights: str | None = None  # a file, or a name of torchvision's ("DEFAULT"); none: random from `seed`
+    seed: int = 0
+    cuts: tuple[str, ...] = ()  # modules after which to cut; none: by rule
+    align: Align | None = None  # for each label the donor's classes that mean it, or one of ALIGNMENTS
+
+
+# ImageNet-1K has no deer (hartebeest, impala and gazelle stand in) and one horse (sorrel)
+_IMAGENET_CIFAR10: tuple[tuple[int, ...], ...] = (
+    (404, 895),  # airplane
+    (436, 468, 511, 609, 627, 656, 661, 751, 817),  # automobile
+    (*range(7, 25), *range(80, 101), *range(127, 147)),  # bird
+    tuple(range(281, 286)),  # cat
+    tuple(range(351, 354)),  # deer
+    tuple(range(151, 269)),  # dog
+    tuple(range(30, 33)),  # frog
+    (339,),  # horse
+    (403, 484, 510, 554, 625, 628, 724, 780, 814, 871, 914),  # ship
+    (555, 569, 675, 717, 864, 867),  # truck
+)
+
+ALIGNMENTS: Mapping[str, Callable[[int], tuple[tuple[int, ...], ...]]] = {
+    "identity": lambda classes: tuple((i,) for i in range(classes)),  # class i means label i
+    "imagenet-cifar10": lambda classes: _IMAGENET_CIFAR10,
+}
+
+
+def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lambda line: None) -> Bundle:
+    """Write the bundle of a job (a job file's table) into the folder `out`.
+
+    From `[model]`: the file "model" (safetensors), and meta "network" and "flops" of one example.
+    From `[input]`, `labels` and `[[donors]]`: files "<block>.onnx" and "<block>.data", and meta "input",
+    "labels", "donors", "blocks" (`fedquilt.models.stitch.stock` reads them). A block's id is
+    "<donor>.<index>".
+
+    Raises:
+        JobError: a key that is missing or wrong.
+        ModelError: a network or its weights cannot be had, or a donor cannot be cut.
+        StoreError: the folder cannot be written.
+    """
+    meta: dict[str, Any] = {}
+    files: dict[str, bytes] = {}
+    if not job.get("model") and not job.get("donors"):
+        raise JobError("the job has neither [model] nor [[donors]]: there is nothing to prepare")
+    wanted = _input(job["input"]) if job.get("input") else None
+    if job.get("model"):
+        facts, files["model"] = _model(job["model"], wanted)
+        meta |= facts
+        say(f"model {facts['network']['name']}: {len(files['model']) / 1e6:.1f} MB")
+    if job.get("donors"):
+        meta |= _stock(job, wanted, files, say)
+    return bundle.write(out, meta, files)
+
+
+def _input(table: Mapping[str, Any]) -> Input:
+    wanted = _convert(table, Input, "[input]")
+    for key in ("mean", "std"):
+        if len(getattr(wanted, key)) not in (1, wanted.channels):
+            raise JobError(f"[input] {key} has {len(getattr(wanted, key))} values: give 1 or {wanted.channels}")
+    return wanted
+
+
+def _model(table: Mapping[str, Any], wanted: Input | None) -> tuple[dict[str, Any], bytes]:
+    network = {key: value for key, value in table.items() if key not in ("weights", "seed")}
+    if wanted is not None:
+        network["input"] = msgspec.to_builtins(wanted)
+    model = zoo.load(network, table.get("weights"), seed=int(table.get("seed", 0)))
+    flops = zoo.cost(model, zoo.input_shape(network)).flops
+    state = {name: value.numpy() for name, value in model.state_dict().items()}
+    return {"network": network, "flops": flops}, tensors.encode(state)
+
+
+def _stock(
+    job: Mapping[str, Any], wanted: Input | None, files: dict[str, bytes], say: Callable[[str], None]
+) -> dict[str, Any]:
+    labels = [str(label) for label in job.get("labels") or ()]
+    if wanted is None or not labels:
+        raise JobError("a job with [[donors]] also needs [input] (channels, size, mean, std) and labels = [...]")
+    donors = [_convert(table, Donor, f"[[donors]] {i + 1}") for i, table in enumerate(job["donors"])]
+    twice = sorted({donor.name for donor in donors if sum(other.name == donor.name for other in donors) > 1})
+    if twice:
+        raise JobError(f"two donors are called {twice[0]!r}: give each its own name")
+    meta: dict[str, Any] = {"input": msgspec.to_builtins(wanted), "labels": labels, "donors": {}, "blocks": {}}
+    for donor in donors:
+        facts, blocks = _donor(donor, wanted, labels, files)
+        meta["donors"][donor.name] = facts
+        meta["blocks"] |= blocks
+        size = sum(block["weight_bytes"] for block in blocks.values())
+        say(f"donor {donor.name}: {len(blocks)} blocks, {size / 1e6:.1f} MB")
+    return meta
+
+
+def _donor(
+    donor: Donor, wanted: Input, labels: Sequence[str], files: dict[str, bytes]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    from fedquilt.models import blocks  # torch and onnx
+
+    shape = (wanted.channels, wanted.size, wanted.size)
+    model = zoo.load(donor.network, donor.weights, seed=donor.seed, local_code=True)
+    architecture = str(donor.network.get("name", "")).removeprefix("torchvision/")
+    parts = blocks.split(model, donor.name, shape, cuts=donor.cuts, architecture=architecture)
+    classes = parts[-1].out_shape[0]
+    facts: dict[str, Any] = {"blocks": [part.id for part in parts], "classes": classes}
+    if donor.align is not None:
+        facts["align"] = _align(donor, classes, labels)
+    table = {}
+    for part in parts:
+        made = blocks.export(part)
+        files[f"{part.id}.onnx"] = made.graph
+        if made.data is not None:
+            files[f"{part.id}.data"] = made.data
+        table[part.id] = {
+            "donor": part.donor,
+            "index": part.index,
+            "kind": part.kind,
+            "graph": f"{part.id}.onnx",
+            "data": f"{part.id}.data" if made.data is not None else None,
+            "in_shape": list(part.in_shape),
+            "out_shape": list(part.out_shape),
+            "flops": part.flops,
+            "weight_bytes": made.weight_bytes,
+            "activation_bytes": part.activation_bytes,
+        }
+    return facts, table
+
+
+def _align(donor: Donor, classes: int, labels: Sequence[str]) -> list[list[int]]:
+    groups = donor.align
+    if isinstance(groups, str):
+        if groups not in ALIGNMENTS:
+            raise JobError(f"donor {donor.name!r}: align {groups!r} is unknown; there are: {', '.join(ALIGNMENTS)}")
+        groups = ALIGNMENTS[groups](classes)
+    assert groups is not None
+    if len(groups) != len(labels):
+        raise JobError(f"donor {donor.name!r}: align is for {len(groups)} labels, the job has {len(labels)}")
+    given = [number for group in groups for number in group]
+    odd = [number for number in given if not 0 <= number < classes or given.count(number) > 1]
+    if odd:
+        raise ModelError(
+            f"donor {donor.name!r}: align names class {odd[0]}, which "
+            + ("is there twice" if 0 <= odd[0] < classes else f"the donor does not have (it has {classes})")
+        )
+    return [list(group) for group in groups]
+
+
+def _convert(table: Any, kind: type[Any], where: str) -> Any:
+    try:
+        return msgspec.convert(table, kind)
+    except msgspec.ValidationError as error:
+        raise JobError(f"{where}: {error}; its keys are {', '.join(kind.__struct_fields__)}") from None
