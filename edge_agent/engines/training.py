@@ -1,0 +1,121 @@
+"""What the training engines share, so that they take the same steps: order, inputs, checks, micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedquilt.core import DataError, JobError, ModelError, UpdateError
+from fedquilt.models import images
+
+if TYPE_CHECKING:
+    from fedquilt.core import Examples, Fit, Tensors
+
+REPORT_STEPS = 5  # progress is told, and cancelling possible, each so many steps
+
+
+def orders(count: int, epochs: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """One order of `count` examples per epoch. All are drawn here, so an engine may draw on without a difference."""
+    return [rng.permutation(count) for _ in range(epochs)]
+
+
+def batches(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    """Mini-batches of one epoch; the last may be smaller."""
+    for first in range(0, len(order), size):
+        yield order[first : first + size]
+
+
+def micro_batches(batch: np.ndarray, most: int) -> list[np.ndarray]:
+    """The mini-batch in as few parts of at most `most` examples as can be, about equal in size."""
+    return np.array_split(batch, math.ceil(len(batch) / most))
+
+
+def fitting(room_bytes: float, example_bytes: float, wanted: int) -> int:
+    """How many examples go through at once: `wanted`, halved until they fit, at least 1."""
+    size = max(1, wanted)
+    while size > 1 and size * example_bytes > room_bytes:
+        size = (size + 1) // 2
+    return size
+
+
+def features(x: np.ndarray, network: Mapping[str, Any]) -> np.ndarray:
+    """Stored examples to float32 as the network takes them: by its "input" table, or in the shape they have.
+
+    Raises:
+        DataError: they cannot be turned into that.
+    """
+    if "input" in network:
+        return images.prepare(x, network["input"])
+    if x.dtype.kind == "u":
+        return x.astype(np.float32) / np.float32(np.iinfo(x.dtype).max)
+    if x.dtype.kind not in "fib":
+        raise DataError(f"examples of type {x.dtype}: expected numbers")
+    return x.astype(np.float32)
+
+
+def require_labels(examples: Examples, classes: int) -> None:
+    """Raises DataError unless every label is one of the network's classes."""
+    low, high = int(examples.y.min(initial=0)), int(examples.y.max(initial=0))
+    if low < 0 or high >= classes:
+        raise DataError(f"labels run from {low} to {high}, the network tells {classes} classes (0 to {classes - 1})")
+
+
+def require_fit(start: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ModelError unless the tensors have exactly these names and shapes."""
+    if odd := sorted(start.keys() ^ shapes.keys()):
+        side = "lack" if odd[0] in shapes else "have"
+        raise ModelError(f"the tensors do not fit the network: {len(odd)} names differ, they {side} {odd[0]!r}")
+    for name, shape in shapes.items():
+        if start[name].shape != shape:
+            raise ModelError(f"tensor {name!r} has shape {start[name].shape}, the network wants {shape}")
+
+
+def measured(examples: int, right: int, loss: float) -> dict[str, float]:
+    """The metrics of an evaluation from its sums; without examples there is no accuracy to tell.
+
+    Raises:
+        UpdateError: the loss is not finite.
+    """
+    if not examples:
+        return {"examples": 0.0}
+    if not math.isfinite(loss):
+        raise UpdateError(f"the loss of the model on {examples} held-out examples is {loss}: it is of no use")
+    return {"examples": float(examples), "accuracy": right / examples, "loss": loss / examples}
+
+
+class Steps:
+    """The account of one training: refuses a loss that is not finite, tells progress, adds up metrics."""
+
+    def __init__(self, count: int, fit: Fit, progress: Callable[[float], None]) -> None:
+        if not count:
+            raise DataError("no examples: this device has nothing to train on")
+        if fit.batch < 1 or fit.epochs < 0:
+            raise JobError(f"batch {fit.batch} and epochs {fit.epochs}: at least 1 and 0 are wanted")
+        self._each = math.ceil(count / fit.batch)
+        self._fit, self._progress = fit, progress
+        self._done = 0
+        self._sum, self._seen = 0.0, 0
+
+    def took(self, loss: float, examples: int) -> None:
+        """One step is over; `loss` is its mean over so many examples, before the step."""
+        if self._done % self._each == 0:
+            self._sum, self._seen = 0.0, 0  # what is told is the last epoch's
+        self._done += 1
+        total = self._each * self._fit.epochs
+        if not math.isfinite(loss):
+            raise UpdateError(
+                f"the loss is {loss} in step {self._done} of {total}: lower lr (now {self._fit.lr}) or set clip"
+            )
+        self._sum += loss * examples
+        self._seen += examples
+        if self._done % REPORT_STEPS == 0 or self._done == total:
+            self._progress(self._done / total)
+
+    def metrics(self) -> dict[str, float]:
+        """Mean loss over the last epoch, and how many steps there were."""
+        if not self._seen:
+            return {"steps": 0.0}
+        return {"loss": self._sum / self._seen, "steps": float(self._done)}
