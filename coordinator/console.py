@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -23,9 +23,12 @@ from fedquilt.link import Link
 class Console:
     """Prints facts as sentences; on a terminal the running round is a line that is overwritten."""
 
-    def __init__(self, out: TextIO = sys.stdout, wordy: bool = False) -> None:
-        self._out, self._wordy, self._live = out, wordy, out.isatty()
-        self._began_s = time.monotonic()
+    def __init__(
+        self, out: TextIO | None = None, wordy: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._out = out or sys.stdout
+        self._wordy, self._live = wordy, self._out.isatty()
+        self._clock, self._began_s = clock, clock()
 
     def observe(self, job: Running, fact: AnyFact) -> None:
         quiet = isinstance(fact, Asked | Answered | Closed) and not self._wordy
@@ -36,7 +39,7 @@ class Console:
 
     def say(self, first: str, *more: str) -> None:
         clear = "\r\x1b[K" if self._live else ""
-        print(f"{clear}[{time.monotonic() - self._began_s:6.1f} s] {first}", file=self._out)
+        print(f"{clear}[{self._clock() - self._began_s:6.1f} s] {first}", file=self._out)
         for line in more:
             print(f"{'':11}{line}", file=self._out)
         self._out.flush()
@@ -49,12 +52,27 @@ class Console:
             print(f"\r\x1b[K{line} answered", end="", file=self._out, flush=True)
 
 
-def coordinate(store: Store, link: Link, fleet: str, console: Console, only: str | None = None) -> None:
-    """Run a coordinator until the job `only` has ended (or for ever), or SIGINT or SIGTERM comes."""
+def coordinate(
+    store: Store,
+    link: Link,
+    fleet: str,
+    console: Console,
+    only: str | None = None,
+    watch: Callable[[], None] = lambda: None,
+) -> None:
+    """Run a coordinator until the job `only` has ended (or for ever), or SIGINT or SIGTERM comes.
+
+    `watch` is called once a turn; what it raises ends the coordinator in good order.
+    """
     server = Server(link, fleet, store, console.observe, only)
     with stopping() as stop:
+
+        def ask() -> bool:
+            watch()
+            return stop()
+
         try:
-            links.run(server, link, stop)
+            links.run(server, link, ask)
         finally:
             server.goodbye()
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from fedquilt import methods
-from fedquilt.core import JobError, Name
+from fedquilt.core import JobError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -48,7 +48,7 @@ class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One job: what `fedquilt run` takes."""
 
-    name: Name
+    name: Annotated[str, Meta(pattern=r"\A[a-z0-9][a-z0-9._-]{0,39}\Z")]  # short: a run's id adds the time
     method: str
     rounds: Annotated[int, Meta(ge=1, le=1_000_000)] = 10  # at most; a method may end earlier
     seed: Annotated[int, Meta(ge=0, le=2**53)] = 0

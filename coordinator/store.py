@@ -8,6 +8,7 @@ HOME/lock           held while a coordinator runs here
 from __future__ import annotations
 
 import fcntl
+import itertools
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -91,14 +92,16 @@ class Store:
     # -- jobs --
 
     def add(self, job: Job, bundle: Path) -> str:
-        """Queue a job; its id is `<name>-<n>`."""
+        """Queue a job; its id is `<name>-<date>-<time>`, so that no device ever takes one run for another."""
+        now = time.time()
         with _storing(self.home), self._db:
             self._db.execute("begin immediate")
             taken = {row[0] for row in self._db.execute("select id from jobs")}
-            number = next(n for n in range(1, len(taken) + 2) if f"{job.name}-{n}" not in taken)
-            row = (f"{job.name}-{number}", msgspec.json.encode(job).decode(), str(bundle), "queued", time.time())
+            stamps = (time.strftime("%Y%m%d-%H%M%S", time.localtime(now + later)) for later in itertools.count())
+            id = next(id for stamp in stamps if (id := f"{job.name}-{stamp}") not in taken)
+            row = (id, msgspec.json.encode(job).decode(), str(bundle), "queued", now)
             self._db.execute("insert into jobs values (?, ?, ?, ?, ?)", row)
-        return row[0]
+        return id
 
     def jobs(self) -> list[Row]:
         """All jobs, in the order in which they were queued."""
@@ -106,17 +109,17 @@ class Store:
             rows = self._db.execute("select * from jobs order by created, id").fetchall()
         return [Row(r[0], msgspec.json.decode(r[1], type=Job), Path(r[2]), r[3], r[4]) for r in rows]
 
-    def job(self, id: str) -> Row:
-        """One job.
+    def job(self, run: str) -> Row:
+        """One job by its id; a job's name stands for its latest run.
 
         Raises:
-            StoreError: there is none of that id.
+            StoreError: there is none.
         """
-        for row in self.jobs():
-            if row.id == id:
+        rows = self.jobs()
+        for row in reversed(rows):
+            if run in (row.id, row.job.name):
                 return row
-        known = ", ".join(row.id for row in self.jobs()) or "none"
-        raise StoreError(f"no run {id!r} in {self.home}; there are: {known}")
+        raise StoreError(f"no run {run!r} in {self.home}; there are: {', '.join(row.id for row in rows) or 'none'}")
 
     def status(self, id: str) -> str:
         with _storing(self.home):

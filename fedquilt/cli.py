@@ -113,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
     _format(one)
 
     one = verb("logs", logs, "what happened in a run, round by round")
-    one.add_argument("run")
+    one.add_argument("run", help="a run's id, or a job's name for its latest run")
     one.add_argument("--follow", action="store_true", help="go on until the run has ended")
     _home(one)
     _format(one)
@@ -123,13 +123,13 @@ def parser() -> argparse.ArgumentParser:
         ("resume", resume, "continue a stopped, failed or interrupted run where it was"),
     ):
         one = verb(name, command, help)
-        one.add_argument("run")
+        one.add_argument("run", help="a run's id, or a job's name for its latest run")
         _home(one)
         if name == "resume":
             _broker(one)
 
     one = verb("export", export, "write a run's result: a stitched network as one ONNX file, weights as safetensors")
-    one.add_argument("run")
+    one.add_argument("run", help="a run's id, or a job's name for its latest run")
     one.add_argument("--out", type=Path, required=True)
     _home(one)
 
@@ -179,11 +179,13 @@ def demo(options: argparse.Namespace) -> int:
 
 
 def prepare(options: argparse.Namespace) -> int:
+    import msgspec
+
     from fedquilt.coordinator import settings
     from fedquilt.tools import prepare as tool
 
     out = _bundle(options.job, options.out)
-    made = tool.prepare(settings.load(options.job), out)
+    made = tool.prepare(msgspec.to_builtins(settings.load(options.job)), out, print)
     size = sum(ref.size for ref in made.files.values())
     print(f"{out}: {len(made.files)} files, {size / 1e6:.1f} MB")
     return 0
@@ -243,9 +245,10 @@ def fleet(options: argparse.Namespace) -> int:
         fleet=options.fleet,
     )
     if options.link == "memory":
-        return ENDED[tool.virtually(plan, wordy=options.verbose > 0)]
+        return _ended(options, *tool.virtually(plan, wordy=options.verbose > 0))
     given = _settings(options) if options.link == "broker" else None
-    return ENDED[tool.really(plan, given, agents_only=options.agents_only, wordy=options.verbose > 0)]
+    ended = tool.really(plan, given, agents_only=options.agents_only, wordy=options.verbose > 0)
+    return _ended(options, *ended)
 
 
 def broker(options: argparse.Namespace) -> int:
@@ -261,7 +264,7 @@ def ls(options: argparse.Namespace) -> int:
 
     store = Store(options.home)
     rows = [story.summary(row, store) for row in store.jobs()]
-    line = "{run:24} {status:9} {method:12} {rounds:>6} rounds  {began}"
+    line = "{run:32} {status:9} {method:12} {rounds:>6} rounds  {began}"
     _print(options, rows, [line.format(**row) for row in rows])
     return 0
 
@@ -271,8 +274,7 @@ def logs(options: argparse.Namespace) -> int:
     from fedquilt.coordinator.store import Store
 
     store = Store(options.home)
-    store.job(options.run)
-    console.tell(store, options.run, follow=options.follow, json=options.format == "json")
+    console.tell(store, store.job(options.run).id, follow=options.follow, json=options.format == "json")
     return 0
 
 
@@ -280,11 +282,11 @@ def stop(options: argparse.Namespace) -> int:
     from fedquilt.coordinator.store import Store
 
     store = Store(options.home)
-    status = store.job(options.run).status
-    if status not in ("queued", "running"):
-        raise JobError(f"{options.run} is {status} already")
-    store.set_status(options.run, "stopping")
-    print(f"{options.run} stops at the coordinator's next look at its store (within a second or so)")
+    row = store.job(options.run)
+    if row.status not in ("queued", "running"):
+        raise JobError(f"{row.id} is {row.status} already")
+    store.set_status(row.id, "stopping")
+    print(f"{row.id} stops at the coordinator's next look at its store (within a second or so)")
     return 0
 
 
@@ -292,11 +294,11 @@ def resume(options: argparse.Namespace) -> int:
     from fedquilt.coordinator.store import Store
 
     store = Store(options.home)
-    status = store.job(options.run).status
-    if status == "done":
-        raise JobError(f"{options.run} is done; `fedquilt export {options.run}` writes its result")
-    store.set_status(options.run, "running")
-    return _follow(options, store, options.run)
+    row = store.job(options.run)
+    if row.status == "done":
+        raise JobError(f"{row.id} is done; `fedquilt export {row.id}` writes its result")
+    store.set_status(row.id, "running")
+    return _follow(options, store, row.id)
 
 
 def export(options: argparse.Namespace) -> int:
@@ -353,11 +355,15 @@ def _follow(options: argparse.Namespace, store: Any, id: str) -> int:
         console.coordinate(store, link, options.fleet, console.Console(wordy=options.verbose > 0), only=id)
     else:
         console.tell(store, id, follow=True)
-    status = store.status(id)
+    return _ended(options, id, store.status(id))
+
+
+def _ended(options: argparse.Namespace, id: str, status: str) -> int:
+    """Say what can be done now; the exit code."""
     if status == "running":
-        print(f"interrupted; `fedquilt resume {id}` continues it")
-    elif status == "done":
-        print(f"done; `fedquilt export {id} --out FILE` writes its result")
+        print(f"interrupted; `fedquilt resume {id} --home {options.home}` continues it")
+    elif status == "done" and id:
+        print(f"done; `fedquilt export {id} --home {options.home} --out FILE` writes its result")
     return ENDED.get(status, 130)
 
 

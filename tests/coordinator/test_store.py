@@ -26,10 +26,14 @@ def test_facts_come_back_in_order_from_another_process_of_the_same_folder(tmp_pa
     assert again.job(id).job == JOB
 
 
-def test_runs_are_numbered_by_name(tmp_path: Path) -> None:
-    """digits-1, digits-2."""
+def test_every_run_has_an_id_of_its_own_and_the_name_means_the_latest(tmp_path: Path) -> None:
+    """Two runs in the same second, too."""
     store = Store(tmp_path)
-    assert [store.add(JOB, tmp_path), store.add(JOB, tmp_path)] == ["digits-1", "digits-2"]
+    first, second = store.add(JOB, tmp_path), store.add(JOB, tmp_path)
+    assert first != second
+    assert first.startswith("digits-20")
+    assert store.job("digits").id == second
+    assert store.job(first).id == first
     assert [row.status for row in store.jobs()] == ["queued", "queued"]
 
 
@@ -63,8 +67,8 @@ def test_an_unknown_run_names_those_there_are(tmp_path: Path) -> None:
     """So that a typing error is seen."""
     store = Store(tmp_path)
     store.add(JOB, tmp_path)
-    with pytest.raises(StoreError, match=r"no run 'digit-1'.*there are: digits-1"):
-        store.job("digit-1")
+    with pytest.raises(StoreError, match=r"no run 'digit'.*there are: digits-20"):
+        store.job("digit")
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,162 @@
+"""Simulated fleets: the agents' own code N times, as processes on a broker or in one process on virtual time.
+
+Only the board is simulated (time and energy follow its profile) and, on virtual time, the link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fedquilt.coordinator.console import Console, coordinate
+from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.settings import Job
+from fedquilt.coordinator.store import Store
+from fedquilt.core import JobError
+from fedquilt.edge_agent import devices, settings
+from fedquilt.edge_agent.agent import Agent
+from fedquilt.edge_agent.worker import InlineWorker
+from fedquilt.link import Endpoint, MemoryBroker, MemoryLink, simulate
+from fedquilt.mqtt import Broker, MqttLink
+from fedquilt.tools.broker import EmbeddedBroker
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job and the boards it runs on."""
+
+    job: Job
+    bundle: Path
+    home: Path
+    devices: int | None = None  # default: the job's fleet.devices
+    fleet: str = "fleet"
+
+    @property
+    def size(self) -> int:
+        return self.devices or self.job.fleet.devices
+
+    def agents(self) -> list[dict[str, Any]]:
+        """Every agent's settings, as the tables of its agent.toml; boards and budgets are taken in turn.
+
+        Raises:
+            JobError: the job has no [data].
+        """
+        if not self.job.data:
+            raise JobError("a simulated fleet needs the job's [data] table: what is shared out among its devices")
+        spec = self.job.fleet
+        tables = []
+        for index in range(self.size):
+            board = spec.boards[index % len(spec.boards)]
+            device = f"{board}-{index:02d}"
+            tables.append(
+                {
+                    "device": device,
+                    "fleet": self.fleet,
+                    "home": str((self.home / "agents" / device).resolve()),
+                    "board": board,
+                    "budget": spec.budgets[index % len(spec.budgets)],
+                    "data": {"seed": self.job.seed, **self.job.data, "share": index, "shares": self.size},
+                }
+            )
+        return tables
+
+    def submit(self, store: Store) -> str:
+        """Queue the job; its first round waits for the whole fleet. Returns the run's id."""
+        cohort = msgspec.structs.replace(self.job.cohort, min_devices=self.size)
+        return store.add(msgspec.structs.replace(self.job, cohort=cohort), self.bundle.resolve())
+
+
+def really(plan: Plan, broker: Broker | None, *, agents_only: bool = False, wordy: bool = False) -> tuple[str, str]:
+    """Agents as processes; a coordinator here unless it runs elsewhere. Returns (run, how it ended).
+
+    Raises:
+        JobError: every agent has ended, with the last words of one.
+    """
+    with contextlib.ExitStack() as stack:
+        if broker is None:
+            broker = Broker.parse(stack.enter_context(EmbeddedBroker()).url)
+        agents = stack.enter_context(_processes(plan, broker))
+        if agents_only:
+            for agent in agents.values():
+                agent.wait()
+            return "", "done"
+        store = stack.enter_context(contextlib.closing(Store(plan.home)))
+        if not store.lock():
+            raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")
+        run = plan.submit(store)
+        link = MqttLink(broker, f"fedquilt-coordinator-{plan.fleet}")
+        link.connect(timeout_s=10.0)
+        coordinate(store, link, plan.fleet, Console(wordy=wordy), only=run, watch=lambda: _require_alive(plan, agents))
+        return run, store.status(run)
+
+
+def virtually(plan: Plan, *, wordy: bool = False) -> tuple[str, str]:
+    """Everything in this process on virtual time. Returns (run, how it ended)."""
+    broker = MemoryBroker(plan.job.seed)
+    with contextlib.closing(Store(plan.home)) as store:
+        run = plan.submit(store)
+        console = Console(wordy=wordy, clock=lambda: broker.now_s)
+        link = broker.connect()
+        server = Server(link, plan.fleet, store, console.observe, only=run)
+        sides: list[tuple[MemoryLink, Endpoint]] = [(link, server)]
+        for table in plan.agents():
+            options = settings.parse(table)
+            board = devices.make(options.board)
+            own = broker.connect()
+            sides.append((own, Agent(own, options, board, InlineWorker(board))))
+        simulate(broker, lambda: sides, lambda: server.finished)
+        return run, store.status(run)
+
+
+# -- processes ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _processes(plan: Plan, broker: Broker) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """The fleet's agents, each with its agent.toml and its log; they are told to stop at the end."""
+    started: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for table in plan.agents():
+            home = Path(table["home"])
+            home.mkdir(parents=True, exist_ok=True)
+            (home / "agent.toml").write_text(toml({**table, "broker": broker.table()}))
+            with (home / "agent.log").open("ab") as log:
+                command = [sys.executable, "-m", "fedquilt.cli", "agent", str(home / "agent.toml")]
+                started[table["device"]] = subprocess.Popen(command, stdout=log, stderr=log)
+        yield started
+    finally:
+        for process in started.values():
+            process.terminate()
+        for process in started.values():
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _require_alive(plan: Plan, agents: Mapping[str, subprocess.Popen[bytes]]) -> None:
+    if all(process.poll() is not None for process in agents.values()):
+        device = sorted(agents)[0]
+        log = plan.home / "agents" / device / "agent.log"
+        last = (log.read_text(errors="replace").strip().splitlines() or ["(it said nothing)"])[-1]
+        raise JobError(f"every agent has ended; {device} said: {last} ({log})")
+
+
+def toml(table: Mapping[str, Any]) -> str:
+    """A table of scalars, lists of scalars and tables of the same, as TOML; None is left out."""
+    plain = [f"{key} = {json.dumps(value)}" for key, value in table.items() if not isinstance(value, dict | None)]
+    parts = ["\n".join(plain)]
+    for key, value in table.items():
+        if isinstance(value, dict):
+            inner = [f"{k} = {json.dumps(v)}" for k, v in value.items() if v is not None]
+            parts.append("\n".join([f"\n[{key}]", *inner]))
+    return "\n".join(parts) + "\n"
