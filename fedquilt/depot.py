@@ -62,12 +62,16 @@ class Depot:
         path = self._at(sha256)
         return path if path.is_file() else None
 
+    def ref(self, sha256: str) -> BlobRef | None:
+        """The whole blob of that name, if it is here."""
+        try:
+            return BlobRef(sha256=sha256, size=self._at(sha256).stat().st_size)
+        except OSError:
+            return None
+
     def has(self, ref: BlobRef) -> bool:
         """Whether the whole blob is here."""
-        try:
-            return self._at(ref.sha256).stat().st_size == ref.size
-        except OSError:
-            return False
+        return self.ref(ref.sha256) == ref
 
     def read(self, sha256: str, offset: int, size: int) -> bytes:
         """`size` bytes of a whole blob from `offset`; fewer at its end."""

@@ -248,13 +248,12 @@ class Transfers:
         """
         if not self._allowed(device, sha256):
             raise StoreError(f"blob {sha256[:12]} is not offered to {device} now")
-        path = self._depot.path(sha256)
-        if path is None:
+        ref = self._depot.ref(sha256)
+        if ref is None:
             raise StoreError(f"blob {sha256[:12]} is not here any more")
         chunk = min(blobs.chunk_for(self._link.max_payload), asked)
         manifest = self._manifests.pop((sha256, chunk), None)
         if manifest is None:
-            ref = BlobRef(sha256=sha256, size=path.stat().st_size)
             try:
                 manifest = blobs.cut(ref, chunk, lambda offset, size: self._depot.read(sha256, offset, size))
             except blobs.DamagedBlobError:

@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedquilt import tensors
+from fedquilt.core import StoreError, UpdateError
+
+FUZZ = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+
+
+@dataclass(frozen=True)
+class Inner:
+    weights: dict[str, np.ndarray]
+    place: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class State:
+    model: dict[str, np.ndarray]
+    layers: tuple[Inner, ...]
+    by_round: dict[int, float]
+    name: str
+    best: np.ndarray | None = None
+
+
+STATE = State(
+    model={
+        "w": np.array([[0.1, -0.0], [np.inf, 5e-324]]),
+        "half": np.array([1.5, -2], np.float16),
+        "seen": np.array(7),
+        "none": np.zeros((0, 3), np.float32),
+        "mask": np.array([True, False]),
+        "turned": np.arange(6, dtype=np.uint8).reshape(2, 3).T,
+    },
+    layers=(Inner({"a": np.array([1.0], np.float32)}, (1, 2)), Inner({}, (3, 4))),
+    by_round={0: 0.1 + 0.2, 12: -0.0},
+    name="étape",
+)
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Equal in type, shape and every bit."""
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same_bits(a[name], b[name]) for name in a)
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(same_bits, a, b))
+    if isinstance(a, State | Inner):
+        return type(a) is type(b) and same_bits(vars(a), vars(b))
+    return repr(a) == repr(b)
+
+
+# -- arithmetic --
+
+
+def test_arithmetic_goes_name_by_name() -> None:
+    """Small numbers, checked by hand."""
+    a, b = {"w": np.array([1.0, 2.0])}, {"w": np.array([10.0, 20.0])}
+    assert tensors.add(a, b)["w"].tolist() == [11.0, 22.0]
+    assert tensors.subtract(b, a)["w"].tolist() == [9.0, 18.0]
+    assert tensors.scale(a, 3.0)["w"].tolist() == [3.0, 6.0]
+    assert tensors.zeros_like(a)["w"].tolist() == [0.0, 0.0]
+    assert tensors.total_bytes([a, b]) == 32
+
+
+def test_arithmetic_gives_new_arrays() -> None:
+    """Changing a result changes nobody's input."""
+    a = {"w": np.array([1.0])}
+    tensors.scale(a, 1.0)["w"][0] = 9.0
+    tensors.zeros_like(a)["w"][0] = 9.0
+    tensors.add(a, a)["w"][0] = 9.0
+    assert a["w"].tolist() == [1.0]
+
+
+def test_unlike_tensors_are_told_apart_by_name() -> None:
+    """The error names which tensor, and how it differs."""
+    wanted = {"w": np.zeros((2, 3)), "b": np.zeros(3)}
+    tensors.require_like(wanted, wanted)
+    with pytest.raises(UpdateError, match="tensor names differ: b, c"):
+        tensors.require_like({"w": np.zeros((2, 3)), "c": np.zeros(3)}, wanted)
+    with pytest.raises(UpdateError, match=r"tensor 'w' has shape \(3, 2\), expected \(2, 3\)"):
+        tensors.require_like({"w": np.zeros((3, 2)), "b": np.zeros(3)}, wanted)
+    with pytest.raises(UpdateError, match="tensor 'b' holds 2 values that are not finite"):
+        tensors.require_like({"w": np.zeros((2, 3)), "b": np.array([np.nan, 0, -np.inf])}, wanted)
+
+
+def test_integers_are_always_finite() -> None:
+    """Counters pass the check that looks for NaN."""
+    tensors.require_finite({"steps": np.array([2**62])})
+
+
+def test_a_generator_is_named_by_its_keys() -> None:
+    """Same keys, same numbers; another round, others. The first number is the same on every machine."""
+    assert tensors.rng(1, "job", 2).random() == tensors.rng(1, "job", 2).random()
+    assert tensors.rng(1, "job", 2).random() != tensors.rng(1, "job", 3).random()
+    assert tensors.rng("12", 3).integers(1000) != tensors.rng("1", 23).integers(1000)
+
+
+# -- bytes --
+
+
+def test_equal_tensors_have_equal_bytes_whatever_their_order() -> None:
+    """So that they have one sha256, and are sent and stored once."""
+    a, b = np.arange(6.0).reshape(2, 3), np.array([1, 2], np.int32)
+    one = tensors.encode({"a": a, "b": b})
+    assert tensors.encode({"b": b.copy(), "a": a.T.copy().T}) == one
+    assert all(tensors.encode({"b": b, "a": a}) == one for _ in range(10))
+
+
+def test_tensors_come_back_with_their_type_and_shape() -> None:
+    """Also a single number, nothing at all, and big-endian input."""
+    given_ = {**STATE.model, "big": np.array([1, 258], ">i4")}
+    back = tensors.decode(tensors.encode(given_))
+    assert back.keys() == given_.keys()
+    assert back["seen"].shape == ()
+    assert back["none"].shape == (0, 3)
+    assert back["big"].tolist() == [1, 258]
+    assert all(same_bits(back[name], np.asarray(array, order="C")) for name, array in STATE.model.items())
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """Absent: the store's fault. Not safetensors: the update's."""
+    with pytest.raises(StoreError, match="gone"):
+        tensors.read(tmp_path / "gone")
+    (tmp_path / "odd").write_bytes(b"odd")
+    with pytest.raises(UpdateError, match="not a safetensors blob"):
+        tensors.read(tmp_path / "odd")
+
+
+def decodes_or_refuses(payload: bytes) -> None:
+    with suppress(UpdateError):
+        assert isinstance(tensors.decode(payload), dict)
+
+
+@FUZZ
+@given(st.binary(max_size=100), st.data())
+def test_arbitrary_and_mutated_blobs_give_only_the_named_error(noise: bytes, data: st.DataObject) -> None:
+    """Noise; and a valid blob with a few bytes replaced, or cut short."""
+    decodes_or_refuses(noise)
+    valid = tensors.encode(STATE.model)
+    place = data.draw(st.integers(0, len(valid)))
+    decodes_or_refuses(valid[:place] + noise[:8] + valid[place + len(noise[:8]) :])
+    decodes_or_refuses(valid[:place])
+
+
+@FUZZ
+@given(
+    st.dictionaries(
+        st.sampled_from(["a", "__metadata__"]),
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "dtype": st.sampled_from(["F32", "BF16", "F8_E4M3", "I64", "U7", ""]) | st.integers(),
+                "shape": st.lists(st.integers(-1, 2**64), max_size=3),
+                "data_offsets": st.lists(st.integers(-1, 2**64) | st.sampled_from([0, 4, 8]), max_size=3),
+            },
+        )
+        | st.none(),
+    )
+)
+def test_headers_that_promise_too_much_give_only_the_named_error(header: dict[str, Any]) -> None:
+    """Types numpy does not have, shapes beyond the data, offsets beyond the file."""
+    text = json.dumps(header).encode()
+    decodes_or_refuses(len(text).to_bytes(8, "little") + text + bytes(8))
+
+
+# -- states --
+
+
+def test_a_nested_state_comes_back_equal_in_every_bit() -> None:
+    """Arrays of all kinds in mappings in dataclasses in tuples; scalars; integer keys; a missing array."""
+    assert same_bits(tensors.unpack(tensors.pack(STATE), State), STATE)
+
+
+def test_packing_a_state_twice_gives_the_same_bytes() -> None:
+    """Also after it was stored and read: a resumed run continues under the same names."""
+    packed = tensors.pack(STATE)
+    assert tensors.pack(STATE) == packed
+    assert tensors.pack(tensors.unpack(packed, State)) == packed
+
+
+def test_a_state_of_another_type_is_refused() -> None:
+    """After an update of the program, say."""
+    with pytest.raises(StoreError, match="not a stored Inner"):
+        tensors.unpack(tensors.pack(STATE), Inner)
+
+
+def test_a_state_may_not_hold_what_cannot_be_stored() -> None:
+    """The method's author is told at once, not at the first restart."""
+    with pytest.raises(TypeError, match="may not hold a range"):
+        tensors.pack(State({}, (), {}, range(3)))  # type: ignore[arg-type]
+
+
+STATE_JSON = st.recursive(
+    st.none() | st.integers() | st.text(max_size=5) | st.just({"$array": 0}) | st.just({"$array": 9}),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["a", "$array", "1"]), inner),
+    max_leaves=4,
+)
+
+
+def unpacks_or_refuses(payload: bytes) -> None:
+    with suppress(StoreError):
+        assert isinstance(tensors.unpack(payload, State), State)
+
+
+@FUZZ
+@given(st.fixed_dictionaries(dict.fromkeys(("model", "layers", "by_round", "name", "best"), STATE_JSON)))
+def test_stored_states_that_are_damaged_give_only_the_named_error(fields: dict[str, Any]) -> None:
+    """Any JSON in any field; references to arrays that are not there."""
+    unpacks_or_refuses(tensors.encode({"0": np.zeros(1)}, {"state": json.dumps(fields)}))
+
+
+@FUZZ
+@given(st.binary(max_size=60), st.data())
+def test_arbitrary_and_mutated_states_give_only_the_named_error(noise: bytes, data: st.DataObject) -> None:
+    """Noise, and a valid state with a few bytes replaced."""
+    unpacks_or_refuses(noise)
+    valid = tensors.pack(STATE)
+    place = data.draw(st.integers(0, len(valid)))
+    unpacks_or_refuses(valid[:place] + noise[:8] + valid[place + len(noise[:8]) :])
+
+
+def test_bottomless_states_give_the_named_error() -> None:
+    """Nesting deeper than the interpreter's stack."""
+    unpacks_or_refuses(tensors.encode({}, {"state": "[" * 100_000}))

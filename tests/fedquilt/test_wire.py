@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import json
+import zlib
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedquilt import wire
+from fedquilt.core import BlobRef, Profile, Task, Update, Usage, Wired, WireError, Work
+
+FUZZ = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+SHA = "ab" * 32
+NUMBERED = {"job": "digits-1", "round": 3, "attempt": 0}
+MESSAGES: list[Wired] = [
+    wire.CoordState(online=True, epoch=7),
+    wire.RoundState(job="digits-1", method="fedavg", round=3, rounds=5, phase="open", asked=("tx2-1", "nano-2")),
+    wire.Presence(online=False, boot="b1", seq=2),
+    Profile(device="tx2-1", board="tx2", memory_bytes=8, budget_bytes=4, engines=("onnx",), versions={"numpy": "2"}),
+    wire.Claim(**NUMBERED, accepted=False, code="memory", reason="needs 12 MB, has 8"),
+    wire.Progress(**NUMBERED, fraction=0.5),
+    Update(
+        **NUMBERED,
+        device="tx2-1",
+        weight=2.0,
+        bundles={"model": BlobRef(sha256=SHA, size=9)},
+        metrics={"loss": 0.25},
+        usage=Usage(wall_s=1.5, energy_j=None),
+    ),
+    wire.Telemetry(power_w=2.5),
+    Task(
+        **NUMBERED,
+        method="fedavg",
+        engine="numpy",
+        actions=("check", "work"),
+        params={"lr": 0.1, "network": {"name": "mlp", "layers": [64, 10]}},
+        bundles={},
+        work=Work(flops=1e6),
+        seed=5,
+        deadline_s=60.0,
+    ),
+    wire.Ack(**NUMBERED, accepted=True),
+    wire.Get(sha256=SHA, chunk=1024, indices=(0, 5)),
+    wire.Manifest(sha256=SHA, size=1500, chunk=1024, digests=SHA * 2),
+    wire.Missing(sha256=SHA, reason="not offered"),
+]
+KINDS = [type(message) for message in MESSAGES]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def seal(fields: bytes) -> bytes:
+    """A whole envelope, with the right checksum, around what follows the checksum."""
+    return b'{"v":1,"crc":"%08x"' % zlib.crc32(fields) + fields
+
+
+def only_named_errors(payload: bytes, kind: type[Wired]) -> None:
+    """Decoding gives a value of that kind or WireError, and nothing else comes out."""
+    with suppress(WireError):
+        assert isinstance(wire.decode(payload, kind), kind)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_every_message_comes_back_as_it_was_sent(message: Wired) -> None:
+    """decode(encode(m)) == m for each kind of message."""
+    assert wire.decode(wire.encode(message), type(message)) == message
+
+
+def test_every_kind_of_message_is_among_those_tested() -> None:
+    """A new message must be added to the list above."""
+    assert set(KINDS) == set(wire.Message.__args__)
+
+
+def test_a_message_is_one_json_object_that_any_dashboard_reads() -> None:
+    """The envelope adds a version and a checksum, nothing else."""
+    fields = b',"online":true,"boot":"b1","seq":0}'
+    payload = wire.encode(wire.Presence(online=True, boot="b1"))
+    assert payload == b'{"v":1,"crc":"3adf1764"' + fields
+    assert zlib.crc32(fields) == 0x3ADF1764
+
+
+def test_any_single_flipped_bit_is_seen() -> None:
+    """All bits of one message, one after the other."""
+    payload = wire.encode(wire.Ack(**NUMBERED, accepted=True))
+    for place in range(len(payload)):
+        for bit in range(8):
+            flipped = payload[:place] + bytes([payload[place] ^ 1 << bit]) + payload[place + 1 :]
+            with pytest.raises(WireError):
+                wire.decode(flipped, wire.Ack)
+
+
+def test_another_version_is_named_in_the_error() -> None:
+    """An operator with one old board reads which side to update."""
+    payload = wire.encode(wire.CoordState(online=True)).replace(b'"v":1', b'"v":2')
+    with pytest.raises(WireError, match="protocol version 2, this side speaks 1"):
+        wire.decode(payload, wire.CoordState)
+
+
+def test_one_kind_of_message_is_not_taken_for_another() -> None:
+    """Unknown fields are refused, not ignored."""
+    with pytest.raises(WireError, match="not a CoordState"):
+        wire.decode(wire.encode(wire.Presence(online=True, boot="b")), wire.CoordState)
+
+
+def test_a_message_too_large_is_refused_by_both_sides() -> None:
+    """64 KiB for control messages; a manifest may fill a chunk."""
+    state = wire.RoundState(job="j", method="m", round=0, rounds=1, phase="open", asked=tuple(["d" * 60] * 1200))
+    with pytest.raises(WireError, match="exceeds the 65536 allowed"):
+        wire.encode(state)
+    with pytest.raises(WireError, match="exceeds the 65536 allowed"):
+        wire.decode(b"{" * 65537, wire.RoundState)
+    manifest = wire.Manifest(sha256=SHA, size=1 << 20, chunk=1024, digests=SHA * 1024)
+    assert wire.decode(wire.encode(manifest), wire.Manifest) == manifest
+    with pytest.raises(WireError, match="exceeds the 262144 allowed"):
+        wire.encode(wire.Manifest(sha256=SHA, size=1 << 30, chunk=1024, digests=SHA * 5000))
+
+
+def test_text_that_is_not_unicode_is_refused_before_it_is_sent() -> None:
+    """A file name of undecodable bytes in a reason, say."""
+    with pytest.raises(WireError, match="not Unicode"):
+        wire.encode(wire.Missing(sha256=SHA, reason="\udcff"))
+
+
+@pytest.mark.parametrize("sha256", [SHA + "\n", SHA[:-1], SHA.upper(), "../" + SHA])
+def test_a_digest_is_64_hex_digits_and_nothing_more(sha256: str) -> None:
+    """A digest becomes a file name."""
+    body = json.dumps({"sha256": sha256, "chunk": 1024})[1:].encode()
+    with pytest.raises(WireError):
+        wire.decode(seal(b"," + body), wire.Get)
+
+
+@FUZZ
+@given(st.sampled_from(KINDS), st.binary(max_size=200))
+def test_arbitrary_bytes_give_only_the_named_error(kind: type[Wired], payload: bytes) -> None:
+    """Bare, and inside an envelope whose checksum is right."""
+    only_named_errors(payload, kind)
+    only_named_errors(seal(payload), kind)
+    only_named_errors(seal(b"," + payload + b"}"), kind)
+
+
+@FUZZ
+@given(st.sampled_from(KINDS), st.sampled_from(MESSAGES), st.data())
+def test_mutated_messages_with_a_right_checksum_give_only_the_named_error(
+    kind: type[Wired], message: Wired, data: st.DataObject
+) -> None:
+    """Valid fields, cut and spliced, so that the decoder behind the checksum is reached."""
+    fields = wire.encode(message)[len(b'{"v":1,"crc":"00000000"') :]
+    start = data.draw(st.integers(0, len(fields)))
+    end = data.draw(st.integers(start, min(len(fields), start + 8)))
+    only_named_errors(seal(fields[:start] + data.draw(st.binary(max_size=8)) + fields[end:]), kind)
+
+
+@FUZZ
+@given(st.sampled_from(MESSAGES), JSON, st.data())
+def test_any_json_in_any_field_gives_only_the_named_error(message: Wired, value: object, data: st.DataObject) -> None:
+    """One field of a valid message becomes any JSON at all."""
+    fields = json.loads(wire.encode(message))
+    del fields["v"], fields["crc"]
+    fields[data.draw(st.sampled_from(sorted(fields)))] = value
+    only_named_errors(seal(b"," + json.dumps(fields)[1:].encode()), type(message))
+
+
+def test_a_bottomless_message_gives_the_named_error() -> None:
+    """Nesting deeper than the interpreter's stack."""
+    body = b',"params":' + b"[" * 60000
+    with pytest.raises(WireError):
+        wire.decode(seal(body), Task)
+
+
+# -- topics --
+
+TOPICS = wire.Topics("lab")
+BUILT = [
+    (TOPICS.coord, "coord", "", ""),
+    (TOPICS.job("digits-1"), "round", "", ""),
+    (TOPICS.device("tx2-1", "up", "presence"), "presence", "tx2-1", "up"),
+    (TOPICS.device("tx2-1", "dn", "task"), "task", "tx2-1", "dn"),
+    (TOPICS.device("tx2-1", "dn", "blob/get"), "get", "tx2-1", "dn"),
+    (TOPICS.blob("tx2-1", "up", SHA, "manifest"), "manifest", "tx2-1", "up"),
+    (TOPICS.blob("tx2-1", "dn", SHA, "missing"), "missing", "tx2-1", "dn"),
+    (TOPICS.chunk("tx2-1", "dn", SHA, 12), "chunk", "tx2-1", "dn"),
+]
+
+
+@pytest.mark.parametrize(("topic", "leaf", "device", "direction"), BUILT)
+def test_every_topic_that_is_built_is_understood(topic: str, leaf: str, device: str, direction: str) -> None:
+    """route() undoes Topics."""
+    route = wire.route(topic)
+    assert (route.leaf, route.device, route.direction) == (leaf, device, direction)
+
+
+def test_a_chunk_is_named_by_its_topic_alone() -> None:
+    """Its payload is raw bytes, so blob and index come from the topic."""
+    route = wire.route(TOPICS.chunk("tx2-1", "dn", SHA, 12))
+    assert (route.sha256, route.index, route.kind) == (SHA, 12, None)
+
+
+@pytest.mark.parametrize(
+    "topic",
+    [
+        "",
+        "fq/2/lab/coord/state",
+        "fq/1/lab\n/coord/state",
+        "fq/1/lab/dev/tx2-1/dn/presence",
+        "fq/1/lab/dev/tx2-1/up/task",
+        "fq/1/lab/dev/TX2/up/claim",
+        "fq/1/lab/dev/../up/claim",
+        f"fq/1/lab/dev/tx2-1/up/blob/{SHA}/-1",
+        f"fq/1/lab/dev/tx2-1/up/blob/{SHA}/٣",
+        f"fq/1/lab/dev/tx2-1/up/blob/{SHA}/99999999",
+        f"fq/1/lab/dev/tx2-1/up/blob/{SHA[:16]}/0",
+    ],
+)
+def test_what_is_no_topic_of_ours_is_refused(topic: str) -> None:
+    """Other versions, wrong directions, names that no device may have."""
+    with pytest.raises(WireError, match="not a topic"):
+        wire.route(topic)
+
+
+@FUZZ
+@given(st.sampled_from([topic for topic, *_ in BUILT]), st.text(max_size=30), st.data())
+def test_arbitrary_and_mutated_topics_give_only_the_named_error(topic: str, text: str, data: st.DataObject) -> None:
+    """A route or WireError."""
+    place = data.draw(st.integers(0, len(topic)))
+    for candidate in (text, topic[:place] + text + topic[place:], topic[:place] + text):
+        with suppress(WireError):
+            assert isinstance(wire.route(candidate), wire.Route)
+
+
+def test_a_device_subscribes_to_its_own_branch_only() -> None:
+    """What an access control list would allow it."""
+    assert TOPICS.for_device("tx2-1") == ("fq/1/lab/dev/tx2-1/dn/#", "fq/1/lab/coord/state")
