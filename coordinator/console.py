@@ -77,7 +77,7 @@ def coordinate(
             server.goodbye()
 
 
-def tell(store: Store, id: str, *, follow: bool = False, json: bool = False, out: TextIO = sys.stdout) -> None:
+def tell(store: Store, id: str, *, follow: bool = False, json: bool = False) -> None:
     """Print a run's facts with their wall-clock times, and with `follow` those to come until it has ended."""
     seen = 0
     while True:
@@ -85,12 +85,12 @@ def tell(store: Store, id: str, *, follow: bool = False, json: bool = False, out
         for number, at_s, fact in store.facts(id, after=seen):
             seen = number
             if json:
-                print(msgspec.json.encode({"at": at_s, "fact": fact}).decode(), file=out)
+                print(msgspec.json.encode({"at": at_s, "fact": fact}).decode())
                 continue
             first, *more = story.sentences(fact)
             stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
-            print("\n".join([f"{stamp}  {first}", *(f"{'':21}{line}" for line in more)]), file=out)
-        out.flush()
+            print("\n".join([f"{stamp}  {first}", *(f"{'':21}{line}" for line in more)]))
+        sys.stdout.flush()
         if ended or not follow:
             return
         time.sleep(0.5)

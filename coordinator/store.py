@@ -63,6 +63,12 @@ class Store:
         self.depot = Depot(home / "blobs")
         self._lock: IO[str] | None = None
 
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def close(self) -> None:
         self._db.close()
         if self._lock is not None:

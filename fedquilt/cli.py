@@ -198,28 +198,28 @@ def run(options: argparse.Namespace) -> int:
 
     job, folder = settings.load(options.job), _bundle(options.job, options.bundle)
     bundle.load(folder)
-    store = Store(options.home)
-    unfinished = [row.id for row in store.jobs() if row.job == job and row.status not in ("done", "failed")]
-    if unfinished and not options.new:
-        id = unfinished[-1]
-        print(f"continuing {id}, which is unfinished (--new begins anew)")
-        store.set_status(id, "running")
-    else:
-        id = store.add(job, folder.resolve())
-    return _follow(options, store, id)
+    with Store(options.home) as store:
+        unfinished = [row.id for row in store.jobs() if row.job == job and row.status not in ("done", "failed")]
+        if unfinished and not options.new:
+            id = unfinished[-1]
+            print(f"continuing {id}, which is unfinished (--new begins anew)")
+            store.set_status(id, "running")
+        else:
+            id = store.add(job, folder.resolve())
+        return _follow(options, store, id)
 
 
 def serve(options: argparse.Namespace) -> int:
     from fedquilt.coordinator.console import Console, coordinate
     from fedquilt.coordinator.store import Store
 
-    store = Store(options.home)
-    if not store.lock():
-        raise JobError(f"another coordinator serves {options.home.resolve()} already")
-    link = _link(options)
-    console = Console(wordy=options.verbose > 0)
-    console.say(f"serving {options.home.resolve()} on {options.broker}; submit with `fedquilt run JOB --home ...`")
-    coordinate(store, link, options.fleet, console)
+    with Store(options.home) as store:
+        if not store.lock():
+            raise JobError(f"another coordinator serves {options.home.resolve()} already")
+        link = _link(options)
+        console = Console(wordy=options.verbose > 0)
+        console.say(f"serving {options.home.resolve()} on {options.broker}; submit with `fedquilt run JOB --home ...`")
+        coordinate(store, link, options.fleet, console)
     return 0
 
 
@@ -246,7 +246,7 @@ def fleet(options: argparse.Namespace) -> int:
     )
     if options.link == "memory":
         return _ended(options, *tool.virtually(plan, wordy=options.verbose > 0))
-    given = _settings(options) if options.link == "broker" else None
+    given = _table(options) if options.link == "broker" else None
     ended = tool.really(plan, given, agents_only=options.agents_only, wordy=options.verbose > 0)
     return _ended(options, *ended)
 
@@ -262,8 +262,8 @@ def ls(options: argparse.Namespace) -> int:
     from fedquilt.coordinator import story
     from fedquilt.coordinator.store import Store
 
-    store = Store(options.home)
-    rows = [story.summary(row, store) for row in store.jobs()]
+    with Store(options.home) as store:
+        rows = [story.summary(row, store) for row in store.jobs()]
     line = "{run:32} {status:9} {method:12} {rounds:>6} rounds  {began}"
     _print(options, rows, [line.format(**row) for row in rows])
     return 0
@@ -273,39 +273,40 @@ def logs(options: argparse.Namespace) -> int:
     from fedquilt.coordinator import console
     from fedquilt.coordinator.store import Store
 
-    store = Store(options.home)
-    console.tell(store, store.job(options.run).id, follow=options.follow, json=options.format == "json")
+    with Store(options.home) as store:
+        console.tell(store, store.job(options.run).id, follow=options.follow, json=options.format == "json")
     return 0
 
 
 def stop(options: argparse.Namespace) -> int:
     from fedquilt.coordinator.store import Store
 
-    store = Store(options.home)
-    row = store.job(options.run)
-    if row.status not in ("queued", "running"):
-        raise JobError(f"{row.id} is {row.status} already")
-    store.set_status(row.id, "stopping")
-    print(f"{row.id} stops at the coordinator's next look at its store (within a second or so)")
-    return 0
+    with Store(options.home) as store:
+        row = store.job(options.run)
+        if row.status not in ("queued", "running"):
+            raise JobError(f"{row.id} is {row.status} already")
+        store.set_status(row.id, "stopping")
+        print(f"{row.id} stops at the coordinator's next look at its store (within a second or so)")
+        return 0
 
 
 def resume(options: argparse.Namespace) -> int:
     from fedquilt.coordinator.store import Store
 
-    store = Store(options.home)
-    row = store.job(options.run)
-    if row.status == "done":
-        raise JobError(f"{row.id} is done; `fedquilt export {row.id}` writes its result")
-    store.set_status(row.id, "running")
-    return _follow(options, store, row.id)
+    with Store(options.home) as store:
+        row = store.job(options.run)
+        if row.status == "done":
+            raise JobError(f"{row.id} is done; `fedquilt export {row.id}` writes its result")
+        store.set_status(row.id, "running")
+        return _follow(options, store, row.id)
 
 
 def export(options: argparse.Namespace) -> int:
     from fedquilt.coordinator.store import Store
     from fedquilt.tools import export as tool
 
-    print(tool.export(Store(options.home), options.run, options.out))
+    with Store(options.home) as store:
+        print(tool.export(store, options.run, options.out))
     return 0
 
 
@@ -328,21 +329,19 @@ def _bundle(job: Path, given: Path | None) -> Path:
     return given or job.with_name(job.stem + ".bundle")
 
 
-def _settings(options: argparse.Namespace) -> Any:
-    from fedquilt.mqtt import Broker
-
-    return Broker.parse(
-        options.broker, ca=options.ca, cert=options.cert, key=options.key, password_file=options.password_file
-    )
+def _table(options: argparse.Namespace) -> dict[str, Any]:
+    """The broker as an agent.toml's [broker] table."""
+    files = {"ca": options.ca, "cert": options.cert, "key": options.key, "password_file": options.password_file}
+    return {"url": options.broker, **{name: str(path.resolve()) for name, path in files.items() if path is not None}}
 
 
 def _link(options: argparse.Namespace) -> Any:
     from fedquilt import wire
-    from fedquilt.mqtt import MqttLink
+    from fedquilt.mqtt import Broker, MqttLink
 
     will = (wire.Topics(options.fleet).coord, wire.encode(wire.CoordState(online=False)))
-    link = MqttLink(_settings(options), f"fedquilt-coordinator-{options.fleet}", will)
-    link.connect(timeout_s=10.0)
+    link = MqttLink(Broker.parse(**_table(options)), f"fedquilt-coordinator-{options.fleet}", will)
+    link.connect(timeout_s=5.0)
     return link
 
 

@@ -74,25 +74,29 @@ class Plan:
         return store.add(msgspec.structs.replace(self.job, cohort=cohort), self.bundle.resolve())
 
 
-def really(plan: Plan, broker: Broker | None, *, agents_only: bool = False, wordy: bool = False) -> tuple[str, str]:
+def really(
+    plan: Plan, broker: Mapping[str, Any] | None, *, agents_only: bool = False, wordy: bool = False
+) -> tuple[str, str]:
     """Agents as processes; a coordinator here unless it runs elsewhere. Returns (run, how it ended).
+
+    `broker` is the [broker] table of an agent.toml; None starts an embedded one.
 
     Raises:
         JobError: every agent has ended, with the last words of one.
     """
     with contextlib.ExitStack() as stack:
         if broker is None:
-            broker = Broker.parse(stack.enter_context(EmbeddedBroker()).url)
+            broker = {"url": stack.enter_context(EmbeddedBroker()).url}
         agents = stack.enter_context(_processes(plan, broker))
         if agents_only:
             for agent in agents.values():
                 agent.wait()
             return "", "done"
-        store = stack.enter_context(contextlib.closing(Store(plan.home)))
+        store = stack.enter_context(Store(plan.home))
         if not store.lock():
             raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")
         run = plan.submit(store)
-        link = MqttLink(broker, f"fedquilt-coordinator-{plan.fleet}")
+        link = MqttLink(Broker.parse(**broker), f"fedquilt-coordinator-{plan.fleet}")
         link.connect(timeout_s=10.0)
         coordinate(store, link, plan.fleet, Console(wordy=wordy), only=run, watch=lambda: _require_alive(plan, agents))
         return run, store.status(run)
@@ -101,7 +105,7 @@ def really(plan: Plan, broker: Broker | None, *, agents_only: bool = False, word
 def virtually(plan: Plan, *, wordy: bool = False) -> tuple[str, str]:
     """Everything in this process on virtual time. Returns (run, how it ended)."""
     broker = MemoryBroker(plan.job.seed)
-    with contextlib.closing(Store(plan.home)) as store:
+    with Store(plan.home) as store:
         run = plan.submit(store)
         console = Console(wordy=wordy, clock=lambda: broker.now_s)
         link = broker.connect()
@@ -120,14 +124,14 @@ def virtually(plan: Plan, *, wordy: bool = False) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def _processes(plan: Plan, broker: Broker) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+def _processes(plan: Plan, broker: Mapping[str, Any]) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
     """The fleet's agents, each with its agent.toml and its log; they are told to stop at the end."""
     started: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for table in plan.agents():
             home = Path(table["home"])
             home.mkdir(parents=True, exist_ok=True)
-            (home / "agent.toml").write_text(toml({**table, "broker": broker.table()}))
+            (home / "agent.toml").write_text(toml({**table, "broker": dict(broker)}))
             with (home / "agent.log").open("ab") as log:
                 command = [sys.executable, "-m", "fedquilt.cli", "agent", str(home / "agent.toml")]
                 started[table["device"]] = subprocess.Popen(command, stdout=log, stderr=log)

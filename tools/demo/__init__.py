@@ -7,7 +7,6 @@ memory budgets, broker, bytes, accuracy.
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ def demo(out: Path, format: str = "text") -> int:
     run, status = fleet.really(plan, None)
     if status != "done":
         return 8
-    with contextlib.closing(Store(plan.home)) as store:
+    with Store(plan.home) as store:
         print("comparing with the donors, and with each device alone ...", flush=True)
         members, test = _examples(plan)
         result = {

@@ -1,0 +1,108 @@
+"""The command: every error is one clear line and a documented exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fedquilt import bundle, tensors
+from fedquilt.cli import main
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.rounds import Asked, Ended, Started
+from fedquilt.coordinator.store import Store
+from fedquilt.core import BlobRef
+
+JOB = 'name = "digits"\nmethod = "fedavg"\n'
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A job file with its bundle."""
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    import numpy as np
+
+    model = tensors.encode({"1.weight": np.zeros((2, 2), np.float32), "1.bias": np.zeros(2, np.float32)})
+    network = {"name": "mlp", "inputs": 2, "hidden": [], "classes": 2}
+    bundle.write(tmp_path / "job.bundle", {"network": network, "flops": 1}, {"model": model})
+    return path
+
+
+def failed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    code = main(argv)
+    return code, capsys.readouterr().err
+
+
+def test_a_broken_job_file_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It names the file and the key."""
+    path = tmp_path / "job.toml"
+    path.write_text(JOB + "round = 1\n")
+    code, said = failed(capsys, "run", str(path), "--home", str(tmp_path / "runs"))
+    assert code == 2
+    assert "job.toml" in said
+    assert "round" in said
+
+
+def test_a_job_that_was_not_prepared_says_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The mend is a command."""
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    code, said = failed(capsys, "run", str(path), "--home", str(tmp_path / "runs"))
+    assert (code, "fedquilt prepare" in said) == (2, True)
+
+
+def test_a_broker_that_is_not_there_ends_with_5(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Port 1 of this machine refuses."""
+    home = str(job.parent / "runs")
+    code, said = failed(capsys, "run", str(job), "--home", home, "--broker", "mqtt://127.0.0.1:1")
+    assert code == 5
+    assert "127.0.0.1:1" in said
+
+
+def test_an_unknown_run_ends_with_6(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It lists those there are."""
+    code, said = failed(capsys, "logs", "nothing", "--home", str(tmp_path))
+    assert (code, "there are: none" in said) == (6, True)
+
+
+def test_runs_are_listed_and_told_for_people_and_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """ls and logs, as text and as JSON."""
+    store = Store(tmp_path)
+    run = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
+    for fact in (Started(BlobRef(sha256="a" * 64, size=1)), Asked(0, 0, ("dev-1",)), Ended("failed", "nobody came")):
+        store.append(run, fact)
+    store.set_status(run, "failed")
+    assert main(["ls", "--home", str(tmp_path), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["status"] == "failed"
+    assert main(["ls", "--home", str(tmp_path)]) == 0
+    assert run in capsys.readouterr().out
+    assert main(["logs", "digits", "--home", str(tmp_path)]) == 0
+    assert "failed: nobody came" in capsys.readouterr().out
+    assert main(["logs", "digits", "--home", str(tmp_path), "--format", "json", "--follow"]) == 0
+    kinds = [json.loads(line)["fact"]["type"] for line in capsys.readouterr().out.splitlines()]
+    assert kinds == ["Started", "Asked", "Ended"]
+
+
+def test_stopping_what_has_ended_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And stopping a queued run is not."""
+    store = Store(tmp_path)
+    run = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
+    assert main(["stop", run, "--home", str(tmp_path)]) == 0
+    store.set_status(run, "done")
+    assert main(["stop", run, "--home", str(tmp_path)]) == 2
+    assert main(["resume", run, "--home", str(tmp_path)]) == 2
+    assert "is done" in capsys.readouterr().err
+
+
+def test_help_documents_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that errors carry are in the text."""
+    from fedquilt import core
+
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out.split("exit codes:")[1]
+    errors = [e for e in vars(core).values() if isinstance(e, type) and issubclass(e, core.FedquiltError)]
+    for code in {error.exit_code for error in errors}:
+        assert f"{code} " in shown

@@ -1,0 +1,87 @@
+"""Simulated fleets run the agents' own code: on virtual time, and as processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedquilt import bundle, tensors
+from fedquilt.coordinator import settings, story
+from fedquilt.coordinator.rounds import Answered, Committed
+from fedquilt.coordinator.store import Store
+from fedquilt.core import JobError
+from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.tools import export, fleet
+
+DIGITS = Path(fleet.__file__).parent / "demo" / "digits.npz"
+NETWORK = {"name": "mlp", "inputs": 64, "hidden": [16], "classes": 10}
+
+
+def plan(folder: Path, **changes: object) -> fleet.Plan:
+    table = {
+        "name": "fleet",
+        "method": "fedavg",
+        "rounds": 2,
+        "params": {"lr": 0.2, "batch": 16},
+        "check": {"every": 2},
+        "fleet": {"devices": 3, "boards": ["jetson-nano", "jetson-tx2"], "budgets": ["256MB", "512MB"]},
+        "data": {"path": str(DIGITS), "partition": "dirichlet", "alpha": 1.0},
+        **changes,
+    }
+    first = tensors.encode(numpy_engine.init(NETWORK, seed=0))
+    bundle.write(folder / "bundle", {"network": NETWORK, "flops": 2176}, {"model": first})
+    return fleet.Plan(settings.parse(table), folder / "bundle", folder / "runs")
+
+
+def facts_of(given: fleet.Plan, run: str) -> list[object]:
+    with Store(given.home) as store:
+        return [fact for _, _, fact in store.facts(run)]
+
+
+def test_a_fleet_on_virtual_time_trains_and_reports_what_its_boards_would_take(tmp_path: Path) -> None:
+    """Times and joules come from the profiles, and say so."""
+    given = plan(tmp_path)
+    run, status = fleet.virtually(given)
+    assert status == "done"
+    facts = facts_of(given, run)
+    ledger = story.ledgers(facts)["jetson-nano-00"]
+    assert ledger.tasks == 3  # two rounds, and the closing evaluation
+    assert ledger.energy_j is not None
+    assert "jetson-nano" in str(ledger.energy_source)
+    checks = [fact.metrics["check.accuracy"] for fact in facts if isinstance(fact, Committed) and fact.metrics]
+    assert checks[-1] > checks[0] + 0.2
+    with Store(given.home) as store:
+        assert "network" in export.export(store, run, tmp_path / "weights.safetensors")
+    assert tensors.read(tmp_path / "weights.safetensors").keys() == {"1.weight", "1.bias", "3.weight", "3.bias"}
+
+
+def test_processes_on_a_real_broker_end_with_the_same_bits_as_virtual_time(tmp_path: Path) -> None:
+    """There is no second agent loop: where the arithmetic runs does not matter."""
+    virtual, real = plan(tmp_path / "virtual"), plan(tmp_path / "real")
+    one, _ = fleet.virtually(virtual)
+    other, status = fleet.really(real, None)
+    assert status == "done"
+    last = [[f for f in facts_of(p, run) if isinstance(f, Committed)][-1] for p, run in ((virtual, one), (real, other))]
+    assert last[0].state == last[1].state
+    peaks = [fact.update.usage.peak_bytes for fact in facts_of(real, other) if isinstance(fact, Answered)]
+    assert all(peak is not None and 10e6 < peak < 256e6 for peak in peaks)
+
+
+def test_a_fleet_whose_agents_all_fail_says_what_one_of_them_said(tmp_path: Path) -> None:
+    """Data that is not there is found out at once, not at a deadline."""
+    given = plan(tmp_path, fleet={"devices": 1, "boards": ["no-such-board"]})
+    with pytest.raises(JobError, match="no-such-board"):
+        fleet.really(given, None)
+
+
+def test_a_fleet_needs_data(tmp_path: Path) -> None:
+    """The job says what is shared out."""
+    with pytest.raises(JobError, match=r"\[data\]"):
+        fleet.virtually(plan(tmp_path, data={}))
+
+
+def test_agent_settings_are_written_as_toml() -> None:
+    """Tables, lists, numbers; None is left out."""
+    written = fleet.toml({"device": "a", "cache": None, "data": {"share": 1, "alpha": 0.5, "names": ["x"], "y": None}})
+    assert written == 'device = "a"\n\n[data]\nshare = 1\nalpha = 0.5\nnames = ["x"]\n'
