@@ -20,7 +20,6 @@ from fedquilt import tensors
 from fedquilt.core import DataError, Examples, Fit, ModelError, Tensors
 from fedquilt.edge_agent.engines import training
 
-BASE_BYTES = 60_000_000  # an interpreter with numpy and this package, resident
 EVALUATED_AT_ONCE = 1024
 
 
@@ -59,12 +58,17 @@ def init(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
 
 
 class NumpyEngine:
-    """A `fedquilt.core.Trainer` for fully connected networks."""
+    """A `fedquilt.core.Trainer` for fully connected networks.
+
+    Args:
+        budget_bytes: the most this process may hold resident.
+        base_bytes: what it holds already, `training.base_bytes()` unless given.
+    """
 
     name = "numpy"
 
-    def __init__(self, budget_bytes: int) -> None:
-        self._budget_bytes = budget_bytes
+    def __init__(self, budget_bytes: int, *, base_bytes: int | None = None) -> None:
+        self._room_bytes = budget_bytes - (training.base_bytes() if base_bytes is None else base_bytes)
 
     def close(self) -> None:
         """Nothing is held between calls."""
@@ -113,7 +117,7 @@ class NumpyEngine:
         """Examples whose activations fit beside the weights, gradients, momentum and the received copy."""
         weights = 4 * sum(math.prod(shape) for shape in mlp.shapes.values())
         example = 4 * 3 * (mlp.inputs + sum(mlp.hidden) + mlp.classes)  # values, their gradients, scratch
-        return training.fitting(self._budget_bytes - BASE_BYTES - 4 * weights, example, wanted)
+        return training.fitting(self._room_bytes - 4 * weights, example, wanted)
 
 
 # -- the network ----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 
 from fedquilt.core import DataError, JobError, ModelError, UpdateError
 from fedquilt.models import images
@@ -14,6 +15,7 @@ from fedquilt.models import images
 if TYPE_CHECKING:
     from fedquilt.core import Examples, Fit, Tensors
 
+COARSE_BYTES = 64 * 2**20
 REPORT_STEPS = 5  # progress is told, and cancelling possible, each so many steps
 
 
@@ -31,6 +33,15 @@ def batches(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
 def micro_batches(batch: np.ndarray, most: int) -> list[np.ndarray]:
     """The mini-batch in as few parts of at most `most` examples as can be, about equal in size."""
     return np.array_split(batch, math.ceil(len(batch) / most))
+
+
+def base_bytes() -> int:
+    """What this process holds resident before any task, rounded up so coarsely that every run finds the same.
+
+    Else the size of micro-batches, and with it the last bits of a result, would change from run to run.
+    """
+    resident = psutil.Process().memory_info().rss
+    return -(-resident // COARSE_BYTES) * COARSE_BYTES
 
 
 def fitting(room_bytes: float, example_bytes: float, wanted: int) -> int:

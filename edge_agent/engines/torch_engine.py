@@ -1,0 +1,192 @@
+"""Training any network of the zoo with torch: the one training loop there is.
+
+A method changes a gradient (`correct`), never the loop. A mini-batch whose activations do not fit the
+budget goes through in micro-batches whose gradients are added up: the same step to float tolerance,
+but for batch normalisation, which then normalises over each micro-batch (its statistics are the only
+difference). Equal input, generator, threads and budget give equal bits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fedquilt.core import DataError, Examples, Fit, ModelError, Tensors
+from fedquilt.edge_agent.engines import training
+from fedquilt.models import zoo
+
+EVALUATED_AT_ONCE = 256
+# Fitted to peaks of resident memory on x86-64, torch 2.13 (ResNet-20 and MobileNetV2, batches of 16 to 128):
+SCRATCH = 1.4  # bytes at work per byte kept for the backward pass (1.21 and 1.28 seen)
+FIRST_STEP_BYTES = 140_000_000  # what the first step loads and compiles, whatever the batch (66 and 136 MB seen)
+
+
+class Probe(NamedTuple):
+    """What one example costs and gives in a network."""
+
+    example_bytes: float
+    classes: int
+
+
+class TorchEngine:
+    """A `fedquilt.core.Trainer`. Runs on the GPU where torch finds one.
+
+    Args:
+        budget_bytes: the most this process may hold resident.
+        base_bytes: what it holds already, `training.base_bytes()` unless given.
+    """
+
+    name = "torch"
+
+    def __init__(self, budget_bytes: int, *, base_bytes: int | None = None) -> None:
+        held = training.base_bytes() if base_bytes is None else base_bytes
+        self._room_bytes = budget_bytes - held - FIRST_STEP_BYTES
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        # a process held to some cores must not start a thread for each of the board's
+        torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
+
+    def close(self) -> None:
+        """Hand cached memory of a GPU back; nothing else is held between calls."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def train(
+        self,
+        network: Mapping[str, Any],
+        start: Tensors,
+        examples: Examples,
+        fit: Fit,
+        rng: np.random.Generator,
+        *,
+        correct: Callable[[Any, Any, Any], Any] | None = None,
+        progress: Callable[[float], None] = lambda fraction: None,
+    ) -> tuple[Tensors, dict[str, float]]:
+        """See `fedquilt.core.Trainer`."""
+        steps = training.Steps(len(examples), fit, progress)
+        orders = training.orders(len(examples), fit.epochs, rng)
+        with _repeatable(int(rng.integers(2**53))):
+            model, probe = self._load(network, start, examples)
+            model.train()
+            at_once = training.fitting(self._room(model, copies=5), probe.example_bytes, fit.batch)
+            begun = {name: value.detach().clone() for name, value in model.named_parameters()} if correct else {}
+            stepper = torch.optim.SGD(
+                model.parameters(), lr=fit.lr, momentum=fit.momentum, weight_decay=fit.weight_decay
+            )
+            for order in orders:
+                for batch in training.batches(order, fit.batch):
+                    stepper.zero_grad()
+                    steps.took(self._add_gradients(model, network, examples, batch, at_once), len(batch))
+                    if correct:
+                        _correct(model, begun, correct)
+                    if fit.clip > 0:
+                        nn.utils.clip_grad_norm_(model.parameters(), fit.clip)
+                    stepper.step()
+            return _tensors(model), steps.metrics()
+
+    def evaluate(self, network: Mapping[str, Any], model: Tensors, examples: Examples) -> dict[str, float]:
+        """See `fedquilt.core.Trainer`."""
+        if not len(examples):
+            return training.measured(0, 0, 0.0)
+        right, loss = 0, 0.0
+        with _repeatable(0):
+            module, probe = self._load(network, model, examples)
+            module.eval()
+            at_once = training.fitting(self._room(module, copies=2), probe.example_bytes, EVALUATED_AT_ONCE)
+            with torch.inference_mode():
+                for rows in training.batches(np.arange(len(examples)), at_once):
+                    x, y = self._batch(network, examples, rows)
+                    scores = module(x)
+                    right += int((scores.argmax(dim=1) == y).sum())
+                    loss += float(F.cross_entropy(scores, y, reduction="sum"))
+        return training.measured(len(examples), right, loss)
+
+    def _load(self, network: Mapping[str, Any], start: Tensors, examples: Examples) -> tuple[nn.Module, Probe]:
+        """The network with these tensors, and what an example costs in it."""
+        model = zoo.build({key: value for key, value in network.items() if key != "input"}).to(self._device)
+        held = model.state_dict()
+        training.require_fit(start, {name: tuple(value.shape) for name, value in held.items()})
+        probe = self._probe(model, network, examples)
+        training.require_labels(examples, probe.classes)
+        with torch.no_grad():  # after the probe, which moves the statistics of batch normalisation
+            for name, value in held.items():
+                value.copy_(torch.tensor(start[name]))
+        return model, probe
+
+    def _probe(self, model: nn.Module, network: Mapping[str, Any], examples: Examples) -> Probe:
+        """Run two examples, as batch normalisation takes no fewer, and see what the backward pass would need."""
+        x, _ = self._batch(network, examples, np.array([0, len(examples) - 1]))
+        own = {value.untyped_storage().data_ptr() for value in model.state_dict().values()}
+        kept: dict[int, int] = {}
+
+        def keep(value: torch.Tensor) -> torch.Tensor:
+            kept[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+            return value
+
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+                scores = model.train()(x)
+        except RuntimeError as error:
+            raise DataError(
+                f"network {network.get('name')!r} takes no examples of shape {tuple(x.shape[1:])} "
+                f'({str(error).splitlines()[0]}): give it an "input" table'
+            ) from None
+        if not isinstance(scores, torch.Tensor) or scores.ndim != 2:
+            raise ModelError(f"network {network.get('name')!r} does not give one score per class")
+        activations = sum(size for place, size in kept.items() if place not in own)
+        return Probe(SCRATCH * activations / len(x) + x[0].nbytes, scores.shape[1])
+
+    def _room(self, model: nn.Module, copies: int) -> int:
+        """For activations, beside the weights, their gradients, momentum, and what is received and kept."""
+        weights = sum(value.untyped_storage().nbytes() for value in model.state_dict().values())
+        return self._room_bytes - copies * weights
+
+    def _batch(
+        self, network: Mapping[str, Any], examples: Examples, rows: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.from_numpy(training.features(examples.x[rows], network))
+        y = torch.from_numpy(examples.y[rows].astype(np.int64))
+        return x.to(self._device), y.to(self._device)
+
+    def _add_gradients(
+        self, model: nn.Module, network: Mapping[str, Any], examples: Examples, batch: np.ndarray, at_once: int
+    ) -> float:
+        """Gradients of the mean loss over the mini-batch, added up over its micro-batches; and that loss."""
+        total = 0.0
+        for rows in training.micro_batches(batch, at_once):
+            x, y = self._batch(network, examples, rows)
+            loss = F.cross_entropy(model(x), y, reduction="sum") / len(batch)
+            loss.backward()
+            total += float(loss.detach())
+        return total
+
+
+def _correct(model: nn.Module, begun: Mapping[str, torch.Tensor], correct: Callable[[Any, Any, Any], Any]) -> None:
+    for name, value in model.named_parameters():
+        if value.grad is not None:
+            value.grad = correct(value.grad, value.detach(), begun[name])
+
+
+def _tensors(model: nn.Module) -> dict[str, np.ndarray]:
+    """Parameters and buffers; counters stay integer."""
+    return {name: value.detach().cpu().numpy() for name, value in model.state_dict().items()}
+
+
+@contextmanager
+def _repeatable(seed: int) -> Iterator[None]:
+    """Equal bits again: torch's own draws (dropout) from `seed`, and deterministic kernels where there are some."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for to be deterministic
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
