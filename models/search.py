@@ -159,9 +159,12 @@ def offered(net: Net, stock: Stock, params: Params, ends_only: bool = False) -> 
 
 
 def pick(state: State) -> Net:
-    """The next net to expand: that with the best score (the longer one, then by name), or any."""
+    """The next net to expand: that with the best mean score along its path (the longer one first), or any.
+
+    The mean is geometric: by the product alone short paths go first, and little is ever finished.
+    """
     if state.params.order == "best":
-        return min(state.frontier, key=lambda net: (-net.score, -len(net.path), net.path))
+        return min(state.frontier, key=lambda net: (-(net.score ** (1 / len(net.path))), -len(net.path), net.path))
     ordered = sorted(state.frontier, key=lambda net: net.path)
     return ordered[int(tensors.rng("frontier", state.seed, state.turn).integers(len(ordered)))]
 
