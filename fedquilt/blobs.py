@@ -158,13 +158,13 @@ class Pull:
 
     def requests(self, now_s: float, room_bytes: float = math.inf) -> list[wire.Get]:
         """What to send now, asking for at most `room_bytes` beyond what is outstanding."""
-        self._expire(now_s)
+        late = self._expire(now_s)
         if self.failed is not None or self.done or now_s < self._hold_s or room_bytes < self._unit:
             return []
         if self.manifest is None:
             return [self._get((), now_s)] if MANIFEST not in self._asked else []
         free = int(min(self._window - len(self._asked), room_bytes // self._unit))
-        if self._asked and free < min(BATCH, self._window // 2):
+        if self._asked and not late and free < min(BATCH, self._window // 2):
             return []  # a few at a time: half as many messages, and the window never runs dry
         indices = self._absent(free)
         return [self._get(indices[at : at + BATCH], now_s) for at in range(0, len(indices), BATCH)]
@@ -185,7 +185,8 @@ class Pull:
             index = self.had.find(0, index + 1)
         return tuple(found)
 
-    def _expire(self, now_s: float) -> None:
+    def _expire(self, now_s: float) -> bool:
+        """Give up on answers that are overdue; True: there were some."""
         if now_s - self._progress_s >= self._patience_s:
             self.failed = f"no answer for {self._patience_s:.0f} s"
         timeout_s = self.timeout_s
@@ -197,6 +198,7 @@ class Pull:
             self.backoff += 1
         for index in overdue:
             self._asked.pop(index, None)
+        return bool(overdue)
 
     @property
     def _unit(self) -> int:
