@@ -1,0 +1,326 @@
+"""The agent's loop: Link <-> plan <-> outbox, worker and board. It decides nothing itself."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from fedquilt import link as links
+from fedquilt import methods, wire
+from fedquilt.core import (
+    BlobRef,
+    Device,
+    LinkError,
+    Reading,
+    StoreError,
+    Task,
+    Update,
+    Wired,
+    WireError,
+)
+from fedquilt.edge_agent import devices, engines, plan, report
+from fedquilt.edge_agent.local import Local
+from fedquilt.edge_agent.orders import Order, Outcome, Progressed
+from fedquilt.edge_agent.plan import Acked, Arrived, Begin, Cleared, Connected, Done, Failed, Fetched, Key, Tick
+from fedquilt.edge_agent.settings import AgentSettings, size_bytes
+from fedquilt.edge_agent.worker import ChildWorker, Worker
+from fedquilt.link import Link, Message
+from fedquilt.transfer import Transfers
+
+log = logging.getLogger("fedquilt.agent")
+
+PROGRESS_S: Final = 2.0  # progress is told no more often than this
+
+
+class Agent:
+    """One device's agent. A `fedquilt.link.Endpoint`.
+
+    Args:
+        boot: names this start of the agent; it has to be another one at each.
+
+    Raises:
+        StoreError: its home cannot be read or written.
+        JobError: a size in the settings that is none.
+    """
+
+    finished = False
+
+    def __init__(
+        self, link: Link, settings: AgentSettings, board: Device, worker: Worker, boot: str | None = None
+    ) -> None:
+        self.device, self.settings = settings.device, settings
+        self.local = Local(Path(settings.home))
+        self.refused_messages = 0
+        self._link, self._board, self._worker = link, board, worker
+        self._boot = boot or os.urandom(8).hex()
+        self._presence = 0  # how often presence was told
+        self._session = 0
+        self._topics = wire.Topics(settings.fleet)
+        self._transfers = Transfers(link, self.local.depot, self._topics, "up", self._may_give)
+        means = plan.Means(settings.budget_bytes(board.memory_bytes), engines.available(), tuple(methods.names()))
+        kept, counted = self.local.recover()
+        offers = {key: plan.Offer(update, private, due_s=-math.inf) for key, (update, private) in kept.items()}
+        self.state = plan.State(means, outbox=offers, counted=counted)
+        self._before = Reading()  # the board's sensors when the task in hand began
+        self._progress_s = self._telemetry_s = -math.inf
+
+    def fds(self) -> Sequence[int]:
+        return self._worker.fds()
+
+    def step(self, now_s: float) -> float:
+        """Handle what came and what is due; whatever goes wrong with a task, the agent goes on."""
+        if self._link.session != self._session:
+            self._greet(now_s)
+        for message in self._link.receive():
+            self._handle(message, now_s)
+        self._transfers.step(now_s)
+        for _, sha256, error in self._transfers.take_done():
+            self._fetched(sha256, error, now_s)
+        for event in self._worker.poll(now_s):
+            self._worked(event, now_s)
+        self._feed(Tick(), now_s)
+        self._tell_readings(now_s)
+        due_s = self._transfers.step(now_s)  # again: for what has been wanted meanwhile
+        telemetry_s = self._telemetry_s + self.settings.telemetry_s
+        return min(due_s, plan.next_s(self.state), self._worker.due_s(now_s), telemetry_s)
+
+    def goodbye(self) -> None:
+        """End the task in hand and say that the device goes; what is in the outbox stays there."""
+        self._worker.close()
+        self._tell_presence(online=False)
+        self._link.close()
+
+    # -- messages --
+
+    def _greet(self, now_s: float) -> None:
+        """A new session: the broker may have forgotten all, so say everything again."""
+        self._session = self._link.session
+        self._link.subscribe(self._topics.for_device(self.device))
+        self._tell_presence(online=True)
+        self._publish("profile", report.profile(self.device, self._board, self.state.means), retain=True)
+        self._feed(Connected(), now_s)
+
+    def _handle(self, message: Message, now_s: float) -> None:
+        try:
+            route = wire.route(message.topic)
+            if route.leaf == "coord":
+                if message.payload and wire.decode(message.payload, wire.CoordState).online:
+                    self._feed(Connected(), now_s)
+            elif route.direction != "dn" or route.device != self.device:
+                return
+            elif route.leaf == "task":
+                self._task(message.payload, now_s)
+            elif route.leaf == "ack":
+                ack = wire.decode(message.payload, wire.Ack)
+                self._settle((ack.job, ack.round), ack.accepted, ack.reason, now_s)
+            else:
+                self._transfers.handle(route, message.payload, now_s)
+        except WireError as error:
+            self.refused_messages += 1
+            log.warning("dropped a message on %s: %s", message.topic[:120], error)
+        except StoreError as error:
+            self._feed(Failed("disk", str(error)), now_s)
+
+    def _task(self, payload: bytes, now_s: float) -> None:
+        if not payload:
+            return self._feed(Cleared(), now_s)
+        task = wire.decode(payload, Task)
+        missing = frozenset(ref for ref in task.bundles.values() if not self.local.depot.has(ref))
+        return self._feed(Arrived(task, missing), now_s)
+
+    def _settle(self, key: Key, accepted: bool, reason: str, now_s: float) -> None:
+        """An update has been answered: on disk first, so that a full disk leaves it to be answered again."""
+        offer = self.state.outbox.get(key)
+        if offer is None:
+            return
+        state, actions = plan.advance(self.state, Acked(key, accepted), now_s)
+        try:
+            self.local.settle(key, accepted, state.counted)
+            self.state = state
+            for ref in offer.update.bundles.values():
+                if ref.sha256 not in self._needed():
+                    self.local.depot.drop(ref.sha256)
+        except StoreError as error:
+            log.error("the answer to %s, round %d, cannot be noted: %s", *key, error)
+            return
+        if not accepted:
+            log.warning("the update of %s, round %d, was refused: %s", *key, reason)
+        self._act(actions, now_s)
+
+    def _may_give(self, device: str, sha256: str) -> bool:
+        offers = self.state.outbox.values()
+        return any(ref.sha256 == sha256 for offer in offers for ref in offer.update.bundles.values())
+
+    # -- plan --
+
+    def _feed(self, event: plan.Event, now_s: float) -> None:
+        reading = self._spare(now_s) if isinstance(event, Arrived) else Reading()
+        self.state, actions = plan.advance(self.state, event, now_s, reading)
+        self._act(actions, now_s)
+
+    def _act(self, actions: Sequence[plan.Action], now_s: float) -> None:
+        for action in actions:
+            try:
+                match action:
+                    case plan.Say(claim):
+                        self._say(claim)
+                    case plan.Fetch(refs):
+                        self._fetch(refs)
+                    case plan.Abandon(sha256):
+                        self._transfers.cancel(self.device, sha256)
+                        self.local.depot.drop(sha256)
+                    case Begin(task):
+                        self._begin(task, now_s)
+                    case plan.Stop():
+                        self._worker.kill()
+                    case plan.Send(update):
+                        self._send(update, now_s)
+            except StoreError as error:
+                return self._feed(Failed("disk", str(error)), now_s)
+
+    def _spare(self, now_s: float) -> Reading:
+        """The board's sensors, with what a worker that waits would give back as available."""
+        reading = self._board.read(now_s)
+        if reading.available_bytes is None:
+            return reading
+        spare = reading.available_bytes + self._worker.resident_bytes
+        return msgspec.structs.replace(reading, available_bytes=spare)
+
+    def _say(self, claim: wire.Claim) -> None:
+        if not claim.accepted:
+            log.warning("%s, round %d, refused (%s): %s", claim.job, claim.round, claim.code, claim.reason)
+        self._publish("claim", claim)
+
+    # -- a task --
+
+    def _fetch(self, refs: Sequence[BlobRef]) -> None:
+        size = sum(ref.size for ref in refs)
+        self.local.make_room(size, size_bytes(self.settings.cache), self._needed())
+        self.local.require_room(size)
+        for ref in refs:
+            self._transfers.want(self.device, ref)
+
+    def _fetched(self, sha256: str, error: str | None, now_s: float) -> None:
+        if error is not None:
+            log.warning("blob %s could not be fetched: %s", sha256[:12], error)
+            size = sum({ref.size for ref in self.state.open.missing if ref.sha256 == sha256} if self.state.open else ())
+            try:
+                self.local.require_room(size)
+            except StoreError as full:
+                return self._feed(Failed("disk", str(full)), now_s)
+        return self._feed(Fetched(sha256, error), now_s)
+
+    def _begin(self, task: Task, now_s: float) -> None:
+        depot = self.local.depot
+        paths = {name: depot.path(ref.sha256) for name, ref in task.bundles.items()}
+        lost = [name for name, path in paths.items() if path is None]
+        if lost:
+            raise StoreError(f"bundle {lost[0]!r} has vanished from {depot.folder}: leave that folder to the agent")
+        self.local.used(task.bundles.values())
+        private = self.local.private(task.job)
+        order = Order(
+            task=task,
+            device=self.device,
+            budget_bytes=self.state.means.budget_bytes,
+            data=self.settings.data,
+            bundles={name: str(path) for name, path in paths.items()},
+            private=None if private is None else str(private),
+            out=str(self.local.scratch()),
+        )
+        self._before = self._board.read(now_s)
+        self._worker.start(order, now_s)
+
+    def _worked(self, event: Progressed | Outcome, now_s: float) -> None:
+        open = self.state.open
+        if open is None or not open.working:
+            return
+        if isinstance(event, Outcome):
+            return self._ended(open, event, now_s)
+        if now_s >= self._progress_s + PROGRESS_S:
+            self._progress_s = now_s
+            self._publish("progress", report.progress(open.task, event.fraction), reliable=False)
+
+    def _ended(self, open: plan.Open, outcome: Outcome, now_s: float) -> None:
+        """Make the result durable, then let it count."""
+        if outcome.code != "ok":
+            return self._feed(Failed(outcome.code, outcome.reason), now_s)
+        update = report.update(self.device, open, outcome, self._board, self._before, self._board.read(now_s))
+        try:
+            wire.decode(wire.encode(update), Update)
+            private = self.local.commit(update)
+        except WireError as error:
+            return self._feed(Failed("failed", f"the method's answer cannot be sent: {error}"), now_s)
+        except StoreError as error:
+            return self._feed(Failed("disk", str(error)), now_s)
+        return self._feed(Done(update, private), now_s)
+
+    def _send(self, update: Update, now_s: float) -> None:
+        """Offer an update; one whose blobs the disk has lost can only be worked for again."""
+        if not all(self.local.depot.has(ref) for ref in update.bundles.values()):
+            return self._settle((update.job, update.round), False, "its blobs are gone from this disk", now_s)
+        if self._link.connected:  # else it is offered when the next session begins
+            self._publish("update", update)
+
+    def _needed(self) -> set[str]:
+        """Blobs of the task in hand and of the outbox."""
+        needed = {ref.sha256 for offer in self.state.outbox.values() for ref in offer.update.bundles.values()}
+        if self.state.open is not None:
+            needed |= {ref.sha256 for ref in self.state.open.task.bundles.values()}
+        return needed
+
+    # -- what others may know --
+
+    def _tell_presence(self, online: bool) -> None:
+        self._presence += 1
+        self._publish("presence", wire.Presence(online=online, boot=self._boot, seq=self._presence), retain=True)
+
+    def _tell_readings(self, now_s: float) -> None:
+        if now_s < self._telemetry_s + self.settings.telemetry_s:
+            return
+        self._telemetry_s = now_s
+        told = report.telemetry(self._board.read(now_s))
+        if told is not None:
+            self._publish("telemetry", told, reliable=False)
+
+    def _publish(self, leaf: str, message: Wired, retain: bool = False, reliable: bool = True) -> None:
+        topic = self._topics.device(self.device, "up", leaf)
+        try:
+            self._link.publish(topic, wire.encode(message), retain=retain, reliable=reliable)
+        except (LinkError, WireError) as error:
+            log.error("cannot tell the coordinator: %s", error)
+
+
+# -- a real one -----------------------------------------------------------------------------------
+
+
+def run_agent(settings: AgentSettings) -> None:
+    """Be a device's agent until SIGTERM or SIGINT.
+
+    Raises:
+        JobError: a setting that cannot be used, or another agent in the same home.
+        StoreError: the home cannot be read or written.
+    """
+    from fedquilt.mqtt import Broker, MqttLink
+
+    broker = Broker.parse(**msgspec.structs.asdict(settings.broker))
+    board, boot = devices.make(settings.board), os.urandom(8).hex()
+    presence = wire.Topics(settings.fleet).device(settings.device, "up", "presence")
+    lock = Local(Path(settings.home)).lock()
+    client = f"fedquilt-{settings.fleet}-{settings.device}"
+    link = MqttLink(broker, client, (presence, wire.encode(wire.Presence(online=False, boot=boot))))
+    agent = Agent(link, settings, board, ChildWorker(settings.warm_s), boot)
+    stopped: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda signum, frame: stopped.append(signum))
+    try:
+        links.run(agent, link, lambda: bool(stopped))
+    finally:
+        agent.goodbye()
+        os.close(lock)

@@ -1,0 +1,223 @@
+"""The task's process: carries out orders within its memory. The heavy imports happen here.
+
+    python -m fedquilt.edge_agent.child PARENT
+
+takes orders as JSON lines on stdin and answers on stdout; whatever else anything prints goes to
+stderr. It ends when the daemon does, however that ends. Everything about it can be lost at any
+moment: what it writes goes into the order's folder and means nothing before the daemon says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from fedquilt import core, methods, tensors
+from fedquilt.core import Answer, DataError, Examples, MemoryBudgetError, ModelError, Site, StoreError, UpdateError
+from fedquilt.edge_agent import budget, data, engines, local
+from fedquilt.edge_agent.orders import Order, Outcome, Progressed
+
+PROGRESS_S: Final = 1.0
+PR_SET_PDEATHSIG: Final = 1
+
+
+class EngineError(core.FedquiltError):
+    """An engine that is unknown here, or whose library does not load."""
+
+
+class Bench:
+    """What a process keeps from one task to the next: its engine, and the device's examples."""
+
+    def __init__(self) -> None:
+        self._engine: tuple[tuple[str, int], Any] | None = None
+        self._data: tuple[dict[str, Any], tuple[Examples, Examples]] | None = None
+
+    def engine(self, name: str, budget_bytes: int) -> Any:
+        """The engine of that name, made with the first task that asks for it.
+
+        Raises:
+            EngineError: it cannot run here.
+        """
+        key = (name, budget_bytes)
+        if self._engine is None or self._engine[0] != key:
+            if self._engine is not None:
+                self._engine[1].close()
+            self._engine = None
+            try:
+                self._engine = (key, engines.make(name, budget_bytes))
+            except (core.JobError, ImportError) as error:
+                raise EngineError(str(error)) from None
+        return self._engine[1]
+
+    def examples(self, spec: dict[str, Any]) -> tuple[Examples, Examples]:
+        """The device's examples: to train on, and held out.
+
+        Raises:
+            DataError: there are none, or they cannot be read.
+        """
+        if self._data is None or self._data[0] != spec:
+            if not spec:
+                raise DataError("this device has no data: give its agent.toml a [data] table")
+            try:
+                wanted = msgspec.convert(spec, data.DataSpec)
+            except msgspec.ValidationError as error:
+                keys = ", ".join(data.DataSpec.__struct_fields__)
+                raise DataError(f"[data] of this device: {error}; keys are: {keys}") from None
+            self._data = (spec, data.load(wanted))
+        return self._data[1]
+
+
+def carry_out(
+    order: Order,
+    bench: Bench,
+    progress: Callable[[float], None] = lambda fraction: None,
+    own_process: bool = False,
+) -> Outcome:
+    """Do what a task asks and write what comes of it into the order's folder. Raises nothing.
+
+    Args:
+        own_process: this process does nothing else, so its resident peak is the task's.
+    """
+    began_s, cpu_s, base = time.perf_counter(), time.process_time(), None
+    try:
+        engine = bench.engine(order.task.engine, order.budget_bytes)
+        if own_process and budget.reset_peak(os.getpid()):
+            base = budget.resident_bytes(os.getpid())
+        outcome = _work(order, bench, engine, progress)
+    except EngineError as error:
+        outcome = Outcome(code="engine", reason=str(error)[:1000])
+    except Exception as error:
+        outcome = Outcome(code=_code(error), reason=_sentence(error)[:1000])
+    return msgspec.structs.replace(
+        outcome,
+        wall_s=time.perf_counter() - began_s,
+        cpu_s=time.process_time() - cpu_s,
+        base_bytes=base,
+        peak_bytes=None if base is None else budget.peak_bytes(os.getpid()),
+    )
+
+
+def _work(order: Order, bench: Bench, engine: Any, progress: Callable[[float], None]) -> Outcome:
+    """Check what was sent, then work on it, as far as the task asks for either."""
+    task, method = order.task, methods.load(order.task.method)
+    train, held = bench.examples(order.data)
+    private = tensors.read(Path(order.private)) if order.private else {}
+
+    def path(name: str) -> Path:
+        if name not in order.bundles:
+            raise ModelError(f"the task has no bundle {name!r}; it has: {', '.join(sorted(order.bundles)) or 'none'}")
+        return Path(order.bundles[name])
+
+    site = Site(
+        device=order.device,
+        budget_bytes=order.budget_bytes,
+        engine=engine,
+        rng=tensors.rng(task.seed),
+        train=train,
+        held=held,
+        local=private,
+        load=lambda name: tensors.read(path(name)),
+        path=path,
+        progress=progress,
+    )
+    metrics: dict[str, float] = {}
+    weight, bundles = 0.0, {}
+    if "check" in task.actions:
+        if method.check is None:
+            raise core.JobError(f"method {task.method!r} has no evaluation of its own")
+        checked = method.check(task, dataclasses.replace(site, rng=tensors.rng(task.seed, "check")))
+        metrics |= {f"check.{name}": float(value) for name, value in checked.items()}
+        weight = float(checked.get("examples", len(held)))
+    if "work" in task.actions:
+        answer = method.work(task, site)
+        metrics |= {name: float(value) for name, value in answer.metrics.items()}
+        weight = float(answer.weight)
+        bundles = _write(answer, private, Path(order.out))
+    for name, value in {**metrics, "weight": weight}.items():
+        if not math.isfinite(value) or (name == "weight" and value < 0):
+            raise UpdateError(f"{name} came out as {value}: the work did not converge; try a smaller learning rate")
+    return Outcome(weight=weight, metrics=metrics, bundles=bundles)
+
+
+def _write(answer: Answer, before: core.Tensors, out: Path) -> dict[str, core.BlobRef]:
+    """Write bundles into files named by content, and the private state where there is or was one."""
+    refs = {}
+    for name, bundle in answer.bundles.items():
+        tensors.require_finite(bundle)
+        refs[name] = ref = local.write_tensors(out / "bundle", bundle)
+        os.replace(out / "bundle", out / ref.sha256)
+    if answer.local or before:
+        tensors.require_finite(answer.local)
+        local.write_tensors(out / local.PRIVATE, answer.local)
+    return refs
+
+
+def _code(error: Exception) -> Any:
+    """What the coordinator may do about an error: the claim's code."""
+    kinds: tuple[tuple[type | tuple[type, ...], str], ...] = (
+        ((MemoryError, MemoryBudgetError), "memory"),
+        (DataError, "data"),
+        (ModelError, "model"),
+        ((StoreError, OSError), "disk"),
+        (core.JobError, "method"),
+    )
+    return next((code for kind, code in kinds if isinstance(error, kind)), "failed")
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, core.FedquiltError):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return f"an allocation failed ({error or 'MemoryError'}): ask for less, or free memory on the device"
+    return f"{type(error).__name__}: {error}"
+
+
+# -- the process ----------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Take orders until stdin ends."""
+    _die_with(int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the daemon
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    bench = Bench()
+
+    def say(event: Progressed | Outcome) -> None:
+        answers.write(msgspec.json.encode(event) + b"\n")
+        answers.flush()
+
+    last_s = -math.inf
+
+    def progress(fraction: float) -> None:
+        nonlocal last_s
+        now_s = time.monotonic()
+        if now_s >= last_s + PROGRESS_S:
+            last_s = now_s
+            say(Progressed(min(max(float(fraction), 0.0), 1.0)))
+
+    with contextlib.suppress(BrokenPipeError):  # the daemon is gone
+        for line in sys.stdin.buffer:
+            say(carry_out(msgspec.json.decode(line, type=Order), bench, progress, own_process=True))
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel end this process when the daemon dies, also by kill -9."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        sys.exit()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""What the daemon and a task's process say to each other: orders one way, progress and an outcome the other."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from fedquilt.core import BlobRef, Task
+
+
+class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One task, with where things are on this device."""
+
+    task: Task
+    device: str
+    budget_bytes: int
+    data: dict[str, Any]  # fedquilt.edge_agent.data.DataSpec
+    bundles: dict[str, str]  # bundle name -> file
+    private: str | None  # file of the job's private state; None: none yet
+    out: str  # empty folder: bundles go into files named by their sha256, private state into private.safetensors
+
+
+class Progressed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="progress"):
+    """How far it is, 0 to 1."""
+
+    fraction: float
+
+
+class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outcome"):
+    """How a task ended; with a code other than "ok" only `reason` and what it took mean anything."""
+
+    code: Literal["ok", "memory", "data", "engine", "method", "model", "disk", "failed"] = "ok"
+    reason: str = ""
+    weight: float = 0.0
+    metrics: dict[str, float] = {}
+    bundles: dict[str, BlobRef] = {}
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    peak_bytes: int | None = None
+    base_bytes: int | None = None
+
+
+Event = Progressed | Outcome

@@ -1,0 +1,372 @@
+"""What the agent does next, decided purely: no I/O, no clock, no randomness.
+
+    (nothing) --Arrived--> FETCHING --Fetched--> WORKING --Done--> in the outbox --Acked--> gone
+                   |           |                    |
+                   +-----------+--- a refusal ------+-- Failed       Cleared or a later task: given up
+
+One task is open at a time, and it is the coordinator's latest. What is in the outbox was worked for
+and is never worked for again: it is offered, ever more rarely, until the coordinator says that it
+is counted or refused. The private state that a round leaves on the device counts only with the
+round's contribution; so while one with private state is unanswered, the job's next task waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
+
+import msgspec
+
+from fedquilt.core import BlobRef, Reading, Task, Update
+from fedquilt.edge_agent import budget
+from fedquilt.wire import Claim
+
+RESEND_S: Final = 5.0  # an unanswered update is offered again after this, then after twice as long, and so on
+RESEND_MOST_S: Final = 60.0
+REFETCH_S: Final = 2.0  # likewise for a blob that could not be fetched
+REFETCH_MOST_S: Final = 60.0
+REMEMBERED_JOBS: Final = 64
+
+Key = tuple[str, int]  # job, round
+
+# -- events ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Connected:
+    """A new session with the broker, or the coordinator has just come up: whatever was said may be lost."""
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A task, and which of its blobs are not on this device."""
+
+    task: Task
+    missing: frozenset[BlobRef] = frozenset()
+
+
+@dataclass(frozen=True)
+class Cleared:
+    """The coordinator has withdrawn the task."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A blob is here, or could not be had this time."""
+
+    sha256: str
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Done:
+    """The open task's result is on disk, in the outbox."""
+
+    update: Update
+    private: bool  # it leaves a private state behind
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The open task cannot be carried out here."""
+
+    code: RefusalCode
+    reason: str
+
+
+@dataclass(frozen=True)
+class Acked:
+    """The coordinator has counted an update, or refused it for good; the outbox no longer holds it."""
+
+    key: Key
+    accepted: bool
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Connected | Arrived | Cleared | Fetched | Done | Failed | Acked | Tick
+RefusalCode = Literal["memory", "data", "engine", "method", "model", "disk", "failed"]
+
+# -- actions --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Say:
+    """Publish a claim."""
+
+    claim: Claim
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Pull blobs."""
+
+    refs: tuple[BlobRef, ...]
+
+
+@dataclass(frozen=True)
+class Abandon:
+    """Stop pulling a blob, and forget what there is of it."""
+
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Have the task carried out."""
+
+    task: Task
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Kill what is being carried out."""
+
+
+@dataclass(frozen=True)
+class Send:
+    """Publish an update."""
+
+    update: Update
+
+
+Action = Say | Fetch | Abandon | Begin | Stop | Send
+
+# -- state ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Means:
+    """What this device has; it does not change while the agent runs."""
+
+    budget_bytes: int
+    engines: tuple[str, ...]
+    methods: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Open:
+    """The task in hand."""
+
+    task: Task
+    missing: frozenset[BlobRef]
+    working: bool = False
+    down_bytes: int = 0  # of blobs that had to be fetched for it
+    again: frozenset[BlobRef] = frozenset()  # of `missing`: failed, to be fetched again at `again_s`
+    again_s: float = math.inf
+    patience_s: float = REFETCH_S
+
+    @property
+    def key(self) -> Key:
+        return (self.task.job, self.task.round)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """An update in the outbox."""
+
+    update: Update
+    private: bool
+    due_s: float
+    patience_s: float = RESEND_S
+
+
+@dataclass(frozen=True)
+class State:
+    """Where the agent stands."""
+
+    means: Means
+    open: Open | None = None
+    outbox: Mapping[Key, Offer] = field(default_factory=dict)
+    counted: Mapping[str, int] = field(default_factory=dict)  # job -> last round it was counted in
+    refusal: Claim | None = None  # the last one: repeated when its task is
+    base_bytes: Mapping[str, int] = field(default_factory=dict)  # engine -> resident with nothing but it
+
+
+Step = tuple[State, tuple[Action, ...]]
+
+
+def next_s(state: State) -> float:
+    """When time alone will change something."""
+    again_s = state.open.again_s if state.open else math.inf
+    return min([again_s, *(offer.due_s for offer in state.outbox.values())])
+
+
+def advance(state: State, event: Event, now_s: float, reading: Reading = Reading()) -> Step:
+    """The state after an event, and what to do, in order.
+
+    `reading.available_bytes` is what the board could give to a task's process.
+    """
+    match event:
+        case Arrived():
+            return _arrived(state, event, now_s, reading)
+        case Cleared():
+            return replace(_without_open(state), refusal=None), _give_up(state)
+        case Fetched():
+            return _fetched(state, event, now_s)
+        case Done():
+            return _done(state, event, now_s)
+        case Failed() if state.open is not None:
+            return _refuse(state, state.open.task, event.code, event.reason)
+        case Acked():
+            return _acked(state, event)
+        case Connected():
+            offers = {key: replace(offer, due_s=now_s, patience_s=RESEND_S) for key, offer in state.outbox.items()}
+            return _due(replace(state, outbox=offers), now_s)
+        case Tick():
+            return _due(state, now_s)
+        case _:
+            return state, ()
+
+
+# -- a task arrives -------------------------------------------------------------------------------
+
+
+def _arrived(state: State, event: Arrived, now_s: float, reading: Reading) -> Step:
+    task, open = event.task, state.open
+    key = (task.job, task.round)
+    if key in state.outbox:
+        offer = state.outbox[key]
+        update = msgspec.structs.replace(offer.update, attempt=task.attempt)
+        again = Offer(update, offer.private, now_s + RESEND_S)
+        return replace(state, outbox={**state.outbox, key: again}), (Send(update),)
+    if task.round <= state.counted.get(task.job, -1):
+        return state, ()  # counted already; the coordinator knows, this is an old message
+    if open is not None and open.task.job == task.job and open.task.round > task.round:
+        return state, ()  # overtaken on its way by the task in hand
+    if open is not None and _same(open.task, task):
+        return replace(state, open=replace(open, task=task)), (Say(_claim(task)),)
+    if state.refusal is not None and _claim(task) == msgspec.structs.replace(
+        state.refusal, accepted=True, code="ok", reason=""
+    ):
+        return state, (Say(state.refusal),)
+    refusal = admit(state, task, reading)
+    if refusal is not None:
+        return _refuse(state, task, *refusal)
+    return _open(state, event)
+
+
+def admit(state: State, task: Task, reading: Reading) -> tuple[RefusalCode, str] | None:
+    """Why this device cannot take a task; None: it can."""
+    means = state.means
+    if task.method not in means.methods:
+        return "method", f"there is no method {task.method!r} here: install the coordinator's version of fedquilt"
+    if task.engine not in means.engines:
+        there_are = ", ".join(means.engines) or "none"
+        return "engine", f"the {task.engine} engine cannot run here (there are: {there_are}): install its packages"
+    short = budget.shortage(
+        task.engine, task.work, means.budget_bytes, reading.available_bytes, measured=state.base_bytes
+    )
+    return None if short is None else ("memory", short)
+
+
+def _open(state: State, event: Arrived) -> Step:
+    """Take a task in place of whatever was in hand."""
+    given_up = _give_up(state, keep=event.missing)
+    opened = Open(event.task, event.missing, down_bytes=sum(ref.size for ref in event.missing))
+    under_way = state.open.missing - state.open.again if state.open else frozenset()
+    wanted = _ordered(event.missing - under_way)
+    fetch = (Fetch(wanted),) if wanted else ()
+    state, begun = _proceed(replace(state, open=opened, refusal=None))
+    return state, (*given_up, Say(_claim(event.task)), *fetch, *begun)
+
+
+def _same(one: Task, other: Task) -> bool:
+    """Whether two tasks ask for the same work; attempts and deadlines aside."""
+    return msgspec.structs.replace(one, attempt=other.attempt, deadline_s=other.deadline_s) == other
+
+
+def _claim(task: Task) -> Claim:
+    return Claim(job=task.job, round=task.round, attempt=task.attempt, accepted=True)
+
+
+def _refuse(state: State, task: Task, code: RefusalCode, reason: str) -> Step:
+    claim = msgspec.structs.replace(_claim(task), accepted=False, code=code, reason=reason[:1000])
+    return replace(_without_open(state), refusal=claim), (*_give_up(state), Say(claim))
+
+
+# -- it goes on -----------------------------------------------------------------------------------
+
+
+def _fetched(state: State, event: Fetched, now_s: float) -> Step:
+    open = state.open
+    found = [ref for ref in open.missing if ref.sha256 == event.sha256] if open else []
+    if open is None or not found:
+        return state, ()
+    if event.error is None:
+        left = replace(open, missing=open.missing.difference(found), patience_s=REFETCH_S)
+        return _proceed(replace(state, open=left))
+    later = replace(
+        open,
+        again=open.again.union(found),
+        again_s=min(open.again_s, now_s + open.patience_s),
+        patience_s=min(open.patience_s * 2, REFETCH_MOST_S),
+    )
+    return replace(state, open=later), ()
+
+
+def _proceed(state: State) -> Step:
+    """Begin the open task, if nothing is in the way."""
+    open = state.open
+    if open is None or open.working or open.missing:
+        return state, ()
+    if any(offer.private and job == open.task.job for (job, _), offer in state.outbox.items()):
+        return state, ()
+    return replace(state, open=replace(open, working=True)), (Begin(open.task),)
+
+
+def _done(state: State, event: Done, now_s: float) -> Step:
+    update, bases = event.update, dict(state.base_bytes)
+    if state.open is not None and update.usage.base_bytes is not None:
+        engine = state.open.task.engine
+        bases[engine] = min(update.usage.base_bytes, bases.get(engine, update.usage.base_bytes))
+    outbox = {**state.outbox, (update.job, update.round): Offer(update, event.private, now_s + RESEND_S)}
+    return replace(_without_open(state), outbox=outbox, base_bytes=bases), (Send(update),)
+
+
+def _acked(state: State, event: Acked) -> Step:
+    job, round = event.key
+    counted = dict(state.counted)
+    if event.accepted:
+        counted[job] = max(round, counted.pop(job, -1))  # popped, so that the latest job is last
+        counted = dict(list(counted.items())[-REMEMBERED_JOBS:])
+    outbox = {key: offer for key, offer in state.outbox.items() if key != event.key}
+    return _proceed(replace(state, outbox=outbox, counted=counted))
+
+
+def _due(state: State, now_s: float) -> Step:
+    """What time alone brings: offers and fetches to repeat."""
+    actions: list[Action] = []
+    outbox = dict(state.outbox)
+    for key, offer in state.outbox.items():
+        if offer.due_s <= now_s:
+            outbox[key] = replace(
+                offer, due_s=now_s + offer.patience_s, patience_s=min(offer.patience_s * 2, RESEND_MOST_S)
+            )
+            actions.append(Send(offer.update))
+    open = state.open
+    if open is not None and open.again_s <= now_s:
+        actions.append(Fetch(_ordered(open.again)))
+        open = replace(open, again=frozenset(), again_s=math.inf)
+    return replace(state, outbox=outbox, open=open), tuple(actions)
+
+
+def _ordered(refs: Collection[BlobRef]) -> tuple[BlobRef, ...]:
+    return tuple(sorted(refs, key=lambda ref: ref.sha256))
+
+
+def _without_open(state: State) -> State:
+    return replace(state, open=None)
+
+
+def _give_up(state: State, keep: frozenset[BlobRef] = frozenset()) -> tuple[Action, ...]:
+    """Let go of the task in hand, but for the blobs that are wanted anyway."""
+    if state.open is None:
+        return ()
+    abandoned = (Abandon(ref.sha256) for ref in _ordered(state.open.missing - keep))
+    return (*((Stop(),) if state.open.working else ()), *abandoned)

@@ -1,0 +1,131 @@
+"""What an agent is told: agent.toml, or the table of it that a simulated fleet makes.
+
+device = "orin-nano-07"
+home = "/var/lib/fedquilt"
+budget = "1GB"
+
+[broker]
+url = "mqtts://broker.example:8883"
+
+[data]
+path = "/srv/images"
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from fedquilt.core import JobError, Name
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+class BrokerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the broker is, and the files that let this device in. See `fedquilt.mqtt.Broker`."""
+
+    url: str = "mqtt://127.0.0.1:1883"
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    password_file: str | None = None
+    keepalive_s: Annotated[int, Meta(ge=1, le=65535)] = 60
+    session_expiry_s: Annotated[int, Meta(ge=0)] = 3600
+    max_payload: Annotated[int, Meta(ge=2048)] | None = None
+
+
+class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One agent."""
+
+    device: Name
+    home: str  # folder for all that the agent keeps
+    fleet: Name = "fleet"
+    board: str = "auto"  # or a profile's name, to be a simulated one
+    budget: str | None = None  # the most a task's process may hold resident; None: half of the board's memory
+    cache: str = "2GB"  # blobs kept for later rounds and jobs; the longest unused go first
+    warm_s: Annotated[float, Meta(ge=0)] = 60.0  # how long a task's process waits for the next one
+    telemetry_s: Annotated[float, Meta(gt=0)] = 30.0
+    broker: BrokerSettings = BrokerSettings()
+    data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.edge_agent.data.DataSpec
+
+    def budget_bytes(self, memory_bytes: int) -> int:
+        """The most a task's process may hold, on a board with so much memory."""
+        return memory_bytes // 2 if self.budget is None else size_bytes(self.budget)
+
+
+def size_bytes(text: str) -> int:
+    """ "512MB" -> 512000000; kB, MB, GB are powers of 1000, KiB, MiB, GiB of 1024.
+
+    Raises:
+        JobError: no size.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = found[2].upper().removesuffix("B") + "B" if found else ""
+    if found is None or unit not in UNITS:
+        raise JobError(f'{text!r} is no size: write, for example, "512MB" or "1.5GiB"')
+    return int(float(found[1]) * UNITS[unit])
+
+
+def load(path: Path) -> AgentSettings:
+    """The settings in an agent.toml. Relative paths in it are taken from the file's folder.
+
+    Raises:
+        JobError: unreadable, not TOML, an unknown key, or a value of the wrong type or out of range.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise JobError(f"cannot read the agent's settings {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise JobError(f"{path} is not TOML: {error}") from None
+    try:
+        return parse(_anchored(table, path.parent))
+    except JobError as error:
+        raise JobError(f"{path}: {error}") from None
+
+
+def parse(table: Mapping[str, Any]) -> AgentSettings:
+    """The settings in a table.
+
+    Raises:
+        JobError: says which key is wrong, what is expected there, and which keys there are.
+    """
+    try:
+        settings = msgspec.convert(table, AgentSettings)
+    except msgspec.ValidationError as error:
+        kind = BrokerSettings if "$.broker" in str(error) else AgentSettings
+        keys = ", ".join(kind.__struct_fields__)
+        where = "[broker]" if kind is BrokerSettings else "an agent's settings"
+        raise JobError(f"{error}; keys of {where}: {keys}") from None
+    for key, size in (("budget", settings.budget), ("cache", settings.cache)):
+        if size is not None:
+            try:
+                size_bytes(size)
+            except JobError as error:
+                raise JobError(f"{key}: {error}") from None
+    return settings
+
+
+def _anchored(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The table with its paths made absolute."""
+
+    result = _anchor(table, ("home",), folder)
+    for key, paths in (("broker", ("ca", "cert", "key", "password_file")), ("data", ("path",))):
+        if isinstance(result.get(key), dict):
+            result[key] = _anchor(result[key], paths, folder)
+    return result
+
+
+def _anchor(table: Mapping[str, Any], keys: tuple[str, ...], folder: Path) -> dict[str, Any]:
+    return {k: str((folder / v).resolve()) if k in keys and isinstance(v, str) else v for k, v in table.items()}

@@ -1,0 +1,191 @@
+"""Who carries out a task for the daemon: a child process, or on virtual time the daemon itself.
+
+The child (`fedquilt.edge_agent.child`) takes orders as JSON lines on its stdin and answers on its
+stdout. It is kept for a while after a task, so that the next one with the same engine finds its
+imports and its data in place; it may be killed at any moment, for it owns nothing that matters.
+While it works, its resident size is looked at a few times a second: above the budget it is killed
+rather than the board.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from fedquilt.core import Device, Reading
+from fedquilt.edge_agent import budget
+from fedquilt.edge_agent.leash import Child
+from fedquilt.edge_agent.orders import Event, Order, Outcome
+
+WATCH_S: Final = 0.2  # how often the child's resident size is looked at
+COMMAND: Final = (sys.executable, "-m", "fedquilt.edge_agent.child")
+
+
+class Worker(Protocol):
+    """Carries out one order at a time."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Held by its process now, and there for the next task's; 0: it has no process of its own."""
+        ...
+
+    def start(self, order: Order, now_s: float) -> None:
+        """Begin; how it went comes out of `poll`, also when it could not begin."""
+        ...
+
+    def poll(self, now_s: float) -> list[Event]:
+        """What has happened since; after an Outcome it is free for the next order."""
+        ...
+
+    def due_s(self, now_s: float) -> float:
+        """When it wants to be polled at the latest."""
+        ...
+
+    def kill(self) -> None:
+        """Give up the order in hand; nothing more is heard of it."""
+        ...
+
+    def fds(self) -> Sequence[int]:
+        """File descriptors that become readable when there is something to poll."""
+        ...
+
+    def close(self) -> None:
+        """End, at once."""
+        ...
+
+
+class InlineWorker:
+    """Carries tasks out in this process, when the time is up that they would take on the board: for virtual time."""
+
+    resident_bytes: int = 0
+
+    def __init__(self, board: Device) -> None:
+        self._board = board
+        self._order: Order | None = None
+        self._until_s = math.inf
+        self._bench: Any = None  # fedquilt.edge_agent.child.Bench, made with the first order
+
+    def start(self, order: Order, now_s: float) -> None:
+        self._order = order
+        self._until_s = now_s + self._board.cost(order.task.work, 0.0, Reading(), Reading()).duration_s
+
+    def poll(self, now_s: float) -> list[Event]:
+        if self._order is None or now_s < self._until_s:
+            return []
+        from fedquilt.edge_agent import child
+
+        order, self._order = self._order, None
+        self._bench = self._bench or child.Bench()
+        return [child.carry_out(order, self._bench)]
+
+    def due_s(self, now_s: float) -> float:
+        return self._until_s if self._order else math.inf
+
+    def kill(self) -> None:
+        self._order = None
+
+    def fds(self) -> Sequence[int]:
+        return ()
+
+    def close(self) -> None:
+        self.kill()
+
+
+class ChildWorker:
+    """Carries tasks out in a child process; no process is started before the first order.
+
+    Args:
+        warm_s: how long a child without work waits for the next order.
+        command: the program that takes the orders.
+        cage: makes the kernel hold the child to its budget, where it can.
+    """
+
+    def __init__(self, warm_s: float, command: Sequence[str] = COMMAND, cage: budget.Cage | None = None) -> None:
+        self._warm_s, self._command = warm_s, command
+        self._cage = cage or budget.Cage()
+        self._child: Child | None = None
+        self._order: Order | None = None
+        self._idle_s = math.inf  # since when it has had nothing to do
+        self._failed: Outcome | None = None  # of an order that could not even begin
+
+    @property
+    def resident_bytes(self) -> int:
+        return (budget.resident_bytes(self._child.pid) or 0) if self._child else 0
+
+    def start(self, order: Order, now_s: float) -> None:
+        if self._child is not None and self._child.engine != order.task.engine:
+            self._end()
+        try:
+            if self._child is None:
+                self._child = Child(self._command, order.task.engine)
+                self._cage.limit(self._child.pid, order.budget_bytes)
+            self._child.send(msgspec.json.encode(order) + b"\n")
+        except OSError as error:
+            self._end()
+            self._failed = Outcome(code="failed", reason=f"the task's process cannot be started: {error}")
+        self._order, self._idle_s = order, math.inf
+
+    def poll(self, now_s: float) -> list[Event]:
+        if self._failed is not None:
+            failed, self._failed, self._order = self._failed, None, None
+            return [failed]
+        if self._child is None:
+            return []
+        events: list[Event] = []
+        for event in self._child.receive():
+            if self._order is None:
+                continue  # it has answered already
+            events.append(event)
+            if isinstance(event, Outcome):
+                self._order, self._idle_s = None, now_s
+        if self._order is not None and (ended := self._watch(self._child, self._order)) is not None:
+            self._end()
+            self._order = None
+            events.append(ended)
+        elif self._order is None and (self._child.gone or now_s >= self._idle_s + self._warm_s):
+            self._end()
+        return events
+
+    def due_s(self, now_s: float) -> float:
+        if self._failed is not None:
+            return now_s
+        if self._child is None:
+            return math.inf
+        return now_s + WATCH_S if self._order else self._idle_s + self._warm_s
+
+    def kill(self) -> None:
+        self._order = self._failed = None
+        self._end()
+
+    def fds(self) -> Sequence[int]:
+        return self._child.fds() if self._child else ()
+
+    def close(self) -> None:
+        self.kill()
+
+    def _watch(self, child: Child, order: Order) -> Outcome | None:
+        """How the order ended, if its process is dead or has to die; None: it works on."""
+        held = child.look()
+        if child.garbled:
+            return Outcome(code="failed", reason=f"the task's process answers no protocol; it said: {child.words}")
+        if child.gone:
+            return child.obituary()
+        if held is not None and held > order.budget_bytes:
+            size = budget.megabytes(held)
+            limit = budget.megabytes(order.budget_bytes)
+            return Outcome(
+                code="memory",
+                reason=f"the task held {size}, the budget is {limit}, so its process was killed: "
+                "ask for less (a smaller model, batch or tier), or raise budget",
+                peak_bytes=held,
+            )
+        return None
+
+    def _end(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child = None
