@@ -1,0 +1,370 @@
+"""The training engines: the same steps in numpy and torch, the same bits again, and learning that happens."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from fedquilt import methods, tensors
+from fedquilt.core import DataError, Examples, Fit, JobError, ModelError, Site, Task, UpdateError, Work
+from fedquilt.edge_agent import engines
+from fedquilt.edge_agent.engines import numpy_engine, training
+from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
+
+AMPLE = 8 * 2**30
+TIGHT = 1  # nothing fits: one example at a time
+MLP = {"name": "mlp", "inputs": 6, "hidden": [5, 4], "classes": 3}
+LINEAR = {"name": "mlp", "inputs": 2, "hidden": [], "classes": 2}
+CNN = {"name": "cnn", "channels": 1, "size": 8, "classes": 2, "width": 2, "input": {"channels": 1, "size": 8}}
+
+
+def numpy_one(budget_bytes: int) -> NumpyEngine:
+    return NumpyEngine(budget_bytes, base_bytes=0)
+
+
+def torch_one(budget_bytes: int):
+    pytest.importorskip("torch")
+    from fedquilt.edge_agent.engines.torch_engine import TorchEngine
+
+    return TorchEngine(budget_bytes, base_bytes=0)
+
+
+both = pytest.mark.parametrize("engine", [numpy_one, torch_one], ids=["numpy", "torch"])
+
+
+def table(count: int = 20, inputs: int = 6, classes: int = 3, seed: int = 0) -> Examples:
+    """Random values; the label is which of the first `classes` is the largest, by at least 0.5."""
+    x = tensors.rng("table", seed).normal(size=(count, inputs)).astype(np.float32)
+    y = x[:, :classes].argmax(axis=1)
+    x[np.arange(count), y] += 0.5
+    return Examples(x, y)
+
+
+def pictures(count: int = 24) -> Examples:
+    """Grey 8x8 images, bright in the left half or in the right."""
+    y = np.arange(count) % 2
+    x = tensors.rng("pictures").integers(0, 60, (count, 8, 8), dtype=np.uint8)
+    for image, side in zip(x, y, strict=True):
+        image[:, 4 * side : 4 * side + 4] += 150
+    return Examples(x, y)
+
+
+def torch_start(network, seed=0):
+    torch = pytest.importorskip("torch")
+    from fedquilt.models import zoo
+
+    torch.manual_seed(seed)
+    model = zoo.build({key: value for key, value in network.items() if key != "input"})
+    return {name: value.numpy().copy() for name, value in model.state_dict().items()}
+
+
+def same_bits(a, b) -> bool:
+    return tensors.encode(a) == tensors.encode(b)
+
+
+def close(a, b, tolerance: float = 1e-5) -> bool:
+    return a.keys() == b.keys() and all(np.allclose(a[name], b[name], rtol=0, atol=tolerance) for name in a)
+
+
+# -- making them ----------------------------------------------------------------------------------
+
+
+def test_engines_are_made_by_name():
+    """Each calls itself what it was asked for by."""
+    for name in engines.available():
+        engine = engines.make(name, AMPLE)
+        assert engine.name == name
+        engine.close()
+
+
+def test_an_unknown_engine_lists_those_there_are():
+    """The mend is in the message."""
+    with pytest.raises(JobError, match=r"'tensorflow' is unknown; there are: numpy, onnx, torch"):
+        engines.make("tensorflow", AMPLE)
+
+
+def test_asking_what_is_available_imports_nothing_heavy():
+    """The daemon asks, and holds none of them; an absent library is named with the command that brings it."""
+    check = """
+import sys
+from fedquilt.core import JobError
+from fedquilt.edge_agent import engines
+assert "numpy" in engines.available()
+assert not {"numpy", "torch", "onnxruntime"} & set(sys.modules)
+sys.path[:] = []  # now nothing further is installed
+assert engines.available() == ()
+try:
+    engines.make("torch", 1)
+except JobError as error:
+    assert str(error) == "engine 'torch' needs torch, which is not installed: pip install 'fedquilt[train]'", error
+else:
+    raise AssertionError
+"""
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# -- one step, by hand ----------------------------------------------------------------------------
+
+
+@both
+def test_one_step_of_a_linear_network_is_what_it_is_on_paper(engine):
+    """From zero, both classes have p = 1/2: with x = (1, 2), y = 0 the weights' gradient is (p - y) x.
+
+    So w moves by lr 0.1 to ((0.05, 0.1), (-0.05, -0.1)), b to (0.05, -0.05), and the loss was ln 2.
+    """
+    start = {"1.weight": np.zeros((2, 2), np.float32), "1.bias": np.zeros(2, np.float32)}
+    examples = Examples(np.array([[1, 2]], np.float32), np.array([0]))
+    model, metrics = engine(AMPLE).train(LINEAR, start, examples, Fit(lr=0.1), tensors.rng(0))
+    np.testing.assert_allclose(model["1.weight"], [[0.05, 0.1], [-0.05, -0.1]], atol=1e-7)
+    np.testing.assert_allclose(model["1.bias"], [0.05, -0.05], atol=1e-7)
+    assert metrics == {"loss": pytest.approx(np.log(2)), "steps": 1.0}
+
+
+@both
+def test_bytes_are_scaled_to_the_unit_interval(engine):
+    """A pixel of 255 is 1: the step is the same as with the number 1."""
+    start = numpy_engine.init(LINEAR, 0)
+    y = np.array([0, 1])
+    by_byte = Examples(np.array([[255, 0], [0, 255]], np.uint8), y)
+    by_number = Examples(np.eye(2, dtype=np.float32), y)
+    models = [engine(AMPLE).train(LINEAR, start, e, Fit(), tensors.rng(0))[0] for e in (by_byte, by_number)]
+    assert same_bits(*models)
+
+
+@both
+def test_clipping_bounds_the_whole_gradient(engine):
+    """The step of the first test has norm sqrt(3); clipped to 0.001 every value moves 0.001 / sqrt(3) as far."""
+    start = {"1.weight": np.zeros((2, 2), np.float32), "1.bias": np.zeros(2, np.float32)}
+    examples = Examples(np.array([[1, 2]], np.float32), np.array([0]))
+    model, _ = engine(AMPLE).train(LINEAR, start, examples, Fit(lr=1.0, clip=1e-3), tensors.rng(0))
+    assert np.sqrt(sum(np.square(array).sum() for array in model.values())) == pytest.approx(1e-3, rel=1e-2)
+    assert model["1.weight"][0, 1] == pytest.approx(2 * model["1.weight"][0, 0])
+
+
+# -- identities -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fit",
+    [
+        Fit(epochs=3, batch=8, lr=0.1),
+        Fit(epochs=2, batch=7, lr=0.05, momentum=0.9, weight_decay=0.01),
+        Fit(epochs=2, batch=20, lr=0.1, momentum=0.5, clip=0.1),
+    ],
+)
+def test_numpy_and_torch_agree(fit: Fit):
+    """The same start, examples and generator: equal to 1e-5 after several epochs, and so are the metrics."""
+    start, examples = numpy_engine.init(MLP, seed=1), table()
+    ours, our_metrics = numpy_one(AMPLE).train(MLP, start, examples, fit, tensors.rng(2))
+    theirs, their_metrics = torch_one(AMPLE).train(MLP, start, examples, fit, tensors.rng(2))
+    assert close(ours, theirs)
+    assert not close(ours, start)
+    assert our_metrics == pytest.approx(their_metrics, abs=1e-5)
+    evaluated = [engine(AMPLE).evaluate(MLP, ours, examples) for engine in (numpy_one, torch_one)]
+    assert evaluated[0] == pytest.approx(evaluated[1], abs=1e-5)
+
+
+def test_numpy_and_torch_agree_on_images():
+    """With an input table: grey bytes are resized and normalised the same way in both."""
+    network = {"name": "mlp", "inputs": 16, "hidden": [5], "classes": 2}
+    network["input"] = {"channels": 1, "size": 4, "mean": [0.5], "std": [0.25]}
+    start = numpy_engine.init(network, 0)
+    models = [e(AMPLE).train(network, start, pictures(), Fit(), tensors.rng(3))[0] for e in (numpy_one, torch_one)]
+    assert close(*models)
+
+
+def test_both_engines_name_the_same_tensors():
+    """What one initialises the other takes: names, shapes and types."""
+    wanted = torch_start(MLP)
+    made = numpy_engine.init(MLP, 0)
+    assert {name: (a.shape, a.dtype) for name, a in made.items()} == {n: (a.shape, a.dtype) for n, a in wanted.items()}
+    assert same_bits(made, numpy_engine.init(MLP, 0))
+    assert not same_bits(made, numpy_engine.init(MLP, 1))
+    assert np.abs(made["1.weight"]).max() <= 1 / np.sqrt(6)
+
+
+@both
+def test_fedprox_without_pull_is_fedavg_bit_for_bit(engine):
+    """mu = 0 through the methods' own client halves; with mu > 0 the model stays nearer to its start."""
+    start = numpy_engine.init(MLP, 0)
+    moved = {}
+    for name, mu in (("fedavg", None), ("fedprox", 0.0), ("fedprox", 1.0)):
+        params = {"epochs": 3, "batch": 4, "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "clip": 0.0, "network": MLP}
+        if mu is not None:
+            params["mu"] = mu
+        task = Task(
+            job="j", round=0, attempt=0, method=name, engine="numpy", actions=("work",), params=params,
+            bundles={}, work=Work(), seed=0, deadline_s=1.0,
+        )  # fmt: skip
+        site = Site("d", AMPLE, engine(AMPLE), tensors.rng(5), table(), table(4), {}, lambda _: start, lambda _: None)
+        moved[name, mu] = methods.load(name).work(task, site).bundles["model"]
+    assert same_bits(moved["fedavg", None], moved["fedprox", 0.0])
+
+    def distance(model):
+        return sum(np.square(model[name] - start[name]).sum() for name in start)
+
+    assert distance(moved["fedprox", 1.0]) < 0.9 * distance(moved["fedavg", None])
+
+
+@both
+def test_micro_batches_take_the_same_steps(engine):
+    """One example at a time, gradients added up, against the whole mini-batch: equal to float tolerance."""
+    start, examples, fit = numpy_engine.init(MLP, 0), table(), Fit(epochs=2, batch=8, momentum=0.9, clip=0.5)
+    whole, metrics = engine(AMPLE).train(MLP, start, examples, fit, tensors.rng(1))
+    single, same_metrics = engine(TIGHT).train(MLP, start, examples, fit, tensors.rng(1))
+    assert close(whole, single, 1e-6)
+    assert not same_bits(whole, single), "the tight budget changed nothing: this test compared nothing"
+    assert metrics == pytest.approx(same_metrics, abs=1e-6)
+    evaluated = [engine(budget).evaluate(MLP, whole, examples) for budget in (AMPLE, TIGHT)]
+    assert evaluated[0] == pytest.approx(evaluated[1], abs=1e-6)
+
+
+@both
+def test_the_same_seed_gives_the_same_bits(engine):
+    """And another seed, which shuffles otherwise, gives others."""
+    start, examples, fit = numpy_engine.init(MLP, 0), table(), Fit(batch=3)
+    models = [engine(AMPLE).train(MLP, start, examples, fit, tensors.rng(seed))[0] for seed in (1, 1, 2)]
+    assert same_bits(models[0], models[1])
+    assert not same_bits(models[0], models[2])
+
+
+def test_dropout_is_repeated_with_its_seed():
+    """torch's own draws come from the generator too, and leave the process's own as they were."""
+    torch = pytest.importorskip("torch")
+    network = {"name": "torchvision/squeezenet1_1", "classes": 2, "input": {"channels": 3, "size": 32}}
+    start, examples = torch_start(network), pictures(4)
+    before = torch.random.get_rng_state()
+    models = [torch_one(AMPLE).train(network, start, examples, Fit(), tensors.rng(s))[0] for s in (1, 1, 2)]
+    assert same_bits(models[0], models[1])
+    assert not same_bits(models[0], models[2])
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+# -- learning -------------------------------------------------------------------------------------
+
+
+@both
+def test_learning_happens(engine):
+    """300 separable examples, 100 others to be told: from about a third right to above 95 %."""
+    network = {**MLP, "hidden": [16]}
+    start, train, held = numpy_engine.init(network, 0), table(300), table(100, seed=1)
+    one = engine(AMPLE)
+    before = one.evaluate(network, start, held)
+    model, metrics = one.train(network, start, train, Fit(epochs=15, batch=16, lr=0.1, momentum=0.9), tensors.rng(0))
+    after = one.evaluate(network, model, held)
+    assert before["accuracy"] < 0.6
+    assert after["accuracy"] > 0.95
+    assert after["examples"] == 100.0
+    assert metrics["loss"] < 0.2 < before["loss"]
+    assert metrics["steps"] == 15 * np.ceil(300 / 16)
+
+
+def test_a_convolutional_network_learns_from_images():
+    """Left or right, in micro-batches of one, with the received tensors left as they were."""
+    start, examples = torch_start(CNN), pictures()
+    kept = {name: array.copy() for name, array in start.items()}
+    engine = torch_one(TIGHT)
+    model, _ = engine.train(CNN, start, examples, Fit(epochs=5, batch=6, lr=0.2), tensors.rng(0))
+    assert engine.evaluate(CNN, model, examples)["accuracy"] == 1.0
+    assert same_bits(start, kept)
+
+
+def test_counters_of_batch_norm_stay_integers():
+    """Two steps are two: the examples that were run to see what they cost are not counted."""
+    network = {"name": "resnet20-cifar", "input": {"channels": 3, "size": 8}}
+    start = torch_start(network)
+    model, _ = torch_one(AMPLE).train(network, start, pictures(8), Fit(batch=4), tensors.rng(0))
+    counters = {name: array for name, array in model.items() if name.endswith("num_batches_tracked")}
+    assert {int(array) for array in counters.values()} == {2}
+    assert {array.dtype.kind for array in counters.values()} == {"i"}
+    assert model.keys() == start.keys()
+
+
+# -- progress and refusals ------------------------------------------------------------------------
+
+
+@both
+def test_progress_runs_to_one_and_may_cancel(engine):
+    """20 steps are told in quarters; what progress raises ends the training and comes through."""
+    told: list[float] = []
+    fit, start = Fit(batch=1), numpy_engine.init(MLP, 0)
+    engine(AMPLE).train(MLP, start, table(20), fit, tensors.rng(0), progress=told.append)
+    assert told == [0.25, 0.5, 0.75, 1.0]
+
+    def cancel(fraction: float) -> None:
+        raise InterruptedError(fraction)
+
+    with pytest.raises(InterruptedError, match=r"0\.25"):
+        engine(AMPLE).train(MLP, start, table(20), fit, tensors.rng(0), progress=cancel)
+
+
+@both
+def test_a_loss_that_is_not_finite_is_refused(engine):
+    """Whether it got there by its steps or started so; the message says what to lower."""
+    start = numpy_engine.init(MLP, 0)
+    with pytest.raises(UpdateError, match=r"the loss is (nan|inf) in step \d+ of 50: lower lr \(now 1e\+30\)"):
+        engine(AMPLE).train(MLP, start, table(10), Fit(epochs=5, batch=1, lr=1e30), tensors.rng(0))
+    broken = {**start, "1.bias": np.full(5, np.nan, np.float32)}
+    with pytest.raises(UpdateError, match="the loss is nan in step 1"):
+        engine(AMPLE).train(MLP, broken, table(), Fit(), tensors.rng(0))
+    with pytest.raises(UpdateError, match="of the model on 20 held-out examples is nan"):
+        engine(AMPLE).evaluate(MLP, broken, table())
+
+
+@both
+def test_tensors_of_another_network_are_refused(engine):
+    """Names first, then shapes, each by name."""
+    start = numpy_engine.init(MLP, 0)
+    fewer = {name: array for name, array in start.items() if name != "3.bias"}
+    with pytest.raises(ModelError, match=r"1 names differ, they lack '3.bias'"):
+        engine(AMPLE).train(MLP, fewer, table(), Fit(), tensors.rng(0))
+    wider = {**start, "3.bias": np.zeros(9, np.float32)}
+    with pytest.raises(ModelError, match=r"'3.bias' has shape \(9,\), the network wants \(4,\)"):
+        engine(AMPLE).evaluate(MLP, wider, table())
+
+
+@both
+def test_examples_that_do_not_fit_are_refused(engine):
+    """A label beyond the classes, examples of another size, none at all."""
+    start, good = numpy_engine.init(MLP, 0), table()
+    for odd in (3, -1):
+        y = good.y.copy()
+        y[7] = odd
+        with pytest.raises(DataError, match=r"labels run from .* 3 classes \(0 to 2\)"):
+            engine(AMPLE).train(MLP, start, Examples(good.x, y), Fit(), tensors.rng(0))
+    with pytest.raises(DataError, match="examples"):
+        engine(AMPLE).train(MLP, start, Examples(good.x[:, :4], good.y), Fit(), tensors.rng(0))
+    with pytest.raises(DataError, match="no examples"):
+        engine(AMPLE).train(MLP, start, Examples(good.x[:0], good.y[:0]), Fit(), tensors.rng(0))
+    assert engine(AMPLE).evaluate(MLP, start, Examples(good.x[:0], good.y[:0])) == {"examples": 0.0}
+
+
+def test_the_numpy_engine_says_what_it_cannot_train():
+    """And which engine can."""
+    with pytest.raises(ModelError, match=r"not 'cnn': install fedquilt\[train\]"):
+        numpy_engine.init(CNN, 0)
+    with pytest.raises(ModelError, match=r"network 'mlp'.*`inputs`"):
+        numpy_engine.init({"name": "mlp", "classes": 3}, 0)
+    with pytest.raises(ModelError, match="must be 1 or more"):
+        numpy_engine.init({**MLP, "hidden": [5, 0]}, 0)
+
+
+# -- what goes through at once --------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_halved_until_it_does():
+    """Room for 300 of 10 bytes each is 30 examples: 128, 64, 32 are too many, 16 fit; never fewer than 1."""
+    assert training.fitting(300, 10, 128) == 16
+    assert training.fitting(300, 10, 30) == 30
+    assert training.fitting(-5, 10, 128) == 1
+
+
+def test_micro_batches_are_of_about_one_size():
+    """33 examples at most 32 at once are 17 and 16, not 32 and a lonely one."""
+    parts = training.micro_batches(np.arange(33), 32)
+    assert [len(part) for part in parts] == [17, 16]
+    assert np.concatenate(parts).tolist() == list(range(33))
