@@ -39,6 +39,7 @@ class Running:
     def __init__(self, row: Row, store: Store, now_s: float) -> None:
         self.id, self.job, self._store = row.id, row.job, store
         self.method = methods.load(row.job.method)
+        self.engines = (row.job.engine,) if row.job.engine else tuple(self.method.engines)  # preferred first
         self.bundle = bundle.load(row.bundle)
         for name, ref in self.bundle.files.items():
             if not store.depot.has(ref):

@@ -200,7 +200,7 @@ class Server:
         if job is None or device not in job.rounds.asked:
             return
         known = self.registry.devices.get(device)
-        engine = self._able(now_s).get(device) or job.method.engines[0]
+        engine = self._able(now_s).get(device) or job.engines[0]
         try:
             task = job.task(device, engine, known.profile if known else None, now_s)
         except Exception as error:
@@ -336,7 +336,7 @@ class Server:
         self._poll_s = -math.inf
 
     def _able(self, now_s: float) -> dict[str, str]:
-        return self.registry.able(tuple(self.active.method.engines), now_s) if self.active else {}
+        return self.registry.able(self.active.engines, now_s) if self.active else {}
 
     def _deadline_s(self) -> float:
         return rounds.next_s(self.active.rounds) if self.active else math.inf

@@ -52,6 +52,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     method: str
     rounds: Annotated[int, Meta(ge=1, le=1_000_000)] = 10  # at most; a method may end earlier
     seed: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    engine: str | None = None  # one of the method's; None: on each device the first of them that it has
     max_update_mb: Annotated[int, Meta(ge=1)] = 1024  # a device that announces more is refused
     params: dict[str, Any] = msgspec.field(default_factory=dict)
     cohort: Cohort = Cohort()
@@ -102,7 +103,10 @@ def params(job: Job) -> Any:
     Raises:
         JobError: an unknown method, an unknown parameter, or a value of the wrong type.
     """
-    kind = methods.load(job.method).params
+    method = methods.load(job.method)
+    if job.engine not in (None, *method.engines):
+        raise JobError(f"engine = {job.engine!r}: {job.method} runs on {' or '.join(method.engines)}")
+    kind = method.params
     known = [field.name for field in dataclasses.fields(kind)]
     unknown = sorted(set(job.params) - set(known))
     if unknown:

@@ -141,6 +141,7 @@ class World:
             "name": "sim",
             "method": "fedavg",
             "rounds": ROUNDS,
+            "engine": "numpy",
             "params": {"lr": 0.1, "batch": 4},
             "cohort": {"size": DEVICES, "min_devices": DEVICES, "deadline_s": LIMIT_S},
             "check": {"every": 2},

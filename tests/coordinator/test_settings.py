@@ -40,6 +40,7 @@ def test_paths_are_taken_from_the_job_files_folder(tmp_path: Path) -> None:
         ('name = "J/../x"\nmethod = "fedavg"\n', "$.name"),
         ('name = "j"\nmethod = "fedavg"\n[params]\nlearning_rate = 1\n', "it has epochs"),
         ('name = "j"\nmethod = "fedavg"\n[params]\nlr = "fast"\n', "[params] of fedavg"),
+        ('name = "j"\nmethod = "fedavg"\nengine = "onnx"\n', "runs on torch or numpy"),
         ('name = "j"\nmethod = "fedavg"\n[cohort]\nquorum = 2.0\n', "$.cohort.quorum"),
     ],
 )

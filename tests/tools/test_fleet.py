@@ -23,6 +23,7 @@ def plan(folder: Path, **changes: object) -> fleet.Plan:
         "name": "fleet",
         "method": "fedavg",
         "rounds": 2,
+        "engine": "numpy",
         "params": {"lr": 0.2, "batch": 16},
         "check": {"every": 2},
         "fleet": {"devices": 3, "boards": ["jetson-nano", "jetson-tx2"], "budgets": ["256MB", "512MB"]},
