@@ -84,15 +84,22 @@ class OnnxEngine:
                 parts.append(loaded.session.run(None, {name: part})[0])
         return np.concatenate(parts).astype(np.float32, copy=False)
 
+    def facts(self, graph: Path) -> Mapping[str, str]:
+        """What the graph's metadata say.
+
+        Raises:
+            ModelError: no such graph, not ONNX, or weights missing.
+        """
+        with _named(graph):
+            return self._session(graph, roomy=False).get_modelmeta().custom_metadata_map
+
     def plan(self, graph: Path) -> Plan:
-        """How the graph would be run.
+        """How the graph is run.
 
         Raises:
             ModelError, MemoryBudgetError: as `run` does.
         """
-        with _named(graph):
-            facts = self._session(graph, roomy=False).get_modelmeta().custom_metadata_map
-        return self._plan(graph, facts)
+        return self._plan(graph, self.facts(graph))
 
     def resident(self) -> tuple[Path, ...]:
         """The graphs that are loaded, the least recently used first."""

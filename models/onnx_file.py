@@ -1,0 +1,156 @@
+"""A stitched network as one ONNX file that runs anywhere ONNX does. Imports onnx.
+
+Input "x": prepared images (n, channels, size, size) float32 (`fedquilt.models.images.prepare`).
+Output "scores": (n, labels), the largest wins. Between blocks lie the junctions of
+`fedquilt.models.stitch`: two constant products that resize, then a 1x1 convolution. Labels and what
+preparing the images takes are in the file's metadata, as JSON under "labels" and "input".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, compose, helper, numpy_helper
+
+from fedquilt.core import ModelError, Tensors
+from fedquilt.models import images
+
+OPSET = 17  # of the blocks' graphs
+IR_VERSION = 8
+LARGEST_BYTES = 2**31 - 1  # of one protobuf file
+
+
+def stitched(meta: Mapping[str, Any], arrays: Tensors, files: Mapping[str, Path]) -> bytes:
+    """The ONNX file of a stitched network.
+
+    Args:
+        meta: of the artefact (`fedquilt.methods.fedstitch.result`).
+        arrays: the artefact's tensors.
+        files: the bundle's files by name: graphs are "<block>.onnx", the weights they call lie beside them.
+
+    Raises:
+        ModelError: a block's file is missing or is no such graph, or the network says nothing about labels.
+    """
+    made = _Graph(arrays)
+    junctions = {junction["before"]: junction for junction in meta["junctions"]}
+    value, activation_bytes = "x", 0
+    shape: Sequence[Any] = ()
+    for place, block in enumerate(meta["path"]):
+        part = _read(block, files)
+        facts = {prop.key: prop.value for prop in part.metadata_props}
+        activation_bytes = max(activation_bytes, int(facts.get("activation_bytes", 0)))
+        if place == 0:
+            shape = [dim.dim_value for dim in part.graph.input[0].type.tensor_type.shape.dim][1:]
+        elif junctions[place]["kind"] == "projection":
+            value = made.junction(value, junctions[place], f"junction{place}")
+        value = made.block(value, part.graph, f"block{place}/")
+    scores = made.head(value, meta["head"]) if meta["head"] else made.align(value, meta["align"])
+    made.node("Identity", [scores], "scores")
+    info = helper.make_tensor_value_info
+    whole = helper.make_graph(
+        made.nodes,
+        "stitched",
+        [info("x", TensorProto.FLOAT, ["n", *shape])],
+        [info("scores", TensorProto.FLOAT, ["n", len(meta["labels"])])],
+        made.initializers,
+    )
+    model = helper.make_model(
+        whole, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=IR_VERSION, producer_name="fedquilt"
+    )
+    facts = {
+        "labels": json.dumps(list(meta["labels"])),
+        "input": json.dumps(dict(meta["input"])),
+        "path": " ".join(meta["path"]),
+        "activation_bytes": str(activation_bytes),
+        "weight_bytes": str(sum(len(tensor.raw_data) for tensor in made.initializers)),
+    }
+    helper.set_model_props(model, facts)
+    if model.ByteSize() > LARGEST_BYTES:
+        raise ModelError(f"the network takes {model.ByteSize() / 1e9:.1f} GB, one ONNX file holds 2 GB at most")
+    return model.SerializeToString(deterministic=True)
+
+
+class _Graph:
+    """Nodes and weights as they are added. Every method returns the name of the value it makes."""
+
+    def __init__(self, arrays: Tensors) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+        self.initializers: list[onnx.TensorProto] = []
+        self._arrays = arrays
+
+    def node(self, kind: str, inputs: Iterable[str], output: str, **attributes: Any) -> str:
+        self.nodes.append(helper.make_node(kind, list(inputs), [output], name=output, **attributes))
+        return output
+
+    def constant(self, name: str, array: np.ndarray) -> str:
+        self.initializers.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
+        return name
+
+    def block(self, value: str, graph: onnx.GraphProto, prefix: str) -> str:
+        """A donor's block, its names made unique."""
+        graph = compose.add_prefix_graph(graph, prefix)
+        self.node("Identity", [value], graph.input[0].name)
+        self.nodes.extend(graph.node)
+        self.initializers.extend(graph.initializer)
+        return graph.output[0].name
+
+    def junction(self, value: str, junction: Mapping[str, Any], name: str) -> str:
+        """(n, c, h, w) -> (n, c_out, h_out, w_out): resized, then projected."""
+        before, after = junction["in_shape"], junction["out_shape"]
+        if before[1] != after[1]:
+            rows = self.constant(f"{name}/rows", images.resize_matrix(before[1], after[1]))
+            value = self.node("MatMul", [rows, value], f"{name}/resized_rows")
+        if before[2] != after[2]:
+            columns = self.constant(f"{name}/columns", images.resize_matrix(before[2], after[2]).T)
+            value = self.node("MatMul", [value, columns], f"{name}/resized")
+        weights = self.constant(f"{name}/weights", self._float(junction["weights"])[:, :, None, None])
+        bias = self.constant(f"{name}/bias", self._float(junction["bias"]))
+        return self.node("Conv", [value, weights, bias], f"{name}/projected")
+
+    def head(self, value: str, head: Mapping[str, Any]) -> str:
+        """A linear layer on the pooled maps."""
+        pooled = self.node("GlobalAveragePool", [value], "head/pooled")
+        flat = self.node("Flatten", [pooled], "head/features", axis=1)
+        weights = self.constant("head/weights", self._float(head["weights"]))
+        bias = self.constant("head/bias", self._float(head["bias"]))
+        return self.node("Gemm", [flat, weights, bias], "head/scores", transB=1)
+
+    def align(self, logits: str, groups: Sequence[Sequence[int]] | None) -> str:
+        """logsumexp of a donor's logits over each label's classes; a label without classes never wins."""
+        if not groups or not any(groups):
+            raise ModelError("the stitched network has neither a head nor an alignment: nothing says what it tells")
+        parts = []
+        for label, group in enumerate(groups):
+            if group:
+                classes = self.constant(f"align/{label}", np.array(group, np.int64))
+                own = self.node("Gather", [logits, classes], f"align/{label}/logits", axis=1)
+                parts.append(self.node("ReduceLogSumExp", [own], f"align/{label}/score", axes=[1], keepdims=1))
+            else:
+                parts.append("")
+        first = next(part for part in parts if part)
+        shape = self.node("Shape", [first], "align/shape")
+        lowest = numpy_helper.from_array(np.array([-np.inf], np.float32))
+        never = self.node("ConstantOfShape", [shape], "align/never", value=lowest)
+        return self.node("Concat", [part or never for part in parts], "align/scores", axis=1)
+
+    def _float(self, name: str) -> np.ndarray:
+        return self._arrays[name].astype(np.float32)
+
+
+def _read(block: str, files: Mapping[str, Path]) -> onnx.ModelProto:
+    path = files.get(f"{block}.onnx")
+    if path is None:
+        raise ModelError(f"the bundle has no block {block!r}: it is not the one that this network was stitched from")
+    try:
+        model = onnx.load(path)
+    except Exception as error:  # protobuf, the checker and the file system each have their own
+        raise ModelError(f"block {block!r} cannot be read from {path}: {error}; prepare the bundle anew") from None
+    opsets = [opset.version for opset in model.opset_import]
+    if opsets != [OPSET] or len(model.graph.input) != 1 or len(model.graph.output) != 1:
+        raise ModelError(f"block {block!r} in {path} was not made by `fedquilt prepare`: prepare the bundle anew")
+    return model
