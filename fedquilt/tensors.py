@@ -83,13 +83,13 @@ def encode(tensors: Tensors, metadata: dict[str, str] | None = None) -> bytes:
 
 
 def decode(payload: bytes) -> dict[str, np.ndarray]:
-    """The tensors in safetensors bytes.
+    """The tensors in safetensors bytes, sorted by name.
 
     Raises:
         UpdateError: not safetensors.
     """
     try:
-        return safetensors.numpy.load(payload)
+        return dict(sorted(safetensors.numpy.load(payload).items()))  # it gives them in any order
     except (SafetensorError, ValueError, KeyError, OverflowError, struct.error) as error:
         raise UpdateError(f"not a safetensors blob: {error}") from None
 
