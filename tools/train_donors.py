@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from fedquilt import tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import DataError, derive_seed
-from fedquilt.edge_agent import data as examples
-from fedquilt.edge_agent import readers
+from fedquilt.edge_agent.data import DataSpec, load_all
 from fedquilt.models import zoo
 from fedquilt.tools.prepare import prepare
 
@@ -133,11 +132,10 @@ def _warp(x: torch.Tensor, scale: tuple[float, float], shift: float, draw: torch
 
 def _mnist(folder: Path, split: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Images (n, 1, 28, 28) in 0..1 and labels (n,)."""
-    reader = readers.open_(examples.parse({"path": str(folder), "split": split}))
-    images = reader.take(np.arange(len(reader.y)))
-    if images.shape[1:] != (28, 28):
-        raise DataError(f"{folder} holds images of shape {images.shape[1:]}, MNIST's are 28 x 28")
-    return torch.from_numpy(images[:, None].astype(np.float32) / 255), torch.from_numpy(reader.y)
+    found = load_all(DataSpec(path=str(folder), split=split))
+    if found.x.shape[1:] != (28, 28):
+        raise DataError(f"{folder} holds images of shape {found.x.shape[1:]}, MNIST's are 28 x 28")
+    return torch.from_numpy(found.x[:, None].astype(np.float32) / 255), torch.from_numpy(found.y)
 
 
 def main() -> int:
