@@ -123,7 +123,7 @@ class Pull:
         self._missing_chunks = 0
         self._window = _START_WINDOW
         self._asked: dict[int, float] = {}  # index -> when it was last asked for
-        self._first: dict[int, float] = {}  # index -> when it was first asked for
+        self._times: dict[int, tuple[float, float]] = {}  # index -> when it was asked for: first, last
         self._srtt_s: float | None = None
         self._heard_s = self._progress_s = now_s
         self._parked_s: float | None = None
@@ -140,7 +140,7 @@ class Pull:
     def timeout_s(self) -> float:
         """How long an answer may take now."""
         normal_s = max(_TIMEOUT_LEAST_S, 4 * (self._srtt_s or 0.0))
-        return min(normal_s * 2.0 ** min(self.backoff, 10), max(_TIMEOUT_MOST_S, normal_s))
+        return min(normal_s * 2.0 ** min(self.backoff, 10), _TIMEOUT_MOST_S)
 
     @property
     def outstanding_bytes(self) -> int:
@@ -172,7 +172,7 @@ class Pull:
     def _get(self, indices: tuple[int, ...], now_s: float) -> wire.Get:
         for index in indices or (MANIFEST,):
             self._asked[index] = now_s
-            self._first.setdefault(index, now_s)
+            self._times[index] = (self._times.get(index, (now_s,))[0], now_s)
         return wire.Get(sha256=self.ref.sha256, chunk=self.chunk, indices=indices)
 
     def _absent(self, most: int) -> tuple[int, ...]:
@@ -187,15 +187,18 @@ class Pull:
 
     def _expire(self, now_s: float) -> bool:
         """Give up on answers that are overdue; True: there were some."""
-        if now_s - self._progress_s >= self._patience_s:
+        if now_s >= self._progress_s + self._patience_s:
             self.failed = f"no answer for {self._patience_s:.0f} s"
         timeout_s = self.timeout_s
-        overdue = [index for index, asked_s in self._asked.items() if now_s - asked_s >= timeout_s]
-        if overdue and now_s - self._heard_s >= timeout_s:
+        # sums are compared, as in due_s: a difference may round to just below the time-out, and nothing is ever due
+        overdue = [index for index, asked_s in self._asked.items() if now_s >= asked_s + timeout_s]
+        if overdue and now_s >= self._heard_s + timeout_s:
             # nothing comes at all: all of it is lost, or the line is slower than thought; ask for one and wait longer
             self._asked.clear()
             self._window = 1
             self.backoff += 1
+        elif overdue:
+            self._window = max(1, self._window // 2)
         for index in overdue:
             self._asked.pop(index, None)
         return bool(overdue)
@@ -219,7 +222,7 @@ class Pull:
         self._progress(now_s)
         self.manifest, self.chunk = manifest, manifest.chunk
         self._asked.clear()
-        self._first.clear()
+        self._times.clear()
         self.start(bytes(count(manifest)))
         return True
 
@@ -256,13 +259,15 @@ class Pull:
         self._asked.clear()
 
     def _heard(self, index: int, now_s: float) -> None:
-        """Something came: measure how long it took since it was first asked for, which never flatters the line."""
+        """Something came: the peer is there, and this is how long an answer takes."""
         self._heard_s = now_s
         self.backoff = 0
         self._asked.pop(index, None)
-        first_s = self._first.pop(index, None)
+        first_s, last_s = self._times.pop(index, (None, now_s))
         if first_s is not None and index != MANIFEST:  # a manifest is small and says little of a chunk
-            took_s = min(now_s - first_s, _TIMEOUT_MOST_S)
+            took_s = now_s - last_s
+            if self._srtt_s is None or took_s < self._srtt_s / 2:
+                took_s = now_s - first_s  # too soon for an answer to the last request: it answers an earlier one
             self._srtt_s = took_s if self._srtt_s is None else self._srtt_s + (took_s - self._srtt_s) / 8
 
     def _progress(self, now_s: float) -> None:
@@ -281,7 +286,7 @@ class Pull:
     def reconnected(self, chunk: int, now_s: float) -> None:
         """A new session: what was on its way is lost, and the largest chunk may be another."""
         self._asked.clear()
-        self._first.clear()
+        self._times.clear()
         self.backoff = 0
         self._window = _START_WINDOW
         self._heard_s = self._progress_s = now_s
@@ -291,7 +296,7 @@ class Pull:
     def park(self, now_s: float) -> None:
         """Let others go first: time stands still for this one until `unpark`."""
         self._asked.clear()
-        self._first.clear()
+        self._times.clear()
         self._parked_s = now_s
 
     def unpark(self, now_s: float) -> None:
