@@ -37,6 +37,8 @@ from fedquilt.transfer import Transfers
 log = logging.getLogger("fedquilt.agent")
 
 PROGRESS_S: Final = 2.0  # progress is told no more often than this
+RETELL_S: Final = 5.0  # presence and profile are told again after this, then after twice as long, and so on:
+RETELL_MOST_S: Final = 600.0  # a broker keeps them, but may lose what it acknowledged
 
 
 class Agent:
@@ -68,6 +70,8 @@ class Agent:
         kept, counted = self.local.recover()
         offers = {key: plan.Offer(update, private, due_s=-math.inf) for key, (update, private) in kept.items()}
         self.state = plan.State(means, outbox=offers, counted=counted)
+        self._tell_s, self._patience_s = math.inf, RETELL_S
+        self._profile = report.profile(self.device, board, means)
         self._before = Reading()  # the board's sensors when the task in hand began
         self._progress_s = self._telemetry_s = -math.inf
 
@@ -86,10 +90,12 @@ class Agent:
         for event in self._worker.poll(now_s):
             self._worked(event, now_s)
         self._feed(Tick(), now_s)
+        if now_s >= self._tell_s:
+            self._tell(now_s)
         self._tell_readings(now_s)
         due_s = self._transfers.step(now_s)  # again: for what has been wanted meanwhile
         telemetry_s = self._telemetry_s + self.settings.telemetry_s
-        return min(due_s, plan.next_s(self.state), self._worker.due_s(now_s), telemetry_s)
+        return min(due_s, plan.next_s(self.state), self._worker.due_s(now_s), telemetry_s, self._tell_s)
 
     def goodbye(self) -> None:
         """End the task in hand and say that the device goes; what is in the outbox stays there."""
@@ -103,8 +109,11 @@ class Agent:
         """A new session: the broker may have forgotten all, so say everything again."""
         self._session = self._link.session
         self._link.subscribe(self._topics.for_device(self.device))
-        self._tell_presence(online=True)
-        self._publish("profile", report.profile(self.device, self._board, self.state.means), retain=True)
+        self._begin_anew(now_s)
+
+    def _begin_anew(self, now_s: float) -> None:
+        self._patience_s = RETELL_S
+        self._tell(now_s)
         self._feed(Connected(), now_s)
 
     def _handle(self, message: Message, now_s: float) -> None:
@@ -112,7 +121,7 @@ class Agent:
             route = wire.route(message.topic)
             if route.leaf == "coord":
                 if message.payload and wire.decode(message.payload, wire.CoordState).online:
-                    self._feed(Connected(), now_s)
+                    self._begin_anew(now_s)
             elif route.direction != "dn" or route.device != self.device:
                 return
             elif route.leaf == "task":
@@ -276,6 +285,11 @@ class Agent:
         return needed
 
     # -- what others may know --
+
+    def _tell(self, now_s: float) -> None:
+        self._tell_presence(online=True)
+        self._publish("profile", self._profile, retain=True)
+        self._tell_s, self._patience_s = now_s + self._patience_s, min(self._patience_s * 2, RETELL_MOST_S)
 
     def _tell_presence(self, online: bool) -> None:
         self._presence += 1
