@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from functools import lru_cache
 from importlib import metadata
 
 import fedquilt
@@ -70,7 +70,8 @@ def update(device: str, open: Open, outcome: Outcome, board: Device, before: Rea
     )
 
 
-def _versions(available: Sequence[str]) -> dict[str, str]:
+@lru_cache(maxsize=1)  # it reads files, and does not change while a process runs
+def _versions(available: tuple[str, ...]) -> dict[str, str]:
     found = {"fedquilt": fedquilt.__version__, "python": platform.python_version()}
     for engine in available:
         library = engines.NEEDS[engine][0]

@@ -169,10 +169,12 @@ class World:
             BrokenError: it does not end.
         """
         sides = [self.coordinator, *self.agents]
+
+        def present() -> list[tuple[MemoryLink, Endpoint]]:
+            return [(side.link, side) for side in sides]
+
         try:
-            simulate(
-                self.broker, lambda: [(s.link, s) for s in sides], lambda: self.coordinator.finished, limit_s=LIMIT_S
-            )
+            simulate(self.broker, present, lambda: self.coordinator.finished, limit_s=LIMIT_S)
         except TimeoutError as error:
             raise BrokenError(f"the job does not end: {error}") from None
 

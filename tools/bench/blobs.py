@@ -255,4 +255,7 @@ def _raw_tcp(blob: bytes) -> float:
 
 
 if __name__ == "__main__":
-    {"serve": serve, "pull": pull}[sys.argv[1]](*sys.argv[2:])
+    if sys.argv[1] == "serve":
+        serve(*sys.argv[2:])
+    else:
+        pull(*sys.argv[2:])
