@@ -143,8 +143,8 @@ class Broker:
             raise JobError(f"keepalive_s is {self.keepalive_s}: it must be 5 to 65535 seconds")
         if not 0 <= self.session_expiry_s < 2**32:
             raise JobError(f"session_expiry_s is {self.session_expiry_s}: it must be 0 to 4294967295 seconds")
-        if self.max_payload is not None and not 4096 <= self.max_payload < 2**28:
-            raise JobError(f"max_payload is {self.max_payload}: it must be 4096 to 268435455 bytes")
+        if self.max_payload is not None and not 2048 <= self.max_payload < 2**28:
+            raise JobError(f"max_payload is {self.max_payload}: it must be 2048 to 268435455 bytes")
         self.password()
         if self.tls:
             self.context()
@@ -180,8 +180,8 @@ def _no_passphrase() -> str:
 
 
 def _why(error: Exception) -> str:
-    if isinstance(error, ssl.SSLError) and error.reason:
-        return error.reason.lower().replace("_", " ")
+    if reason := getattr(error, "reason", None):  # of OpenSSL
+        return str(reason).lower().replace("_", " ")
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
@@ -265,9 +265,11 @@ def explain(broker: Broker, error: Exception) -> DialError:
             True,
         )
     if isinstance(error, ssl.SSLError):
-        return explain_tls(broker, error.reason or str(error))
+        return explain_tls(broker, getattr(error, "reason", None) or str(error))
     if isinstance(error, ConnectionRefusedError):
         return DialError(f"nothing listens at {broker} (connection refused): start the broker or correct the URL")
+    if broker.tls and isinstance(error, (ConnectionResetError, BrokenPipeError)):
+        return DialError(f"{broker} hung up at the TLS handshake: use its TLS port (mostly 8883), or mqtt://")
     if isinstance(error, TimeoutError):
         return DialError(f"no answer from {broker}: check the address, the network and the firewall")
     return DialError(f"{broker} cannot be reached ({_why(error)}): check the address, the network and the broker")
@@ -281,4 +283,4 @@ def explain_tls(broker: Broker, reason: str) -> DialError:
         if broker.cert is None:
             return DialError(f"{broker} wants a certificate of ours ({said}): give cert and key", True)
         return DialError(f"{broker} refuses {broker.cert} ({said}): have one signed by the broker's CA", True)
-    return DialError(f"TLS with {broker} failed ({said}): check that it is an MQTT broker's TLS port", True)
+    return DialError(f"TLS with {broker} failed ({said}): check that it is an MQTT broker's TLS port")

@@ -49,6 +49,7 @@ INBOX_BYTES: Final = 1024 * KIB  # read ahead of the caller; what is beyond wait
 OFFLINE_BYTES: Final = 16 * 1024 * KIB  # kept for the next connection; the oldest go first
 OFFLINE_MESSAGES: Final = 10_000
 HANG_UPS: Final = 3
+SMALLEST_CEILING: Final = 16 * KIB
 STABLE_S: Final = 10.0  # a connection that held so long was a good one: back-off begins anew
 LINGER_S: Final = 5.0
 
@@ -56,7 +57,6 @@ CONNACK_TRANSIENT: Final = frozenset({136, 137, 151, 159})  # unavailable, busy,
 CREDENTIALS: Final = frozenset({134, 135})
 UNSUPPORTED_VERSION: Final = 132
 KEEP_ALIVE: Final = 141
-TAKEN_OVER: Final = 142
 TOO_LARGE: Final = 149
 
 
@@ -134,6 +134,7 @@ class MqttLink:
         self._under_way: dict[int, _Outgoing] = {}  # by packet id: paho has them, the broker perhaps
         self._handed_bytes = 0
         self._window = RELIABLE_WINDOW
+        self._ceiling: int | None = None  # bytes: what is left to try with a broker that hangs up at more
         self._dial: Generator[Waiting, None, socket.socket] | None = None
         self._waiting: Waiting | None = None  # what the dial waits for
         self._socket: socket.socket | None = None  # a dialled one
@@ -141,7 +142,8 @@ class MqttLink:
         self._said = ""  # what paho last had to complain of
         self._farewell: ReasonCode | None = None  # why the connection ended
         self._since_s = 0.0  # when it began
-        self._failures = 0
+        self._failures = 0  # attempts and short connections in a row
+        self._short = 0  # of these, connections that the broker soon closed
         self._due_s = 0.0  # when to try again; during an attempt, when it has taken too long
         self._trouble: str | None = None
         self._refused: str | None = None
@@ -328,9 +330,9 @@ class MqttLink:
             return
         self.connected = True
         self.session += 1
-        self.max_payload = payload_limit(
-            self.level, getattr(properties, "MaximumPacketSize", None), self.broker.max_payload
-        )
+        announced = getattr(properties, "MaximumPacketSize", None)
+        limit = payload_limit(self.level, announced, self.broker.max_payload)
+        self.max_payload = limit if self._ceiling is None else min(limit, self._ceiling)
         self._window = min(RELIABLE_WINDOW, getattr(properties, "ReceiveMaximum", RELIABLE_WINDOW))
         self._since_s = time.monotonic()
         self._trouble, self._final = None, False
@@ -426,13 +428,13 @@ class MqttLink:
     def _why_lost(self) -> DialError:
         code = self._farewell.value if self._farewell is not None else 0
         if self.connected:
-            if code == TAKEN_OVER:
-                return DialError(
-                    f"another client took the id {self.client_id!r} at {self.broker}: give each device its own name"
-                )
             if code == KEEP_ALIVE:
                 return DialError(f"no sign of life from {self.broker}: check the network")
-            return DialError(f"{self.broker} closed the connection: is it still running?")
+            reason = f" ({self._farewell})" if code > 128 else ""
+            if self._short >= 2:
+                mend = f"check that no other client uses the id {self.client_id!r}, and the broker's log"
+                return DialError(f"{self.broker} soon closes each connection{reason}: {mend}")
+            return DialError(f"{self.broker} closed the connection{reason}: check that it still runs")
         who = f"user {self.broker.user!r}" if self.broker.user else "a client without a user"
         if code in CREDENTIALS:
             given = (
@@ -464,19 +466,22 @@ class MqttLink:
             self.level = 4
             self._due_s = 0.0
             return self._hang_up()
-        if self.session == 0 and self._client is not None and code in (0, 128, KEEP_ALIVE):
+        final = getattr(error, "final", True)
+        if self.session == 0 and self._client is not None and code in (0, 128) and not final:
             self.level = 9 - self.level  # no answer at all: some 3.1.1 brokers choke on MQTT 5
-        if self.connected and time.monotonic() - self._since_s >= STABLE_S:
-            self._failures = 0
+        if self.connected:
+            self._short = self._short + 1 if time.monotonic() - self._since_s < STABLE_S else 0
+            self._failures = max(self._short - 1, 0)
         self._failures += 1
         delay_s = backoff_s(self._failures, self._roll())
         self._due_s = time.monotonic() + delay_s
         self._hang_up()
+        if self.connected:
+            self._put_back(code)
         self.connected = False
-        self._put_back(code)
         if self._trouble != str(error):
             log.log(logging.INFO if self._asked else logging.WARNING, "%s; trying again in %.1f s", error, delay_s)
-        self._trouble, self._final = str(error), getattr(error, "final", True)
+        self._trouble, self._final = str(error), final
 
     def _put_back(self, code: int) -> None:
         """What was under way goes to the head of the queue; QoS 0 is lost, as it may be."""
@@ -488,13 +493,21 @@ class MqttLink:
                 message.losses += 1
         if len(suspects) == 1 and suspects[0].losses >= (1 if code == TOO_LARGE else HANG_UPS):
             culprit = suspects.pop()
+            self._lower(len(culprit.payload))
             self._drop(
                 culprit,
                 f"{self.broker} hangs up at each message of {len(culprit.payload)} bytes to {culprit.topic}: "
-                "it was dropped; raise the broker's packet limit or set max_payload to what it takes",
+                "it was dropped; raise the broker's packet limit, or set max_payload to what it takes",
             )
         self._queue = deque(suspects + [message for message in self._queue if message.reliable])
         self.backlog = sum(len(message.payload) for message in self._queue)
+
+    def _lower(self, size: int) -> None:
+        """Something of that size was too large: send nothing more than half as large, and lose no time."""
+        if size > SMALLEST_CEILING:
+            self._ceiling = max(size // 2, SMALLEST_CEILING)
+            self._failures = 0
+            self._due_s = time.monotonic()
 
     def _drop(self, message: _Outgoing, sentence: str) -> None:
         self.backlog -= len(message.payload)

@@ -5,7 +5,8 @@
 2. It sends each newcomer whatever is retained for anybody's subscription: only for its own here.
 3. It walks its subscriptions with awaits in between, while others subscribe, and then drops the
    newcomer's session on the floor: it walks a copy here.
-4. Connections that never become sessions stay open when it stops: closed here.
+4. Its shutdown leaves connections that never became sessions open, and waits for ever for a client
+   that was just being sent something: connections are closed first here.
 """
 
 from __future__ import annotations
@@ -54,15 +55,22 @@ class MendedBroker(Broker):  # type: ignore[misc]
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         self._subscriptions = Subscriptions()
+        self._writers: set[asyncio.StreamWriter] = set()
 
     @property
     def port(self) -> int:
         """The port it listens on, once started."""
         return int(self._servers["default"].instance.sockets[0].getsockname()[1])
 
+    async def shutdown(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+        await super().shutdown()
+
     async def stream_connected(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener_name: str
     ) -> None:
+        self._writers.add(writer)
         try:
             head = await reader.readexactly(HEAD)
             _, found, level = head.partition(PROTOCOL)
@@ -73,6 +81,7 @@ class MendedBroker(Broker):  # type: ignore[misc]
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # it left
         finally:
+            self._writers.discard(writer)
             writer.close()
 
     async def _publish_retained_messages_for_subscription(self, subscription: tuple[str, int], session: Any) -> None:

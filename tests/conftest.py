@@ -1,0 +1,214 @@
+"""Brokers to test against: Debian's Mosquitto and the embedded one, and certificates for TLS."""
+
+from __future__ import annotations
+
+import datetime
+import getpass
+import ipaddress
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from fedquilt.link import Message
+from fedquilt.mqtt import Broker, MqttLink
+from fedquilt.tools.broker import EmbeddedBroker
+
+MOSQUITTO = shutil.which("mosquitto", path=os.environ.get("PATH", "") + ":/usr/sbin")
+LIMIT_S = 20.0
+
+
+class Mosquitto:
+    """One Mosquitto on a free loopback port; it keeps the port over `kill` and `restart`."""
+
+    def __init__(self, folder: Path, lines: tuple[str, ...]) -> None:
+        self.folder = folder
+        self.lines = lines
+        self.port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"mqtt://127.0.0.1:{self.port}"
+
+    def start(self) -> Mosquitto:
+        """Start it and wait until it accepts connections; another port if somebody was faster."""
+        for _ in range(5):
+            self.port = _free_port()
+            if self._launch():
+                return self
+        raise RuntimeError(f"Mosquitto does not start: {self.log()}")
+
+    def restart(self) -> None:
+        if not self._launch():
+            raise RuntimeError(f"Mosquitto does not start again: {self.log()}")
+
+    def kill(self) -> None:
+        """SIGKILL: it saves nothing and says goodbye to nobody."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def log(self) -> str:
+        return (self.folder / "mosquitto.log").read_text()
+
+    def _launch(self) -> bool:
+        # started by root it would become the user "mosquitto", who may not read our certificates
+        lines = [f"listener {self.port} 127.0.0.1", f"user {getpass.getuser()}", "set_tcp_nodelay true", *self.lines]
+        if not any(line.startswith("allow_anonymous") for line in lines):
+            lines.append("allow_anonymous true")
+        (self.folder / "mosquitto.conf").write_text("\n".join(lines) + "\n")
+        with (self.folder / "mosquitto.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [str(MOSQUITTO), "-c", str(self.folder / "mosquitto.conf")], stdout=log, stderr=log
+            )
+        until = time.monotonic() + LIMIT_S
+        while time.monotonic() < until and self._process.poll() is None:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return True
+            time.sleep(0.01)
+        self.kill()
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def mosquitto(tmp_path: Path) -> Iterator[Callable[..., Mosquitto]]:
+    """Starts Mosquittos with extra configuration lines; all are killed at the end."""
+    if MOSQUITTO is None:
+        pytest.skip("Mosquitto is not installed: apt install mosquitto")
+    started: list[Mosquitto] = []
+
+    def start(*lines: str) -> Mosquitto:
+        folder = tmp_path / f"mosquitto-{len(started)}"
+        folder.mkdir()
+        started.append(Mosquitto(folder, lines))
+        return started[-1].start()
+
+    yield start
+    for broker in started:
+        broker.kill()
+
+
+@pytest.fixture
+def embedded_broker() -> Iterator[EmbeddedBroker]:
+    """The embedded broker, listening on a free port."""
+    with EmbeddedBroker() as broker:
+        yield broker
+
+
+class Stage:
+    """Links in one thread, driven in turn, and what each has heard."""
+
+    def __init__(self) -> None:
+        self.links: list[MqttLink] = []
+        self.heard: defaultdict[str, list[Message]] = defaultdict(list)
+
+    def join(self, broker: Broker | str, name: str, *filters: str, will: tuple[str, bytes] | None = None) -> MqttLink:
+        """A new client, not yet connected; jitter makes its back-off as short as can be."""
+        settings = Broker.parse(broker) if isinstance(broker, str) else broker
+        link = MqttLink(settings, name, will, roll=lambda: 1.0)
+        link.subscribe(filters)
+        self.links.append(link)
+        return link
+
+    def until(self, condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
+        """Drive all links until the condition holds."""
+        end = time.monotonic() + limit_s
+        while not condition():
+            problems = [link.problem for link in self.links]
+            assert time.monotonic() < end, f"not within {limit_s} s; heard {dict(self.heard)}, problems {problems}"
+            for link in self.links:
+                link.wait(0.01)
+                self.heard[link.client_id] += link.receive()
+
+    def payloads(self, name: str) -> list[bytes]:
+        return [message.payload for message in self.heard[name]]
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    """Links that are closed at the end."""
+    made = Stage()
+    yield made
+    for link in made.links:
+        link.close()
+
+
+# -- certificates ---------------------------------------------------------------------------------
+
+
+class Authority:
+    """A certificate authority in a folder."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder = folder / name
+        self.folder.mkdir()
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = _name(name)
+        usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
+        extensions = [(x509.BasicConstraints(True, None), True), (usage, True)]
+        self.ca = self._sign("ca.crt", self._name, self._key.public_key(), extensions)
+
+    def issue(self, name: str, address: str | None = None) -> tuple[Path, Path]:
+        """The files of a certificate for a common name and of its key; for a server, with its IP address."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        extensions: list[tuple[x509.ExtensionType, bool]] = [(issuer, False)]
+        if address is not None:
+            names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
+            extensions.append((names, False))
+        file = self.folder / f"{name}.key"
+        pkcs8, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        file.write_bytes(key.private_bytes(serialization.Encoding.PEM, pkcs8, plain))
+        return self._sign(f"{name}.crt", _name(name), key.public_key(), extensions), file
+
+    def _sign(
+        self,
+        file: str,
+        name: x509.Name,
+        key: ec.EllipticCurvePublicKey,
+        extensions: list[tuple[x509.ExtensionType, bool]],
+    ) -> Path:
+        now = datetime.datetime.now(datetime.timezone.utc)
+        builder = x509.CertificateBuilder(issuer_name=self._name, subject_name=name, public_key=key)
+        builder = builder.serial_number(x509.random_serial_number())
+        builder = builder.not_valid_before(now - datetime.timedelta(hours=1))
+        builder = builder.not_valid_after(now + datetime.timedelta(days=1))
+        for extension, critical in [(x509.SubjectKeyIdentifier.from_public_key(key), False), *extensions]:
+            builder = builder.add_extension(extension, critical)
+        path = self.folder / file
+        path.write_bytes(builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+        return path
+
+
+def _name(common: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)])
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """The certificate authority of the tests' own site."""
+    return Authority(tmp_path_factory.mktemp("site"), "site")
+
+
+@pytest.fixture(scope="session")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    """A certificate authority that nobody at the site knows."""
+    return Authority(tmp_path_factory.mktemp("stranger"), "stranger")
