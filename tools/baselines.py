@@ -12,6 +12,7 @@ import numpy as np
 from fedquilt.core import Bundle, Examples, Runner
 from fedquilt.methods import fedstitch
 from fedquilt.models import images, projection, stitch
+from fedquilt.models.search import Params
 from fedquilt.models.stitch import Block
 from fedquilt.tools.local_run import Member, search_alone
 
@@ -80,7 +81,7 @@ class Bench:
             found.append(Result(name, self._accuracy(self._batched(self.test, features) @ weights.T + bias)))
         return found
 
-    def alone(self, members: Sequence[Member], params: fedstitch.Params, seed: int) -> list[Result]:
+    def alone(self, members: Sequence[Member], params: Params, seed: int) -> list[Result]:
         """What each of some devices stitches from its own examples only."""
         found = []
         for member in members:
