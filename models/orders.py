@@ -40,7 +40,7 @@ def score_order(state: State, device: DeviceView) -> Order:
         coin=search.coin(state, device.device),
     )
     n = params.samples
-    own = list(_family(state.stock, (), state.pool).values())
+    own = [block for block in _family(state.stock, (), state.pool).values() if block.id not in _only_compared(state)]
     runs: list[tuple[Block, float]] = []
     if not device.rounds:
         runs += [(block, n) for block in own]  # the references, which the device keeps
@@ -107,13 +107,26 @@ def _common(state: State, blocks: Mapping[str, Block]) -> dict[str, Any]:
     return {"turn": state.turn, "input": state.stock.input, "blocks": dict(blocks)}
 
 
-def _order(state: State, ask: scoring.Ask, paths: Any, work: Work) -> Order:
+def _order(state: State, ask: scoring.Ask, paths: Iterable[tuple[str, ...]], work: Work) -> Order:
     bundles: dict[str, Tensors | BlobRef] = {}
+    idle = _only_compared(state) if state.phase == "score" else set()
     for block in ask.blocks.values():
-        bundles |= {name: state.files[name] for name in files(block)}
+        if block.id not in idle:
+            bundles |= {name: state.files[name] for name in files(block)}
     for path in paths:
         bundles |= {name: state.junctions[name] for name in search.junctions_of(path) if name in state.junctions}
     return Order({"phase": state.phase, **msgspec.to_builtins(ask)}, bundles, work)
+
+
+def _only_compared(state: State) -> set[str]:
+    """Blocks of the pool that no device runs: scored by input, what a donor's deepest candidate puts out is idle."""
+    assert state.current is not None
+    if state.params.score_at != "input":
+        return set()
+    deepest: dict[str, str] = {}
+    for name in sorted(state.pool, key=lambda name: state.stock.blocks[name].index):
+        deepest[state.stock.blocks[name].donor] = name
+    return set(deepest.values()) - set(state.current.path)
 
 
 def files(block: Block) -> list[str]:

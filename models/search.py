@@ -34,7 +34,7 @@ class Params:
     k: Count = 3  # K: blocks each device picks, and winners of a vote
     depth: Annotated[int, Meta(ge=2)] = 10  # D_max: blocks of a path at most
     subrounds: Count = 5  # rounds whose votes are summed; fewer once they bring no new device
-    expansions: Count = 30  # partial networks expanded at most
+    expansions: Count = 24  # partial networks expanded at most
     finished: Count = 22  # networks finished at most
     order: Literal["best", "random"] = "best"  # which partial network is next
     native_continuation: Literal["allow", "penalise", "exclude"] = "allow"  # a donor's own next block
@@ -77,6 +77,8 @@ PAPER: Mapping[str, Any] = {
     "head": "aligned",
 }
 
+STEP = 0.9  # what one block more is expected to score
+
 Phase = Literal["score", "fit", "head", "validate", "done"]
 
 
@@ -114,6 +116,7 @@ class State:
     turn: int = 0  # rounds that changed anything
     expansions: int = 0
     subround: int = 0
+    saturated: bool = False  # a sub-round has brought no new device: those known are all there are
     current: Net | None = None  # being expanded
     pool: tuple[str, ...] = ()  # what is offered to it
     ballots: dict[str, Ballot] = field(default_factory=dict)
@@ -159,12 +162,18 @@ def offered(net: Net, stock: Stock, params: Params, ends_only: bool = False) -> 
 
 
 def pick(state: State) -> Net:
-    """The next net to expand: that with the best mean score along its path (the longer one first), or any.
+    """The next net to expand: that which promises most (the longer one first), or any.
 
-    The mean is geometric: by the product alone short paths go first, and little is ever finished.
+    What it promises is its score times STEP for each block that its last donor still has: by the score
+    alone short paths always go first, and little is ever finished.
     """
     if state.params.order == "best":
-        return min(state.frontier, key=lambda net: (-(net.score ** (1 / len(net.path))), -len(net.path), net.path))
+
+        def promise(net: Net) -> float:
+            last = state.stock.blocks[net.path[-1]]
+            return net.score * STEP ** (len(state.stock.donors[last.donor].blocks) - 1 - last.index)
+
+        return min(state.frontier, key=lambda net: (-promise(net), -len(net.path), net.path))
     ordered = sorted(state.frontier, key=lambda net: net.path)
     return ordered[int(tensors.rng("frontier", state.seed, state.turn).integers(len(ordered)))]
 
@@ -186,12 +195,12 @@ def advance(state: State) -> State:
         if pool:
             return replace(state, phase="score", current=net, pool=pool, ballots={}, subround=0)
     state = replace(state, current=None, pool=(), frontier=(), ballots={})
-    chosen = tuple(_distinct(state))[: params.finalists]
+    chosen = tuple(distinct(state))[: params.finalists]
     phase: Phase = "done" if not chosen else "head" if params.head == "ridge" else "validate"
     return replace(state, phase=phase, finalists=chosen, junctions=_used(state.junctions, chosen))
 
 
-def _distinct(state: State) -> list[Finalist]:
+def distinct(state: State) -> list[Finalist]:
     """The finished networks, best-scoring first; of those that a head makes equal, one."""
     found: dict[tuple[str, ...], Finalist] = {}
     for net in sorted(state.finished, key=lambda net: (-net.score, len(net.path), net.path)):
@@ -212,14 +221,20 @@ def coin(state: State, device: str) -> int:
 
 
 def add_ballots(state: State, ballots: Mapping[str, Ballot]) -> State:
-    """One sub-round's votes; the vote closes after the last one, or when one brings no new device."""
-    fresh = ballots.keys() - state.ballots.keys()
-    params = state.params
-    known = vote.joined(state.weights, sorted(ballots))
-    state = replace(state, ballots={**state.ballots, **ballots}, weights=known, subround=state.subround + 1)
+    """One sub-round's votes; the vote closes after the last one, or once every device has voted.
+
+    How many devices there are is not known; but when a sub-round brings no new one, the known ones are all.
+    """
     assert state.current is not None
-    if fresh and state.subround < params.subrounds:
-        note = f"{describe(state.current.path)}: {len(state.ballots)} devices have scored {len(state.pool)} blocks"
+    fresh = ballots.keys() - state.ballots.keys()
+    voted = {**state.ballots, **ballots}
+    known = vote.joined(state.weights, sorted(ballots))
+    complete = not fresh or (state.saturated and voted.keys() == known.keys())
+    state = replace(
+        state, ballots=voted, weights=known, subround=state.subround + 1, saturated=state.saturated or not fresh
+    )
+    if not complete and state.subround < state.params.subrounds:
+        note = f"{describe(state.current.path)}: {len(voted)} devices have scored {len(state.pool)} blocks"
         return replace(state, log=(note,))
     return close_vote(state)
 

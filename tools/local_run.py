@@ -62,7 +62,7 @@ def states(
             order = method.send(state, DeviceView(member.device, None, history[member.device]))
             if order is None:
                 continue
-            task, site = _delivered(method, order, number, seed, member, engine, path, local[member.device])
+            task, site = delivered(method, order, number, seed, member, engine, path, local[member.device])
             answer = method.work(task, site)
             local[member.device] = answer.local
             history[member.device] += (number,)
@@ -73,7 +73,7 @@ def states(
         yield state
 
 
-def _delivered(
+def delivered(
     method: Method,
     order: Order,
     number: int,

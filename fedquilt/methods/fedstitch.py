@@ -142,14 +142,16 @@ def step(state: State, total: Sum | None) -> State:
 def result(state: State) -> Artefact:
     """The chosen network: blocks by id, junctions between them (resize, then project), and its head.
 
-    With a head the terminating block is left out: the head takes the pooled maps before it.
+    With a head the terminating block is left out: the head takes the pooled maps before it. Of a job that
+    was cut short it is the finished network with the best score, without a head.
 
     Raises:
         ModelError: no network was finished.
     """
-    if not state.finalists:
-        raise ModelError("the search finished no network: raise [params] expansions or max_upsampling")
-    best = max(state.finalists, key=lambda finalist: _merit(state, finalist))
+    candidates = state.finalists or tuple(search.distinct(state))
+    if not candidates:
+        raise ModelError("no network is finished: raise the job's rounds, or [params] expansions or max_upsampling")
+    best = max(candidates, key=lambda finalist: _merit(state, finalist))
     path = best.path[:-1] if best.head else best.path
     blocks = [state.stock.blocks[name] for name in path]
     arrays: dict[str, np.ndarray] = {}
@@ -174,9 +176,9 @@ def result(state: State) -> Artefact:
         "align": None if head else orders.groups(state, best.path),
         "labels": state.stock.labels,
         "input": state.stock.input,
-        "search": [_summary(state, finalist) for finalist in state.finalists],
+        "search": [_summary(state, finalist) for finalist in candidates],
     }
-    return Artefact("stitched", msgspec.to_builtins(meta), arrays)
+    return Artefact("stitched", msgspec.json.decode(msgspec.json.encode(meta)), arrays)
 
 
 def _shapes(state: State) -> list[tuple[int, int]]:

@@ -1,0 +1,503 @@
+"""A whole search over toy donors whose blocks are numpy functions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from fedquilt import tensors
+from fedquilt.core import (
+    BlobRef,
+    Bundle,
+    Contribution,
+    DataError,
+    DeviceView,
+    Examples,
+    JobError,
+    ModelError,
+    UpdateError,
+)
+from fedquilt.methods import fedstitch
+from fedquilt.methods.fedstitch import METHOD, Params, State
+from fedquilt.models import images, scoring, search, stitch
+from fedquilt.models.stitch import Block
+from fedquilt.tools import local_run
+from fedquilt.tools.local_run import Member, search_alone, states
+
+SMALL = {"subrounds": 1, "expansions": 8, "samples": 16, "fit_samples": 24, "screen": 3, "k": 2, "depth": 5}
+
+
+class FakeRunner:
+    """Graphs are numpy functions, by file name; counts how often each has run."""
+
+    name = "onnx"
+
+    def __init__(self, graphs: dict[str, Callable[[np.ndarray], np.ndarray]]) -> None:
+        self.graphs, self.runs = graphs, dict.fromkeys(graphs, 0)
+
+    def run(self, graph: Path, x: np.ndarray) -> np.ndarray:
+        self.runs[graph.name] += 1
+        return self.graphs[graph.name](x).astype(np.float32)
+
+    def close(self) -> None:
+        pass
+
+
+def convolution(seed: int, before: int, after: int, pool: bool) -> Callable[[np.ndarray], np.ndarray]:
+    kernel = np.random.default_rng(seed).normal(size=(after, before, 3, 3)) / np.sqrt(9 * before)
+
+    def run(x: np.ndarray) -> np.ndarray:
+        padded = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
+        windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3))
+        maps = np.maximum(np.einsum("nchwij,kcij->nkhw", windows, kernel, optimize=True), 0)
+        return images.resize(maps, maps.shape[2] // 2, maps.shape[3] // 2) if pool else maps
+
+    return run
+
+
+def classifier(seed: int, width: int, classes: int) -> Callable[[np.ndarray], np.ndarray]:
+    weights = np.random.default_rng(seed).normal(size=(width, classes))
+    return lambda x: x.mean(axis=(2, 3)) @ weights
+
+
+DONORS = {"ash": ((4, False), (6, True), (6, False)), "elm": ((5, True), (5, False)), "fir": ((4, True), (8, False))}
+
+
+def build() -> tuple[Bundle, FakeRunner]:
+    """Three donors for 8x8 images: two to three convolutions each, and a classifier of three classes."""
+    meta: dict[str, Any] = {
+        "input": {"channels": 1, "size": 8, "mean": [0.5], "std": [0.5]},
+        "labels": ["a", "b", "c"],
+        "donors": {},
+        "blocks": {},
+    }
+    graphs: dict[str, Callable[[np.ndarray], np.ndarray]] = {}
+    for number, (donor, layers) in enumerate(DONORS.items()):
+        shape: tuple[int, ...] = (1, 8, 8)
+        for index in range(len(layers) + 1):
+            name, seed = f"{donor}.{index}", 10 * number + index
+            if index < len(layers):
+                width, pool = layers[index]
+                size = shape[1] // 2 if pool else shape[1]
+                out: tuple[int, ...] = (width, size, size)
+                graphs[f"{name}.onnx"] = convolution(seed, shape[0], width, pool)
+            else:
+                out = (3,)
+                graphs[f"{name}.onnx"] = classifier(seed, shape[0], 3)
+            meta["blocks"][name] = {
+                "donor": donor,
+                "index": index,
+                "kind": "start" if index == 0 else "end" if index == len(layers) else "middle",
+                "graph": f"{name}.onnx",
+                "data": None,
+                "in_shape": list(shape),
+                "out_shape": list(out),
+                "flops": 1000.0,
+                "weight_bytes": 100,
+                "activation_bytes": 400,
+            }
+            shape = out
+        meta["donors"][donor] = {
+            "blocks": [f"{donor}.{i}" for i in range(len(layers) + 1)],
+            "classes": 3,
+            **({"align": [[0], [1], [2]]} if donor != "fir" else {}),
+        }
+    files = {name: BlobRef(sha256="0" * 64, size=1) for name in graphs}
+    return Bundle(meta, files, lambda name: {}), FakeRunner(graphs)
+
+
+def members(count: int = 4, examples: int = 60) -> list[Member]:
+    """Noisy pictures of three templates; each device has its own mixture of them."""
+    draws = np.random.default_rng(7)
+    templates = draws.uniform(0, 255, size=(3, 8, 8))
+    found = []
+    for i in range(count):
+        y = draws.choice(3, size=examples, p=np.roll([0.6, 0.3, 0.1], i))
+        x = np.clip(templates[y] + draws.normal(0, 60, size=(examples, 8, 8)), 0, 255).astype(np.uint8)
+        cut = 3 * examples // 4
+        found.append(Member(f"dev-{i}", Examples(x[:cut], y[:cut]), Examples(x[cut:], y[cut:])))
+    return found
+
+
+def play(devices: list[Member] | None = None, seed: int = 3, **changes: Any) -> list[State]:
+    bundle, runner = build()
+    params = Params(**{**SMALL, **changes})
+    return list(states(METHOD, bundle, Path, runner, members() if devices is None else devices, params, seed=seed))
+
+
+FULL = play()
+
+
+def test_a_search_ends_with_a_validated_network() -> None:
+    """Within its budget of expansions; the chosen one is the best of those validated."""
+    last = FULL[-1]
+    assert METHOD.done(last)
+    assert last.expansions <= SMALL["expansions"] + 1
+    found = METHOD.result(last)
+    accuracies = [each["accuracy"] for each in found.meta["search"]]
+    assert all(each["examples"] == 60 for each in found.meta["search"])
+    assert max(accuracies) > 0.8  # three templates are easy, a third is chance
+    chosen = [each["path"][:-1] for each in found.meta["search"] if each["accuracy"] == max(accuracies)]
+    assert found.meta["path"] in chosen
+    assert any(line.startswith("chosen: ") for line in METHOD.story(last))
+
+
+def test_the_same_seed_gives_the_same_bits() -> None:
+    """Two runs pack to equal bytes after every round."""
+    again = play()
+    assert [tensors.pack(state) for state in again] == [tensors.pack(state) for state in FULL]
+
+
+def test_the_order_of_devices_does_not_matter() -> None:
+    """Answers are folded in the order of device ids, whoever is asked first."""
+    assert tensors.pack(play(members()[::-1])[-1]) == tensors.pack(FULL[-1])
+
+
+def test_a_stored_state_goes_on_to_the_same_end() -> None:
+    """Every state survives storage, and the next step from the stored one is the same in every bit."""
+    bundle, runner = build()
+    assert {state.phase for state in FULL} == {"score", "fit", "head", "validate", "done"}
+    for state in FULL:
+        assert tensors.pack(tensors.unpack(tensors.pack(state), State)) == tensors.pack(state)
+    stored = replace(METHOD, step=lambda state, total: METHOD.step(tensors.unpack(tensors.pack(state), State), total))
+    again = search_alone(stored, bundle, Path, runner, members(), Params(**SMALL), seed=3)
+    assert tensors.pack(again) == tensors.pack(FULL[-1])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"score_at": "input"},
+        {"score_at": "output", "maps": "gap"},
+        {"maps": "position", "estimator": "biased"},
+        {"native_continuation": "exclude"},
+        {"native_continuation": "penalise", "weighted": False},
+        {"order": "random", "space_margin": 0.0},
+        {"space_optimizer": False, "max_upsampling": 1.0},
+        {"mode": "paper"},
+        {"head": "aligned"},
+        {"random_features": 3},
+        {"depth": 2},
+    ],
+    ids=str,
+)
+def test_every_path_the_search_emits_obeys_the_rules_and_runs(changes: dict[str, Any]) -> None:
+    """Start first, end last, none twice, no deeper than D_max, junctions where blocks are no neighbours."""
+    _, runner = build()
+    last = play(**changes)[-1]
+    blocks = last.stock.blocks
+    x = images.prepare(members()[0].train.x[:3], last.stock.input)
+    assert last.phase == "done"
+    assert last.finalists
+    for finalist in last.finalists:
+        path = [blocks[name] for name in finalist.path]
+        assert [block.kind for block in path] == ["start", *["middle"] * (len(path) - 2), "end"]
+        assert len(set(finalist.path)) == len(path) <= last.params.depth
+        if last.params.native_continuation == "exclude":
+            assert not any(stitch.continues(a, b) for a, b in itertools.pairwise(path))
+        between = stitch.junctions(path, last.junctions.__getitem__)
+        output = stitch.forward(path, between, lambda block, maps: runner.run(Path(block.graph), maps), x)
+        assert output.shape == (3, 3)
+        assert np.isfinite(output).all()
+    used = {name for finalist in last.finalists for name in search.junctions_of(finalist.path)}
+    assert last.junctions.keys() <= used
+
+
+def evaluate(found: Any, devices: list[Member]) -> float:
+    """An artefact's accuracy on all held-out examples, from nothing but what it says."""
+    bundle, runner = build()
+    stock = stitch.stock(bundle.meta)
+    path = [stock.blocks[name] for name in found.meta["path"]]
+    between: list[Any] = [None] * len(path)
+    for junction in found.meta["junctions"]:
+        assert junction["in_shape"] == list(path[junction["before"] - 1].out_shape)
+        assert junction["out_shape"] == list(path[junction["before"]].in_shape)
+        if junction["kind"] == "projection":
+            between[junction["before"]] = {part: found.tensors[junction[part]] for part in ("weights", "bias")}
+    head = (
+        {part: found.tensors[found.meta["head"][part]] for part in ("weights", "bias")} if found.meta["head"] else None
+    )
+    x = images.prepare(np.concatenate([member.held.x for member in devices]), found.meta["input"])
+    y = np.concatenate([member.held.y for member in devices])
+    run = lambda block, maps: runner.run(Path(block.graph), maps)  # noqa: E731
+    scores = stitch.classify(path, between, run, x, head=head, groups=found.meta["align"])
+    return float((scores.argmax(axis=1) == y).mean())
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"head": "aligned"}, {"random_features": 3}, {"native_continuation": "exclude"}]
+)
+def test_the_artefact_does_what_was_validated(changes: dict[str, Any]) -> None:
+    """Rebuilt from the result alone, the network has the accuracy that the devices counted."""
+    found = METHOD.result(play(**changes)[-1])
+    counted = max(each["accuracy"] for each in found.meta["search"])
+    assert evaluate(found, members()) == pytest.approx(counted, abs=1e-12)
+
+
+def test_paths_that_were_cut_short_still_yield_a_network() -> None:
+    """Stopped before validation, the result is the best-scoring finished network, without a head."""
+    state = next(state for state in FULL if state.finished)
+    found = METHOD.result(state)
+    assert found.meta["head"] is None
+    assert found.meta["path"] == list(max(state.finished, key=lambda net: net.score).path)
+    with pytest.raises(ModelError, match="no network is finished"):
+        METHOD.result(FULL[0])
+
+
+# -- scores ---------------------------------------------------------------------------------------
+
+
+def score_answers(**changes: Any) -> tuple[State, dict[str, np.ndarray], dict[str, float]]:
+    """What one device answers when the path is ash.0 > ash.1."""
+    bundle, runner = build()
+    state = METHOD.init(bundle, Params(**{**SMALL, **changes}), 3)
+    net = search.Net(("ash.0", "ash.1"), search.beginnings(state.stock)[0].pool, 1.0)
+    state = replace(state, current=net, pool=search.offered(net, state.stock, state.params))
+    seen: list[Contribution] = []
+    spy = replace(
+        METHOD,
+        init=lambda bundle, params, seed: state,
+        fold=lambda state, total, update: seen.append(update) or METHOD.fold(state, total, update),
+    )
+    search_alone(spy, bundle, Path, runner, members(1), state.params, rounds=1)
+    return state, dict(seen[0].bundles["scores"]), dict(seen[0].metrics)
+
+
+@pytest.mark.parametrize("score_at", ["input", "output", "hybrid"])
+@pytest.mark.parametrize("estimator", ["unbiased", "biased"])
+@pytest.mark.parametrize("maps", ["flatten", "gap", "position"])
+def test_the_native_next_block_always_scores_one(score_at: str, estimator: str, maps: str) -> None:
+    """After ash.0 > ash.1 comes ash.2, exactly 1; every other block scores less."""
+    state, scores, _ = score_answers(score_at=score_at, estimator=estimator, maps=maps)
+    native = state.pool.index("ash.2")
+    assert scores["score"][native] == 1.0
+    assert scores["screen"][native] == 1.0
+    assert all(score < 1 for j, score in enumerate(scores["score"]) if j != native)
+
+
+def test_a_penalised_native_block_scores_less_by_the_penalty() -> None:
+    """With penalty 0.25 the donor's own next block scores 0.75."""
+    state, scores, _ = score_answers(native_continuation="penalise", native_penalty=0.25)
+    assert scores["score"][state.pool.index("ash.2")] == 0.75
+
+
+def test_hybrid_scores_the_best_few_by_their_output_and_ranks_them_first() -> None:
+    """Three of the pool reach level 1: the best by input; their output scores are those of mode output."""
+    _, hybrid, _ = score_answers(score_at="hybrid", k=3)
+    _, coarse, _ = score_answers(score_at="input")
+    _, fine, _ = score_answers(score_at="output")
+    reached = np.flatnonzero(hybrid["level"])
+    assert len(reached) == 3
+    assert set(hybrid["picks"].tolist()) == set(reached.tolist())
+    assert np.allclose(hybrid["score"][reached], fine["score"][reached], atol=1e-6)
+    assert set(np.argsort(-hybrid["screen"])[:3]) == set(reached)
+    # input mode scores the same images: with examples to spare both halves are full
+    assert np.allclose(coarse["screen"], hybrid["screen"], atol=1e-6)
+
+
+def test_references_are_computed_once_per_device() -> None:
+    """By input, a path that is a donor's own needs no run at all once the references are there."""
+    bundle, runner = build()
+    params = Params(**{**SMALL, "score_at": "input", "subrounds": 3})
+    devices = members(1)
+    list(states(METHOD, bundle, Path, runner, devices, params, rounds=1))
+    first = dict(runner.runs)
+    assert max(first.values()) == 1
+    assert not any(runs for name, runs in first.items() if bundle.meta["blocks"][name[:-5]]["kind"] == "end")
+    list(states(METHOD, bundle, Path, runner, devices, params, rounds=2))
+    assert runner.runs == {name: 2 * runs for name, runs in first.items()}  # two rounds cost what one does
+
+
+def test_a_task_brings_only_the_files_it_needs() -> None:
+    """Scored by their input, terminating blocks are never run, hence not sent; references cost the first time only."""
+    bundle, _ = build()
+    state = METHOD.init(bundle, Params(**{**SMALL, "score_at": "input"}), 3)
+    order = METHOD.send(state, DeviceView("dev-0", None))
+    assert order is not None
+    assert order.work.flops > 0
+    assert order.work.peak_bytes > 0
+    repeat = METHOD.send(state, DeviceView("dev-0", None, (0,)))
+    assert repeat is not None
+    assert repeat.work.flops < order.work.flops
+    sent = {name for name, value in order.bundles.items() if isinstance(value, BlobRef)}
+    assert sent == {name for name in bundle.files if bundle.meta["blocks"][name[:-5]]["kind"] != "end"}
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("phase", "spoil", "why"),
+    [
+        ("score", lambda u: {"scores": {**u["scores"], "score": u["scores"]["score"] * np.nan}}, "not finite"),
+        ("score", lambda u: {"scores": {**u["scores"], "picks": u["scores"]["picks"][::-1].copy()}}, "do not follow"),
+        ("score", lambda u: {}, "no usable"),
+        ("fit", lambda u: {"moments.0": {**u["moments.0"], "xy": u["moments.0"]["xy"] * np.inf}}, "not finite"),
+        ("head", lambda u: {}, "missing"),
+        ("validate", lambda u: {"counts": {**u["counts"], "ridge": u["counts"]["ridge"] + 99}}, "more right answers"),
+        ("validate", lambda u: {}, "no usable"),
+    ],
+)
+def test_an_answer_that_is_not_what_was_asked_is_refused(phase: str, spoil: Any, why: str) -> None:
+    """Not finite, inconsistent, incomplete or impossible: one named error, and nothing is folded."""
+    bundle, runner = build()
+    caught = []
+
+    def fold(state: State, total: Any, update: Contribution) -> Any:
+        if state.phase == phase and not caught:
+            with pytest.raises(UpdateError, match=why) as found:
+                METHOD.fold(state, total, replace(update, bundles=spoil(update.bundles)))
+            caught.append(found)
+        return METHOD.fold(state, total, update)
+
+    search_alone(replace(METHOD, fold=fold), bundle, Path, runner, members(), Params(**SMALL), seed=3)
+    assert caught
+
+
+def test_an_answer_to_another_step_of_the_search_is_refused() -> None:
+    """A straggler's scores of an earlier pool cannot be counted for this one."""
+    update = Contribution("dev-0", 0, 1.0, {"turn": 5.0}, {})
+    with pytest.raises(UpdateError, match=r"answers turn 5\.0 of the search, which is at 0"):
+        METHOD.fold(FULL[0], None, update)
+
+
+def test_a_device_with_too_few_examples_says_so() -> None:
+    """Four images to score on, and four others for the junctions."""
+    with pytest.raises(DataError, match="needs at least 8"):
+        play(members(1, examples=8))
+
+
+def test_labels_outside_the_jobs_are_refused() -> None:
+    """A label that the job does not have would be counted as another's."""
+    devices = members(1)
+    devices = [replace(devices[0], train=Examples(devices[0].train.x, devices[0].train.y + 1))]
+    with pytest.raises(DataError, match="labels from 1 to 3"):
+        play(devices)
+
+
+def test_parameters_that_cannot_be_used_are_refused_at_once() -> None:
+    """Aligned heads need an alignment; a bundle needs donors and their files."""
+    bundle, _ = build()
+    bare = {name: {**donor, "align": None} for name, donor in bundle.meta["donors"].items()}
+    with pytest.raises(JobError, match="give a donor `align`"):
+        METHOD.init(replace(bundle, meta={**bundle.meta, "donors": bare}), Params(head="aligned"), 0)
+    with pytest.raises(ModelError, match="holds no donor blocks"):
+        METHOD.init(Bundle({}, {}, lambda name: {}), Params(), 0)
+    with pytest.raises(ModelError, match="lacks ash"):
+        METHOD.init(replace(bundle, files={}), Params(), 0)
+
+
+# -- rounds ---------------------------------------------------------------------------------------
+
+
+def test_a_round_without_answers_changes_nothing_but_closes_an_open_vote() -> None:
+    """Nobody answered: the same is asked again; with votes already cast they are counted."""
+    assert replace(METHOD.step(FULL[0], None), log=FULL[0].log) == FULL[0]
+    several = play(subrounds=3)
+    voting = next(state for state in several if state.ballots and state.phase == "score")
+    after = METHOD.step(voting, None)
+    assert after.expansions == voting.expansions + 1
+    assert after.turn == voting.turn + 1
+
+
+def test_votes_close_early_once_all_devices_are_known_to_have_voted() -> None:
+    """Of five sub-rounds the first expansion takes two (the second brings nobody new), later ones take one."""
+    phases = [state.phase for state in play(subrounds=5)]
+    assert phases[:6] == ["score", "score", "fit", "score", "fit", "score"]
+
+
+def test_a_device_that_joins_in_the_middle_takes_part() -> None:
+    """It has no references and no weight yet: it gets both, and its vote counts."""
+    bundle, runner = build()
+    devices = members(5)
+    params = Params(**SMALL)
+    early = list(states(METHOD, bundle, Path, runner, devices[:4], params, seed=3))[4]
+    resumed = replace(METHOD, init=lambda bundle, params, seed: early)
+    last = search_alone(resumed, bundle, Path, runner, devices, params, seed=3)
+    assert METHOD.done(last)
+    assert "dev-4" in last.weights
+    assert sum(last.weights.values()) == pytest.approx(1.0)
+
+
+def test_without_held_out_examples_the_score_decides_and_the_story_says_so() -> None:
+    """Nothing to validate on: accuracies are unknown, not zero."""
+    devices = [replace(member, held=Examples(member.held.x[:0], member.held.y[:0])) for member in members()]
+    last = play(devices)[-1]
+    found = METHOD.result(last)
+    assert all(each["accuracy"] is None for each in found.meta["search"])
+    best = max(last.finalists, key=lambda finalist: finalist.score)
+    assert found.meta["path"] == list(best.path[:-1])
+    assert any("not validated" in line for line in METHOD.story(last))
+
+
+def test_paper_mode_is_the_papers_letter() -> None:
+    """Biased CKA of outputs, projections without bias or ridge, random order, the donors' own classes."""
+    bundle, _ = build()
+    params = METHOD.init(bundle, Params(mode="paper"), 0).params
+    assert {name: getattr(params, name) for name in fedstitch.PAPER} == fedstitch.PAPER
+    junctions = play(mode="paper")[-1].junctions.values()
+    assert all(not junction["bias"].any() for junction in junctions)
+
+
+def test_exploration_fades_with_the_expansions() -> None:
+    """0.3, then 0.27 after one, never below 0.05."""
+    assert search.epsilon(FULL[0]) == pytest.approx(0.3)
+    assert search.epsilon(replace(FULL[0], expansions=1)) == pytest.approx(0.27)
+    assert search.epsilon(replace(FULL[0], expansions=99)) == 0.05
+
+
+def test_private_state_begins_anew_when_a_device_has_other_examples() -> None:
+    """References on images that the device no longer has must not be used."""
+    bundle, runner = build()
+    state = METHOD.init(bundle, Params(**SMALL), 3)
+    order = METHOD.send(state, DeviceView("dev-0", None))
+    assert order is not None
+    site = local_run.delivered(METHOD, order, 0, 3, members(1)[0], runner, Path, {})[1]
+    task = local_run.delivered(METHOD, order, 0, 3, members(1)[0], runner, Path, {})[0]
+    first = METHOD.work(task, site)
+    fewer = Examples(site.train.x[:30], site.train.y[:30])
+    second = METHOD.work(task, replace(site, train=fewer, local=first.local))
+    assert second.local["size"][0] == 30
+    assert not np.array_equal(second.local["gram.elm.0"], first.local["gram.elm.0"])
+    with pytest.raises(ModelError, match="knows no phase"):
+        METHOD.work(replace_params(task, phase="dance"), site)
+
+
+def replace_params(task: Any, **changes: Any) -> Any:
+    return msgspec.structs.replace(task, params={**task.params, **changes})
+
+
+def test_progress_rises_and_can_cancel() -> None:
+    """A cancelled task stops at the next block."""
+    bundle, runner = build()
+    order = METHOD.send(METHOD.init(bundle, Params(**SMALL), 3), DeviceView("dev-0", None))
+    assert order is not None
+    task, site = local_run.delivered(METHOD, order, 0, 3, members(1)[0], runner, Path, {})
+    seen: list[float] = []
+    METHOD.work(task, replace(site, progress=seen.append))
+    assert seen == sorted(seen)
+    assert 0.5 < seen[-1] <= 1.0
+
+    def cancel(fraction: float) -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        METHOD.work(task, replace(site, progress=cancel))
+
+
+def test_blocks_are_typed_all_the_way() -> None:
+    """What a task says of its blocks is what the bundle says."""
+    bundle, _ = build()
+    order = METHOD.send(METHOD.init(bundle, Params(**SMALL), 3), DeviceView("dev-0", None))
+    assert order is not None
+    ask = msgspec.convert(msgspec.json.decode(msgspec.json.encode(order.params)), scoring.ScoreAsk)
+    assert all(isinstance(block, Block) for block in ask.blocks.values())
+    assert ask.blocks["ash.1"].in_shape == (4, 8, 8)

@@ -1,0 +1,122 @@
+"""Junctions and heads: what devices' sums give is what their pooled rows give."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fedquilt.core import UpdateError
+from fedquilt.models import projection as p
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(90, 6)) + 5.0
+Y = X @ RNG.normal(size=(6, 4)) + RNG.normal(size=(90, 4))
+DEFICIENT = np.hstack([X, X[:, :2], np.zeros((90, 3))])  # duplicate and dead channels
+SHARES = (slice(0, 3), slice(3, 40), slice(40, 90))  # one device with fewer rows than channels
+
+
+@pytest.mark.parametrize("ridge", [1e-4, 0.0])
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("x", [X, DEFICIENT], ids=["full rank", "rank deficient"])
+def test_federated_equals_pooled(x: np.ndarray, centred: bool, ridge: float) -> None:
+    """Sums of three devices, merged, give the pooled solution to 1e-10."""
+    parts = [p.moments(x[share], Y[share], centred) for share in SHARES]
+    for one, other in zip(p.solve(p.merge(parts), ridge), p.solve(p.moments(x, Y, centred), ridge), strict=True):
+        assert np.abs(one - other).max() < 1e-10
+
+
+def test_a_line_is_found_with_its_bias() -> None:
+    """y = 2x + 1 on x = 0, 1, 2 without a ridge: weight 2, bias 1."""
+    x = np.array([[0.0], [1], [2]])
+    weights, bias = p.solve(p.moments(x, 2 * x + 1), 0.0)
+    assert np.allclose(weights, [[2.0]])
+    assert np.allclose(bias, [1.0])
+
+
+def test_the_ridge_is_relative_to_the_mean_variance() -> None:
+    """One channel with sum of squares 2 and ridge 1: lam = 2, so half the slope."""
+    x = np.array([[-1.0], [1.0]])
+    weights, bias = p.solve(p.moments(x, 3 * x), 1.0)
+    assert np.allclose(weights, [[1.5]])
+    assert np.allclose(bias, [0.0])
+
+
+@pytest.mark.parametrize("ridge", [1e-4, 0.0])
+@pytest.mark.parametrize("centred", [True, False])
+def test_the_dual_form_is_the_primal_one(centred: bool, ridge: float) -> None:
+    """With 8 rows and 20 channels both forms give the same projection."""
+    x, y = RNG.normal(size=(2, 20, 2, 2)), RNG.normal(size=(2, 3, 2, 2))
+    dual = p.fit_maps(x, y, ridge, centred)
+    primal = p.solve(p.moments_of_maps(x, y, centred), ridge)
+    for one, other in zip(dual, primal, strict=True):
+        assert np.abs(one - other).max() < 1e-9
+
+
+def test_dead_and_duplicate_channels_do_not_explode() -> None:
+    """Least norm splits a slope over duplicates and gives dead channels nothing."""
+    weights, _ = p.solve(p.moments(DEFICIENT, Y), 0.0)
+    plain, _ = p.solve(p.moments(X, Y), 0.0)
+    assert np.allclose(weights[:, 8:], 0.0)
+    assert np.allclose(weights[:, 0], plain[:, 0] / 2)
+    assert np.allclose(weights[:, 6], plain[:, 0] / 2)
+
+
+@pytest.mark.parametrize("ridge", [1e-4, 0.0])
+def test_features_that_do_not_vary_predict_the_mean(ridge: float) -> None:
+    """Nothing to regress on: weights 0, bias the mean of y."""
+    for weights, bias in (
+        p.solve(p.moments(np.full((5, 2), 7.0), Y[:5]), ridge),
+        p.fit_maps(np.full((1, 9, 1, 1), 7.0), Y[:1].reshape(1, 4, 1, 1), ridge),
+    ):
+        assert np.allclose(weights, 0.0)
+        assert np.allclose(bias, Y[: 5 if len(weights[0]) == 2 else 1].mean(axis=0))
+
+
+def test_a_large_offset_costs_nothing() -> None:
+    """Moments are centred before they are multiplied: offset 1e6 changes the bias only."""
+    weights, _ = p.solve(p.moments(X, Y), 1e-4)
+    shifted, _ = p.solve(p.moments(X + 1e6, Y), 1e-4)
+    assert np.abs(weights - shifted).max() < 1e-7
+
+
+def test_maps_are_rows_of_positions_in_chunks() -> None:
+    """Each image and position is one row, however many are taken at a time."""
+    x, y = RNG.normal(size=(7, 3, 2, 2)), RNG.normal(size=(7, 2, 2, 2))
+    rows = [maps.transpose(0, 2, 3, 1).reshape(28, -1) for maps in (x, y)]
+    whole = p.moments(*rows)
+    split = p.merge([p.moments_of_maps(x[:3], y[:3]), p.moments_of_maps(x[3:], y[3:])])
+    assert split.n == whole.n == 28
+    assert np.allclose(split.xx, whole.xx)
+    assert np.allclose(p.moments_of_maps(x, y).xy, whole.xy)
+
+
+def test_moments_travel_exactly_or_in_half_the_bytes() -> None:
+    """Half of the symmetric matrix; float64 returns every bit, float32 seven digits."""
+    sums = p.moments(X, Y)
+    exact = p.from_tensors(p.to_tensors(sums, exact=True), 6, 4)
+    assert np.array_equal(exact.xx, (sums.xx + sums.xx.T) / 2)
+    small = p.to_tensors(sums, exact=False)
+    assert small["xx"].nbytes == 4 * 21
+    assert np.allclose(p.from_tensors(small, 6, 4).xx, sums.xx, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", np.array([0.0])),
+        ("xx", np.zeros(20)),
+        ("xx", np.full(21, np.nan)),
+        ("xx", np.full(21, -1.0)),
+        ("xy", np.zeros((6, 4), int)),
+        ("mean_x", None),
+    ],
+)
+def test_what_is_no_moments_is_refused(name: str, value: np.ndarray | None) -> None:
+    """Wrong counts, shapes, types, NaN, negative variances and missing tensors."""
+    sent = p.to_tensors(p.moments(X, Y), exact=True)
+    if value is None:
+        del sent[name]
+    else:
+        sent[name] = value
+    with pytest.raises(UpdateError, match="moments"):
+        p.from_tensors(sent, 6, 4)
