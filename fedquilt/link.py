@@ -73,7 +73,10 @@ class Link(Protocol):
 class Endpoint(Protocol):
     """A coordinator or an agent: stepped, never blocking."""
 
-    finished: bool
+    @property
+    def finished(self) -> bool:
+        """Nothing is left to do."""
+        ...
 
     def step(self, now_s: float) -> float:
         """Handle what has arrived and what is due; returns when to be called again at the latest."""

@@ -60,9 +60,11 @@ class Bench:
             if donor.align is None:
                 continue
             path = [self.stock.blocks[block] for block in donor.blocks]
-            logits = self._batched(
-                self.test, lambda x, path=path: stitch.forward(path, [None] * len(path), self._run, x)
-            )
+
+            def logits_of(x: np.ndarray, path: list[Block] = path) -> np.ndarray:
+                return self._plain(path, x)
+
+            logits = self._batched(self.test, logits_of)
             found.append(Result(name, self._accuracy(stitch.align(logits, donor.align))))
         return found
 
