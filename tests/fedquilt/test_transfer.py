@@ -412,14 +412,14 @@ def test_one_blob_from_two_devices_is_pulled_once_and_finished_for_both(tmp_path
 
 
 def test_many_small_blobs_arrive_side_by_side(tmp_path: Path) -> None:
-    """200 of them, 16 at a time: two round trips of 2 ms each for every 16, not for every one."""
+    """100 of them, 16 at a time: two round trips of 2 ms each for every 16, not for every one."""
     broker = MemoryBroker()
     coordinator, agent = Side(broker, tmp_path / "c"), Side(broker, tmp_path / "a", "tx2")
-    for number in range(200):
+    for number in range(100):
         agent.transfers.want("tx2", coordinator.depot.put(number.to_bytes(2, "big") * 50))
-    play(broker, coordinator, agent, until=lambda: len(agent.errors) == 200)
+    play(broker, coordinator, agent, until=lambda: len(agent.errors) == 100)
     assert set(agent.errors.values()) == {None}
-    assert broker.now_s < 200 / 16 * 2 * 0.004
+    assert broker.now_s < 100 / 16 * 2 * 0.004
 
 
 class SlowLink(MemoryLink):
