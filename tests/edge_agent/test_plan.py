@@ -1,0 +1,341 @@
+"""What the agent does next; every rule is one sentence."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from fedquilt.core import BlobRef, Reading, Task, Update, Usage, Work
+from fedquilt.edge_agent.budget import ASSUMED_BASE_BYTES
+from fedquilt.edge_agent.plan import (
+    REFETCH_S,
+    REMEMBERED_JOBS,
+    RESEND_MOST_S,
+    RESEND_S,
+    Abandon,
+    Acked,
+    Action,
+    Arrived,
+    Begin,
+    Cleared,
+    Connected,
+    Done,
+    Event,
+    Failed,
+    Fetch,
+    Fetched,
+    Means,
+    Say,
+    Send,
+    State,
+    Stop,
+    Tick,
+    advance,
+    next_s,
+)
+from fedquilt.wire import Claim
+
+MEANS = Means(budget_bytes=100 << 20, engines=("numpy",), methods=("fedavg",))
+A, B = BlobRef(sha256="a" * 64, size=10), BlobRef(sha256="b" * 64, size=20)
+
+
+def task(round: int = 0, **changes: Any) -> Task:
+    values: dict[str, Any] = {
+        "job": "j-1",
+        "round": round,
+        "attempt": 0,
+        "method": "fedavg",
+        "engine": "numpy",
+        "actions": ("work",),
+        "params": {},
+        "bundles": {"model": A},
+        "work": Work(peak_bytes=1 << 20),
+        "seed": 1,
+        "deadline_s": 60.0,
+    }
+    return Task(**{**values, **changes})
+
+
+def update(round: int = 0, base_bytes: int | None = None, attempt: int = 0) -> Update:
+    usage = Usage(base_bytes=base_bytes)
+    return Update(job="j-1", round=round, attempt=attempt, device="d", weight=1.0, bundles={}, metrics={}, usage=usage)
+
+
+def claim(round: int = 0, attempt: int = 0) -> Say:
+    return Say(Claim(job="j-1", round=round, attempt=attempt, accepted=True))
+
+
+def after(*events: Event, now_s: float = 0.0, state: State = State(MEANS)) -> tuple[State, tuple[Action, ...]]:
+    """The state after events, and what the last one asked for."""
+    actions: tuple[Action, ...] = ()
+    for event in events:
+        state, actions = advance(state, event, now_s)
+    return state, actions
+
+
+def refusal(wanted: Task, reading: Reading = Reading()) -> Claim:
+    _, actions = advance(State(MEANS), Arrived(wanted), 0.0, reading)
+    (say,) = actions
+    assert isinstance(say, Say)
+    assert not say.claim.accepted
+    return say.claim
+
+
+# -- taking a task --------------------------------------------------------------------------------
+
+
+def test_a_task_is_claimed_and_its_missing_blobs_are_fetched() -> None:
+    """Nothing is begun before they are here."""
+    _, actions = after(Arrived(task(), frozenset({B, A})))
+    assert actions == (claim(), Fetch((A, B)))
+
+
+def test_a_task_begins_when_its_last_blob_is_here() -> None:
+    """What came is counted as downloaded."""
+    state, actions = after(Arrived(task(), frozenset({A, B})), Fetched(A.sha256))
+    assert actions == ()
+    state, actions = advance(state, Fetched(B.sha256), 0.0)
+    assert actions == (Begin(task()),)
+    assert state.open is not None
+    assert state.open.down_bytes == 30
+
+
+def test_a_task_whose_blobs_are_all_here_begins_at_once() -> None:
+    """No transfer, no wait."""
+    assert after(Arrived(task()))[1] == (claim(), Begin(task()))
+
+
+def test_a_task_repeated_is_claimed_again_and_not_begun_again() -> None:
+    """The first claim may be lost; the attempt is the coordinator's latest."""
+    state, actions = after(Arrived(task()), Arrived(task(attempt=1, deadline_s=5.0)))
+    assert actions == (claim(attempt=1),)
+    assert state.open is not None
+    assert state.open.working
+    assert state.open.task.attempt == 1
+
+
+def test_the_same_round_with_other_work_starts_over() -> None:
+    """What is worked on would answer another question."""
+    other = task(params={"lr": 0.5})
+    assert after(Arrived(task()), Arrived(other))[1] == (Stop(), claim(), Begin(other))
+
+
+def test_a_later_round_supersedes_the_task_in_hand() -> None:
+    """The old work is killed, the old blobs are let go of, what both need is fetched on."""
+    state, _ = after(Arrived(task(), frozenset({A, B})))
+    assert advance(state, Arrived(task(1), frozenset({B})), 0.0)[1] == (Abandon(A.sha256), claim(1))
+    state, _ = after(Arrived(task()))
+    assert advance(state, Arrived(task(1)), 0.0)[1] == (Stop(), claim(1), Begin(task(1)))
+
+
+def test_another_job_supersedes_the_task_in_hand_whatever_its_round() -> None:
+    """The coordinator runs one job at a time, and has gone on."""
+    other = task(job="k-1")
+    assert Begin(other) in after(Arrived(task(5)), Arrived(other))[1]
+
+
+def test_an_earlier_round_that_comes_late_is_ignored() -> None:
+    """Messages overtake each other."""
+    state, _ = after(Arrived(task(2)))
+    assert advance(state, Arrived(task(1)), 0.0) == (state, ())
+
+
+def test_a_cleared_task_is_given_up() -> None:
+    """Its process is killed, its half blobs go, and nobody is told."""
+    assert after(Arrived(task()), Cleared())[1] == (Stop(),)
+    state, actions = after(Arrived(task(), frozenset({A})), Cleared())
+    assert actions == (Abandon(A.sha256),)
+    assert state.open is None
+
+
+def test_a_superseding_task_fetches_anew_what_had_failed_before() -> None:
+    """A blob that waits for its next try is not under way."""
+    state, _ = after(Arrived(task(), frozenset({A})), Fetched(A.sha256, "gone"))
+    assert advance(state, Arrived(task(1), frozenset({A})), 0.0)[1] == (claim(1), Fetch((A,)))
+
+
+# -- refusing one ---------------------------------------------------------------------------------
+
+
+def test_an_unknown_method_is_refused_with_the_mend() -> None:
+    """The coordinator is newer than this agent."""
+    said = refusal(task(method="fedfuture"))
+    assert said.code == "method"
+    assert "'fedfuture'" in said.reason
+    assert "install" in said.reason
+
+
+def test_an_engine_that_is_not_here_is_refused_with_those_that_are() -> None:
+    """A board that only stitches has no torch."""
+    said = refusal(task(engine="torch"))
+    assert said.code == "engine"
+    assert "numpy" in said.reason
+
+
+def test_work_above_the_budget_is_refused_with_numbers() -> None:
+    """1000 MB for the work do not go into 105 MB."""
+    said = refusal(task(work=Work(peak_bytes=1000 * 10**6)))
+    assert said.code == "memory"
+    assert "1000 MB for the work" in said.reason
+    assert "budget here is 105 MB" in said.reason
+
+
+def test_the_engines_own_size_counts_against_the_budget() -> None:
+    """The budget is the whole process's."""
+    room = MEANS.budget_bytes - ASSUMED_BASE_BYTES["numpy"]
+    assert after(Arrived(task(work=Work(peak_bytes=room))))[0].open is not None
+    assert refusal(task(work=Work(peak_bytes=room + 1))).code == "memory"
+
+
+def test_work_above_what_the_board_has_left_is_refused() -> None:
+    """The budget would allow it, the board cannot give it; a board that cannot tell is believed."""
+    said = refusal(task(), Reading(available_bytes=1 << 20))
+    assert said.code == "memory"
+    assert "the board has 1 MB left" in said.reason
+    assert after(Arrived(task()))[0].open is not None
+
+
+def test_the_engines_size_as_seen_here_replaces_the_assumed_one() -> None:
+    """The least that was seen: a warm process holds more than its engine."""
+    state, _ = after(Arrived(task()), Done(update(base_bytes=90 << 20), False), Arrived(task(1)))
+    state, _ = advance(state, Done(update(1, base_bytes=95 << 20), False), 0.0)
+    assert state.base_bytes == {"numpy": 90 << 20}
+    _, actions = advance(state, Arrived(task(2, work=Work(peak_bytes=11 << 20))), 0.0)
+    assert isinstance(actions[0], Say)
+    assert actions[0].claim.code == "memory"
+
+
+def test_a_refused_task_still_ends_the_one_in_hand() -> None:
+    """The coordinator no longer wants the old one."""
+    state, actions = after(Arrived(task()), Arrived(task(1, engine="torch")))
+    assert actions[0] == Stop()
+    assert state.open is None
+
+
+def test_a_refusal_is_repeated_with_its_task_and_reconsidered_at_the_next_attempt() -> None:
+    """The claim may be lost; the work is not tried again for that."""
+    state, (_, said) = after(Arrived(task()), Failed("data", "no examples"))
+    assert advance(state, Arrived(task(deadline_s=1.0)), 0.0)[1] == (said,)
+    assert Begin(task(attempt=1)) in advance(state, Arrived(task(attempt=1)), 0.0)[1]
+    assert Begin(task()) in after(Cleared(), Arrived(task()), state=state)[1]
+
+
+def test_work_that_fails_becomes_a_refusal_with_its_reason() -> None:
+    """And the device is free again, with no process left that has failed once."""
+    state, (stop, say) = after(Arrived(task()), Failed("memory", "too much"))
+    assert stop == Stop()
+    assert isinstance(say, Say)
+    assert (say.claim.accepted, say.claim.code, say.claim.reason) == (False, "memory", "too much")
+    assert state.open is None
+
+
+def test_a_failure_without_a_task_is_nothing() -> None:
+    """Its task has been cleared meanwhile."""
+    assert after(Failed("disk", "full")) == (State(MEANS), ())
+
+
+# -- fetching -------------------------------------------------------------------------------------
+
+
+def test_a_blob_that_cannot_be_had_is_asked_for_again_ever_more_rarely() -> None:
+    """First after REFETCH_S, then after twice as long."""
+    state, actions = after(Arrived(task(), frozenset({A})), Fetched(A.sha256, "not offered"))
+    assert actions == ()
+    assert next_s(state) == REFETCH_S
+    state, actions = advance(state, Tick(), REFETCH_S)
+    assert actions == (Fetch((A,)),)
+    state, _ = advance(state, Fetched(A.sha256, "not offered"), 10.0)
+    assert next_s(state) == 10.0 + 2 * REFETCH_S
+    assert advance(state, Fetched(A.sha256), 11.0)[1] == (Begin(task()),)
+
+
+def test_a_blob_of_no_task_is_nothing() -> None:
+    """It was fetched for a task that is gone."""
+    assert after(Fetched(A.sha256)) == (State(MEANS), ())
+
+
+# -- delivering -----------------------------------------------------------------------------------
+
+
+def done(private: bool = False, round: int = 0) -> State:
+    return after(Arrived(task(round)), Done(update(round), private))[0]
+
+
+def test_a_result_is_offered_at_once_and_then_ever_more_rarely() -> None:
+    """5, 5, 10, 20, 40, 60, 60 seconds: never given up."""
+    state, actions = after(Arrived(task()), Done(update(), False))
+    assert actions == (Send(update()),)
+    waits, now_s = [], 0.0
+    for _ in range(7):
+        waits.append(next_s(state) - now_s)
+        now_s = next_s(state)
+        state, actions = advance(state, Tick(), now_s)
+        assert actions == (Send(update()),)
+    assert waits == [RESEND_S, 5.0, 10.0, 20.0, 40.0, RESEND_MOST_S, RESEND_MOST_S]
+
+
+def test_time_that_is_not_due_brings_nothing() -> None:
+    """A tick is not an offer."""
+    assert advance(done(), Tick(), RESEND_S / 2)[1] == ()
+
+
+def test_a_new_session_offers_everything_at_once() -> None:
+    """The broker may have lost what it was given."""
+    state, actions = advance(done(), Connected(), 1.0)
+    assert actions == (Send(update()),)
+    assert next_s(state) == 1.0 + RESEND_S
+
+
+def test_a_task_whose_result_waits_in_the_outbox_is_answered_by_it_under_the_new_attempt() -> None:
+    """The work is not done twice."""
+    _, actions = advance(done(), Arrived(task(attempt=3)), 1.0)
+    assert actions == (Send(update(attempt=3)),)
+
+
+def test_an_acknowledged_update_is_gone_and_its_task_ignored_for_ever() -> None:
+    """An old message must not have it worked for again."""
+    state, actions = advance(done(), Acked(("j-1", 0), True), 1.0)
+    assert actions == ()
+    assert next_s(state) == math.inf
+    assert advance(state, Arrived(task()), 2.0) == (state, ())
+    assert Begin(task(1)) in advance(state, Arrived(task(1)), 2.0)[1]
+
+
+def test_a_refused_update_is_gone_but_its_task_may_be_asked_again() -> None:
+    """A stopped job refuses updates and, once resumed, asks for them anew."""
+    state, _ = advance(done(), Acked(("j-1", 0), False), 1.0)
+    assert next_s(state) == math.inf
+    assert Begin(task()) in advance(state, Arrived(task()), 2.0)[1]
+
+
+def test_what_was_counted_is_remembered_for_the_latest_jobs() -> None:
+    """A bounded memory: the job longest without a contribution is forgotten."""
+    state = State(MEANS)
+    for number in range(REMEMBERED_JOBS):
+        state, _ = advance(state, Acked((f"j-{number}", 0), True), 0.0)
+    state, _ = after(Acked(("j-0", 1), True), Acked(("new", 0), True), state=state)
+    assert len(state.counted) == REMEMBERED_JOBS
+    assert state.counted["j-0"] == 1
+    assert "j-1" not in state.counted
+
+
+def test_the_next_round_waits_while_a_private_state_is_undecided() -> None:
+    """Whether the last contribution counted decides what the next round begins from."""
+    state, actions = advance(done(private=True), Arrived(task(1)), 1.0)
+    assert actions == (claim(1),)
+    assert advance(state, Acked(("j-1", 0), True), 2.0)[1] == (Begin(task(1)),)
+    assert advance(state, Acked(("j-1", 0), False), 2.0)[1] == (Begin(task(1)),)
+
+
+def test_the_next_round_does_not_wait_for_an_update_without_private_state() -> None:
+    """Nor for another job's."""
+    assert Begin(task(1)) in advance(done(private=False), Arrived(task(1)), 1.0)[1]
+    other = task(job="k-1")
+    assert Begin(other) in advance(done(private=True), Arrived(other), 1.0)[1]
+
+
+def test_a_clear_leaves_the_outbox_alone() -> None:
+    """The task is withdrawn when its update has come; the acknowledgement may still be on its way."""
+    state, actions = advance(done(), Cleared(), 1.0)
+    assert actions == ()
+    assert len(state.outbox) == 1

@@ -1,0 +1,79 @@
+"""agent.toml, and what is said when it is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedquilt.core import JobError
+from fedquilt.edge_agent import settings
+
+GOOD = """
+device = "orin-07"
+home = "state"
+budget = "1GB"
+[broker]
+url = "mqtts://broker.example"
+ca = "ca.crt"
+[data]
+path = "images"
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "agent.toml"
+    path.write_text(text)
+    return path
+
+
+def test_paths_are_taken_from_the_files_own_folder(tmp_path: Path) -> None:
+    """So that a daemon may be started from anywhere."""
+    loaded = settings.load(write(tmp_path, GOOD))
+    assert loaded.home == str(tmp_path / "state")
+    assert loaded.broker.ca == str(tmp_path / "ca.crt")
+    assert loaded.data == {"path": str(tmp_path / "images")}
+
+
+def test_the_budget_is_half_of_the_board_unless_given() -> None:
+    """Half of 8 GB; or what was said."""
+    table = {"device": "d", "home": "h"}
+    assert settings.parse(table).budget_bytes(8 * 10**9) == 4 * 10**9
+    assert settings.parse({**table, "budget": "512MB"}).budget_bytes(8 * 10**9) == 512 * 10**6
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("512MB", 512 * 10**6), ("1.5 GiB", 3 << 29), ("64k", 64_000), ("10", 10), ("2kib", 2048)]
+)
+def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
+    """Powers of 1000, or of 1024 with an i."""
+    assert settings.size_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("home = 'h'", ("agent.toml", "device")),
+        ("device = 'Has Blanks'\nhome = 'h'", ("$.device",)),
+        ("device = 'd'\nhome = 'h'\nbudgett = '1GB'", ("budgett", "keys of an agent's settings: device, home")),
+        ("device = 'd'\nhome = 'h'\nbudget = '1 parsec'", ("budget: '1 parsec' is no size", "512MB")),
+        ("device = 'd'\nhome = 'h'\nwarm_s = -1", ("$.warm_s",)),
+        ("device = 'd'\nhome = 'h'\n[broker]\nhost = 'x'", ("host", "keys of [broker]: url")),
+        ("device = 'd'\nhome = 'h'\nbroker = 3", ("$.broker",)),
+        ("device = ", ("agent.toml is not TOML",)),
+    ],
+)
+def test_a_wrong_file_is_named_with_its_key_and_what_is_expected(
+    tmp_path: Path, text: str, parts: tuple[str, ...]
+) -> None:
+    """One sentence of one error."""
+    with pytest.raises(JobError) as caught:
+        settings.load(write(tmp_path, text))
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    """With what it was to be."""
+    with pytest.raises(JobError, match=r"agent's settings .*none.toml: No such file"):
+        settings.load(tmp_path / "none.toml")
