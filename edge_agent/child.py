@@ -69,12 +69,7 @@ class Bench:
         if self._data is None or self._data[0] != spec:
             if not spec:
                 raise DataError("this device has no data: give its agent.toml a [data] table")
-            try:
-                wanted = msgspec.convert(spec, data.DataSpec)
-            except msgspec.ValidationError as error:
-                keys = ", ".join(data.DataSpec.__struct_fields__)
-                raise DataError(f"[data] of this device: {error}; keys are: {keys}") from None
-            self._data = (spec, data.load(wanted))
+            self._data = (spec, data.load(msgspec.convert(spec, data.DataSpec)))
         return self._data[1]
 
 

@@ -23,6 +23,7 @@ import msgspec
 from msgspec import Meta
 
 from fedquilt.core import JobError, Name
+from fedquilt.edge_agent.data import DataSpec
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -108,6 +109,11 @@ def parse(table: Mapping[str, Any]) -> AgentSettings:
         keys = ", ".join(kind.__struct_fields__)
         where = "[broker]" if kind is BrokerSettings else "an agent's settings"
         raise JobError(f"{error}; keys of {where}: {keys}") from None
+    if settings.data:
+        try:
+            msgspec.convert(settings.data, DataSpec)
+        except msgspec.ValidationError as error:
+            raise JobError(f"[data] {error}; keys of [data]: {', '.join(DataSpec.__struct_fields__)}") from None
     for key, size in (("budget", settings.budget), ("cache", settings.cache)):
         if size is not None:
             try:

@@ -60,6 +60,7 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
         ("device = 'd'\nhome = 'h'\nwarm_s = -1", ("$.warm_s",)),
         ("device = 'd'\nhome = 'h'\n[broker]\nhost = 'x'", ("host", "keys of [broker]: url")),
         ("device = 'd'\nhome = 'h'\nbroker = 3", ("$.broker",)),
+        ("device = 'd'\nhome = 'h'\n[data]\nshare = 1", ("[data]", "path")),
         ("device = ", ("agent.toml is not TOML",)),
     ],
 )
