@@ -1,4 +1,6 @@
-"""Blobs over a link, both ways, for both sides: `fedquilt.blobs` decides, this reads, writes and publishes.
+"""Blobs over a link, both ways, for both sides.
+
+`fedquilt.pull` and `fedquilt.blobs` decide; this reads, writes and publishes.
 
 An agent publishes "up" and a coordinator "dn"; each asks on `.../<its way>/blob/get` and is answered
 under the other's `.../blob/<sha256>/`. Chunks go unreliably, because whatever is lost is asked for
@@ -15,10 +17,11 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from fedquilt import blobs, wire
-from fedquilt.blobs import MANIFEST, Item, Pull, Serve
+from fedquilt.blobs import MANIFEST, Item, Serve
 from fedquilt.core import BlobRef, FedquiltError, LinkError, StoreError, Wired
 from fedquilt.depot import Depot
 from fedquilt.link import Link
+from fedquilt.pull import PATIENCE_S, Pull
 
 log = logging.getLogger("fedquilt.transfer")
 
@@ -42,7 +45,7 @@ class Transfers:
         allowed: Callable[[str, str], bool],
         budget_bytes: int = 4 << 20,
         max_pulls: int = 16,
-        patience_s: float = blobs.PATIENCE_S,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         """`direction` is the way this side publishes; `allowed(device, sha256)`: may be sent to (or by) this device.
 
