@@ -2,8 +2,7 @@
 
 `Broker` is the whole of a broker's settings; it holds no secret, only the names of files that do,
 read anew at each attempt, so that renewed certificates and passwords need no restart. `dial` does
-TCP and TLS as a generator: it yields whenever it would have to wait. Every failure is one sentence
-that says what, where and the mend.
+TCP and TLS as a generator: it yields whenever it would have to wait.
 """
 
 from __future__ import annotations
@@ -20,18 +19,11 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from fedquilt.core import JobError, LinkError
+from fedquilt.core import JobError
+from fedquilt.explain import unreachable, why
 
 PORTS = {"mqtt": 1883, "mqtts": 8883}
 ANSWER_S = 5.0  # the longest one address may take to answer
-
-
-class DialError(LinkError):
-    """No connection. `final`: trying again cannot help before somebody mends something."""
-
-    def __init__(self, sentence: str, final: bool = False) -> None:
-        super().__init__(sentence)
-        self.final = final
 
 
 @dataclass(frozen=True)
@@ -101,7 +93,7 @@ class Broker:
             with self.password_file.open(encoding="utf-8") as file:
                 password = file.readline().rstrip("\r\n")
         except (OSError, UnicodeDecodeError) as error:
-            raise JobError(f"password file {self.password_file} cannot be read: {_why(error)}") from None
+            raise JobError(f"password file {self.password_file} cannot be read: {why(error)}") from None
         if not password:
             raise JobError(f"password file {self.password_file} is empty: write the password on its first line")
         return password
@@ -127,7 +119,7 @@ class Broker:
             context.load_cert_chain(str(self.cert), str(self.key), password=_no_passphrase)
         except ssl.SSLError as error:
             raise JobError(
-                f"certificate {self.cert} and key {self.key} cannot be used together ({_why(error)}): "
+                f"certificate {self.cert} and key {self.key} cannot be used together ({why(error)}): "
                 "both must be PEM, and of one pair"
             ) from None
         return context
@@ -179,12 +171,6 @@ def _no_passphrase() -> str:
     raise JobError("the key is encrypted, and a daemon has nobody to ask: give a key without a passphrase, mode 0600")
 
 
-def _why(error: Exception) -> str:
-    if reason := getattr(error, "reason", None):  # of OpenSSL
-        return str(reason).lower().replace("_", " ")
-    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-
-
 # -- opening a socket -----------------------------------------------------------------------------
 
 
@@ -210,7 +196,7 @@ def dial(broker: Broker) -> Generator[Waiting, None, socket.socket]:
     try:
         found = socket.getaddrinfo(broker.host, broker.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise explain(broker, error) from None
+        raise unreachable(broker, error) from None
     failure: OSError = TimeoutError()
     for family, kind, protocol, _, address in found:
         sock = socket.socket(family, kind, protocol)
@@ -228,7 +214,7 @@ def dial(broker: Broker) -> Generator[Waiting, None, socket.socket]:
         except BaseException:  # the generator was closed
             sock.close()
             raise
-    raise explain(broker, failure) from None
+    raise unreachable(broker, failure) from None
 
 
 def _connect(sock: socket.socket, address: object) -> Generator[Waiting, None, None]:
@@ -248,39 +234,3 @@ def _shake_hands(sock: ssl.SSLSocket) -> Generator[Waiting, None, None]:
             yield Waiting(sock, select.POLLIN)
         except ssl.SSLWantWriteError:
             yield Waiting(sock, select.POLLOUT)
-
-
-def explain(broker: Broker, error: Exception) -> DialError:
-    """One sentence: what, where, mend."""
-    if isinstance(error, (socket.gaierror, UnicodeError)):
-        final = getattr(error, "errno", None) == socket.EAI_NONAME
-        return DialError(f"no address is known for {broker.host!r}: check the name in {broker}, or the DNS", final)
-    if isinstance(error, ssl.SSLCertVerificationError):
-        if error.verify_code in (62, 64):  # X509_V_ERR_HOSTNAME_MISMATCH, ..._IP_ADDRESS_MISMATCH
-            return DialError(f"the certificate of {broker} is for another name: use the name it was made for", True)
-        given = f"{broker.ca} did not sign it" if broker.ca else "no authority of this system signed it"
-        return DialError(
-            f"the certificate of {broker} is not to be trusted ({error.verify_message}): {given}; "
-            "give the CA file that did",
-            True,
-        )
-    if isinstance(error, ssl.SSLError):
-        return explain_tls(broker, getattr(error, "reason", None) or str(error))
-    if isinstance(error, ConnectionRefusedError):
-        return DialError(f"nothing listens at {broker} (connection refused): start the broker or correct the URL")
-    if broker.tls and isinstance(error, (ConnectionResetError, BrokenPipeError)):
-        return DialError(f"{broker} hung up at the TLS handshake: use its TLS port (mostly 8883), or mqtt://")
-    if isinstance(error, TimeoutError):
-        return DialError(f"no answer from {broker}: check the address, the network and the firewall")
-    return DialError(f"{broker} cannot be reached ({_why(error)}): check the address, the network and the broker")
-
-
-def explain_tls(broker: Broker, reason: str) -> DialError:
-    said = reason.lower().replace("_", " ")
-    if "wrong version number" in said or "record layer failure" in said:
-        return DialError(f"{broker} does not speak TLS there: use its TLS port (mostly 8883), or mqtt://", True)
-    if "alert" in said:  # the broker's verdict on us
-        if broker.cert is None:
-            return DialError(f"{broker} wants a certificate of ours ({said}): give cert and key", True)
-        return DialError(f"{broker} refuses {broker.cert} ({said}): have one signed by the broker's CA", True)
-    return DialError(f"TLS with {broker} failed ({said}): check that it is an MQTT broker's TLS port")

@@ -6,8 +6,7 @@ nothing depends on which, but the packet limit that only MQTT 5 announces.
 
 Messages wait in our queue, not in paho's: paho 2.2 obeys neither the broker's packet limit nor its
 ReceiveMaximum, keeps an unbounded queue, and sends again for ever what makes a broker hang up. So it
-is given a few at a time, a fresh client for each connection, and a message that was alone under way
-when the broker hung up is dropped after the third time, loudly.
+is given a few at a time and a fresh client serves each connection; `fedquilt.sendqueue` decides.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ import select
 import socket
 import ssl
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import paho.mqtt.client as paho
@@ -31,8 +28,23 @@ from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 
 from fedquilt.core import FedquiltError, LinkError
-from fedquilt.dial import ANSWER_S, Broker, DialError, Waiting, dial, explain, explain_tls
+from fedquilt.dial import ANSWER_S, Broker, Waiting, dial
+from fedquilt.explain import (
+    KEEP_ALIVE,
+    NOT_AUTHORIZED,
+    PROTOCOL_ERROR,
+    TOO_LARGE,
+    UNSPECIFIED,
+    UNSUPPORTED_VERSION,
+    lost,
+    not_mqtt,
+    refused,
+    tls_failed,
+    unanswered,
+    unreachable,
+)
 from fedquilt.link import Message, matches
+from fedquilt.sendqueue import BREAKS, Sending, SendQueue
 
 __all__ = ["Broker", "MqttLink", "backoff_s", "payload_limit"]
 
@@ -43,21 +55,10 @@ HEADER: Final = KIB  # bytes left for the topic and the packet's own header
 UNANNOUNCED_5: Final = 1024 * KIB  # an MQTT 5 broker that announces no limit
 UNANNOUNCED_311: Final = 121 * KIB  # 3.1.1 cannot announce one: safe where packets end at 128 KiB
 RELIABLE_WINDOW: Final = 20  # QoS-1 messages under way, where the broker's ReceiveMaximum allows
-HANDED_BYTES: Final = 1024 * KIB  # given to paho at a time: it copies each message
-HANDED_MESSAGES: Final = 100
 INBOX_BYTES: Final = 1024 * KIB  # read ahead of the caller; what is beyond waits in the broker
-OFFLINE_BYTES: Final = 16 * 1024 * KIB  # kept for the next connection; the oldest go first
-OFFLINE_MESSAGES: Final = 10_000
-HANG_UPS: Final = 3
 SMALLEST_CEILING: Final = 16 * KIB
 STABLE_S: Final = 10.0  # a connection that held so long was a good one: back-off begins anew
 LINGER_S: Final = 5.0
-
-CONNACK_TRANSIENT: Final = frozenset({136, 137, 151, 159})  # unavailable, busy, quota, rate
-CREDENTIALS: Final = frozenset({134, 135})
-UNSUPPORTED_VERSION: Final = 132
-KEEP_ALIVE: Final = 141
-TOO_LARGE: Final = 149
 
 
 def backoff_s(failures: int, roll: float) -> float:
@@ -72,15 +73,6 @@ def payload_limit(level: int, announced: int | None, override: int | None) -> in
     if level < 5:
         return UNANNOUNCED_311
     return UNANNOUNCED_5 if announced is None else max(announced - HEADER, 0)
-
-
-@dataclass(eq=False)
-class _Outgoing:
-    topic: str
-    payload: bytes
-    retain: bool
-    reliable: bool
-    losses: int = 0  # connections that broke while it was under way
 
 
 class _Client(paho.Client):
@@ -122,7 +114,6 @@ class MqttLink:
         self.will = will
         self.session = 0
         self.connected = False
-        self.backlog = 0
         self.level = 5  # of MQTT; becomes 4 (3.1.1) where a broker refuses 5
         self.max_payload = payload_limit(4, None, broker.max_payload)
         self.dropped = 0  # messages given up: refused, too large, or too many while offline
@@ -130,9 +121,7 @@ class MqttLink:
         self._filters: list[str] = []
         self._inbox: list[Message] = []
         self._inbox_bytes = 0
-        self._queue: deque[_Outgoing] = deque()
-        self._under_way: dict[int, _Outgoing] = {}  # by packet id: paho has them, the broker perhaps
-        self._handed_bytes = 0
+        self._queue = SendQueue()
         self._window = RELIABLE_WINDOW
         self._ceiling: int | None = None  # bytes: what is left to try with a broker that hangs up at more
         self._dial: Generator[Waiting, None, socket.socket] | None = None
@@ -150,6 +139,11 @@ class MqttLink:
         self._final = False  # the trouble is one that trying again cannot mend
         self._asked = False  # a command waits in `connect`, and will tell the trouble itself
         self._closed = False
+
+    @property
+    def backlog(self) -> int:
+        """Payload bytes published and not yet written (unreliable) or acknowledged (reliable)."""
+        return self._queue.backlog
 
     @property
     def problem(self) -> str | None:
@@ -177,7 +171,7 @@ class MqttLink:
 
     def subscribe(self, filters: Sequence[str]) -> None:
         self._filters += [pattern for pattern in filters if pattern not in self._filters]
-        if self.connected and self._client is not None:
+        if filters and self.connected and self._client is not None:
             self._client.subscribe([(pattern, 1) for pattern in filters])
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
@@ -193,10 +187,9 @@ class MqttLink:
             )
         if not self.connected and not reliable:
             return
-        self._queue.append(_Outgoing(topic, payload, retain, reliable))
-        self.backlog += len(payload)
-        while not self.connected and (len(self._queue) > OFFLINE_MESSAGES or self.backlog > OFFLINE_BYTES):
-            self._drop(self._queue.popleft(), f"too much is waiting for {self.broker}: the oldest messages are dropped")
+        self._queue.add(Sending(topic, payload, retain, reliable))
+        if not self.connected and (given_up := self._queue.trim()):
+            self._drop(given_up, f"too much waits for {self.broker}: the oldest messages are dropped")
 
     def receive(self) -> list[Message]:
         messages, self._inbox, self._inbox_bytes = self._inbox, [], 0
@@ -269,7 +262,8 @@ class MqttLink:
             if ready or late:
                 self._step_dial(late)
         elif late:
-            self._lose(explain(self.broker, TimeoutError()))
+            self._doubt_level()
+            self._lose(unreachable(self.broker, TimeoutError()))
         else:
             self._exchange()
 
@@ -353,52 +347,38 @@ class MqttLink:
         while client.socket() is not None and self._inbox_bytes < INBOX_BYTES:
             if not peek.poll(0) and not (isinstance(sock, ssl.SSLSocket) and sock.pending()):
                 break
-            client.loop_read()
+            try:
+                client.loop_read()
+            except Exception as error:  # whatever bytes that are not MQTT make of paho's decoder
+                return self._lose(not_mqtt(self.broker, str(error)))
         if client.socket() is not None:
             client.loop_misc()
         self._hand_over()
         if client.socket() is not None and client.want_write():
             client.loop_write()
         if client.socket() is None:
-            self._lose(self._why_lost())
+            self._ended()
 
     def _hand_over(self) -> None:
         """Give paho what may now be under way."""
-        while self._queue and self.connected and self._client is not None and self._client.socket() is not None:
-            message = self._queue[0]
-            if len(message.payload) > self.max_payload:
-                self._queue.popleft()
-                self._drop(
-                    message, f"{self.broker} now takes {self.max_payload} bytes at most: larger ones are dropped"
-                )
-                continue
-            if len(self._under_way) >= HANDED_MESSAGES:
+        client = self._client
+        while self.connected and client is not None and client.socket() is not None:
+            message = self._queue.take(self._window)
+            if message is None:
                 return
-            if self._under_way and (
-                self._handed_bytes + len(message.payload) > HANDED_BYTES
-                or message.losses
-                or any(other.losses for other in self._under_way.values())
-                or (message.reliable and sum(other.reliable for other in self._under_way.values()) >= self._window)
-            ):
-                return
-            self._queue.popleft()
-            sent = self._client.publish(
-                message.topic, message.payload, qos=int(message.reliable), retain=message.retain
-            )
-            self._under_way[sent.mid] = message
-            self._handed_bytes += len(message.payload)
+            if message.size > self.max_payload:  # it was published when more was taken
+                self._queue.give_up(message)
+                self._drop(1, f"{self.broker} now takes {self.max_payload} bytes at most: larger messages are dropped")
+            else:
+                qos = int(message.reliable)
+                self._queue.sent(client.publish(message.topic, message.payload, qos, message.retain).mid, message)
 
     def _on_publish(self, client: Any, userdata: Any, mid: int, reason: ReasonCode, properties: Any) -> None:
         """A QoS-1 message was acknowledged, or a QoS-0 message written."""
-        message = self._under_way.pop(mid, None)
-        if message is None:
-            return
-        self._handed_bytes -= len(message.payload)
-        if reason.is_failure:
-            mend = "allow it in the broker's ACL" if reason.value == 135 else "see the broker's log"
-            self._drop(message, f"{self.broker} refuses messages to {message.topic} ({reason}): {mend}")
-        else:
-            self.backlog -= len(message.payload)
+        message = self._queue.done(mid)
+        if message is not None and reason.is_failure:
+            mend = "allow it in the broker's ACL" if reason.value == NOT_AUTHORIZED else "see the broker's log"
+            self._drop(1, f"{self.broker} refuses messages to {message.topic} ({reason}): {mend}")
 
     def _on_message(self, client: Any, userdata: Any, message: paho.MQTTMessage) -> None:
         try:
@@ -425,93 +405,62 @@ class MqttLink:
         if level == paho.MQTT_LOG_ERR:
             self._said = text
 
-    def _why_lost(self) -> DialError:
-        code = self._farewell.value if self._farewell is not None else 0
+    def _ended(self) -> None:
+        """paho has closed the socket: find out why, and whether the other level of MQTT may do better."""
+        code = self._farewell.value if self._farewell is not None else UNSPECIFIED
         if self.connected:
-            if code == KEEP_ALIVE:
-                return DialError(f"no sign of life from {self.broker}: check the network")
-            reason = f" ({self._farewell})" if code > 128 else ""
-            if self._short >= 2:
-                mend = f"check that no other client uses the id {self.client_id!r}, and the broker's log"
-                return DialError(f"{self.broker} soon closes each connection{reason}: {mend}")
-            return DialError(f"{self.broker} closed the connection{reason}: check that it still runs")
-        who = f"user {self.broker.user!r}" if self.broker.user else "a client without a user"
-        if code in CREDENTIALS:
-            given = (
-                f"the password in {self.broker.password_file}" if self.broker.password_file else "give a password file"
-            )
-            return DialError(f"{self.broker} refuses {who} ({self._farewell}): check the user and {given}", True)
-        if code >= 128 and code not in (KEEP_ALIVE, 128):
-            return DialError(
-                f"{self.broker} refuses {self.client_id!r} ({self._farewell}): see the broker's log",
-                code not in CONNACK_TRANSIENT,
-            )
-        if "[SSL" in self._said or "alert" in self._said:  # TLS 1.3 brokers judge our certificate after the handshake
-            return explain_tls(self.broker, self._said.rpartition("] ")[2].partition(" (_ssl")[0])
-        if self.broker.tls:
-            mend = (
-                "it may want another certificate"
-                if self.broker.cert
-                else "it may want a certificate: give cert and key"
-            )
-        else:
-            mend = "is it an MQTT port, and is mqtts:// needed?"
-        return DialError(f"{self.broker} hung up without an answer: {mend}")
-
-    def _lose(self, error: FedquiltError) -> None:
-        """The connection, or the attempt at one, is over: put back what was under way, plan the next."""
-        code = self._farewell.value if self._farewell is not None else 0
-        if not self.connected and self.level == 5 and self._client is not None and code == UNSUPPORTED_VERSION:
+            return self._lose(lost(self.broker, self.client_id, code, str(self._farewell), self._short >= 2))
+        if code == UNSUPPORTED_VERSION and self.level == 5:
             log.info("%s refuses MQTT 5: using 3.1.1", self.broker)
             self.level = 4
             self._due_s = 0.0
             return self._hang_up()
-        final = getattr(error, "final", True)
-        if self.session == 0 and self._client is not None and code in (0, 128) and not final:
-            self.level = 9 - self.level  # no answer at all: some 3.1.1 brokers choke on MQTT 5
+        if code == PROTOCOL_ERROR:
+            return self._lose(not_mqtt(self.broker, str(self._farewell)))
+        if code > UNSPECIFIED and code != KEEP_ALIVE:
+            return self._lose(refused(self.broker, self.client_id, code, str(self._farewell)))
+        if "[SSL" in self._said:
+            return self._lose(tls_failed(self.broker, self._said.rpartition("] ")[2].partition(" (_ssl")[0]))
+        self._doubt_level()
+        self._lose(unanswered(self.broker))
+
+    def _doubt_level(self) -> None:
+        """No CONNACK came. Some 3.1.1 brokers (amqtt) choke on MQTT 5 without a word."""
+        if self.session == 0:
+            self.level = 9 - self.level
+
+    def _lose(self, error: FedquiltError) -> None:
+        """The connection, or the attempt at one, is over: put back what was under way, plan the next."""
+        self._hang_up()
         if self.connected:
             self._short = self._short + 1 if time.monotonic() - self._since_s < STABLE_S else 0
             self._failures = max(self._short - 1, 0)
         self._failures += 1
         delay_s = backoff_s(self._failures, self._roll())
         self._due_s = time.monotonic() + delay_s
-        self._hang_up()
         if self.connected:
-            self._put_back(code)
+            self._put_back(self._farewell.value if self._farewell is not None else UNSPECIFIED)
         self.connected = False
         if self._trouble != str(error):
             log.log(logging.INFO if self._asked else logging.WARNING, "%s; trying again in %.1f s", error, delay_s)
-        self._trouble, self._final = str(error), final
+        self._trouble, self._final = str(error), getattr(error, "final", True)
 
     def _put_back(self, code: int) -> None:
-        """What was under way goes to the head of the queue; QoS 0 is lost, as it may be."""
-        suspects = [message for message in self._under_way.values() if message.reliable]
-        self._under_way.clear()
-        self._handed_bytes = 0
-        if code != KEEP_ALIVE:  # the network's fault, not a message's
-            for message in suspects:
-                message.losses += 1
-        if len(suspects) == 1 and suspects[0].losses >= (1 if code == TOO_LARGE else HANG_UPS):
-            culprit = suspects.pop()
-            self._lower(len(culprit.payload))
-            self._drop(
-                culprit,
-                f"{self.broker} hangs up at each message of {len(culprit.payload)} bytes to {culprit.topic}: "
-                "it was dropped; raise the broker's packet limit, or set max_payload to what it takes",
-            )
-        self._queue = deque(suspects + [message for message in self._queue if message.reliable])
-        self.backlog = sum(len(message.payload) for message in self._queue)
-
-    def _lower(self, size: int) -> None:
-        """Something of that size was too large: send nothing more than half as large, and lose no time."""
-        if size > SMALLEST_CEILING:
-            self._ceiling = max(size // 2, SMALLEST_CEILING)
+        culprit = self._queue.broken(1 if code == TOO_LARGE else BREAKS, innocent=code == KEEP_ALIVE)
+        if culprit is None:
+            return
+        if culprit.size > SMALLEST_CEILING:  # the next may be half as large, and need not wait
+            self._ceiling = max(culprit.size // 2, SMALLEST_CEILING)
             self._failures = 0
             self._due_s = time.monotonic()
+        self._drop(
+            1,
+            f"{self.broker} hangs up at each message of {culprit.size} bytes to {culprit.topic}: it was dropped; "
+            "raise the broker's packet limit, or set max_payload to what it takes",
+        )
 
-    def _drop(self, message: _Outgoing, sentence: str) -> None:
-        self.backlog -= len(message.payload)
-        self.dropped += 1
+    def _drop(self, count: int, sentence: str) -> None:
+        self.dropped += count
         self._refuse(sentence)
 
     def _refuse(self, sentence: str) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import select
 import socket
-import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from fedquilt.core import JobError
-from fedquilt.dial import Broker, DialError, dial, explain
+from fedquilt.dial import Broker, dial
+from fedquilt.explain import DialError
 
 if TYPE_CHECKING:
     from tests.conftest import Authority
@@ -123,13 +123,3 @@ def test_a_dial_that_is_given_up_closes_its_socket() -> None:
         waiting = next(dialling)
         dialling.close()
         assert waiting.socket.fileno() == -1
-
-
-def test_explanations_say_whether_trying_again_can_help() -> None:
-    """A name that does not exist will not by waiting; a resolver without an answer may have one soon."""
-    broker = Broker("host", 8883, tls=True)
-    assert explain(broker, socket.gaierror(socket.EAI_NONAME, "unknown")).final
-    assert not explain(broker, socket.gaierror(socket.EAI_AGAIN, "try again")).final
-    assert not explain(broker, ConnectionRefusedError()).final
-    assert explain(broker, ssl.SSLError(1, "[SSL: WRONG_VERSION_NUMBER] wrong version number")).final
-    assert "No route to host" in str(explain(broker, OSError(113, "No route to host")))

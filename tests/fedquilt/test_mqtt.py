@@ -187,6 +187,28 @@ def test_a_broker_that_hangs_up_at_mqtt_5_is_asked_in_3_1_1(stage: Stage) -> Non
                     stage.until(lambda: link.connected)
 
 
+@pytest.mark.parametrize(
+    ("sent", "says"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is it an MQTT port"),
+        (b"\x20\x03\x00\x00\x00" + b"\x32\x02\xff\xff", "closed the connection"),  # a topic longer than its packet
+        (b"\x20\x03\x00\x00\x00" + b"\x30\xff\xff\xff\xff\xff", "closed the connection"),  # a length of five bytes
+        (b"\x20\x02\x00", "is it an MQTT port"),
+    ],
+)
+def test_bytes_that_are_not_mqtt_cost_the_connection_and_nothing_else(stage: Stage, sent: bytes, says: str) -> None:
+    """From a broker's port that something else listens on, or a broker gone mad."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        link = stage.join(f"mqtt://127.0.0.1:{listener.getsockname()[1]}", "agent")
+        with eventually(stage, listener.accept)[0] as connection:
+            connection.setblocking(False)
+            eventually(stage, lambda: connection.recv(1000))
+            connection.sendall(sent)
+        stage.until(lambda: link.problem is not None)
+        assert says in str(link.problem) or "sent what is not MQTT" in str(link.problem)
+
+
 def test_two_clients_of_one_name_are_told_so(mosquitto: Callable[..., Mosquitto], stage: Stage) -> None:
     """The usual cause: an SD card that was copied."""
     url = mosquitto().url

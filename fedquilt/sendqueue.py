@@ -1,0 +1,100 @@
+"""What is on its way to the network, and which message made a broker hang up. No I/O.
+
+A message is added, taken when it may be under way, and done when the broker has acknowledged it
+(QoS 1) or it is written (QoS 0). What was under way when a connection broke is tried again, then one
+at a time: so the one that is alone under way at the third break in a row is to blame, and given up.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+UNDER_WAY_BYTES: Final = 1 << 20  # paho copies each message
+UNDER_WAY_MESSAGES: Final = 100
+OFFLINE_BYTES: Final = 16 << 20
+OFFLINE_MESSAGES: Final = 10_000
+BREAKS: Final = 3
+
+
+@dataclass(eq=False)
+class Sending:
+    """One message going out; `reliable` is QoS 1."""
+
+    topic: str
+    payload: bytes
+    retain: bool
+    reliable: bool
+    breaks: int = 0  # connections that broke while it was under way
+
+    @property
+    def size(self) -> int:
+        return len(self.payload)
+
+
+class SendQueue:
+    """Messages in the order they were added, and those under way by packet id."""
+
+    def __init__(self) -> None:
+        self.backlog = 0  # payload bytes that are neither written (QoS 0) nor acknowledged (QoS 1)
+        self._waiting: deque[Sending] = deque()
+        self._under_way: dict[int, Sending] = {}
+
+    def add(self, message: Sending) -> None:
+        self._waiting.append(message)
+        self.backlog += message.size
+
+    def trim(self) -> int:
+        """Give up the oldest messages beyond what is kept without a connection; returns how many."""
+        given_up = 0
+        while len(self._waiting) > OFFLINE_MESSAGES or self.backlog > OFFLINE_BYTES:
+            self.give_up(self._waiting.popleft())
+            given_up += 1
+        return given_up
+
+    def take(self, window: int) -> Sending | None:
+        """The next message if it may be under way too, at most `window` reliable ones at once.
+
+        The caller then says `sent` or `give_up`.
+        """
+        if not self._waiting:
+            return None
+        message, others = self._waiting[0], self._under_way.values()
+        if others and (
+            len(others) >= UNDER_WAY_MESSAGES
+            or message.size + sum(other.size for other in others) > UNDER_WAY_BYTES
+            or message.breaks
+            or any(other.breaks for other in others)
+            or (message.reliable and sum(other.reliable for other in others) >= window)
+        ):
+            return None
+        return self._waiting.popleft()
+
+    def sent(self, packet_id: int, message: Sending) -> None:
+        self._under_way[packet_id] = message
+
+    def done(self, packet_id: int) -> Sending | None:
+        """The message is out of our hands; None: no such message."""
+        message = self._under_way.pop(packet_id, None)
+        if message is not None:
+            self.backlog -= message.size
+        return message
+
+    def give_up(self, message: Sending) -> None:
+        """A message that was taken will not be sent."""
+        self.backlog -= message.size
+
+    def broken(self, breaks: int = BREAKS, *, innocent: bool = False) -> Sending | None:
+        """The connection ended: what was under way goes to the head, what is unreliable is lost.
+
+        Returns the message to blame after so many breaks, which is given up. `innocent`: the network failed.
+        """
+        suspects = [message for message in self._under_way.values() if message.reliable]
+        for message in suspects:
+            message.breaks += not innocent
+        culprit = suspects.pop() if len(suspects) == 1 and suspects[0].breaks >= breaks else None
+        self._under_way.clear()
+        self._waiting = deque(suspects + [message for message in self._waiting if message.reliable])
+        self.backlog = sum(message.size for message in self._waiting)
+        return culprit
