@@ -151,7 +151,8 @@ def _double(array: np.ndarray) -> np.ndarray:
 
 
 def _rows(maps: np.ndarray) -> np.ndarray:
-    return maps.transpose(0, 2, 3, 1).reshape(-1, maps.shape[1])  # (n * h * w, c)
+    """(n * h * w, c), a channel's values side by side in memory: sums over rows run along it."""
+    return maps.transpose(1, 0, 2, 3).reshape(maps.shape[1], -1).T
 
 
 def _chunks(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -225,7 +225,8 @@ def add_ballots(state: State, ballots: Mapping[str, Ballot]) -> State:
 
     How many devices there are is not known; but when a sub-round brings no new one, the known ones are all.
     """
-    assert state.current is not None
+    net = state.current
+    assert net is not None
     fresh = ballots.keys() - state.ballots.keys()
     voted = {**state.ballots, **ballots}
     known = vote.joined(state.weights, sorted(ballots))
@@ -234,7 +235,7 @@ def add_ballots(state: State, ballots: Mapping[str, Ballot]) -> State:
         state, ballots=voted, weights=known, subround=state.subround + 1, saturated=state.saturated or not fresh
     )
     if not complete and state.subround < state.params.subrounds:
-        note = f"{describe(state.current.path)}: {len(voted)} devices have scored {len(state.pool)} blocks"
+        note = f"{describe(net.path)}: {len(voted)} devices have scored {len(state.pool)} blocks"
         return replace(state, log=(note,))
     return close_vote(state)
 
