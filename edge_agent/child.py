@@ -184,6 +184,8 @@ def _sentence(error: Exception) -> str:
 def main() -> None:
     """Take orders until stdin ends."""
     _die_with(int(sys.argv[1]))
+    with contextlib.suppress(OSError):  # short of memory, the kernel should take this process and not another
+        Path("/proc/self/oom_score_adj").write_text("500")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the daemon
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -206,9 +206,8 @@ class Local:
 
     def used(self, refs: Collection[BlobRef]) -> None:
         """Note that blobs are in use now."""
-        for ref in refs:
-            path = self.depot.path(ref.sha256)
-            if path is not None:
+        for path in filter(None, (self.depot.path(ref.sha256) for ref in refs)):
+            with _doing(f"touch {path}"):
                 os.utime(path)
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from fedquilt.core import BlobRef, Reading, Task, Update, Usage, Work
 from fedquilt.edge_agent.budget import ASSUMED_BASE_BYTES
 from fedquilt.edge_agent.plan import (
@@ -339,3 +342,47 @@ def test_a_clear_leaves_the_outbox_alone() -> None:
     state, actions = advance(done(), Cleared(), 1.0)
     assert actions == ()
     assert len(state.outbox) == 1
+
+
+# -- any order of events --------------------------------------------------------------------------
+
+EVENTS = st.one_of(
+    st.builds(
+        Arrived,
+        st.builds(task, st.integers(0, 2), attempt=st.integers(0, 1), engine=st.sampled_from(["numpy", "torch"])),
+        st.sets(st.sampled_from([A, B])).map(frozenset),
+    ),
+    st.builds(Fetched, st.sampled_from([A.sha256, B.sha256]), st.sampled_from([None, "gone"])),
+    st.builds(Acked, st.tuples(st.just("j-1"), st.integers(0, 2)), st.booleans()),
+    st.sampled_from([Connected(), Cleared(), Tick(), Failed("data", "none")]),
+    st.booleans(),  # the work in hand is done, with private state or without
+)
+
+
+@given(st.lists(EVENTS, max_size=40))
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+def test_whatever_happens_one_task_is_worked_on_at_a_time_and_none_that_was_counted(events: list[Event | bool]) -> None:
+    """Nor is anything offered that is not in the outbox, or begun with blobs missing; and time always moves on."""
+    state, busy, now_s = State(MEANS), False, 0.0
+    for event in events:
+        now_s += 3.0
+        if isinstance(event, bool):
+            if state.open is None or not state.open.working:
+                continue
+            event, busy = Done(update(state.open.task.round), event), False
+        elif isinstance(event, Failed) and busy:
+            busy = False  # the worker is free; the plan may stop it all the same
+        state, actions = advance(state, event, now_s)
+        for action in actions:
+            if isinstance(action, Stop):
+                busy = False
+            elif isinstance(action, Begin):
+                assert not busy
+                assert action.task.round > state.counted.get("j-1", -1)
+                assert state.open is not None
+                assert not state.open.missing
+                busy = True
+            elif isinstance(action, Send):
+                assert (action.update.job, action.update.round) in state.outbox
+        assert busy == (state.open is not None and state.open.working)
+        assert next_s(advance(state, Tick(), now_s)[0]) > now_s
