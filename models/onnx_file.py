@@ -9,6 +9,7 @@ preparing the images takes are in the file's metadata, as JSON under "labels" an
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -147,10 +148,27 @@ def _read(block: str, files: Mapping[str, Path]) -> onnx.ModelProto:
     if path is None:
         raise ModelError(f"the bundle has no block {block!r}: it is not the one that this network was stitched from")
     try:
-        model = onnx.load(path)
-    except Exception as error:  # protobuf, the checker and the file system each have their own
+        model = onnx.load(path, load_external_data=False)
+        for tensor in model.graph.initializer:
+            if tensor.data_location == TensorProto.EXTERNAL:
+                _fetch(tensor, path.parent)
+    except Exception as error:  # protobuf and the file system each have their own
         raise ModelError(f"block {block!r} cannot be read from {path}: {error}; prepare the bundle anew") from None
     opsets = [opset.version for opset in model.opset_import]
     if opsets != [OPSET] or len(model.graph.input) != 1 or len(model.graph.output) != 1:
         raise ModelError(f"block {block!r} in {path} was not made by `fedquilt prepare`: prepare the bundle anew")
     return model
+
+
+def _fetch(tensor: onnx.TensorProto, folder: Path) -> None:
+    """Bring a tensor's bytes into the graph. Not by onnx itself: it refuses files that a store has linked in."""
+    where = {entry.key: entry.value for entry in tensor.external_data}
+    if not re.fullmatch(r"[0-9a-f]{64}", where["location"]):
+        raise ValueError(f"its weights are in {where['location']!r}, not in a file named by its sha256")
+    with (folder / where["location"]).open("rb") as data:
+        data.seek(int(where["offset"]))
+        tensor.raw_data = data.read(int(where["length"]))
+    if len(tensor.raw_data) != int(where["length"]):
+        raise ValueError(f"{where['location'][:12]} is cut short")
+    tensor.ClearField("external_data")
+    tensor.data_location = TensorProto.DEFAULT

@@ -6,14 +6,16 @@ runtime maps that file instead of copying it. What costs memory is then chosen b
 - roomy: all graph optimizations and pre-packed weights, which hold the weights about three times
   while loading, and run up to 1.5 times faster;
 - tight: basic optimizations, nothing pre-packed, weights stay in the page cache;
-- the examples run in micro-batches that fit beside the weights, one at a time if need be.
+- the examples run in micro-batches that fit beside the weights, the examples and the answers.
 
-Sessions are kept, the most recently used ones, as far as the budget goes.
+Sessions are kept, the most recently used ones, in half of the budget. The runtime's arena is off: it
+would keep each session's activations for good, and measured no faster.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,10 +27,11 @@ import psutil
 
 from fedquilt.core import MemoryBudgetError, ModelError
 
-LOADING = 3.5  # times its weights is what an optimized session holds at most: 3.3 measured while it loads
-ROOMY = 0.5  # of the room is what a session may take to be optimized
+LOADING = 3.5  # times its weights is what an optimized session holds while it loads: 3.3 measured
+LOADED = 2.0  # and then: 1.8 measured
 SESSION_BYTES = 2 * 2**20  # of a session beside weights and activations
-LARGEST_BATCH = 64
+LARGEST_BATCH = 16  # more at once is slower: activations fall out of the cache
+KEPT = 0.5  # of the room is what sessions may hold between runs, and one to be optimized while it loads
 ERRORS_ONLY = 3  # severity from which the runtime writes to stderr
 
 
@@ -36,16 +39,15 @@ class Plan(NamedTuple):
     """How a graph is run."""
 
     roomy: bool
-    batch: int  # examples at once
-    bytes: int  # held at most
+    held_bytes: int  # by the session, between runs
+    example_bytes: int | None  # activations of one example at most; None: the graph does not say
 
 
 class Loaded(NamedTuple):
     """A graph ready to run."""
 
     session: Any
-    batch: int
-    bytes: int
+    plan: Plan
 
 
 class OnnxEngine:
@@ -75,14 +77,26 @@ class OnnxEngine:
             ModelError: no such graph, not ONNX, weights missing, or another input shape.
             MemoryBudgetError: not even one example fits beside the weights.
         """
-        loaded = self._load(graph)
-        name = loaded.session.get_inputs()[0].name
-        parts = []
+        session, plan = self._load(graph)
+        name, answer = session.get_inputs()[0].name, session.get_outputs()[0]
+        size = self.batch(plan, x.nbytes + 4 * len(x) * math.prod(d for d in answer.shape[1:] if isinstance(d, int)))
+        y: np.ndarray | None = None
         with _named(graph):
-            for first in range(0, max(len(x), 1), loaded.batch):
-                part = np.ascontiguousarray(x[first : first + loaded.batch], np.float32)
-                parts.append(loaded.session.run(None, {name: part})[0])
-        return np.concatenate(parts).astype(np.float32, copy=False)
+            for first in range(0, max(len(x), 1), size):
+                part = np.ascontiguousarray(x[first : first + size], np.float32)
+                found = session.run(None, {name: part})[0]
+                if y is None:
+                    y = np.empty((len(x), *found.shape[1:]), np.float32)
+                y[first : first + size] = found
+        assert y is not None
+        return y
+
+    def batch(self, plan: Plan, around_bytes: int) -> int:
+        """How many examples run at once, beside all sessions and so many bytes of examples and answers."""
+        if plan.example_bytes is None:
+            return 1
+        held = sum(one.plan.held_bytes for one in self._kept.values())
+        return int(np.clip((self._room_bytes - held - around_bytes) // max(plan.example_bytes, 1), 1, LARGEST_BATCH))
 
     def facts(self, graph: Path) -> Mapping[str, str]:
         """What the graph's metadata say.
@@ -116,28 +130,27 @@ class OnnxEngine:
         with _named(graph):
             session = self._session(graph, roomy=False)
         plan = self._plan(graph, session.get_modelmeta().custom_metadata_map)
-        while self._kept and sum(one.bytes for one in self._kept.values()) + plan.bytes > self._room_bytes:
-            self._kept.popitem(last=False)
+        held = plan.held_bytes + sum(one.plan.held_bytes for one in self._kept.values())
+        while self._kept and held > KEPT * self._room_bytes:
+            held -= self._kept.popitem(last=False)[1].plan.held_bytes
         if plan.roomy:
             del session
             with _named(graph):
                 session = self._session(graph, roomy=True)
-        self._kept[graph] = loaded = Loaded(session, plan.batch, plan.bytes)
+        self._kept[graph] = loaded = Loaded(session, plan)
         return loaded
 
     def _plan(self, graph: Path, facts: Mapping[str, str]) -> Plan:
-        """How to run a graph whose weights and activations are known, or taken to be its file, and large."""
-        fixed = int(facts.get("weight_bytes", graph.stat().st_size)) + SESSION_BYTES
-        each = int(facts.get("activation_bytes", self._room_bytes - fixed))
-        if fixed + each > self._room_bytes:
+        weights = int(facts.get("weight_bytes", graph.stat().st_size))
+        each = int(facts["activation_bytes"]) if "activation_bytes" in facts else None
+        least = weights + SESSION_BYTES + (each or 0)
+        if least > self._room_bytes:
             raise MemoryBudgetError(
-                f"graph {graph.name[:12]} needs {(fixed + each) / 1e6:.0f} MB for its weights and one example, and "
+                f"graph {graph.name[:12]} needs {least / 1e6:.0f} MB for its weights and one example, and "
                 f"{max(self._room_bytes, 0) / 1e6:.0f} MB are left of the budget: raise it, or leave out that block"
             )
-        roomy = LOADING * fixed + LARGEST_BATCH * each <= ROOMY * self._room_bytes
-        fixed = int(LOADING * fixed) if roomy else fixed
-        batch = min(LARGEST_BATCH, (self._room_bytes - fixed) // max(each, 1))
-        return Plan(roomy, batch, fixed + batch * each)
+        roomy = LOADING * weights + SESSION_BYTES <= KEPT * self._room_bytes
+        return Plan(roomy, int(LOADED * weights if roomy else weights) + SESSION_BYTES, each)
 
     def _session(self, graph: Path, *, roomy: bool) -> Any:
         if not graph.is_file():
@@ -146,6 +159,7 @@ class OnnxEngine:
         options.log_severity_level = ERRORS_ONLY
         options.intra_op_num_threads = self._threads
         options.inter_op_num_threads = 1
+        options.enable_cpu_mem_arena = False
         options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
         # a thread that waits by spinning takes the core that the board's own work needs
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")

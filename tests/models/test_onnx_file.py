@@ -120,8 +120,19 @@ def test_the_same_network_is_the_same_file() -> None:
     assert stitched(*artefact(ACROSS, None, True), FILES) == stitched(*artefact(ACROSS, None, True), FILES)
 
 
+def test_blocks_that_a_store_has_linked_in_are_read(tmp_path: Path) -> None:
+    """The same bytes from hard links, which onnx's own loader takes for an attack."""
+    for folder in ("bundle", "depot"):
+        (tmp_path / folder).mkdir()
+    for path in FILES.values():
+        (tmp_path / "bundle" / path.name).write_bytes(path.read_bytes())
+        (tmp_path / "depot" / path.name).hardlink_to(tmp_path / "bundle" / path.name)
+    linked = {name: tmp_path / "depot" / path.name for name, path in FILES.items()}
+    assert stitched(*artefact(ACROSS, None, True), linked) == stitched(*artefact(ACROSS, None, True), FILES)
+
+
 def test_a_network_that_cannot_be_written_says_why(tmp_path: Path) -> None:
-    """No labels, another bundle, a damaged block, a graph from elsewhere."""
+    """No labels, another bundle, a damaged block, weights cut short or outside, a graph from elsewhere."""
     with pytest.raises(ModelError, match="neither a head nor an alignment"):
         stitched(*artefact(["plain.0"], None, False), FILES)
     with pytest.raises(ModelError, match=r"no block 'plain\.0'"):
@@ -129,6 +140,16 @@ def test_a_network_that_cannot_be_written_says_why(tmp_path: Path) -> None:
     (tmp_path / "noise").write_bytes(b"noise")
     with pytest.raises(ModelError, match=r"block 'plain\.0' cannot be read from .*noise"):
         stitched(*artefact(["plain.0"], None, True), {"plain.0.onnx": tmp_path / "noise"})
+    large = onnx.load(FILES["residual.3.onnx"], load_external_data=False)
+    (tmp_path / "graph").write_bytes(FILES["residual.3.onnx"].read_bytes())
+    location = large.graph.initializer[0].external_data[0].value
+    (tmp_path / location).write_bytes(b"short")
+    with pytest.raises(ModelError, match=rf"block 'residual\.3' .*: {location[:12]} is cut short"):
+        stitched(*artefact(["residual.3"], None, True), {"residual.3.onnx": tmp_path / "graph"})
+    large.graph.initializer[0].external_data[0].value = "../secret"
+    onnx.save(large, tmp_path / "graph")
+    with pytest.raises(ModelError, match=r"its weights are in '\.\./secret', not in a file named by its sha256"):
+        stitched(*artefact(["residual.3"], None, True), {"residual.3.onnx": tmp_path / "graph"})
     other = onnx.load(FILES["plain.0.onnx"])
     other.opset_import[0].version = 13
     onnx.save(other, tmp_path / "older")
