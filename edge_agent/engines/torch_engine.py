@@ -13,6 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+# OpenMP reads this once, when torch loads. Its threads wait by spinning otherwise, which on a board that
+# does other work too starves both: 250 steps of a small network took 6 s with it, over 60 s without.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -23,6 +27,8 @@ from fedquilt.edge_agent.engines import training
 from fedquilt.models import zoo
 
 EVALUATED_AT_ONCE = 256
+# Resident after the import, on x86-64: torch 2.13 for the CPU, 2.15 with its CUDA libraries.
+BASE_BYTES = 230_000_000 if torch.version.cuda is None else 525_000_000
 # Fitted to peaks of resident memory on x86-64, torch 2.13 (ResNet-20 and MobileNetV2, batches of 16 to 128):
 SCRATCH = 1.4  # bytes at work per byte kept for the backward pass (1.21 and 1.28 seen)
 FIRST_STEP_BYTES = 140_000_000  # what the first step loads and compiles, whatever the batch (66 and 136 MB seen)
@@ -40,14 +46,13 @@ class TorchEngine:
 
     Args:
         budget_bytes: the most this process may hold resident.
-        base_bytes: what it holds already, `training.base_bytes()` unless given.
+        base_bytes: what it holds before any training.
     """
 
     name = "torch"
 
-    def __init__(self, budget_bytes: int, *, base_bytes: int | None = None) -> None:
-        held = training.base_bytes() if base_bytes is None else base_bytes
-        self._room_bytes = budget_bytes - held - FIRST_STEP_BYTES
+    def __init__(self, budget_bytes: int, *, base_bytes: int = BASE_BYTES) -> None:
+        self._room_bytes = budget_bytes - base_bytes - FIRST_STEP_BYTES
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         # a process held to some cores must not start a thread for each of the board's
         torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))

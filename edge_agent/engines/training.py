@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 
 from fedquilt.core import DataError, JobError, ModelError, UpdateError
 from fedquilt.models import images
@@ -15,7 +14,6 @@ from fedquilt.models import images
 if TYPE_CHECKING:
     from fedquilt.core import Examples, Fit, Tensors
 
-COARSE_BYTES = 64 * 2**20
 REPORT_STEPS = 5  # progress is told, and cancelling possible, each so many steps
 
 
@@ -35,17 +33,12 @@ def micro_batches(batch: np.ndarray, most: int) -> list[np.ndarray]:
     return np.array_split(batch, math.ceil(len(batch) / most))
 
 
-def base_bytes() -> int:
-    """What this process holds resident before any task, rounded up so coarsely that every run finds the same.
-
-    Else the size of micro-batches, and with it the last bits of a result, would change from run to run.
-    """
-    resident = psutil.Process().memory_info().rss
-    return -(-resident // COARSE_BYTES) * COARSE_BYTES
-
-
 def fitting(room_bytes: float, example_bytes: float, wanted: int) -> int:
-    """How many examples go through at once: `wanted`, halved until they fit, at least 1."""
+    """How many examples go through at once: `wanted`, halved until they fit, at least 1.
+
+    The room is reckoned from the budget and constants, never from what the process holds just now: the
+    size of micro-batches decides the last bits of a result, which have to be the same in every run.
+    """
     size = max(1, wanted)
     while size > 1 and size * example_bytes > room_bytes:
         size = (size + 1) // 2
