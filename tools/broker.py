@@ -1,7 +1,7 @@
 """`fedquilt broker`, and the broker of demos and tests: amqtt in a thread of its own.
 
 It speaks MQTT 3.1.1 only, keeps everything in memory and lets clients queue without bound: right for
-one machine or a small network, wrong for a site, where Mosquitto belongs (docs/operating.md).
+one machine or a small network, wrong for a site, where Mosquitto belongs.
 It listens on loopback, and anywhere else only with a password file; `python -m fedquilt.tools.broker
 USER` asks for a password and prints the line to put in it.
 """
