@@ -38,8 +38,7 @@ def run_model(model: Path, source: Path) -> list[Row]:
         ModelError: the file is no network that `fedquilt export` wrote.
         DataError: there are no images, or one cannot be read.
     """
-    process = psutil.Process()
-    engine = OnnxEngine(process.memory_info().rss + psutil.virtual_memory().available)
+    engine = OnnxEngine(psutil.virtual_memory().available)
     facts = engine.facts(model)
     if "labels" not in facts or "input" not in facts:
         raise ModelError(f"{model} does not say its labels: give a network that `fedquilt export` wrote")
