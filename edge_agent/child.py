@@ -142,7 +142,7 @@ def _work(order: Order, bench: Bench, engine: Any, progress: Callable[[float], N
     for name, value in {**metrics, "weight": weight}.items():
         if not math.isfinite(value) or (name == "weight" and value < 0):
             raise UpdateError(f"{name} came out as {value}: the work did not converge; try a smaller learning rate")
-    return Outcome(weight=weight, metrics=metrics, bundles=bundles)
+    return Outcome(weight=weight, metrics=metrics, bundles=bundles, examples=len(train))
 
 
 def _write(answer: Answer, before: core.Tensors, out: Path) -> dict[str, core.BlobRef]:

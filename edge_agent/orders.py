@@ -35,6 +35,7 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outc
     weight: float = 0.0
     metrics: dict[str, float] = {}
     bundles: dict[str, BlobRef] = {}
+    examples: int = 0  # the device's own, held-out ones aside
     wall_s: float = 0.0
     cpu_s: float = 0.0
     peak_bytes: int | None = None

@@ -47,7 +47,7 @@ def progress(task: Task, fraction: float) -> Progress:
 def update(device: str, open: Open, outcome: Outcome, board: Device, before: Reading, after: Reading) -> Update:
     """The manifest of what a task came to, and what it took on this board."""
     task = open.task
-    cost = board.cost(task.work, outcome.wall_s, before, after)
+    cost = board.cost(task.work.on(outcome.examples), outcome.wall_s, before, after)
     usage = Usage(
         wall_s=cost.duration_s,
         cpu_s=outcome.cpu_s,

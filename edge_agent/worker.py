@@ -59,34 +59,38 @@ class Worker(Protocol):
 
 
 class InlineWorker:
-    """Carries tasks out in this process, when the time is up that they would take on the board: for virtual time."""
+    """Carries tasks out in this process, and tells when the time is up that they would take on the board.
+
+    For virtual time: while it computes, none passes.
+    """
 
     resident_bytes: int = 0
 
     def __init__(self, board: Device) -> None:
         self._board = board
-        self._order: Order | None = None
+        self._outcome: Outcome | None = None
         self._until_s = math.inf
         self._bench: Any = None  # fedquilt.edge_agent.child.Bench, made with the first order
 
     def start(self, order: Order, now_s: float) -> None:
-        self._order = order
-        self._until_s = now_s + self._board.cost(order.task.work, 0.0, Reading(), Reading()).duration_s
-
-    def poll(self, now_s: float) -> list[Event]:
-        if self._order is None or now_s < self._until_s:
-            return []
         from fedquilt.edge_agent import child
 
-        order, self._order = self._order, None
         self._bench = self._bench or child.Bench()
-        return [child.carry_out(order, self._bench)]
+        self._outcome = child.carry_out(order, self._bench)
+        work = order.task.work.on(self._outcome.examples)
+        self._until_s = now_s + self._board.cost(work, 0.0, Reading(), Reading()).duration_s
+
+    def poll(self, now_s: float) -> list[Event]:
+        if self._outcome is None or now_s < self._until_s:
+            return []
+        outcome, self._outcome = self._outcome, None
+        return [outcome]
 
     def due_s(self, now_s: float) -> float:
-        return self._until_s if self._order else math.inf
+        return math.inf if self._outcome is None else self._until_s
 
     def kill(self) -> None:
-        self._order = None
+        self._outcome = None
 
     def fds(self) -> Sequence[int]:
         return ()

@@ -106,9 +106,15 @@ class Work(Wired, frozen=True):
     """What a task costs, as far as its sender knows: deadlines and budgets are predicted from it."""
 
     flops: Amount = 0.0  # one multiply-add is 2
+    flops_per_example: Amount = 0.0  # besides, for each of the device's own examples; how many only it knows
     read_bytes: Amount = 0.0  # weights and activations read from memory
     examples: Count = 0
     peak_bytes: Count = 0  # predicted peak above the runtime's own baseline; 0: not predicted
+
+    def on(self, examples: int) -> Work:
+        """The same work for a device with so many examples of its own: `flops` is all of it."""
+        flops = self.flops + self.flops_per_example * examples
+        return msgspec.structs.replace(self, flops=flops, flops_per_example=0.0)
 
 
 Action = Literal["check", "work"]

@@ -72,7 +72,8 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
 def send(state: State, device: DeviceView) -> Order:
     size = tensors.total_bytes([state.model])
     # weights, gradients, momentum and the copy that is sent; activations are the engine's to bound
-    work = Work(flops=3 * state.flops * state.params["epochs"], read_bytes=3 * size, peak_bytes=4 * size)
+    per_example = 3 * state.flops * state.params["epochs"]  # a backward pass takes about two forward ones
+    work = Work(flops_per_example=per_example, read_bytes=3 * size, peak_bytes=4 * size)
     return Order({**state.params, "network": state.network}, {"model": state.model}, work)
 
 

@@ -1,0 +1,183 @@
+"""Coordinator, agents and Mosquitto as processes of their own, killed with SIGKILL in the middle of a round."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedquilt import bundle, tensors
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.rounds import Answered, AnyFact, Committed, Declined, Ended
+from fedquilt.coordinator.store import Store
+from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.tools import fleet
+
+DIGITS = Path(fleet.__file__).parent / "demo" / "digits.npz"
+NETWORK = {"name": "mlp", "inputs": 64, "hidden": [64], "classes": 10}
+TABLE: dict[str, Any] = {
+    "name": "digits",
+    "method": "fedprox",
+    "engine": "numpy",
+    "rounds": 3,
+    "params": {"lr": 0.1, "batch": 8, "epochs": 12},
+    "cohort": {"deadline_s": 120.0},
+    "check": {"every": 1},
+    "fleet": {"devices": 3, "boards": ["jetson-nano"], "budgets": ["256MB"]},
+    "data": {"path": str(DIGITS), "partition": "classes", "classes": 4},
+}
+LIMIT_S = 120.0
+
+
+class Processes:
+    """Everything that was started; all of it is killed at the end."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, log: Path, *command: str) -> None:
+        with log.open("ab") as out:
+            self.running[name] = subprocess.Popen(
+                [sys.executable, "-m", "fedquilt.cli", *command], stdout=out, stderr=subprocess.STDOUT
+            )
+
+    def kill(self, name: str) -> None:
+        self.running[name].send_signal(signal.SIGKILL)
+        self.running[name].wait()
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    """Nobody outlives the test."""
+    made = Processes()
+    yield made
+    for process in made.running.values():
+        process.kill()
+        process.wait()
+
+
+def facts(home: Path) -> list[AnyFact]:
+    if not (home / "fedquilt.db").exists():
+        return []
+    with Store(home) as store:
+        return [fact for _, _, fact in store.facts(store.job("digits").id)] if store.jobs() else []
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Poll what only other processes can change."""
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, f"not within {LIMIT_S:g} s: {what}"
+        time.sleep(0.02)
+
+
+def answers(home: Path, round: int) -> int:
+    return sum(isinstance(fact, Answered) and fact.round == round for fact in facts(home))
+
+
+def make_job(folder: Path) -> fleet.Plan:
+    first = tensors.encode(numpy_engine.init(NETWORK, seed=0))
+    bundle.write(folder / "job.bundle", {"network": NETWORK, "flops": 9600}, {"model": first})
+    cohort = {**TABLE["cohort"], "min_devices": 3}
+    rest = {key: value for key, value in TABLE.items() if not isinstance(value, dict)}
+    tables = {key: value for key, value in TABLE.items() if isinstance(value, dict)}
+    (folder / "job.toml").write_text(fleet.toml({**rest, **tables, "cohort": cohort}))
+    return fleet.Plan(settings.load(folder / "job.toml"), folder / "job.bundle", folder / "virtual")
+
+
+def test_killing_each_side_and_the_broker_mid_round_changes_no_bit_of_the_result(
+    tmp_path: Path, mosquitto: Callable[..., Any], processes: Processes
+) -> None:
+    """The coordinator, an agent and Mosquitto die by SIGKILL in different rounds; the state is virtual time's."""
+    plan = make_job(tmp_path)
+    broker, home = mosquitto(), tmp_path / "runs"
+    run = ("run", str(tmp_path / "job.toml"), "--home", str(home), "--broker", broker.url)
+    agents = {}
+    for table in plan.agents():
+        path = tmp_path / f"{table['device']}.toml"
+        path.write_text(fleet.toml({**table, "home": str(tmp_path / table["device"]), "broker": {"url": broker.url}}))
+        agents[table["device"]] = ("agent", str(path))
+        processes.start(table["device"], tmp_path / "agents.log", *agents[table["device"]])
+    processes.start("coordinator", tmp_path / "run.log", *run)
+
+    until(lambda: 1 <= answers(home, 0) < 3, "one or two answers in round 0")
+    processes.kill("coordinator")
+    processes.start("coordinator", tmp_path / "run.log", *run)
+    until(lambda: answers(home, 0) == 3, "round 0 complete after the coordinator came back")
+
+    victim = sorted(agents)[0]
+    until(lambda: answers(home, 1) >= 1, "an answer in round 1")
+    processes.kill(victim)
+    processes.start(victim, tmp_path / "agents.log", *agents[victim])
+    until(lambda: answers(home, 1) == 3, "round 1 complete after the agent came back")
+
+    until(lambda: answers(home, 2) >= 1, "an answer in round 2")
+    broker.kill()
+    broker.restart()
+    until(lambda: any(isinstance(fact, Ended) for fact in facts(home)), "the end of the job")
+    assert processes.running["coordinator"].wait(timeout=30) == 0, (tmp_path / "run.log").read_text()
+
+    found = facts(home)
+    counted = [(fact.round, fact.update.device) for fact in found if isinstance(fact, Answered)]
+    assert len(counted) == len(set(counted)) == 4 * 3  # three rounds and the closing evaluation
+    virtual, _ = fleet.virtually(plan)
+    with Store(plan.home) as store:
+        undisturbed = [fact for _, _, fact in store.facts(virtual) if isinstance(fact, Committed)]
+    assert [f.state for f in found if isinstance(f, Committed)] == [fact.state for fact in undisturbed]
+
+
+def test_over_tls_with_certificates_and_access_rules_a_federation_runs(
+    tmp_path: Path, mosquitto: Callable[..., Any], authority: Any, processes: Processes
+) -> None:
+    """Each agent's certificate names it; the broker keeps it to its own branch; a device without data says so."""
+    plan = make_job(tmp_path)
+    members = plan.agents()
+    crt, key = authority.issue("broker", "127.0.0.1")
+    (tmp_path / "acl").write_text(
+        "user coordinator\ntopic readwrite fq/#\n"
+        "pattern write fq/1/+/dev/%u/up/#\npattern read fq/1/+/dev/%u/dn/#\npattern read fq/1/+/coord/state\n"
+    )
+    broker = mosquitto(
+        f"cafile {authority.ca}",
+        f"certfile {crt}",
+        f"keyfile {key}",
+        "require_certificate true",
+        "use_identity_as_username true",
+        "allow_anonymous false",
+        f"acl_file {tmp_path / 'acl'}",
+        "max_packet_size 131072",
+    )
+    url = broker.url.replace("mqtt://", "mqtts://")
+
+    def files(name: str) -> dict[str, str]:
+        cert, key = authority.issue(name)
+        return {"ca": str(authority.ca), "cert": str(cert), "key": str(key)}
+
+    for table in members:
+        device = table["device"]
+        if device == members[-1]["device"]:
+            table["data"] = {}
+        path = tmp_path / f"{device}.toml"
+        told = {**table, "home": str(tmp_path / device), "broker": {"url": url, **files(device)}}
+        path.write_text(fleet.toml(told))
+        processes.start(device, tmp_path / "agents.log", "agent", str(path))
+    options = [part for key, value in files("coordinator").items() for part in (f"--{key}", value)]
+    home = tmp_path / "runs"
+    run = ("run", str(tmp_path / "job.toml"), "--home", str(home), "--broker", url, *options)
+    processes.start("coordinator", tmp_path / "run.log", *run)
+    assert processes.running["coordinator"].wait(timeout=LIMIT_S) == 0, (tmp_path / "run.log").read_text()
+    declined = [fact for fact in facts(home) if isinstance(fact, Declined)]
+    assert {(fact.device, fact.code) for fact in declined} == {(members[-1]["device"], "data")}
+    shown = subprocess.run(
+        [sys.executable, "-m", "fedquilt.cli", "logs", "digits", "--home", str(home), "--format", "json"],
+        capture_output=True,
+        check=True,
+    )
+    assert json.loads(shown.stdout.splitlines()[-1])["fact"]["status"] == "done"
