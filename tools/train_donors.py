@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +71,12 @@ def train(data: Path, out: Path, say: Callable[[str], None] = print) -> dict[str
     job = settings.load(DEMO)
     x, y = _mnist(data, "train")
     x_test, y_test = _mnist(data, "test")
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
     accuracies = {}
     tables = []
     for donor in job.donors:
         name = donor["name"]
-        model = _fit(donor["network"], x, y, AUGMENTATIONS[name], derive_seed("donor", name), say)
+        with _reproducible():
+            model = _fit(donor["network"], x, y, AUGMENTATIONS[name], derive_seed("donor", name), say)
         with torch.no_grad():
             accuracies[name] = float((model(x_test).argmax(1) == y_test).float().mean())
         say(f"{name}: {accuracies[name]:.2%} of MNIST's test images")
@@ -86,6 +86,19 @@ def train(data: Path, out: Path, say: Callable[[str], None] = print) -> dict[str
         tables.append({**donor, "weights": str(weights)})
     prepare({"input": job.input, "labels": job.labels, "donors": tables}, out / "bundle", say)
     return accuracies
+
+
+@contextmanager
+def _reproducible() -> Iterator[None]:
+    """One thread and deterministic algorithms inside; as before afterwards."""
+    threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(strict)
 
 
 def _fit(
