@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from fedquilt import __version__
 from fedquilt.core import FedquiltError, JobError
+from fedquilt.edge_agent import leash
 
 ENDED = {"done": 0, "failed": 8, "stopped": 9}
 
@@ -23,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     options = parser().parse_args(argv)
     level = logging.DEBUG if options.verbose > 1 else logging.INFO if options.verbose else logging.WARNING
+    for name, value in leash.QUIET.items():
+        os.environ.setdefault(name, value)  # before a verb imports numpy
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         return int(options.command(options) or 0)
