@@ -35,7 +35,8 @@ LOADED = 2.0  # and then: 1.8 measured
 SESSION_BYTES = 2 * 2**20  # of a session beside weights and activations
 LARGEST_BATCH = 16  # more at once is slower: activations fall out of the cache
 KEPT = 0.5  # of the room is what sessions may hold between runs, and one to be optimized while it loads
-MAPPED_BYTES = 128 * 1024  # memory taken in pieces of at least so much goes back to the system when it is freed
+MAPPED_SHARE = 32  # memory taken in pieces of more than this part of the budget goes back when it is freed
+MAPPED_MOST_BYTES = 32 << 20  # glibc's largest threshold
 M_MMAP_THRESHOLD = -3  # glibc's malloc.h
 ERRORS_ONLY = 3  # severity from which the runtime writes to stderr
 
@@ -72,7 +73,7 @@ class OnnxEngine:
         self._room_bytes = budget_bytes - base_bytes
         self._threads = threads
         self._kept: OrderedDict[Path, Loaded] = OrderedDict()
-        _return_large_pieces()
+        _return_large_pieces(budget_bytes)
         ort.set_default_logger_severity(ERRORS_ONLY)
         available = ort.get_available_providers()
         self._providers = [p for p in ("CUDAExecutionProvider", "CPUExecutionProvider") if p in available]
@@ -177,10 +178,13 @@ class OnnxEngine:
         return ort.InferenceSession(str(graph), options, providers=self._providers)
 
 
-def _return_large_pieces() -> None:
-    """Else glibc keeps what is freed for later, up to 32 MB a piece: peaks 1.7 times as high were measured."""
+def _return_large_pieces(budget_bytes: int) -> None:
+    """Else glibc keeps what is freed for later, up to 32 MB a piece: peaks 1.7 times as high were measured.
+
+    Returning small pieces as well made a whole search take more than twice as long, in page faults.
+    """
     with contextlib.suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, min(budget_bytes // MAPPED_SHARE, MAPPED_MOST_BYTES))
 
 
 @contextlib.contextmanager

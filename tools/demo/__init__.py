@@ -106,7 +106,8 @@ def _table(result: dict[str, Any], plan: fleet.Plan) -> list[str]:
             f"{ledger['down_bytes'] / 1e6:8.2f} {ledger['up_bytes'] / 1e6:7.2f} {peak:>8}"
         )
     sources = sorted({ledger["energy_source"] for ledger in result["devices"].values() if ledger["energy_source"]})
-    lines.append(
-        "time and energy: " + ("; ".join(sources) if sources else "measured; no meter here") + "; peak: resident"
+    told = (
+        sources[0] + (f", and {len(sources) - 1} more like it" if len(sources) > 1 else "") if sources else "measured"
     )
+    lines.append(f"time and energy: {told}; peak: resident, of the task's process")
     return lines
