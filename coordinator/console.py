@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import time
@@ -19,6 +20,8 @@ from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
 from fedquilt.link import Link
 
+WAIT_SAID_S = 5.0
+
 
 class Console:
     """Prints facts as sentences; on a terminal the running round is a line that is overwritten."""
@@ -29,6 +32,7 @@ class Console:
         self._out = out or sys.stdout
         self._wordy, self._live = wordy, self._out.isatty()
         self._clock, self._began_s = clock, clock()
+        self._idle_s: float | None = None  # since when nobody can be asked; inf: said
 
     def observe(self, job: Running, fact: AnyFact) -> None:
         quiet = isinstance(fact, Asked | Answered | Closed) and not self._wordy
@@ -43,6 +47,20 @@ class Console:
         for line in more:
             print(f"{'':11}{line}", file=self._out)
         self._out.flush()
+
+    def wait(self, server: Server) -> None:
+        """Say once for whom a round waits, when nobody has come for a while."""
+        job = server.active
+        idle = job is not None and job.rounds.phase == "selecting"
+        if not idle:
+            self._idle_s = None
+        elif self._idle_s is None:
+            self._idle_s = self._clock()
+        elif job is not None and self._idle_s + WAIT_SAID_S < self._clock():
+            self._idle_s = math.inf
+            least = job.rounds.plan.cohort.min_devices if job.rounds.round == 0 else 1
+            there = len(server.registry.able(job.engines, self._clock()))
+            self.say(f"waiting for devices that run {' or '.join(job.engines)}: {there} online, {least} needed")
 
     def _status(self, job: Running) -> None:
         if self._live:
@@ -69,6 +87,7 @@ def coordinate(
 
         def ask() -> bool:
             watch()
+            console.wait(server)
             return stop()
 
         try:

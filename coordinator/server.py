@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from fedquilt import wire
@@ -128,10 +128,12 @@ class Server:
 
     def _claimed(self, device: str, claim: wire.Claim, now_s: float) -> None:
         job = self.active
-        if job is None or claim.job != job.id or claim.round != job.rounds.round or device not in job.rounds.asked:
+        if job is None or device not in job.rounds.asked:
+            return self._withdraw(device)  # a task of old that the broker has kept
+        if claim.job != job.id or claim.round != job.rounds.round:
             return
         if claim.accepted:
-            self._issues[device].patience_s = REISSUE_MOST_S
+            self._be_patient(device)
         elif claim.attempt == job.rounds.attempt:
             self._record(Declined(claim.round, device, claim.code, claim.reason), now_s)
             self._withdraw(device)
@@ -139,16 +141,18 @@ class Server:
     def _offered(self, device: str, update: Update, now_s: float) -> None:
         job = self.active
         if job is None or update.job != job.id or update.device != device:
-            return self._ack(device, update, False, "this job is not running")
+            return self._turn_down(device, update, "this job is not running")
         state = job.rounds
         if update.round in state.history.get(device, ()) or (device in state.answered and update.round == state.round):
             return self._ack(device, update, True)
         if update.round != state.round or device not in state.asked:
-            return self._ack(device, update, False, f"round {update.round} is closed or did not ask for this")
+            return self._turn_down(device, update, f"round {update.round} is closed or did not ask for this")
         if sum(ref.size for ref in update.bundles.values()) > job.job.max_update_mb << 20:
             return self._reject(device, update, f"larger than max_update_mb = {job.job.max_update_mb}", now_s)
+        if not _same_blobs(self._arriving.get(device), update):
+            self._let_go(device)
         self._arriving[device] = update
-        self._issues[device].patience_s = REISSUE_MOST_S
+        self._be_patient(device)
         for ref in update.bundles.values():
             self._transfers.want(device, ref)
         return self._complete(device, now_s)
@@ -168,8 +172,6 @@ class Server:
         if not all(self._store.depot.has(ref) for ref in update.bundles.values()):
             return
         del self._arriving[device]
-        if update.round != job.rounds.round or device not in job.rounds.asked:
-            return self._ack(device, update, False, f"round {update.round} is closed")
         try:
             job.inspect(update)
         except StoreError:
@@ -182,9 +184,20 @@ class Server:
         self._withdraw(device)
 
     def _reject(self, device: str, update: Update, reason: str, now_s: float) -> None:
+        """Refuse an update of the running round for what it holds."""
         self._record(Rejected(update.round, device, reason), now_s)
         self._ack(device, update, False, reason)
         self._withdraw(device)
+        assert self.active is not None
+        others = [*self.active.rounds.answered.values(), *self._arriving.values()]
+        for sha256 in _blobs([update]) - _blobs(others) - self.active.pinned():
+            self._store.depot.drop(sha256)
+
+    def _turn_down(self, device: str, update: Update, reason: str) -> None:
+        """Refuse an update that nobody waits for, and take back the task that led to it."""
+        self._ack(device, update, False, reason)
+        if device not in self._issues:
+            self._withdraw(device)
 
     def _ack(self, device: str, update: Update, accepted: bool, reason: str = "") -> None:
         ack = wire.Ack(
@@ -218,11 +231,22 @@ class Server:
                 self._issue(device, now_s)
         return min((issue.sent_s + issue.patience_s for issue in self._issues.values()), default=math.inf)
 
+    def _be_patient(self, device: str) -> None:
+        """The device is at it: repeat its task rarely."""
+        if device in self._issues:
+            self._issues[device].patience_s = REISSUE_MOST_S
+
+    def _let_go(self, device: str) -> None:
+        """Stop fetching a device's update."""
+        update = self._arriving.pop(device, None)
+        for ref in update.bundles.values() if update else ():
+            self._transfers.cancel(device, ref.sha256)
+
     def _withdraw(self, device: str) -> None:
         """Take back a device's task: answered, refused, or no longer wanted."""
         self._issues.pop(device, None)
         self._offers.pop(device, None)
-        self._arriving.pop(device, None)
+        self._let_go(device)
         self._link.publish(self._topics.device(device, "dn", "task"), b"", retain=True)
 
     def _may_have(self, device: str, sha256: str) -> bool:
@@ -262,8 +286,8 @@ class Server:
             self._store.set_status(row.id, "failed")
             return
         self.active = job
-        answered = {ref.sha256 for update in job.rounds.answered.values() for ref in update.bundles.values()}
-        self._store.depot.keep(self._store.states() | job.pinned() | answered)  # what a crash left behind goes
+        # what a crash left behind goes
+        self._store.depot.keep(self._store.states() | job.pinned() | _blobs(job.rounds.answered.values()))
         self._store.set_status(row.id, "running")
         if job.rounds.phase in ("stopped", "failed"):
             self._record(Resumed(), now_s)
@@ -324,8 +348,7 @@ class Server:
 
     def _spent(self, job: Running, before: rounds.Rounds) -> set[str]:
         """Blobs that only the committed round needed: its updates, what it sent, the state it began with."""
-        updates = {ref.sha256 for update in before.answered.values() for ref in update.bundles.values()}
-        return updates | job.sent() | ({before.state.sha256} if before.state else set())
+        return _blobs(before.answered.values()) | job.sent() | ({before.state.sha256} if before.state else set())
 
     def _leave(self) -> None:
         assert self.active is not None
@@ -361,3 +384,11 @@ class Server:
 
     def _publish(self, topic: str, message: Wired, retain: bool = False) -> None:
         self._link.publish(topic, wire.encode(message), retain=retain)
+
+
+def _blobs(updates: Iterable[Update]) -> set[str]:
+    return {ref.sha256 for update in updates for ref in update.bundles.values()}
+
+
+def _same_blobs(one: Update | None, other: Update) -> bool:
+    return one is not None and one.bundles == other.bundles

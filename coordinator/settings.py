@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,13 +10,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from fedquilt import methods
+from fedquilt import methods, tables
 from fedquilt.core import JobError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 class Cohort(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,12 +65,7 @@ def load(path: Path) -> Job:
     Raises:
         JobError: unreadable, not TOML, an unknown key, a value out of range, or an unknown method or parameter.
     """
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise JobError(f"cannot read the job file {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise JobError(f"{path} is not TOML: {error}") from None
+    table = tables.read(path)
     try:
         return parse(_anchored(table, path.parent))
     except JobError as error:

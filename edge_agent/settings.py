@@ -14,7 +14,6 @@ path = "/srv/images"
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,13 +21,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from fedquilt import tables
 from fedquilt.core import JobError, Name
 from fedquilt.edge_agent.data import DataSpec
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -84,12 +79,7 @@ def load(path: Path) -> AgentSettings:
     Raises:
         JobError: unreadable, not TOML, an unknown key, or a value of the wrong type or out of range.
     """
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise JobError(f"cannot read the agent's settings {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise JobError(f"{path} is not TOML: {error}") from None
+    table = tables.read(path)
     try:
         return parse(_anchored(table, path.parent))
     except JobError as error:

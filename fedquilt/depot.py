@@ -43,14 +43,11 @@ class Depot:
     """One folder of blobs; several processes may use it at once.
 
     Raises, from every method:
-        StoreError: it cannot be read or written, or holds more than `limit_bytes`; says what, where and the mend.
+        StoreError: it cannot be read or written; says what, where and the mend.
     """
 
-    def __init__(
-        self, folder: Path, limit_bytes: int | None = None, wall_clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, folder: Path, wall_clock: Callable[[], float] = time.time) -> None:
         self.folder = folder
-        self._limit_bytes = limit_bytes
         self._wall_clock = wall_clock
         with self._doing("make the folder"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -78,12 +75,6 @@ class Depot:
         with self._doing(f"read blob {sha256[:12]}"), open(self._at(sha256), "rb", buffering=0) as file:
             return os.pread(file.fileno(), size, offset)
 
-    @property
-    def used_bytes(self) -> int:
-        """All that lies here; a part counts as the whole it will be."""
-        with self._doing("list the blobs"):
-            return sum(stat.st_size for _, stat in self._entries())
-
     # -- whole blobs --
 
     def put(self, payload: bytes) -> BlobRef:
@@ -92,7 +83,6 @@ class Depot:
         if self.has(ref):
             return ref
         with self._doing(f"store blob {ref.sha256[:12]}"), self._temporary() as path:
-            self._reserve(ref.size)
             with open(path, "xb", buffering=0) as file:
                 _write(file.fileno(), payload, 0)
                 os.fsync(file.fileno())
@@ -110,8 +100,6 @@ class Depot:
         if expected is not None and self.has(expected):
             return expected
         with self._doing(f"store {path}"), self._temporary() as temporary:
-            size = path.stat().st_size
-            self._reserve(size)
             try:
                 os.link(os.path.realpath(path), temporary)
             except OSError:  # another file system, or one without links
@@ -150,7 +138,6 @@ class Depot:
             file = os.open(self._part(manifest.sha256), os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 if os.fstat(file).st_size != manifest.size:
-                    self._reserve(manifest.size)
                     os.ftruncate(file, manifest.size)
                 for start, end in _data(file, manifest.size):
                     # a chunk that was written begins inside data
@@ -205,13 +192,6 @@ class Depot:
                         yield entry.name, entry.stat()
                     except FileNotFoundError:  # another process was faster
                         continue
-
-    def _reserve(self, size: int) -> None:
-        if self._limit_bytes is not None and (used := self.used_bytes) + size > self._limit_bytes:
-            raise StoreError(
-                f"{self.folder} holds {used / 1e6:.1f} MB and may hold {self._limit_bytes / 1e6:.1f} MB: "
-                f"no room for {size / 1e6:.1f} MB more; raise its limit"
-            )
 
     @contextmanager
     def _temporary(self) -> Iterator[Path]:

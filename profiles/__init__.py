@@ -18,19 +18,14 @@ derived. A running agent replaces these numbers by what its own board says.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
+from fedquilt import tables
 from fedquilt.core import JobError, Label, Name, OperatingPoint
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 Provenance = Literal["measured", "datasheet", "table", "assumed"]
 FROM_SUREST: Final[tuple[Provenance, ...]] = ("measured", "datasheet", "table", "assumed")
@@ -117,8 +112,8 @@ def parse(text: str, where: str) -> Board:
         JobError: it does not fit the schema, or a number names a source that is not there.
     """
     try:
-        board = msgspec.convert(tomllib.loads(text), Board)
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        board = msgspec.convert(tables.parse(text, where), Board)
+    except msgspec.ValidationError as error:
         raise JobError(f"{where}: {error}") from None
     unknown = sorted({figure.source for figure in board.figures()} - set(board.sources))
     if unknown:

@@ -6,7 +6,6 @@ Only the board is simulated (time and energy follow its profile) and, on virtual
 from __future__ import annotations
 
 import contextlib
-import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from fedquilt import tables
 from fedquilt.coordinator.console import Console, coordinate
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Job
@@ -52,11 +52,11 @@ class Plan:
         if not self.job.data:
             raise JobError("a simulated fleet needs the job's [data] table: what is shared out among its devices")
         spec = self.job.fleet
-        tables = []
+        agents = []
         for index in range(self.size):
             board = spec.boards[index % len(spec.boards)]
             device = f"{board}-{index:02d}"
-            tables.append(
+            agents.append(
                 {
                     "device": device,
                     "fleet": self.fleet,
@@ -66,7 +66,7 @@ class Plan:
                     "data": {"seed": self.job.seed, **self.job.data, "share": index, "shares": self.size},
                 }
             )
-        return tables
+        return agents
 
     def submit(self, store: Store) -> str:
         """Queue the job; its first round waits for the whole fleet. Returns the run's id."""
@@ -131,7 +131,7 @@ def _processes(plan: Plan, broker: Mapping[str, Any]) -> Iterator[dict[str, subp
         for table in plan.agents():
             home = Path(table["home"])
             home.mkdir(parents=True, exist_ok=True)
-            (home / "agent.toml").write_text(toml({**table, "broker": dict(broker)}))
+            (home / "agent.toml").write_text(tables.text({**table, "broker": dict(broker)}))
             with (home / "agent.log").open("ab") as log:
                 command = [sys.executable, "-m", "fedquilt.cli", "agent", str(home / "agent.toml")]
                 started[table["device"]] = subprocess.Popen(command, stdout=log, stderr=log)
@@ -153,14 +153,3 @@ def _require_alive(plan: Plan, agents: Mapping[str, subprocess.Popen[bytes]]) ->
         log = plan.home / "agents" / device / "agent.log"
         last = (log.read_text(errors="replace").strip().splitlines() or ["(it said nothing)"])[-1]
         raise JobError(f"every agent has ended; {device} said: {last} ({log})")
-
-
-def toml(table: Mapping[str, Any]) -> str:
-    """A table of scalars, lists of scalars and tables of the same, as TOML; None is left out."""
-    plain = [f"{key} = {json.dumps(value)}" for key, value in table.items() if not isinstance(value, dict | None)]
-    parts = ["\n".join(plain)]
-    for key, value in table.items():
-        if isinstance(value, dict):
-            inner = [f"{k} = {json.dumps(v)}" for k, v in value.items() if v is not None]
-            parts.append("\n".join([f"\n[{key}]", *inner]))
-    return "\n".join(parts) + "\n"

@@ -76,5 +76,5 @@ def test_a_wrong_file_is_named_with_its_key_and_what_is_expected(
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     """With what it was to be."""
-    with pytest.raises(JobError, match=r"agent's settings .*none.toml: No such file"):
+    with pytest.raises(JobError, match=r"cannot read .*none.toml: No such file"):
         settings.load(tmp_path / "none.toml")

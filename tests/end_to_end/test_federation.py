@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fedquilt import bundle, tensors
+from fedquilt import bundle, tables, tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds import Answered, AnyFact, Committed, Declined, Ended
 from fedquilt.coordinator.store import Store
@@ -88,7 +88,7 @@ def make_job(folder: Path) -> fleet.Plan:
     cohort = {**TABLE["cohort"], "min_devices": 3}
     rest = {key: value for key, value in TABLE.items() if not isinstance(value, dict)}
     tables = {key: value for key, value in TABLE.items() if isinstance(value, dict)}
-    (folder / "job.toml").write_text(fleet.toml({**rest, **tables, "cohort": cohort}))
+    (folder / "job.toml").write_text(tables.text({**rest, **tables, "cohort": cohort}))
     return fleet.Plan(settings.load(folder / "job.toml"), folder / "job.bundle", folder / "virtual")
 
 
@@ -102,7 +102,7 @@ def test_killing_each_side_and_the_broker_mid_round_changes_no_bit_of_the_result
     agents = {}
     for table in plan.agents():
         path = tmp_path / f"{table['device']}.toml"
-        path.write_text(fleet.toml({**table, "home": str(tmp_path / table["device"]), "broker": {"url": broker.url}}))
+        path.write_text(tables.text({**table, "home": str(tmp_path / table["device"]), "broker": {"url": broker.url}}))
         agents[table["device"]] = ("agent", str(path))
         processes.start(table["device"], tmp_path / "agents.log", *agents[table["device"]])
     processes.start("coordinator", tmp_path / "run.log", *run)
@@ -166,7 +166,7 @@ def test_over_tls_with_certificates_and_access_rules_a_federation_runs(
             table["data"] = {}
         path = tmp_path / f"{device}.toml"
         told = {**table, "home": str(tmp_path / device), "broker": {"url": url, **files(device)}}
-        path.write_text(fleet.toml(told))
+        path.write_text(tables.text(told))
         processes.start(device, tmp_path / "agents.log", "agent", str(path))
     options = [part for key, value in files("coordinator").items() for part in (f"--{key}", value)]
     home = tmp_path / "runs"

@@ -52,7 +52,6 @@ def test_a_blob_is_found_by_the_sha256_of_its_bytes(tmp_path: Path) -> None:
     assert depot.path(REF.sha256) == tmp_path / "blobs" / REF.sha256
     assert (tmp_path / "blobs" / REF.sha256).read_bytes() == BLOB
     assert names(tmp_path / "blobs") == {REF.sha256}
-    assert depot.used_bytes == len(BLOB)
 
 
 def test_storing_the_same_bytes_again_writes_nothing(tmp_path: Path) -> None:
@@ -254,23 +253,6 @@ def test_an_empty_blob_is_a_blob(tmp_path: Path) -> None:
 
 
 # -- what goes wrong --
-
-
-def test_a_limit_is_kept_for_blobs_files_and_parts(tmp_path: Path) -> None:
-    """A part counts as the whole it will be."""
-    depot = Depot(tmp_path / "blobs", limit_bytes=len(BLOB) + 10)
-    depot.resume(cut())
-    assert depot.used_bytes == len(BLOB)
-    with pytest.raises(StoreError, match=r"no room for 0\.0 MB more; raise its limit"):
-        depot.put(bytes(11))
-    (tmp_path / "file").write_bytes(bytes(11))
-    with pytest.raises(StoreError, match="raise its limit"):
-        depot.put_file(tmp_path / "file")
-    assert names(tmp_path / "blobs") == {f"{REF.sha256}.part"}
-    depot.put(bytes(10))
-    other = wire.Manifest(sha256="0" * 64, size=1, chunk=KIB, digests="0" * 64)
-    with pytest.raises(StoreError, match="raise its limit"):
-        depot.resume(other)
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:

@@ -9,12 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt import methods
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from fedquilt import methods, tables
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("coordinator", "edge_agent", "models", "profiles", "tools")
@@ -34,7 +29,7 @@ def imported(code: str) -> set[str]:
 
 def test_links_and_package_mapping_agree() -> None:
     """`fedquilt/x` is a relative link to the folder that `fedquilt.x` is packaged from."""
-    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    config = tables.read(ROOT / "pyproject.toml")["tool"]["setuptools"]
     assert config["package-dir"] == {f"fedquilt.{folder}": folder for folder in FOLDERS}
     links = {path.name: str(path.readlink()) for path in (ROOT / "fedquilt").iterdir() if path.is_symlink()}
     assert links == {folder: f"../{folder}" for folder in FOLDERS}
@@ -42,7 +37,7 @@ def test_links_and_package_mapping_agree() -> None:
 
 def test_every_package_folder_is_listed() -> None:
     """A folder with an __init__.py that is missing in `packages` would be missing in the wheel."""
-    config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    config = tables.read(ROOT / "pyproject.toml")["tool"]["setuptools"]
     found = {"fedquilt", "fedquilt.methods"}
     for folder in FOLDERS:
         for init in (ROOT / folder).rglob("__init__.py"):

@@ -96,7 +96,7 @@ def test_provenance_is_that_of_the_least_sure_number():
         ("value = 1000", "value = 0", "memory_bytes"),
         ('provenance = "assumed"', 'provenance = "rumour"', "rumour"),
         ("busy_w", "busy_watts", "busy_watts"),
-        ("[[points]]", "[[points]", "Expected"),
+        ("[[points]]", "[[points]", "is not TOML"),
     ],
 )
 def test_a_number_without_its_source_is_refused(old, new, message):

@@ -81,9 +81,3 @@ def test_a_fleet_needs_data(tmp_path: Path) -> None:
     """The job says what is shared out."""
     with pytest.raises(JobError, match=r"\[data\]"):
         fleet.virtually(plan(tmp_path, data={}))
-
-
-def test_agent_settings_are_written_as_toml() -> None:
-    """Tables, lists, numbers; None is left out."""
-    written = fleet.toml({"device": "a", "cache": None, "data": {"share": 1, "alpha": 0.5, "names": ["x"], "y": None}})
-    assert written == 'device = "a"\n\n[data]\nshare = 1\nalpha = 0.5\nnames = ["x"]\n'
