@@ -336,7 +336,11 @@ def _acked(state: State, event: Acked) -> Step:
         counted[job] = max(round, counted.pop(job, -1))  # popped, so that the latest job is last
         counted = dict(list(counted.items())[-REMEMBERED_JOBS:])
     outbox = {key: offer for key, offer in state.outbox.items() if key != event.key}
-    return _proceed(replace(state, outbox=outbox, counted=counted))
+    state = replace(state, outbox=outbox, counted=counted)
+    open = state.open
+    if open is not None and open.task.round <= counted.get(open.task.job, -1):
+        return _without_open(state), _give_up(state)  # counted while it was being done again
+    return _proceed(state)
 
 
 def _due(state: State, now_s: float) -> Step:

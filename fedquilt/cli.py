@@ -340,13 +340,12 @@ def _table(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _link(options: argparse.Namespace) -> Any:
+    """The coordinator's link; not connected yet: a daemon waits for its broker, a command asks for it."""
     from fedquilt import wire
     from fedquilt.mqtt import Broker, MqttLink
 
     will = (wire.Topics(options.fleet).coord, wire.encode(wire.CoordState(online=False)))
-    link = MqttLink(Broker.parse(**_table(options)), f"fedquilt-coordinator-{options.fleet}", will)
-    link.connect(timeout_s=5.0)
-    return link
+    return MqttLink(Broker.parse(**_table(options)), f"fedquilt-coordinator-{options.fleet}", will)
 
 
 def _follow(options: argparse.Namespace, store: Any, id: str) -> int:
@@ -355,6 +354,7 @@ def _follow(options: argparse.Namespace, store: Any, id: str) -> int:
 
     if store.lock():
         link = _link(options)
+        link.connect(timeout_s=5.0)
         console.coordinate(store, link, options.fleet, console.Console(wordy=options.verbose > 0), only=id)
     else:
         console.tell(store, id, follow=True)

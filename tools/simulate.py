@@ -135,6 +135,7 @@ class World:
 
     def __init__(self, seed: int, scenario: Scenario, home: Path, observe: Callable[[AnyFact], None]) -> None:
         self.home = home
+        self._store: Store | None = None  # the running coordinator's
         self.broker = MemoryBroker(seed, scenario.faults, max_payload=4096)
         self._observe = observe
         table = {
@@ -152,9 +153,8 @@ class World:
         data = np.random.default_rng(0)
         for index in range(DEVICES):
             np.savez(home / f"data-{index}.npz", x=data.random((12, 4, 4), np.float32), y=data.integers(0, 3, 12))
-        store = Store(home / "coordinator")
-        self.job = store.add(settings.parse(table), home / "bundle")
-        store.close()
+        with Store(home / "coordinator") as store:
+            self.job = store.add(settings.parse(table), home / "bundle")
         roll = random.Random(seed + 1)
         self.coordinator = Mortal(self.broker, roll, scenario.crash, self._coordinator)
         self.agents = [
@@ -177,17 +177,19 @@ class World:
             simulate(self.broker, present, lambda: self.coordinator.finished, limit_s=LIMIT_S)
         except TimeoutError as error:
             raise BrokenError(f"the job does not end: {error}") from None
+        finally:
+            if self._store is not None:
+                self._store.close()
 
     def facts(self) -> list[AnyFact]:
-        store = Store(self.home / "coordinator")
-        try:
+        with Store(self.home / "coordinator") as store:
             return [fact for _, _, fact in store.facts(self.job)]
-        finally:
-            store.close()
 
     def _coordinator(self, link: FragileLink, raw: MemoryLink) -> Server:
-        store = Store(self.home / "coordinator")
-        return Server(link, "sim", store, lambda job, fact: self._observe(fact), only=self.job)
+        if self._store is not None:
+            self._store.close()  # as the kernel does for a process that is gone
+        self._store = Store(self.home / "coordinator")
+        return Server(link, "sim", self._store, lambda job, fact: self._observe(fact), only=self.job)
 
     def _agent(self, link: FragileLink, raw: MemoryLink, index: int) -> Agent:
         device = f"dev-{index}"

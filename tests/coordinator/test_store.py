@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,24 +13,36 @@ from fedquilt.coordinator.rounds import Asked, Committed, Ended, Started
 from fedquilt.coordinator.store import Store
 from fedquilt.core import BlobRef, StoreError
 
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[[], Store]]:
+    """Opens stores on one folder, as so many processes would; all are closed at the end."""
+    with contextlib.ExitStack() as stack:
+        yield lambda: stack.enter_context(Store(tmp_path))
+
+
 JOB = settings.parse({"name": "digits", "method": "fedavg"})
 
 
-def test_facts_come_back_in_order_from_another_process_of_the_same_folder(tmp_path: Path) -> None:
+def test_facts_come_back_in_order_from_another_process_of_the_same_folder(
+    tmp_path: Path, opened: Callable[[], Store]
+) -> None:
     """A second store on the folder stands for the process after a kill -9."""
-    store = Store(tmp_path)
+    store = opened()
     id = store.add(JOB, tmp_path / "bundle")
     facts = [Started(BlobRef(sha256="a" * 64, size=3)), Asked(0, 0, ("x", "y")), Ended("done")]
     for fact in facts:
         store.append(id, fact)
-    again = Store(tmp_path)
+    again = opened()
     assert [fact for _, _, fact in again.facts(id)] == facts
     assert again.job(id).job == JOB
 
 
-def test_every_run_has_an_id_of_its_own_and_the_name_means_the_latest(tmp_path: Path) -> None:
+def test_every_run_has_an_id_of_its_own_and_the_name_means_the_latest(
+    tmp_path: Path, opened: Callable[[], Store]
+) -> None:
     """Two runs in the same second, too."""
-    store = Store(tmp_path)
+    store = opened()
     first, second = store.add(JOB, tmp_path), store.add(JOB, tmp_path)
     assert first != second
     assert first.startswith("digits-20")
@@ -37,19 +51,18 @@ def test_every_run_has_an_id_of_its_own_and_the_name_means_the_latest(tmp_path: 
     assert [row.status for row in store.jobs()] == ["queued", "queued"]
 
 
-def test_only_one_coordinator_holds_a_folder(tmp_path: Path) -> None:
+def test_only_one_coordinator_holds_a_folder(opened: Callable[[], Store]) -> None:
     """And the next may once it is gone."""
-    first, second = Store(tmp_path), Store(tmp_path)
+    first, second = opened(), opened()
     assert first.lock()
     assert not second.lock()
     first.close()
     assert second.lock()
-    second.close()
 
 
-def test_the_latest_state_of_every_job_is_known(tmp_path: Path) -> None:
+def test_the_latest_state_of_every_job_is_known(tmp_path: Path, opened: Callable[[], Store]) -> None:
     """Older states may go."""
-    store = Store(tmp_path)
+    store = opened()
     for letter in "ab":
         id = store.add(JOB, tmp_path)
         store.append(id, Started(BlobRef(sha256=letter * 64, size=3)))
@@ -58,14 +71,14 @@ def test_the_latest_state_of_every_job_is_known(tmp_path: Path) -> None:
     assert store.states() == {"a" * 64, "c" * 64}
 
 
-def test_epochs_grow(tmp_path: Path) -> None:
+def test_epochs_grow(opened: Callable[[], Store]) -> None:
     """Each start of a coordinator is told apart."""
-    assert [Store(tmp_path).next_epoch() for _ in range(3)] == [1, 2, 3]
+    assert [opened().next_epoch() for _ in range(3)] == [1, 2, 3]
 
 
-def test_an_unknown_run_names_those_there_are(tmp_path: Path) -> None:
+def test_an_unknown_run_names_those_there_are(tmp_path: Path, opened: Callable[[], Store]) -> None:
     """So that a typing error is seen."""
-    store = Store(tmp_path)
+    store = opened()
     store.add(JOB, tmp_path)
     with pytest.raises(StoreError, match=r"no run 'digit'.*there are: digits-20"):
         store.job("digit")

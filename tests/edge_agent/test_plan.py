@@ -337,6 +337,15 @@ def test_the_next_round_does_not_wait_for_an_update_without_private_state() -> N
     assert Begin(other) in advance(done(private=True), Arrived(other), 1.0)[1]
 
 
+def test_a_task_that_turns_out_to_be_counted_is_given_up() -> None:
+    """An acknowledgement may come while the same round is being done again after a crash."""
+    state = advance(State(MEANS), Arrived(task()), 0.0)[0]
+    assert state.open is not None
+    state, actions = advance(state, Acked(("j-1", 0), True), 1.0)
+    assert actions == (Stop(),)
+    assert state.open is None
+
+
 def test_a_clear_leaves_the_outbox_alone() -> None:
     """The task is withdrawn when its update has come; the acknowledgement may still be on its way."""
     state, actions = advance(done(), Cleared(), 1.0)

@@ -87,8 +87,8 @@ def make_job(folder: Path) -> fleet.Plan:
     bundle.write(folder / "job.bundle", {"network": NETWORK, "flops": 9600}, {"model": first})
     cohort = {**TABLE["cohort"], "min_devices": 3}
     rest = {key: value for key, value in TABLE.items() if not isinstance(value, dict)}
-    tables = {key: value for key, value in TABLE.items() if isinstance(value, dict)}
-    (folder / "job.toml").write_text(tables.text({**rest, **tables, "cohort": cohort}))
+    nested = {key: value for key, value in TABLE.items() if isinstance(value, dict)}
+    (folder / "job.toml").write_text(tables.text({**rest, **nested, "cohort": cohort}))
     return fleet.Plan(settings.load(folder / "job.toml"), folder / "job.bundle", folder / "virtual")
 
 

@@ -69,11 +69,15 @@ def test_an_unknown_run_ends_with_6(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_runs_are_listed_and_told_for_people_and_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """ls and logs, as text and as JSON."""
-    store = Store(tmp_path)
-    run = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
-    for fact in (Started(BlobRef(sha256="a" * 64, size=1)), Asked(0, 0, ("dev-1",)), Ended("failed", "nobody came")):
-        store.append(run, fact)
-    store.set_status(run, "failed")
+    with Store(tmp_path) as store:
+        run = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
+        for fact in (
+            Started(BlobRef(sha256="a" * 64, size=1)),
+            Asked(0, 0, ("dev-1",)),
+            Ended("failed", "nobody came"),
+        ):
+            store.append(run, fact)
+        store.set_status(run, "failed")
     assert main(["ls", "--home", str(tmp_path), "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["status"] == "failed"
     assert main(["ls", "--home", str(tmp_path)]) == 0
@@ -87,10 +91,10 @@ def test_runs_are_listed_and_told_for_people_and_programs(tmp_path: Path, capsys
 
 def test_stopping_what_has_ended_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And stopping a queued run is not."""
-    store = Store(tmp_path)
-    run = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
-    assert main(["stop", run, "--home", str(tmp_path)]) == 0
-    store.set_status(run, "done")
+    with Store(tmp_path) as store:
+        run = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
+        assert main(["stop", run, "--home", str(tmp_path)]) == 0
+        store.set_status(run, "done")
     assert main(["stop", run, "--home", str(tmp_path)]) == 2
     assert main(["resume", run, "--home", str(tmp_path)]) == 2
     assert "is done" in capsys.readouterr().err
