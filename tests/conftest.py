@@ -19,10 +19,15 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from hypothesis import HealthCheck, settings
 
 from fedquilt.link import Message
 from fedquilt.mqtt import Broker, MqttLink
 from fedquilt.tools.broker import EmbeddedBroker
+
+# a slow moment of the machine is no fault of the code
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 MOSQUITTO = shutil.which("mosquitto", path=os.environ.get("PATH", "") + ":/usr/sbin")
 LIMIT_S = 20.0
@@ -122,8 +127,8 @@ class Stage:
 
     def join(self, broker: Broker | str, name: str, *filters: str, will: tuple[str, bytes] | None = None) -> MqttLink:
         """A new client, not yet connected; jitter makes its back-off as short as can be."""
-        settings = Broker.parse(broker) if isinstance(broker, str) else broker
-        link = MqttLink(settings, name, will, roll=lambda: 1.0)
+        parsed = Broker.parse(broker) if isinstance(broker, str) else broker
+        link = MqttLink(parsed, name, will, roll=lambda: 1.0)
         link.subscribe(filters)
         self.links.append(link)
         return link

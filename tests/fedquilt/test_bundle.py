@@ -18,7 +18,7 @@ FUZZ = settings(
     deadline=None,
     derandomize=True,
     database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 MODEL = tensors.encode({"w": np.array([1.0, 2.0])})
 

@@ -526,7 +526,7 @@ def test_chunks_nobody_asked_for_are_dropped(tmp_path: Path) -> None:
     deadline=None,
     derandomize=True,
     database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(messages=st.lists(st.tuples(st.integers(0, 5), st.binary(max_size=40), st.integers(0, 200)), max_size=12))
 def test_arbitrary_and_mutated_blob_messages_give_only_the_named_error(
