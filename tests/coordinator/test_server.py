@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds import Answered, AnyFact, Committed, Declined, Ended, Rejected
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
-from fedquilt.core import BlobRef, Profile, Task, Update, Usage
+from fedquilt.core import BlobRef, Profile, StoreError, Task, Update, Usage
 from fedquilt.depot import Depot
 from fedquilt.link import MemoryBroker
 from fedquilt.transfer import Transfers
@@ -290,6 +293,81 @@ def test_a_job_that_nobody_can_do_fails_at_its_deadline(stage: Stage) -> None:
     stage.play(40.0)
     assert "silent: a" in stage.told(Ended)[0].reason
     assert stage.store.status(stage.job) == "failed"
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """The kernel refuses to make any file longer, as a full disk does."""
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_an_update_that_finds_the_disk_full_is_taken_once_there_is_room(stage: Stage) -> None:
+    """The device keeps it and offers it again; what was accepted before is not lost."""
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    a.answer(ones())
+    stage.play()
+    b.depot.put(tensors.encode(ones(3.0)))
+    with full_disk():
+        update = b.answer(ones(3.0))
+        stage.play()
+    assert [fact.update.device for fact in stage.told(Answered)] == ["a"]
+    assert b.acks == []
+    b.say("update", update)
+    stage.play()
+    assert stage.told(Ended)[0].status == "done"
+
+
+def test_a_log_that_cannot_be_written_ends_the_coordinator_with_a_sentence_and_a_restart_continues(
+    stage: Stage,
+) -> None:
+    """Nothing is acted on that is not on disk."""
+    a = stage.hand("a")
+    stage.play()
+    claim = {"job": stage.job, "round": 0, "attempt": 0, "accepted": False, "code": "data", "reason": "none"}
+    a.say("claim", wire.Claim(**claim))
+    with full_disk(), pytest.raises(StoreError, match="is the disk full"):
+        stage.play()
+    assert a.acks == []
+    stage.restart()
+    stage.play()
+    a.answer(ones())
+    stage.play()
+    assert stage.told(Ended)[0].status == "done"
+
+
+def test_a_device_that_changes_its_mind_about_an_update_fills_no_disk(stage: Stage) -> None:
+    """What it no longer offers is no longer fetched, and what is refused is dropped."""
+    a = stage.hand("a")
+    stage.play()
+    for factor in range(5):
+        a.answer(ones(), bundles={"model": BlobRef(sha256=f"{factor:064x}", size=1000)})
+    a.answer({"1.bias": np.zeros(2, np.float32)})
+    stage.play()
+    assert "tensor names differ" in stage.told(Rejected)[0].reason
+    kept = {path.name for path in (stage.folder / "home" / "blobs").iterdir() if len(path.name) == 64}
+    task = next(task for task in a.tasks if task)
+    pinned = {ref.sha256 for ref in task.bundles.values()} | stage.store.states()
+    assert kept == pinned
+
+
+def test_a_stale_task_that_the_broker_kept_is_taken_back_when_it_is_claimed(stage: Stage) -> None:
+    """Before the device works for nothing."""
+    a, _ = stage.hand("a"), stage.hand("b")
+    stage.play()
+    a.answer(ones())
+    stage.play()
+    heard = len(a.tasks)
+    a.say("claim", wire.Claim(job="of-old", round=7, attempt=0, accepted=True))
+    stage.play()
+    assert a.tasks[heard:] == [None]
 
 
 def test_blobs_of_past_rounds_are_let_go(tmp_path: Path) -> None:
