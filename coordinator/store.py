@@ -57,9 +57,13 @@ class Store:
         with _storing(home):
             home.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(home / "fedquilt.db", timeout=10, isolation_level=None)
-            self._db.execute("pragma journal_mode=wal")
-            self._db.execute("pragma synchronous=full")
-            self._db.executescript(_SCHEMA)
+            try:
+                self._db.execute("pragma journal_mode=wal")
+                self._db.execute("pragma synchronous=full")
+                self._db.executescript(_SCHEMA)
+            except sqlite3.Error:
+                self._db.close()
+                raise
         self.depot = Depot(home / "blobs")
         self._lock: IO[str] | None = None
 
