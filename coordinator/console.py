@@ -66,8 +66,8 @@ class Console:
         if self._live:
             state = job.rounds
             asked = len(state.asked) + len(state.answered)
-            line = f"{job.id}: round {state.round + 1} of at most {job.job.rounds}: {len(state.answered)} of {asked}"
-            print(f"\r\x1b[K{line} answered", end="", file=self._out, flush=True)
+            line = f"{job.id}: round {state.round}, at most {job.job.rounds}: {len(state.answered)} of {asked} answered"
+            print(f"\r\x1b[K{line}", end="", file=self._out, flush=True)
 
 
 def coordinate(

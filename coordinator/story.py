@@ -43,7 +43,8 @@ def sentences(fact: AnyFact) -> list[str]:
         case Reopened():
             return [f"round {fact.round}: no quorum by the deadline, trying again"]
         case Committed():
-            shown = ", ".join(f"{name} {value:.4g}" for name, value in sorted(fact.metrics.items()))
+            told = {n: v for n, v in fact.metrics.items() if n.startswith("check.") or not fact.notes}
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in sorted(told.items()))
             return [f"round {fact.round}: committed" + (f" ({shown})" if shown else ""), *fact.notes]
         case Ended():
             return [f"{fact.status}" + (f": {fact.reason}" if fact.reason else "")]

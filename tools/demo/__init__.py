@@ -30,12 +30,15 @@ BUDGET_BYTES = 1 << 30  # of the evaluation, which runs here
 def demo(out: Path, format: str = "text") -> int:
     """Run the federation, compare, and write `out`/stitched.onnx and `out`/held-out.npz; 0 when it came through."""
     plan = fleet.Plan(jobs.load(HERE / "job.toml"), HERE / "bundle", out / "runs")
+    members, test = _examples(plan)
+    if format == "text":
+        print("\n".join(_opening(plan, members)), flush=True)
     run, status = fleet.really(plan, None)
     if status != "done":
         return 8
     with Store(plan.home) as store:
-        print("comparing with the donors, and with each device alone ...", flush=True)
-        members, test = _examples(plan)
+        if format == "text":
+            print("comparing with the donors, and with each device alone ...", flush=True)
         result = {
             "run": run,
             "accuracy": [msgspec.to_builtins(row) for row in _accuracies(plan, store, run, members, test)],
@@ -49,6 +52,16 @@ def demo(out: Path, format: str = "text") -> int:
         print("\n".join(_table(result, plan)))
         print(f"\n{written}\ntry it: fedquilt run-model {out / 'stitched.onnx'} {out / 'held-out.npz'}")
     return 0
+
+
+def _opening(plan: fleet.Plan, members: list[Member]) -> list[str]:
+    donors = bundle.load(plan.bundle).meta["donors"]
+    blocks = ", ".join(f"{name} ({len(donor['blocks'])} blocks)" for name, donor in donors.items())
+    lines = [f"donors, trained on MNIST only: {blocks}", "boards, simulated, with their shares of real digits:"]
+    for table, member in zip(plan.agents(), members, strict=True):
+        counts = " ".join(f"{count:3}" for count in np.bincount(member.train.y, minlength=10))
+        lines.append(f"  {table['device']:20} {table['budget']:>6} for a task   images of 0 to 9: {counts}")
+    return [*lines, "each round the boards score blocks on their own images; nothing is trained", ""]
 
 
 def _examples(plan: fleet.Plan) -> tuple[list[Member], Examples]:
