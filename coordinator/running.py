@@ -32,8 +32,8 @@ class Running:
     """One job of the store, at the point where its facts left it.
 
     Raises:
-        JobError, ModelError: the job or its bundle cannot be carried out as written.
-        StoreError: something it needs is no longer in the store.
+        JobError, ModelError: the job or its bundle cannot be carried out as written, or its state is lost.
+        StoreError: the store cannot be read or written.
     """
 
     def __init__(self, row: Row, store: Store, now_s: float) -> None:
@@ -99,7 +99,7 @@ class Running:
         for name, ref in update.bundles.items():
             path = self._store.depot.path(ref.sha256)
             if path is None:
-                raise StoreError(f"blob {ref.sha256[:12]} of {update.device}'s update is gone from the store")
+                raise JobError(f"blob {ref.sha256[:12]} of {update.device}'s update is gone from {self._store.home}")
             bundles[name] = tensors.read(path)
             tensors.require_finite(bundles[name])
         return Contribution(update.device, update.round, update.weight, update.metrics, bundles)
@@ -151,8 +151,11 @@ class Running:
     def _load_state(self, ref: BlobRef) -> Any:
         path = self._store.depot.path(ref.sha256)
         if path is None:
-            raise StoreError(f"the state of {self.id} ({ref.sha256[:12]}) is gone from {self._store.home}")
-        return tensors.unpack(path.read_bytes(), self.method.state)
+            raise JobError(f"the state of {self.id} ({ref.sha256[:12]}) is gone from {self._store.home}: run it anew")
+        try:
+            return tensors.unpack(path.read_bytes(), self.method.state)
+        except StoreError as error:
+            raise JobError(f"the state of {self.id} in {path} cannot be read ({error}): run it anew") from None
 
     def _blob(self, value: Tensors | BlobRef) -> BlobRef:
         if isinstance(value, BlobRef):

@@ -20,6 +20,7 @@ from fedquilt.transfer import Transfers
 log = logging.getLogger("fedquilt.coordinator")
 
 POLL_S = 1.0  # how often the store is asked for new, stopped and resumed jobs
+UNFINISHED = ("queued", "running", "stopping", "stopped")
 REISSUE_S = 5.0  # an unclaimed task is sent again after this, then ever more rarely
 REISSUE_MOST_S = 60.0
 
@@ -69,6 +70,7 @@ class Server:
         Raises:
             StoreError: nothing can be written any more; what was accepted is safe, a restart continues.
         """
+        self._poll(now_s)  # first: what arrives is for the job that was running
         if self._link.session != self._session:
             self._greet(now_s)
         for message in self._link.receive():
@@ -76,7 +78,6 @@ class Server:
         transfers_due = self._transfers.step(now_s)
         for device, sha256, error in self._transfers.take_done():
             self._arrived(device, sha256, error, now_s)
-        self._poll(now_s)
         while self._advance(now_s):
             pass
         transfers_due = min(transfers_due, self._transfers.step(now_s))
@@ -140,8 +141,12 @@ class Server:
 
     def _offered(self, device: str, update: Update, now_s: float) -> None:
         job = self.active
-        if job is None or update.job != job.id or update.device != device:
-            return self._turn_down(device, update, "this job is not running")
+        if update.device != device:
+            return self._turn_down(device, update, f"it names another device, {update.device}")
+        if job is None or update.job != job.id:
+            if self._store.status(update.job) in UNFINISHED:
+                return None  # its device keeps it, and offers it again when the job goes on
+            return self._turn_down(device, update, f"no job {update.job} is under way here")
         state = job.rounds
         if update.round in state.history.get(device, ()) or (device in state.answered and update.round == state.round):
             return self._ack(device, update, True)
@@ -216,6 +221,7 @@ class Server:
         engine = self._able(now_s).get(device) or job.engines[0]
         try:
             task = job.task(device, engine, known.profile if known else None, now_s)
+            payload = wire.encode(task) if task else b""
         except Exception as error:
             return self._fail(error, now_s)
         if task is None:
@@ -223,7 +229,7 @@ class Server:
         patience = self._issues[device].patience_s if device in self._issues else REISSUE_S / 2
         self._issues[device] = Issue(now_s, min(patience * 2, REISSUE_MOST_S))
         self._offers[device] = {ref.sha256 for ref in task.bundles.values()}
-        return self._publish(self._topics.device(device, "dn", "task"), task, retain=True)
+        return self._link.publish(self._topics.device(device, "dn", "task"), payload, retain=True)
 
     def _reissue(self, now_s: float) -> float:
         for device, issue in list(self._issues.items()):
@@ -280,9 +286,10 @@ class Server:
             job = Running(row, self._store, now_s)
         except StoreError:
             raise
-        except FedquiltError as error:
-            log.error("%s cannot run: %s", row.id, error)
-            self._store.append(row.id, Ended("failed", str(error)))
+        except Exception as error:  # one job that cannot run does not keep the others from running
+            reason = str(error) if isinstance(error, FedquiltError) else f"{type(error).__name__}: {error}"
+            log.error("%s cannot run: %s", row.id, reason, exc_info=not isinstance(error, FedquiltError))
+            self._store.append(row.id, Ended("failed", reason))
             self._store.set_status(row.id, "failed")
             return
         self.active = job

@@ -20,7 +20,7 @@ import msgspec
 
 from fedquilt.coordinator.rounds import AnyFact
 from fedquilt.coordinator.settings import Job
-from fedquilt.core import StoreError
+from fedquilt.core import JobError, StoreError
 from fedquilt.depot import Depot
 
 _SCHEMA = """
@@ -117,7 +117,13 @@ class Store:
         """All jobs, in the order in which they were queued."""
         with _storing(self.home):
             rows = self._db.execute("select * from jobs order by created, id").fetchall()
-        return [Row(r[0], msgspec.json.decode(r[1], type=Job), Path(r[2]), r[3], r[4]) for r in rows]
+        return [Row(r[0], self._settings(*r[:2]), Path(r[2]), r[3], r[4]) for r in rows]
+
+    def _settings(self, id: str, text: str) -> Job:
+        try:
+            return msgspec.json.decode(text, type=Job)
+        except msgspec.MsgspecError as error:
+            raise StoreError(f"{self.home}: {id} was made by another version of fedquilt: {error}") from None
 
     def job(self, run: str) -> Row:
         """One job by its id; a job's name stands for its latest run.
@@ -160,7 +166,11 @@ class Store:
             )
 
     def facts(self, id: str, after: int = 0) -> Iterator[tuple[int, float, AnyFact]]:
-        """(sequence, wall-clock seconds, fact) of a job, oldest first."""
+        """(sequence, wall-clock seconds, fact) of a job, oldest first.
+
+        Raises:
+            JobError: a fact that this version does not know.
+        """
         with _storing(self.home):
             rows = self._db.execute(
                 "select seq, at, body from facts where job = ? and seq > ? order by seq", (id, after)
@@ -169,7 +179,7 @@ class Store:
             try:
                 yield seq, at, _facts.decode(body)
             except msgspec.MsgspecError as error:
-                raise StoreError(f"fact {seq} of {id} in {self.home} is not of this version: {error}") from None
+                raise JobError(f"fact {seq} of {id} in {self.home} is not of this version: {error}") from None
 
 
 @contextmanager

@@ -270,6 +270,35 @@ def test_a_stopped_job_takes_its_tasks_back_and_resumes_where_it_was(stage: Stag
     assert len(stage.told(Answered)) == 2
 
 
+def test_work_that_comes_while_its_job_is_stopped_is_kept_for_when_it_goes_on(stage: Stage) -> None:
+    """It is neither taken nor refused: the device keeps it in its outbox."""
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    a.answer(ones())
+    stage.play()
+    stage.store.set_status(stage.job, "stopping")
+    stage.play()
+    update = b.answer(ones())
+    stage.server.finished = False
+    stage.play()
+    assert b.acks == []
+    stage.store.set_status(stage.job, "running")
+    stage.restart()
+    stage.play()
+    b.say("update", update)
+    stage.play()
+    assert stage.store.status(stage.job) == "done"
+
+
+def test_work_for_a_job_that_nobody_here_knows_is_refused(stage: Stage) -> None:
+    """So that a device does not offer it for ever."""
+    a = stage.hand("a")
+    stage.play()
+    a.answer(ones(), job="of-old")
+    stage.play()
+    assert [(ack.accepted, ack.reason) for ack in a.acks] == [(False, "no job of-old is under way here")]
+
+
 def test_a_job_whose_bundle_is_gone_fails_with_the_mend(stage: Stage) -> None:
     """And the coordinator goes on."""
     (stage.folder / "bundle" / "bundle.json").unlink()
@@ -277,6 +306,24 @@ def test_a_job_whose_bundle_is_gone_fails_with_the_mend(stage: Stage) -> None:
     assert stage.store.status(stage.job) == "failed"
     (ended,) = [fact for _, _, fact in stage.store.facts(stage.job)]
     assert "fedquilt prepare" in ended.reason
+
+
+def test_a_job_whose_state_is_lost_or_whose_method_breaks_fails_alone(stage: Stage) -> None:
+    """A coordinator that serves other jobs goes on."""
+    stage.hand("a")
+    stage.play()
+    (sha256,) = stage.store.states()
+    stage.store.depot.drop(sha256)
+    stage.restart()
+    stage.play()
+    assert stage.store.status(stage.job) == "failed"
+    *_, (_, _, ended) = stage.store.facts(stage.job)
+    assert "is gone from" in ended.reason
+    broken = stage.store.add(settings.parse(TABLE), stage.folder / "broken")
+    bundle.write(stage.folder / "broken", {}, {"model": tensors.encode(MODEL)})  # without its network
+    stage.server.finished, stage.server._only = False, broken
+    stage.play()
+    assert stage.store.status(broken) == "failed"
 
 
 def test_an_unclaimed_task_is_sent_again_ever_more_rarely(stage: Stage) -> None:
