@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
 
 import msgspec
 
@@ -18,6 +17,7 @@ from fedquilt.coordinator.rounds import Answered, AnyFact, Asked, Closed
 from fedquilt.coordinator.running import Running
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
+from fedquilt.core import JobError
 from fedquilt.link import Link
 
 WAIT_SAID_S = 5.0
@@ -26,20 +26,19 @@ WAIT_SAID_S = 5.0
 class Console:
     """Prints facts as sentences; on a terminal the running round is a line that is overwritten."""
 
-    def __init__(
-        self, out: TextIO | None = None, wordy: bool = False, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._out = out or sys.stdout
+    def __init__(self, wordy: bool = False, named: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        """`wordy`: every fact; `named`: with the run it belongs to, where there may be several."""
+        self._out, self._named = sys.stdout, named
         self._wordy, self._live = wordy, self._out.isatty()
         self._clock, self._began_s = clock, clock()
         self._idle_s: float | None = None  # since when nobody can be asked; inf: said
 
     def observe(self, job: Running, fact: AnyFact) -> None:
-        quiet = isinstance(fact, Asked | Answered | Closed) and not self._wordy
-        if quiet:
+        if isinstance(fact, Asked | Answered | Closed) and not self._wordy:
             self._status(job)
         else:
-            self.say(*story.sentences(fact))
+            first, *more = story.sentences(fact)
+            self.say(f"{job.id}: {first}" if self._named else first, *more)
 
     def say(self, first: str, *more: str) -> None:
         clear = "\r\x1b[K" if self._live else ""
@@ -50,17 +49,28 @@ class Console:
 
     def wait(self, server: Server) -> None:
         """Say once for whom a round waits, when nobody has come for a while."""
-        job = server.active
-        idle = job is not None and job.rounds.phase == "selecting"
-        if not idle:
+        whom = self._awaited(server)
+        if whom is None:
             self._idle_s = None
         elif self._idle_s is None:
             self._idle_s = self._clock()
-        elif job is not None and self._idle_s + WAIT_SAID_S < self._clock():
+        elif self._idle_s + WAIT_SAID_S < self._clock():
             self._idle_s = math.inf
-            least = job.rounds.plan.cohort.min_devices if job.rounds.round == 0 else 1
-            there = len(server.registry.able(job.engines, self._clock()))
-            self.say(f"waiting for devices that run {' or '.join(job.engines)}: {there} online, {least} needed")
+            self.say(f"waiting for {whom}")
+
+    def _awaited(self, server: Server) -> str | None:
+        """Whom the running round cannot go on without; None: somebody is at work."""
+        job = server.active
+        if job is None or job.rounds.phase not in ("selecting", "open"):
+            return None
+        able, asked = server.registry.able(job.engines, self._clock()), job.rounds.asked
+        if asked & able.keys():
+            return None
+        if asked:
+            return f"{', '.join(sorted(asked))}: offline"
+        least = job.rounds.plan.cohort.min_devices if job.rounds.round == 0 else 1
+        declined = f", {len(job.rounds.declined)} of them declined" if job.rounds.declined else ""
+        return f"devices that run {' or '.join(job.engines)}: {len(able)} online{declined}, at least {least} needed"
 
     def _status(self, job: Running) -> None:
         if self._live:
@@ -110,6 +120,10 @@ def tell(store: Store, id: str, *, follow: bool = False, json: bool = False) -> 
             stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
             print("\n".join([f"{stamp}  {first}", *(f"{'':21}{line}" for line in more)]))
         sys.stdout.flush()
+        if not ended and follow and not store.served():
+            raise JobError(
+                f"no coordinator serves {store.home} any more: `fedquilt serve --home {store.home}` goes on with {id}"
+            )
         if ended or not follow:
             return
         time.sleep(0.5)
@@ -127,7 +141,7 @@ class Stop:
 
 @contextmanager
 def stopping() -> Iterator[Stop]:
-    """SIGINT and SIGTERM ask for an orderly end, once; the handlers before are restored."""
+    """SIGINT, SIGTERM and SIGHUP ask for an orderly end, once; the handlers before are restored."""
     stop = Stop()
 
     def ask(signum: int, frame: object) -> None:
@@ -135,7 +149,7 @@ def stopping() -> Iterator[Stop]:
             raise KeyboardInterrupt
         stop.asked = True
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield stop
     finally:

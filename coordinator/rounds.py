@@ -23,6 +23,8 @@ from fedquilt.coordinator.cohort import sample
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import Action, BlobRef, Update
 
+DECLINED_S = 10.0  # for others to come, when everybody who is there has declined
+
 # -- facts ----------------------------------------------------------------------------------------
 
 
@@ -161,7 +163,10 @@ def apply(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
         case Started():
             return replace(state, phase="selecting", state=fact.state)
         case Resumed():
-            return replace(state, phase="open" if state.asked else "selecting", opened_s=now_s, attempt=0, reason="")
+            begun = state.asked or state.answered
+            return replace(
+                state, phase="open" if begun else "selecting", opened_s=now_s, attempt=0, declined={}, reason=""
+            )
         case Ended():
             return replace(state, phase=fact.status, reason=fact.reason)
         case Asked() if fact.round == state.round:
@@ -179,9 +184,7 @@ def apply(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
         case Closed() if fact.round == state.round:
             return replace(state, phase="closing", asked=frozenset())
         case Reopened() if fact.round == state.round:
-            return replace(
-                state, phase="selecting", attempt=fact.attempt, asked=frozenset(), declined={}, opened_s=now_s
-            )
+            return replace(state, phase="open", attempt=fact.attempt, asked=frozenset(), declined={}, opened_s=now_s)
         case Committed() if fact.round == state.round:
             return _committed(state, fact, now_s)
         case _:
@@ -223,12 +226,12 @@ def decide(state: Rounds, now_s: float, online: Collection[str]) -> AnyFact | No
 
 def next_s(state: Rounds) -> float:
     """When time alone will change what `decide` says."""
-    return state.opened_s + state.plan.cohort.deadline_s if state.phase == "open" else math.inf
+    return state.opened_s + _patience_s(state) if state.phase == "open" else math.inf
 
 
 def wanted(state: Rounds, online: Collection[str]) -> int:
-    """How many contributions close the round at once."""
-    return state.plan.cohort.size or len({*online, *state.asked, *state.answered} - set(state.declined)) or 1
+    """How many contributions close the round at once. Without a size: of all who are there and have not declined."""
+    return state.plan.cohort.size or len({*online, *state.answered} - set(state.declined)) or 1
 
 
 def _select(state: Rounds, online: Collection[str]) -> AnyFact | None:
@@ -250,7 +253,7 @@ def _attend(state: Rounds, now_s: float, online: Collection[str]) -> AnyFact | N
     if have >= want:
         return Closed(state.round)
     enough = have >= max(1, math.ceil(want * cohort.quorum))
-    if state.deadline_left_s(now_s) <= 0:
+    if now_s >= next_s(state):
         if enough:
             return Closed(state.round)
         if state.attempt + 1 >= cohort.attempts:
@@ -266,13 +269,19 @@ def _attend(state: Rounds, now_s: float, online: Collection[str]) -> AnyFact | N
     return None
 
 
+def _patience_s(state: Rounds) -> float:
+    """How long an attempt may take; not long when all who could be asked have declined."""
+    deadline_s = state.plan.cohort.deadline_s
+    return min(deadline_s, DECLINED_S) if state.declined and not state.asked else deadline_s
+
+
 def _no_quorum(state: Rounds, want: int) -> str:
     reasons = "; ".join(f"{device}: {reason}" for device, reason in sorted(state.declined.items())[:5])
     silent = ", ".join(sorted(state.asked)[:5])
     return (
-        f"round {state.round} had {len(state.answered)} of {want} updates after {state.attempt + 1} attempts of "
-        f"{state.plan.cohort.deadline_s:g} s"
+        f"round {state.round} had {len(state.answered)} of {want} updates after {state.attempt + 1} attempts"
         + (f"; refused: {reasons}" if reasons else "")
         + (f"; silent: {silent}" if silent else "")
-        + "; lower cohort.size or quorum, or raise cohort.deadline_s, then `fedquilt resume`"
+        + "; see to these devices and `fedquilt resume` it, or run the job anew with another "
+        "[cohort] size, quorum or deadline_s"
     )

@@ -15,6 +15,7 @@ from fedquilt.coordinator.rounds import AnyFact, Committed, Plan, Rounds, Starte
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.core import (
     BlobRef,
+    Bundle,
     Contribution,
     DeviceView,
     JobError,
@@ -41,6 +42,7 @@ class Running:
         self.method = methods.load(row.job.method)
         self.engines = (row.job.engine,) if row.job.engine else tuple(self.method.engines)  # preferred first
         self.bundle = bundle.load(row.bundle)
+        require_made_for(row.job, self.bundle)
         for name, ref in self.bundle.files.items():
             if not store.depot.has(ref):
                 stored = store.depot.put_file(row.bundle / "blobs" / ref.sha256)
@@ -164,6 +166,16 @@ class Running:
         if known is None:
             known = self._encoded[id(value)] = (value, self._store.depot.put(tensors.encode(value)))
         return known[1]
+
+
+def require_made_for(job: settings.Job, made: Bundle) -> None:
+    """Raises JobError if the bundle was visibly prepared from other [model] or [[donors]] tables than the job's."""
+    network = {key: value for key, value in job.model.items() if key not in ("weights", "seed")}
+    known = {key: value for key, value in dict(made.meta.get("network", {})).items() if key != "input"}
+    donors, labels = [donor.get("name") for donor in job.donors], list(job.labels)
+    stock = list(made.meta.get("donors", {}))
+    if (network and network != known) or (donors and (donors != stock or labels != made.meta.get("labels"))):
+        raise JobError("the bundle was prepared from another job than this: make it anew with `fedquilt prepare`")
 
 
 def average(updates: Iterable[Update]) -> dict[str, float]:

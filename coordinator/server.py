@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fedquilt import wire
 from fedquilt.coordinator import rounds
-from fedquilt.coordinator.registry import Registry
+from fedquilt.coordinator.registry import GRACE_S, Registry
 from fedquilt.coordinator.rounds import Answered, AnyFact, Asked, Closed, Committed, Declined, Ended, Rejected, Resumed
 from fedquilt.coordinator.running import Running
 from fedquilt.coordinator.store import Row, Store
@@ -60,6 +60,7 @@ class Server:
         self._session = 0
         self._epoch = store.next_epoch()
         self._poll_s = -math.inf
+        self._opened_s = -math.inf  # when the running job was taken up
 
     def fds(self) -> Sequence[int]:
         return ()
@@ -292,7 +293,7 @@ class Server:
             self._store.append(row.id, Ended("failed", reason))
             self._store.set_status(row.id, "failed")
             return
-        self.active = job
+        self.active, self._opened_s = job, now_s
         # what a crash left behind goes
         self._store.depot.keep(self._store.states() | job.pinned() | _blobs(job.rounds.answered.values()))
         self._store.set_status(row.id, "running")
@@ -314,7 +315,7 @@ class Server:
                 self._leave()
                 return True
             else:
-                fact = rounds.decide(job.rounds, now_s, self._able(now_s).keys())
+                fact = rounds.decide(job.rounds, now_s, self._present(job, now_s))
         except Exception as error:
             self._fail(error, now_s)
             return True
@@ -367,6 +368,11 @@ class Server:
 
     def _able(self, now_s: float) -> dict[str, str]:
         return self.registry.able(self.active.engines, now_s) if self.active else {}
+
+    def _present(self, job: Running, now_s: float) -> set[str]:
+        """Who could take a task, or is at one; just after a start that includes those who have not yet been heard."""
+        unheard = job.rounds.asked - self.registry.devices.keys() if now_s < self._opened_s + GRACE_S else set()
+        return {*self._able(now_s), *unheard}
 
     def _deadline_s(self) -> float:
         return rounds.next_s(self.active.rounds) if self.active else math.inf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,8 +36,8 @@ class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The simulated fleet of `fedquilt fleet` and `fedquilt demo`: boards and budgets, taken in turn."""
 
     devices: Annotated[int, Meta(ge=1)] = 4
-    boards: tuple[str, ...] = ("x86-host",)
-    budgets: tuple[str, ...] = ("512MB",)
+    boards: Annotated[tuple[str, ...], Meta(min_length=1)] = ("x86-host",)
+    budgets: Annotated[tuple[str, ...], Meta(min_length=1)] = ("512MB",)
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,6 +97,9 @@ def params(job: Job) -> Any:
     if job.engine not in (None, *method.engines):
         raise JobError(f"engine = {job.engine!r}: {job.method} runs on {' or '.join(method.engines)}")
     kind = method.params
+    odd = [name for name, value in job.params.items() if isinstance(value, float) and not math.isfinite(value)]
+    if odd:
+        raise JobError(f"[params] {', '.join(odd)}: not a finite number")
     known = [field.name for field in dataclasses.fields(kind)]
     unknown = sorted(set(job.params) - set(known))
     if unknown:
@@ -114,7 +118,7 @@ def _anchored(table: dict[str, Any], folder: Path) -> dict[str, Any]:
             return entry
         return {
             key: str((folder / value).resolve())
-            if key in ("path", "weights") and isinstance(value, str) and (folder / value).exists()
+            if isinstance(value, str) and (key == "path" or (key == "weights" and (folder / value).exists()))
             else value
             for key, value in entry.items()
         }

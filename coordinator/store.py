@@ -90,6 +90,16 @@ class Store:
         self._lock = handle
         return True
 
+    def served(self) -> bool:
+        """Whether a coordinator holds this folder, this process included."""
+        if self._lock is not None:
+            return True
+        free = self.lock()
+        if free and self._lock is not None:
+            self._lock.close()
+            self._lock = None
+        return not free
+
     def next_epoch(self) -> int:
         """Counts the starts of a coordinator here."""
         with _storing(self.home):
@@ -100,6 +110,11 @@ class Store:
         return int(found[0])
 
     # -- jobs --
+
+    def unfinished(self, job: Job, bundle: Path) -> str | None:
+        """The latest run of this very job that has not ended for good."""
+        rows = [row for row in self.jobs() if (row.job, row.bundle) == (job, bundle)]
+        return next((row.id for row in reversed(rows) if row.status not in ("done", "failed")), None)
 
     def add(self, job: Job, bundle: Path) -> str:
         """Queue a job; its id is `<name>-<date>-<time>`, so that no device ever takes one run for another."""
@@ -116,7 +131,7 @@ class Store:
     def jobs(self) -> list[Row]:
         """All jobs, in the order in which they were queued."""
         with _storing(self.home):
-            rows = self._db.execute("select * from jobs order by created, id").fetchall()
+            rows = self._db.execute("select * from jobs order by rowid").fetchall()
         return [Row(r[0], self._settings(*r[:2]), Path(r[2]), r[3], r[4]) for r in rows]
 
     def _settings(self, id: str, text: str) -> Job:

@@ -10,7 +10,6 @@ moment: what it writes goes into the order's folder and means nothing before the
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import math
 import os
@@ -26,10 +25,10 @@ import msgspec
 from fedquilt import core, methods, tensors
 from fedquilt.core import Answer, DataError, Examples, MemoryBudgetError, ModelError, Site, StoreError, UpdateError
 from fedquilt.edge_agent import budget, data, engines, local
+from fedquilt.edge_agent.leash import die_with
 from fedquilt.edge_agent.orders import Order, Outcome, Progressed
 
 PROGRESS_S: Final = 1.0
-PR_SET_PDEATHSIG: Final = 1
 
 
 class EngineError(core.FedquiltError):
@@ -183,7 +182,7 @@ def _sentence(error: Exception) -> str:
 
 def main() -> None:
     """Take orders until stdin ends."""
-    _die_with(int(sys.argv[1]))
+    die_with(int(sys.argv[1]))
     with contextlib.suppress(OSError):  # short of memory, the kernel should take this process and not another
         Path("/proc/self/oom_score_adj").write_text("500")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the daemon
@@ -207,13 +206,6 @@ def main() -> None:
     with contextlib.suppress(BrokenPipeError):  # the daemon is gone
         for line in sys.stdin.buffer:
             say(carry_out(msgspec.json.decode(line, type=Order), bench, progress, own_process=True))
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel end this process when the daemon dies, also by kill -9."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
-        sys.exit()
 
 
 if __name__ == "__main__":

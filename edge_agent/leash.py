@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from typing import IO, Final
 
@@ -22,6 +24,8 @@ TAIL_BYTES: Final = 4096  # of the child's last words
 # Idle threads that spin take the cores from those that work, ten times over where agents share a host;
 # numpy's products are small here. Read by libraries as they load, hence set for a new process.
 QUIET: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+PR_SET_PDEATHSIG: Final = 1
 
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
@@ -152,3 +156,10 @@ def _drain(pipe: IO[bytes] | None) -> tuple[IO[bytes] | None, bytes]:
             return None, b"".join(parts)
         parts.append(part)
     return pipe, b"".join(parts)
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel end this process when its parent dies, also by kill -9."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        sys.exit()

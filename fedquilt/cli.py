@@ -5,20 +5,21 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fedquilt import __version__
-from fedquilt.core import FedquiltError, JobError
+from fedquilt.core import FedquiltError, JobError, StoreError
 from fedquilt.edge_agent import leash
 
 ENDED = {"done": 0, "failed": 8, "stopped": 9}
 
 EPILOG = """exit codes: 0 done; 1 an error of fedquilt's own; 2 the job file, a setting or the command line; 3 data;
 4 a network or donor; 5 the broker; 6 a folder, the store or a full disk; 7 memory; 8 the job failed;
-9 the job was stopped; 130 interrupted"""
+9 the job was stopped; 130 interrupted; 141 the reader of its output went away"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fedquilt: {_missing(error.name or '')}", file=sys.stderr)
         return JobError.exit_code
     except BrokenPipeError:
-        return 0
+        return 141
+    except OSError as error:
+        print(f"fedquilt: {error.strerror}{f': {error.filename}' if error.filename else ''}", file=sys.stderr)
+        return StoreError.exit_code
     except KeyboardInterrupt:
         return 130
 
@@ -95,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
     one = verb("fleet", fleet, "run a job on simulated boards that run the agents' own code")
     one.add_argument("job", type=Path)
     one.add_argument("--bundle", type=Path, help="default: JOB.bundle beside the job file")
-    one.add_argument("--devices", type=int, help="how many boards (default: the job's fleet.devices)")
+    one.add_argument("--devices", type=_positive, help="how many boards (default: the job's fleet.devices)")
     one.add_argument(
         "--link",
         default="embedded",
@@ -148,6 +152,21 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def _name(text: str) -> str:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{0,63}", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: up to 64 of a-z, 0-9, '.', '_' and '-', beginning with one of a-z, 0-9"
+        )
+    return text
+
+
 def _home(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--home", type=Path, default=Path("fedquilt-runs"), help="the coordinator's folder (default: %(default)s)"
@@ -170,7 +189,7 @@ def _broker(verb: argparse.ArgumentParser) -> None:
     group.add_argument("--cert", type=Path, help="this side's certificate, PEM")
     group.add_argument("--key", type=Path, help="this side's private key, PEM")
     group.add_argument("--password-file", type=Path, help="file with the user's password on its first line")
-    group.add_argument("--fleet", default="fleet", help="the fleet's name in topics (default: %(default)s)")
+    group.add_argument("--fleet", type=_name, default="fleet", help="the fleet's name in topics (default: %(default)s)")
 
 
 # -- what is done ---------------------------------------------------------------------------------
@@ -203,9 +222,8 @@ def run(options: argparse.Namespace) -> int:
     job, folder = settings.load(options.job), _bundle(options.job, options.bundle)
     bundle.load(folder)
     with Store(options.home) as store:
-        unfinished = [row.id for row in store.jobs() if row.job == job and row.status not in ("done", "failed")]
-        if unfinished and not options.new:
-            id = unfinished[-1]
+        id = None if options.new else store.unfinished(job, folder.resolve())
+        if id is not None:
             print(f"continuing {id}, which is unfinished (--new begins anew)")
             store.set_status(id, "running")
         else:
@@ -221,7 +239,7 @@ def serve(options: argparse.Namespace) -> int:
         if not store.lock():
             raise JobError(f"another coordinator serves {options.home.resolve()} already")
         link = _link(options)
-        console = Console(wordy=options.verbose > 0)
+        console = Console(wordy=options.verbose > 0, named=True)
         console.say(f"serving {options.home.resolve()} on {options.broker}; submit with `fedquilt run JOB --home ...`")
         coordinate(store, link, options.fleet, console)
     return 0
@@ -268,8 +286,11 @@ def ls(options: argparse.Namespace) -> int:
 
     with Store(options.home) as store:
         rows = [story.summary(row, store) for row in store.jobs()]
+    if not rows and options.format == "text":
+        print(f"no runs in {options.home}")
     line = "{run:32} {status:9} {method:12} {rounds:>6} rounds  {began}"
-    _print(options, rows, [line.format(**row) for row in rows])
+    if rows or options.format == "json":
+        _print(options, rows, [line.format(**row) for row in rows])
     return 0
 
 
@@ -283,14 +304,20 @@ def logs(options: argparse.Namespace) -> int:
 
 
 def stop(options: argparse.Namespace) -> int:
+    from fedquilt.coordinator.rounds import Ended
     from fedquilt.coordinator.store import Store
 
     with Store(options.home) as store:
         row = store.job(options.run)
-        if row.status not in ("queued", "running"):
+        if row.status not in ("queued", "running", "stopping"):
             raise JobError(f"{row.id} is {row.status} already")
-        store.set_status(row.id, "stopping")
-        print(f"{row.id} stops at the coordinator's next look at its store (within a second or so)")
+        if store.served():
+            store.set_status(row.id, "stopping")
+            print(f"{row.id} stops at the coordinator's next look at its store (within a second or so)")
+        else:
+            store.append(row.id, Ended("stopped", "by request"))
+            store.set_status(row.id, "stopped")
+            print(f"{row.id} is stopped; no coordinator was running it")
         return 0
 
 
@@ -300,7 +327,7 @@ def resume(options: argparse.Namespace) -> int:
     with Store(options.home) as store:
         row = store.job(options.run)
         if row.status == "done":
-            raise JobError(f"{row.id} is done; `fedquilt export {row.id}` writes its result")
+            raise JobError(f"{row.id} is done; `{_export(options, row.id)}` writes its result")
         store.set_status(row.id, "running")
         return _follow(options, store, row.id)
 
@@ -364,10 +391,15 @@ def _follow(options: argparse.Namespace, store: Any, id: str) -> int:
 def _ended(options: argparse.Namespace, id: str, status: str) -> int:
     """Say what can be done now; the exit code."""
     if status == "running":
-        print(f"interrupted; `fedquilt resume {id} --home {options.home}` continues it")
+        again = f"fedquilt fleet {options.job}" if options.command is fleet else f"fedquilt resume {id}"
+        print(f"interrupted; `{again} --home {options.home}` continues it")
     elif status == "done" and id:
-        print(f"done; `fedquilt export {id} --home {options.home} --out FILE` writes its result")
+        print(f"done; `{_export(options, id)}` writes its result")
     return ENDED.get(status, 130)
+
+
+def _export(options: argparse.Namespace, id: str) -> str:
+    return f"fedquilt export {id} --home {options.home} --out FILE"
 
 
 def _print(options: argparse.Namespace, rows: Any, lines: Sequence[str]) -> None:

@@ -57,8 +57,11 @@ def export(store: Store, run: str, out: Path) -> str:
     part = out.with_name(out.name + ".part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(payload)
-        os.replace(part, out)
+        if out.exists() and not out.is_file():
+            out.write_bytes(payload)  # a device or a pipe: written to, never replaced
+        else:
+            part.write_bytes(payload)
+            os.replace(part, out)
     except OSError as error:
         raise StoreError(f"cannot write {out}: {error.strerror}") from None
     return f"{out}: {len(payload) / 1e6:.2f} MB, {what}"

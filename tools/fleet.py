@@ -6,6 +6,7 @@ Only the board is simulated (time and energy follow its profile) and, on virtual
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 
 from fedquilt import tables
+from fedquilt.bundle import load
 from fedquilt.coordinator.console import Console, coordinate
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Job
@@ -27,6 +29,12 @@ from fedquilt.edge_agent.worker import InlineWorker
 from fedquilt.link import Endpoint, MemoryBroker, MemoryLink, simulate
 from fedquilt.mqtt import Broker, MqttLink
 from fedquilt.tools.broker import EmbeddedBroker
+
+# an agent that does not outlive this process, however this process ends
+AGENT = (
+    "import sys; from fedquilt.edge_agent.leash import die_with; die_with(int(sys.argv[1])); "
+    "from fedquilt.cli import main; sys.exit(main(['agent', sys.argv[2]]))"
+)
 
 
 @dataclass(frozen=True)
@@ -69,9 +77,15 @@ class Plan:
         return agents
 
     def submit(self, store: Store) -> str:
-        """Queue the job; its first round waits for the whole fleet. Returns the run's id."""
+        """Queue the job, or take up its unfinished run; the first round waits for the whole fleet. The run's id."""
+        load(self.bundle)
         cohort = msgspec.structs.replace(self.job.cohort, min_devices=self.size)
-        return store.add(msgspec.structs.replace(self.job, cohort=cohort), self.bundle.resolve())
+        job, folder = msgspec.structs.replace(self.job, cohort=cohort), self.bundle.resolve()
+        run = store.unfinished(job, folder)
+        if run is None:
+            return store.add(job, folder)
+        store.set_status(run, "running")
+        return run
 
 
 def really(
@@ -87,15 +101,15 @@ def really(
     with contextlib.ExitStack() as stack:
         if broker is None:
             broker = {"url": stack.enter_context(EmbeddedBroker()).url}
-        agents = stack.enter_context(_processes(plan, broker))
         if agents_only:
-            for agent in agents.values():
+            for agent in stack.enter_context(_processes(plan, broker)).values():
                 agent.wait()
             return "", "done"
         store = stack.enter_context(Store(plan.home))
         if not store.lock():
             raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")
         run = plan.submit(store)
+        agents = stack.enter_context(_processes(plan, broker))
         link = MqttLink(Broker.parse(**broker), f"fedquilt-coordinator-{plan.fleet}")
         link.connect(timeout_s=10.0)
         coordinate(store, link, plan.fleet, Console(wordy=wordy), only=run, watch=lambda: _require_alive(plan, agents))
@@ -133,7 +147,7 @@ def _processes(plan: Plan, broker: Mapping[str, Any]) -> Iterator[dict[str, subp
             home.mkdir(parents=True, exist_ok=True)
             (home / "agent.toml").write_text(tables.text({**table, "broker": dict(broker)}))
             with (home / "agent.log").open("ab") as log:
-                command = [sys.executable, "-m", "fedquilt.cli", "agent", str(home / "agent.toml")]
+                command = [sys.executable, "-c", AGENT, str(os.getpid()), str(home / "agent.toml")]
                 started[table["device"]] = subprocess.Popen(command, stdout=log, stderr=log)
         yield started
     finally:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 
 from fedquilt import tensors
 from fedquilt.core import (
@@ -36,12 +37,12 @@ from fedquilt.core import (
 class Params:
     """Hyper-parameters of the client's SGD."""
 
-    epochs: int = 1  # E: passes over the device's own examples in a round
-    batch: int = 32  # B: mini-batch size
-    lr: float = 0.05  # eta: learning rate
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    clip: float = 0.0  # largest gradient norm; 0: no clipping
+    epochs: Annotated[int, Meta(ge=1)] = 1  # E: passes over the device's own examples in a round
+    batch: Annotated[int, Meta(ge=1)] = 32  # B: mini-batch size
+    lr: Annotated[float, Meta(gt=0)] = 0.05  # eta: learning rate
+    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    clip: Annotated[float, Meta(ge=0)] = 0.0  # largest gradient norm; 0: no clipping
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,9 @@ Deviations: none in the objective; every device runs all its local epochs (no pa
 """
 
 from dataclasses import dataclass, replace
+from typing import Annotated
+
+from msgspec import Meta
 
 from fedquilt.core import Answer, Site, Task
 from fedquilt.methods import fedavg
@@ -14,7 +17,7 @@ from fedquilt.methods import fedavg
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
-    mu: float = 0.01  # mu: strength of the proximal term; 0 is FedAvg
+    mu: Annotated[float, Meta(ge=0)] = 0.01  # mu: strength of the proximal term; 0 is FedAvg
 
 
 def work(task: Task, site: Site) -> Answer:

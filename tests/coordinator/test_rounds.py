@@ -118,6 +118,33 @@ def test_a_job_fails_with_reasons_when_its_attempts_are_used_up() -> None:
         assert part in fact.reason
 
 
+def test_without_a_size_a_board_that_is_gone_for_good_is_not_waited_for() -> None:
+    """Once it is offline past its grace, the others close the round; nothing stalls."""
+    state = after(begun(), Asked(0, 0, ("a", "b", "c")), Answered(0, update("a")), Answered(0, update("b")))
+    assert decide(state, 1.0, set("abc")) is None
+    assert decide(state, 1.0, set("ab")) == Closed(0)
+
+
+def test_a_reopened_round_whose_silent_board_is_gone_closes_or_fails_but_never_stalls() -> None:
+    """Of two wanted one answered and the other died: tried again, then failed with its name."""
+    state = after(begun(size=2, attempts=2), Asked(0, 0, ("a", "b")), Answered(0, update("a")))
+    state = after(state, Reopened(0, 1), now_s=10.0)
+    assert decide(state, 11.0, {"a"}) is None
+    assert next_s(state) == 20.0
+    fact = decide(state, 20.0, {"a"})
+    assert isinstance(fact, Ended)
+    assert fact.status == "failed"
+    assert decide(state, 12.0, {"a", "c"}) == Asked(0, 1, ("c",))
+
+
+def test_when_everybody_has_declined_the_deadline_is_not_waited_out() -> None:
+    """Ten seconds for others to come, of six hundred."""
+    state = after(begun(size=1, deadline_s=600.0), Asked(0, 0, ("a",)), Declined(0, "a", "data", "no data"))
+    assert next_s(state) == 10.0
+    assert decide(state, 9.0, {"a"}) is None
+    assert decide(state, 10.0, {"a"}) == Reopened(0, 1)
+
+
 def test_a_refused_update_frees_its_place() -> None:
     """A rejected device counts like one that declined."""
     state = after(begun(size=1), Asked(0, 0, ("a",)), Rejected(0, "a", "NaN"))
