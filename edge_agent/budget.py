@@ -39,7 +39,7 @@ def shortage(
     if need > budget_bytes:
         return (
             f"{parts}, the budget here is {megabytes(budget_bytes)}: "
-            "ask for less (a smaller model, batch or tier), or raise budget_bytes"
+            "ask for less (a smaller model, batch or tier), or raise the device's budget"
         )
     if available_bytes is not None and need > available_bytes:
         return (

@@ -7,6 +7,7 @@ memory budgets, broker, bytes, accuracy.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ BUDGET_BYTES = 1 << 30  # of the evaluation, which runs here
 
 def demo(out: Path, format: str = "text") -> int:
     """Run the federation, compare, and write `out`/stitched.onnx and `out`/held-out.npz; 0 when it came through."""
-    plan = fleet.Plan(jobs.load(HERE / "job.toml"), HERE / "bundle", out / "runs")
+    # a folder for each run: what boards have cached from an earlier one would change what is measured
+    plan = fleet.Plan(jobs.load(HERE / "job.toml"), HERE / "bundle", out / time.strftime("%Y%m%d-%H%M%S"))
     members, test = _examples(plan)
     if format == "text":
         print("\n".join(_opening(plan, members)), flush=True)
