@@ -68,7 +68,7 @@ def load(spec: DataSpec) -> tuple[Examples, Examples]:
             "have fewer shares, or more examples in each"
         )
     train, held = partition.hold_out(y[own], spec)
-    return _examples(reader, rows[own[train]]), _examples(reader, rows[own[held]])
+    return _examples(reader, rows[own[train]], spec), _examples(reader, rows[own[held]], spec)
 
 
 def load_all(spec: DataSpec) -> Examples:
@@ -80,7 +80,7 @@ def load_all(spec: DataSpec) -> Examples:
     from fedquilt.edge_agent import readers
 
     reader = readers.open_(spec)
-    return _examples(reader, _used(reader, spec))
+    return _examples(reader, _used(reader, spec), spec)
 
 
 def _used(reader: Reader, spec: DataSpec) -> np.ndarray:
@@ -90,5 +90,15 @@ def _used(reader: Reader, spec: DataSpec) -> np.ndarray:
     return partition.sample(len(reader.y), spec.limit, spec.seed)
 
 
-def _examples(reader: Reader, rows: np.ndarray) -> Examples:
-    return Examples(reader.take(rows), reader.y[rows])
+def _examples(reader: Reader, rows: np.ndarray, spec: DataSpec) -> Examples:
+    import numpy as np
+
+    x = reader.take(rows)
+    if x.dtype.kind == "f":
+        odd = np.flatnonzero(~np.isfinite(x.reshape(len(x), -1)).all(axis=1))
+        if len(odd):
+            raise DataError(
+                f"{spec.path}: example {rows[odd[0]]} holds NaN or infinity, as do {len(odd) - 1} others here: "
+                "mend the file, or leave them out"
+            )
+    return Examples(x, reader.y[rows])

@@ -57,3 +57,20 @@ def test_a_missing_job_file_is_named(tmp_path: Path) -> None:
     """With the reason of the operating system."""
     with pytest.raises(JobError, match="No such file"):
         settings.load(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("method", "params", "said"),
+    [
+        ("fedavg", {"batch": 0}, "`int` >= 1 - at `$.batch`"),
+        ("fedavg", {"lr": -1.0}, "$.lr"),
+        ("fedavg", {"lr": float("nan")}, "lr: not a finite number"),
+        ("fedprox", {"mu": -5.0}, "$.mu"),
+        ("fedstitch", {"depth": 1}, "$.depth"),
+    ],
+)
+def test_a_parameter_out_of_range_is_refused_before_anything_runs(method: str, params: dict, said: str) -> None:
+    """The range is the parameter's own."""
+    with pytest.raises(JobError) as caught:
+        settings.parse({"name": "j", "method": method, "params": params})
+    assert said in str(caught.value)

@@ -96,3 +96,33 @@ def test_a_damaged_database_is_an_error_not_a_crash(tmp_path: Path) -> None:
     (tmp_path / "fedquilt.db").write_bytes(b"not a database" * 100)
     with pytest.raises(StoreError, match="cannot use the store"):
         Store(tmp_path)
+
+
+def test_a_folder_knows_whether_a_coordinator_holds_it(opened: Callable[[], Store]) -> None:
+    """So that nobody waits for one that is gone."""
+    holder, asker = opened(), opened()
+    assert not asker.served()
+    assert holder.lock()
+    assert asker.served()
+    assert holder.served()
+    holder.close()
+    assert not asker.served()
+
+
+def test_the_unfinished_run_of_the_very_same_job_is_found(tmp_path: Path, opened: Callable[[], Store]) -> None:
+    """Another bundle is another job; what has ended for good is not taken up again."""
+    store = opened()
+    run = store.add(JOB, tmp_path / "bundle")
+    assert store.unfinished(JOB, tmp_path / "bundle") == run
+    assert store.unfinished(JOB, tmp_path / "other") is None
+    store.set_status(run, "done")
+    assert store.unfinished(JOB, tmp_path / "bundle") is None
+
+
+def test_a_row_of_another_version_is_named(tmp_path: Path, opened: Callable[[], Store]) -> None:
+    """One line that names the run, for every command."""
+    store = opened()
+    run = store.add(JOB, tmp_path)
+    store._db.execute("update jobs set settings = '{}'")
+    with pytest.raises(StoreError, match=f"{run} was made by another version"):
+        store.jobs()

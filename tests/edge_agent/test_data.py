@@ -435,3 +435,12 @@ def test_cifar_is_shared_out_exactly():
         assert any(np.array_equal(train.x[picked], image) for image in whole["x_train"][owned[3]])
     assert len(train) + len(held) == len(owned[3])
     assert (train.x.dtype, train.x.shape[1:]) == (np.uint8, (32, 32, 3))
+
+
+def test_examples_that_are_not_finite_are_named(tmp_path: Path):
+    """By file and row, before anything is computed from them."""
+    x = np.zeros((10, 2, 2), np.float32)
+    x[3, 1, 1], x[7, 0, 0] = np.nan, np.inf
+    np.savez(tmp_path / "x.npz", x=x, y=np.arange(10) % 2)
+    with pytest.raises(DataError, match=r"x\.npz: example 3 holds NaN or infinity, as do 1 others"):
+        data.load_all(data.DataSpec(str(tmp_path / "x.npz")))

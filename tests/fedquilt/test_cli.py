@@ -12,7 +12,7 @@ from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds import Asked, Ended, Started
 from fedquilt.coordinator.store import Store
-from fedquilt.core import BlobRef
+from fedquilt.core import BlobRef, JobError
 
 JOB = 'name = "digits"\nmethod = "fedavg"\n'
 
@@ -89,11 +89,66 @@ def test_runs_are_listed_and_told_for_people_and_programs(tmp_path: Path, capsys
     assert kinds == ["Started", "Asked", "Ended"]
 
 
-def test_stopping_what_has_ended_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And stopping a queued run is not."""
+def test_stopping_a_run_that_no_coordinator_runs_stops_it_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody else would; and whoever follows it hears that nobody serves."""
     with Store(tmp_path) as store:
         run = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
+        assert main(["logs", run, "--follow", "--home", str(tmp_path)]) == 2
+        assert "no coordinator serves" in capsys.readouterr().err
         assert main(["stop", run, "--home", str(tmp_path)]) == 0
+        assert store.status(run) == "stopped"
+    assert "no coordinator was running it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["fleet", "j.toml", "--devices", "-3"], ["serve", "--fleet", "My Fleet"]])
+def test_words_that_cannot_be_are_refused_by_the_command_line(words: list[str]) -> None:
+    """With argparse's own exit code, 2."""
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+
+
+def test_a_bundle_of_another_model_is_refused(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An edited job file with an old bundle would train the old network."""
+    from fedquilt import bundle as bundles
+    from fedquilt.coordinator.running import require_made_for
+
+    table = {"name": "digits", "method": "fedavg", "model": {"name": "mlp", "inputs": 2, "hidden": [4], "classes": 2}}
+    with pytest.raises(JobError, match="prepared from another job"):
+        require_made_for(settings.parse(table), bundles.load(job.with_name("job.bundle")))
+    table["model"]["hidden"] = []
+    require_made_for(settings.parse(table), bundles.load(job.with_name("job.bundle")))
+
+
+def test_a_result_written_to_a_device_is_written_through(tmp_path: Path, job: Path) -> None:
+    """A pipe stands for /dev/stdout; it is a pipe afterwards."""
+    import os
+    import threading
+
+    from fedquilt.coordinator.running import Running
+    from fedquilt.coordinator.store import Row
+
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with Store(tmp_path / "runs") as store:
+        run = store.add(settings.load(job), job.with_name("job.bundle"))
+        row: Row = store.job(run)
+        Running(row, store, 0.0)
+        read: list[bytes] = []
+        reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+        reader.start()
+        assert main(["export", run, "--home", str(tmp_path / "runs"), "--out", str(pipe)]) == 0
+        reader.join(timeout=10)
+    assert pipe.is_fifo()
+    assert tensors.decode(read[0]).keys() == {"1.weight", "1.bias"}
+
+
+def test_stopping_what_has_ended_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And resuming it."""
+    with Store(tmp_path) as store:
+        run = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
         store.set_status(run, "done")
     assert main(["stop", run, "--home", str(tmp_path)]) == 2
     assert main(["resume", run, "--home", str(tmp_path)]) == 2
