@@ -282,32 +282,26 @@ def broker(options: argparse.Namespace) -> int:
 
 def ls(options: argparse.Namespace) -> int:
     from fedquilt.coordinator import story
-    from fedquilt.coordinator.store import Store
 
-    with Store(options.home) as store:
+    with _existing(options) as store:
         rows = [story.summary(row, store) for row in store.jobs()]
-    if not rows and options.format == "text":
-        print(f"no runs in {options.home}")
     line = "{run:32} {status:9} {method:12} {rounds:>6} rounds  {began}"
-    if rows or options.format == "json":
-        _print(options, rows, [line.format(**row) for row in rows])
+    _print(options, rows, [line.format(**row) for row in rows])
     return 0
 
 
 def logs(options: argparse.Namespace) -> int:
     from fedquilt.coordinator import console
-    from fedquilt.coordinator.store import Store
 
-    with Store(options.home) as store:
+    with _existing(options) as store:
         console.tell(store, store.job(options.run).id, follow=options.follow, json=options.format == "json")
     return 0
 
 
 def stop(options: argparse.Namespace) -> int:
     from fedquilt.coordinator.rounds import Ended
-    from fedquilt.coordinator.store import Store
 
-    with Store(options.home) as store:
+    with _existing(options) as store:
         row = store.job(options.run)
         if row.status not in ("queued", "running", "stopping"):
             raise JobError(f"{row.id} is {row.status} already")
@@ -322,9 +316,7 @@ def stop(options: argparse.Namespace) -> int:
 
 
 def resume(options: argparse.Namespace) -> int:
-    from fedquilt.coordinator.store import Store
-
-    with Store(options.home) as store:
+    with _existing(options) as store:
         row = store.job(options.run)
         if row.status == "done":
             raise JobError(f"{row.id} is done; `{_export(options, row.id)}` writes its result")
@@ -333,10 +325,9 @@ def resume(options: argparse.Namespace) -> int:
 
 
 def export(options: argparse.Namespace) -> int:
-    from fedquilt.coordinator.store import Store
     from fedquilt.tools import export as tool
 
-    with Store(options.home) as store:
+    with _existing(options) as store:
         print(tool.export(store, options.run, options.out))
     return 0
 
@@ -354,6 +345,17 @@ def bench(options: argparse.Namespace) -> int:
 
 
 # -- shared by verbs ------------------------------------------------------------------------------
+
+
+def _existing(options: argparse.Namespace) -> Any:
+    """The store in --home, which must be there already."""
+    from fedquilt.coordinator.store import Store
+
+    if not (options.home / "fedquilt.db").is_file():
+        raise StoreError(
+            f"no runs in {options.home}: `fedquilt run` or `fleet` begins one, --home names another folder"
+        )
+    return Store(options.home)
 
 
 def _bundle(job: Path, given: Path | None) -> Path:

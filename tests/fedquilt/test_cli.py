@@ -62,9 +62,13 @@ def test_a_broker_that_is_not_there_ends_with_5(job: Path, capsys: pytest.Captur
 
 
 def test_an_unknown_run_ends_with_6(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It lists those there are."""
-    code, said = failed(capsys, "logs", "nothing", "--home", str(tmp_path))
+    """It lists those there are; a folder without runs is not made by looking for one."""
+    Store(tmp_path / "runs").close()
+    code, said = failed(capsys, "logs", "nothing", "--home", str(tmp_path / "runs"))
     assert (code, "there are: none" in said) == (6, True)
+    code, said = failed(capsys, "ls", "--home", str(tmp_path / "none"))
+    assert (code, "no runs in" in said) == (6, True)
+    assert not (tmp_path / "none").exists()
 
 
 def test_runs_are_listed_and_told_for_people_and_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
