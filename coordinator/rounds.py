@@ -256,6 +256,8 @@ def _attend(state: Rounds, now_s: float, online: Collection[str]) -> AnyFact | N
     if now_s >= next_s(state):
         if enough:
             return Closed(state.round)
+        if not online:
+            return Reopened(state.round, state.attempt)  # a fleet that is gone for a night costs no attempt
         if state.attempt + 1 >= cohort.attempts:
             return Ended("failed", _no_quorum(state, want))
         return Reopened(state.round, state.attempt + 1)

@@ -23,10 +23,6 @@ from fedquilt.core import StoreError, Tensors, UpdateError, derive_seed
 T = TypeVar("T")
 
 
-def zeros_like(a: Tensors) -> Tensors:
-    return {name: np.zeros_like(array) for name, array in a.items()}
-
-
 def combine(function: Callable[..., np.ndarray], first: Tensors, *others: Tensors) -> Tensors:
     """`function` of the arrays of the same name in every mapping.
 
@@ -36,18 +32,6 @@ def combine(function: Callable[..., np.ndarray], first: Tensors, *others: Tensor
     for other in others:
         require_like(other, first)
     return {name: function(array, *(other[name] for other in others)) for name, array in first.items()}
-
-
-def add(a: Tensors, b: Tensors) -> Tensors:
-    return combine(np.add, a, b)
-
-
-def subtract(a: Tensors, b: Tensors) -> Tensors:
-    return combine(np.subtract, a, b)
-
-
-def scale(a: Tensors, factor: float) -> Tensors:
-    return {name: array * factor for name, array in a.items()}
 
 
 def require_like(given: Tensors, wanted: Tensors) -> None:

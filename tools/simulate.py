@@ -104,7 +104,6 @@ class Mortal:
         self._inner: Endpoint | None = None
         self._up_s = 0.0
         self.link = broker.connect()
-        self.deaths = 0
 
     @property
     def finished(self) -> bool:
@@ -125,7 +124,6 @@ class Mortal:
         except Crash:
             self._broker.lose(self.link)
             self._inner = None
-            self.deaths += 1
             self._up_s = now_s + self._roll.uniform(0.1, 30.0)
             return self._up_s
 

@@ -137,6 +137,16 @@ def test_a_reopened_round_whose_silent_board_is_gone_closes_or_fails_but_never_s
     assert decide(state, 12.0, {"a", "c"}) == Asked(0, 1, ("c",))
 
 
+def test_a_fleet_that_is_gone_for_a_night_costs_no_attempt() -> None:
+    """Nobody online at the deadline, however often: the job waits, and goes on with whoever comes."""
+    state = after(begun(attempts=1), Asked(0, 0, ("a", "b")))
+    for hour in (1, 2, 3):
+        now_s = 3600.0 * hour
+        assert decide(state, now_s, set()) == Reopened(0, 0)
+        state = after(state, Reopened(0, 0), now_s=now_s)
+    assert decide(state, now_s + 1, {"b"}) == Asked(0, 0, ("b",))
+
+
 def test_when_everybody_has_declined_the_deadline_is_not_waited_out() -> None:
     """Ten seconds for others to come, of six hundred."""
     state = after(begun(size=1, deadline_s=600.0), Asked(0, 0, ("a",)), Declined(0, "a", "data", "no data"))
