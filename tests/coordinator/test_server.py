@@ -20,6 +20,7 @@ from fedquilt.coordinator.store import Store
 from fedquilt.core import BlobRef, Profile, StoreError, Task, Update, Usage
 from fedquilt.depot import Depot
 from fedquilt.link import MemoryBroker
+from fedquilt.methods import fedavg
 from fedquilt.transfer import Transfers
 
 NETWORK = {"name": "mlp", "inputs": 2, "hidden": [], "classes": 2}
@@ -137,11 +138,23 @@ def test_updates_are_averaged_and_the_job_ends(stage: Stage) -> None:
     state = stage.told(Committed)[0].state
     stored = stage.store.depot.path(state.sha256)
     assert stored is not None
-    from fedquilt.methods import fedavg
-
     assert tensors.unpack(stored.read_bytes(), fedavg.State).model["1.bias"].tolist() == [4.0, 4.0]
     assert [ack.accepted for ack in a.acks] == [True]
     assert a.tasks[-1] is None  # the retained task is taken back
+
+
+def test_updates_are_folded_in_the_order_of_devices_not_of_arrival(stage: Stage) -> None:
+    """1e30 - 1e30 + 1 is 1, but 1e30 + 1 - 1e30 is 0 in float64: the mean of a, b, c is a third, as c came before b."""
+    hands = {name: stage.hand(name) for name in "abc"}
+    stage.play()
+    for name, value in (("a", 1e30), ("c", 1.0), ("b", -1e30)):
+        hands[name].answer(ones(value))
+        stage.play()
+    assert [fact.update.device for fact in stage.told(Answered)] == ["a", "c", "b"]
+    stored = stage.store.depot.path(stage.told(Committed)[0].state.sha256)
+    assert stored is not None
+    folded = tensors.unpack(stored.read_bytes(), fedavg.State).model["1.bias"]
+    assert folded.tolist() == [np.float32(1 / 3)] * 2
 
 
 def test_an_update_said_twice_is_counted_once_and_acknowledged_twice(stage: Stage) -> None:
