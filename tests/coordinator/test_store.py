@@ -126,3 +126,10 @@ def test_a_row_of_another_version_is_named(tmp_path: Path, opened: Callable[[], 
     store._db.execute("update jobs set settings = '{}'")
     with pytest.raises(StoreError, match=f"{run} was made by another version"):
         store.jobs()
+
+
+def test_facts_are_on_disk_before_they_are_acted_on(opened: Callable[[], Store]) -> None:
+    """SQLite's FULL (2): also a power cut loses none. A killed process alone would not show it."""
+    store = opened()
+    assert store._db.execute("pragma synchronous").fetchone() == (2,)
+    assert store._db.execute("pragma journal_mode").fetchone() == ("wal",)
