@@ -112,7 +112,7 @@ def _order(state: State, ask: scoring.Ask, paths: Iterable[tuple[str, ...]], wor
     idle = _only_compared(state) if state.phase == "score" else set()
     for block in ask.blocks.values():
         if block.id not in idle:
-            bundles |= {name: state.files[name] for name in files(block)}
+            bundles |= {name: state.files[name] for name in block.files}
     for path in paths:
         bundles |= {name: state.junctions[name] for name in search.junctions_of(path) if name in state.junctions}
     return Order({"phase": state.phase, **msgspec.to_builtins(ask)}, bundles, work)
@@ -127,11 +127,6 @@ def _only_compared(state: State) -> set[str]:
     for name in sorted(state.pool, key=lambda name: state.stock.blocks[name].index):
         deepest[state.stock.blocks[name].donor] = name
     return set(deepest.values()) - set(state.current.path)
-
-
-def files(block: Block) -> list[str]:
-    """Names of a block's files in the bundle."""
-    return [block.graph] if block.data is None else [block.graph, block.data]
 
 
 def groups(state: State, path: Sequence[str]) -> tuple[tuple[int, ...], ...] | None:

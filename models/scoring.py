@@ -316,7 +316,7 @@ class _Runs:
     def __call__(self, block: Block, x: np.ndarray) -> np.ndarray:
         self._site.progress(min(self._done / self._most, 1.0))
         self._done += 1
-        return self._site.engine.run(self._site.path(block.graph), x)
+        return stitch.run_block(block, lambda graph, x: self._site.engine.run(self._site.path(graph), x), x)
 
 
 def _batches(site: Site, samples: int) -> list[np.ndarray]:

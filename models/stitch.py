@@ -24,13 +24,17 @@ Run = Callable[["Block", np.ndarray], np.ndarray]  # a block on its input, float
 
 @dataclass(frozen=True)
 class Block:
-    """One piece of a donor: an ONNX graph, and what it costs per example. Shapes are without batch."""
+    """One piece of a donor: its ONNX graphs, and what it costs per example. Shapes are without batch.
+
+    Graphs run stage by stage. Those of one stage take the same input, and their outputs lie side by side
+    along axis 1: so a linear layer that is larger than a board's memory is there as tiles of its rows.
+    """
 
     donor: str
     index: int
     kind: Literal["start", "middle", "end"]
-    graph: str  # file name in the bundle
-    data: str | None  # file name of its external weights
+    stages: tuple[tuple[str, ...], ...]  # of graphs: file names in the bundle
+    data: tuple[str, ...]  # files of weights that the graphs call
     in_shape: tuple[int, ...]
     out_shape: tuple[int, ...]
     flops: float
@@ -40,6 +44,11 @@ class Block:
     @property
     def id(self) -> str:
         return f"{self.donor}.{self.index}"
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """What running it takes, by name in the bundle."""
+        return (*itertools.chain.from_iterable(self.stages), *self.data)
 
 
 @dataclass(frozen=True)
@@ -135,6 +144,14 @@ def junctions(path: Sequence[Block], load: Callable[[str], Tensors]) -> list[Ten
     for i in range(1, len(path)):
         found.append(None if continues(path[i - 1], path[i]) else load(junction_name(ids[: i + 1])))
     return found
+
+
+def run_block(block: Block, run: Callable[[str, np.ndarray], np.ndarray], x: np.ndarray) -> np.ndarray:
+    """A block on its input; `run` runs one graph by its file name."""
+    for stage in block.stages:
+        parts = [run(graph, x) for graph in stage]
+        x = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+    return x
 
 
 def forward(path: Sequence[Block], between: Sequence[Tensors | None], run: Run, x: np.ndarray) -> np.ndarray:

@@ -40,7 +40,7 @@ class Bench:
         self.stock = stitch.stock(bundle.meta)
 
     def _run(self, block: Block, x: np.ndarray) -> np.ndarray:
-        return self.engine.run(self.path(block.graph), x)
+        return stitch.run_block(block, lambda graph, x: self.engine.run(self.path(graph), x), x)
 
     def _plain(self, path: list[Block], x: np.ndarray) -> np.ndarray:
         """The output of a donor's own blocks."""

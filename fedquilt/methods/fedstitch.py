@@ -75,7 +75,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     if params.mode == "paper":
         params = replace(params, **PAPER)
     stock = stitch.stock(bundle.meta)
-    missing = [name for block in stock.blocks.values() for name in orders.files(block) if name not in bundle.files]
+    missing = [name for block in stock.blocks.values() for name in block.files if name not in bundle.files]
     if missing:
         raise ModelError(f"the bundle lacks {', '.join(missing[:3])}: prepare it anew")
     if params.head == "aligned" and not any(donor.align for donor in stock.donors.values()):

@@ -95,8 +95,8 @@ def build() -> tuple[Bundle, FakeRunner]:
                 "donor": donor,
                 "index": index,
                 "kind": "start" if index == 0 else "end" if index == len(layers) else "middle",
-                "graph": f"{name}.onnx",
-                "data": None,
+                "stages": [[f"{name}.onnx"]],
+                "data": [],
                 "in_shape": list(shape),
                 "out_shape": list(out),
                 "flops": 1000.0,
@@ -204,7 +204,7 @@ def test_every_path_the_search_emits_obeys_the_rules_and_runs(changes: dict[str,
         if last.params.native_continuation == "exclude":
             assert not any(stitch.continues(a, b) for a, b in itertools.pairwise(path))
         between = stitch.junctions(path, last.junctions.__getitem__)
-        output = stitch.forward(path, between, lambda block, maps: runner.run(Path(block.graph), maps), x)
+        output = stitch.forward(path, between, lambda block, maps: runner.run(Path(block.stages[0][0]), maps), x)
         assert output.shape == (3, 3)
         assert np.isfinite(output).all()
     used = {name for finalist in last.finalists for name in search.junctions_of(finalist.path)}
@@ -227,7 +227,7 @@ def evaluate(found: Any, devices: list[Member]) -> float:
     )
     x = images.prepare(np.concatenate([member.held.x for member in devices]), found.meta["input"])
     y = np.concatenate([member.held.y for member in devices])
-    run = lambda block, maps: runner.run(Path(block.graph), maps)  # noqa: E731
+    run = lambda block, maps: runner.run(Path(block.stages[0][0]), maps)  # noqa: E731
     scores = stitch.classify(path, between, run, x, head=head, groups=found.meta["align"])
     return float((scores.argmax(axis=1) == y).mean())
 

@@ -44,7 +44,7 @@ def test_the_donors_are_small_differ_and_are_those_of_the_job() -> None:
     assert stock.labels == job.labels
     assert (stock.input.channels, stock.input.size) == (job.input["channels"], job.input["size"])
     assert sum(ref.size for ref in opened.files.values()) < 2e6
-    used = {name for block in stock.blocks.values() for name in (block.graph, block.data)} - {None}
+    used = {name for block in stock.blocks.values() for name in block.files}
     assert used == set(opened.files)
     on_disk = {path.name for path in (DEMO / "bundle" / "blobs").iterdir()}
     assert on_disk == {ref.sha256 for ref in opened.files.values()}

@@ -55,7 +55,7 @@ def test_a_bundle_of_donors_is_a_stock_whose_blocks_run_where_they_lie(tmp_path:
         y = stitch.forward(
             path,
             [None] * len(path),
-            lambda block, maps: engine.run(tmp_path / "blobs" / opened.files[block.graph].sha256, maps),
+            lambda block, maps: engine.run(tmp_path / "blobs" / opened.files[block.stages[0][0]].sha256, maps),
             x,
         )
         wanted = zoo.load(network, seed=seed)(_torch(x)).detach().numpy()
