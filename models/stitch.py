@@ -39,6 +39,7 @@ class Block:
     out_shape: tuple[int, ...]
     flops: float
     weight_bytes: int
+    resident_bytes: int  # weights of its largest graph
     activation_bytes: int
 
     @property
@@ -125,16 +126,28 @@ def junction_name(path: Sequence[str]) -> str:
 
 
 def join(maps: np.ndarray, junction: Tensors | None, block: Block) -> np.ndarray:
-    """Maps (n, c, h, w) as `block` takes them: resized, then projected. None: they are its own.
+    """Maps (n, c, h, w) as `block` takes them: resized and projected. None: they are its own.
 
-    `junction` is {"weights": (c_out, c_in), "bias": (c_out,)}, float32.
+    `junction` is {"weights": (c_out, c_in), "bias": (c_out,)}, float32. Both are linear and rows of a
+    resize sum to one, so they may change places: the projection is done where there are fewer positions.
     """
     if junction is None:
         return maps
-    maps = images.resize(maps, *block.in_shape[1:])
+    height, width = block.in_shape[1:]
+    if grows(maps.shape[1:], block.in_shape):
+        return images.resize(_projected(maps, junction), height, width)
+    return _projected(images.resize(maps, height, width), junction)
+
+
+def grows(before: Sequence[int], after: Sequence[int]) -> bool:
+    """Whether maps (c, h, w) are enlarged on the way."""
+    return before[1] * before[2] < after[1] * after[2]
+
+
+def _projected(maps: np.ndarray, junction: Tensors) -> np.ndarray:
     n, c, h, w = maps.shape
-    projected = np.matmul(junction["weights"], maps.reshape(n, c, h * w)) + junction["bias"][:, None]
-    return projected.reshape(n, -1, h, w)
+    made = np.matmul(junction["weights"], maps.reshape(n, c, h * w)) + junction["bias"][:, None]
+    return made.reshape(n, -1, h, w)
 
 
 def junctions(path: Sequence[Block], load: Callable[[str], Tensors]) -> list[Tensors | None]:

@@ -145,6 +145,7 @@ def _donor(
             "out_shape": list(part.out_shape),
             "flops": part.flops,
             "weight_bytes": made.weight_bytes,
+            "resident_bytes": made.weight_bytes,
             "activation_bytes": part.activation_bytes,
         }
     return facts, table

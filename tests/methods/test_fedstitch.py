@@ -101,6 +101,7 @@ def build() -> tuple[Bundle, FakeRunner]:
                 "out_shape": list(out),
                 "flops": 1000.0,
                 "weight_bytes": 100,
+                "resident_bytes": 100,
                 "activation_bytes": 400,
             }
             shape = out

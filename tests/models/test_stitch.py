@@ -13,7 +13,7 @@ RNG = np.random.default_rng(0)
 
 
 def block(donor: str, index: int, before: tuple[int, ...], after: tuple[int, ...], kind: str = "middle") -> Block:
-    return Block(donor, index, kind, ((f"{donor}.{index}.onnx",),), (), before, after, 1, 1, 1)  # type: ignore[arg-type]
+    return Block(donor, index, kind, ((f"{donor}.{index}.onnx",),), (), before, after, 1, 1, 1, 1)  # type: ignore[arg-type]
 
 
 A0 = block("a", 0, (1, 8, 8), (3, 8, 8), "start")
