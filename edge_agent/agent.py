@@ -241,6 +241,7 @@ class Agent:
             data=self.settings.data,
             bundles={name: str(path) for name, path in paths.items()},
             private=None if private is None else str(private),
+            cache=str(self.local.cache(task.job)),
             out=str(self.local.scratch()),
         )
         self._before = self._board.read(now_s)

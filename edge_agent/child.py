@@ -121,6 +121,7 @@ def _work(order: Order, bench: Bench, engine: Any, progress: Callable[[float], N
         train=train,
         held=held,
         local=private,
+        cache=Path(order.cache),
         load=lambda name: tensors.read(path(name)),
         path=path,
         progress=progress,

@@ -2,6 +2,7 @@
 
     <home>/blobs/                     every blob, by content (`fedquilt.depot`)
     <home>/scratch/                   where the task in hand writes; emptied at every start
+    <home>/cache/<boot>/<job>/        what a job's tasks leave for later ones; may go at any time between tasks
     <home>/outbox/<job>@<round>/      update.json, and the private state the round leaves: private.safetensors
     <home>/private/<job>.safetensors  the private state of a job; never sent
     <home>/counted.json               job -> last round that was counted
@@ -123,6 +124,20 @@ class Local:
             folder.mkdir()
         return folder
 
+    def cache(self, job: str) -> Path:
+        """The folder of what a job's tasks leave for later ones; those of other jobs go.
+
+        It belongs to this boot of the machine: files there are whole unless the power has failed, and are not
+        worth a sync.
+        """
+        folder = self.home / "cache" / _boot() / job
+        with _doing(f"make {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            for other in (*folder.parent.parent.iterdir(), *folder.parent.iterdir()):
+                if other not in (folder, folder.parent):
+                    shutil.rmtree(other, ignore_errors=True)
+        return folder
+
     def private(self, job: str) -> Path | None:
         """The private state that a job's next round begins with; None: none yet."""
         path = self._private / f"{job}.safetensors"
@@ -220,6 +235,14 @@ def write_tensors(path: Path, tensors: Tensors) -> BlobRef:
     payload = encode(tensors)
     path.write_bytes(payload)
     return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+
+
+def _boot() -> str:
+    """What tells this boot of the machine from any other; "unknown" where the kernel does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"
 
 
 def _write(path: Path, payload: bytes) -> None:

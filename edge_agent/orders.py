@@ -18,6 +18,7 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: dict[str, Any]  # fedquilt.edge_agent.data.DataSpec
     bundles: dict[str, str]  # bundle name -> file
     private: str | None  # file of the job's private state; None: none yet
+    cache: str  # folder of the job's own: what earlier tasks left there for later ones, or nothing
     out: str  # empty folder: bundles go into files named by their sha256, private state into private.safetensors
 
 

@@ -242,6 +242,7 @@ class Site:
     local: Tensors  # private per-job state: kept on the board, never sent
     load: Callable[[str], Tensors]  # bundle name -> tensors, read when asked for
     path: Callable[[str], Path]  # bundle name -> file on disk (an ONNX graph, say)
+    cache: Path  # a folder of this job's: what a task leaves there may be gone at the next; never sent
     progress: Callable[[float], None] = lambda fraction: None  # 0..1; raises when the task is cancelled
 
 
@@ -352,6 +353,15 @@ class Trainer(Engine, Protocol):
 
 class Runner(Engine, Protocol):
     """An engine that runs ONNX graphs, one resident at a time unless its budget allows more."""
+
+    @property
+    def room_bytes(self) -> int:
+        """What weights, activations and all else may hold beside the bare process."""
+        ...
+
+    def batch(self, graph: Path, around_bytes: int = 0, example_bytes: int = 0) -> int:
+        """How many examples to run at once, beside so many bytes in all, and so many more for each of them."""
+        ...
 
     def run(self, graph: Path, x: np.ndarray) -> np.ndarray:
         """The graph's only output for its only input, float32, in micro-batches along axis 0."""

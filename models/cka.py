@@ -5,13 +5,14 @@ FedStitch (arXiv 2409.07202) scores blocks by; the FedStitch paper's Eq. 2 is ga
 is HSIC(X, Y) = ||Yc' Xc||_F^2 with centred columns, equal to <Kc, Lc> on the centred Gram matrices.
 
 The Gram form is used throughout: n images cost n x n numbers whatever the width of the layer, so the
-Gram matrix of each donor block is computed once and kept. Features are streamed in chunks and are
-centred before the product, in float64: a Gram matrix of float32 features at a large offset, centred
-afterwards, has lost what was to be measured.
+Gram matrix of each donor block is computed once and kept. Features are streamed in chunks, are centred
+before the product, and chunks are summed in float64: a Gram matrix of float32 features at a large
+offset, centred afterwards, has lost what was to be measured.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -38,11 +39,16 @@ def gram(activations: np.ndarray, maps: Maps = "flatten") -> np.ndarray:
     "flatten" takes each image as one row of c*h*w features, "gap" averages over positions first
     (c features), "position" takes the cells of a GRID x GRID average as rows of c features.
     """
-    x = _rows(activations, maps)
-    total = np.zeros((len(x), len(x)))
-    for start in range(0, x.shape[1], CHUNK):
-        chunk = x[:, start : start + CHUNK].astype(np.float64)
-        chunk -= chunk[0].copy()  # exactly zero where a feature is constant
+    x = rows(activations, maps)
+    return gram_of(lambda first, last: x[:, first:last], *x.shape)
+
+
+def gram_of(columns: Callable[[int, int], np.ndarray], n: int, features: int) -> np.ndarray:
+    """The Gram matrix (n, n) of features that are read a few at a time: `columns(first, last)` is (n, last - first)."""
+    total = np.zeros((n, n))
+    for start in range(0, features, CHUNK):
+        chunk = columns(start, min(start + CHUNK, features))
+        chunk = chunk - chunk[0]  # exactly zero where a feature is constant
         chunk -= chunk.mean(axis=0)
         total += chunk @ chunk.T
     return total
@@ -79,7 +85,8 @@ def cka(k: np.ndarray, l: np.ndarray, estimator: Estimator = "unbiased") -> Scor
     return Score(float(np.clip(value, -1.0, 1.0)), True)
 
 
-def _rows(activations: np.ndarray, maps: Maps) -> np.ndarray:
+def rows(activations: np.ndarray, maps: Maps) -> np.ndarray:
+    """What is compared, as a matrix: see `gram`."""
     if activations.ndim == 2 or maps == "flatten":
         return activations.reshape(len(activations), -1)
     if maps == "gap":

@@ -32,6 +32,9 @@ def score_order(state: State, device: DeviceView) -> Order:
         maps=params.maps,
         samples=params.samples,
         screen=params.screen,
+        early=params.early,
+        early_margin=params.early_margin,
+        positions=params.positions,
         ridge=params.ridge,
         bias=params.bias,
         native_factor=1 - params.native_penalty if params.native_continuation == "penalise" else 1.0,
@@ -39,16 +42,16 @@ def score_order(state: State, device: DeviceView) -> Order:
         epsilon=search.epsilon(state),
         coin=search.coin(state, device.device),
     )
-    n = params.samples
-    own = [block for block in _family(state.stock, (), state.pool).values() if block.id not in _only_compared(state)]
-    runs: list[tuple[Block, float]] = []
-    if not device.rounds:
-        runs += [(block, n) for block in own]  # the references, which the device keeps
-    runs += [(blocks[name], n if params.score_at == "input" else 2 * n) for name in net.path]
+    n, images = params.samples, params.samples * (1 if params.score_at == "input" else 2)
+    runs: list[tuple[Block, float]] = [(blocks[name], images) for name in net.path]
+    if not device.rounds:  # what the device then knows of the donors
+        family = _family(state.stock, (), state.pool).values()
+        runs += [(block, images) for block in family if block.id not in _only_compared(state)]
     if params.score_at != "input":
         tried = min(params.screen / len(state.pool), 1.0) if params.score_at == "hybrid" else 1.0
-        runs += [(block, n) for block in own] + [(blocks[name], n * tried) for name in state.pool]
-    return _order(state, ask, [net.path], _cost(runs, blocks[net.path[-1]], 2 * n))
+        runs += [(blocks[name], n * tried) for name in state.pool]
+    matrices = 0 if params.score_at == "input" else _fit_bytes(blocks[net.path[-1]].out_shape[0], params.positions)
+    return _order(state, ask, [net.path], _cost(runs, matrices, 2 * n))
 
 
 def fit_order(state: State) -> Order:
@@ -66,7 +69,8 @@ def fit_order(state: State) -> Order:
     )
     n = params.fit_samples
     ran = [blocks[name] for name in net.path] + list(_family(state.stock, (), wanted).values())
-    return _order(state, ask, [net.path], _cost([(b, n) for b in ran], blocks[net.path[-1]], scoring.BATCH))
+    matrices = _moments_bytes(blocks[net.path[-1]].out_shape[0])
+    return _order(state, ask, [net.path], _cost([(b, n) for b in ran], matrices, n))
 
 
 def finalists_order(state: State) -> Order:
@@ -96,7 +100,9 @@ def finalists_order(state: State) -> Order:
         )
         n = params.samples
     runs = [(blocks[name], n) for path in (paths if whole else bodies) for name in path]
-    order = _order(state, ask, paths if whole else bodies, _cost(runs, blocks[bodies[0][-1]], scoring.BATCH))
+    wide = params.random_features or max(blocks[body[-1]].out_shape[0] for body in bodies)
+    matrices = _moments_bytes(wide) if state.phase == "head" else 0
+    order = _order(state, ask, paths if whole else bodies, _cost(runs, matrices, n))
     if state.phase == "head":
         return order
     heads = {f"head.{i}": finalist.head for i, finalist in enumerate(state.finalists) if finalist.head}
@@ -147,17 +153,26 @@ def _family(stock: Stock, path: Iterable[str], candidates: Iterable[str]) -> dic
     return {name: stock.blocks[name] for name in sorted(names)}
 
 
-def _cost(runs: Iterable[tuple[Block, float]], kept: Block, examples: int) -> Work:
-    """What it takes to run each block on so many images, while `kept`'s maps of all examples are held.
+def _cost(runs: Iterable[tuple[Block, float]], matrices_bytes: int, examples: int) -> Work:
+    """What it takes to run each block on so many images, beside the matrices of a fit.
 
-    The peak counts a block's weights, its input and output for the whole batch, its inner activations
-    for one image (an engine with room takes more at once), and three float64 matrices of the held maps' channels.
+    The peak is what the hungriest block holds for one image, weights included: with more room an engine takes
+    more images at once, and keeps weights and maps.
     """
     flops = read = peak = 0.0
     for block, images in runs:
-        maps = 4.0 * min(images, examples) * (prod(block.in_shape) + prod(block.out_shape))
         flops += images * block.flops
         read += block.weight_bytes + 4.0 * images * (prod(block.in_shape) + prod(block.out_shape))
-        peak = max(peak, block.weight_bytes + maps + block.activation_bytes)
-    held = 4.0 * examples * prod(kept.out_shape) + 24.0 * kept.out_shape[0] ** 2
-    return Work(flops=flops, read_bytes=read, examples=examples, peak_bytes=int(peak + held))
+        peak = max(peak, block.resident_bytes + block.activation_bytes)
+    return Work(flops=flops, read_bytes=read, examples=examples, peak_bytes=int(max(peak, matrices_bytes)))
+
+
+def _fit_bytes(channels: int, positions: int) -> int:
+    """Of a fit on so many rows of so many channels, both ways of solving considered (float64)."""
+    side = min(channels, positions)
+    return 8 * (2 * side * side + 2 * positions * channels)
+
+
+def _moments_bytes(channels: int) -> int:
+    """Of sums that grow: themselves, what is added, and what is sent of them (float64)."""
+    return 24 * channels * channels

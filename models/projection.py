@@ -82,28 +82,33 @@ def solve(sums: Moments, ridge: float = RIDGE) -> tuple[np.ndarray, np.ndarray]:
     return w, sums.mean_y - w @ sums.mean_x
 
 
-def fit_maps(x: np.ndarray, y: np.ndarray, ridge: float = RIDGE, centred: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """`solve` for maps at hand, in the cheaper of its two equal forms.
+def fit(
+    x: np.ndarray, ys: Sequence[np.ndarray], ridge: float = RIDGE, centred: bool = True
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """`solve` for rows at hand, x (n, p) and each of several y (n, q), with one factorization for all.
 
-    With fewer rows than channels the dual form solves rows x rows instead of p x p, and ridge = 0
-    the singular value decomposition, whose cut-off is max(rows, p) * eps.
+    Of its two equal forms the cheaper is taken: with fewer rows than channels the dual solves n x n
+    instead of p x p, and ridge = 0 takes the singular value decomposition, whose cut-off is max(n, p) * eps.
     """
-    n, p, h, w = x.shape
-    if n * h * w >= p:
-        return solve(moments_of_maps(x, y, centred), ridge)
-    rows_x, rows_y = _rows(x).astype(np.float64), _rows(y).astype(np.float64)
-    mean_x = rows_x.mean(axis=0) * centred
-    mean_y = rows_y.mean(axis=0) * centred
-    rows_x, rows_y = rows_x - mean_x, rows_y - mean_y
+    n, p = x.shape
+    x = x.astype(np.float64)
+    mean_x = x.mean(axis=0) * centred
+    x -= mean_x
+    means = [y.mean(axis=0, dtype=np.float64) * centred for y in ys]
+    y = np.concatenate([each - mean for each, mean in zip(ys, means, strict=True)], axis=1)
     if ridge > 0:
-        kernel = rows_x @ rows_x.T
-        lam = ridge * np.trace(kernel) / p
-        dual = np.linalg.solve(kernel + lam * np.eye(len(kernel)), rows_y) if lam > 0 else np.zeros_like(rows_y)
-        weights = dual.T @ rows_x
+        primal = n >= p
+        inner = x.T @ x if primal else x @ x.T
+        lam = ridge * np.trace(inner) / p
+        inner[np.diag_indices(len(inner))] += lam
+        right = x.T @ y if primal else y
+        solved = np.linalg.solve(inner, right) if lam > 0 else np.zeros_like(right)
+        weights = solved if primal else x.T @ solved
     else:
-        cut = max(rows_x.shape) * np.finfo(np.float64).eps
-        weights = (np.linalg.pinv(rows_x, rcond=cut) @ rows_y).T
-    return weights, mean_y - weights @ mean_x
+        weights = np.linalg.pinv(x, rcond=max(x.shape) * np.finfo(np.float64).eps) @ y
+    widths = np.cumsum([each.shape[1] for each in ys])[:-1]
+    found = [part.T for part in np.split(weights, widths, axis=1)]
+    return [(w, mean - w @ mean_x) for w, mean in zip(found, means, strict=True)]
 
 
 # -- on the wire ----------------------------------------------------------------------------------

@@ -1,27 +1,32 @@
 """What a device does for a stitching job: score blocks, gather sums for junctions and heads, validate.
 
 FedStitch (arXiv 2409.07202), section 3, on the device: forward passes only, through whatever engine
-runs ONNX graphs. Each function takes what was asked and a Site, and returns an Answer; none sees more
-than one donor's activations at a time.
+runs ONNX graphs. Each function takes what was asked and a Site, and returns an Answer.
 
-The images that are scored on are drawn once for each device and job, so that the Gram matrix of every
-donor block on them is computed once (16 KB each for 64 images) and kept in `Site.local`.
+The images that are scored on are drawn once for each device and job, and nothing on them is computed
+twice. In `Site.local` is the Gram matrix of each donor block's output (16 KB for 64 images). In
+`Site.cache` are the targets of junctions, some positions of what each donor block takes, and the outputs
+of the paths that were scored last: the next task begins there. What is gone is computed again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 import numpy as np
 
+from fedquilt import tensors
 from fedquilt.core import Answer, DataError, Site, Tensors
-from fedquilt.models import cka, images, projection, stitch, vote
+from fedquilt.models import cka, flow, images, projection, stitch, vote
+from fedquilt.models.flow import Flow
+from fedquilt.models.stacks import Part, Source, Stack
 from fedquilt.models.stitch import Block
 
 ScoreAt = Literal["input", "output", "hybrid"]
-BATCH = 64  # images that go through a path together, where there are more
+WAVE = 128  # images that go through a path together
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,9 @@ class ScoreAsk(Ask):
     maps: cka.Maps
     samples: int
     screen: int
+    early: int  # images after which a candidate that is hopeless is dropped; 0: never
+    early_margin: float  # how far below the K-th best it has to be for that
+    positions: int  # that a junction is fitted on
     ridge: float
     bias: bool
     native_factor: float  # what the score of the donor's own next block is multiplied by
@@ -94,125 +102,231 @@ def score(ask: ScoreAsk, site: Site) -> Answer:
     and no run of the candidate. Output score: a junction is fitted on other images than are scored
     (on the same ones every wide block would interpolate and score 1), and the candidate's output is
     compared with its donor's. Hybrid: the input score screens, the best few get the output score.
+    Level 1 are blocks whose output was scored on all images.
 
     Raises:
         DataError: too few examples.
     """
-    path, pool = [ask.blocks[name] for name in ask.path], [ask.blocks[name] for name in ask.pool]
-    scorer = _Scorer(ask, site, path, pool)
-    if ask.score_at == "output":
-        seen = scorer.output_scores(pool)
-        score = screen = np.array([seen[block.id].value for block in pool])
-        level = np.zeros(len(pool), np.int64)
-    else:
-        seen = scorer.input_scores()
-        screen = np.array([seen[block.id].value for block in pool])
-        score, level = screen.copy(), np.zeros(len(pool), np.int64)
-        if ask.score_at == "hybrid":
-            best = vote.ranking(screen, level, ask.pool)[: ask.screen]
-            fine = scorer.output_scores([pool[j] for j in best])
-            for j in best:
-                score[j], level[j] = fine[pool[j].id].value, 1
-    picks, explored = vote.choose(score, level, ask.pool, ask.k, ask.epsilon, ask.coin)
-    scores = {"screen": screen, "score": score, "level": level, "picks": np.array(picks, np.int64)}
+    scorer = _Scorer(ask, site)
+    found, level = scorer.input_scores(), np.zeros(len(ask.pool), np.int64)
+    screen = np.array([each.value for each in found])
+    tried = vote.ranking(screen, level, ask.pool)
+    values = screen.copy()
+    if ask.score_at != "input":
+        tried = tried if ask.score_at == "output" else tried[: ask.screen]
+        for j, (early, full) in zip(tried, scorer.output_scores(tried), strict=True):
+            if ask.score_at == "output":
+                screen[j] = values[j] = early.value
+            if full is not None:
+                found[j], values[j], level[j] = full, full.value, 1
+    picks, explored = vote.choose(values, level, ask.pool, ask.k, ask.epsilon, ask.coin)
+    scores = {"screen": screen, "score": values, "level": level, "picks": np.array(picks, np.int64)}
     metrics = {
         "turn": float(ask.turn),
-        "score": float(score[level == level.max()].max()),
+        "score": float(values[level == level.max()].max()),
         "explored": float(explored),
-        "doubtful": float(sum(not each.sound for each in seen.values())),
+        "doubtful": float(sum(not each.sound for each in found)),
     }
-    return Answer({"scores": scores}, float(len(scorer.scored)), metrics, scorer.local)
+    return Answer({"scores": scores}, float(scorer.count), metrics, scorer.local)
 
 
 class _Scorer:
-    """The images of one score task, and what has been computed on them."""
+    """The images of one score task, and all that is known about blocks on them.
 
-    def __init__(self, ask: ScoreAsk, site: Site, path: Sequence[Block], pool: Sequence[Block]) -> None:
-        self._ask, self._site, self._path, self._pool = ask, site, path, pool
-        self.local: dict[str, np.ndarray] = _drawn(site, ask)
-        rows = self.local["rows"]
-        disjoint = ask.score_at != "input"
-        count = min(ask.samples, len(rows) // 2 if disjoint else len(rows))
-        if count < cka.MIN_IMAGES:
-            need = cka.MIN_IMAGES * (2 if disjoint else 1)
+    The first `count` images are scored; on as many others junctions are fitted, unless only inputs are scored.
+    """
+
+    def __init__(self, ask: ScoreAsk, site: Site) -> None:
+        self._ask, self._site = ask, site
+        self._path = [ask.blocks[name] for name in ask.path]
+        self._pool = [ask.blocks[name] for name in ask.pool]
+        self._fits = ask.score_at != "input"
+        shares = 2 if self._fits else 1
+        if len(site.train) < cka.MIN_IMAGES * shares:
+            need = cka.MIN_IMAGES * shares
             raise DataError(f"{site.device} has {len(site.train)} examples: scoring needs at least {need}")
-        steps = len(path) + sum(2 * len(chain) + len(wanted) for chain, wanted in _chains(ask.blocks, pool))
-        self._run = _Runs(site, steps)
-        self.scored = images.prepare(site.train.x[rows[:count]], ask.input)
-        self._fitted = images.prepare(site.train.x[rows[len(rows) - count :]], ask.input) if disjoint else None
-        self._references()
+        self.count = min(ask.samples, len(site.train) // shares)
+        self.local = _drawn(site)
+        self._rows = _order(self.local)[: shares * self.count]
+        self._between = stitch.junctions(self._path, site.load)
+        self._flow = Flow(site, ask.blocks.values(), self._flops())
+        self._shown = flow.Prepared(site.train.x[self._rows], ask.input)
+        self._maps: Stack | None = None
+        self._know_donors()
 
-    def input_scores(self) -> dict[str, cka.Score]:
+    # -- scores --
+
+    def input_scores(self) -> list[cka.Score]:
         """Of every block of the pool; a path that is one donor's own needs no run at all."""
-        last = self._path[-1]
-        if stitch.is_native(self._path) and _reference(last) in self.local:
-            here = self.local[_reference(last)]
-        else:
-            here = self._gram(self._forward(self.scored))
-        return {block.id: self._compare(block, here, _reference(block, -1)) for block in self._pool}
+        known = _gram_name(self._path[-1])
+        native = stitch.is_native(self._path) and known in self.local
+        here = self.local[known] if native else self._gram(self._output(), self.count)
+        return [self._compare(block, here, _gram_name(block, -1)) for block in self._pool]
 
-    def output_scores(self, candidates: Sequence[Block]) -> dict[str, cka.Score]:
-        """Of some blocks of the pool, each donor's own path run once on the images that are fitted on."""
-        assert self._fitted is not None
-        count = len(self.scored)
-        both = self._forward(np.concatenate([self.scored, self._fitted]))
-        scored, fitted = both[:count], both[count:]
-        scores = {}
-        for chain, wanted in _chains(self._ask.blocks, candidates):
-            y = self._fitted
-            for block in chain:
-                if block.id in wanted:
-                    scores[block.id] = self._output_score(block, scored, fitted, y)
-                if block is not chain[-1]:
-                    y = self._run(block, y)
-        return scores
+    def output_scores(self, candidates: Iterable[int]) -> Iterator[tuple[cka.Score, cka.Score | None]]:
+        """Of some blocks of the pool, best first: on the first few images, and on all unless dropped by then."""
+        blocks = [self._pool[j] for j in candidates]
+        junctions = self._junctions(blocks)
+        best: list[float] = []
+        for block in blocks:
+            floor = sorted(best)[-self._ask.k] - self._ask.early_margin if len(best) >= self._ask.k else -np.inf
+            early, full = self._output_score(block, junctions.get(block.id), floor)
+            if full is not None:
+                best.append(full.value)
+            yield early, full
 
-    def _output_score(self, block: Block, scored: np.ndarray, fitted: np.ndarray, y: np.ndarray) -> cka.Score:
-        junction = None
-        if not stitch.continues(self._path[-1], block):
-            x = images.resize(fitted, *block.in_shape[1:])
-            weights, bias = projection.fit_maps(x, y, self._ask.ridge, self._ask.bias)
-            junction = {"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)}
-        elif stitch.is_native(self._path):
-            return cka.Score(self._ask.native_factor, True)  # the donor's own output: CKA of equal matrices is 1
-        output = self._run(block, stitch.join(scored, junction, block))
-        return self._compare(block, self._gram(output), _reference(block))
+    def _output_score(self, block: Block, junction: Tensors | None, floor: float) -> tuple[cka.Score, cka.Score | None]:
+        if junction is None and stitch.is_native(self._path):
+            exact = cka.Score(self._ask.native_factor, True)  # the donor's own output: CKA of equal matrices is 1
+            return exact, exact
+        source = flow.joined(self._output(), junction, block)
+        outputs = self._flow.shelf.make((self.count, *block.out_shape))
+        first = min(self._ask.early, self.count)
+        if first:
+            self._flow.block(block, source, 0, first, outputs)
+            early = self._compare(block, self._gram(outputs, first), _gram_name(block))
+            if early.value < floor:
+                return early, None
+        self._flow.block(block, source, first, self.count, outputs)
+        full = self._compare(block, self._gram(outputs, self.count), _gram_name(block))
+        return (early if first else full), full
 
     def _compare(self, block: Block, here: np.ndarray, reference: str) -> cka.Score:
-        found = cka.cka(here, self.local[reference], self._ask.estimator)
+        there = self.local[reference][: len(here), : len(here)]
+        found = cka.cka(here, there, self._ask.estimator)
         own = stitch.continues(self._path[-1], block)
         return found._replace(value=found.value * self._ask.native_factor) if own else found
 
-    def _references(self) -> None:
-        """The Gram matrices of the donors' own outputs that the pool is compared with, unless they are kept."""
-        ask = self._ask
-        for chain, wanted in _chains(ask.blocks, self._pool):
-            if ask.score_at == "input":
+    def _gram(self, maps: Stack, examples: int) -> np.ndarray:
+        if self._ask.maps == "flatten" or len(maps.shape) == 2:
+            features = prod(maps.shape[1:])
+            gram = cka.gram_of(lambda first, last: maps.columns(first, last, examples), examples, features)
+        else:
+            rows = [cka.rows(part, self._ask.maps) for _, part in flow.pieces(Part(maps, 0, examples))]
+            gram = cka.gram(np.concatenate(rows))
+        return gram.astype(np.float32)
+
+    # -- what is known --
+
+    def _know_donors(self) -> None:
+        """Run the donors of the pool, each on its own, as far as anything about them is not known yet."""
+        for chain, _ in _chains(self._ask.blocks, self._pool):
+            if not self._fits:
                 chain = chain[:-1]  # what the deepest candidate puts out is compared with nothing
-            missing = [i for i, block in enumerate(chain) if _reference(block) not in self.local]
-            if not missing or not wanted:
-                continue
-            x = self.scored
-            for block in chain[: missing[-1] + 1]:
-                x = self._run(block, x)
-                self.local[_reference(block)] = self._gram(x)
+            unknown = [i for i, block in enumerate(chain) if not self._is_known(block, block is not chain[-1])]
+            maps: Source = self._shown
+            for block in chain[: unknown[-1] + 1] if unknown else ():
+                feeds = self._fits and block is not chain[-1]  # a candidate takes what this block puts out
+                maps = self._flow.block(block, maps, 0, len(self._rows) if feeds else self.count)
+                if _gram_name(block) not in self.local:
+                    self.local[_gram_name(block)] = self._gram(maps, self.count)
+                if feeds:
+                    target = flow.sample(self._fitted(maps), self._positions(block.out_shape))
+                    self._flow.shelf.keep(self._target_name(block), Stack.of(target), spare=False)
 
-    def _forward(self, x: np.ndarray) -> np.ndarray:
-        return stitch.forward(self._path, stitch.junctions(self._path, self._site.load), self._run, x)
+    def _is_known(self, block: Block, feeds: bool) -> bool:
+        known = _gram_name(block) in self.local
+        return known and not (self._fits and feeds and self._target(block) is None)
 
-    def _gram(self, activations: np.ndarray) -> np.ndarray:
-        return cka.gram(activations, self._ask.maps).astype(np.float32)
+    def _target(self, block: Block) -> Stack | None:
+        """What a block puts out, at some positions: (positions, channels)."""
+        shape = (len(self._positions(block.out_shape)), block.out_shape[0])
+        return self._flow.shelf.find(self._target_name(block), shape)
+
+    def _target_name(self, block: Block) -> str:
+        return flow.kept_name([block], self._rows, f"target{self._ask.positions}")
+
+    def _positions(self, shape: Sequence[int]) -> np.ndarray:
+        """One of each stretch of n * h * w positions: the same for all that has this shape."""
+        total = self.count * shape[1] * shape[2]
+        wanted = min(self._ask.positions, total)
+        draw = tensors.rng("positions", total).random(wanted)
+        return np.minimum((np.arange(wanted) + draw) * (total / wanted), total - 1).astype(np.int64)
+
+    def _fitted(self, maps: Source) -> Source:
+        return Part(maps, self.count, 2 * self.count)
+
+    def _output(self) -> Stack:
+        """What the path puts out; kept for the tasks to come."""
+        if self._maps is None:
+            kept = _Kept(self._flow, self._rows, len(self._path))
+            self._maps = self._flow.along(self._path, self._between, self._shown, kept)
+        return self._maps
+
+    def _junctions(self, blocks: Sequence[Block]) -> dict[str, Tensors]:
+        """For each block that needs one; those that take maps of the same size share the fit's matrix."""
+        found: dict[str, Tensors] = {}
+        strange = [block for block in blocks if not stitch.continues(self._path[-1], block)]
+        for size in sorted({block.in_shape[1:] for block in strange}):
+            group = [block for block in strange if block.in_shape[1:] == size]
+            x = flow.sample(flow.resized(self._fitted(self._output()), *size), self._positions((0, *size)))
+            targets = []
+            for block in group:
+                target = self._target(self._ask.blocks[f"{block.donor}.{block.index - 1}"])
+                assert target is not None
+                targets.append(target.rows(0, len(x)))
+            solved = projection.fit(x, targets, self._ask.ridge, self._ask.bias)
+            for block, (weights, bias) in zip(group, solved, strict=True):
+                found[block.id] = {"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)}
+        return found
+
+    def _flops(self) -> float:
+        """About what the task takes."""
+        ask, n = self._ask, len(self._rows)
+        own = {block.id: block.flops for chain, _ in _chains(ask.blocks, self._pool) for block in chain}
+        tried = {"input": 0, "hybrid": min(ask.screen, len(ask.pool)), "output": len(ask.pool)}[ask.score_at]
+        pool = self.count * tried * sum(block.flops for block in self._pool) / len(self._pool)
+        fresh = not any(_gram_name(block) in self.local for block in self._pool)
+        return n * self._path[-1].flops + pool + n * fresh * sum(own.values())
 
 
-def _drawn(site: Site, ask: ScoreAsk) -> dict[str, np.ndarray]:
+class _Kept:
+    """Outputs of paths on some images, from one task to the next."""
+
+    def __init__(self, flow: Flow, rows: np.ndarray, length: int) -> None:
+        """`length`: of the paths whose outputs are worth keeping."""
+        self._flow, self._rows, self._length = flow, rows, length
+
+    def find(self, path: Sequence[Block]) -> Stack | None:
+        shape = (len(self._rows), *path[-1].out_shape)
+        return self._flow.shelf.find(flow.kept_name(path, self._rows, "path"), shape)
+
+    def keep(self, path: Sequence[Block], maps: Stack) -> None:
+        if len(path) == self._length:
+            self._flow.shelf.keep(flow.kept_name(path, self._rows, "path"), maps, spare=True)
+
+
+class _Shared:
+    """Outputs that several of some paths begin with, for as long as they go through the same images."""
+
+    def __init__(self, paths: Iterable[Sequence[Block]]) -> None:
+        every = [tuple(block.id for block in path[: i + 1]) for path in paths for i in range(len(path))]
+        self._wanted = {ids for ids in every if every.count(ids) > 1}
+        self._made: dict[tuple[str, ...], Stack] = {}
+
+    def find(self, path: Sequence[Block]) -> Stack | None:
+        return self._made.get(tuple(block.id for block in path))
+
+    def keep(self, path: Sequence[Block], maps: Stack) -> None:
+        ids = tuple(block.id for block in path)
+        if ids in self._wanted:
+            self._made[ids] = maps
+
+
+def _drawn(site: Site) -> dict[str, np.ndarray]:
     """The private state, begun anew when the device's examples have changed in number."""
-    size = np.array([len(site.train), ask.samples])
-    if "rows" in site.local and np.array_equal(site.local["size"], size):
+    if "drawn" in site.local and site.local["drawn"][0] == len(site.train):
         return dict(site.local)
-    return {"size": size, "rows": site.rng.permutation(len(site.train))[: 2 * ask.samples]}
+    return {"drawn": np.array([len(site.train), site.rng.integers(1 << 62)])}
 
 
-def _reference(block: Block, offset: int = 0) -> str:
+def _order(local: Tensors) -> np.ndarray:
+    """All of the device's examples, in the order in which this job takes them."""
+    examples, seed = (int(value) for value in local["drawn"])
+    return tensors.rng("drawn", seed).permutation(examples)
+
+
+def _gram_name(block: Block, offset: int = 0) -> str:
     return f"gram.{block.donor}.{block.index + offset}"
 
 
@@ -220,78 +334,100 @@ def _reference(block: Block, offset: int = 0) -> str:
 
 
 def fit(ask: FitAsk, site: Site) -> Answer:
-    """Bundles "moments.<i>": for the i-th winner, the sums that its junction is solved from."""
+    """Bundles "moments.<i>": for the i-th winner, the sums that its junction is solved from.
+
+    Raises:
+        DataError: no examples.
+    """
     path = [ask.blocks[name] for name in ask.path]
     between = stitch.junctions(path, site.load)
     winners = [ask.blocks[name] for name in ask.winners]
-    parts: dict[str, list[projection.Moments]] = {name: [] for name in ask.winners}
-    chains = list(_chains(ask.blocks, winners))
-    batches = _batches(site, ask.samples)
-    run = _Runs(site, len(batches) * (len(path) + sum(len(chain) for chain, _ in chains)))
-    for rows in batches:
-        shown = images.prepare(site.train.x[rows], ask.input)
-        x = stitch.forward(path, between, run, shown)
+    local, chains = _drawn(site), list(_chains(ask.blocks, winners))
+    chosen = _order(local)[: ask.samples]
+    flops = sum(block.flops for block in path) + sum(block.flops for chain, _ in chains for block in chain[:-1])
+    run = Flow(site, ask.blocks.values(), len(chosen) * flops)
+    sums: dict[str, projection.Moments] = {}
+    for rows in _waves(site, chosen):
+        shown = flow.Prepared(site.train.x[rows], ask.input)
+        x = run.along(path, between, shown, _Kept(run, rows, 0))
         for chain, wanted in chains:
-            y = shown
+            y: Source = shown
             for block in chain:
                 if block.id in wanted:
-                    sums = projection.moments_of_maps(images.resize(x, *block.in_shape[1:]), y, ask.bias)
-                    parts[block.id] = [projection.merge([*parts[block.id], sums])]
+                    parts = [sums[block.id]] if block.id in sums else []
+                    for start, part in flow.pieces(flow.resized(x, *block.in_shape[1:])):
+                        parts.append(projection.moments_of_maps(part, y.rows(start, start + len(part)), ask.bias))
+                        parts = [projection.merge(parts)]
+                    sums[block.id] = parts[0]
                 if block is not chain[-1]:
-                    y = run(block, y)
-    return _sums([parts[name][0] for name in ask.winners], ask, site, exact=ask.ridge == 0)
+                    y = run.block(block, y)
+    found = [sums[name] for name in ask.winners]
+    return _answer(ask, found, len(chosen), local, exact=ask.ridge == 0)
 
 
 def head(ask: HeadAsk, site: Site) -> Answer:
     """Bundles "moments.<i>": for the i-th body, the sums of its pooled features and one-hot labels.
 
     Raises:
-        DataError: labels outside those of the job.
+        DataError: no examples, or labels outside those of the job.
     """
     _require_labels(site.train.y, ask.labels, site.device)
     bodies = [[ask.blocks[name] for name in body] for body in ask.bodies]
     between = [stitch.junctions(body, site.load) for body in bodies]
-    parts: list[list[projection.Moments]] = [[] for _ in bodies]
-    batches = _batches(site, ask.samples)
-    run = _Runs(site, len(batches) * sum(len(body) for body in bodies))
-    for rows in batches:
-        x = images.prepare(site.train.x[rows], ask.input)
-        y = np.eye(ask.labels)[site.train.y[rows]]
+    local = _drawn(site)
+    chosen = _order(local)[: ask.samples]
+    run = Flow(site, ask.blocks.values(), len(chosen) * sum(block.flops for body in bodies for block in body))
+    widths = [ask.random_features or body[-1].out_shape[0] for body in bodies]
+    features = [run.shelf.make((len(chosen), width)) for width in widths]
+    for start, rows in zip(range(0, len(chosen), WAVE), _waves(site, chosen), strict=True):
+        shown, shared = flow.Prepared(site.train.x[rows], ask.input), _Shared(bodies)
         for i, body in enumerate(bodies):
-            z = stitch.gap(stitch.forward(body, between[i], run, x))
-            if ask.random_features:
-                z = z @ stitch.random_features(z.shape[1], ask.random_features, ask.projection_seed)
-            parts[i] = [projection.merge([*parts[i], projection.moments(z, y)])]
-    return _sums([part[0] for part in parts], ask, site, exact=False)
+            maps = run.along(body, between[i], shown, shared)
+            for first, part in flow.pieces(maps):
+                z = stitch.gap(part)
+                if ask.random_features:
+                    z = z @ stitch.random_features(z.shape[1], ask.random_features, ask.projection_seed)
+                features[i].put(start + first, z)
+    y = np.eye(ask.labels)[site.train.y[chosen]]
+    found = []
+    for each in features:
+        parts = [projection.moments(z, y[first : first + len(z)]) for first, z in flow.pieces(each)]
+        found.append(projection.merge(parts))
+    return _answer(ask, found, len(chosen), local, exact=False)
 
 
 def validate(ask: ValidateAsk, site: Site) -> Answer:
     """Bundle "counts": right answers of each net on the held-out examples, by either way of labelling."""
     _require_labels(site.held.y, ask.labels, site.device)
     nets = [[ask.blocks[name] for name in net] for net in ask.nets]
-    run = _Runs(site, -(-len(site.held) // BATCH) * sum(len(net) for net in nets))
-    right = {"ridge": np.zeros(len(ask.nets), np.int64), "aligned": np.zeros(len(ask.nets), np.int64)}
-    for start in range(0, len(site.held), BATCH):
-        x = images.prepare(site.held.x[start : start + BATCH], ask.input)
-        y = site.held.y[start : start + BATCH]
-        for i, path in enumerate(nets):
-            between = stitch.junctions(path, site.load)
-            maps = stitch.forward(path[:-1], between[:-1], run, x)
+    between = [stitch.junctions(net, site.load) for net in nets]
+    run = Flow(site, ask.blocks.values(), len(site.held) * sum(block.flops for net in nets for block in net))
+    right = {"ridge": np.zeros(len(nets), np.int64), "aligned": np.zeros(len(nets), np.int64)}
+    for first in range(0, len(site.held), WAVE):
+        y = site.held.y[first : first + WAVE]
+        shown = flow.Prepared(site.held.x[first : first + WAVE], ask.input)
+        shared = _Shared(net[:-1] for net in nets)
+        for i, net in enumerate(nets):
+            maps = run.along(net[:-1], between[i][:-1], shown, shared)
             if ask.heads:
-                weights = site.load(f"head.{i}")
-                scores = stitch.gap(maps) @ weights["weights"].T + weights["bias"]
-                right["ridge"][i] += int((scores.argmax(axis=1) == y).sum())
+                head = site.load(f"head.{i}")
+                z = np.concatenate([stitch.gap(part) for _, part in flow.pieces(maps)])
+                right["ridge"][i] += _right(z @ head["weights"].T + head["bias"], y)
             groups = ask.align[i]
             if groups is not None:
-                logits = run(path[-1], stitch.join(maps, between[-1], path[-1]))
-                right["aligned"][i] += int((stitch.align(logits, groups).argmax(axis=1) == y).sum())
+                logits = run.block(net[-1], flow.joined(maps, between[i][-1], net[-1]))
+                right["aligned"][i] += _right(stitch.align(logits.rows(0, len(y)), groups), y)
     counts = {"examples": np.array([len(site.held)], np.int64), **right}
     return Answer({"counts": counts}, float(len(site.held)), {"turn": float(ask.turn)}, site.local)
 
 
-def _sums(found: Sequence[projection.Moments], ask: FitAsk | HeadAsk, site: Site, exact: bool) -> Answer:
+def _right(scores: np.ndarray, y: np.ndarray) -> int:
+    return int((scores.argmax(axis=1) == y).sum())
+
+
+def _answer(ask: Ask, found: Sequence[projection.Moments], examples: int, local: Tensors, exact: bool) -> Answer:
     bundles: dict[str, Tensors] = {f"moments.{i}": projection.to_tensors(each, exact) for i, each in enumerate(found)}
-    return Answer(bundles, float(min(ask.samples, len(site.train))), {"turn": float(ask.turn)}, site.local)
+    return Answer(bundles, float(examples), {"turn": float(ask.turn)}, local)
 
 
 # -- shared ---------------------------------------------------------------------------------------
@@ -307,24 +443,11 @@ def _chains(blocks: dict[str, Block], candidates: Iterable[Block]) -> Iterator[t
         yield [blocks[f"{donor}.{i}"] for i in range(deepest + 1)], {block.id for block in own}
 
 
-class _Runs:
-    """Runs blocks, and says how far the task is; raises when the task is cancelled."""
-
-    def __init__(self, site: Site, most: int) -> None:
-        self._site, self._most, self._done = site, max(most, 1), 0
-
-    def __call__(self, block: Block, x: np.ndarray) -> np.ndarray:
-        self._site.progress(min(self._done / self._most, 1.0))
-        self._done += 1
-        return stitch.run_block(block, lambda graph, x: self._site.engine.run(self._site.path(graph), x), x)
-
-
-def _batches(site: Site, samples: int) -> list[np.ndarray]:
-    """Rows of examples drawn for this task, a batch at a time."""
-    if not len(site.train):
+def _waves(site: Site, rows: np.ndarray) -> Iterator[np.ndarray]:
+    if not len(rows):
         raise DataError(f"{site.device} has no examples")
-    rows = site.rng.permutation(len(site.train))[:samples]
-    return [rows[start : start + BATCH] for start in range(0, len(rows), BATCH)]
+    for start in range(0, len(rows), WAVE):
+        yield rows[start : start + WAVE]
 
 
 def _require_labels(y: np.ndarray, labels: int, device: str) -> None:

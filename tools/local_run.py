@@ -6,6 +6,7 @@ bytes. There is no deadline and no failure; every device answers in every round.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,21 @@ def states(
 
     `path` finds a bundle's file on disk. Answers are folded in the order in which a coordinator folds.
     """
+    with tempfile.TemporaryDirectory() as caches:
+        yield from _states(method, bundle, path, engine, members, params, seed, rounds, Path(caches))
+
+
+def _states(
+    method: Method,
+    bundle: Bundle,
+    path: Callable[[str], Path],
+    engine: Any,
+    members: Sequence[Member],
+    params: Any,
+    seed: int,
+    rounds: int,
+    caches: Path,
+) -> Iterator[Any]:
     state = method.init(bundle, params, seed)
     yield state
     local: dict[str, Any] = {member.device: {} for member in members}
@@ -62,7 +78,7 @@ def states(
             order = method.send(state, DeviceView(member.device, None, history[member.device]))
             if order is None:
                 continue
-            task, site = delivered(method, order, number, seed, member, engine, path, local[member.device])
+            task, site = delivered(method, order, number, seed, member, engine, path, local[member.device], caches)
             answer = method.work(task, site)
             local[member.device] = answer.local
             history[member.device] += (number,)
@@ -82,6 +98,7 @@ def delivered(
     engine: Any,
     path: Callable[[str], Path],
     local: Any,
+    caches: Path,
 ) -> tuple[Task, Site]:
     task = Task(
         job="local",
@@ -108,4 +125,4 @@ def delivered(
         return path(name)
 
     rng = tensors.rng(task.seed)
-    return task, Site(member.device, BUDGET_BYTES, engine, rng, member.train, member.held, local, load, find)
+    return task, Site(member.device, BUDGET_BYTES, engine, rng, member.train, member.held, local, load, find, caches / member.device)

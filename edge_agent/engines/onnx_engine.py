@@ -34,6 +34,7 @@ LOADING = 3.5  # times its weights is what an optimized session holds while it l
 LOADED = 2.0  # and then: 1.8 measured
 SESSION_BYTES = 2 * 2**20  # of a session beside weights and activations
 LARGEST_BATCH = 16  # more at once is slower: activations fall out of the cache
+COMMON_BATCH = 4  # for so many, sessions that were kept make room
 KEPT = 0.5  # of the room is what sessions may hold between runs, and one to be optimized while it loads
 MAPPED_SHARE = 32  # memory taken in pieces of more than this part of the budget goes back when it is freed
 MAPPED_MOST_BYTES = 32 << 20  # glibc's largest threshold
@@ -65,13 +66,16 @@ class OnnxEngine:
         budget_bytes: the most this process may hold resident.
         base_bytes: what it holds before any graph.
         threads: within one operation; 0: one per core.
+        micro_batch: examples that run at once; none: as many as fit, up to LARGEST_BATCH.
     """
 
     name = "onnx"
 
-    def __init__(self, budget_bytes: int, *, base_bytes: int = BASE_BYTES, threads: int = 0) -> None:
+    def __init__(
+        self, budget_bytes: int, *, base_bytes: int = BASE_BYTES, threads: int = 0, micro_batch: int | None = None
+    ) -> None:
         self._room_bytes = budget_bytes - base_bytes
-        self._threads = threads
+        self._threads, self._micro_batch = threads, micro_batch
         self._kept: OrderedDict[Path, Loaded] = OrderedDict()
         _return_large_pieces(budget_bytes)
         ort.set_default_logger_severity(ERRORS_ONLY)
@@ -87,24 +91,55 @@ class OnnxEngine:
         """
         session, plan = self._load(graph)
         name, answer = session.get_inputs()[0].name, session.get_outputs()[0]
-        size = self.batch(plan, x.nbytes + 4 * len(x) * math.prod(d for d in answer.shape[1:] if isinstance(d, int)))
+        size = self._batch(plan, 0, 0)
+        around = 0
+        if len(x) > size:  # examples and answers lie beside the micro-batch
+            around = x.nbytes + 4 * len(x) * math.prod(d for d in answer.shape[1:] if isinstance(d, int))
+            size = self._batch(plan, around, 0)
+        self._make_room(graph, plan, around + min(size, len(x)) * (plan.example_bytes or 0))
         y: np.ndarray | None = None
         with _named(graph):
             for first in range(0, max(len(x), 1), size):
-                part = np.ascontiguousarray(x[first : first + size], np.float32)
-                found = session.run(None, {name: part})[0]
+                found = session.run(None, {name: np.ascontiguousarray(x[first : first + size], np.float32)})[0]
+                if len(found) == len(x):
+                    return np.asarray(found)
                 if y is None:
                     y = np.empty((len(x), *found.shape[1:]), np.float32)
                 y[first : first + size] = found
         assert y is not None
         return y
 
-    def batch(self, plan: Plan, around_bytes: int) -> int:
-        """How many examples run at once, beside all sessions and so many bytes of examples and answers."""
+    @property
+    def room_bytes(self) -> int:
+        """What weights, activations and all else may hold beside the bare process."""
+        return self._room_bytes
+
+    def batch(self, graph: Path, around_bytes: int = 0, example_bytes: int = 0) -> int:
+        """How many examples to run at once, beside so many bytes in all, and so many more for each of them.
+
+        Raises:
+            ModelError, MemoryBudgetError: as `run` does.
+        """
+        return self._batch(self._load(graph).plan, around_bytes, example_bytes)
+
+    def _batch(self, plan: Plan, around_bytes: int, example_bytes: int) -> int:
+        if self._micro_batch is not None:
+            return self._micro_batch
         if plan.example_bytes is None:
             return 1
-        held = max(plan.held_bytes, int(KEPT * self._room_bytes))
-        return int(np.clip((self._room_bytes - held - around_bytes) // max(plan.example_bytes, 1), 1, LARGEST_BATCH))
+        each = max(plan.example_bytes + example_bytes, 1)
+        free = self._room_bytes - around_bytes
+        beside_all = int(free - max(plan.held_bytes, KEPT * self._room_bytes)) // each
+        alone = min(int(free - plan.held_bytes) // each, COMMON_BATCH)
+        return int(np.clip(max(beside_all, alone), 1, LARGEST_BATCH))
+
+    def _make_room(self, graph: Path, plan: Plan, activation_bytes: int) -> None:
+        """Let go of sessions, the longest unused first, until this one's activations fit beside the rest."""
+        held = sum(one.plan.held_bytes for one in self._kept.values())
+        for other in [path for path in self._kept if path != graph]:
+            if held + activation_bytes <= self._room_bytes:
+                return
+            held -= self._kept.pop(other).plan.held_bytes
 
     def facts(self, graph: Path) -> Mapping[str, str]:
         """What the graph's metadata say.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -200,7 +201,7 @@ def test_fedprox_without_pull_is_fedavg_bit_for_bit(engine):
             job="j", round=0, attempt=0, method=name, engine="numpy", actions=("work",), params=params,
             bundles={}, work=Work(), seed=0, deadline_s=1.0,
         )  # fmt: skip
-        site = Site("d", AMPLE, engine(AMPLE), tensors.rng(5), table(), table(4), {}, lambda _: start, lambda _: None)
+        site = Site("d", AMPLE, engine(AMPLE), tensors.rng(5), table(), table(4), {}, lambda _: start, Path, Path())
         moved[name, mu] = methods.load(name).work(task, site).bundles["model"]
     assert same_bits(moved["fedavg", None], moved["fedprox", 0.0])
 

@@ -116,6 +116,7 @@ class Place:
             data=changes.get("data", {"path": str(self.folder / "data.npz"), "held": 0.2}),
             bundles={"model": str(self.folder / "model")},
             private=changes.get("private"),
+            cache=str(self.folder / "cache"),
             out=str(out),
         )
 

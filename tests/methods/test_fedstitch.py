@@ -38,9 +38,13 @@ class FakeRunner:
     """Graphs are numpy functions, by file name; counts how often each has run."""
 
     name = "onnx"
+    room_bytes = 1 << 20
 
     def __init__(self, graphs: dict[str, Callable[[np.ndarray], np.ndarray]]) -> None:
         self.graphs, self.runs = graphs, dict.fromkeys(graphs, 0)
+
+    def batch(self, graph: Path, around_bytes: int = 0, example_bytes: int = 0) -> int:
+        return 64
 
     def run(self, graph: Path, x: np.ndarray) -> np.ndarray:
         self.runs[graph.name] += 1
@@ -455,18 +459,17 @@ def test_exploration_fades_with_the_expansions() -> None:
     assert search.epsilon(replace(FULL[0], expansions=99)) == 0.05
 
 
-def test_private_state_begins_anew_when_a_device_has_other_examples() -> None:
+def test_private_state_begins_anew_when_a_device_has_other_examples(tmp_path: Path) -> None:
     """References on images that the device no longer has must not be used."""
     bundle, runner = build()
     state = METHOD.init(bundle, Params(**SMALL), 3)
     order = METHOD.send(state, DeviceView("dev-0", None))
     assert order is not None
-    site = local_run.delivered(METHOD, order, 0, 3, members(1)[0], runner, Path, {})[1]
-    task = local_run.delivered(METHOD, order, 0, 3, members(1)[0], runner, Path, {})[0]
+    task, site = local_run.delivered(METHOD, order, 0, 3, members(1)[0], runner, Path, {}, tmp_path)
     first = METHOD.work(task, site)
     fewer = Examples(site.train.x[:30], site.train.y[:30])
     second = METHOD.work(task, replace(site, train=fewer, local=first.local))
-    assert second.local["size"][0] == 30
+    assert second.local["drawn"][0] == 30
     assert not np.array_equal(second.local["gram.elm.0"], first.local["gram.elm.0"])
     with pytest.raises(ModelError, match="knows no phase"):
         METHOD.work(replace_params(task, phase="dance"), site)
@@ -476,12 +479,12 @@ def replace_params(task: Any, **changes: Any) -> Any:
     return msgspec.structs.replace(task, params={**task.params, **changes})
 
 
-def test_progress_rises_and_can_cancel() -> None:
+def test_progress_rises_and_can_cancel(tmp_path: Path) -> None:
     """A cancelled task stops at the next block."""
     bundle, runner = build()
     order = METHOD.send(METHOD.init(bundle, Params(**SMALL), 3), DeviceView("dev-0", None))
     assert order is not None
-    task, site = local_run.delivered(METHOD, order, 0, 3, members(1)[0], runner, Path, {})
+    task, site = local_run.delivered(METHOD, order, 0, 3, members(1)[0], runner, Path, {}, tmp_path)
     seen: list[float] = []
     METHOD.work(task, replace(site, progress=seen.append))
     assert seen == sorted(seen)

@@ -43,13 +43,13 @@ def test_the_ridge_is_relative_to_the_mean_variance() -> None:
 
 @pytest.mark.parametrize("ridge", [1e-4, 0.0])
 @pytest.mark.parametrize("centred", [True, False])
-def test_the_dual_form_is_the_primal_one(centred: bool, ridge: float) -> None:
-    """With 8 rows and 20 channels both forms give the same projection."""
-    x, y = RNG.normal(size=(2, 20, 2, 2)), RNG.normal(size=(2, 3, 2, 2))
-    dual = p.fit_maps(x, y, ridge, centred)
-    primal = p.solve(p.moments_of_maps(x, y, centred), ridge)
-    for one, other in zip(dual, primal, strict=True):
-        assert np.abs(one - other).max() < 1e-9
+@pytest.mark.parametrize("rows", [8, 50])
+def test_fits_at_hand_equal_those_from_sums(rows: int, centred: bool, ridge: float) -> None:
+    """With fewer rows than the 20 channels and with more, and for each of several targets at once."""
+    x, ys = RNG.normal(size=(rows, 20)), [RNG.normal(size=(rows, 3)), RNG.normal(size=(rows, 5)) + 4.0]
+    for found, y in zip(p.fit(x, ys, ridge, centred), ys, strict=True):
+        for one, other in zip(found, p.solve(p.moments(x, y, centred), ridge), strict=True):
+            assert np.abs(one - other).max() < 1e-9
 
 
 def test_dead_and_duplicate_channels_do_not_explode() -> None:
@@ -66,7 +66,7 @@ def test_features_that_do_not_vary_predict_the_mean(ridge: float) -> None:
     """Nothing to regress on: weights 0, bias the mean of y."""
     for weights, bias in (
         p.solve(p.moments(np.full((5, 2), 7.0), Y[:5]), ridge),
-        p.fit_maps(np.full((1, 9, 1, 1), 7.0), Y[:1].reshape(1, 4, 1, 1), ridge),
+        *p.fit(np.full((1, 9), 7.0), [Y[:1]], ridge),
     ):
         assert np.allclose(weights, 0.0)
         assert np.allclose(bias, Y[: 5 if len(weights[0]) == 2 else 1].mean(axis=0))

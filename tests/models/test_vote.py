@@ -149,7 +149,7 @@ def test_the_coin_explores_as_often_as_epsilon_says() -> None:
 def blocks() -> list[Block]:
     shape = (1, 1, 1)
     kinds = [("a", 1, "middle"), ("a", 2, "middle"), ("b", 1, "middle"), ("b", 2, "end")]
-    return [Block(donor, i, kind, "g", None, shape, shape, 1, 1, 1) for donor, i, kind in kinds]  # type: ignore[arg-type]
+    return [Block(donor, i, kind, (("g",),), (), shape, shape, 1, 1, 1, 1) for donor, i, kind in kinds]  # type: ignore[arg-type]
 
 
 def test_blocks_clearly_shallower_than_their_donors_best_are_dropped() -> None:

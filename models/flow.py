@@ -1,0 +1,152 @@
+"""Blocks run over stacks of maps: one graph at a time, a few examples at a time, within a task's memory.
+
+A block runs on all examples before the next one does, so that its weights are loaded once. What lies
+between two blocks is in memory where there is room for it, else in a file (`fedquilt.models.stacks`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+from typing import Protocol
+
+import numpy as np
+
+from fedquilt.core import Site, Tensors
+from fedquilt.models import images, stitch
+from fedquilt.models.stacks import Mapped, Shelf, Source, Stack
+from fedquilt.models.stitch import Block
+
+STACKS = 4  # one part in so many of the room is for stacks in memory
+KEPT_MOST_BYTES = 256 << 20  # of path outputs kept for later tasks; at most half of the budget
+PIECE_BYTES = 8 << 20  # of maps at hand where no graph says how many
+
+Between = Sequence[Tensors | None]
+
+
+class Outputs(Protocol):
+    """What is known of the outputs of paths on the same images."""
+
+    def find(self, path: Sequence[Block]) -> Stack | None: ...
+
+    def keep(self, path: Sequence[Block], maps: Stack) -> None: ...
+
+
+class Flow:
+    """Runs a task's blocks, and says how far the task is; raises when it is cancelled."""
+
+    def __init__(self, site: Site, blocks: Iterable[Block], flops: float) -> None:
+        """
+        Args:
+            blocks: all that may run.
+            flops: of the whole task, for its progress.
+        """
+        self._site, self._flops, self._done = site, max(flops, 1.0), 0.0
+        room = site.engine.room_bytes
+        largest = max(block.resident_bytes + block.activation_bytes for block in blocks)
+        self._stacks_bytes = int(max(min(room // STACKS, room - largest), 0))
+        self.shelf = Shelf(site.cache, self._stacks_bytes, min(site.budget_bytes // 2, KEPT_MOST_BYTES))
+
+    def block(
+        self, block: Block, source: Source, first: int = 0, last: int | None = None, into: Stack | None = None
+    ) -> Stack:
+        """A block's output for examples [first, last), in the same rows of the stack returned, which is `into`."""
+        last = source.shape[0] if last is None else last
+        made = into or self.shelf.make((last, *block.out_shape))
+        *inner, final = block.stages
+        flops = block.flops / sum(len(stage) for stage in block.stages)
+        shift = 0
+        for stage in inner:
+            parts = [y for _, y in self._stage(stage, source, first - shift, last - shift, flops)]
+            source, shift = Stack.of(np.concatenate(parts)), first
+        for start, y in self._stage(final, source, first - shift, last - shift, flops):
+            made.put(start + shift, y)
+        return made
+
+    def along(self, path: Sequence[Block], between: Between, source: Source, known: Outputs) -> Stack:
+        """The output of a path's last block, from the longest beginning of the path that is known."""
+        maps, begin = source, 0
+        for length in range(len(path), 0, -1):
+            if (found := known.find(path[:length])) is not None:
+                maps, begin = found, length
+                break
+        for i in range(begin, len(path)):
+            maps = self.block(path[i], joined(maps, between[i], path[i]))
+            known.keep(path[: i + 1], maps)
+        assert isinstance(maps, Stack)
+        return maps
+
+    def _stage(
+        self, stage: Sequence[str], source: Source, first: int, last: int, flops: float
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Where each output begins, and the output; tiles are run one after the other on all examples."""
+        if len(stage) == 1:
+            yield from self._pieces(stage[0], source, first, last, flops)
+            return
+        tiles = [[y for _, y in self._pieces(graph, source, first, last, flops)] for graph in stage]
+        yield first, np.concatenate([np.concatenate(tile) for tile in tiles], axis=1)
+
+    def _pieces(
+        self, graph: str, source: Source, first: int, last: int, flops: float
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        path, engine = self._site.path(graph), self._site.engine
+        size = engine.batch(path, self._stacks_bytes, source.example_bytes)
+        for start in range(first, last, size):
+            stop = min(start + size, last)
+            self._site.progress(min(self._done / self._flops, 1.0))
+            self._done += flops * (stop - start)
+            yield start, engine.run(path, source.rows(start, stop))
+
+
+class Prepared:
+    """Stored images as networks take them (`fedquilt.models.images.prepare`), made as they are asked for."""
+
+    def __init__(self, x: np.ndarray, wanted: images.Input) -> None:
+        self._x, self._wanted = x, wanted
+        self.shape = (len(x), wanted.channels, wanted.size, wanted.size)
+        self.example_bytes = 4 * prod(self.shape[1:])
+
+    def rows(self, first: int, last: int) -> np.ndarray:
+        return images.prepare(self._x[first:last], self._wanted)
+
+
+def kept_name(path: Sequence[Block], rows: np.ndarray, what: str) -> str:
+    """What something about a path on some of a device's examples is kept under."""
+    digest = hashlib.sha256("/".join(block.id for block in path).encode() + b"\0" + rows.tobytes())
+    return f"{what}.{digest.hexdigest()[:16]}"
+
+
+def joined(maps: Source, junction: Tensors | None, block: Block) -> Source:
+    """Maps as `block` takes them, made as they are asked for."""
+    if junction is None:
+        return maps
+    beside = 4 * (prod(maps.shape[1:]) + max(maps.shape[1], block.in_shape[0]) * prod(block.in_shape[1:]))
+    return Mapped(maps, lambda part: stitch.join(part, junction, block), block.in_shape, beside)
+
+
+def resized(maps: Source, height: int, width: int) -> Source:
+    """Maps of another size, made as they are asked for."""
+    if maps.shape[2:] == (height, width):
+        return maps
+    shape = (maps.shape[1], height, width)
+    beside = 4 * (prod(maps.shape[1:]) + maps.shape[1] * max(height, maps.shape[2]) * max(width, maps.shape[3]))
+    return Mapped(maps, lambda part: images.resize(part, height, width), shape, beside)
+
+
+def pieces(source: Source) -> Iterator[tuple[int, np.ndarray]]:
+    """All of a source, some PIECE_BYTES at a time, and where each begins."""
+    size = max(PIECE_BYTES // max(4 * prod(source.shape[1:]) + source.example_bytes, 1), 1)
+    for start in range(0, source.shape[0], size):
+        yield start, source.rows(start, min(start + size, source.shape[0]))
+
+
+def sample(maps: Source, positions: np.ndarray) -> np.ndarray:
+    """Channels at some positions (r,) of all n * h * w, in ascending order: (r, c) float32."""
+    _, c, h, w = maps.shape
+    found = np.empty((len(positions), c), np.float32)
+    for start, part in pieces(maps):
+        here = slice(*np.searchsorted(positions, [start * h * w, (start + len(part)) * h * w]))
+        image, position = np.divmod(positions[here] - start * h * w, h * w)
+        found[here] = part.reshape(len(part), c, h * w)[image, :, position]
+    return found
