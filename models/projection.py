@@ -6,8 +6,12 @@ merge exactly (Chan et al., 1979), so that what the coordinator solves from many
 on their pooled rows. FedStitch (arXiv 2409.07202) does not say who fits its Eq. 3, whose inverse is
 singular whenever there are fewer rows than channels.
 
+The sums also tell how well a solution does on rows that it was not solved from: `left_out` solves from
+all devices but one and asks that one, which costs the devices nothing and no example is seen twice.
+
 Privacy: the moments of one device with fewer rows than channels nearly reveal the span of its
-activations. They are merged as they come; only sums over several devices should ever be stored.
+activations. A few are held apart while a round is folded, and dropped with it; only sums over several
+devices should ever be stored.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from fedquilt.core import Tensors, UpdateError
 
 RIDGE = 1e-4  # lambda as a share of the mean variance of a channel
 ROWS = 1 << 14  # rows taken at a time
+BLOCK = 64  # rows of a matrix added at a time: no second matrix is held meanwhile
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,12 @@ class Moments:
     mean_y: np.ndarray  # (q,)
     xx: np.ndarray  # (p, p) sum of (x - mean_x)(x - mean_x)'
     xy: np.ndarray  # (p, q)
+    yy: float  # sum of |y - mean_y|^2
+
+    @property
+    def nbytes(self) -> int:
+        """What the matrices hold."""
+        return self.xx.nbytes + self.xy.nbytes
 
 
 def moments(x: np.ndarray, y: np.ndarray, centred: bool = True) -> Moments:
@@ -40,22 +51,27 @@ def moments(x: np.ndarray, y: np.ndarray, centred: bool = True) -> Moments:
     mean_x, mean_y = np.zeros(x.shape[1]), np.zeros(y.shape[1])
     if centred:
         mean_x, mean_y = x.mean(axis=0), y.mean(axis=0)
-        x, y = x - mean_x, y - mean_y
-    return Moments(float(len(x)), mean_x, mean_y, x.T @ x, x.T @ y)
+        x -= mean_x
+        y -= mean_y
+    return Moments(float(len(x)), mean_x, mean_y, x.T @ x, x.T @ y, float(np.vdot(y, y)))
 
 
 def merge(parts: Sequence[Moments]) -> Moments:
     """The moments of all rows together."""
     first, *others = parts
-    n, mean_x, mean_y, xx, xy = first.n, first.mean_x, first.mean_y, first.xx.copy(), first.xy.copy()
+    if not others:
+        return first
+    n, mean_x, mean_y, yy = first.n, first.mean_x, first.mean_y, first.yy
+    xx, xy = first.xx.copy(), first.xy.copy()
     for part in others:
         total = n + part.n
         dx, dy = part.mean_x - mean_x, part.mean_y - mean_y
         share = n * part.n / total
-        xx += part.xx + share * np.outer(dx, dx)
-        xy += part.xy + share * np.outer(dx, dy)
+        _add(xx, part.xx, share, dx, dx)
+        _add(xy, part.xy, share, dx, dy)
+        yy += part.yy + share * float(dy @ dy)
         mean_x, mean_y, n = mean_x + dx * (part.n / total), mean_y + dy * (part.n / total), total
-    return Moments(n, mean_x, mean_y, xx, xy)
+    return Moments(n, mean_x, mean_y, xx, xy, yy)
 
 
 def moments_of_maps(x: np.ndarray, y: np.ndarray, centred: bool = True) -> Moments:
@@ -73,7 +89,9 @@ def solve(sums: Moments, ridge: float = RIDGE) -> tuple[np.ndarray, np.ndarray]:
     p = len(sums.mean_x)
     if ridge > 0:
         lam = ridge * np.trace(sums.xx) / p
-        w = np.linalg.solve(sums.xx + lam * np.eye(p), sums.xy).T if lam > 0 else np.zeros_like(sums.xy.T)
+        inner = sums.xx.copy()
+        inner[np.diag_indices(p)] += lam
+        w = np.linalg.solve(inner, sums.xy).T if lam > 0 else np.zeros_like(sums.xy.T)
     else:
         values, vectors = np.linalg.eigh(sums.xx)
         keep = values > max(p, sums.n) * np.finfo(np.float64).eps * values[-1]
@@ -111,6 +129,60 @@ def fit(
     return [(w, mean - w @ mean_x) for w, mean in zip(found, means, strict=True)]
 
 
+# -- how well it does elsewhere -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The moments of many devices: all of them merged, and some groups of them apart."""
+
+    total: Moments
+    groups: tuple[Moments, ...]  # (): too large to be held apart
+
+
+def gather(so_far: Gathered | None, new: Moments, most: int) -> Gathered:
+    """With one device more. Each is a group of its own until there are `most`, then the smallest takes it in.
+
+    The total is what merging all devices in this order gives, to the last bit. Fewer than two groups are none.
+    """
+    if so_far is None:
+        return Gathered(new, (new,) if most > 1 else ())
+    groups = list(so_far.groups)
+    if len(groups) < most and groups:
+        groups.append(new)
+    elif groups:
+        smallest = min(range(len(groups)), key=lambda i: groups[i].n)
+        groups[smallest] = merge([groups[smallest], new])
+    return Gathered(merge([so_far.total, new]), tuple(groups))
+
+
+def residual(w: np.ndarray, b: np.ndarray, sums: Moments) -> float:
+    """The share of y's variance that W x + b leaves on the rows of `sums`: 1 - R^2.
+
+    0 is a perfect fit, 1 is no better than the rows' own mean of y, which a fit from elsewhere may
+    well fall short of. Of uncentred moments the mean is zero, and so must b be. Where y does not vary: 1.
+    """
+    offset = sums.mean_y - w @ sums.mean_x - b
+    explained = 2 * np.einsum("qp,pq->", w, sums.xy) - np.einsum("qp,qp->", w @ sums.xx, w)
+    left = sums.yy - explained + sums.n * (offset @ offset)
+    return max(float(left) / sums.yy, 0.0) if sums.yy > 0 else 1.0
+
+
+def left_out(parts: Sequence[Moments], ridge: float = RIDGE) -> list[float]:
+    """Of each part: `residual` of what all the others solve to. Of a single part there is none: [].
+
+    Parts are merged in halves, so that n of them take n log n merges and hold log n sums.
+    """
+
+    def without(others: list[Moments], some: Sequence[Moments]) -> list[float]:
+        if len(some) == 1:
+            return [residual(*solve(others[0], ridge), some[0])]
+        one, other = some[: len(some) // 2], some[len(some) // 2 :]
+        return without([merge([*others, *other])], one) + without([merge([*others, *one])], other)
+
+    return without([], parts) if len(parts) > 1 else []
+
+
 # -- on the wire ----------------------------------------------------------------------------------
 
 
@@ -120,13 +192,17 @@ def to_tensors(sums: Moments, exact: bool) -> dict[str, np.ndarray]:
     Centred, they lose nothing that a ridge would not; without a ridge small eigenvalues matter.
     """
     kind = np.float64 if exact else np.float32
-    half = sums.xx[np.triu_indices(len(sums.xx))]
+    p = len(sums.xx)
+    half = np.empty(p * (p + 1) // 2, kind)
+    for row, place in _upper(p):
+        half[place] = sums.xx[row, row:]
     return {
         "n": np.array([sums.n]),
         "mean_x": sums.mean_x,
         "mean_y": sums.mean_y,
-        "xx": half.astype(kind),
+        "xx": half,
         "xy": sums.xy.astype(kind),
+        "yy": np.array([sums.yy]),
     }
 
 
@@ -136,19 +212,37 @@ def from_tensors(given: Tensors, p: int, q: int) -> Moments:
     Raises:
         UpdateError: names, shapes or values that are no moments of p and q channels.
     """
-    wanted = {"n": (1,), "mean_x": (p,), "mean_y": (q,), "xx": (p * (p + 1) // 2,), "xy": (p, q)}
+    wanted = {"n": (1,), "mean_x": (p,), "mean_y": (q,), "xx": (p * (p + 1) // 2,), "xy": (p, q), "yy": (1,)}
     for name, shape in wanted.items():
         array = given.get(name)
         if array is None or array.shape != shape or array.dtype.kind != "f" or not np.isfinite(array).all():
             found = "missing" if array is None else f"{array.dtype} of shape {array.shape}, or not finite"
             raise UpdateError(f"moments: {name!r} is {found}; expected finite numbers of shape {shape}")
-    xx = np.zeros((p, p))
-    xx[np.triu_indices(p)] = given["xx"]
-    xx = xx + np.triu(xx, 1).T
-    n = float(given["n"][0])
-    if n <= 0 or (np.diagonal(xx) < 0).any():
+    xx = np.empty((p, p))
+    for row, place in _upper(p):
+        xx[row, row:] = xx[row:, row] = given["xx"][place]
+    n, yy = float(given["n"][0]), float(given["yy"][0])
+    if n <= 0 or yy < 0 or (np.diagonal(xx) < 0).any():
         raise UpdateError("moments: a count that is not positive, or a negative variance")
-    return Moments(n, given["mean_x"].astype(np.float64), given["mean_y"].astype(np.float64), xx, _double(given["xy"]))
+    return Moments(n, _double(given["mean_x"]), _double(given["mean_y"]), xx, _double(given["xy"]), yy)
+
+
+def _upper(p: int) -> Iterator[tuple[int, slice]]:
+    """Each row of a symmetric matrix, and where its part from the diagonal on lies in the half that is sent."""
+    start = 0
+    for row in range(p):
+        yield row, slice(start, start + p - row)
+        start += p - row
+
+
+def _add(total: np.ndarray, part: np.ndarray, share: float, dx: np.ndarray, dy: np.ndarray) -> None:
+    """total += part + share * dx dy', in place and by blocks of rows."""
+    for first in range(0, len(total), BLOCK):
+        rows = slice(first, first + BLOCK)
+        step = np.outer(dx[rows], dy)
+        step *= share
+        step += part[rows]
+        total[rows] += step
 
 
 def _double(array: np.ndarray) -> np.ndarray:

@@ -90,11 +90,86 @@ def test_maps_are_rows_of_positions_in_chunks() -> None:
     assert np.allclose(p.moments_of_maps(x, y).xy, whole.xy)
 
 
+def explicit(w: np.ndarray, b: np.ndarray, x: np.ndarray, y: np.ndarray, centred: bool) -> float:
+    """1 - R^2 from the rows themselves."""
+    return float(((y - x @ w.T - b) ** 2).sum() / ((y - y.mean(axis=0) * centred) ** 2).sum())
+
+
+@pytest.mark.parametrize("ridge", [1e-4, 0.0])
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("x", [X, DEFICIENT], ids=["full rank", "rank deficient"])
+def test_what_a_solution_leaves_is_known_from_sums_alone(x: np.ndarray, centred: bool, ridge: float) -> None:
+    """Other rows, other means: 1 - R^2 of a device that was left out equals the one computed on its rows."""
+    parts = [p.moments(x[share], Y[share], centred) for share in SHARES]
+    found = p.left_out(parts, ridge)
+    for i, share in enumerate(SHARES):
+        rest = np.concatenate([x[other] for other in SHARES if other is not share])
+        targets = np.concatenate([Y[other] for other in SHARES if other is not share])
+        w, b = p.solve(p.moments(rest, targets, centred), ridge)
+        assert found[i] == pytest.approx(explicit(w, b, x[share], Y[share], centred), abs=1e-8)
+
+
+def test_a_bias_that_is_off_is_counted() -> None:
+    """y = x on -1 and 1, predicted as x + 1: two errors of 1 on a variance of 2."""
+    x = np.array([[-1.0], [1.0]])
+    assert p.residual(np.eye(1), np.ones(1), p.moments(x, x)) == pytest.approx(1.0)
+    assert p.residual(np.eye(1), np.zeros(1), p.moments(x, x)) == 0.0
+    assert p.residual(np.eye(1), np.zeros(1), p.moments(x, np.ones((2, 1)))) == 1.0  # y does not vary
+
+
+def test_a_device_of_another_distribution_stands_out() -> None:
+    """Equal devices leave about what the pooled fit leaves in sample; one whose y follows another rule leaves more."""
+    draws = np.random.default_rng(5)
+    rule = draws.normal(size=(8, 3))
+    xs = [draws.normal(size=(400, 8)) for _ in range(6)]
+    parts = [p.moments(x, x @ rule + draws.normal(size=(400, 3))) for x in xs]
+    pooled = p.merge(parts)
+    within = p.residual(*p.solve(pooled), pooled)
+    assert p.left_out(parts) == pytest.approx([within] * 6, abs=0.02)
+    odd = p.moments(xs[0], xs[0] @ rule[::-1])
+    found = p.left_out([odd, *parts[1:]])
+    assert found[0] > 4 * max(found[1:])
+    assert p.left_out([odd]) == []
+
+
+def test_gathered_groups_are_few_and_their_total_is_the_merged_one() -> None:
+    """Five devices in at most three groups; the total has the bits of merging one after the other."""
+    parts = [p.moments(X[i : i + 18 + i], Y[i : i + 18 + i]) for i in range(5)]
+    for most, groups in ((9, 5), (3, 3), (1, 0), (0, 0)):
+        gathered, total = None, parts[0]
+        for i, part in enumerate(parts):
+            gathered = p.gather(gathered, part, most)
+            total = p.merge([total, part]) if i else part
+        assert gathered is not None
+        assert len(gathered.groups) == groups
+        assert np.array_equal(gathered.total.xx, total.xx)
+        assert gathered.total.yy == total.yy
+        if groups:
+            sizes = {5: [18, 19, 20, 21, 22], 3: [18 + 21, 19 + 22, 20]}  # the smallest group takes the next one in
+            assert [group.n for group in gathered.groups] == sizes[groups]
+            assert np.allclose(p.merge(gathered.groups).xx, total.xx, rtol=1e-12)
+
+
+def test_a_merge_is_symmetric_and_changes_none_of_its_parts() -> None:
+    """More channels than are added at a time."""
+    draws = np.random.default_rng(2)
+    parts = [p.moments(draws.normal(size=(50, 150)) + i, draws.normal(size=(50, 3))) for i in range(3)]
+    before = [part.xx.copy() for part in parts]
+    merged = p.merge(parts)
+    assert np.array_equal(merged.xx, merged.xx.T)
+    assert all(np.array_equal(part.xx, xx) for part, xx in zip(parts, before, strict=True))
+    assert merged.yy == pytest.approx(
+        sum(part.yy + 50 * (part.mean_y - merged.mean_y) @ (part.mean_y - merged.mean_y) for part in parts)
+    )
+
+
 def test_moments_travel_exactly_or_in_half_the_bytes() -> None:
     """Half of the symmetric matrix; float64 returns every bit, float32 seven digits."""
     sums = p.moments(X, Y)
     exact = p.from_tensors(p.to_tensors(sums, exact=True), 6, 4)
     assert np.array_equal(exact.xx, (sums.xx + sums.xx.T) / 2)
+    assert np.array_equal(exact.xy, sums.xy)
+    assert exact.yy == sums.yy
     small = p.to_tensors(sums, exact=False)
     assert small["xx"].nbytes == 4 * 21
     assert np.allclose(p.from_tensors(small, 6, 4).xx, sums.xx, rtol=1e-6)
@@ -108,6 +183,8 @@ def test_moments_travel_exactly_or_in_half_the_bytes() -> None:
         ("xx", np.full(21, np.nan)),
         ("xx", np.full(21, -1.0)),
         ("xy", np.zeros((6, 4), int)),
+        ("yy", np.array([-1.0])),
+        ("yy", np.array([np.inf])),
         ("mean_x", None),
     ],
 )
