@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -42,6 +43,7 @@ class Params:
     max_upsampling: Annotated[float, Meta(ge=1)] = 2.0  # blocks that need maps enlarged by more are not offered
     space_optimizer: bool = True
     space_margin: Positive = 2.0  # standard errors beyond which a shallower block is dropped; 0: the paper's letter
+    stop_below: Share = 0.0  # paths whose product of scores is lower are given up; 0: never. Not in the paper
     # scores
     samples: Annotated[int, Meta(ge=4)] = 64  # images scored on, and as many for the junctions of output scores
     score_at: scoring.ScoreAt = "hybrid"
@@ -65,6 +67,8 @@ class Params:
     ridge: Positive = projection.RIDGE  # lambda of junctions, as a share of the mean variance; 0: least norm
     bias: bool = True  # False: junctions without bias and centring
     fit_samples: Count = 128  # images each device fits junctions on
+    # what a junction leaves of a device that it was not solved from: "weigh" takes it off the path's score
+    residual: Literal["report", "weigh"] = "report"  # not in the paper
     head: Literal["ridge", "aligned"] = "ridge"  # "aligned": the donors' own classes
     head_ridge: Annotated[float, Meta(gt=0)] = 1e-2
     head_samples: Count = 1000  # images each device gives to the head
@@ -94,6 +98,7 @@ class Net:
     path: tuple[str, ...]
     pool: tuple[str, ...]
     score: float
+    residuals: tuple[float | None, ...] = ()  # of each junction, `projection.left_out`; None: no projection, or unknown
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,7 @@ class Finalist:
     examples: int = 0
     ridge: int = 0
     aligned: int | None = None  # None: its terminating block has no alignment
+    residuals: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,7 @@ class State:
     dropped: tuple[str, ...] = ()
     junctions: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
     finished: tuple[Net, ...] = ()
+    given_up: tuple[Net, ...] = ()  # scored too low, and kept only until something is finished
     finalists: tuple[Finalist, ...] = ()
     log: tuple[str, ...] = ()  # the last step in plain sentences
 
@@ -193,16 +200,35 @@ def advance(state: State) -> State:
     """
     params = state.params
     spent = state.expansions >= params.expansions or len(state.finished) >= params.finished
+    state = _taken_back(state, spent)
     while state.frontier and not (spent and state.finished):
         net = pick(state)
         state = replace(state, frontier=tuple(other for other in state.frontier if other != net))
         pool = offered(net, state.stock, params, ends_only=spent)
         if pool:
             return replace(state, phase="score", current=net, pool=pool, ballots={}, subround=0)
-    state = replace(state, current=None, pool=(), frontier=(), ballots={})
+        state = _taken_back(state, spent)
+    state = replace(state, current=None, pool=(), frontier=(), given_up=(), ballots={})
     chosen = tuple(distinct(state))[: params.finalists]
     phase: Phase = "done" if not chosen else "head" if params.head == "ridge" else "validate"
     return replace(state, phase=phase, finalists=chosen, junctions=_used(state.junctions, chosen))
+
+
+def _taken_back(state: State, spent: bool) -> State:
+    """Rather than ending without a network, take the best that was given up, finished ones first."""
+    ended = [net for net in state.given_up if is_finished(state, net)]
+    if state.finished or not state.given_up or (state.frontier and not (spent and ended)):
+        return state
+    best = min(ended or state.given_up, key=lambda net: (-net.score, len(net.path), net.path))
+    log = (*state.log, f"taken back, as nothing else is left: {describe(best.path)}")
+    if ended:
+        return replace(state, finished=(best,), given_up=(), log=log)
+    return replace(state, frontier=(best,), given_up=tuple(net for net in state.given_up if net != best), log=log)
+
+
+def is_finished(state: State, net: Net) -> bool:
+    """Whether its last block is a terminating one."""
+    return state.stock.blocks[net.path[-1]].kind == "end"
 
 
 def distinct(state: State) -> list[Finalist]:
@@ -210,7 +236,7 @@ def distinct(state: State) -> list[Finalist]:
     found: dict[tuple[str, ...], Finalist] = {}
     for net in sorted(state.finished, key=lambda net: (-net.score, len(net.path), net.path)):
         same = net.path[:-1] if state.params.head == "ridge" else net.path  # a head makes the last block idle
-        found.setdefault(same, Finalist(net.path, net.score))
+        found.setdefault(same, Finalist(net.path, net.score, residuals=net.residuals))
     return list(found.values())
 
 
@@ -277,23 +303,42 @@ def projected(state: State) -> tuple[str, ...]:
     return tuple(name for name in names if not stitch.continues(last, state.stock.blocks[name]))
 
 
-def grow(state: State, fitted: Mapping[str, dict[str, np.ndarray]]) -> State:
-    """Stitch the winners to the current path: finished networks are put aside, the others join the frontier."""
+def grow(
+    state: State,
+    fitted: Mapping[str, dict[str, np.ndarray]],
+    residuals: Mapping[str, float | None] = MappingProxyType({}),
+) -> State:
+    """Stitch the winners to the current path: finished networks are put aside, the others join the frontier.
+
+    `fitted` by the junction's name, `residuals` by the winner's. A child that scores too low is given up.
+    """
     net = state.current
     assert net is not None
     kept = tuple(name for name in net.pool if name not in state.dropped)
-    frontier, finished, notes = list(state.frontier), list(state.finished), list(state.log)
+    frontier, finished, given_up, notes = list(state.frontier), list(state.finished), list(state.given_up), []
     for winner in state.winners:
-        path = (*net.path, winner.block)
-        child = Net(path, tuple(name for name in kept if name != winner.block), net.score * max(winner.score, 0.0))
-        if state.stock.blocks[winner.block].kind == "end":
+        left = residuals.get(winner.block)
+        score = net.score * max(winner.score, 0.0) * _kept_share(state.params, left)
+        pool = tuple(name for name in kept if name != winner.block)
+        child = Net((*net.path, winner.block), pool, score, (*net.residuals, left))
+        if score < state.params.stop_below:
+            given_up.append(child)
+            notes.append(f"given up {describe(child.path)}: score {score:.3f} is below {state.params.stop_below:g}")
+        elif is_finished(state, child):
             finished.append(child)
-            notes.append(f"finished {describe(path)}, score {child.score:.3f}")
+            notes.append(f"finished {describe(child.path)}, score {score:.3f}")
         else:
             frontier.append(child)
-    junctions = {**state.junctions, **fitted}
-    state = replace(state, frontier=tuple(frontier), finished=tuple(finished), junctions=junctions, log=tuple(notes))
-    return advance(replace(state, winners=(), dropped=(), junctions=_used(junctions, [*frontier, *finished])))
+    if finished:
+        given_up = []
+    junctions = _used({**state.junctions, **fitted}, [*frontier, *finished, *given_up])
+    state = replace(state, frontier=tuple(frontier), finished=tuple(finished), given_up=tuple(given_up))
+    return advance(replace(state, junctions=junctions, winners=(), dropped=(), log=(*state.log, *notes)))
+
+
+def _kept_share(params: Params, residual: float | None) -> float:
+    """What a junction's residual leaves of a path's score."""
+    return max(1 - residual, 0.0) if params.residual == "weigh" and residual is not None else 1.0
 
 
 def junctions_of(path: tuple[str, ...]) -> list[str]:

@@ -20,8 +20,11 @@ Deviations, each because the paper's letter cannot run, or measures something el
 - Devices that explore are judged by their greedy picks; a device's second vote replaces its first.
 - Of the search space optimizer's cuts only those beyond the spread between devices are made.
 - The network is chosen on the devices' held-out examples, never on a test set.
+- Beyond the paper: what a junction leaves of a device that it was not solved from is told, and counts in the
+  path's score with residual = "weigh"; paths whose score falls under stop_below are given up.
 mode = "paper" goes back on these where it can run: see PAPER. Its scores too are taken on images that
-the junction was not fitted on. The deadline and the energy coordinator belong to coordinator and agent.
+the junction was not fitted on. The deadline and the energy coordinator belong to coordinator
+and agent: [cohort] deadline = "paper", slack.
 """
 
 from __future__ import annotations
@@ -48,9 +51,11 @@ from fedquilt.core import (
     UpdateError,
 )
 from fedquilt.models import orders, projection, scoring, search, stitch, vote
-from fedquilt.models.projection import Moments
+from fedquilt.models.projection import Gathered
 from fedquilt.models.search import PAPER, Finalist, Params, State, describe
 from fedquilt.models.vote import Ballot
+
+GROUPS_BYTES = 64 << 20  # held for the residuals of a round's junctions; larger devices' sums share a group
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class Sum:
     """A round's accumulator; which part is filled follows from the phase."""
 
     ballots: Mapping[str, Ballot]  # device -> its votes
-    moments: tuple[Moments, ...]  # of each junction, or of each head
+    moments: tuple[Gathered, ...]  # of each junction, or of each head
     counts: Mapping[str, np.ndarray]  # "examples" (1,), "ridge" and "aligned" (finalists,)
 
 
@@ -118,9 +123,10 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
         return replace(so_far, counts={k: v + so_far.counts.get(k, 0) for k, v in counts.items()})
     shapes = _shapes(state)
     new = [projection.from_tensors(update.bundles.get(f"moments.{i}", {}), *s) for i, s in enumerate(shapes)]
-    if so_far.moments:
-        new = [projection.merge(pair) for pair in zip(so_far.moments, new, strict=True)]
-    return replace(so_far, moments=tuple(new))
+    groups = GROUPS_BYTES // sum(each.nbytes for each in new) if state.phase == "fit" else 0
+    before = so_far.moments or (None,) * len(new)
+    gathered = [projection.gather(*pair, groups) for pair in zip(before, new, strict=True)]
+    return replace(so_far, moments=tuple(gathered))
 
 
 def step(state: State, total: Sum | None) -> State:
@@ -192,30 +198,43 @@ def _shapes(state: State) -> list[tuple[int, int]]:
     return [(wide or blocks[net.path[-2]].out_shape[0], len(state.stock.labels)) for net in state.finalists]
 
 
-def _fitted(state: State, sums: tuple[Moments, ...]) -> State:
+def _fitted(state: State, sums: tuple[Gathered, ...]) -> State:
     assert state.current is not None
-    junctions = {}
+    junctions, residuals, notes = {}, {}, []
     for name, each in zip(search.projected(state), sums, strict=True):
-        weights, bias = projection.solve(each, state.params.ridge)
+        weights, bias = projection.solve(each.total, state.params.ridge)
         junctions[stitch.junction_name((*state.current.path, name))] = {
             "weights": weights.astype(np.float32),
             "bias": bias.astype(np.float32),
         }
-    note = f"{len(junctions)} junctions after {describe(state.current.path)} solved from {sums[0].n:.0f} positions"
-    return search.grow(replace(state, log=(note,)), junctions)
+        residuals[name], note = _residual(name, each, state.params.ridge)
+        notes.append(note)
+    rows = sums[0].total.n
+    told = f"{len(junctions)} junctions after {describe(state.current.path)} solved from {rows:.0f} positions"
+    return search.grow(replace(state, log=(told, *notes)), junctions, residuals)
 
 
-def _headed(state: State, sums: tuple[Moments, ...]) -> State:
+def _residual(block: str, sums: Gathered, ridge: float) -> tuple[float | None, str]:
+    """What a junction leaves of the variance of groups of devices that it was not solved from; and a sentence."""
+    left, variances = projection.left_out(sums.groups, ridge), [group.yy for group in sums.groups]
+    if not left or not any(variances):
+        return None, f"to {block}: what it leaves of a device that it was not solved from is not known"
+    mean = float(np.average(left, weights=variances))
+    told = f"{100 * mean:.1f} % of the variance, {100 * max(left):.1f} % at worst"
+    return mean, f"to {block}: solved without a device, it leaves {told}"
+
+
+def _headed(state: State, sums: tuple[Gathered, ...]) -> State:
     finalists = []
     for finalist, each in zip(state.finalists, sums, strict=True):
-        weights, bias = projection.solve(each, state.params.head_ridge)
+        weights, bias = projection.solve(each.total, state.params.head_ridge)
         if state.params.random_features:
             width = state.stock.blocks[finalist.path[-2]].out_shape[0]
             seed = orders.projection_seed(state)
             weights = weights @ stitch.random_features(width, state.params.random_features, seed).T
         head = {"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)}
         finalists.append(replace(finalist, head=head))
-    note = f"{len(finalists)} heads solved from {sums[0].n:.0f} images"
+    note = f"{len(finalists)} heads solved from {sums[0].total.n:.0f} images"
     return replace(state, phase="validate", finalists=tuple(finalists), log=(note,))
 
 
@@ -262,12 +281,14 @@ def _merit(state: State, finalist: Finalist) -> tuple[float, float, int]:
 
 def _summary(state: State, finalist: Finalist) -> dict[str, Any]:
     aligned = finalist.aligned
+    joined = finalist.residuals[:-1] if finalist.head else finalist.residuals  # a head replaces the last block
     return {
         "path": finalist.path,
         "score": finalist.score,
         "accuracy": _accuracy(state, finalist),
         "aligned_accuracy": aligned / finalist.examples if aligned is not None and finalist.examples else None,
         "examples": finalist.examples,
+        "residual": max((each for each in joined if each is not None), default=None),
     }
 
 

@@ -26,7 +26,7 @@ from fedquilt.core import (
 )
 from fedquilt.methods import fedstitch
 from fedquilt.methods.fedstitch import METHOD, Params, State
-from fedquilt.models import images, scoring, search, stitch
+from fedquilt.models import images, projection, scoring, search, stitch, vote
 from fedquilt.models.stitch import Block
 from fedquilt.tools import local_run
 from fedquilt.tools.local_run import Member, search_alone, states
@@ -191,6 +191,10 @@ def test_a_stored_state_goes_on_to_the_same_end() -> None:
         {"head": "aligned"},
         {"random_features": 3},
         {"depth": 2},
+        {"residual": "weigh"},
+        {"stop_below": 0.8},
+        {"stop_below": 1.0, "native_continuation": "exclude"},
+        {"stop_below": 1.0, "native_continuation": "exclude", "expansions": 2, "depth": 4},
     ],
     ids=str,
 )
@@ -398,6 +402,158 @@ def test_parameters_that_cannot_be_used_are_refused_at_once() -> None:
         METHOD.init(Bundle({}, {}, lambda name: {}), Params(), 0)
     with pytest.raises(ModelError, match="lacks ash"):
         METHOD.init(replace(bundle, files={}), Params(), 0)
+
+
+# -- beyond the paper -----------------------------------------------------------------------------
+
+
+def test_the_fit_tells_what_its_junctions_leave_of_a_device_left_out() -> None:
+    """Solved from all sums in the devices' order, to the bit; the residual is that of leaving one device out."""
+    bundle, runner = build()
+    fits: dict[int, dict[str, Contribution]] = {}
+
+    def fold(state: State, total: Any, update: Contribution) -> Any:
+        if state.phase == "fit":
+            fits.setdefault(state.turn, {})[update.device] = update
+        return METHOD.fold(state, total, update)
+
+    played = list(states(replace(METHOD, fold=fold), bundle, Path, runner, members(), Params(**SMALL), seed=3))
+    assert fits
+    seen = 0
+    for before, after in itertools.pairwise(played):
+        if before.phase != "fit":
+            continue
+        answers = [fits[before.turn][device] for device in sorted(fits[before.turn])]
+        for i, name in enumerate(search.projected(before)):
+            channels = before.stock.blocks[before.current.path[-1]].out_shape[0], before.stock.blocks[name].in_shape[0]
+            parts = [projection.from_tensors(answer.bundles[f"moments.{i}"], *channels) for answer in answers]
+            path = (*before.current.path, name)
+            solved = projection.solve(projection.merge(parts), before.params.ridge)[0].astype(np.float32)
+            left = projection.left_out(parts, before.params.ridge)
+            mean = np.average(left, weights=[part.yy for part in parts])
+            [line] = [line for line in METHOD.story(after) if line.startswith(f"to {name}: ")]
+            assert f"it leaves {100 * mean:.1f} % of the variance, {100 * max(left):.1f} % at worst" in line
+            for net in (*after.frontier, *after.finished, after.current):
+                if net and net.path == path:  # the frontier is gone once the search has ended
+                    assert net.residuals == (*before.current.residuals, pytest.approx(mean))
+                    assert np.array_equal(after.junctions[stitch.junction_name(path)]["weights"], solved)
+                    seen += 1
+    assert seen > 3
+
+
+def test_the_result_names_the_worst_junction_of_each_network() -> None:
+    """A donor's own succession has none; a head replaces the junction before the last block."""
+    last = FULL[-1]
+    told = {tuple(each["path"]): each["residual"] for each in METHOD.result(last).meta["search"]}
+    native = [path for path in told if len({name.split(".")[0] for name in path[:-1]}) == 1]
+    assert native
+    assert all(told[path] is None for path in native)
+    for finalist in last.finalists:
+        known = [each for each in finalist.residuals[:-1] if each is not None]
+        assert told[finalist.path] == (max(known) if known else None)
+        assert len(finalist.residuals) == len(finalist.path) - 1
+    finalist = replace(last.finalists[0], path=("ash.0", "elm.1", "elm.2"), residuals=(0.1, 0.7))
+
+    def worst(**changes: Any) -> float:
+        [told] = METHOD.result(replace(last, finalists=(replace(finalist, **changes),))).meta["search"]
+        return float(told["residual"])
+
+    assert worst() == 0.1
+    assert worst(head={}) == 0.7
+
+
+def test_of_a_single_device_nothing_can_be_left_out() -> None:
+    """The residual is unknown, not zero, and weighs nothing."""
+    played = play(members(1), residual="weigh")
+    assert all(each is None for finalist in played[-1].finalists for each in finalist.residuals)
+    assert any("is not known" in line for state in played for line in METHOD.story(state))
+
+
+def voted(*winners: vote.Winner, **changes: Any) -> State:
+    """The path ash.0, score 0.9, after a vote, with nothing else on the frontier."""
+    bundle, _ = build()
+    state = METHOD.init(bundle, Params(**{**SMALL, **changes}), 3)
+    net = search.Net(("ash.0",), search.beginnings(state.stock)[0].pool, 0.9)
+    return replace(state, current=net, frontier=(), winners=winners)
+
+
+def test_a_weighed_residual_is_taken_off_the_paths_score() -> None:
+    """0.9 * 0.5 * (1 - 0.2) = 0.36; a residual above 1 leaves 0; only told, it changes nothing."""
+    winners = vote.Winner("elm.1", 1.0, 0.5, 1), vote.Winner("fir.1", 1.0, 0.5, 1)
+    left = {"elm.1": 0.2, "fir.1": 1.4}
+
+    def scores(**changes: Any) -> dict[str, float]:
+        grown = search.grow(voted(*winners, **changes), {}, left)
+        return {net.path[-1]: net.score for net in (*grown.frontier, grown.current) if net}
+
+    assert scores(residual="weigh") == pytest.approx({"elm.1": 0.36, "fir.1": 0.0})
+    assert scores() == pytest.approx({"elm.1": 0.45, "fir.1": 0.45})
+
+
+def test_a_path_whose_product_of_scores_is_too_low_is_given_up() -> None:
+    """0.9 * 0.5 is below 0.6 and does not join the frontier; 0.9 * 0.8 does; the story says so."""
+    winners = vote.Winner("elm.1", 1.0, 0.5, 1), vote.Winner("fir.1", 1.0, 0.8, 1)
+    grown = search.grow(voted(*winners, stop_below=0.6), {})
+    assert grown.current is not None
+    assert grown.current.path == ("ash.0", "fir.1")
+    assert grown.frontier == ()
+    assert METHOD.story(grown) == ("given up ash.0 > elm.1: score 0.450 is below 0.6",)
+
+
+def test_the_best_of_what_was_given_up_is_kept_rather_than_nothing() -> None:
+    """A finished network before a better-scoring partial one; among partial ones the best goes on."""
+    partial, end, poor = (
+        vote.Winner("elm.1", 1.0, 0.5, 1),
+        vote.Winner("fir.2", 1.0, 0.2, 1),
+        vote.Winner("fir.1", 1.0, 0.1, 1),
+    )
+    ended = search.grow(voted(partial, end, stop_below=0.6), {})
+    assert [net.path for net in ended.finished] == [("ash.0", "fir.2")]
+    assert ended.phase == "head"
+    assert METHOD.story(ended)[-1] == "taken back, as nothing else is left: ash.0 > fir.2"
+    going = search.grow(voted(poor, partial, stop_below=0.6), {})
+    assert going.current is not None
+    assert going.current.path == ("ash.0", "elm.1")
+    assert [net.path for net in going.given_up] == [("ash.0", "fir.1")]
+
+
+def test_once_a_network_is_finished_what_was_given_up_is_forgotten() -> None:
+    """With its junctions; and a finished network that scores too low does not count beside a good one."""
+    low, end, low_end = (
+        vote.Winner("elm.1", 1.0, 0.5, 1),
+        vote.Winner("fir.2", 1.0, 0.9, 1),
+        vote.Winner("elm.2", 1.0, 0.1, 1),
+    )
+    blank = {"weights": np.zeros((1, 1), np.float32), "bias": np.zeros(1, np.float32)}
+    fitted = {stitch.junction_name(("ash.0", name)): blank for name in ("elm.1", "fir.2")}
+    before = voted(low, end, low_end, stop_below=0.6)
+    going_on = replace(before, frontier=search.beginnings(before.stock)[1:])
+    for state in (before, going_on):
+        grown = search.grow(state, fitted)
+        assert [net.path for net in grown.finished] == [("ash.0", "fir.2")]
+        assert grown.given_up == ()
+        assert set(grown.junctions) == {stitch.junction_name(("ash.0", "fir.2"))}
+
+
+def test_with_the_budget_spent_a_finished_network_that_was_given_up_ends_the_search() -> None:
+    """However many partial networks are left: they would be given up one by one."""
+    before = voted(vote.Winner("fir.2", 1.0, 0.2, 1), stop_below=0.6)
+    before = replace(before, frontier=search.beginnings(before.stock)[1:])
+    assert search.grow(before, {}).phase == "score"
+    spent = search.grow(replace(before, expansions=before.params.expansions), {})
+    assert spent.phase == "head"
+    assert [finalist.path for finalist in spent.finalists] == [("ash.0", "fir.2")]
+
+
+def test_stopping_early_costs_fewer_rounds_and_still_gives_a_network() -> None:
+    """Nothing but a donor's own succession reaches 1, and that is excluded: all is given up, one is taken back."""
+    hasty = play(stop_below=1.0, native_continuation="exclude")
+    patient = play(native_continuation="exclude")
+    assert len(hasty) < len(patient)
+    assert METHOD.result(hasty[-1]).meta["path"]
+    lines = [line for state in hasty for line in METHOD.story(state)]
+    assert any(line.startswith("given up ") for line in lines)
+    assert any(line.startswith("taken back") for line in lines)
 
 
 # -- rounds ---------------------------------------------------------------------------------------
