@@ -13,9 +13,10 @@ from typing import Protocol
 
 import numpy as np
 
+from fedquilt import tensors
 from fedquilt.core import Site, Tensors
 from fedquilt.models import images, stitch
-from fedquilt.models.stacks import Mapped, Shelf, Source, Stack
+from fedquilt.models.stacks import InMemory, Mapped, Shelf, Source, Stack
 from fedquilt.models.stitch import Block
 
 STACKS = 4  # one part in so many of the room is for stacks in memory
@@ -51,52 +52,47 @@ class Flow:
     def block(
         self, block: Block, source: Source, first: int = 0, last: int | None = None, into: Stack | None = None
     ) -> Stack:
-        """A block's output for examples [first, last), in the same rows of the stack returned, which is `into`."""
+        """A block's output for examples [first, last); `into` holds that of those before `first`."""
         last = source.shape[0] if last is None else last
         made = into or self.shelf.make((last, *block.out_shape))
         *inner, final = block.stages
         flops = block.flops / sum(len(stage) for stage in block.stages)
         shift = 0
         for stage in inner:
-            parts = [y for _, y in self._stage(stage, source, first - shift, last - shift, flops)]
-            source, shift = Stack.of(np.concatenate(parts)), first
-        for start, y in self._stage(final, source, first - shift, last - shift, flops):
-            made.put(start + shift, y)
+            parts = list(self._stage(stage, source, first - shift, last - shift, flops))
+            source, shift = InMemory.of(np.concatenate(parts)), first
+        for y in self._stage(final, source, first - shift, last - shift, flops):
+            made.put(y)
         return made
 
     def along(self, path: Sequence[Block], between: Between, source: Source, known: Outputs) -> Stack:
         """The output of a path's last block, from the longest beginning of the path that is known."""
-        maps, begin = source, 0
-        for length in range(len(path), 0, -1):
-            if (found := known.find(path[:length])) is not None:
-                maps, begin = found, length
-                break
+        begin, maps = len(path), known.find(path)
+        while maps is None and begin > 0:
+            begin -= 1
+            maps = known.find(path[:begin]) if begin else None
         for i in range(begin, len(path)):
-            maps = self.block(path[i], joined(maps, between[i], path[i]))
+            maps = self.block(path[i], joined(source if maps is None else maps, between[i], path[i]))
             known.keep(path[: i + 1], maps)
-        assert isinstance(maps, Stack)
+        assert maps is not None, "an empty path has no output"
         return maps
 
-    def _stage(
-        self, stage: Sequence[str], source: Source, first: int, last: int, flops: float
-    ) -> Iterator[tuple[int, np.ndarray]]:
-        """Where each output begins, and the output; tiles are run one after the other on all examples."""
+    def _stage(self, stage: Sequence[str], source: Source, first: int, last: int, flops: float) -> Iterator[np.ndarray]:
+        """Outputs, some examples at a time; tiles run one after the other on all of them."""
         if len(stage) == 1:
             yield from self._pieces(stage[0], source, first, last, flops)
             return
-        tiles = [[y for _, y in self._pieces(graph, source, first, last, flops)] for graph in stage]
-        yield first, np.concatenate([np.concatenate(tile) for tile in tiles], axis=1)
+        tiles = [np.concatenate(list(self._pieces(graph, source, first, last, flops))) for graph in stage]
+        yield np.concatenate(tiles, axis=1)
 
-    def _pieces(
-        self, graph: str, source: Source, first: int, last: int, flops: float
-    ) -> Iterator[tuple[int, np.ndarray]]:
+    def _pieces(self, graph: str, source: Source, first: int, last: int, flops: float) -> Iterator[np.ndarray]:
         path, engine = self._site.path(graph), self._site.engine
         size = engine.batch(path, self._stacks_bytes, source.example_bytes)
         for start in range(first, last, size):
             stop = min(start + size, last)
             self._site.progress(min(self._done / self._flops, 1.0))
             self._done += flops * (stop - start)
-            yield start, engine.run(path, source.rows(start, stop))
+            yield engine.run(path, source.rows(start, stop))
 
 
 class Prepared:
@@ -150,3 +146,11 @@ def sample(maps: Source, positions: np.ndarray) -> np.ndarray:
         image, position = np.divmod(positions[here] - start * h * w, h * w)
         found[here] = part.reshape(len(part), c, h * w)[image, :, position]
     return found
+
+
+def positions(n: int, shape: Sequence[int], wanted: int) -> np.ndarray:
+    """Some of the n * h * w positions of maps (c, h, w), one of each stretch: the same for all of that shape."""
+    total = n * shape[1] * shape[2]
+    wanted = min(wanted, total)
+    draw = tensors.rng("positions", total).random(wanted)
+    return np.minimum((np.arange(wanted) + draw) * (total / wanted), total - 1).astype(np.int64)

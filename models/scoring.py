@@ -22,7 +22,7 @@ from fedquilt import tensors
 from fedquilt.core import Answer, DataError, Site, Tensors
 from fedquilt.models import cka, flow, images, projection, stitch, vote
 from fedquilt.models.flow import Flow
-from fedquilt.models.stacks import Part, Source, Stack
+from fedquilt.models.stacks import InMemory, Part, Source, Stack
 from fedquilt.models.stitch import Block
 
 ScoreAt = Literal["input", "output", "hybrid"]
@@ -147,7 +147,7 @@ class _Scorer:
             raise DataError(f"{site.device} has {len(site.train)} examples: scoring needs at least {need}")
         self.count = min(ask.samples, len(site.train) // shares)
         self.local = _drawn(site)
-        self._rows = _order(self.local)[: shares * self.count]
+        self._rows = order(self.local)[: shares * self.count]
         self._between = stitch.junctions(self._path, site.load)
         self._flow = Flow(site, ask.blocks.values(), self._flops())
         self._shown = flow.Prepared(site.train.x[self._rows], ask.input)
@@ -222,7 +222,7 @@ class _Scorer:
                     self.local[_gram_name(block)] = self._gram(maps, self.count)
                 if feeds:
                     target = flow.sample(self._fitted(maps), self._positions(block.out_shape))
-                    self._flow.shelf.keep(self._target_name(block), Stack.of(target), spare=False)
+                    self._flow.shelf.keep(self._target_name(block), InMemory.of(target), spare=False)
 
     def _is_known(self, block: Block, feeds: bool) -> bool:
         known = _gram_name(block) in self.local
@@ -237,11 +237,7 @@ class _Scorer:
         return flow.kept_name([block], self._rows, f"target{self._ask.positions}")
 
     def _positions(self, shape: Sequence[int]) -> np.ndarray:
-        """One of each stretch of n * h * w positions: the same for all that has this shape."""
-        total = self.count * shape[1] * shape[2]
-        wanted = min(self._ask.positions, total)
-        draw = tensors.rng("positions", total).random(wanted)
-        return np.minimum((np.arange(wanted) + draw) * (total / wanted), total - 1).astype(np.int64)
+        return flow.positions(self.count, shape, self._ask.positions)
 
     def _fitted(self, maps: Source) -> Source:
         return Part(maps, self.count, 2 * self.count)
@@ -320,7 +316,7 @@ def _drawn(site: Site) -> dict[str, np.ndarray]:
     return {"drawn": np.array([len(site.train), site.rng.integers(1 << 62)])}
 
 
-def _order(local: Tensors) -> np.ndarray:
+def order(local: Tensors) -> np.ndarray:
     """All of the device's examples, in the order in which this job takes them."""
     examples, seed = (int(value) for value in local["drawn"])
     return tensors.rng("drawn", seed).permutation(examples)
@@ -343,7 +339,7 @@ def fit(ask: FitAsk, site: Site) -> Answer:
     between = stitch.junctions(path, site.load)
     winners = [ask.blocks[name] for name in ask.winners]
     local, chains = _drawn(site), list(_chains(ask.blocks, winners))
-    chosen = _order(local)[: ask.samples]
+    chosen = order(local)[: ask.samples]
     flops = sum(block.flops for block in path) + sum(block.flops for chain, _ in chains for block in chain[:-1])
     run = Flow(site, ask.blocks.values(), len(chosen) * flops)
     sums: dict[str, projection.Moments] = {}
@@ -375,19 +371,19 @@ def head(ask: HeadAsk, site: Site) -> Answer:
     bodies = [[ask.blocks[name] for name in body] for body in ask.bodies]
     between = [stitch.junctions(body, site.load) for body in bodies]
     local = _drawn(site)
-    chosen = _order(local)[: ask.samples]
+    chosen = order(local)[: ask.samples]
     run = Flow(site, ask.blocks.values(), len(chosen) * sum(block.flops for body in bodies for block in body))
     widths = [ask.random_features or body[-1].out_shape[0] for body in bodies]
     features = [run.shelf.make((len(chosen), width)) for width in widths]
-    for start, rows in zip(range(0, len(chosen), WAVE), _waves(site, chosen), strict=True):
+    for rows in _waves(site, chosen):
         shown, shared = flow.Prepared(site.train.x[rows], ask.input), _Shared(bodies)
         for i, body in enumerate(bodies):
             maps = run.along(body, between[i], shown, shared)
-            for first, part in flow.pieces(maps):
+            for _, part in flow.pieces(maps):
                 z = stitch.gap(part)
                 if ask.random_features:
                     z = z @ stitch.random_features(z.shape[1], ask.random_features, ask.projection_seed)
-                features[i].put(start + first, z)
+                features[i].put(z.astype(np.float32))
     y = np.eye(ask.labels)[site.train.y[chosen]]
     found = []
     for each in features:

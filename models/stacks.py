@@ -45,112 +45,128 @@ class Source(Protocol):
         ...
 
 
-class Stack:
-    """n examples' values that can be written and read.
+class Stack(Source, Protocol):
+    """Examples that are written once, in order, and read as often as wanted.
 
     Raises, from every method:
         StoreError: the disk is full or fails.
     """
 
+    @property
+    def nbytes(self) -> int: ...
+
+    def columns(self, first: int, last: int, examples: int) -> np.ndarray:
+        """Features [first, last) of the first so many examples: (examples, last - first) float32."""
+        ...
+
+    def put(self, values: np.ndarray) -> None:
+        """The next examples."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Keep it as this file, whole or not at all."""
+        ...
+
+
+class InMemory:
+    """A stack of the arrays that were put, none of them copied."""
+
     example_bytes = 0
 
-    def __init__(self, shape: tuple[int, ...], folder: Path | None = None) -> None:
-        """In a file in `folder`; None: in memory."""
-        self.shape = shape
-        self._width = prod(shape[1:])
-        self._array = np.empty((shape[0], self._width), np.float32) if folder is None else None
-        self._path: Path | None = None
-        self._file = -1
-        if folder is not None:
-            with _doing(f"make a file in {folder}"):
-                self._file, name = tempfile.mkstemp(prefix=PART, dir=folder)
-                self._path = Path(name)
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape, self.nbytes = shape, 4 * prod(shape)
+        self._parts: list[np.ndarray] = []
 
     @classmethod
-    def of(cls, array: np.ndarray) -> Stack:
-        """A stack in memory that holds this array."""
-        made = cls((0, *array.shape[1:]))
-        made.shape, made._array = array.shape, array.reshape(len(array), -1)
+    def of(cls, array: np.ndarray) -> InMemory:
+        made = cls(array.shape)
+        made.put(array)
         return made
 
+    def rows(self, first: int, last: int) -> np.ndarray:
+        found, start = [], 0
+        for part in self._parts:
+            if start < last and first < start + len(part):
+                found.append(part[max(first - start, 0) : last - start])
+            start += len(part)
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def columns(self, first: int, last: int, examples: int) -> np.ndarray:
+        found, start = [], 0
+        for part in self._parts:
+            if start < examples:
+                found.append(part[: examples - start].reshape(-1, prod(self.shape[1:]))[:, first:last])
+            start += len(part)
+        return np.concatenate(found)
+
+    def put(self, values: np.ndarray) -> None:
+        self._parts.append(values)
+
+    def save(self, path: Path) -> None:
+        copy = InFile(self.shape, path.parent)
+        for part in self._parts:
+            copy.put(part)
+        copy.save(path)
+
+
+class InFile:
+    """A stack in a file, which goes with it unless it is saved."""
+
+    example_bytes = 0
+
+    def __init__(self, shape: tuple[int, ...], folder: Path) -> None:
+        self.shape, self.nbytes = shape, 4 * prod(shape)
+        self._width, self._end = 4 * prod(shape[1:]), 0
+        with _doing(f"make a file in {folder}"):
+            self._file, name = tempfile.mkstemp(prefix=PART, dir=folder)
+        self._path: Path | None = Path(name)
+
     @classmethod
-    def open(cls, path: Path, shape: tuple[int, ...]) -> Stack | None:
+    def open(cls, path: Path, shape: tuple[int, ...]) -> InFile | None:
         """What `save` wrote; None: there is none of that shape."""
         try:
             file = os.open(path, os.O_RDONLY)
         except OSError:
             return None
-        if os.fstat(file).st_size != 4 * prod(shape):
-            os.close(file)
+        found = cls.__new__(cls)
+        found.shape, found.nbytes, found._width = shape, 4 * prod(shape), 4 * prod(shape[1:])
+        found._file, found._path, found._end = file, None, found.nbytes
+        if os.fstat(file).st_size != found.nbytes:
             return None
-        os.utime(file)
-        found = cls((0, *shape[1:]))
-        found.shape, found._array, found._file = shape, None, file
+        with contextlib.suppress(OSError):
+            os.utime(file)  # used now
         return found
 
-    @property
-    def nbytes(self) -> int:
-        return 4 * prod(self.shape)
-
-    @property
-    def in_memory(self) -> bool:
-        return self._array is not None
-
     def rows(self, first: int, last: int) -> np.ndarray:
-        """Examples [first, last): (last - first, ...) float32."""
-        shape = (last - first, *self.shape[1:])
-        if self._array is not None:
-            return self._array[first:last].reshape(shape)
-        found = np.empty(shape, np.float32)
-        self._read(found, 4 * first * self._width)
+        found = np.empty((last - first, *self.shape[1:]), np.float32)
+        self._read(found, first * self._width)
         return found
 
     def columns(self, first: int, last: int, examples: int) -> np.ndarray:
-        """Features [first, last) of the first so many examples: (examples, last - first) float32."""
-        if self._array is not None:
-            return self._array[:examples, first:last]
         found = np.empty((examples, last - first), np.float32)
         for i in range(examples):
-            self._read(found[i], 4 * (i * self._width + first))
+            self._read(found[i], i * self._width + 4 * first)
         return found
 
-    def put(self, first: int, values: np.ndarray) -> None:
-        """Set the examples from `first` on."""
-        if self._array is not None:
-            self._array[first : first + len(values)] = values.reshape(len(values), -1)
-            return
+    def put(self, values: np.ndarray) -> None:
         view = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8).data
         with _doing(f"write {self._path}"):
-            done, start = 0, 4 * first * self._width
+            done = 0
             while done < len(view):
-                done += os.pwrite(self._file, view[done:], start + done)
+                done += os.pwrite(self._file, view[done:], self._end + done)
+        self._end += len(view)
 
     def save(self, path: Path) -> None:
-        """Keep it as this file, whole or not at all."""
-        if self._path is None:
-            copy = Stack(self.shape, path.parent)
-            try:
-                copy.put(0, self.rows(0, self.shape[0]))
-                copy.save(path)
-            finally:
-                copy.close()
-            return
+        assert self._path is not None
         with _doing(f"keep {path}"):
             os.replace(self._path, path)
         self._path = None
 
-    def close(self) -> None:
-        """Forget the values, unless they are kept in a file."""
-        self._array = None
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-            self._path = None
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
     def __del__(self) -> None:
-        self.close()
+        if getattr(self, "_path", None) is not None:
+            self._path.unlink(missing_ok=True)  # type: ignore[union-attr]
+        if hasattr(self, "_file"):
+            os.close(self._file)
 
     def _read(self, into: np.ndarray, offset: int) -> None:
         view = into.reshape(-1).view(np.uint8).data
@@ -204,7 +220,7 @@ class Shelf:
             kept_bytes: of all files that are kept by name, except those marked to stay.
         """
         self._folder, self._memory_bytes, self._kept_bytes = folder, memory_bytes, kept_bytes
-        self._made = weakref.WeakSet[Stack]()
+        self._made = weakref.WeakSet[InMemory]()
         with _doing(f"use {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
             for left in folder.glob(f"{PART}*"):
@@ -212,8 +228,9 @@ class Shelf:
 
     def make(self, shape: tuple[int, ...]) -> Stack:
         """A new stack."""
-        held = sum(stack.nbytes for stack in self._made if stack.in_memory)
-        stack = Stack(shape, self._folder if held + 4 * prod(shape) > self._memory_bytes else None)
+        if sum(stack.nbytes for stack in self._made) + 4 * prod(shape) > self._memory_bytes:
+            return InFile(shape, self._folder)
+        stack = InMemory(shape)
         self._made.add(stack)
         return stack
 
@@ -232,9 +249,9 @@ class Shelf:
         except (OSError, StoreError) as error:
             log.warning("%s is not kept: %s", self._folder / name, error)
 
-    def find(self, name: str, shape: tuple[int, ...]) -> Stack | None:
+    def find(self, name: str, shape: tuple[int, ...]) -> InFile | None:
         """What is kept under a name; None: nothing of that shape."""
-        return Stack.open(self._folder / name, shape) or Stack.open(self._folder / (name + SPARE), shape)
+        return InFile.open(self._folder / name, shape) or InFile.open(self._folder / (name + SPARE), shape)
 
     def _make_room(self, size: int) -> bool:
         """Drop the longest unused spare values; whether so many bytes more may be kept."""

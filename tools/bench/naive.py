@@ -1,0 +1,58 @@
+"""The same scores without any of FedStitch's economies: what `fedquilt bench stitch` measures against.
+
+For each candidate everything is run again from the images: the path, the candidate's own donor up to
+it and through it, the junction's fit, and the Gram matrices. The runtime, the images, the positions
+that junctions are fitted on and the estimator are those of `fedquilt.models.scoring`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from fedquilt.core import Tensors
+from fedquilt.models import cka, images, projection, stitch
+from fedquilt.models.stitch import Block
+
+Run = Callable[[Block, np.ndarray], np.ndarray]
+
+
+def input_score(
+    path: Sequence[Block], between: Sequence[Tensors | None], own: Sequence[Block], run: Run, x: np.ndarray
+) -> float:
+    """CKA of what the path puts out and what the candidate, the last of `own`, takes in its donor."""
+    here = stitch.forward(path, between, run, x)
+    there = stitch.forward(own[:-1], [None] * (len(own) - 1), run, x)
+    return cka.cka(cka.gram(here), cka.gram(there)).value
+
+
+def output_score(
+    path: Sequence[Block],
+    between: Sequence[Tensors | None],
+    own: Sequence[Block],
+    run: Run,
+    scored: np.ndarray,
+    fitted: np.ndarray,
+    positions: np.ndarray,
+    ridge: float,
+) -> float:
+    """CKA of the candidate's outputs behind the path and in its donor, the junction fitted on other images.
+
+    Args:
+        own: the donor's blocks, up to the candidate.
+        scored: images (n, channels, size, size) that are scored; `fitted`: as many for the junction.
+        positions: of the candidate's input maps on `fitted`, counted over n * h * w.
+    """
+    candidate = own[-1]
+    here = stitch.forward(path, between, run, np.concatenate([scored, fitted]))
+    there = stitch.forward(own[:-1], [None] * (len(own) - 1), run, np.concatenate([scored, fitted]))
+    n = len(scored)
+    junction = None
+    if not stitch.continues(path[-1], candidate):
+        x = images.resize(here[n:], *candidate.in_shape[1:])
+        rows = [maps.transpose(0, 2, 3, 1).reshape(-1, maps.shape[1])[positions] for maps in (x, there[n:])]
+        [(weights, bias)] = projection.fit(rows[0], rows[1:], ridge)
+        junction = {"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)}
+    output = run(candidate, stitch.join(here[:n], junction, candidate))
+    return cka.cka(cka.gram(output), cka.gram(run(candidate, there[:n]))).value

@@ -1,0 +1,297 @@
+"""`fedquilt bench stitch`: what scoring costs on one device, against the naive procedure and a plain forward pass.
+
+One device, 64 images, the five architectures of the FedStitch paper (arXiv 2409.07202, section 5.1) with
+random weights, one path up to depth 10 that avoids a donor's own next block. The rounds are those of a
+real search. Each is scored by this engine in its three ways, and by the naive procedure
+(`fedquilt.tools.bench.naive`) in the same runtime; scores that differ make the bench fail.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fedquilt import bundle
+from fedquilt.core import Bundle, DeviceView, Examples, Site, Tensors
+from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
+from fedquilt.methods.fedstitch import METHOD
+from fedquilt.models import flow, images, onnx_file, projection, scoring, search, stitch, vote
+from fedquilt.models.scoring import ScoreAsk, ScoreAt
+from fedquilt.models.search import Params
+from fedquilt.models.stacks import SPARE
+from fedquilt.models.stitch import Block
+from fedquilt.tools import local_run
+from fedquilt.tools.bench import at_least, figure, figure_lines, naive
+from fedquilt.tools.local_run import Member
+from fedquilt.tools.prepare import prepare
+
+DONORS = ("alexnet", "densenet121", "mobilenet_v2", "resnet50", "vgg16")
+IMAGES = 64
+DEPTH = 10
+BUDGET_BYTES = 4 << 30  # both sides have all the memory they want; `bench stitch-memory` is about budgets
+FASTER: Mapping[ScoreAt, float] = {"output": 8.0, "hybrid": 20.0, "input": 40.0}  # times the naive procedure, at least
+SLOWER = 1.3  # times a plain forward pass, at most
+SAME = 1e-4  # scores of both procedures differ by no more
+DRAWN = {"drawn": np.array([2 * IMAGES, 7])}  # which images are scored
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of the search, as the device met it."""
+
+    ask: ScoreAsk
+    site: Site
+
+
+def measure(size: int = 64, depths: Sequence[int] = (1, 5, 9), work: Path | None = None) -> dict[str, Any]:
+    """Seconds of one device's rounds by each way of scoring, of the naive procedure, and of the references.
+
+    Args:
+        size: of the images, in pixels.
+        depths: lengths of the path at which the naive procedure runs too (at 224 pixels it takes minutes each).
+        work: where the donors are prepared, and found again; none: in a folder that goes afterwards.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (work or Path(scratch)) / f"donors-{size}"
+        made = donors(folder, size)
+        find = finder(folder, made)
+        rounds = walk(made, find, Path(scratch))
+        whole = plain(made, find, Path(scratch))
+        ways = {way: replay(rounds, way) for way in FASTER}
+        engine = OnnxEngine(BUDGET_BYTES)
+        compared = {len(each.ask.path): naively(each, find, engine) for each in rounds if len(each.ask.path) in depths}
+    return _result(size, rounds, whole, ways, compared)
+
+
+def donors(folder: Path, size: int) -> Bundle:
+    """The five architectures of the paper with seeded random weights, cut into blocks."""
+    if not (folder / "bundle.json").is_file():
+        _say(f"preparing {', '.join(DONORS)} at {size} pixels")
+        prepare(
+            {
+                "labels": [str(i) for i in range(10)],
+                "input": {"channels": 3, "size": size, "mean": [0.5], "std": [0.25]},
+                "donors": [
+                    {"name": name.partition("_")[0], "network": {"name": f"torchvision/{name}"}, "seed": 1}
+                    for name in DONORS
+                ],
+            },
+            folder,
+        )
+    return bundle.load(folder)
+
+
+def finder(folder: Path, made: Bundle) -> Callable[[str], Path]:
+    """Where a bundle's file lies."""
+    return lambda name: folder / "blobs" / made.files[name].sha256
+
+
+def examples(count: int) -> Examples:
+    """Pictures of nothing in particular: smooth blobs, so that maps are not mere noise."""
+    draws = np.random.default_rng(5)
+    coarse = draws.uniform(0, 255, size=(count, 3, 5, 5)).astype(np.float32)
+    x = images.resize(coarse, 32, 32).transpose(0, 2, 3, 1).astype(np.uint8)
+    return Examples(x, draws.integers(0, 10, size=count))
+
+
+def walk(made: Bundle, find: Callable[[str], Path], scratch: Path) -> list[Round]:
+    """The rounds in which one device scores its way along one path, from one block to DEPTH - 1.
+
+    On goes the best-scored block of another donor that leaves maps large enough for DEPTH blocks; the pool
+    shrinks by the paper's rule.
+    """
+    params = Params(
+        native_continuation="exclude", samples=IMAGES, fit_samples=2 * IMAGES, explore=0.0, explore_floor=0.0
+    )
+    state = METHOD.init(made, params, 0)
+    shown, engine, blocks = examples(2 * IMAGES), OnnxEngine(BUDGET_BYTES), state.stock.blocks
+    member, caches = Member("bench", shown, shown), scratch / "walk"
+    net = next(net for net in search.beginnings(state.stock) if net.path[0].startswith("resnet"))
+    local: Tensors = DRAWN
+    rounds: list[Round] = []
+    while True:
+        state = replace(state, current=net, pool=search.offered(net, state.stock, params))
+        order = METHOD.send(state, DeviceView("bench", None, tuple(range(len(rounds)))))
+        assert order is not None
+        task, site = local_run.delivered(METHOD, order, len(rounds), 0, member, engine, find, local, caches)
+        rounds.append(Round(msgspec.convert(task.params, ScoreAsk), site))
+        _say(f"path: {' > '.join(net.path)}")
+        answer = METHOD.work(task, site)
+        local = answer.local
+        if len(net.path) == DEPTH - 1:
+            break
+        ballot = vote.ballot(answer.bundles["scores"], state.pool, params.k, 0.0, 0)
+        least = made.meta["input"]["size"] >> (2 + len(net.path) // 2)
+        fit = {
+            j
+            for j, name in enumerate(state.pool)
+            if blocks[name].kind == "middle"
+            and blocks[name].out_shape[1] >= least
+            and blocks[name].donor != blocks[net.path[-1]].donor
+        }
+        best = state.pool[next(j for j in vote.ranking(ballot.score, ballot.level, state.pool) if j in fit)]
+        shallow = vote.too_shallow({"bench": ballot}, [blocks[name] for name in state.pool], 0.0)
+        fitted = replace(state, phase="fit", winners=(vote.Winner(best, 1.0, 1.0, 1),))
+        order = METHOD.send(fitted, DeviceView("bench", None))
+        assert order is not None
+        task, site = local_run.delivered(METHOD, order, 0, 0, member, engine, find, local, caches)
+        [moments] = METHOD.work(task, site).bundles.values()
+        shape = blocks[net.path[-1]].out_shape[0], blocks[best].in_shape[0]
+        weights, bias = projection.solve(projection.from_tensors(moments, *shape), params.ridge)
+        junction = {"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)}
+        path = (*net.path, best)
+        state = replace(state, junctions={**state.junctions, stitch.junction_name(path): junction})
+        net = search.Net(path, tuple(name for name in net.pool if name != best and name not in shallow), 1.0)
+    engine.close()
+    return rounds
+
+
+def replay(rounds: Sequence[Round], way: ScoreAt) -> dict[str, Any]:
+    """Seconds of each round, and of the references; and the scores.
+
+    The first round is run three times: on a device that knows nothing, on another one whose runtime has
+    loaded all blocks, and again there with the donors known and the path not.
+    """
+    engine = OnnxEngine(BUDGET_BYTES)
+    with tempfile.TemporaryDirectory() as folder:
+        cold_s, _, _ = _timed(rounds[0], way, engine, Path(folder) / "cold", DRAWN)
+        cache = Path(folder) / "warm"
+        warm_s, _, local = _timed(rounds[0], way, engine, cache, DRAWN)
+        for path in cache.glob(f"*{SPARE}"):
+            path.unlink()
+        seconds, scores = [], []
+        for each in rounds:
+            took_s, score, local = _timed(each, way, engine, cache, local)
+            seconds.append(took_s)
+            scores.append(score)
+    engine.close()
+    _say(f"{way}: {sum(seconds):.2f} s")
+    return {"cold_s": cold_s - seconds[0], "warm_s": warm_s - seconds[0], "seconds": seconds, "scores": scores}
+
+
+def _timed(
+    each: Round, way: ScoreAt, engine: OnnxEngine, cache: Path, local: Tensors
+) -> tuple[float, np.ndarray, Tensors]:
+    site = replace(each.site, engine=engine, cache=cache, local=local)
+    began_s = time.perf_counter()
+    answer = scoring.score(replace(each.ask, score_at=way, early=0), site)
+    return time.perf_counter() - began_s, answer.bundles["scores"]["score"], answer.local
+
+
+def naively(each: Round, find: Callable[[str], Path], engine: OnnxEngine) -> dict[str, Any]:
+    """Seconds of one round by the naive procedure, and its scores."""
+    ask, site = each.ask, each.site
+
+    def run(block: Block, x: np.ndarray) -> np.ndarray:
+        return stitch.run_block(block, lambda graph, x: engine.run(find(graph), x), x)
+
+    began_s = time.perf_counter()
+    rows = scoring.order(DRAWN)
+    scored, fitted = (images.prepare(site.train.x[rows[i : i + IMAGES]], ask.input) for i in (0, IMAGES))
+    path = [ask.blocks[name] for name in ask.path]
+    between = stitch.junctions(path, site.load)
+    scores = []
+    for name in ask.pool:
+        own = [ask.blocks[f"{ask.blocks[name].donor}.{i}"] for i in range(ask.blocks[name].index + 1)]
+        positions = flow.positions(IMAGES, own[-1].in_shape, ask.positions)
+        scores.append(naive.output_score(path, between, own, run, scored, fitted, positions, ask.ridge))
+    took_s = time.perf_counter() - began_s
+    _say(f"naive, after {len(path)} blocks, {len(ask.pool)} candidates: {took_s:.1f} s")
+    return {"seconds": took_s, "scores": np.array(scores)}
+
+
+def plain(made: Bundle, find: Callable[[str], Path], folder: Path) -> dict[str, float]:
+    """Seconds of a forward pass of all donors, each as one graph, on twice as many images; with loading, and without."""
+    shown = images.prepare(examples(2 * IMAGES).x, made.meta["input"])
+    cold = warm = 0.0
+    for donor in made.meta["donors"].values():
+        file = folder / "whole.onnx"
+        nothing = {"kind": "none", "in_shape": (), "out_shape": (), "weights": None, "bias": None}
+        meta = {
+            "path": donor["blocks"],
+            "junctions": [{"before": i, **nothing} for i in range(1, len(donor["blocks"]))],
+            "head": None,
+            "align": [[i] for i in range(10)],
+            "labels": made.meta["labels"],
+            "input": made.meta["input"],
+        }
+        file.write_bytes(onnx_file.stitched(meta, {}, {name: find(name) for name in made.files}))
+        engine = OnnxEngine(BUDGET_BYTES)
+        seconds = []
+        for _ in range(2):
+            began_s = time.perf_counter()
+            engine.run(file, shown)
+            seconds.append(time.perf_counter() - began_s)
+        cold, warm = cold + seconds[0], warm + seconds[1]
+        engine.close()
+    return {"cold_s": cold, "warm_s": warm}
+
+
+def _result(
+    size: int,
+    rounds: Sequence[Round],
+    whole: Mapping[str, float],
+    ways: Mapping[ScoreAt, dict[str, Any]],
+    compared: Mapping[int, dict[str, Any]],
+) -> dict[str, Any]:
+    at = [i for i, each in enumerate(rounds) if len(each.ask.path) in compared]
+    naive_s = sum(each["seconds"] for each in compared.values())
+    strays = [np.abs(ways["output"]["scores"][i] - compared[len(rounds[i].ask.path)]["scores"]).max() for i in at]
+    faster = {way: naive_s / sum(each["seconds"][i] for i in at) for way, each in ways.items()}
+    table = [
+        {
+            "path": list(each.ask.path),
+            "candidates": len(each.ask.pool),
+            **{way: round(found["seconds"][i], 4) for way, found in ways.items()},
+            "naive": round(compared[len(each.ask.path)]["seconds"], 3) if i in at else None,
+        }
+        for i, each in enumerate(rounds)
+    ]
+    return {
+        "bench": "stitch",
+        "size": size,
+        "images": IMAGES,
+        "rounds": table,
+        "plain_forward_s": {key: round(value, 3) for key, value in whole.items()},
+        "references_s": {key: round(ways["output"][key], 3) for key in whole},
+        "figures": {
+            **{f"{way}_score_to_naive": at_least(faster[way], FASTER[way], "times faster") for way in FASTER},
+            "references_to_plain_forward": figure(ways["output"]["warm_s"] / whole["warm_s"], SLOWER, "times as long"),
+            "difference_of_scores": figure(max(strays), SAME, ""),
+        },
+    }
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """The result for people."""
+    head = f"    {'path':>6} {'blocks scored':>14} {'naive':>9} {'output':>9} {'hybrid':>9} {'input':>9}   seconds"
+    table = [
+        f"    {len(row['path']):6} {row['candidates']:14} {_cell(row['naive'])} "
+        + " ".join(_cell(row[way]) for way in ("output", "hybrid", "input"))
+        for row in result["rounds"]
+    ]
+    plain_s, own_s = result["plain_forward_s"], result["references_s"]
+    return [
+        f"{result['size']} pixels, {result['images']} images, {', '.join(DONORS)} with random weights",
+        head,
+        *table,
+        f"    once: {own_s['warm_s']:.2f} s for references and targets on {2 * IMAGES} images, {own_s['cold_s']:.2f} s with "
+        f"loading; a plain forward pass {plain_s['warm_s']:.2f} s, {plain_s['cold_s']:.2f} s with loading",
+        *figure_lines(result),
+    ]
+
+
+def _cell(seconds: float | None) -> str:
+    return f"{'-':>9}" if seconds is None else f"{seconds:9.3f}"
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
