@@ -95,6 +95,39 @@ class Flow:
             yield engine.run(path, source.rows(start, stop))
 
 
+class Kept:
+    """Outputs of paths on some images, from one task to the next."""
+
+    def __init__(self, flow: Flow, rows: np.ndarray, length: int) -> None:
+        """`length`: of the paths whose outputs are worth keeping."""
+        self._flow, self._rows, self._length = flow, rows, length
+
+    def find(self, path: Sequence[Block]) -> Stack | None:
+        shape = (len(self._rows), *path[-1].out_shape)
+        return self._flow.shelf.find(kept_name(path, self._rows, "path"), shape)
+
+    def keep(self, path: Sequence[Block], maps: Stack) -> None:
+        if len(path) == self._length:
+            self._flow.shelf.keep(kept_name(path, self._rows, "path"), maps, spare=True)
+
+
+class Shared:
+    """Outputs that several of some paths begin with, for as long as they go through the same images."""
+
+    def __init__(self, paths: Iterable[Sequence[Block]]) -> None:
+        every = [tuple(block.id for block in path[: i + 1]) for path in paths for i in range(len(path))]
+        self._wanted = {ids for ids in every if every.count(ids) > 1}
+        self._made: dict[tuple[str, ...], Stack] = {}
+
+    def find(self, path: Sequence[Block]) -> Stack | None:
+        return self._made.get(tuple(block.id for block in path))
+
+    def keep(self, path: Sequence[Block], maps: Stack) -> None:
+        ids = tuple(block.id for block in path)
+        if ids in self._wanted:
+            self._made[ids] = maps
+
+
 class Prepared:
     """Stored images as networks take them (`fedquilt.models.images.prepare`), made as they are asked for."""
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from fedquilt.core import BlobRef, DeviceView, Order, Tensors, Work, derive_seed
-from fedquilt.models import scoring, search
+from fedquilt.models import scoring, search, sums
 from fedquilt.models.search import State
 from fedquilt.models.stitch import Block, Stock
 
@@ -59,7 +59,7 @@ def fit_order(state: State) -> Order:
     assert net is not None
     wanted = search.projected(state)
     blocks = _family(state.stock, net.path, wanted)
-    ask = scoring.FitAsk(
+    ask = sums.FitAsk(
         **_common(state, blocks),
         path=net.path,
         winners=wanted,
@@ -77,10 +77,10 @@ def finalists_order(state: State) -> Order:
     params, paths = state.params, [finalist.path for finalist in state.finalists]
     bodies = tuple(path[:-1] for path in paths)
     whole = state.phase == "validate" and any(groups(state, path) for path in paths)
-    ask: scoring.HeadAsk | scoring.ValidateAsk
+    ask: sums.HeadAsk | sums.ValidateAsk
     if state.phase == "head":
         blocks = {name: state.stock.blocks[name] for body in bodies for name in body}
-        ask = scoring.HeadAsk(
+        ask = sums.HeadAsk(
             **_common(state, blocks),
             bodies=bodies,
             labels=len(state.stock.labels),
@@ -91,7 +91,7 @@ def finalists_order(state: State) -> Order:
         n = params.head_samples
     else:
         blocks = {name: state.stock.blocks[name] for path in paths for name in path}
-        ask = scoring.ValidateAsk(
+        ask = sums.ValidateAsk(
             **_common(state, blocks),
             nets=tuple(paths),
             align=tuple(groups(state, path) for path in paths),

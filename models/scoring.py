@@ -1,7 +1,6 @@
-"""What a device does for a stitching job: score blocks, gather sums for junctions and heads, validate.
+"""How a device scores blocks as the next one of a path: CKA, on its own images, by forward passes only.
 
-FedStitch (arXiv 2409.07202), section 3, on the device: forward passes only, through whatever engine
-runs ONNX graphs. Each function takes what was asked and a Site, and returns an Answer.
+FedStitch (arXiv 2409.07202), section 3.2. `score` takes what was asked and a Site, and returns an Answer.
 
 The images that are scored on are drawn once for each device and job, and nothing on them is computed
 twice. In `Site.local` is the Gram matrix of each donor block's output (16 KB for 64 images). In
@@ -26,7 +25,6 @@ from fedquilt.models.stacks import InMemory, Part, Source, Stack
 from fedquilt.models.stitch import Block
 
 ScoreAt = Literal["input", "output", "hybrid"]
-WAVE = 128  # images that go through a path together
 
 
 @dataclass(frozen=True)
@@ -58,41 +56,6 @@ class ScoreAsk(Ask):
     k: int
     epsilon: float
     coin: int
-
-
-@dataclass(frozen=True)
-class FitAsk(Ask):
-    """Sums for the junctions from `path` to each of `winners`."""
-
-    path: tuple[str, ...]
-    winners: tuple[str, ...]
-    samples: int
-    ridge: float
-    bias: bool
-
-
-@dataclass(frozen=True)
-class HeadAsk(Ask):
-    """Sums for a linear head on the pooled last maps of each of `bodies`."""
-
-    bodies: tuple[tuple[str, ...], ...]
-    labels: int
-    samples: int
-    random_features: int
-    projection_seed: int
-
-
-@dataclass(frozen=True)
-class ValidateAsk(Ask):
-    """Accuracy of each of `nets` on held-out examples, by its head and by its aligned logits."""
-
-    nets: tuple[tuple[str, ...], ...]
-    align: tuple[tuple[tuple[int, ...], ...] | None, ...]
-    heads: bool
-    labels: int
-
-
-# -- score ----------------------------------------------------------------------------------------
 
 
 def score(ask: ScoreAsk, site: Site) -> Answer:
@@ -146,7 +109,7 @@ class _Scorer:
             need = cka.MIN_IMAGES * shares
             raise DataError(f"{site.device} has {len(site.train)} examples: scoring needs at least {need}")
         self.count = min(ask.samples, len(site.train) // shares)
-        self.local = _drawn(site)
+        self.local = drawn(site)
         self._rows = order(self.local)[: shares * self.count]
         self._between = stitch.junctions(self._path, site.load)
         self._flow = Flow(site, ask.blocks.values(), self._flops())
@@ -210,7 +173,7 @@ class _Scorer:
 
     def _know_donors(self) -> None:
         """Run the donors of the pool, each on its own, as far as anything about them is not known yet."""
-        for chain, _ in _chains(self._ask.blocks, self._pool):
+        for chain, _ in chains(self._ask.blocks, self._pool):
             if not self._fits:
                 chain = chain[:-1]  # what the deepest candidate puts out is compared with nothing
             unknown = [i for i, block in enumerate(chain) if not self._is_known(block, block is not chain[-1])]
@@ -245,7 +208,7 @@ class _Scorer:
     def _output(self) -> Stack:
         """What the path puts out; kept for the tasks to come."""
         if self._maps is None:
-            kept = _Kept(self._flow, self._rows, len(self._path))
+            kept = flow.Kept(self._flow, self._rows, len(self._path))
             self._maps = self._flow.along(self._path, self._between, self._shown, kept)
         return self._maps
 
@@ -269,47 +232,18 @@ class _Scorer:
     def _flops(self) -> float:
         """About what the task takes."""
         ask, n = self._ask, len(self._rows)
-        own = {block.id: block.flops for chain, _ in _chains(ask.blocks, self._pool) for block in chain}
+        own = {block.id: block.flops for chain, _ in chains(ask.blocks, self._pool) for block in chain}
         tried = {"input": 0, "hybrid": min(ask.screen, len(ask.pool)), "output": len(ask.pool)}[ask.score_at]
         pool = self.count * tried * sum(block.flops for block in self._pool) / len(self._pool)
         fresh = not any(_gram_name(block) in self.local for block in self._pool)
         return n * self._path[-1].flops + pool + n * fresh * sum(own.values())
 
 
-class _Kept:
-    """Outputs of paths on some images, from one task to the next."""
-
-    def __init__(self, flow: Flow, rows: np.ndarray, length: int) -> None:
-        """`length`: of the paths whose outputs are worth keeping."""
-        self._flow, self._rows, self._length = flow, rows, length
-
-    def find(self, path: Sequence[Block]) -> Stack | None:
-        shape = (len(self._rows), *path[-1].out_shape)
-        return self._flow.shelf.find(flow.kept_name(path, self._rows, "path"), shape)
-
-    def keep(self, path: Sequence[Block], maps: Stack) -> None:
-        if len(path) == self._length:
-            self._flow.shelf.keep(flow.kept_name(path, self._rows, "path"), maps, spare=True)
+def _gram_name(block: Block, offset: int = 0) -> str:
+    return f"gram.{block.donor}.{block.index + offset}"
 
 
-class _Shared:
-    """Outputs that several of some paths begin with, for as long as they go through the same images."""
-
-    def __init__(self, paths: Iterable[Sequence[Block]]) -> None:
-        every = [tuple(block.id for block in path[: i + 1]) for path in paths for i in range(len(path))]
-        self._wanted = {ids for ids in every if every.count(ids) > 1}
-        self._made: dict[tuple[str, ...], Stack] = {}
-
-    def find(self, path: Sequence[Block]) -> Stack | None:
-        return self._made.get(tuple(block.id for block in path))
-
-    def keep(self, path: Sequence[Block], maps: Stack) -> None:
-        ids = tuple(block.id for block in path)
-        if ids in self._wanted:
-            self._made[ids] = maps
-
-
-def _drawn(site: Site) -> dict[str, np.ndarray]:
+def drawn(site: Site) -> dict[str, np.ndarray]:
     """The private state, begun anew when the device's examples have changed in number."""
     if "drawn" in site.local and site.local["drawn"][0] == len(site.train):
         return dict(site.local)
@@ -322,114 +256,7 @@ def order(local: Tensors) -> np.ndarray:
     return tensors.rng("drawn", seed).permutation(examples)
 
 
-def _gram_name(block: Block, offset: int = 0) -> str:
-    return f"gram.{block.donor}.{block.index + offset}"
-
-
-# -- sums -----------------------------------------------------------------------------------------
-
-
-def fit(ask: FitAsk, site: Site) -> Answer:
-    """Bundles "moments.<i>": for the i-th winner, the sums that its junction is solved from.
-
-    Raises:
-        DataError: no examples.
-    """
-    path = [ask.blocks[name] for name in ask.path]
-    between = stitch.junctions(path, site.load)
-    winners = [ask.blocks[name] for name in ask.winners]
-    local, chains = _drawn(site), list(_chains(ask.blocks, winners))
-    chosen = order(local)[: ask.samples]
-    flops = sum(block.flops for block in path) + sum(block.flops for chain, _ in chains for block in chain[:-1])
-    run = Flow(site, ask.blocks.values(), len(chosen) * flops)
-    sums: dict[str, projection.Moments] = {}
-    for rows in _waves(site, chosen):
-        shown = flow.Prepared(site.train.x[rows], ask.input)
-        x = run.along(path, between, shown, _Kept(run, rows, 0))
-        for chain, wanted in chains:
-            y: Source = shown
-            for block in chain:
-                if block.id in wanted:
-                    parts = [sums[block.id]] if block.id in sums else []
-                    for start, part in flow.pieces(flow.resized(x, *block.in_shape[1:])):
-                        parts.append(projection.moments_of_maps(part, y.rows(start, start + len(part)), ask.bias))
-                        parts = [projection.merge(parts)]
-                    sums[block.id] = parts[0]
-                if block is not chain[-1]:
-                    y = run.block(block, y)
-    found = [sums[name] for name in ask.winners]
-    return _answer(ask, found, len(chosen), local, exact=ask.ridge == 0)
-
-
-def head(ask: HeadAsk, site: Site) -> Answer:
-    """Bundles "moments.<i>": for the i-th body, the sums of its pooled features and one-hot labels.
-
-    Raises:
-        DataError: no examples, or labels outside those of the job.
-    """
-    _require_labels(site.train.y, ask.labels, site.device)
-    bodies = [[ask.blocks[name] for name in body] for body in ask.bodies]
-    between = [stitch.junctions(body, site.load) for body in bodies]
-    local = _drawn(site)
-    chosen = order(local)[: ask.samples]
-    run = Flow(site, ask.blocks.values(), len(chosen) * sum(block.flops for body in bodies for block in body))
-    widths = [ask.random_features or body[-1].out_shape[0] for body in bodies]
-    features = [run.shelf.make((len(chosen), width)) for width in widths]
-    for rows in _waves(site, chosen):
-        shown, shared = flow.Prepared(site.train.x[rows], ask.input), _Shared(bodies)
-        for i, body in enumerate(bodies):
-            maps = run.along(body, between[i], shown, shared)
-            for _, part in flow.pieces(maps):
-                z = stitch.gap(part)
-                if ask.random_features:
-                    z = z @ stitch.random_features(z.shape[1], ask.random_features, ask.projection_seed)
-                features[i].put(z.astype(np.float32))
-    y = np.eye(ask.labels)[site.train.y[chosen]]
-    found = []
-    for each in features:
-        parts = [projection.moments(z, y[first : first + len(z)]) for first, z in flow.pieces(each)]
-        found.append(projection.merge(parts))
-    return _answer(ask, found, len(chosen), local, exact=False)
-
-
-def validate(ask: ValidateAsk, site: Site) -> Answer:
-    """Bundle "counts": right answers of each net on the held-out examples, by either way of labelling."""
-    _require_labels(site.held.y, ask.labels, site.device)
-    nets = [[ask.blocks[name] for name in net] for net in ask.nets]
-    between = [stitch.junctions(net, site.load) for net in nets]
-    run = Flow(site, ask.blocks.values(), len(site.held) * sum(block.flops for net in nets for block in net))
-    right = {"ridge": np.zeros(len(nets), np.int64), "aligned": np.zeros(len(nets), np.int64)}
-    for first in range(0, len(site.held), WAVE):
-        y = site.held.y[first : first + WAVE]
-        shown = flow.Prepared(site.held.x[first : first + WAVE], ask.input)
-        shared = _Shared(net[:-1] for net in nets)
-        for i, net in enumerate(nets):
-            maps = run.along(net[:-1], between[i][:-1], shown, shared)
-            if ask.heads:
-                head = site.load(f"head.{i}")
-                z = np.concatenate([stitch.gap(part) for _, part in flow.pieces(maps)])
-                right["ridge"][i] += _right(z @ head["weights"].T + head["bias"], y)
-            groups = ask.align[i]
-            if groups is not None:
-                logits = run.block(net[-1], flow.joined(maps, between[i][-1], net[-1]))
-                right["aligned"][i] += _right(stitch.align(logits.rows(0, len(y)), groups), y)
-    counts = {"examples": np.array([len(site.held)], np.int64), **right}
-    return Answer({"counts": counts}, float(len(site.held)), {"turn": float(ask.turn)}, site.local)
-
-
-def _right(scores: np.ndarray, y: np.ndarray) -> int:
-    return int((scores.argmax(axis=1) == y).sum())
-
-
-def _answer(ask: Ask, found: Sequence[projection.Moments], examples: int, local: Tensors, exact: bool) -> Answer:
-    bundles: dict[str, Tensors] = {f"moments.{i}": projection.to_tensors(each, exact) for i, each in enumerate(found)}
-    return Answer(bundles, float(examples), {"turn": float(ask.turn)}, local)
-
-
-# -- shared ---------------------------------------------------------------------------------------
-
-
-def _chains(blocks: dict[str, Block], candidates: Iterable[Block]) -> Iterator[tuple[list[Block], set[str]]]:
+def chains(blocks: dict[str, Block], candidates: Iterable[Block]) -> Iterator[tuple[list[Block], set[str]]]:
     """For each donor of the candidates: its own path up to the deepest, and which of it are candidates."""
     by_donor: dict[str, list[Block]] = {}
     for block in candidates:
@@ -437,15 +264,3 @@ def _chains(blocks: dict[str, Block], candidates: Iterable[Block]) -> Iterator[t
     for donor, own in sorted(by_donor.items()):
         deepest = max(block.index for block in own)
         yield [blocks[f"{donor}.{i}"] for i in range(deepest + 1)], {block.id for block in own}
-
-
-def _waves(site: Site, rows: np.ndarray) -> Iterator[np.ndarray]:
-    if not len(rows):
-        raise DataError(f"{site.device} has no examples")
-    for start in range(0, len(rows), WAVE):
-        yield rows[start : start + WAVE]
-
-
-def _require_labels(y: np.ndarray, labels: int, device: str) -> None:
-    if len(y) and (y.min() < 0 or y.max() >= labels):
-        raise DataError(f"{device} has labels from {y.min()} to {y.max()}; the job's labels are 0 to {labels - 1}")

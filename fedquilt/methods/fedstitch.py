@@ -50,7 +50,7 @@ from fedquilt.core import (
     Task,
     UpdateError,
 )
-from fedquilt.models import orders, projection, scoring, search, stitch, vote
+from fedquilt.models import orders, projection, scoring, search, stitch, sums, vote
 from fedquilt.models.projection import Gathered
 from fedquilt.models.search import PAPER, Finalist, Params, State, describe
 from fedquilt.models.vote import Ballot
@@ -300,11 +300,11 @@ def work(task: Task, site: Site) -> Answer:
         case "score":
             return scoring.score(msgspec.convert(task.params, scoring.ScoreAsk), site)
         case "fit":
-            return scoring.fit(msgspec.convert(task.params, scoring.FitAsk), site)
+            return sums.fit(msgspec.convert(task.params, sums.FitAsk), site)
         case "head":
-            return scoring.head(msgspec.convert(task.params, scoring.HeadAsk), site)
+            return sums.head(msgspec.convert(task.params, sums.HeadAsk), site)
         case "validate":
-            return scoring.validate(msgspec.convert(task.params, scoring.ValidateAsk), site)
+            return sums.validate(msgspec.convert(task.params, sums.ValidateAsk), site)
         case phase:
             raise ModelError(f"this agent knows no phase {phase!r} of a stitching job: update it")
 

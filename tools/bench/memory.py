@@ -1,0 +1,182 @@
+"""`fedquilt bench memory`: what a device's process holds while it stitches at 224 pixels, under small budgets.
+
+The process is the agent's own (`fedquilt.edge_agent.child`), under budgets that leave 160 MB and 100 MB
+beside what it holds once ONNX Runtime is imported. Its tasks are the hungriest of a job with the five
+architectures of the FedStitch paper (arXiv 2409.07202, section 5.1): every donor's references and
+targets, output scores of every block behind the largest maps and behind the widest block, and sums for
+junctions and a head. The peak is told by the process itself and read from outside.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fedquilt import tensors
+from fedquilt.core import BlobRef, Bundle, DeviceView, ModelError, Order, Task
+from fedquilt.edge_agent import budget, local, orders
+from fedquilt.edge_agent.engines.onnx_engine import BASE_BYTES
+from fedquilt.edge_agent.leash import Child
+from fedquilt.edge_agent.worker import COMMAND
+from fedquilt.methods.fedstitch import METHOD
+from fedquilt.models import search, stitch
+from fedquilt.models.search import Finalist, Net, Params, State
+from fedquilt.models.vote import Winner
+from fedquilt.tools.bench import figure, figure_lines
+from fedquilt.tools.bench.stitch import IMAGES, donors, examples, finder
+
+ROOMS_MB = {"micro_batch_4": 160, "micro_batch_1": 100}
+LOOK_S = 0.02
+
+
+def measure(size: int = 224, work: Path | None = None) -> dict[str, Any]:
+    """Peak MB beside the bare process, of each task under each budget.
+
+    Args:
+        size: of the images, in pixels.
+        work: where the donors are prepared, and found again; none: in a folder that goes afterwards.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = (work or Path(scratch)) / f"donors-{size}"
+        made = donors(folder, size)
+        find = finder(folder, made)
+        shown = examples(2 * IMAGES)
+        np.savez(Path(scratch) / "images.npz", x_train=shown.x, y_train=shown.y)
+        runs = {name: _run(made, find, room_mb * 10**6, Path(scratch) / name) for name, room_mb in ROOMS_MB.items()}
+    figures = {
+        f"peak_{name}": figure(max(task["peak_mb"] for task in tasks), ROOMS_MB[name], "MB")
+        for name, tasks in runs.items()
+    }
+    strays = [abs(task["peak_mb"] - task["outside_mb"]) for tasks in runs.values() for task in tasks]
+    return {
+        "bench": "memory",
+        "size": size,
+        "tasks": runs,
+        "figures": {**figures, "own_and_outside_accounts_differ_by": figure(max(strays), 8, "MB")},
+    }
+
+
+def _asks(made: Bundle) -> Iterator[tuple[str, State]]:
+    """The search at its hungriest moments."""
+    state = METHOD.init(made, Params(score_at="output", samples=IMAGES, fit_samples=IMAGES), 0)
+    pool = search.beginnings(state.stock)[0].pool
+    for path in (("vgg16.0",), ("vgg16.0", "densenet121.2", "resnet50.4")):
+        net = Net(path, tuple(name for name in pool if name not in path), 1.0)
+        here = replace(state, current=net, junctions=_random_junctions(state, path))
+        offered = search.offered(net, state.stock, state.params)
+        yield f"output scores of {len(offered)} blocks after {path[-1]}", replace(here, pool=offered)
+        strange = [name for name in offered if not name.startswith("vgg16")][:: len(offered) // 3][:3]
+        winners = tuple(Winner(name, 1.0, 1.0, 1) for name in strange)
+        yield f"sums for {len(winners)} junctions after {path[-1]}", replace(here, phase="fit", winners=winners)
+    body = (*path, "resnet50.5")
+    yield f"sums for a head after {path[-1]}", replace(here, phase="head", finalists=(Finalist(body, 1.0),))
+
+
+def _random_junctions(state: State, path: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:
+    """Of the right shapes: what they say does not change what memory they take."""
+    draws, blocks, found = np.random.default_rng(3), state.stock.blocks, {}
+    for i in range(1, len(path)):
+        shape = blocks[path[i]].in_shape[0], blocks[path[i - 1]].out_shape[0]
+        weights = draws.normal(size=shape).astype(np.float32) / np.sqrt(shape[1], dtype=np.float32)
+        found[stitch.junction_name(path[: i + 1])] = {"weights": weights, "bias": np.zeros(shape[0], np.float32)}
+    return found
+
+
+def _run(made: Bundle, find: Callable[[str], Path], room_bytes: int, folder: Path) -> list[dict[str, Any]]:
+    """All tasks in one process under one budget, each with its peaks."""
+    folder.mkdir()
+    child, private, bare, found = Child(COMMAND, "onnx"), None, 0, []
+    try:
+        for number, (what, state) in enumerate(_asks(made)):
+            sent = METHOD.send(state, DeviceView("bench", None))
+            assert sent is not None
+            out = folder / str(number)
+            out.mkdir()
+            order = orders.Order(
+                task=_task(sent, number),
+                device="bench",
+                budget_bytes=BASE_BYTES + room_bytes,
+                data={"path": str(folder.parent / "images.npz")},
+                bundles=_files(sent, find, out),
+                private=private,
+                cache=str(folder / "cache"),
+                out=str(out),
+            )
+            outcome, outside = _watched(child, order)
+            if outcome.code != "ok" or outcome.peak_bytes is None or outcome.base_bytes is None:
+                raise ModelError(f"{what}: {outcome.reason or 'this kernel does not tell peaks'}")
+            if (out / local.PRIVATE).exists():
+                private = str(out / local.PRIVATE)
+            bare = bare or outcome.base_bytes  # the runtime is imported, and nothing done yet
+            found.append(
+                {
+                    "task": what,
+                    "seconds": round(outcome.wall_s, 1),
+                    "peak_mb": round((outcome.peak_bytes - bare) / 1e6, 1),
+                    "outside_mb": round((outside - bare) / 1e6, 1),
+                }
+            )
+            print(f"{room_bytes / 1e6:.0f} MB: {found[-1]}", file=sys.stderr, flush=True)
+    finally:
+        child.kill()
+    return found
+
+
+def _task(sent: Order, number: int) -> Task:
+    return Task(
+        job="bench",
+        round=number,
+        attempt=0,
+        method="fedstitch",
+        engine="onnx",
+        actions=("work",),
+        params=msgspec.json.decode(msgspec.json.encode(sent.params)),
+        bundles={},
+        work=sent.work,
+        seed=number,
+        deadline_s=0.0,
+    )
+
+
+def _files(sent: Order, find: Callable[[str], Path], out: Path) -> dict[str, str]:
+    """Where the task's bundles lie."""
+    found = {}
+    for name, value in sent.bundles.items():
+        path = find(name) if isinstance(value, BlobRef) else out / name
+        if not isinstance(value, BlobRef):
+            path.write_bytes(tensors.encode(value))
+        found[name] = str(path)
+    return found
+
+
+def _watched(child: Child, order: orders.Order) -> tuple[orders.Outcome, int]:
+    """How a task ended, and the most that its process was seen to hold from outside."""
+    child.send(msgspec.json.encode(order) + b"\n")
+    most = 0
+    while True:
+        most = max(most, child.look() or 0)
+        for event in child.receive():
+            if isinstance(event, orders.Outcome):
+                return event, max(most, budget.peak_bytes(child.pid) or 0)
+        if child.gone:
+            return child.obituary(), most
+        time.sleep(LOOK_S)
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """The result for people."""
+    found = [f"{result['size']} pixels, {IMAGES} images, MB beside the bare process"]
+    for name, tasks in result["tasks"].items():
+        found.append(f"    at most {ROOMS_MB[name]} MB{'own':>55} {'outside':>8} {'seconds':>8}")
+        for task in tasks:
+            row = f"{task['peak_mb']:8.1f} {task['outside_mb']:8.1f} {task['seconds']:8.1f}"
+            found.append(f"    {task['task']:60} {row}")
+    return [*found, *figure_lines(result)]
