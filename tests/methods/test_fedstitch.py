@@ -325,6 +325,65 @@ def test_references_are_computed_once_per_device() -> None:
     assert runner.runs == {name: 2 * runs for name, runs in first.items()}  # two rounds cost what one does
 
 
+def score_twice(folder: Path, **changes: Any) -> tuple[list[dict[str, np.ndarray]], list[dict[str, int]], Any]:
+    """Scores and runs of a stitched path's task on one device, now and again, and a way to go on."""
+    bundle, runner = build()
+    state = METHOD.init(bundle, Params(**{**SMALL, "native_continuation": "exclude", **changes}), 3)
+    path = ("ash.0", "elm.1")
+    net = search.Net(path, search.beginnings(state.stock)[0].pool, 1.0)
+    state = replace(state, current=net, pool=search.offered(net, state.stock, state.params))
+    weights = np.random.default_rng(2).normal(size=(5, 4)).astype(np.float32)
+    junction = {"weights": weights, "bias": np.zeros(5, np.float32)}
+    state = replace(state, junctions={stitch.junction_name(path): junction})
+    order = METHOD.send(state, DeviceView("dev-0", None))
+    assert order is not None
+    scores, runs, local = [], [], {}
+
+    def again() -> None:
+        nonlocal local
+        runner.runs = dict.fromkeys(runner.graphs, 0)
+        task, site = local_run.delivered(METHOD, order, 0, 3, members(1)[0], runner, Path, local, folder)
+        answer = METHOD.work(task, site)
+        local = answer.local
+        scores.append(dict(answer.bundles["scores"]))
+        runs.append({name: count for name, count in runner.runs.items() if count})
+
+    again()
+    again()
+    return scores, runs, again
+
+
+@pytest.mark.parametrize("score_at", ["input", "output", "hybrid"])
+def test_nothing_is_run_twice_that_could_be_kept(score_at: str, tmp_path: Path) -> None:
+    """The second time only the candidates run whose output is scored; the scores are the same bits."""
+    scores, runs, again = score_twice(tmp_path, score_at=score_at)
+    offered = {"ash.2.onnx", "ash.3.onnx", "ash.1.onnx", "elm.2.onnx", "fir.1.onnx", "fir.2.onnx"}
+    assert set(runs[0]) >= {"ash.0.onnx", "elm.1.onnx", "fir.0.onnx"}
+    assert set(runs[1]) <= offered - ({"elm.2.onnx"} if score_at == "input" else set())
+    assert sum(runs[1].values()) == {"input": 0, "output": 5, "hybrid": 3}[score_at]
+    assert all(np.array_equal(scores[0][name], scores[1][name]) for name in scores[0])
+    for path in tmp_path.rglob("*"):  # what is kept is gone: it is computed again, to the same bits
+        if path.is_file():
+            path.unlink()
+    again()
+    assert all(np.array_equal(scores[0][name], scores[2][name]) for name in scores[0])
+
+
+def test_a_hopeless_candidate_is_dropped_after_a_few_images(tmp_path: Path) -> None:
+    """Those far below the K-th best run on 6 images only, and rank below all that were scored on 16."""
+    full, _, _ = score_twice(tmp_path / "full", score_at="output")
+    scores, runs, _ = score_twice(tmp_path / "early", score_at="output", early=6, early_margin=0.0)
+    level, kept = scores[1]["level"], full[1]["score"]
+    assert 0 < level.sum() < len(level)
+    assert np.array_equal(scores[1]["score"][level == 1], kept[level == 1])
+    assert scores[1]["score"][level == 0].max() < np.sort(kept[level == 1])[-2]
+    assert set(scores[1]["picks"].tolist()) <= set(np.flatnonzero(level).tolist())
+    assert sum(runs[1].values()) == 2 * level.sum() + (level == 0).sum()
+    generous, _, _ = score_twice(tmp_path / "never", score_at="output", early=6, early_margin=1.0)
+    assert generous[1]["level"].all()
+    assert np.array_equal(generous[1]["score"], kept)
+
+
 def test_a_task_brings_only_the_files_it_needs() -> None:
     """Scored by their input, terminating blocks are never run, hence not sent; references cost the first time only."""
     bundle, _ = build()
