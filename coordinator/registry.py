@@ -38,6 +38,11 @@ class Registry:
     def profile(self, device: str, profile: Profile) -> None:
         self.devices.setdefault(device, Known()).profile = profile
 
+    def profile_of(self, device: str) -> Profile | None:
+        """What a device has said of itself."""
+        known = self.devices.get(device)
+        return known.profile if known else None
+
     def online(self, now_s: float) -> set[str]:
         """Devices that are there, or were a moment ago, and have said what they are."""
         return {

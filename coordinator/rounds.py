@@ -7,21 +7,22 @@ is open is issued again.
 
     SELECTING --Asked--> OPEN --Closed--> CLOSING --Committed--> SELECTING (next round) ... Ended
                           |  ^
-                          +--+ Declined, Answered, Rejected, Asked (replacements), Reopened (no quorum)
+                          +--+ Declined, Answered, Rejected, Asked (replacements), Extended, Reopened (no quorum)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import msgspec
 
+from fedquilt.coordinator import deadline
 from fedquilt.coordinator.cohort import sample
 from fedquilt.coordinator.settings import Cohort
-from fedquilt.core import Action, BlobRef, Update
+from fedquilt.core import Action, BlobRef, Update, Work
 
 DECLINED_S = 10.0  # for others to come, when everybody who is there has declined
 
@@ -44,6 +45,8 @@ class Asked(Fact, frozen=True):
     round: int
     attempt: int
     devices: tuple[str, ...]
+    work: dict[str, float] = {}  # device -> `deadline.amount` of its task, where the method says it
+    deadline_s: float | None = None  # of the round that this opens; None: the cohort's
 
 
 class Declined(Fact, frozen=True):
@@ -60,6 +63,7 @@ class Answered(Fact, frozen=True):
 
     round: int
     update: Update
+    took_s: float | None = None  # since it was asked; None: not noted
 
 
 class Rejected(Fact, frozen=True):
@@ -72,6 +76,12 @@ class Rejected(Fact, frozen=True):
 
 class Closed(Fact, frozen=True):
     """No more updates are taken into this round."""
+
+    round: int
+
+
+class Extended(Fact, frozen=True):
+    """A deadline shorter than the cohort's passed without a quorum: the round closes with the first there is."""
 
     round: int
 
@@ -104,7 +114,7 @@ class Resumed(Fact, frozen=True):
     """A stopped or failed job goes on where it was."""
 
 
-AnyFact = Started | Asked | Declined | Answered | Rejected | Closed | Reopened | Committed | Ended | Resumed
+AnyFact = Started | Asked | Declined | Answered | Rejected | Closed | Extended | Reopened | Committed | Ended | Resumed
 
 # -- state ----------------------------------------------------------------------------------------
 
@@ -130,9 +140,14 @@ class Rounds:
     round: int = 0
     attempt: int = 0
     opened_s: float = 0.0  # when the running attempt began, on this process's clock
+    allowed_s: float | None = None  # how long it may take; None: the cohort's deadline_s
+    extended: bool = False  # it has taken longer than it was allowed at first
     state: BlobRef | None = None
     asked: frozenset[str] = frozenset()  # asked in this attempt, and not answered, declined or rejected
     answered: Mapping[str, Update] = field(default_factory=dict)  # device -> its update of this round
+    asked_s: Mapping[str, float] = field(default_factory=dict)  # device -> when it was asked, on this process's clock
+    work: Mapping[str, float] = field(default_factory=dict)  # device -> what it was asked for in this round
+    took: deadline.Known = field(default_factory=dict)
     declined: Mapping[str, str] = field(default_factory=dict)  # device -> why; not asked again in this attempt
     history: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # device -> rounds it contributed to
     finished: bool = False  # the method says that it is done
@@ -152,9 +167,19 @@ class Rounds:
             return ("check",)
         return ("check", "work") if every and self.round % every == 0 else ("work",)
 
+    @property
+    def deadline_s(self) -> float:
+        """How long the running attempt may take."""
+        return self.plan.cohort.deadline_s if self.allowed_s is None else self.allowed_s
+
     def deadline_left_s(self, now_s: float) -> float:
         """Seconds until the running attempt's deadline."""
-        return max(self.opened_s + self.plan.cohort.deadline_s - now_s, 0.0)
+        return max(self.opened_s + self.deadline_s - now_s, 0.0)
+
+    def answered_by(self, update: Update, now_s: float) -> Answered:
+        """The fact that an update is here; a coordinator that has since been restarted trusts the device's clock."""
+        waited_s = now_s - self.asked_s.get(update.device, now_s)
+        return Answered(self.round, update, max(waited_s, update.usage.wall_s))
 
 
 def apply(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
@@ -163,15 +188,20 @@ def apply(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
         case Started():
             return replace(state, phase="selecting", state=fact.state)
         case Resumed():
-            begun = state.asked or state.answered
-            return replace(
-                state, phase="open" if begun else "selecting", opened_s=now_s, attempt=0, declined={}, reason=""
-            )
+            phase: Phase = "open" if state.asked or state.answered else "selecting"
+            return replace(state, phase=phase, opened_s=now_s, extended=False, attempt=0, declined={}, reason="")
         case Ended():
             return replace(state, phase=fact.status, reason=fact.reason)
         case Asked() if fact.round == state.round:
-            opened = now_s if state.phase == "selecting" else state.opened_s
-            return replace(state, phase="open", opened_s=opened, asked=state.asked | set(fact.devices))
+            if state.phase == "selecting":
+                state = replace(state, phase="open", opened_s=now_s, allowed_s=fact.deadline_s, extended=False)
+                state = replace(state, asked_s={}, work={})
+            return replace(
+                state,
+                asked=state.asked | set(fact.devices),
+                asked_s={**state.asked_s, **dict.fromkeys(fact.devices, now_s)},
+                work={**state.work, **fact.work},
+            )
         case Declined() if fact.round == state.round:
             declined = {**state.declined, fact.device: fact.reason}
             return replace(state, asked=state.asked - {fact.device}, declined=declined)
@@ -179,16 +209,34 @@ def apply(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
             declined = {**state.declined, fact.device: fact.reason}
             return replace(state, asked=state.asked - {fact.device}, declined=declined)
         case Answered() if fact.round == state.round:
-            answered = {**state.answered, fact.update.device: fact.update}
-            return replace(state, asked=state.asked - {fact.update.device}, answered=answered)
+            device = fact.update.device
+            answered = {**state.answered, device: fact.update}
+            return replace(_timed(state, fact), asked=state.asked - {device}, answered=answered)
         case Closed() if fact.round == state.round:
             return replace(state, phase="closing", asked=frozenset())
+        case Extended() if fact.round == state.round:
+            return replace(state, allowed_s=None, extended=True)
         case Reopened() if fact.round == state.round:
-            return replace(state, phase="open", attempt=fact.attempt, asked=frozenset(), declined={}, opened_s=now_s)
+            state = replace(state, phase="open", attempt=fact.attempt, opened_s=now_s, extended=False)
+            return replace(state, asked=frozenset(), declined={})
         case Committed() if fact.round == state.round:
             return _committed(state, fact, now_s)
         case _:
             return state
+
+
+def _timed(state: Rounds, fact: Answered) -> Rounds:
+    """With what the device took, for the deadlines to come."""
+    if fact.took_s is None:
+        return state
+    device = fact.update.device
+    took = deadline.Took(fact.round, fact.took_s, _work(state.work, device))
+    return replace(state, took=deadline.noted(state.took, device, took))
+
+
+def _work(known: Mapping[str, float], device: str) -> float:
+    """Of a method that does not say what a round takes, all rounds take the same."""
+    return known.get(device, 1.0)
 
 
 def _committed(state: Rounds, fact: Committed, now_s: float) -> Rounds:
@@ -212,15 +260,20 @@ def _committed(state: Rounds, fact: Committed, now_s: float) -> Rounds:
 # -- decisions ------------------------------------------------------------------------------------
 
 
-def decide(state: Rounds, now_s: float, online: Collection[str]) -> AnyFact | None:
+def decide(
+    state: Rounds,
+    now_s: float,
+    online: Collection[str],
+    work: Callable[[str], Work] = lambda device: Work(),
+) -> AnyFact | None:
     """The fact that should come next; None: nothing until something happens or `next_s`.
 
-    `online` are the devices that could take a task of this round.
+    `online` are the devices that could take a task of this round, `work` what the round asks of one of them.
     """
     if state.phase == "selecting":
-        return _select(state, online)
+        return _select(state, online, work)
     if state.phase == "open":
-        return _attend(state, now_s, online)
+        return _attend(state, now_s, online, work)
     return None
 
 
@@ -234,7 +287,7 @@ def wanted(state: Rounds, online: Collection[str]) -> int:
     return state.plan.cohort.size or len({*online, *state.answered} - set(state.declined)) or 1
 
 
-def _select(state: Rounds, online: Collection[str]) -> AnyFact | None:
+def _select(state: Rounds, online: Collection[str], work: Callable[[str], Work]) -> AnyFact | None:
     plan = state.plan
     if state.over and (state.checked or not plan.check_every):
         return Ended("done")
@@ -244,18 +297,31 @@ def _select(state: Rounds, online: Collection[str]) -> AnyFact | None:
     want = wanted(state, online) - len(state.answered)
     count = math.ceil(want * (1 + plan.cohort.over_select))
     chosen = sample(plan.seed, state.round, free, count)
-    return Asked(state.round, state.attempt, chosen) if chosen else None
+    if not chosen:
+        return None
+    asked = _amounts(chosen, work)
+    allowed_s = deadline.allowed_s(plan.cohort, state.took, {device: _work(asked, device) for device in chosen})
+    return Asked(state.round, state.attempt, chosen, asked, allowed_s)
 
 
-def _attend(state: Rounds, now_s: float, online: Collection[str]) -> AnyFact | None:
+def _amounts(devices: Collection[str], work: Callable[[str], Work]) -> dict[str, float]:
+    amounts = {device: deadline.amount(work(device)) for device in devices}
+    return {device: amount for device, amount in amounts.items() if amount > 0}
+
+
+def _attend(state: Rounds, now_s: float, online: Collection[str], work: Callable[[str], Work]) -> AnyFact | None:
     cohort = state.plan.cohort
     have, want = len(state.answered), wanted(state, online)
     if have >= want:
         return Closed(state.round)
     enough = have >= max(1, math.ceil(want * cohort.quorum))
+    if enough and state.extended:
+        return Closed(state.round)
     if now_s >= next_s(state):
         if enough:
             return Closed(state.round)
+        if state.deadline_s < cohort.deadline_s and not _all_declined(state):
+            return Extended(state.round)
         if not online:
             return Reopened(state.round, state.attempt)  # a fleet that is gone for a night costs no attempt
         if state.attempt + 1 >= cohort.attempts:
@@ -265,7 +331,7 @@ def _attend(state: Rounds, now_s: float, online: Collection[str]) -> AnyFact | N
     missing = math.ceil((want - have) * (1 + cohort.over_select)) - len(state.asked & set(online))
     chosen = sample(state.plan.seed, state.round, free, missing) if missing > 0 else ()
     if chosen:
-        return Asked(state.round, state.attempt, chosen)
+        return Asked(state.round, state.attempt, chosen, _amounts(chosen, work))
     if not state.asked and enough:
         return Closed(state.round)
     return None
@@ -273,8 +339,11 @@ def _attend(state: Rounds, now_s: float, online: Collection[str]) -> AnyFact | N
 
 def _patience_s(state: Rounds) -> float:
     """How long an attempt may take; not long when all who could be asked have declined."""
-    deadline_s = state.plan.cohort.deadline_s
-    return min(deadline_s, DECLINED_S) if state.declined and not state.asked else deadline_s
+    return min(state.deadline_s, DECLINED_S) if _all_declined(state) else state.deadline_s
+
+
+def _all_declined(state: Rounds) -> bool:
+    return bool(state.declined) and not state.asked
 
 
 def _no_quorum(state: Rounds, want: int) -> str:

@@ -19,12 +19,14 @@ from fedquilt.core import (
     Contribution,
     DeviceView,
     JobError,
+    Order,
     Profile,
     StoreError,
     Task,
     Tensors,
     Update,
     UpdateError,
+    Work,
     derive_seed,
 )
 
@@ -73,8 +75,7 @@ class Running:
 
     def task(self, device: str, engine: str, profile: Profile | None, now_s: float) -> Task | None:
         """What `device` is asked in the running round; None: the method has nothing for it."""
-        view = DeviceView(device, profile, self.rounds.history.get(device, ()))
-        order = self.method.send(self.state, view)
+        order = self._order(device, profile)
         if order is None:
             return None
         return Task(
@@ -90,6 +91,11 @@ class Running:
             seed=derive_seed(self.job.seed, self.job.name, self.rounds.round, device),
             deadline_s=self.rounds.deadline_left_s(now_s),
         )
+
+    def work(self, device: str, profile: Profile | None) -> Work:
+        """What the running round takes `device`."""
+        order = self._order(device, profile)
+        return Work() if order is None else order.work
 
     def contribution(self, update: Update) -> Contribution:
         """An update with its tensors, read from disk.
@@ -141,6 +147,10 @@ class Running:
         assert self.rounds.state is not None
         self.state = self._load_state(self.rounds.state)
         self._encoded.clear()
+
+    def _order(self, device: str, profile: Profile | None) -> Order | None:
+        view = DeviceView(device, profile, self.rounds.history.get(device, ()))
+        return self.method.send(self.state, view)
 
     def _apply(self, fact: AnyFact, now_s: float) -> None:
         self.rounds = rounds.apply(self.rounds, fact, now_s)

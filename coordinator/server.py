@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fedquilt import wire
 from fedquilt.coordinator import rounds
 from fedquilt.coordinator.registry import GRACE_S, Registry
-from fedquilt.coordinator.rounds import Answered, AnyFact, Asked, Closed, Committed, Declined, Ended, Rejected, Resumed
+from fedquilt.coordinator.rounds import AnyFact, Asked, Closed, Committed, Declined, Ended, Rejected, Resumed
 from fedquilt.coordinator.running import Running
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.core import FedquiltError, Profile, StoreError, Update, UpdateError, Wired, WireError
@@ -185,7 +185,7 @@ class Server:
         except Exception as error:  # whatever a device sends, it is the device's update that is refused
             reason = str(error) if isinstance(error, UpdateError) else f"{type(error).__name__}: {error}"
             return self._reject(device, update, reason, now_s)
-        self._record(Answered(update.round, update), now_s)
+        self._record(job.rounds.answered_by(update, now_s), now_s)
         self._ack(device, update, True)
         self._withdraw(device)
 
@@ -218,10 +218,9 @@ class Server:
         job = self.active
         if job is None or device not in job.rounds.asked:
             return
-        known = self.registry.devices.get(device)
         engine = self._able(now_s).get(device) or job.engines[0]
         try:
-            task = job.task(device, engine, known.profile if known else None, now_s)
+            task = job.task(device, engine, self.registry.profile_of(device), now_s)
             payload = wire.encode(task) if task else b""
         except Exception as error:
             return self._fail(error, now_s)
@@ -315,7 +314,12 @@ class Server:
                 self._leave()
                 return True
             else:
-                fact = rounds.decide(job.rounds, now_s, self._present(job, now_s))
+                fact = rounds.decide(
+                    job.rounds,
+                    now_s,
+                    self._present(job, now_s),
+                    lambda device: job.work(device, self.registry.profile_of(device)),
+                )
         except Exception as error:
             self._fail(error, now_s)
             return True
@@ -390,7 +394,7 @@ class Server:
             phase="selecting" if state.phase == "new" else state.phase,
             asked=tuple(sorted(state.asked)[:200]),
             answered=tuple(sorted(state.answered)[:200]),
-            deadline_s=job.job.cohort.deadline_s,
+            deadline_s=state.deadline_s,
             note=state.reason[:1000],
         )
         self._publish(self._topics.job(job.id), message, retain=True)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -22,7 +22,9 @@ class Cohort(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_devices: Annotated[int, Meta(ge=1)] = 1  # wait for this many before the first round
     over_select: Annotated[float, Meta(ge=0, le=4)] = 0.0  # asked beyond `size`, as a share of it
     quorum: Annotated[float, Meta(gt=0, le=1)] = 1.0  # share of `size` that suffices at the deadline
-    deadline_s: Annotated[float, Meta(gt=0)] = 600.0
+    deadline_s: Annotated[float, Meta(gt=0)] = 600.0  # the longest that a round is waited for
+    deadline: Literal["fixed", "predicted", "paper"] = "fixed"  # how a shorter one is found: coordinator/deadline.py
+    slack: Annotated[float, Meta(ge=0)] = 0.5  # with "predicted": added, as a share
     attempts: Annotated[int, Meta(ge=1)] = 3  # how often a round without quorum is tried before the job fails
 
 

@@ -15,6 +15,7 @@ from fedquilt.coordinator.rounds import (
     Committed,
     Declined,
     Ended,
+    Extended,
     Rejected,
     Reopened,
     Resumed,
@@ -31,7 +32,8 @@ def sentences(fact: AnyFact) -> list[str]:
             return ["started"]
         case Asked():
             again = f", attempt {fact.attempt + 1}" if fact.attempt else ""
-            return [f"round {fact.round}{again}: asked {', '.join(fact.devices)}"]
+            limit = f"; deadline {fact.deadline_s:.0f} s, from earlier rounds" if fact.deadline_s is not None else ""
+            return [f"round {fact.round}{again}: asked {', '.join(fact.devices)}{limit}"]
         case Declined():
             return [f"round {fact.round}: {fact.device} declined ({fact.code}): {fact.reason}"]
         case Answered():
@@ -40,6 +42,8 @@ def sentences(fact: AnyFact) -> list[str]:
             return [f"round {fact.round}: {fact.device}'s update was refused: {fact.reason}"]
         case Closed():
             return [f"round {fact.round}: closed"]
+        case Extended():
+            return [f"round {fact.round}: no quorum by the deadline, going on until there is one"]
         case Reopened():
             return [f"round {fact.round}: no quorum by the deadline, trying again"]
         case Committed():

@@ -52,10 +52,11 @@ class BrokenError(FedquiltError):
 
 @dataclass(frozen=True)
 class Scenario:
-    """What goes wrong; probabilities are per message, crashes per published message."""
+    """What goes wrong, and on whose watch; probabilities are per message, crashes per published message."""
 
     faults: Faults = Faults()
     crash: float = 0.0
+    deadline: str = "fixed"  # how the job finds its rounds' deadlines
 
     @staticmethod
     def drawn(seed: int) -> Scenario:
@@ -69,6 +70,7 @@ class Scenario:
                 delay_s=roll.choice([0.01, 1.0, 10.0]),
             ),
             crash=roll.choice([0.0, 0.01, 0.03]),
+            deadline=roll.choice(["fixed", "predicted", "paper"]),
         )
 
 
@@ -142,7 +144,12 @@ class World:
             "rounds": ROUNDS,
             "engine": "numpy",
             "params": {"lr": 0.1, "batch": 4},
-            "cohort": {"size": DEVICES, "min_devices": DEVICES, "deadline_s": LIMIT_S},
+            "cohort": {
+                "size": DEVICES,
+                "min_devices": DEVICES,
+                "deadline_s": LIMIT_S,
+                "deadline": scenario.deadline,
+            },
             "check": {"every": 2},
         }
         network = {"name": "mlp", "inputs": 16, "hidden": [], "classes": 3}

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from fedquilt import bundle, tensors, wire
-from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds import Answered, AnyFact, Committed, Declined, Ended, Rejected
+from fedquilt.coordinator import settings, story
+from fedquilt.coordinator.rounds import Answered, AnyFact, Asked, Committed, Declined, Ended, Extended, Rejected
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
 from fedquilt.core import BlobRef, Profile, StoreError, Task, Update, Usage
@@ -262,6 +262,36 @@ def test_a_coordinator_that_dies_mid_round_continues_the_round(stage: Stage) -> 
     stage.play()
     assert [fact.update.device for fact in stage.told(Answered)] == ["a", "b"]
     assert stage.told(Ended)[0].status == "done"
+
+
+def test_a_predicted_deadline_outlives_the_coordinator(tmp_path: Path) -> None:
+    """a took 20 s; the next round gives it 30 s of 600, before and after a restart, and tells so."""
+    stage = Stage(tmp_path, rounds=2, cohort={"deadline_s": 600.0, "deadline": "predicted"})
+    a = stage.hand("a")
+    stage.play(20.0)
+    a.answer(ones())
+    stage.play()
+    first, second = stage.told(Asked)
+    assert (first.deadline_s, second.deadline_s) == (None, pytest.approx(1.5 * stage.told(Answered)[0].took_s))
+    assert second.deadline_s == pytest.approx(30.0, abs=2.0)
+    assert "deadline 30 s, from earlier rounds" in story.sentences(second)[0]
+    task = a.tasks[-1]
+    assert task is not None
+    assert task.deadline_s == pytest.approx(second.deadline_s, abs=0.1)
+    before = stage.server.active.rounds
+    stage.restart()
+    stage.play()
+    after = stage.server.active.rounds
+    assert (after.deadline_s, after.took, after.work) == (before.deadline_s, before.took, before.work)
+    stage.play(60.0)
+    assert len(stage.told(Extended)) == 1
+    stage.restart()
+    stage.play()
+    assert stage.server.active.rounds.extended
+    a.answer(ones())
+    stage.play()
+    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    stage.store.close()
 
 
 def test_a_stopped_job_takes_its_tasks_back_and_resumes_where_it_was(stage: Stage) -> None:
