@@ -144,7 +144,7 @@ class _Scorer:
             return exact, exact
         source = flow.joined(self._output(), junction, block)
         outputs = self._flow.shelf.make((self.count, *block.out_shape))
-        first = min(self._ask.early, self.count)
+        first = self._ask.early if self._ask.early < self.count else 0
         if first:
             self._flow.block(block, source, 0, first, outputs)
             early = self._compare(block, self._gram(outputs, first), _gram_name(block))
