@@ -48,9 +48,7 @@ class Params:
     samples: Annotated[int, Meta(ge=4)] = 64  # images scored on, and as many for the junctions of output scores
     score_at: scoring.ScoreAt = "hybrid"
     screen: Count = 8  # with "hybrid": blocks that are scored by their output
-    early: Annotated[int, Meta(ge=0)] = (
-        0  # images after which an output that is hopeless is scored no further; 0: never
-    )
+    early: Annotated[int, Meta(ge=0)] = 16  # images after which a hopeless output is scored no further; 0: never
     early_margin: Share = 0.2  # how far below the K-th best its score then is
     positions: Annotated[int, Meta(ge=16)] = 1024  # of the maps that the junction of an output score is fitted on
     estimator: cka.Estimator = "unbiased"
@@ -80,6 +78,7 @@ PAPER: Mapping[str, Any] = {
     "order": "random",
     "space_margin": 0.0,
     "score_at": "output",
+    "early": 0,
     "estimator": "biased",
     "ridge": 0.0,
     "bias": False,
