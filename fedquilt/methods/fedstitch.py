@@ -55,7 +55,7 @@ from fedquilt.models.projection import Gathered
 from fedquilt.models.search import PAPER, Finalist, Params, State, describe
 from fedquilt.models.vote import Ballot
 
-GROUPS_BYTES = 64 << 20  # held for the residuals of a round's junctions; larger devices' sums share a group
+GROUPS_BYTES = 256 << 20  # held for the residuals of a round's junctions; larger devices' sums share a group
 
 
 @dataclass(frozen=True)
