@@ -26,9 +26,10 @@ from fedquilt.core import (
 )
 from fedquilt.methods import fedstitch
 from fedquilt.methods.fedstitch import METHOD, Params, State
-from fedquilt.models import images, projection, scoring, search, stitch, vote
+from fedquilt.models import flow, images, projection, scoring, search, stitch, vote
 from fedquilt.models.stitch import Block
 from fedquilt.tools import local_run
+from fedquilt.tools.bench import naive
 from fedquilt.tools.local_run import Member, search_alone, states
 
 SMALL = {"subrounds": 1, "expansions": 8, "samples": 16, "fit_samples": 24, "screen": 3, "k": 2, "depth": 5}
@@ -351,6 +352,31 @@ def score_twice(folder: Path, **changes: Any) -> tuple[list[dict[str, np.ndarray
     again()
     again()
     return scores, runs, again
+
+
+def test_the_naive_procedure_gives_the_same_scores(tmp_path: Path) -> None:
+    """What `bench stitch` measures against: everything run again for each candidate, in whole arrays."""
+    bundle, runner = build()
+    state = METHOD.init(bundle, Params(**SMALL), 3)
+    blocks = state.stock.blocks
+    path = [blocks["ash.0"], blocks["elm.1"]]
+    weights = np.random.default_rng(2).normal(size=(5, 4)).astype(np.float32)
+    junction = {"weights": weights, "bias": np.zeros(5, np.float32)}
+    scores, _, _ = score_twice(tmp_path, score_at="output", positions=40)
+    member = members(1)[0]
+    order = METHOD.send(state, DeviceView("dev-0", None))
+    assert order is not None
+    _, site = local_run.delivered(METHOD, order, 0, 3, member, runner, Path, {}, tmp_path)
+    rows = scoring.order(scoring.drawn(site))[:32]
+    shown = images.prepare(member.train.x[rows], state.stock.input)
+    net = search.Net(("ash.0", "elm.1"), search.beginnings(state.stock)[0].pool, 1.0)
+    pool = search.offered(net, state.stock, replace(state.params, native_continuation="exclude"))
+    run = lambda block, x: stitch.run_block(block, lambda graph, x: runner.run(Path(graph), x), x)  # noqa: E731
+    for name, score in zip(pool, scores[0]["score"], strict=True):
+        own = [blocks[f"{blocks[name].donor}.{i}"] for i in range(blocks[name].index + 1)]
+        positions = flow.positions(16, blocks[name].in_shape, 40)
+        found = naive.output_score(path, [None, junction], own, run, shown[:16], shown[16:], positions, 1e-4)
+        assert found == pytest.approx(score, abs=1e-5)
 
 
 @pytest.mark.parametrize("score_at", ["input", "output", "hybrid"])

@@ -18,15 +18,6 @@ from fedquilt.models.stitch import Block
 Run = Callable[[Block, np.ndarray], np.ndarray]
 
 
-def input_score(
-    path: Sequence[Block], between: Sequence[Tensors | None], own: Sequence[Block], run: Run, x: np.ndarray
-) -> float:
-    """CKA of what the path puts out and what the candidate, the last of `own`, takes in its donor."""
-    here = stitch.forward(path, between, run, x)
-    there = stitch.forward(own[:-1], [None] * (len(own) - 1), run, x)
-    return cka.cka(cka.gram(here), cka.gram(there)).value
-
-
 def output_score(
     path: Sequence[Block],
     between: Sequence[Tensors | None],
