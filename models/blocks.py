@@ -25,13 +25,14 @@ from torch.fx.passes.shape_prop import ShapeProp
 
 from fedquilt.core import ModelError
 from fedquilt.models import cuts as where
-from fedquilt.models import nets, zoo
+from fedquilt.models import nets, tiles, zoo
 
 OPSET = 17  # onnxruntime 1.19 and later: what JetPack 5 can install
 IR_VERSION = 8
 INLINE_BYTES = 16 * 1024  # a block with fewer bytes of weights is one file
 SMALL_BYTES = 1024  # tensors that stay in the graph: the shapes among them must
 ALIGNMENT = 64  # of tensors in the data file: a cache line
+TILE_BYTES = 32_000_000  # a linear layer with more is cut into tiles of its rows
 
 Kind = Literal["start", "middle", "end"]
 
@@ -56,7 +57,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Graph:
-    """A block as ONNX. `data` are its weights, which the graph calls by their sha256; None: all inside."""
+    """ONNX from "x" to "y". `data` are its weights, which the graph calls by their sha256; None: all inside."""
 
     graph: bytes
     data: bytes | None
@@ -94,14 +95,27 @@ def split(
     return blocks
 
 
-def export(block: Block) -> Graph:
-    """The block as ONNX, input "x" and output "y", batch free; the same block gives the same bytes.
+def export(block: Block) -> tuple[tuple[Graph, ...], ...]:
+    """The block as ONNX, batch free: stages of graphs (`fedquilt.models.stitch.Block`); the same block, the same bytes.
 
-    What an engine must know lies in the graph's metadata: "activation_bytes" and "weight_bytes".
+    Most are one stage of one graph; a linear layer of more than TILE_BYTES is a stage of tiles where the
+    graph can be cut there. What an engine must know of a graph is in its metadata: "activation_bytes"
+    and "weight_bytes".
 
     Raises:
         ModelError: an operation that ONNX cannot express.
     """
+    whole = _onnx(block)
+    stages = tiles.stages(whole, TILE_BYTES)
+    if len(stages) == 1 and len(stages[0]) == 1:
+        return ((_graph(whole, block.activation_bytes),),)
+    return tuple(
+        tuple(_graph(model, tiles.activation_bytes(model) or block.activation_bytes) for model in stage)
+        for stage in stages
+    )
+
+
+def _onnx(block: Block) -> onnx.ModelProto:
     file = io.BytesIO()
     try:
         with warnings.catch_warnings(), torch.no_grad():
@@ -122,10 +136,26 @@ def export(block: Block) -> Graph:
             f"block {block.id} cannot be written as ONNX: {_line(error)}; replace that operation in the network"
         ) from error
     model = onnx.load_from_string(file.getvalue())
+    _drop_aliases(model.graph)
+    return model
+
+
+def _drop_aliases(graph: onnx.GraphProto) -> None:
+    """Where tensors are equal, torch keeps one and writes Identity for the others; let their users read that one."""
+    tensors = {tensor.name for tensor in graph.initializer}
+    aliases = [node for node in graph.node if node.op_type == "Identity" and node.input[0] in tensors]
+    names = {node.output[0]: node.input[0] for node in aliases}
+    for alias in aliases:
+        graph.node.remove(alias)
+    for node in graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+
+
+def _graph(model: onnx.ModelProto, activation_bytes: int) -> Graph:
     weight_bytes = sum(_bytes(tensor) for tensor in model.graph.initializer)
     model.ir_version = IR_VERSION
     model.producer_name, model.producer_version = "fedquilt", ""
-    facts = {"activation_bytes": str(block.activation_bytes), "weight_bytes": str(weight_bytes)}
+    facts = {"activation_bytes": str(activation_bytes), "weight_bytes": str(weight_bytes)}
     onnx.helper.set_model_props(model, facts)
     data = _move_weights(model) if weight_bytes >= INLINE_BYTES else None
     return Graph(model.SerializeToString(deterministic=True), data, weight_bytes)

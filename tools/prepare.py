@@ -131,24 +131,37 @@ def _donor(
         facts["align"] = _align(donor, classes, labels)
     table = {}
     for part in parts:
-        made = blocks.export(part)
-        files[f"{part.id}.onnx"] = made.graph
-        if made.data is not None:
-            files[f"{part.id}.data"] = made.data
+        stages = blocks.export(part)
+        graphs = [graph for stage in stages for graph in stage]
+        names = _names(part.id, [len(stage) for stage in stages])
+        flat = [name for stage in names for name in stage]
+        files |= {f"{name}.onnx": graph.graph for name, graph in zip(flat, graphs, strict=True)}
+        data = {f"{name}.data": graph.data for name, graph in zip(flat, graphs, strict=True) if graph.data is not None}
+        files |= data
         table[part.id] = {
             "donor": part.donor,
             "index": part.index,
             "kind": part.kind,
-            "stages": [[f"{part.id}.onnx"]],
-            "data": [f"{part.id}.data"] if made.data is not None else [],
+            "stages": [[f"{name}.onnx" for name in stage] for stage in names],
+            "data": list(data),
             "in_shape": list(part.in_shape),
             "out_shape": list(part.out_shape),
             "flops": part.flops,
-            "weight_bytes": made.weight_bytes,
-            "resident_bytes": made.weight_bytes,
+            "weight_bytes": sum(graph.weight_bytes for graph in graphs),
+            "resident_bytes": max(graph.weight_bytes for graph in graphs),
             "activation_bytes": part.activation_bytes,
         }
     return facts, table
+
+
+def _names(block: str, counts: Sequence[int]) -> list[list[str]]:
+    """What the graphs of each stage are called: "<block>" alone, else "<block>.<stage>", and ".<tile>" of several."""
+    if list(counts) == [1]:
+        return [[block]]
+    return [
+        [f"{block}.{stage}"] if count == 1 else [f"{block}.{stage}.{tile}" for tile in range(count)]
+        for stage, count in enumerate(counts)
+    ]
 
 
 def _align(donor: Donor, classes: int, labels: Sequence[str]) -> list[list[int]]:

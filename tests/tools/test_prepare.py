@@ -16,7 +16,7 @@ pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
-from fedquilt.models import stitch, zoo
+from fedquilt.models import blocks, stitch, zoo
 from fedquilt.tools.prepare import prepare
 
 PLAIN = {"name": "plain", "channels": 1, "classes": 3}
@@ -42,8 +42,12 @@ def test_the_input_table_goes_with_the_model(tmp_path: Path) -> None:
     assert made.meta["network"]["input"] == {"channels": 1, "size": 8, "mean": [0.5], "std": [1.0]}
 
 
-def test_a_bundle_of_donors_is_a_stock_whose_blocks_run_where_they_lie(tmp_path: Path) -> None:
-    """Every donor's blocks, in order, from the bundle's own folder, give what the network gives."""
+@pytest.mark.parametrize("tile_bytes", [blocks.TILE_BYTES, 300])
+def test_a_bundle_of_donors_is_a_stock_whose_blocks_run_where_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tile_bytes: int
+) -> None:
+    """Every donor's blocks, in order, from the bundle's own folder, give what the network gives; tiled or whole."""
+    monkeypatch.setattr(blocks, "TILE_BYTES", tile_bytes)
     prepare(job({"name": "p", "network": PLAIN, "seed": 1}, {"name": "r", "network": RESIDUAL, "seed": 2}), tmp_path)
     opened = bundle.load(tmp_path)
     stock = stitch.stock(opened.meta)
@@ -55,11 +59,26 @@ def test_a_bundle_of_donors_is_a_stock_whose_blocks_run_where_they_lie(tmp_path:
         y = stitch.forward(
             path,
             [None] * len(path),
-            lambda block, maps: engine.run(tmp_path / "blobs" / opened.files[block.stages[0][0]].sha256, maps),
+            lambda block, maps: stitch.run_block(
+                block, lambda file, value: engine.run(tmp_path / "blobs" / opened.files[file].sha256, value), maps
+            ),
             x,
         )
         wanted = zoo.load(network, seed=seed)(_torch(x)).detach().numpy()
         np.testing.assert_allclose(y, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_block_in_tiles_names_its_graphs_by_stage_and_tile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pool and flatten, then 64 -> 3 in tiles of a row, whose bytes (and a bias each) are what has to be resident."""
+    monkeypatch.setattr(blocks, "TILE_BYTES", 300)
+    made = prepare(job({"name": "r", "network": RESIDUAL}), tmp_path)
+    table = made.meta["blocks"]
+    assert table["r.4"]["stages"] == [["r.4.0.onnx"], ["r.4.1.0.onnx", "r.4.1.1.onnx", "r.4.1.2.onnx"]]
+    assert (table["r.4"]["weight_bytes"], table["r.4"]["resident_bytes"]) == (3 * 260, 260)
+    assert (table["r.3"]["stages"], table["r.3"]["data"]) == ([["r.3.onnx"]], ["r.3.data"])
+    assert table["r.3"]["weight_bytes"] == table["r.3"]["resident_bytes"]
+    used = [name for block in stitch.stock(made.meta).blocks.values() for name in block.files]
+    assert sorted(used) == sorted(made.files)
 
 
 def test_preparing_twice_gives_the_same_bytes(tmp_path: Path) -> None:

@@ -1,0 +1,197 @@
+"""Linear layers that are larger than a board's memory, as tiles of their rows. Imports onnx.
+
+Such a layer (the first of VGG-16's classifier has 411 MB) takes each weight once per micro-batch, so its
+rows may as well be loaded and dropped a part at a time. A graph is cut around the layer, where nothing
+but its input, and then its output, goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+FLOAT_BYTES = 4
+
+Shapes = Mapping[str, Sequence[int]]  # of values by name; the batch is 0
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Node `place` of a graph: y = x W' + b, with x (n, inputs) and W (outputs, inputs)."""
+
+    place: int
+    x: str
+    y: str
+    weights: onnx.TensorProto
+    transposed: bool  # the tensor is W', not W
+    bias: onnx.TensorProto | None
+
+    @property
+    def inputs(self) -> int:
+        return int(self.weights.dims[0 if self.transposed else 1])
+
+    @property
+    def outputs(self) -> int:
+        return int(self.weights.dims[1 if self.transposed else 0])
+
+    @property
+    def row_bytes(self) -> int:
+        """Of what makes one output."""
+        return FLOAT_BYTES * (self.inputs + (self.bias is not None))
+
+
+def stages(model: onnx.ModelProto, tile_bytes: int) -> list[list[onnx.ModelProto]]:
+    """A model from "x" to "y" as stages of models, each from "x" to "y" too.
+
+    Stages run in order; the models of one stage take the same input, and their outputs lie side by side
+    along axis 1. A tile holds at most `tile_bytes` of weights, or one row. A model without so large a
+    layer, or that cannot be cut around it, is one stage of itself.
+    """
+    graph = model.graph
+    made: list[list[onnx.ModelProto]] = []
+    first, value = 0, graph.input[0]
+    for linear in _large(model, tile_bytes):
+        if first < linear.place:
+            made.append([_part(model, first, linear.place, value, _info(linear.x, linear.inputs))])
+        made.append(_tiles(model, linear, tile_bytes))
+        first, value = linear.place + 1, _info(linear.y, linear.outputs)
+    if not made:
+        return [[model]]
+    if first < len(graph.node):
+        made.append([_part(model, first, len(graph.node), value, graph.output[0])])
+    return made
+
+
+def activation_bytes(model: onnx.ModelProto) -> int | None:
+    """float32 bytes of one example's values that are alive together, at most; None: a shape is not known."""
+    graph, shapes = model.graph, _shapes(model)
+    until = {name: place for place, node in enumerate(graph.node) for name in node.input}
+    until[graph.output[0].name] = len(graph.node)
+    alive, most = {graph.input[0].name}, 0
+    for place, node in enumerate(graph.node):
+        alive |= {*node.output} - {""}
+        if not alive <= shapes.keys():
+            return None
+        most = max(most, sum(FLOAT_BYTES * math.prod(shapes[name][1:]) for name in alive))
+        alive = {name for name in alive if until.get(name, -1) > place}
+    return most
+
+
+# -- where to cut ---------------------------------------------------------------------------------
+
+
+def _large(model: onnx.ModelProto, tile_bytes: int) -> list[Linear]:
+    """The layers with more than that, in order, around which the graph can be cut: past which no value goes."""
+    graph = model.graph
+    tensors = {tensor.name: tensor for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT}
+    if sum(FLOAT_BYTES * math.prod(tensor.dims) for tensor in tensors.values()) <= tile_bytes:
+        return []
+    if any(attribute.HasField("g") for node in graph.node for attribute in node.attribute):
+        return []  # what a subgraph uses of the values around it is not among its node's inputs
+    shapes = _shapes(model)
+    found = [_linear(place, node, tensors, shapes) for place, node in enumerate(graph.node)]
+    return [
+        linear
+        for linear in found
+        if linear is not None
+        and linear.row_bytes * linear.outputs > tile_bytes
+        and _crossing(graph, linear.place + 1) == {linear.y}
+    ]
+
+
+def _linear(place: int, node: onnx.NodeProto, tensors: Mapping[str, onnx.TensorProto], shapes: Shapes) -> Linear | None:
+    """A product of one vector per example with a constant matrix. What is added after a MatMul stays a node."""
+    if node.op_type not in ("Gemm", "MatMul") or node.input[1] not in tensors:
+        return None
+    said = {one.name: helper.get_attribute_value(one) for one in node.attribute}
+    scaled = said.get("alpha", 1.0) != 1.0 or said.get("beta", 1.0) != 1.0 or said.get("transA", 0)
+    bias = node.input[2] if len(node.input) == 3 else None
+    if scaled or (bias is not None and bias not in tensors):
+        return None
+    weights = tensors[node.input[1]]
+    if len(shapes.get(node.input[0], ())) != 2 or len(weights.dims) != 2:
+        return None
+    added = None if bias is None else tensors[bias]
+    found = Linear(place, node.input[0], node.output[0], weights, not said.get("transB", 0), added)
+    return found if added is None or [*added.dims] == [found.outputs] else None
+
+
+def _crossing(graph: onnx.GraphProto, place: int) -> set[str]:
+    """The values that are there before a node and used by it or later."""
+    before = {graph.input[0].name, *(name for node in graph.node[:place] for name in node.output)}
+    after = {graph.output[0].name, *(name for node in graph.node[place:] for name in node.input)}
+    return before & after
+
+
+def _shapes(model: onnx.ModelProto) -> dict[str, list[int]]:
+    """Of the values whose rank is known, and all dimensions but the batch."""
+    graph = onnx.shape_inference.infer_shapes(model).graph
+    shapes = {}
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        shape = value.type.tensor_type.shape
+        if value.type.tensor_type.HasField("shape") and all(dim.dim_value for dim in shape.dim[1:]):
+            shapes[value.name] = [dim.dim_value for dim in shape.dim]
+    return shapes
+
+
+# -- what is cut ----------------------------------------------------------------------------------
+
+
+def _part(
+    model: onnx.ModelProto, first: int, end: int, x: onnx.ValueInfoProto, y: onnx.ValueInfoProto
+) -> onnx.ModelProto:
+    """The nodes from `first` up to but not including `end`, with the weights they use."""
+    names = {x.name: "x", y.name: "y"}
+    nodes = []
+    for node in model.graph.node[first:end]:
+        copy = onnx.NodeProto()
+        copy.CopyFrom(node)
+        copy.input[:] = [names.get(name, name) for name in node.input]
+        copy.output[:] = [names.get(name, name) for name in node.output]
+        nodes.append(copy)
+    used = {name for node in nodes for name in node.input}
+    return _model(model, nodes, _named(x, "x"), _named(y, "y"), [t for t in model.graph.initializer if t.name in used])
+
+
+def _tiles(model: onnx.ModelProto, linear: Linear, tile_bytes: int) -> list[onnx.ModelProto]:
+    """Gemm after Gemm, whose numbers of rows differ by one at most."""
+    count = math.ceil(linear.outputs / max(tile_bytes // linear.row_bytes, 1))
+    matrix = numpy_helper.to_array(linear.weights)
+    matrix = matrix.T if linear.transposed else matrix  # (outputs, inputs)
+    bias = None if linear.bias is None else numpy_helper.to_array(linear.bias)
+    made = []
+    for i in range(count):
+        rows = slice(linear.outputs * i // count, linear.outputs * (i + 1) // count)
+        arrays = {"weights": matrix[rows]} | ({} if bias is None else {"bias": bias[rows]})
+        node = helper.make_node("Gemm", ["x", *arrays], ["y"], transB=1)
+        x, y = _info("x", linear.inputs), _info("y", rows.stop - rows.start)
+        tensors = [numpy_helper.from_array(np.ascontiguousarray(array), name) for name, array in arrays.items()]
+        made.append(_model(model, [node], x, y, tensors))
+    return made
+
+
+def _model(
+    whole: onnx.ModelProto,
+    nodes: Sequence[onnx.NodeProto],
+    x: onnx.ValueInfoProto,
+    y: onnx.ValueInfoProto,
+    tensors: Sequence[onnx.TensorProto],
+) -> onnx.ModelProto:
+    graph = helper.make_graph(nodes, whole.graph.name, [x], [y], tensors)
+    return helper.make_model(graph, opset_imports=whole.opset_import)
+
+
+def _info(name: str, width: int) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", width])
+
+
+def _named(value: onnx.ValueInfoProto, name: str) -> onnx.ValueInfoProto:
+    copy = onnx.ValueInfoProto()
+    copy.CopyFrom(value)
+    copy.name = name
+    return copy
