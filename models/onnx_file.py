@@ -2,8 +2,9 @@
 
 Input "x": prepared images (n, channels, size, size) float32 (`fedquilt.models.images.prepare`).
 Output "scores": (n, labels), the largest wins. Between blocks lie the junctions of
-`fedquilt.models.stitch`: two constant products that resize, then a 1x1 convolution. Labels and what
-preparing the images takes are in the file's metadata, as JSON under "labels" and "input".
+`fedquilt.models.stitch`: two constant products that resize, and a 1x1 convolution, in the order in which
+the agents do them. Labels and what preparing the images takes are in the file's metadata, as JSON under
+"labels" and "input".
 """
 
 from __future__ import annotations
@@ -19,44 +20,44 @@ import onnx
 from onnx import TensorProto, compose, helper, numpy_helper
 
 from fedquilt.core import ModelError, Tensors
-from fedquilt.models import images
+from fedquilt.models import images, stitch
 
 OPSET = 17  # of the blocks' graphs
 IR_VERSION = 8
 LARGEST_BYTES = 2**31 - 1  # of one protobuf file
 
 
-def stitched(meta: Mapping[str, Any], arrays: Tensors, files: Mapping[str, Path]) -> bytes:
+def stitched(
+    meta: Mapping[str, Any], arrays: Tensors, blocks: Mapping[str, stitch.Block], files: Mapping[str, Path]
+) -> bytes:
     """The ONNX file of a stitched network.
 
     Args:
         meta: of the artefact (`fedquilt.methods.fedstitch.result`).
         arrays: the artefact's tensors.
-        files: the bundle's files by name: graphs are "<block>.onnx", the weights they call lie beside them.
+        blocks: of the bundle's stock.
+        files: the bundle's files by name; the weights that graphs call lie beside them.
 
     Raises:
         ModelError: a block's file is missing or is no such graph, or the network says nothing about labels.
     """
     made = _Graph(arrays)
     junctions = {junction["before"]: junction for junction in meta["junctions"]}
-    value, activation_bytes = "x", 0
-    shape: Sequence[Any] = ()
-    for place, block in enumerate(meta["path"]):
-        part = _read(block, files)
-        facts = {prop.key: prop.value for prop in part.metadata_props}
-        activation_bytes = max(activation_bytes, int(facts.get("activation_bytes", 0)))
-        if place == 0:
-            shape = [dim.dim_value for dim in part.graph.input[0].type.tensor_type.shape.dim][1:]
-        elif junctions[place]["kind"] == "projection":
+    value = "x"
+    for place, name in enumerate(meta["path"]):
+        stages = _read(name, blocks, files)
+        if place and junctions[place]["kind"] == "projection":
             value = made.junction(value, junctions[place], f"junction{place}")
-        value = made.block(value, part.graph, f"block{place}/")
+        for i, stage in enumerate(stages):
+            value = made.stage(value, [model.graph for model in stage], f"block{place}/{i}/")
+    path = [blocks[name] for name in meta["path"]]
     scores = made.head(value, meta["head"]) if meta["head"] else made.align(value, meta["align"])
     made.node("Identity", [scores], "scores")
     info = helper.make_tensor_value_info
     whole = helper.make_graph(
         made.nodes,
         "stitched",
-        [info("x", TensorProto.FLOAT, ["n", *shape])],
+        [info("x", TensorProto.FLOAT, ["n", *path[0].in_shape])],
         [info("scores", TensorProto.FLOAT, ["n", len(meta["labels"])])],
         made.initializers,
     )
@@ -67,7 +68,7 @@ def stitched(meta: Mapping[str, Any], arrays: Tensors, files: Mapping[str, Path]
         "labels": json.dumps(list(meta["labels"])),
         "input": json.dumps(dict(meta["input"])),
         "path": " ".join(meta["path"]),
-        "activation_bytes": str(activation_bytes),
+        "activation_bytes": str(max(block.activation_bytes for block in path)),
         "weight_bytes": str(sum(len(tensor.raw_data) for tensor in made.initializers)),
     }
     helper.set_model_props(model, facts)
@@ -92,8 +93,15 @@ class _Graph:
         self.initializers.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
         return name
 
-    def block(self, value: str, graph: onnx.GraphProto, prefix: str) -> str:
-        """A donor's block, its names made unique."""
+    def stage(self, value: str, graphs: Sequence[onnx.GraphProto], prefix: str) -> str:
+        """A stage of a donor's block: one graph, or tiles whose outputs lie side by side."""
+        if len(graphs) == 1:
+            return self._part(value, graphs[0], prefix)
+        parts = [self._part(value, graph, f"{prefix}{i}/") for i, graph in enumerate(graphs)]
+        return self.node("Concat", parts, f"{prefix}joined", axis=1)
+
+    def _part(self, value: str, graph: onnx.GraphProto, prefix: str) -> str:
+        """A graph, its names made unique."""
         graph = compose.add_prefix_graph(graph, prefix)
         self.node("Identity", [value], graph.input[0].name)
         self.nodes.extend(graph.node)
@@ -101,14 +109,22 @@ class _Graph:
         return graph.output[0].name
 
     def junction(self, value: str, junction: Mapping[str, Any], name: str) -> str:
-        """(n, c, h, w) -> (n, c_out, h_out, w_out): resized, then projected."""
+        """(n, c, h, w) -> (n, c_out, h_out, w_out), as `stitch.join` does it."""
         before, after = junction["in_shape"], junction["out_shape"]
+        if stitch.grows(before, after):
+            return self._resized(self._projected(value, junction, name), before, after, name)
+        return self._projected(self._resized(value, before, after, name), junction, name)
+
+    def _resized(self, value: str, before: Sequence[int], after: Sequence[int], name: str) -> str:
         if before[1] != after[1]:
             rows = self.constant(f"{name}/rows", images.resize_matrix(before[1], after[1]))
             value = self.node("MatMul", [rows, value], f"{name}/resized_rows")
         if before[2] != after[2]:
             columns = self.constant(f"{name}/columns", images.resize_matrix(before[2], after[2]).T)
             value = self.node("MatMul", [value, columns], f"{name}/resized")
+        return value
+
+    def _projected(self, value: str, junction: Mapping[str, Any], name: str) -> str:
         weights = self.constant(f"{name}/weights", self._float(junction["weights"])[:, :, None, None])
         bias = self.constant(f"{name}/bias", self._float(junction["bias"]))
         return self.node("Conv", [value, weights, bias], f"{name}/projected")
@@ -143,10 +159,16 @@ class _Graph:
         return self._arrays[name].astype(np.float32)
 
 
-def _read(block: str, files: Mapping[str, Path]) -> onnx.ModelProto:
-    path = files.get(f"{block}.onnx")
-    if path is None:
+def _read(
+    block: str, blocks: Mapping[str, stitch.Block], files: Mapping[str, Path]
+) -> tuple[tuple[onnx.ModelProto, ...], ...]:
+    """The graphs of a block by stage."""
+    if block not in blocks or not files.keys() >= {name for stage in blocks[block].stages for name in stage}:
         raise ModelError(f"the bundle has no block {block!r}: it is not the one that this network was stitched from")
+    return tuple(tuple(_load(block, files[name]) for name in stage) for stage in blocks[block].stages)
+
+
+def _load(block: str, path: Path) -> onnx.ModelProto:
     try:
         model = onnx.load(path, load_external_data=False)
         for tensor in model.graph.initializer:

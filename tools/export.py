@@ -11,6 +11,7 @@ from fedquilt import bundle, methods, tensors
 from fedquilt.coordinator.rounds import Committed, Started
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Artefact, JobError, StoreError
+from fedquilt.models import stitch
 
 
 def artefact(store: Store, run: str) -> Artefact:
@@ -46,9 +47,8 @@ def export(store: Store, run: str, out: Path) -> str:
 
         index = bundle.load(store.job(run).bundle)
         folder = store.job(run).bundle / "blobs"
-        payload = onnx_file.stitched(
-            found.meta, found.tensors, {name: folder / ref.sha256 for name, ref in index.files.items()}
-        )
+        files = {name: folder / ref.sha256 for name, ref in index.files.items()}
+        payload = onnx_file.stitched(found.meta, found.tensors, stitch.stock(index.meta).blocks, files)
         what = f"{len(found.meta['path'])} blocks, labels {', '.join(found.meta['labels'])}"
     else:
         network = msgspec.json.encode(found.meta).decode()

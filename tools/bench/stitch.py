@@ -223,7 +223,8 @@ def plain(made: Bundle, find: Callable[[str], Path], folder: Path) -> dict[str, 
             "labels": made.meta["labels"],
             "input": made.meta["input"],
         }
-        file.write_bytes(onnx_file.stitched(meta, {}, {name: find(name) for name in made.files}))
+        files = {name: find(name) for name in made.files}
+        file.write_bytes(onnx_file.stitched(meta, {}, stitch.stock(made.meta).blocks, files))
         engine = OnnxEngine(BUDGET_BYTES)
         seconds = []
         for _ in range(2):
