@@ -22,13 +22,14 @@ from fedquilt.coordinator.console import Console, coordinate
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Store
-from fedquilt.core import JobError
-from fedquilt.edge_agent import devices, settings
+from fedquilt.core import Examples, JobError
+from fedquilt.edge_agent import data, devices, settings
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.worker import InlineWorker
 from fedquilt.link import Endpoint, MemoryBroker, MemoryLink, simulate
 from fedquilt.mqtt import Broker, MqttLink
 from fedquilt.tools.broker import EmbeddedBroker
+from fedquilt.tools.local_run import Member
 
 # an agent that does not outlive this process, however this process ends
 AGENT = (
@@ -75,6 +76,18 @@ class Plan:
                 }
             )
         return agents
+
+    def members(self) -> tuple[list[Member], Examples]:
+        """What each device has, and the test set that no device has.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        found = []
+        for table in self.agents():
+            train, held = data.load(msgspec.convert(table["data"], data.DataSpec))
+            found.append(Member(table["device"], train, held))
+        return found, data.load_all(msgspec.convert({**self.job.data, "split": "test"}, data.DataSpec))
 
     def submit(self, store: Store) -> str:
         """Queue the job, or take up its unfinished run; the first round waits for the whole fleet. The run's id."""

@@ -1,14 +1,18 @@
 """A method's two halves in one process, without a network: baselines, ablations, tests.
 
 What travels is what would travel: a task's parameters go through JSON, bundles through safetensors
-bytes. There is no deadline and no failure; every device answers in every round.
+bytes, and each is counted; a device gets the same content once. Who is asked is drawn as a coordinator
+draws. There is no deadline and no failure: whoever is asked answers.
 """
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ import msgspec
 import numpy as np
 
 from fedquilt import tensors
+from fedquilt.coordinator import cohort
 from fedquilt.core import BlobRef, Bundle, Contribution, DeviceView, Examples, Method, Order, Site, Task, derive_seed
 
 BUDGET_BYTES = 1 << 40  # nothing is refused here
@@ -28,6 +33,27 @@ class Member:
     device: str
     train: Examples
     held: Examples
+
+
+@dataclass
+class Spent:
+    """What all tasks of a run took together."""
+
+    tasks: int = 0
+    rounds: int = 0
+    seconds: float = 0.0  # of the devices' own work, on this machine
+    down_bytes: int = 0
+    up_bytes: int = 0
+
+
+@dataclass
+class _Device:
+    """What a device has kept."""
+
+    member: Member
+    local: Any = field(default_factory=dict)
+    rounds: tuple[int, ...] = ()
+    blobs: set[str] = field(default_factory=set)  # sha256 of what it has been sent
 
 
 def search_alone(*args: Any, **options: Any) -> Any:
@@ -46,47 +72,63 @@ def states(
     *,
     seed: int = 0,
     rounds: int = 1000,
+    per_round: int = 0,
+    forget: bool = False,
+    spent: Spent | None = None,
 ) -> Iterator[Any]:
     """The method's state before the first round and after each, until it is done or after so many rounds.
 
-    `path` finds a bundle's file on disk. Answers are folded in the order in which a coordinator folds.
+    Args:
+        path: finds a bundle's file on disk.
+        per_round: devices asked in a round; 0: all.
+        forget: a device keeps nothing from one task to the next.
+        spent: is added to.
     """
+    spent = spent or Spent()
+    devices = {member.device: _Device(member) for member in members}
     with tempfile.TemporaryDirectory() as caches:
-        yield from _states(method, bundle, path, engine, members, params, seed, rounds, Path(caches))
-
-
-def _states(
-    method: Method,
-    bundle: Bundle,
-    path: Callable[[str], Path],
-    engine: Any,
-    members: Sequence[Member],
-    params: Any,
-    seed: int,
-    rounds: int,
-    caches: Path,
-) -> Iterator[Any]:
-    state = method.init(bundle, params, seed)
-    yield state
-    local: dict[str, Any] = {member.device: {} for member in members}
-    history: dict[str, tuple[int, ...]] = {member.device: () for member in members}
-    for number in range(rounds):
-        if method.done(state):
-            return
-        total = None
-        for member in sorted(members, key=lambda member: member.device):
-            order = method.send(state, DeviceView(member.device, None, history[member.device]))
-            if order is None:
-                continue
-            task, site = delivered(method, order, number, seed, member, engine, path, local[member.device], caches)
-            answer = method.work(task, site)
-            local[member.device] = answer.local
-            history[member.device] += (number,)
-            sent = {name: tensors.decode(tensors.encode(value)) for name, value in answer.bundles.items()}
-            update = Contribution(member.device, number, answer.weight, answer.metrics, sent)
-            total = method.fold(state, total, update)
-        state = method.step(state, total)
+        state = method.init(bundle, params, seed)
         yield state
+        for number in range(rounds):
+            if method.done(state):
+                return
+            total = None
+            for name in cohort.sample(seed, number, devices, per_round or len(devices)):
+                device, cache = devices[name], Path(caches) / name
+                order = method.send(state, DeviceView(name, None, device.rounds))
+                if order is None:
+                    continue
+                if forget:
+                    device.local = {}
+                    shutil.rmtree(cache, ignore_errors=True)
+                task, site = delivered(method, order, number, seed, device.member, engine, path, device.local, cache)
+                began_s = time.perf_counter()
+                answer = method.work(task, site)
+                spent.seconds += time.perf_counter() - began_s
+                spent.tasks += 1
+                spent.down_bytes += _received(device, order)
+                device.local, device.rounds = answer.local, (*device.rounds, number)
+                encoded = {what: tensors.encode(value) for what, value in answer.bundles.items()}
+                spent.up_bytes += sum(map(len, encoded.values()))
+                sent = {what: tensors.decode(value) for what, value in encoded.items()}
+                total = method.fold(state, total, Contribution(name, number, answer.weight, answer.metrics, sent))
+            state = method.step(state, total)
+            spent.rounds += 1
+            yield state
+
+
+def _received(device: _Device, order: Order) -> int:
+    """Bytes that an order takes to the device: its parameters, and content that the device does not have yet."""
+    size = len(msgspec.json.encode(order.params))
+    for value in order.bundles.values():
+        if isinstance(value, BlobRef):
+            sha256, length = value.sha256, value.size
+        else:
+            payload = tensors.encode(value)
+            sha256, length = hashlib.sha256(payload).hexdigest(), len(payload)
+        size += length * (sha256 not in device.blobs)
+        device.blobs.add(sha256)
+    return size
 
 
 def delivered(
@@ -98,8 +140,9 @@ def delivered(
     engine: Any,
     path: Callable[[str], Path],
     local: Any,
-    caches: Path,
+    cache: Path,
 ) -> tuple[Task, Site]:
+    """An order as a device gets it."""
     task = Task(
         job="local",
         round=number,
@@ -125,4 +168,4 @@ def delivered(
         return path(name)
 
     rng = tensors.rng(task.seed)
-    return task, Site(member.device, BUDGET_BYTES, engine, rng, member.train, member.held, local, load, find, caches / member.device)
+    return task, Site(member.device, BUDGET_BYTES, engine, rng, member.train, member.held, local, load, find, cache)

@@ -19,7 +19,7 @@ from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator import story
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Examples
-from fedquilt.edge_agent import data, engines
+from fedquilt.edge_agent import engines
 from fedquilt.tools import export, fleet
 from fedquilt.tools.baselines import Bench, Result
 from fedquilt.tools.local_run import Member
@@ -32,7 +32,7 @@ def demo(out: Path, format: str = "text") -> int:
     """Run the federation, compare, and write `out`/stitched.onnx and `out`/held-out.npz; 0 when it came through."""
     # a folder for each run: what boards have cached from an earlier one would change what is measured
     plan = fleet.Plan(jobs.load(HERE / "job.toml"), HERE / "bundle", out / time.strftime("%Y%m%d-%H%M%S"))
-    members, test = _examples(plan)
+    members, test = plan.members()
     if format == "text":
         print("\n".join(_opening(plan, members)), flush=True)
     run, status = fleet.really(plan, None)
@@ -64,16 +64,6 @@ def _opening(plan: fleet.Plan, members: list[Member]) -> list[str]:
         counts = " ".join(f"{count:3}" for count in np.bincount(member.train.y, minlength=10))
         lines.append(f"  {table['device']:20} {table['budget']:>6} for a task   images of 0 to 9: {counts}")
     return [*lines, "each round the boards score blocks on their own images; nothing is trained", ""]
-
-
-def _examples(plan: fleet.Plan) -> tuple[list[Member], Examples]:
-    """What each device has, and the test set that no device has."""
-    members = []
-    for table in plan.agents():
-        train, held = data.load(msgspec.convert(table["data"], data.DataSpec))
-        members.append(Member(table["device"], train, held))
-    test = data.load_all(msgspec.convert({**plan.job.data, "split": "test"}, data.DataSpec))
-    return members, test
 
 
 def _accuracies(plan: fleet.Plan, store: Store, run: str, members: list[Member], test: Examples) -> list[Result]:
