@@ -39,7 +39,7 @@ Kind = Literal["start", "middle", "end"]
 
 @dataclass(frozen=True)
 class Block:
-    """One piece of a donor. Shapes are without batch; FLOPs and activations are per example."""
+    """One piece of a donor. Shapes are without batch; FLOPs are per example."""
 
     donor: str
     index: int
@@ -48,7 +48,6 @@ class Block:
     in_shape: tuple[int, ...]
     out_shape: tuple[int, ...]
     flops: float
-    activation_bytes: int  # the most that is alive at once inside, input and output included
 
     @property
     def id(self) -> str:
@@ -62,6 +61,7 @@ class Graph:
     graph: bytes
     data: bytes | None
     weight_bytes: int
+    activation_bytes: int  # per example: the most that is alive at once, input and output included; 0: not known
 
 
 def split(
@@ -105,14 +105,7 @@ def export(block: Block) -> tuple[tuple[Graph, ...], ...]:
     Raises:
         ModelError: an operation that ONNX cannot express.
     """
-    whole = _onnx(block)
-    stages = tiles.stages(whole, TILE_BYTES)
-    if len(stages) == 1 and len(stages[0]) == 1:
-        return ((_graph(whole, block.activation_bytes),),)
-    return tuple(
-        tuple(_graph(model, tiles.activation_bytes(model) or block.activation_bytes) for model in stage)
-        for stage in stages
-    )
+    return tuple(tuple(_graph(model) for model in stage) for stage in tiles.stages(_onnx(block), TILE_BYTES))
 
 
 def _onnx(block: Block) -> onnx.ModelProto:
@@ -151,14 +144,17 @@ def _drop_aliases(graph: onnx.GraphProto) -> None:
         node.input[:] = [names.get(name, name) for name in node.input]
 
 
-def _graph(model: onnx.ModelProto, activation_bytes: int) -> Graph:
+def _graph(model: onnx.ModelProto) -> Graph:
+    activation_bytes = tiles.activation_bytes(model)
     weight_bytes = sum(_bytes(tensor) for tensor in model.graph.initializer)
     model.ir_version = IR_VERSION
     model.producer_name, model.producer_version = "fedquilt", ""
-    facts = {"activation_bytes": str(activation_bytes), "weight_bytes": str(weight_bytes)}
+    facts = {"weight_bytes": str(weight_bytes)}
+    if activation_bytes is not None:  # else engines run one example at a time
+        facts["activation_bytes"] = str(activation_bytes)
     onnx.helper.set_model_props(model, facts)
     data = _move_weights(model) if weight_bytes >= INLINE_BYTES else None
-    return Graph(model.SerializeToString(deterministic=True), data, weight_bytes)
+    return Graph(model.SerializeToString(deterministic=True), data, weight_bytes, activation_bytes or 0)
 
 
 # -- tracing --------------------------------------------------------------------------------------
@@ -212,18 +208,7 @@ def _block(traced: fx.GraphModule, donor: str, index: int, kind: Kind, nodes: li
     module = fx.GraphModule(traced, graph).eval()
     in_shape, out_shape = where.shape_of(nodes[0])[1:], where.shape_of(nodes[-1])[1:]
     flops = zoo.cost(module, in_shape).flops
-    return Block(donor, index, kind, module, in_shape, out_shape, flops, _peak_bytes(nodes))
-
-
-def _peak_bytes(nodes: list[fx.Node]) -> int:
-    """float32 bytes of one example's values that are alive together, at most."""
-    place = {node: i for i, node in enumerate(nodes)}
-    until = {node: max((place.get(user, len(nodes)) for user in node.users), default=-1) for node in nodes}
-    size = {node: 4 * math.prod(where.shape_of(node)[1:]) if where.shape_of(node) else 0 for node in nodes}
-    return max(
-        sum(size[other] for other in nodes[: i + 1] if other is node or until[other] >= i)
-        for i, node in enumerate(nodes)
-    )
+    return Block(donor, index, kind, module, in_shape, out_shape, flops)
 
 
 # -- weights --------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 FLOAT_BYTES = 4
+IN_PLACE = {"Relu", "Clip", "LeakyRelu", "Sigmoid", "HardSigmoid", "HardSwish", "Tanh"}
 
 Shapes = Mapping[str, Sequence[int]]  # of values by name; the batch is 0
 
@@ -68,12 +69,18 @@ def stages(model: onnx.ModelProto, tile_bytes: int) -> list[list[onnx.ModelProto
 
 
 def activation_bytes(model: onnx.ModelProto) -> int | None:
-    """float32 bytes of one example's values that are alive together, at most; None: a shape is not known."""
+    """float32 bytes of one example's values that are alive together, at most; None: a shape is not known.
+
+    The input is alive throughout: it belongs to the caller. An activation function takes the place of
+    what it is applied to: ONNX Runtime fuses it with a convolution, and runs others in place.
+    """
     graph, shapes = model.graph, _shapes(model)
     until = {name: place for place, node in enumerate(graph.node) for name in node.input}
-    until[graph.output[0].name] = len(graph.node)
+    until |= {graph.input[0].name: len(graph.node), graph.output[0].name: len(graph.node)}
     alive, most = {graph.input[0].name}, 0
     for place, node in enumerate(graph.node):
+        if node.op_type in IN_PLACE and until.get(node.input[0]) == place:
+            alive -= {node.input[0]}
         alive |= {*node.output} - {""}
         if not alive <= shapes.keys():
             return None

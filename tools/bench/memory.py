@@ -23,7 +23,6 @@ import numpy as np
 from fedquilt import tensors
 from fedquilt.core import BlobRef, Bundle, DeviceView, ModelError, Order, Task
 from fedquilt.edge_agent import budget, local, orders
-from fedquilt.edge_agent.engines.onnx_engine import BASE_BYTES
 from fedquilt.edge_agent.leash import Child
 from fedquilt.edge_agent.worker import COMMAND
 from fedquilt.methods.fedstitch import METHOD
@@ -103,7 +102,7 @@ def _run(made: Bundle, find: Callable[[str], Path], room_bytes: int, folder: Pat
             order = orders.Order(
                 task=_task(sent, number),
                 device="bench",
-                budget_bytes=BASE_BYTES + room_bytes,
+                budget_bytes=budget.ASSUMED_BASE_BYTES["onnx"] + room_bytes,
                 data={"path": str(folder.parent / "images.npz")},
                 bundles=_files(sent, find, out),
                 private=private,
