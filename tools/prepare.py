@@ -58,9 +58,11 @@ def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lamb
     From `[input]`, `labels` and `[[donors]]`: files "<block>.onnx" and "<block>.data", and meta "input",
     "labels", "donors", "blocks" (`fedquilt.models.stitch.stock` reads them). A block's id is
     "<donor>.<index>".
+    From `[int8]`: files "<block>.int8.onnx" of the blocks that `fedquilt.tools.quantize` accepts.
 
     Raises:
         JobError: a key that is missing or wrong.
+        DataError: the images of `[int8]` cannot be had, or are too few.
         ModelError: a network or its weights cannot be had, or a donor cannot be cut.
         StoreError: the folder cannot be written.
     """
@@ -75,6 +77,8 @@ def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lamb
         say(f"model {facts['network']['name']}: {len(files['model']) / 1e6:.1f} MB")
     if job.get("donors"):
         meta |= _stock(job, wanted, files, say)
+    if job.get("int8"):
+        _quantize(job, out, meta, files, say)
     return bundle.write(out, meta, files)
 
 
@@ -116,6 +120,18 @@ def _stock(
     return meta
 
 
+def _quantize(
+    job: Mapping[str, Any], out: Path, meta: dict[str, Any], files: dict[str, bytes], say: Callable[[str], None]
+) -> None:
+    from fedquilt.tools import quantize  # onnxruntime
+
+    if not job.get("donors"):
+        raise JobError("[int8] is for the blocks of [[donors]], and the job has none: leave it out")
+    for block, graph in quantize.accepted(job, out, meta, files, say).items():
+        meta["blocks"][block]["int8"] = quantize.file_of(block)
+        files[quantize.file_of(block)] = graph
+
+
 def _donor(
     donor: Donor, wanted: Input, labels: Sequence[str], files: dict[str, bytes]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -149,7 +165,7 @@ def _donor(
             "flops": part.flops,
             "weight_bytes": sum(graph.weight_bytes for graph in graphs),
             "resident_bytes": max(graph.weight_bytes for graph in graphs),
-            "activation_bytes": part.activation_bytes,
+            "activation_bytes": max(graph.activation_bytes for graph in graphs),
         }
     return facts, table
 
