@@ -16,7 +16,7 @@ devices should ever be stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,32 +101,33 @@ def solve(sums: Moments, ridge: float = RIDGE) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fit(
-    x: np.ndarray, ys: Sequence[np.ndarray], ridge: float = RIDGE, centred: bool = True
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """`solve` for rows at hand, x (n, p) and each of several y (n, q), with one factorization for all.
+    x: np.ndarray, ys: Iterable[np.ndarray], ridge: float = RIDGE, centred: bool = True
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """`solve` for rows at hand, x (n, p) and each of several y (n, q), with one inverse for all.
 
-    Of its two equal forms the cheaper is taken: with fewer rows than channels the dual solves n x n
+    Of its two equal forms the cheaper is taken: with fewer rows than channels the dual inverts n x n
     instead of p x p, and ridge = 0 takes the singular value decomposition, whose cut-off is max(n, p) * eps.
     """
     n, p = x.shape
     x = x.astype(np.float64)
     mean_x = x.mean(axis=0) * centred
     x -= mean_x
-    means = [y.mean(axis=0, dtype=np.float64) * centred for y in ys]
-    y = np.concatenate([each - mean for each, mean in zip(ys, means, strict=True)], axis=1)
     if ridge > 0:
-        primal = n >= p
-        inner = x.T @ x if primal else x @ x.T
+        inner = x.T @ x if n >= p else x @ x.T
         lam = ridge * np.trace(inner) / p
         inner[np.diag_indices(len(inner))] += lam
-        right = x.T @ y if primal else y
-        solved = np.linalg.solve(inner, right) if lam > 0 else np.zeros_like(right)
-        weights = solved if primal else x.T @ solved
+        inverse = np.linalg.inv(inner) if lam > 0 else np.zeros_like(inner)
+        del inner
     else:
-        weights = np.linalg.pinv(x, rcond=max(x.shape) * np.finfo(np.float64).eps) @ y
-    widths = np.cumsum([each.shape[1] for each in ys])[:-1]
-    found = [part.T for part in np.split(weights, widths, axis=1)]
-    return [(w, mean - w @ mean_x) for w, mean in zip(found, means, strict=True)]
+        inverse = np.linalg.pinv(x, rcond=max(x.shape) * np.finfo(np.float64).eps)
+    for y in ys:
+        mean_y = y.mean(axis=0, dtype=np.float64) * centred
+        centred_y = y - mean_y
+        if ridge == 0:
+            weights = inverse @ centred_y
+        else:
+            weights = inverse @ (x.T @ centred_y) if n >= p else x.T @ (inverse @ centred_y)
+        yield weights.T, mean_y - weights.T @ mean_x
 
 
 # -- how well it does elsewhere -------------------------------------------------------------------
