@@ -21,7 +21,19 @@ import numpy as np
 
 from fedquilt import tensors
 from fedquilt.coordinator import cohort
-from fedquilt.core import BlobRef, Bundle, Contribution, DeviceView, Examples, Method, Order, Site, Task, derive_seed
+from fedquilt.core import (
+    BlobRef,
+    Bundle,
+    Contribution,
+    DeviceView,
+    Examples,
+    Method,
+    Order,
+    Site,
+    Task,
+    Tensors,
+    derive_seed,
+)
 
 BUDGET_BYTES = 1 << 40  # nothing is refused here
 
@@ -41,7 +53,7 @@ class Spent:
 
     tasks: int = 0
     rounds: int = 0
-    seconds: float = 0.0  # of the devices' own work, on this machine
+    cpu_s: float = 0.0  # of the devices' own work, on this machine
     down_bytes: int = 0
     up_bytes: int = 0
 
@@ -51,7 +63,7 @@ class _Device:
     """What a device has kept."""
 
     member: Member
-    local: Any = field(default_factory=dict)
+    local: Tensors = field(default_factory=dict)
     rounds: tuple[int, ...] = ()
     blobs: set[str] = field(default_factory=set)  # sha256 of what it has been sent
 
@@ -73,7 +85,7 @@ def states(
     seed: int = 0,
     rounds: int = 1000,
     per_round: int = 0,
-    forget: bool = False,
+    keep: Callable[[Tensors], Tensors] | None = None,
     spent: Spent | None = None,
 ) -> Iterator[Any]:
     """The method's state before the first round and after each, until it is done or after so many rounds.
@@ -81,7 +93,8 @@ def states(
     Args:
         path: finds a bundle's file on disk.
         per_round: devices asked in a round; 0: all.
-        forget: a device keeps nothing from one task to the next.
+        keep: what of its private state a device keeps from one task to the next, and then its cache goes;
+            none: it keeps all, and the cache.
         spent: is added to.
     """
     spent = spent or Spent()
@@ -98,13 +111,13 @@ def states(
                 order = method.send(state, DeviceView(name, None, device.rounds))
                 if order is None:
                     continue
-                if forget:
-                    device.local = {}
+                if keep is not None:
+                    device.local = keep(device.local)
                     shutil.rmtree(cache, ignore_errors=True)
                 task, site = delivered(method, order, number, seed, device.member, engine, path, device.local, cache)
-                began_s = time.perf_counter()
+                began_s = time.process_time()
                 answer = method.work(task, site)
-                spent.seconds += time.perf_counter() - began_s
+                spent.cpu_s += time.process_time() - began_s
                 spent.tasks += 1
                 spent.down_bytes += _received(device, order)
                 device.local, device.rounds = answer.local, (*device.rounds, number)

@@ -1,0 +1,112 @@
+"""Toy donors whose blocks are numpy functions, and devices with pictures that they can tell apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedquilt.core import BlobRef, Bundle, Examples
+from fedquilt.models import images
+from fedquilt.tools.local_run import Member
+
+SMALL = {"subrounds": 1, "expansions": 8, "samples": 16, "fit_samples": 24, "screen": 3, "k": 2, "depth": 5}
+
+
+class FakeRunner:
+    """Graphs are numpy functions, by file name; counts how often each has run."""
+
+    name = "onnx"
+    room_bytes = 1 << 20
+
+    def __init__(self, graphs: dict[str, Callable[[np.ndarray], np.ndarray]]) -> None:
+        self.graphs, self.runs = graphs, dict.fromkeys(graphs, 0)
+
+    def batch(self, graph: Path, around_bytes: int = 0, example_bytes: int = 0) -> int:
+        return 64
+
+    def run(self, graph: Path, x: np.ndarray) -> np.ndarray:
+        self.runs[graph.name] += 1
+        return self.graphs[graph.name](x).astype(np.float32)
+
+    def close(self) -> None:
+        pass
+
+
+def convolution(seed: int, before: int, after: int, pool: bool) -> Callable[[np.ndarray], np.ndarray]:
+    kernel = np.random.default_rng(seed).normal(size=(after, before, 3, 3)) / np.sqrt(9 * before)
+
+    def run(x: np.ndarray) -> np.ndarray:
+        padded = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
+        windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3))
+        maps = np.maximum(np.einsum("nchwij,kcij->nkhw", windows, kernel, optimize=True), 0)
+        return images.resize(maps, maps.shape[2] // 2, maps.shape[3] // 2) if pool else maps
+
+    return run
+
+
+def classifier(seed: int, width: int, classes: int) -> Callable[[np.ndarray], np.ndarray]:
+    weights = np.random.default_rng(seed).normal(size=(width, classes))
+    return lambda x: x.mean(axis=(2, 3)) @ weights
+
+
+DONORS = {"ash": ((4, False), (6, True), (6, False)), "elm": ((5, True), (5, False)), "fir": ((4, True), (8, False))}
+
+
+def build() -> tuple[Bundle, FakeRunner]:
+    """Three donors for 8x8 images: two to three convolutions each, and a classifier of three classes."""
+    meta: dict[str, Any] = {
+        "input": {"channels": 1, "size": 8, "mean": [0.5], "std": [0.5]},
+        "labels": ["a", "b", "c"],
+        "donors": {},
+        "blocks": {},
+    }
+    graphs: dict[str, Callable[[np.ndarray], np.ndarray]] = {}
+    for number, (donor, layers) in enumerate(DONORS.items()):
+        shape: tuple[int, ...] = (1, 8, 8)
+        for index in range(len(layers) + 1):
+            name, seed = f"{donor}.{index}", 10 * number + index
+            if index < len(layers):
+                width, pool = layers[index]
+                size = shape[1] // 2 if pool else shape[1]
+                out: tuple[int, ...] = (width, size, size)
+                graphs[f"{name}.onnx"] = convolution(seed, shape[0], width, pool)
+            else:
+                out = (3,)
+                graphs[f"{name}.onnx"] = classifier(seed, shape[0], 3)
+            meta["blocks"][name] = {
+                "donor": donor,
+                "index": index,
+                "kind": "start" if index == 0 else "end" if index == len(layers) else "middle",
+                "stages": [[f"{name}.onnx"]],
+                "data": [],
+                "in_shape": list(shape),
+                "out_shape": list(out),
+                "flops": 1000.0,
+                "weight_bytes": 100,
+                "resident_bytes": 100,
+                "activation_bytes": 400,
+            }
+            shape = out
+        meta["donors"][donor] = {
+            "blocks": [f"{donor}.{i}" for i in range(len(layers) + 1)],
+            "classes": 3,
+            **({"align": [[0], [1], [2]]} if donor != "fir" else {}),
+        }
+    files = {name: BlobRef(sha256="0" * 64, size=1) for name in graphs}
+    return Bundle(meta, files, lambda name: {}), FakeRunner(graphs)
+
+
+def members(count: int = 4, examples: int = 60) -> list[Member]:
+    """Noisy pictures of three templates; each device has its own mixture of them."""
+    draws = np.random.default_rng(7)
+    templates = draws.uniform(0, 255, size=(3, 8, 8))
+    found = []
+    for i in range(count):
+        y = draws.choice(3, size=examples, p=np.roll([0.6, 0.3, 0.1], i))
+        x = np.clip(templates[y] + draws.normal(0, 60, size=(examples, 8, 8)), 0, 255).astype(np.uint8)
+        cut = 3 * examples // 4
+        found.append(Member(f"dev-{i}", Examples(x[:cut], y[:cut]), Examples(x[cut:], y[cut:])))
+    return found
