@@ -119,7 +119,7 @@ def validate(ask: ValidateAsk, site: Site) -> Answer:
     """Bundle "counts": right answers of each net on the held-out examples, by either way of labelling."""
     _require_labels(site.held.y, ask.labels, site.device)
     nets = [[ask.blocks[name] for name in net] for net in ask.nets]
-    between = [stitch.junctions(net, site.load) for net in nets]
+    between = [stitch.junctions(net[:-1], site.load) for net in nets]
     run = Flow(site, ask.blocks.values(), len(site.held) * sum(block.flops for net in nets for block in net))
     right = {"ridge": np.zeros(len(nets), np.int64), "aligned": np.zeros(len(nets), np.int64)}
     for first in range(0, len(site.held), WAVE):
@@ -127,14 +127,15 @@ def validate(ask: ValidateAsk, site: Site) -> Answer:
         shown = flow.Prepared(site.held.x[first : first + WAVE], ask.input)
         shared = flow.Shared(net[:-1] for net in nets)
         for i, net in enumerate(nets):
-            maps = run.along(net[:-1], between[i][:-1], shown, shared)
+            maps = run.along(net[:-1], between[i], shown, shared)
             if ask.heads:
                 head = site.load(f"head.{i}")
                 z = np.concatenate([stitch.gap(part) for _, part in flow.pieces(maps)])
                 right["ridge"][i] += _right(z @ head["weights"].T + head["bias"], y)
             groups = ask.align[i]
             if groups is not None:
-                logits = run.block(net[-1], flow.joined(maps, between[i][-1], net[-1]))
+                into_last = stitch.junctions(net, site.load)[-1]  # sent only where some last block is run
+                logits = run.block(net[-1], flow.joined(maps, into_last, net[-1]))
                 right["aligned"][i] += _right(stitch.align(logits.rows(0, len(y)), groups), y)
     counts = {"examples": np.array([len(site.held)], np.int64), **right}
     return Answer({"counts": counts}, float(len(site.held)), {"turn": float(ask.turn)}, site.local)
