@@ -1,19 +1,26 @@
-"""What must stand beside every accuracy of a stitched network: its donors, and one device alone."""
+"""What must stand beside every accuracy of a stitched network: its donors, and one device alone.
+
+A donor is there unmodified, with a new head, and stitched to itself. The last two can be played by the
+method's own halves along a path that is given: nothing is searched, and who is asked, what is sent and
+what is solved from it are as in a search.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedquilt.core import Bundle, Examples, Runner
+from fedquilt.core import Bundle, Examples, Method, Runner
 from fedquilt.methods import fedstitch
-from fedquilt.models import images, projection, stitch
-from fedquilt.models.search import Params
+from fedquilt.models import images, projection, search, stitch
+from fedquilt.models.search import Net, Params, State
 from fedquilt.models.stitch import Block
+from fedquilt.models.vote import Winner
 from fedquilt.tools.local_run import Member, search_alone
 
 BATCH = 64
@@ -83,6 +90,42 @@ class Bench:
             found.append(Result(name, self._accuracy(self._batched(self.test, features) @ weights.T + bias)))
         return found
 
+    def heads_of_a_round(
+        self, members: Sequence[Member], params: Params, seed: int, per_round: int = 0
+    ) -> list[Result]:
+        """Each donor's body with a new head from the devices that one round asks, as a stitched network gets it."""
+        return [
+            Result(name, self._along(donor.blocks, members, params, seed, per_round))
+            for name, donor in self.stock.donors.items()
+        ]
+
+    def stitched_to_themselves(
+        self, members: Sequence[Member], params: Params, seed: int, per_round: int = 0
+    ) -> list[Result]:
+        """Each donor's blocks in order with a junction at every boundary, as if the next block were a stranger's.
+
+        What accuracy the junctions cost where there is nothing to be gained.
+        """
+        found = []
+        for name, donor in self.stock.donors.items():
+            both = with_twin(self.bundle, name)
+            mirror = Bench(both, self.path, self.engine, self.train, self.test)
+            twin = mirror.stock.donors[_twin(name)]
+            path = [(donor, twin)[i % 2].blocks[i] for i in range(len(donor.blocks))]
+            found.append(Result(name, mirror._along(path, members, params, seed, per_round)))
+        return found
+
+    def _along(
+        self, path: Sequence[str], members: Sequence[Member], params: Params, seed: int, per_round: int
+    ) -> float:
+        params = replace(params, mode="default", head="ridge", depth=len(path) + 1, max_upsampling=math.inf)
+        params = replace(params, native_continuation="allow", residual="report", stop_below=0.0)
+        forced = along(path)
+        last = search_alone(
+            forced, self.bundle, self.path, self.engine, members, params, seed=seed, per_round=per_round
+        )
+        return self.accuracy_of(fedstitch.result(last))
+
     def alone(self, members: Sequence[Member], params: Params, seed: int) -> list[Result]:
         """What each of some devices stitches from its own examples only."""
         found = []
@@ -106,3 +149,36 @@ class Bench:
                 self.test, lambda x: stitch.classify(path, between, self._run, x, head=head, groups=meta["align"])
             )
         )
+
+
+def along(path: Sequence[str]) -> Method:
+    """FedStitch without a search: the junctions of one path are solved block by block, then its head."""
+
+    def forced(state: State) -> State:
+        while state.phase == "score":
+            assert state.current is not None
+            winner = Winner(path[len(state.current.path)], 1.0, 1.0, 1)
+            state = replace(state, winners=(winner,))
+            if search.projected(state):
+                return replace(state, phase="fit")
+            state = search.grow(state, {})
+        return state
+
+    def init(bundle: Bundle, params: Params, seed: int) -> State:
+        start = Net(tuple(path[:1]), tuple(path[1:]), 1.0)
+        return forced(replace(fedstitch.init(bundle, params, seed), frontier=(), current=start))
+
+    return replace(fedstitch.METHOD, init=init, step=lambda state, total: forced(fedstitch.step(state, total)))
+
+
+def with_twin(bundle: Bundle, donor: str) -> Bundle:
+    """A bundle of one of its donors, twice: the second one's blocks are the same files under another name."""
+    own, known = bundle.meta["donors"][donor], bundle.meta["blocks"]
+    blocks = {name: known[name] for name in own["blocks"]}
+    copies = {f"{_twin(donor)}.{block['index']}": {**block, "donor": _twin(donor)} for block in blocks.values()}
+    donors = {donor: own, _twin(donor): {**own, "blocks": list(copies)}}
+    return replace(bundle, meta={**bundle.meta, "donors": donors, "blocks": {**blocks, **copies}})
+
+
+def _twin(donor: str) -> str:
+    return f"{donor}'s twin"
