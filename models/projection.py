@@ -25,6 +25,7 @@ from fedquilt.core import Tensors, UpdateError
 
 RIDGE = 1e-4  # lambda as a share of the mean variance of a channel
 ROWS = 1 << 14  # rows taken at a time
+WIDE_BLOCK = 256  # rows of a matrix that are multiplied at a time, for the same reason as BLOCK
 BLOCK = 64  # rows of a matrix added at a time: no second matrix is held meanwhile
 
 
@@ -74,9 +75,31 @@ def merge(parts: Sequence[Moments]) -> Moments:
     return Moments(n, mean_x, mean_y, xx, xy, yy)
 
 
-def moments_of_maps(x: np.ndarray, y: np.ndarray, centred: bool = True) -> Moments:
-    """Moments of maps x (n, p, h, w) and y (n, q, h, w): one row for each image and position."""
-    return merge([moments(a, b, centred) for a, b in _chunks(x, y)])
+def add(sums: Moments | None, x: np.ndarray, y: np.ndarray, centred: bool = True) -> Moments:
+    """`merge` of sums and the moments of more rows, in the place of `sums`, which must not be used afterwards."""
+    p, q = x.shape[1], y.shape[1]
+    sums = sums or Moments(0.0, np.zeros(p), np.zeros(q), np.zeros((p, p)), np.zeros((p, q)), 0.0)
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    mean_x, mean_y = x.mean(axis=0) * centred, y.mean(axis=0) * centred
+    x -= mean_x
+    y -= mean_y
+    total = sums.n + len(x)
+    dx, dy, share = mean_x - sums.mean_x, mean_y - sums.mean_y, sums.n * len(x) / total
+    for start in range(0, p, WIDE_BLOCK):
+        rows = slice(start, start + WIDE_BLOCK)
+        sums.xx[rows] += x[:, rows].T @ x + share * np.outer(dx[rows], dx)
+        sums.xy[rows] += x[:, rows].T @ y + share * np.outer(dx[rows], dy)
+    yy = sums.yy + float(np.vdot(y, y)) + share * float(dy @ dy)
+    part = len(x) / total
+    return Moments(total, sums.mean_x + dx * part, sums.mean_y + dy * part, sums.xx, sums.xy, yy)
+
+
+def add_maps(sums: Moments | None, x: np.ndarray, y: np.ndarray, centred: bool = True) -> Moments:
+    """`add` of maps x (n, p, h, w) and y (n, q, h, w): one row for each image and position."""
+    for a, b in _chunks(x, y):
+        sums = add(sums, a, b, centred)
+    assert sums is not None, "no maps"
+    return sums
 
 
 def solve(sums: Moments, ridge: float = RIDGE) -> tuple[np.ndarray, np.ndarray]:

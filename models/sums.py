@@ -65,23 +65,25 @@ def fit(ask: FitAsk, site: Site) -> Answer:
     chosen = scoring.order(local)[: ask.samples]
     flops = sum(block.flops for block in path) + sum(block.flops for chain, _ in chains for block in chain[:-1])
     run = Flow(site, ask.blocks.values(), len(chosen) * flops)
-    sums: dict[str, projection.Moments] = {}
-    for rows in _waves(site, chosen):
-        shown = flow.Prepared(site.train.x[rows], ask.input)
-        x = run.along(path, between, shown, flow.Kept(run, rows, 0))
-        for chain, wanted in chains:
+    found: dict[str, Tensors] = {}
+    for chain, wanted in chains:  # one donor's sums at a time: of 2048 channels each winner's are 34 MB
+        sums: dict[str, projection.Moments] = {}
+        for rows in _waves(site, chosen):
+            shown = flow.Prepared(site.train.x[rows], ask.input)
+            x = run.along(path, between, shown, flow.Kept(run, rows, len(path)))
             y: Source = shown
             for block in chain:
                 if block.id in wanted:
-                    parts = [sums[block.id]] if block.id in sums else []
                     for start, part in flow.pieces(flow.resized(x, *block.in_shape[1:])):
-                        parts.append(projection.moments_of_maps(part, y.rows(start, start + len(part)), ask.bias))
-                        parts = [projection.merge(parts)]
-                    sums[block.id] = parts[0]
+                        aim = y.rows(start, start + len(part))
+                        sums[block.id] = projection.add_maps(sums.get(block.id), part, aim, ask.bias)
                 if block is not chain[-1]:
                     y = run.block(block, y)
-    found = [sums[name] for name in ask.winners]
-    return _answer(ask, found, len(chosen), local, exact=ask.ridge == 0)
+        while sums:
+            name, each = sums.popitem()
+            found[name] = projection.to_tensors(each, exact=ask.ridge == 0)
+            del each
+    return _answer(ask, [found[name] for name in ask.winners], len(chosen), local)
 
 
 def head(ask: HeadAsk, site: Site) -> Answer:
@@ -108,11 +110,15 @@ def head(ask: HeadAsk, site: Site) -> Answer:
                     z = z @ stitch.random_features(z.shape[1], ask.random_features, ask.projection_seed)
                 features[i].put(z.astype(np.float32))
     y = np.eye(ask.labels)[site.train.y[chosen]]
-    found = []
-    for each in features:
-        parts = [projection.moments(z, y[first : first + len(z)]) for first, z in flow.pieces(each)]
-        found.append(projection.merge(parts))
-    return _answer(ask, found, len(chosen), local, exact=False)
+    return _answer(ask, [_head_sums(each, y) for each in features], len(chosen), local)
+
+
+def _head_sums(features: Source, y: np.ndarray) -> Tensors:
+    sums = None
+    for first, z in flow.pieces(features):
+        sums = projection.add(sums, z, y[first : first + len(z)])
+    assert sums is not None
+    return projection.to_tensors(sums, exact=False)
 
 
 def validate(ask: ValidateAsk, site: Site) -> Answer:
@@ -145,8 +151,8 @@ def _right(scores: np.ndarray, y: np.ndarray) -> int:
     return int((scores.argmax(axis=1) == y).sum())
 
 
-def _answer(ask: Ask, found: Sequence[projection.Moments], examples: int, local: Tensors, exact: bool) -> Answer:
-    bundles: dict[str, Tensors] = {f"moments.{i}": projection.to_tensors(each, exact) for i, each in enumerate(found)}
+def _answer(ask: Ask, found: Sequence[Tensors], examples: int, local: Tensors) -> Answer:
+    bundles = {f"moments.{i}": each for i, each in enumerate(found)}
     return Answer(bundles, float(examples), {"turn": float(ask.turn)}, local)
 
 

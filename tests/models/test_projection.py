@@ -84,10 +84,25 @@ def test_maps_are_rows_of_positions_in_chunks() -> None:
     x, y = RNG.normal(size=(7, 3, 2, 2)), RNG.normal(size=(7, 2, 2, 2))
     rows = [maps.transpose(0, 2, 3, 1).reshape(28, -1) for maps in (x, y)]
     whole = p.moments(*rows)
-    split = p.merge([p.moments_of_maps(x[:3], y[:3]), p.moments_of_maps(x[3:], y[3:])])
+    split = p.merge([p.add_maps(None, x[:3], y[:3]), p.add_maps(None, x[3:], y[3:])])
     assert split.n == whole.n == 28
     assert np.allclose(split.xx, whole.xx)
-    assert np.allclose(p.moments_of_maps(x, y).xy, whole.xy)
+    assert np.allclose(p.add_maps(None, x, y).xy, whole.xy)
+
+
+@pytest.mark.parametrize("centred", [True, False])
+def test_rows_are_added_in_place_as_if_merged(centred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few rows of the matrix at a time, and a few rows of data: the moments of all of them."""
+    monkeypatch.setattr(p, "WIDE_BLOCK", 3)
+    x, y = RNG.normal(size=(30, 8)) + 5, RNG.normal(size=(30, 4)) - 2
+    sums = None
+    for start in (0, 1, 17):
+        sums = p.add(sums, x[start : {0: 1, 1: 17, 17: 30}[start]], y[start : {0: 1, 1: 17, 17: 30}[start]], centred)
+    whole = p.moments(x, y, centred)
+    assert sums is not None
+    assert sums.n == 30
+    for one, other in ((sums.xx, whole.xx), (sums.xy, whole.xy), (sums.mean_x, whole.mean_x), (sums.yy, whole.yy)):
+        assert np.allclose(one, other, rtol=1e-12)
 
 
 def explicit(w: np.ndarray, b: np.ndarray, x: np.ndarray, y: np.ndarray, centred: bool) -> float:
