@@ -47,7 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _missing(module: str) -> str:
-    extras = {"onnx": "onnx", "onnxruntime": "onnx", "torch": "train", "torchvision": "train", "amqtt": "demo"}
+    extras = {
+        "onnx": "onnx",
+        "onnxruntime": "onnx",
+        "torch": "train",
+        "torchvision": "train",
+        "amqtt": "demo",
+        "matplotlib": "plot",
+    }
     extra = extras.get(module.split(".")[0], "images" if module.startswith("PIL") else "")
     return f"this needs {module}, which is not installed: pip install 'fedquilt{f'[{extra}]' if extra else ''}'"
 
@@ -147,7 +154,19 @@ def parser() -> argparse.ArgumentParser:
     _format(one)
 
     one = verb("bench", bench, "measure fedquilt on this machine")
-    one.add_argument("what", choices=("idle", "blobs"))
+    one.add_argument("what", choices=("idle", "blobs", "stitch", "memory"))
+    one.add_argument("--size", type=_positive, nargs="+", help="of stitch, memory: images of so many pixels")
+    group = one.add_argument_group("ablations", "of stitch: whole searches with and without parts of the method")
+    group.add_argument(
+        "--ablate", type=Path, nargs="?", const=Path(), metavar="JOB", help="a prepared job (default: the demo's)"
+    )
+    group.add_argument("--bundle", type=Path, help="default: JOB.bundle beside the job file")
+    group.add_argument("--alpha", nargs="+", help="Dirichlet partitions, or iid (default: the job's own partition)")
+    group.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 2")
+    group.add_argument(
+        "--only", nargs="+", metavar="NAME", help="some searches and comparisons; an unknown one lists all"
+    )
+    group.add_argument("--out", type=Path, help="folder for finished runs and the plot (default: fedquilt-ablation)")
     _format(one)
     return top
 
@@ -341,7 +360,33 @@ def run_model(options: argparse.Namespace) -> int:
 def bench(options: argparse.Namespace) -> int:
     from fedquilt.tools import bench as tool
 
-    return tool.main(options.what, options.format)
+    ablating = options.what == "stitch" and options.ablate is not None
+    for name, allowed, where in (
+        ("size", options.what in ("stitch", "memory") and not ablating, "`bench stitch` and `bench memory`"),
+        ("ablate", options.what == "stitch", "`bench stitch`"),
+        *((name, ablating, "`bench stitch --ablate`") for name in ("bundle", "alpha", "seeds", "only", "out")),
+    ):
+        if getattr(options, name) is not None and not allowed:
+            raise JobError(f"--{name} is an option of {where}: leave it out here")
+    return _ablate(options) if ablating else tool.main(options.what, options.format, options.size or ())
+
+
+def _ablate(options: argparse.Namespace) -> int:
+    from fedquilt.coordinator import settings
+    from fedquilt.tools import demo as example
+    from fedquilt.tools.bench import ablate
+
+    own = options.ablate != Path()
+    job = options.ablate if own else example.HERE / "job.toml"
+    return ablate.main(
+        settings.load(job),
+        _bundle(job, options.bundle) if own else options.bundle or example.HERE / "bundle",
+        options.out or Path("fedquilt-ablation"),
+        alphas=options.alpha or (),
+        seeds=options.seeds or (0, 1, 2),
+        only=options.only or (),
+        format=options.format,
+    )
 
 
 # -- shared by verbs ------------------------------------------------------------------------------

@@ -151,6 +151,13 @@ class Bench:
         )
 
 
+def pooled(members: Sequence[Member]) -> Examples:
+    """What the devices have together, but for what they hold out."""
+    return Examples(
+        np.concatenate([member.train.x for member in members]), np.concatenate([member.train.y for member in members])
+    )
+
+
 def along(path: Sequence[str]) -> Method:
     """FedStitch without a search: the junctions of one path are solved block by block, then its head."""
 

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-WHAT = ("idle", "blobs")
+SIZES = {"stitch": (64, 224), "memory": (224,)}  # pixels, of the benches on images
 
 
-def main(what: str, format: str) -> int:
-    """Run one bench and print it; 0 when it reached its figures, 1 when not."""
+def main(what: str, format: str, sizes: Sequence[int] = ()) -> int:
+    """Run one bench and print it; 0 when it reached its figures, 1 when not.
+
+    One on images is run for each size, and its JSON is a list.
+    """
     bench = importlib.import_module(f"fedquilt.tools.bench.{what}")
-    result: dict[str, Any] = bench.measure()
+    sizes = sizes or SIZES.get(what, ())
+    results: list[dict[str, Any]] = []
+    for each in [{"size": size} for size in sizes] or [{}]:
+        results.append(bench.measure(**each))
+        if format == "text":
+            print("\n".join(bench.lines(results[-1])), flush=True)
     if format == "json":
-        print(msgspec.json.format(msgspec.json.encode(result)).decode())
-    else:
-        print("\n".join(bench.lines(result)))
-    return 0 if all(figure["reached"] for figure in result["figures"].values()) else 1
+        print(msgspec.json.format(msgspec.json.encode(results if sizes else results[0])).decode())
+    reached = [figure["reached"] for result in results for figure in result["figures"].values()]
+    return 0 if all(reached) else 1
 
 
 def figure(value: float, limit: float, unit: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from fedquilt.coordinator.store import Store
 from fedquilt.core import Examples
 from fedquilt.edge_agent import engines
 from fedquilt.tools import export, fleet
-from fedquilt.tools.baselines import Bench, Result
+from fedquilt.tools.baselines import Bench, Result, pooled
 from fedquilt.tools.local_run import Member
 
 HERE = Path(__file__).parent
@@ -69,12 +69,9 @@ def _opening(plan: fleet.Plan, members: list[Member]) -> list[str]:
 def _accuracies(plan: fleet.Plan, store: Store, run: str, members: list[Member], test: Examples) -> list[Result]:
     """The stitched network first, then everything it has to beat."""
     opened = bundle.load(plan.bundle)
-    pooled = Examples(
-        np.concatenate([member.train.x for member in members]), np.concatenate([member.train.y for member in members])
-    )
     engine: Any = engines.make("onnx", BUDGET_BYTES)
     folder = plan.bundle / "blobs"
-    bench = Bench(opened, lambda name: folder / opened.files[name].sha256, engine, pooled, test)
+    bench = Bench(opened, lambda name: folder / opened.files[name].sha256, engine, pooled(members), test)
     params = jobs.params(plan.job)
     found = export.artefact(store, run)
     alone = bench.alone(members, params, plan.job.seed)

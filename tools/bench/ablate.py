@@ -1,0 +1,391 @@
+"""`fedquilt bench stitch --ablate`: whole searches with one part of the method changed, beside what needs no search.
+
+Every search is played through both halves of the method (`fedquilt.tools.local_run`) for each partition of
+the data and each seed, which draws the partition, the cohorts and all else. Accuracy is that of the chosen
+network on the test split, which nothing was fitted to or chosen on. Runs are independent, so as many
+processes as there are cores play them, one thread each. Those that are finished are kept in a folder
+and are not repeated.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fedquilt import bundle
+from fedquilt.coordinator import cohort
+from fedquilt.coordinator import settings as jobs
+from fedquilt.coordinator.settings import Job
+from fedquilt.core import FedquiltError, JobError, StoreError, Tensors
+from fedquilt.edge_agent import leash
+from fedquilt.edge_agent.data import DataSpec
+from fedquilt.methods import fedstitch
+from fedquilt.models import cka
+from fedquilt.models.search import Params
+from fedquilt.tools import fleet, local_run
+from fedquilt.tools.baselines import Bench, Result, pooled
+from fedquilt.tools.local_run import Member, Spent
+
+BUDGET_BYTES = 2 << 30  # of each process
+ALONE = 5  # devices that search on their own, at most
+LEAST = 2 * cka.MIN_IMAGES  # examples of a device that can score; one with fewer declines
+
+
+def _only_drawn(local: Tensors) -> Tensors:
+    """Which images a device has drawn is part of the job; everything else it can find again."""
+    return {name: array for name, array in local.items() if name == "drawn"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A whole search, and what is different in it."""
+
+    label: str
+    changes: Mapping[str, Any] = field(default_factory=dict)  # of the parameters
+    keep: Callable[[Tensors], Tensors] | None = None  # as `local_run.states`
+
+
+BASE = {
+    "mode": "default",
+    "score_at": "hybrid",
+    "weighted": True,
+    "space_optimizer": True,
+    "native_continuation": "allow",
+}
+VARIANTS = {
+    "default": Variant("stitched, default"),
+    "no-optimizer": Variant("  no space optimizer", {"space_optimizer": False}),
+    "plain-vote": Variant("  plain voting", {"weighted": False}),
+    "input": Variant("  scored at input", {"score_at": "input"}),
+    "output": Variant("  scored at output", {"score_at": "output"}),
+    "no-native": Variant("  native next block excluded", {"native_continuation": "exclude"}),
+    "no-memo": Variant("  nothing kept between tasks", keep=_only_drawn),
+    "paper": Variant("  the paper's letter", {"mode": "paper"}),
+}
+COMPARISONS = ("alone", "unmodified", "self-stitched", "heads")
+PARTS = (*VARIANTS, *COMPARISONS)
+ALIGNED = ("paper", "unmodified")  # take donors whose classes are aligned with the labels
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one network of one run came to. What only a search has is None for the others."""
+
+    condition: str
+    seed: int
+    part: str
+    name: str
+    accuracy: float  # 0 to 1, on the test split
+    tested: int  # examples of the test split
+    wall_s: float  # of the whole run, evaluation included
+    rounds: int | None = None
+    task_s: float | None = None  # processor time of one device in one round, mean
+    down_bytes: float | None = None  # to and from it, mean
+    up_bytes: float | None = None
+    scored: int | None = None  # blocks that a device which is asked in every round scores
+    path: str = ""
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One run: what one process plays at a time. `job` is the job as JSON, with the partition and seed of this run."""
+
+    job: bytes
+    folder: str  # of the bundle
+    condition: str
+    seed: int
+    part: str
+
+    @property
+    def key(self) -> str:
+        """What the run depends on."""
+        index = (Path(self.folder) / "bundle.json").read_bytes()
+        parts = (self.job, index, self.part.encode())
+        return hashlib.sha256(b"".join(hashlib.sha256(each).digest() for each in parts)).hexdigest()[:24]
+
+    def __str__(self) -> str:
+        return f"{self.condition}, seed {self.seed}, {self.part}"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that a run is played on."""
+
+    bench: Bench
+    members: Sequence[Member]
+    params: Params
+    seed: int
+    per_round: int  # devices asked in a round; 0: all
+
+
+Finished = tuple[Case, "list[Row] | FedquiltError", float]  # and its seconds
+Player = Callable[[Sequence[Case]], Iterator[Finished]]
+
+
+# -- what is to be played -------------------------------------------------------------------------
+
+
+def cases(job: Job, folder: Path, alphas: Sequence[str], seeds: Sequence[int], only: Sequence[str] = ()) -> list[Case]:
+    """One for each partition, seed and part.
+
+    Args:
+        alphas: concentrations of Dirichlet partitions, or "iid"; (): the job's own partition.
+        only: of PARTS; (): all that these donors allow.
+
+    Raises:
+        JobError: not a job of stitching, without data, or names that are not known.
+    """
+    if job.method != "fedstitch":
+        raise JobError(f"job {job.name!r} is one of {job.method}: ablations are of fedstitch")
+    if not job.data:
+        raise JobError(f"job {job.name!r} has no [data] table: what is shared out among its devices, and tested on")
+    unknown = sorted(set(only) - set(PARTS))
+    if unknown:
+        raise JobError(f"--only {' '.join(unknown)}: there are {', '.join(PARTS)}")
+    aligned = any(donor.get("align") for donor in bundle.load(folder).meta["donors"].values())
+    parts = [part for part in PARTS if part in only or (not only and (aligned or part not in ALIGNED))]
+    found = []
+    for condition, data in dict(_partition(job, alpha) for alpha in alphas or ("",)).items():
+        for seed in sorted(set(seeds)):
+            table = {**msgspec.to_builtins(job), "seed": seed, "data": {**data, "seed": seed}}
+            try:
+                msgspec.convert(table["data"], DataSpec)
+            except msgspec.ValidationError as error:
+                raise JobError(f"[data] of job {job.name!r}, {condition}, seed {seed}: {error}") from None
+            exact = msgspec.json.encode(table, order="sorted")
+            found += [Case(exact, str(folder), condition, seed, part) for part in parts]
+    return found
+
+
+def _partition(job: Job, alpha: str) -> tuple[str, dict[str, Any]]:
+    """A partition in words, and the job's [data] with it."""
+    data = dict(job.data)
+    if alpha == "iid":
+        data["partition"] = alpha
+    elif alpha:
+        try:
+            data |= {"partition": "dirichlet", "alpha": float(alpha)}
+        except ValueError:
+            raise JobError(f"--alpha {alpha}: a number above 0, or iid") from None
+    match data.get("partition", "all"):
+        case "dirichlet":
+            return f"alpha {data.get('alpha', 0.5):g}", data
+        case "classes":
+            return f"{data.get('classes', 2)} classes each", data
+        case other:
+            return str(other), data
+
+
+# -- playing one ----------------------------------------------------------------------------------
+
+
+def play(case: Case) -> list[Row]:
+    """The networks that one run comes to."""
+    setting = _setting(case.job, case.folder)
+    began_s = time.perf_counter()
+    rows = searched(case.part, setting) if case.part in VARIANTS else compared(case.part, setting)
+    wall_s = round(time.perf_counter() - began_s, 3)
+    known = {"condition": case.condition, "seed": case.seed, "part": case.part, "wall_s": wall_s}
+    return [msgspec.convert({**row, **known, "tested": len(setting.bench.test)}, Row) for row in rows]
+
+
+@functools.lru_cache(maxsize=1)
+def _setting(job: bytes, folder: str) -> Setting:
+    """The last one is kept: shares of a large file take longer to read than to score."""
+    from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
+
+    given, opened = jobs.parse(msgspec.json.decode(job)), bundle.load(Path(folder))
+    members, test = fleet.Plan(given, Path(folder), Path()).members()
+    engine = OnnxEngine(BUDGET_BYTES, threads=1)
+    bench = Bench(
+        opened, lambda name: Path(folder) / "blobs" / opened.files[name].sha256, engine, pooled(members), test
+    )
+    able = [each for each in members if len(each.train) >= LEAST]
+    if not able:
+        raise JobError(f"none of {len(members)} devices has the {LEAST} images that scoring needs: have fewer devices")
+    per_round = 0 if given.cohort.size >= len(able) else given.cohort.size
+    return Setting(bench, able, replace(jobs.params(given), **BASE), given.seed, per_round)
+
+
+def searched(part: str, setting: Setting) -> list[dict[str, Any]]:
+    """A whole search, and what it took."""
+    bench, variant, spent, scored = setting.bench, VARIANTS[part], Spent(), 0
+    params = replace(setting.params, **variant.changes)
+    for state in local_run.states(
+        fedstitch.METHOD,
+        bench.bundle,
+        bench.path,
+        bench.engine,
+        setting.members,
+        params,
+        seed=setting.seed,
+        per_round=setting.per_round,
+        keep=variant.keep,
+        spent=spent,
+    ):
+        scored += len(state.pool) if state.phase == "score" else 0
+    found = fedstitch.result(state)
+    return [
+        {
+            "name": variant.label,
+            "accuracy": bench.accuracy_of(found),
+            "rounds": spent.rounds,
+            "task_s": spent.cpu_s / spent.tasks,
+            "down_bytes": spent.down_bytes / spent.tasks,
+            "up_bytes": spent.up_bytes / spent.tasks,
+            "scored": scored,
+            "path": " > ".join(found.meta["path"]),
+        }
+    ]
+
+
+def compared(part: str, setting: Setting) -> list[dict[str, Any]]:
+    """What a search has to beat."""
+    bench, given = setting.bench, (setting.members, setting.params, setting.seed, setting.per_round)
+    match part:
+        case "alone":
+            devices = {each.device: each for each in setting.members}
+            some = [devices[name] for name in cohort.sample(setting.seed, 0, devices, ALONE)]
+            accuracies = [each.accuracy for each in bench.alone(some, setting.params, setting.seed)]
+            return [
+                {"name": "one device alone, mean", "accuracy": float(np.mean(accuracies))},
+                {"name": f"one device alone, best of {len(some)}", "accuracy": max(accuracies)},
+            ]
+        case "unmodified":
+            return _named("{}, unmodified", bench.unmodified())
+        case "self-stitched":
+            return _named("{}, stitched to itself", bench.stitched_to_themselves(*given))
+        case _:
+            rows = _named("{}, new head", bench.heads_of_a_round(*given))
+            if setting.per_round:
+                rows += _named("{}, new head of all devices", bench.heads(setting.params.head_ridge))
+            return rows
+
+
+def _named(label: str, results: Iterable[Result]) -> list[dict[str, Any]]:
+    return [{"name": label.format(each.name), "accuracy": each.accuracy} for each in results]
+
+
+# -- playing all ----------------------------------------------------------------------------------
+
+
+def played(todo: Sequence[Case], out: Path, player: Player, say: Callable[[str], None]) -> tuple[list[Row], list[str]]:
+    """The rows of all cases, in their order, and what failed. Finished ones lie in `out`/runs."""
+    folder = out / "runs"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"cannot write {folder}: {error.strerror}") from None
+    files = {case: folder / f"{case.key}.json" for case in todo}
+    found = {case: rows for case, file in files.items() if (rows := _read(file)) is not None}
+    missing = [case for case in todo if case not in found]
+    if found:
+        say(f"{len(found)} of {len(todo)} runs are in {folder} already")
+    failed: list[str] = []
+    began_s = time.monotonic()
+    for count, (case, came, took_s) in enumerate(player(missing), 1):
+        left_s = (time.monotonic() - began_s) / count * (len(missing) - count)
+        told = f"[{count}/{len(missing)}, about {left_s / 60:.0f} min left] {case}"
+        if isinstance(came, FedquiltError):
+            failed.append(f"{case}: {came}")
+            say(f"{told}: failed: {came}")
+            continue
+        found[case] = came
+        _write(files[case], came)
+        say(f"{told}: {', '.join(f'{100 * row.accuracy:.1f} %' for row in came)} in {took_s:.0f} s")
+    return [row for case in todo for row in found.get(case, ())], failed
+
+
+def _read(file: Path) -> list[Row] | None:
+    """None: there is no such run, or not one of this version."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=list[Row])
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def _write(file: Path, rows: list[Row]) -> None:
+    part = file.with_suffix(".part")
+    part.write_bytes(msgspec.json.format(msgspec.json.encode(rows)))
+    os.replace(part, file)
+
+
+def in_processes(todo: Sequence[Case]) -> Iterator[Finished]:
+    """Each as it is finished, by as many processes as there are cores; they end with this one."""
+    if not todo:
+        return
+    context = multiprocessing.get_context("spawn")
+    workers = min(os.cpu_count() or 1, len(todo))
+    with ProcessPoolExecutor(workers, context, _begin, (os.getpid(),)) as pool:
+        try:
+            for future in as_completed([pool.submit(_attempt, case) for case in todo]):
+                yield future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
+
+
+def _begin(parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends this process
+    leash.die_with(parent)
+
+
+def _attempt(case: Case) -> Finished:
+    began_s = time.perf_counter()
+    try:
+        rows: list[Row] | FedquiltError = play(case)
+    except FedquiltError as error:
+        rows = error
+    return case, rows, time.perf_counter() - began_s
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def main(
+    job: Job,
+    folder: Path,
+    out: Path,
+    *,
+    alphas: Sequence[str] = (),
+    seeds: Sequence[int] = (0, 1, 2),
+    only: Sequence[str] = (),
+    format: str = "text",
+) -> int:
+    """Play what is not played yet, print the table, and write `out`/ablation.svg; 1 when a run failed."""
+    from fedquilt.tools.bench import ablate_plot, ablate_table  # before long work: a missing library is told now
+
+    rows, failed = played(cases(job, folder, alphas, seeds, only), out, in_processes, _say)
+    plot = out / "ablation.svg"
+    if rows:
+        ablate_plot.draw(rows, plot)
+    if format == "json":
+        result = {
+            "bench": "ablate",
+            "job": job.name,
+            "table": ablate_table.table(rows),
+            "verdicts": ablate_table.all_verdicts(rows),
+            "failed": failed,
+            "runs": rows,
+        }
+        print(msgspec.json.format(msgspec.json.encode(result)).decode())
+    else:
+        print("\n".join([*ablate_table.lines(rows), *(f"failed: {each}" for each in failed), f"plot: {plot}"]))
+    return 1 if failed else 0
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,135 @@
+"""The table of an ablation, and in plain sentences who wins: stitching or what it has to beat, either vote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fedquilt.tools.bench.ablate import COMPARISONS, Row
+
+MEANS = ("rounds", "task_s", "wall_s", "down_bytes", "up_bytes", "scored")
+HEAD = f"{'':34} {'%':>5} {'sd':>5} {'rounds':>7} {'scored':>7} {'cpu s':>8} {'down kB':>8} {'up kB':>8} {'run s':>7}"
+
+
+def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """For each partition and name the mean over seeds; "sd" is of the accuracy, None for one seed."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.condition, row.name), []).append(row)
+    return [
+        {
+            "condition": condition,
+            "name": name,
+            "part": group[0].part,
+            "runs": len(group),
+            "tested": group[0].tested,
+            "accuracy": float(np.mean([row.accuracy for row in group])),
+            "sd": _sd([row.accuracy for row in group]),
+            **{column: _mean([getattr(row, column) for row in group]) for column in MEANS},
+        }
+        for (condition, name), group in groups.items()
+    ]
+
+
+def lines(rows: Sequence[Row]) -> list[str]:
+    """Table and sentences for people, one partition after the other."""
+    found, sentences = [], all_verdicts(rows)
+    for condition, group in _by_condition(table(rows)).items():
+        first = group[0]
+        found.append(f"\n{condition}: accuracy on {first['tested']} test images, mean and sd of {_count(group)}")
+        found.append(HEAD)
+        found += [_line(each) for each in group]
+        found += sentences[condition]
+    found += [
+        "",
+        "rounds: of a search; scored: blocks, by a device that is asked in every one of them",
+        "cpu s, down, up: of one device in one round; run s: of the whole run, with others beside it",
+        "differences: points of accuracy, mean ± sd over seeds",
+    ]
+    return found
+
+
+def all_verdicts(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """The sentences of `verdicts` for each partition."""
+    conditions = dict.fromkeys(row.condition for row in rows)
+    return {name: verdicts([row for row in rows if row.condition == name]) for name in conditions}
+
+
+def verdicts(rows: Sequence[Row]) -> list[str]:
+    """Who wins under one partition: mean and sd of the differences of runs with the same seed, in points."""
+    stitched = _of(rows, "part", "default")
+    found: list[str] = []
+    won: list[str] = []
+    lost: list[str] = []
+    for name in dict.fromkeys(row.name for row in rows if row.part in COMPARISONS):
+        points = _points(stitched, _of(rows, "name", name))
+        if points:
+            gained = float(np.mean(points)) > 0
+            (won if gained else lost).append(f"{name} {_told(points if gained else [-each for each in points])}")
+    if won:
+        found.append(f"Stitching beats, by so many points: {'; '.join(won)}.")
+    if lost:
+        found.append(f"Stitching does not beat, short by so many points: {'; '.join(lost)}.")
+    points = _points(stitched, _of(rows, "part", "plain-vote"))
+    if points:
+        found.append(_votes(points))
+    return found
+
+
+def _votes(points: Sequence[float]) -> str:
+    if not any(points):
+        return "Weighted and plain voting come to the same accuracy with every seed."
+    spread = _sd(points)
+    verb = "beats" if np.mean(points) > 0 else "does not beat"
+    doubt = ", which is within the spread over seeds" if spread is not None and abs(np.mean(points)) <= spread else ""
+    return f"Weighted voting {verb} plain voting ({_told(points, '+.1f')} points{doubt})."
+
+
+def _told(points: Sequence[float], kind: str = ".1f") -> str:
+    spread = _sd(points)
+    return f"{np.mean(points):{kind}}" + ("" if spread is None else f" ± {spread:.1f}")
+
+
+def _of(rows: Iterable[Row], column: str, value: str) -> Mapping[int, float]:
+    return {row.seed: 100 * row.accuracy for row in rows if getattr(row, column) == value}
+
+
+def _points(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
+    return [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+
+
+def _line(each: Mapping[str, Any]) -> str:
+    down, up = (None if each[name] is None else each[name] / 1e3 for name in ("down_bytes", "up_bytes"))
+    sd = None if each["sd"] is None else 100 * each["sd"]
+    return (
+        f"{each['name']:34} {100 * each['accuracy']:5.1f} {_cell(sd, 5, 1)} {_cell(each['rounds'], 7)} "
+        f"{_cell(each['scored'], 7)} {_cell(each['task_s'], 8, 3)} {_cell(down, 8, 1)} {_cell(up, 8, 1)} "
+        f"{each['wall_s']:7.1f}"
+    )
+
+
+def _cell(value: float | None, width: int, digits: int = 0) -> str:
+    return f"{'-':>{width}}" if value is None else f"{value:{width}.{digits}f}"
+
+
+def _count(group: Sequence[Mapping[str, Any]]) -> str:
+    runs = max(each["runs"] for each in group)
+    return f"{runs} seeds" if runs > 1 else "one seed"
+
+
+def _by_condition(found: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for each in found:
+        groups.setdefault(each["condition"], []).append(each)
+    return groups
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
+
+
+def _sd(values: Sequence[float]) -> float | None:
+    return float(np.std(values, ddof=1)) if len(values) > 1 else None
