@@ -54,21 +54,23 @@ def load(spec: DataSpec) -> tuple[Examples, Examples]:
     Raises:
         DataError: unreadable, labels that do not match, or nothing in this share; names the file and the mend.
     """
-    from fedquilt.edge_agent import partition, readers
+    from fedquilt.edge_agent import readers
 
-    if spec.share >= spec.shares:
-        raise DataError(f"[data] share {spec.share} of {spec.shares}: shares are counted from 0 to {spec.shares - 1}")
     reader = readers.open_(spec)
     rows = _used(reader, spec)
-    y = reader.y[rows]
-    own = partition.rows(y, spec)
-    if not len(own):
-        raise DataError(
-            f"{spec.path}: share {spec.share} of {spec.shares} ({spec.partition!r}) is empty, of {len(y)} examples: "
-            "have fewer shares, or more examples in each"
-        )
-    train, held = partition.hold_out(y[own], spec)
-    return _examples(reader, rows[own[train]], spec), _examples(reader, rows[own[held]], spec)
+    train, held = _own(reader.y[rows], spec)
+    return _examples(reader, rows[train], spec), _examples(reader, rows[held], spec)
+
+
+def load_shares(spec: DataSpec) -> list[tuple[Examples, Examples]]:
+    """What `load` gives to each of the spec's shares, for a fleet in one process: all is read once.
+
+    Raises:
+        DataError: as `load`.
+    """
+    every = load_all(spec)
+    parts = (_own(every.y, msgspec.structs.replace(spec, share=share)) for share in range(spec.shares))
+    return [(Examples(every.x[train], every.y[train]), Examples(every.x[held], every.y[held])) for train, held in parts]
 
 
 def load_all(spec: DataSpec) -> Examples:
@@ -81,6 +83,22 @@ def load_all(spec: DataSpec) -> Examples:
 
     reader = readers.open_(spec)
     return _examples(reader, _used(reader, spec), spec)
+
+
+def _own(y: np.ndarray, spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
+    """The share's rows of `y`, each ascending: to train on, and held out."""
+    from fedquilt.edge_agent import partition
+
+    if spec.share >= spec.shares:
+        raise DataError(f"[data] share {spec.share} of {spec.shares}: shares are counted from 0 to {spec.shares - 1}")
+    own = partition.rows(y, spec)
+    if not len(own):
+        raise DataError(
+            f"{spec.path}: share {spec.share} of {spec.shares} ({spec.partition!r}) is empty, of {len(y)} examples: "
+            "have fewer shares, or more examples in each"
+        )
+    train, held = partition.hold_out(y[own], spec)
+    return own[train], own[held]
 
 
 def _used(reader: Reader, spec: DataSpec) -> np.ndarray:

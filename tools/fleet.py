@@ -83,10 +83,9 @@ class Plan:
         Raises:
             DataError: it cannot be read.
         """
-        found = []
-        for table in self.agents():
-            train, held = data.load(msgspec.convert(table["data"], data.DataSpec))
-            found.append(Member(table["device"], train, held))
+        tables = self.agents()
+        shares = data.load_shares(msgspec.convert(tables[0]["data"], data.DataSpec))
+        found = [Member(table["device"], *share) for table, share in zip(tables, shares, strict=True)]
         return found, data.load_all(msgspec.convert({**self.job.data, "split": "test"}, data.DataSpec))
 
     def submit(self, store: Store) -> str:

@@ -166,6 +166,19 @@ def test_an_npz_gives_each_device_its_own(tmp_path: Path, save):
     assert sorted(seen) == list(range(20))
 
 
+def test_all_shares_at_once_are_those_of_each_device(tmp_path: Path):
+    """With a limit drawn from the whole set; for a fleet in one process."""
+    x, y = np.arange(200, dtype=np.uint8).reshape(100, 2), LABELS
+    np.savez(tmp_path / "data.npz", x=x, y=y)
+    spec = DataSpec(str(tmp_path / "data.npz"), partition="dirichlet", shares=4, limit=60, seed=5)
+    together = data.load_shares(spec)
+    assert len(together) == 4
+    for share, parts in enumerate(together):
+        for part, own in zip(parts, data.load(with_options(spec, share=share)), strict=True):
+            assert np.array_equal(part.x, own.x)
+            assert np.array_equal(part.y, own.y)
+
+
 def test_large_arrays_are_read_in_blocks(tmp_path: Path):
     """Rows on either side of every block border, in a file of several blocks."""
     wide = np.arange(40, dtype=np.float32)[:, None] * np.ones((1, 30_000), np.float32)  # 120 kB a row, 8 a block
