@@ -107,12 +107,10 @@ class Bench:
         What accuracy the junctions cost where there is nothing to be gained.
         """
         found = []
-        for name, donor in self.stock.donors.items():
-            both = with_twin(self.bundle, name)
-            mirror = Bench(both, self.path, self.engine, self.train, self.test)
-            twin = mirror.stock.donors[_twin(name)]
-            path = [(donor, twin)[i % 2].blocks[i] for i in range(len(donor.blocks))]
-            found.append(Result(name, mirror._along(path, members, params, seed, per_round)))
+        for name in self.stock.donors:
+            both, path = mirrored(self.bundle, name)
+            bench = Bench(both, self.path, self.engine, self.train, self.test)
+            found.append(Result(name, bench._along(path, members, params, seed, per_round)))
         return found
 
     def _along(
@@ -178,14 +176,11 @@ def along(path: Sequence[str]) -> Method:
     return replace(fedstitch.METHOD, init=init, step=lambda state, total: forced(fedstitch.step(state, total)))
 
 
-def with_twin(bundle: Bundle, donor: str) -> Bundle:
-    """A bundle of one of its donors, twice: the second one's blocks are the same files under another name."""
-    own, known = bundle.meta["donors"][donor], bundle.meta["blocks"]
+def mirrored(bundle: Bundle, donor: str) -> tuple[Bundle, list[str]]:
+    """A bundle of one of its donors and a twin of it, whose blocks are the same files; a path that alternates."""
+    own, known, twin = bundle.meta["donors"][donor], bundle.meta["blocks"], f"{donor}'s twin"
     blocks = {name: known[name] for name in own["blocks"]}
-    copies = {f"{_twin(donor)}.{block['index']}": {**block, "donor": _twin(donor)} for block in blocks.values()}
-    donors = {donor: own, _twin(donor): {**own, "blocks": list(copies)}}
-    return replace(bundle, meta={**bundle.meta, "donors": donors, "blocks": {**blocks, **copies}})
-
-
-def _twin(donor: str) -> str:
-    return f"{donor}'s twin"
+    copies = {f"{twin}.{block['index']}": {**block, "donor": twin} for block in blocks.values()}
+    donors = {donor: own, twin: {**own, "blocks": list(copies)}}
+    path = [names[i % 2] for i, names in enumerate(zip(blocks, copies, strict=True))]
+    return replace(bundle, meta={**bundle.meta, "donors": donors, "blocks": {**blocks, **copies}}), path

@@ -16,7 +16,7 @@ from fedquilt.core import Answer, BlobRef, Contribution, DeviceView, Examples, O
 from fedquilt.methods.fedstitch import METHOD, Params, State
 from fedquilt.models import stitch
 from fedquilt.tools import local_run
-from fedquilt.tools.baselines import Bench, along, with_twin
+from fedquilt.tools.baselines import Bench, along, mirrored
 from fedquilt.tools.local_run import Spent
 from toys import DONORS, SMALL, build, members
 
@@ -110,8 +110,9 @@ def test_a_donor_stitched_to_itself_is_about_as_good_as_with_a_new_head() -> Non
 def test_a_donor_stitched_to_itself_has_a_junction_at_every_boundary() -> None:
     """ash.0 > twin's ash.1 > ash.2: two junctions of the channels' width, neither of them the identity."""
     bundle, runner = build()
-    path = ["ash.0", "ash's twin.1", "ash.2", "ash's twin.3"]
-    last = local_run.search_alone(along(path), with_twin(bundle, "ash"), Path, runner, members(), PARAMS)
+    both, path = mirrored(bundle, "ash")
+    assert path == ["ash.0", "ash's twin.1", "ash.2", "ash's twin.3"]
+    last = local_run.search_alone(along(path), both, Path, runner, members(), PARAMS)
     found = METHOD.result(last)
     assert found.meta["path"] == path[:3]
     assert [junction["kind"] for junction in found.meta["junctions"]] == ["projection", "projection"]

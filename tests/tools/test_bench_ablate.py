@@ -114,11 +114,27 @@ def test_every_variant_is_a_whole_search_with_an_account(part: str) -> None:
     assert " > " in found["path"]
 
 
-def test_without_what_is_kept_the_network_is_the_same() -> None:
-    """Only time is measured."""
-    memo, bare = (ablate.searched(part, setting())[0] for part in ("default", "no-memo"))
-    same = ("accuracy", "rounds", "down_bytes", "up_bytes", "scored", "path")
-    assert [memo[name] for name in same] == [bare[name] for name in same]
+ACCOUNT = ("accuracy", "rounds", "down_bytes", "up_bytes", "scored", "path")
+
+
+@pytest.mark.parametrize("part", ["input", "output", "no-native", "paper"])
+def test_a_variant_is_another_search(part: str) -> None:
+    """What it changes shows in its account."""
+    given = setting()
+    given = replace(given, params=replace(given.params, screen=1))
+    usual, other = (ablate.searched(name, given)[0] for name in ("default", part))
+    assert [usual[name] for name in ACCOUNT] != [other[name] for name in ACCOUNT]
+
+
+def test_without_what_is_kept_the_network_is_the_same_and_more_is_run() -> None:
+    """Only the time is another."""
+    accounts, runs = [], []
+    for part in ("default", "no-memo"):
+        given = setting()
+        accounts.append([ablate.searched(part, given)[0][name] for name in ACCOUNT])
+        runs.append(sum(given.bench.engine.runs.values()))
+    assert accounts[0] == accounts[1]
+    assert runs[1] > 1.5 * runs[0]
 
 
 def test_comparisons_name_their_donor() -> None:
