@@ -60,6 +60,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     input: dict[str, Any] = msgspec.field(default_factory=dict)
     labels: tuple[str, ...] = ()
     donors: tuple[dict[str, Any], ...] = ()
+    int8: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.tools.quantize.Images
 
 
 def load(path: Path) -> Job:
@@ -113,7 +114,7 @@ def params(job: Job) -> Any:
 
 
 def _anchored(table: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The table with `path` and `weights` entries of data and donors made absolute."""
+    """The table with `path` and `weights` entries of data, int8 and donors made absolute."""
 
     def anchor(entry: Any) -> Any:
         if not isinstance(entry, dict):
@@ -126,7 +127,7 @@ def _anchored(table: dict[str, Any], folder: Path) -> dict[str, Any]:
         }
 
     result = dict(table)
-    for key in ("data", "model"):
+    for key in ("data", "model", "int8"):
         if key in result:
             result[key] = anchor(result[key])
     if isinstance(result.get("donors"), list):

@@ -363,6 +363,10 @@ class Runner(Engine, Protocol):
         """How many examples to run at once, beside so many bytes in all, and so many more for each of them."""
         ...
 
+    def make_room(self, size: int) -> None:
+        """Let go of what is held for later runs until so many bytes are free, as far as that helps."""
+        ...
+
     def run(self, graph: Path, x: np.ndarray) -> np.ndarray:
         """The graph's only output for its only input, float32, in micro-batches along axis 0."""
         ...

@@ -19,7 +19,7 @@ from fedquilt.models import images, stitch
 from fedquilt.models.stacks import InMemory, Mapped, Shelf, Source, Stack
 from fedquilt.models.stitch import Block
 
-STACKS = 4  # one part in so many of the room is for stacks in memory
+STACKS = 6  # one part in so many of the room is for stacks in memory
 KEPT_MOST_BYTES = 256 << 20  # of path outputs kept for later tasks; at most half of the budget
 PIECE_BYTES = 8 << 20  # of maps at hand where no graph says how many
 
@@ -48,6 +48,10 @@ class Flow:
         largest = max(block.resident_bytes + block.activation_bytes for block in blocks)
         self._stacks_bytes = int(max(min(room // STACKS, room - largest), 0))
         self.shelf = Shelf(site.cache, self._stacks_bytes, min(site.budget_bytes // 2, KEPT_MOST_BYTES))
+
+    def reserve(self, size: int) -> None:
+        """Make room for matrices of so many bytes beside the stacks."""
+        self._site.engine.make_room(size + self._stacks_bytes)
 
     def block(
         self, block: Block, source: Source, first: int = 0, last: int | None = None, into: Stack | None = None

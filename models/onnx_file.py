@@ -165,10 +165,15 @@ def _read(
     """The graphs of a block by stage."""
     if block not in blocks or not files.keys() >= {name for stage in blocks[block].stages for name in stage}:
         raise ModelError(f"the bundle has no block {block!r}: it is not the one that this network was stitched from")
-    return tuple(tuple(_load(block, files[name]) for name in stage) for stage in blocks[block].stages)
+    return tuple(tuple(load(block, files[name]) for name in stage) for stage in blocks[block].stages)
 
 
-def _load(block: str, path: Path) -> onnx.ModelProto:
+def load(block: str, path: Path) -> onnx.ModelProto:
+    """A graph of a block with its weights, which may lie beside it.
+
+    Raises:
+        ModelError: it cannot be read, or is no such graph.
+    """
     try:
         model = onnx.load(path, load_external_data=False)
         for tensor in model.graph.initializer:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from fedquilt.core import BlobRef, DeviceView, Order, Tensors, Work, derive_seed
-from fedquilt.models import scoring, search, sums
+from fedquilt.models import projection, scoring, search, sums
 from fedquilt.models.search import State
 from fedquilt.models.stitch import Block, Stock
 
@@ -50,7 +50,9 @@ def score_order(state: State, device: DeviceView) -> Order:
     if params.score_at != "input":
         tried = min(params.screen / len(state.pool), 1.0) if params.score_at == "hybrid" else 1.0
         runs += [(blocks[name], n * tried) for name in state.pool]
-    matrices = 0 if params.score_at == "input" else _fit_bytes(blocks[net.path[-1]].out_shape[0], params.positions)
+    matrices = (
+        0 if params.score_at == "input" else projection.fit_bytes(blocks[net.path[-1]].out_shape[0], params.positions)
+    )
     return _order(state, ask, [net.path], _cost(runs, matrices, 2 * n))
 
 
@@ -69,16 +71,17 @@ def fit_order(state: State) -> Order:
     )
     n = params.fit_samples
     ran = [blocks[name] for name in net.path] + list(_family(state.stock, (), wanted).values())
-    matrices = _moments_bytes(blocks[net.path[-1]].out_shape[0])
+    matrices = projection.moments_bytes(blocks[net.path[-1]].out_shape[0])
     return _order(state, ask, [net.path], _cost([(b, n) for b in ran], matrices, n))
 
 
 def finalists_order(state: State) -> Order:
-    params, paths = state.params, [finalist.path for finalist in state.finalists]
+    params, paths = state.params, [finalist.path for finalist in search.in_hand(state)]
+    solving = state.phase in ("head", "refine")
     bodies = tuple(path[:-1] for path in paths)
     whole = state.phase == "validate" and any(groups(state, path) for path in paths)
     ask: sums.HeadAsk | sums.ValidateAsk
-    if state.phase == "head":
+    if solving:
         blocks = {name: state.stock.blocks[name] for body in bodies for name in body}
         ask = sums.HeadAsk(
             **_common(state, blocks),
@@ -101,9 +104,9 @@ def finalists_order(state: State) -> Order:
         n = params.samples
     runs = [(blocks[name], n) for path in (paths if whole else bodies) for name in path]
     wide = params.random_features or max(blocks[body[-1]].out_shape[0] for body in bodies)
-    matrices = _moments_bytes(wide) if state.phase == "head" else 0
+    matrices = projection.moments_bytes(wide) if solving else 0
     order = _order(state, ask, paths if whole else bodies, _cost(runs, matrices, n))
-    if state.phase == "head":
+    if solving:
         return order
     heads = {f"head.{i}": finalist.head for i, finalist in enumerate(state.finalists) if finalist.head}
     return replace(order, bundles={**order.bundles, **heads})
@@ -116,12 +119,16 @@ def _common(state: State, blocks: Mapping[str, Block]) -> dict[str, Any]:
 def _order(state: State, ask: scoring.Ask, paths: Iterable[tuple[str, ...]], work: Work) -> Order:
     bundles: dict[str, Tensors | BlobRef] = {}
     idle = _only_compared(state) if state.phase == "score" else set()
+    scored = state.pool if state.phase == "score" and state.params.score_at != "input" else ()
     for block in ask.blocks.values():
         if block.id not in idle:
             bundles |= {name: state.files[name] for name in block.files}
+        if block.id in scored:
+            bundles |= {name: state.files[name] for name in block.scored.files}
     for path in paths:
         bundles |= {name: state.junctions[name] for name in search.junctions_of(path) if name in state.junctions}
-    return Order({"phase": state.phase, **msgspec.to_builtins(ask)}, bundles, work)
+    phase = "head" if state.phase == "refine" else state.phase  # the same to a device
+    return Order({"phase": phase, **msgspec.to_builtins(ask)}, bundles, work)
 
 
 def _only_compared(state: State) -> set[str]:
@@ -165,14 +172,3 @@ def _cost(runs: Iterable[tuple[Block, float]], matrices_bytes: int, examples: in
         read += block.weight_bytes + 4.0 * images * (prod(block.in_shape) + prod(block.out_shape))
         peak = max(peak, block.resident_bytes + block.activation_bytes)
     return Work(flops=flops, read_bytes=read, examples=examples, peak_bytes=int(max(peak, matrices_bytes)))
-
-
-def _fit_bytes(channels: int, positions: int) -> int:
-    """Of a fit on so many rows of so many channels, both ways of solving considered (float64)."""
-    side = min(channels, positions)
-    return 8 * (2 * side * side + 2 * positions * channels)
-
-
-def _moments_bytes(channels: int) -> int:
-    """Of sums that grow: themselves, what is added, and what is sent of them (float64)."""
-    return 24 * channels * channels

@@ -123,6 +123,17 @@ def solve(sums: Moments, ridge: float = RIDGE) -> tuple[np.ndarray, np.ndarray]:
     return w, sums.mean_y - w @ sums.mean_x
 
 
+def fit_bytes(channels: int, positions: int) -> int:
+    """What a fit of so many channels on so many rows holds at most, both of its forms considered."""
+    side = min(channels, positions)
+    return 8 * (3 * side * side + 2 * positions * channels)
+
+
+def moments_bytes(channels: int) -> int:
+    """What sums of so many channels hold while they grow and are sent."""
+    return 16 * channels * channels
+
+
 def fit(
     x: np.ndarray, ys: Iterable[np.ndarray], ridge: float = RIDGE, centred: bool = True
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -65,7 +65,8 @@ def score(ask: ScoreAsk, site: Site) -> Answer:
     and no run of the candidate. Output score: a junction is fitted on other images than are scored
     (on the same ones every wide block would interpolate and score 1), and the candidate's output is
     compared with its donor's. Hybrid: the input score screens, the best few get the output score.
-    Level 1 are blocks whose output was scored on all images.
+    Level 1 are blocks whose output was scored on all images. A candidate may run in 8 bits for its output
+    score (`Block.scored`); paths, and what it is compared with, are always of float32.
 
     Raises:
         DataError: too few examples.
@@ -133,7 +134,11 @@ class _Scorer:
         best: list[float] = []
         for block in blocks:
             floor = sorted(best)[-self._ask.k] - self._ask.early_margin if len(best) >= self._ask.k else -np.inf
-            early, full = self._output_score(block, junctions.get(block.id), floor)
+            junction = None
+            if block.id in junctions:
+                weights, bias = junctions.pop(block.id)
+                junction = {"weights": weights.rows(0, len(bias)), "bias": bias}
+            early, full = self._output_score(block, junction, floor)
             if full is not None:
                 best.append(full.value)
             yield early, full
@@ -146,11 +151,11 @@ class _Scorer:
         outputs = self._flow.shelf.make((self.count, *block.out_shape))
         first = self._ask.early if self._ask.early < self.count else 0
         if first:
-            self._flow.block(block, source, 0, first, outputs)
+            self._flow.block(block.scored, source, 0, first, outputs)
             early = self._compare(block, self._gram(outputs, first), _gram_name(block))
             if early.value < floor:
                 return early, None
-        self._flow.block(block, source, first, self.count, outputs)
+        self._flow.block(block.scored, source, first, self.count, outputs)
         full = self._compare(block, self._gram(outputs, self.count), _gram_name(block))
         return (early if first else full), full
 
@@ -161,13 +166,7 @@ class _Scorer:
         return found._replace(value=found.value * self._ask.native_factor) if own else found
 
     def _gram(self, maps: Stack, examples: int) -> np.ndarray:
-        if self._ask.maps == "flatten" or len(maps.shape) == 2:
-            features = prod(maps.shape[1:])
-            gram = cka.gram_of(lambda first, last: maps.columns(first, last, examples), examples, features)
-        else:
-            rows = [cka.rows(part, self._ask.maps) for _, part in flow.pieces(Part(maps, 0, examples))]
-            gram = cka.gram(np.concatenate(rows))
-        return gram.astype(np.float32)
+        return gram(maps, examples, self._ask.maps).astype(np.float32)
 
     # -- what is known --
 
@@ -212,22 +211,26 @@ class _Scorer:
             self._maps = self._flow.along(self._path, self._between, self._shown, kept)
         return self._maps
 
-    def _junctions(self, blocks: Sequence[Block]) -> dict[str, Tensors]:
-        """For each block that needs one; those that take maps of the same size share the fit's matrix."""
-        found: dict[str, Tensors] = {}
+    def _junctions(self, blocks: Sequence[Block]) -> dict[str, tuple[Stack, np.ndarray]]:
+        """Weights and bias for each block that needs a junction; of those that take maps of one size, in one fit."""
+        found: dict[str, tuple[Stack, np.ndarray]] = {}
         strange = [block for block in blocks if not stitch.continues(self._path[-1], block)]
+        self._flow.reserve(projection.fit_bytes(self._path[-1].out_shape[0], self._ask.positions))
         for size in sorted({block.in_shape[1:] for block in strange}):
             group = [block for block in strange if block.in_shape[1:] == size]
             x = flow.sample(flow.resized(self._fitted(self._output()), *size), self._positions((0, *size)))
-            targets = []
-            for block in group:
-                target = self._target(self._ask.blocks[f"{block.donor}.{block.index - 1}"])
-                assert target is not None
-                targets.append(target.rows(0, len(x)))
-            solved = projection.fit(x, targets, self._ask.ridge, self._ask.bias)
+            solved = projection.fit(x, map(self._aim, group), self._ask.ridge, self._ask.bias)
             for block, (weights, bias) in zip(group, solved, strict=True):
-                found[block.id] = {"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)}
+                kept = self._flow.shelf.make(weights.shape)
+                kept.put(weights.astype(np.float32))
+                found[block.id] = kept, bias.astype(np.float32)
         return found
+
+    def _aim(self, block: Block) -> np.ndarray:
+        """What a junction in front of a block is to yield: (positions, channels)."""
+        target = self._target(self._ask.blocks[f"{block.donor}.{block.index - 1}"])
+        assert target is not None
+        return target.rows(0, target.shape[0])
 
     def _flops(self) -> float:
         """About what the task takes."""
@@ -237,6 +240,14 @@ class _Scorer:
         pool = self.count * tried * sum(block.flops for block in self._pool) / len(self._pool)
         fresh = not any(_gram_name(block) in self.local for block in self._pool)
         return n * self._path[-1].flops + pool + n * fresh * sum(own.values())
+
+
+def gram(maps: Stack, examples: int, how: cka.Maps) -> np.ndarray:
+    """The Gram matrix (float64) of the first so many examples, read some features or some examples at a time."""
+    if how == "flatten" or len(maps.shape) == 2:
+        features = prod(maps.shape[1:])
+        return cka.gram_of(lambda first, last: maps.columns(first, last, examples), examples, features)
+    return cka.gram(np.concatenate([cka.rows(part, how) for _, part in flow.pieces(Part(maps, 0, examples))]))
 
 
 def _gram_name(block: Block, offset: int = 0) -> str:

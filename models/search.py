@@ -70,6 +70,7 @@ class Params:
     head: Literal["ridge", "aligned"] = "ridge"  # "aligned": the donors' own classes
     head_ridge: Annotated[float, Meta(gt=0)] = 1e-2
     head_samples: Count = 1000  # images each device gives to the head
+    head_rounds: Count = 10  # rounds that the chosen network's head is solved from; fewer once every device is heard
     random_features: Annotated[int, Meta(ge=0)] = 0  # project features onto so many before they are sent; 0: all
     finalists: Count = 8  # finished networks that are validated, the best-scoring first
 
@@ -85,9 +86,9 @@ PAPER: Mapping[str, Any] = {
     "head": "aligned",
 }
 
-STEP = 0.9  # what one block more is expected to score
+STEP = 0.9  # what a path is expected to keep of its score over a tenth of a donor
 
-Phase = Literal["score", "fit", "head", "validate", "done"]
+Phase = Literal["score", "fit", "head", "validate", "refine", "done"]
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,9 @@ class State:
     dropped: tuple[str, ...] = ()
     junctions: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
     finished: tuple[Net, ...] = ()
+    chosen: int = 0  # of the finalists, once they are validated
+    heard: tuple[str, ...] = ()  # devices whose sums are in the heads
+    refined: projection.Moments | None = None  # sums for the chosen network's head so far
     given_up: tuple[Net, ...] = ()  # scored too low, and kept only until something is finished
     finalists: tuple[Finalist, ...] = ()
     log: tuple[str, ...] = ()  # the last step in plain sentences
@@ -175,14 +179,15 @@ def offered(net: Net, stock: Stock, params: Params, ends_only: bool = False) -> 
 def pick(state: State) -> Net:
     """The next net to expand: that which promises most (the longer one first), or any.
 
-    What it promises is its score times STEP for each block that its last donor still has: by the score
-    alone short paths always go first, and little is ever finished.
+    What it promises is its score times STEP for each tenth of its last donor that is still to come: by the
+    score alone short paths always go first, and little is ever finished; by blocks, donors cut into many.
     """
     if state.params.order == "best":
 
         def promise(net: Net) -> float:
             last = state.stock.blocks[net.path[-1]]
-            return net.score * STEP ** (len(state.stock.donors[last.donor].blocks) - 1 - last.index)
+            whole = len(state.stock.donors[last.donor].blocks) - 1
+            return net.score * STEP ** (10 * (whole - last.index) / whole)
 
         return min(state.frontier, key=lambda net: (-promise(net), -len(net.path), net.path))
     ordered = sorted(state.frontier, key=lambda net: net.path)
@@ -228,6 +233,11 @@ def _taken_back(state: State, spent: bool) -> State:
 def is_finished(state: State, net: Net) -> bool:
     """Whether its last block is a terminating one."""
     return state.stock.blocks[net.path[-1]].kind == "end"
+
+
+def in_hand(state: State) -> tuple[Finalist, ...]:
+    """The finished networks whose heads this phase is about."""
+    return (state.finalists[state.chosen],) if state.phase == "refine" else state.finalists
 
 
 def distinct(state: State) -> list[Finalist]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
@@ -41,6 +41,7 @@ class Block:
     weight_bytes: int
     resident_bytes: int  # weights of its largest graph
     activation_bytes: int
+    int8: str | None = None  # a graph of 8-bit weights and maps, for output scores only; None: none was accepted
 
     @property
     def id(self) -> str:
@@ -50,6 +51,11 @@ class Block:
     def files(self) -> tuple[str, ...]:
         """What running it takes, by name in the bundle."""
         return (*itertools.chain.from_iterable(self.stages), *self.data)
+
+    @property
+    def scored(self) -> Block:
+        """The block as it runs to have its output scored: in 8 bits where that was accepted."""
+        return self if self.int8 is None else replace(self, stages=((self.int8,),), data=())
 
 
 @dataclass(frozen=True)
@@ -146,7 +152,8 @@ def grows(before: Sequence[int], after: Sequence[int]) -> bool:
 
 def _projected(maps: np.ndarray, junction: Tensors) -> np.ndarray:
     n, c, h, w = maps.shape
-    made = np.matmul(junction["weights"], maps.reshape(n, c, h * w)) + junction["bias"][:, None]
+    made = np.matmul(junction["weights"], maps.reshape(n, c, h * w))
+    made += junction["bias"][:, None]
     return made.reshape(n, -1, h, w)
 
 

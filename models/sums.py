@@ -74,6 +74,7 @@ def fit(ask: FitAsk, site: Site) -> Answer:
             y: Source = shown
             for block in chain:
                 if block.id in wanted:
+                    run.reserve(projection.moments_bytes(x.shape[1]))
                     for start, part in flow.pieces(flow.resized(x, *block.in_shape[1:])):
                         aim = y.rows(start, start + len(part))
                         sums[block.id] = projection.add_maps(sums.get(block.id), part, aim, ask.bias)
@@ -110,6 +111,7 @@ def head(ask: HeadAsk, site: Site) -> Answer:
                     z = z @ stitch.random_features(z.shape[1], ask.random_features, ask.projection_seed)
                 features[i].put(z.astype(np.float32))
     y = np.eye(ask.labels)[site.train.y[chosen]]
+    run.reserve(projection.moments_bytes(max(widths)))
     return _answer(ask, [_head_sums(each, y) for each in features], len(chosen), local)
 
 

@@ -69,12 +69,17 @@ def stages(model: onnx.ModelProto, tile_bytes: int) -> list[list[onnx.ModelProto
 
 
 def activation_bytes(model: onnx.ModelProto) -> int | None:
-    """float32 bytes of one example's values that are alive together, at most; None: a shape is not known.
+    """float32 bytes of one example's values that are alive together, at most; None: a shape is not known."""
+    sizes = {name: FLOAT_BYTES * math.prod(shape[1:]) for name, shape in _shapes(model).items()}
+    return alive_bytes(model.graph, sizes)
+
+
+def alive_bytes(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> int | None:
+    """Bytes of values that are alive together, at most, by the size of each; None: a size is not known.
 
     The input is alive throughout: it belongs to the caller. An activation function takes the place of
     what it is applied to: ONNX Runtime fuses it with a convolution, and runs others in place.
     """
-    graph, shapes = model.graph, _shapes(model)
     until = {name: place for place, node in enumerate(graph.node) for name in node.input}
     until |= {graph.input[0].name: len(graph.node), graph.output[0].name: len(graph.node)}
     alive, most = {graph.input[0].name}, 0
@@ -82,9 +87,9 @@ def activation_bytes(model: onnx.ModelProto) -> int | None:
         if node.op_type in IN_PLACE and until.get(node.input[0]) == place:
             alive -= {node.input[0]}
         alive |= {*node.output} - {""}
-        if not alive <= shapes.keys():
+        if not alive <= sizes.keys():
             return None
-        most = max(most, sum(FLOAT_BYTES * math.prod(shapes[name][1:]) for name in alive))
+        most = max(most, sum(sizes[name] for name in alive))
         alive = {name for name in alive if until.get(name, -1) > place}
     return most
 

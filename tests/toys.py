@@ -27,6 +27,9 @@ class FakeRunner:
     def batch(self, graph: Path, around_bytes: int = 0, example_bytes: int = 0) -> int:
         return 64
 
+    def make_room(self, size: int) -> None:
+        pass
+
     def run(self, graph: Path, x: np.ndarray) -> np.ndarray:
         self.runs[graph.name] += 1
         return self.graphs[graph.name](x).astype(np.float32)

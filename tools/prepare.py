@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -16,6 +16,9 @@ from fedquilt import bundle, tensors
 from fedquilt.core import Bundle, JobError, ModelError, Name
 from fedquilt.models import zoo
 from fedquilt.models.images import Input
+
+if TYPE_CHECKING:
+    from fedquilt.tools.quantize import Trial
 
 Align = str | tuple[tuple[int, ...], ...]
 
@@ -71,14 +74,17 @@ def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lamb
     if not job.get("model") and not job.get("donors"):
         raise JobError("the job has neither [model] nor [[donors]]: there is nothing to prepare")
     wanted = _input(job["input"]) if job.get("input") else None
+    trial = _trial(job) if job.get("int8") else None
     if job.get("model"):
         facts, files["model"] = _model(job["model"], wanted)
         meta |= facts
         say(f"model {facts['network']['name']}: {len(files['model']) / 1e6:.1f} MB")
     if job.get("donors"):
         meta |= _stock(job, wanted, files, say)
-    if job.get("int8"):
-        _quantize(job, out, meta, files, say)
+    if trial is not None:
+        for name, graph in trial.accepted(out, meta, files, say).items():
+            meta["blocks"][name]["int8"] = f"{name}.int8.onnx"
+            files[f"{name}.int8.onnx"] = graph
     return bundle.write(out, meta, files)
 
 
@@ -100,6 +106,12 @@ def _model(table: Mapping[str, Any], wanted: Input | None) -> tuple[dict[str, An
     return {"network": network, "flops": flops}, tensors.encode(state)
 
 
+def _trial(job: Mapping[str, Any]) -> Trial:
+    from fedquilt.tools import quantize  # onnxruntime
+
+    return quantize.trial(job)
+
+
 def _stock(
     job: Mapping[str, Any], wanted: Input | None, files: dict[str, bytes], say: Callable[[str], None]
 ) -> dict[str, Any]:
@@ -118,18 +130,6 @@ def _stock(
         size = sum(block["weight_bytes"] for block in blocks.values())
         say(f"donor {donor.name}: {len(blocks)} blocks, {size / 1e6:.1f} MB")
     return meta
-
-
-def _quantize(
-    job: Mapping[str, Any], out: Path, meta: dict[str, Any], files: dict[str, bytes], say: Callable[[str], None]
-) -> None:
-    from fedquilt.tools import quantize  # onnxruntime
-
-    if not job.get("donors"):
-        raise JobError("[int8] is for the blocks of [[donors]], and the job has none: leave it out")
-    for block, graph in quantize.accepted(job, out, meta, files, say).items():
-        meta["blocks"][block]["int8"] = quantize.file_of(block)
-        files[quantize.file_of(block)] = graph
 
 
 def _donor(

@@ -97,7 +97,7 @@ class OnnxEngine:
         if len(x) > size:  # examples and answers lie beside the micro-batch
             around = x.nbytes + 4 * len(x) * math.prod(d for d in answer.shape[1:] if isinstance(d, int))
             size = self._batch(plan, around, 0)
-        self._make_room(graph, around + min(size, len(x)) * (plan.example_bytes or 0))
+        self.make_room(around + min(size, len(x)) * (plan.example_bytes or 0), graph)
         y: np.ndarray | None = None
         with _named(graph):
             for first in range(0, max(len(x), 1), size):
@@ -123,7 +123,7 @@ class OnnxEngine:
         """
         plan = self._load(graph).plan
         size = self._batch(plan, around_bytes, example_bytes)
-        self._make_room(graph, around_bytes + size * ((plan.example_bytes or 0) + example_bytes))
+        self.make_room(around_bytes + size * ((plan.example_bytes or 0) + example_bytes), graph)
         return size
 
     def _batch(self, plan: Plan, around_bytes: int, example_bytes: int) -> int:
@@ -137,10 +137,10 @@ class OnnxEngine:
         alone = min(int(free - plan.held_bytes) // each, COMMON_BATCH)
         return int(np.clip(max(beside_all, alone), 1, LARGEST_BATCH))
 
-    def _make_room(self, graph: Path, size: int) -> None:
-        """Let go of sessions, the longest unused first, until so many bytes fit beside the rest."""
+    def make_room(self, size: int, needed: Path | None = None) -> None:
+        """Let go of sessions, the longest unused first and never the one needed, until so many bytes fit beside."""
         held = sum(one.plan.held_bytes for one in self._kept.values())
-        for other in [path for path in self._kept if path != graph]:
+        for other in [path for path in self._kept if path != needed]:
             if held + size <= self._room_bytes:
                 break
             held -= self._kept.pop(other).plan.held_bytes

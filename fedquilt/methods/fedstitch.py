@@ -9,6 +9,7 @@ A job goes through phases, kept in the state:
     fit       devices send the sums that the winners' junctions are solved from; back to score
     head      devices send the sums that each finished network's linear head is solved from
     validate  devices count right answers on their held-out examples; the best network is chosen
+    refine    the chosen network's head is solved anew, from the sums of as many devices as come
 
 Deviations, each because the paper's letter cannot run, or measures something else:
 - CKA is the unbiased estimator: at 64 images the biased one says 0.5 to 1 of independent noise.
@@ -51,7 +52,7 @@ from fedquilt.core import (
     UpdateError,
 )
 from fedquilt.models import orders, projection, scoring, search, stitch, sums, vote
-from fedquilt.models.projection import Gathered
+from fedquilt.models.projection import Gathered, Moments
 from fedquilt.models.search import PAPER, Finalist, Params, State, describe
 from fedquilt.models.vote import Ballot
 
@@ -65,6 +66,7 @@ class Sum:
     ballots: Mapping[str, Ballot]  # device -> its votes
     moments: tuple[Gathered, ...]  # of each junction, or of each head
     counts: Mapping[str, np.ndarray]  # "examples" (1,), "ridge" and "aligned" (finalists,)
+    heard: tuple[str, ...] = ()  # devices whose sums these are
 
 
 # -- server ---------------------------------------------------------------------------------------
@@ -80,7 +82,8 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     if params.mode == "paper":
         params = replace(params, **PAPER)
     stock = stitch.stock(bundle.meta)
-    missing = [name for block in stock.blocks.values() for name in block.files if name not in bundle.files]
+    wanted = [name for block in stock.blocks.values() for name in (*block.files, *block.scored.files)]
+    missing = [name for name in wanted if name not in bundle.files]
     if missing:
         raise ModelError(f"the bundle lacks {', '.join(missing[:3])}: prepare it anew")
     if params.head == "aligned" and not any(donor.align for donor in stock.donors.values()):
@@ -121,12 +124,14 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     if state.phase == "validate":
         counts = _counts(update, len(state.finalists))
         return replace(so_far, counts={k: v + so_far.counts.get(k, 0) for k, v in counts.items()})
+    if state.phase == "refine" and update.device in state.heard:
+        return so_far  # its sums are counted already
     shapes = _shapes(state)
     new = [projection.from_tensors(update.bundles.get(f"moments.{i}", {}), *s) for i, s in enumerate(shapes)]
     groups = GROUPS_BYTES // sum(each.nbytes for each in new) if state.phase == "fit" else 0
     before = so_far.moments or (None,) * len(new)
     gathered = [projection.gather(*pair, groups) for pair in zip(before, new, strict=True)]
-    return replace(so_far, moments=tuple(gathered))
+    return replace(so_far, moments=tuple(gathered), heard=(*so_far.heard, update.device))
 
 
 def step(state: State, total: Sum | None) -> State:
@@ -139,9 +144,11 @@ def step(state: State, total: Sum | None) -> State:
     elif state.phase == "fit":
         after = _fitted(state, total.moments)
     elif state.phase == "head":
-        after = _headed(state, total.moments)
-    else:
+        after = _headed(state, total)
+    elif state.phase == "validate":
         after = _validated(state, total.counts)
+    else:
+        after = _refined(state, total)
     return replace(after, turn=state.turn + 1)
 
 
@@ -195,7 +202,7 @@ def _shapes(state: State) -> list[tuple[int, int]]:
         channels = blocks[state.current.path[-1]].out_shape[0]
         return [(channels, blocks[name].in_shape[0]) for name in search.projected(state)]
     wide = state.params.random_features
-    return [(wide or blocks[net.path[-2]].out_shape[0], len(state.stock.labels)) for net in state.finalists]
+    return [(wide or blocks[net.path[-2]].out_shape[0], len(state.stock.labels)) for net in search.in_hand(state)]
 
 
 def _fitted(state: State, sums: tuple[Gathered, ...]) -> State:
@@ -224,18 +231,41 @@ def _residual(block: str, sums: Gathered, ridge: float) -> tuple[float | None, s
     return mean, f"to {block}: solved without a device, it leaves {told}"
 
 
-def _headed(state: State, sums: tuple[Gathered, ...]) -> State:
-    finalists = []
-    for finalist, each in zip(state.finalists, sums, strict=True):
-        weights, bias = projection.solve(each.total, state.params.head_ridge)
-        if state.params.random_features:
-            width = state.stock.blocks[finalist.path[-2]].out_shape[0]
-            seed = orders.projection_seed(state)
-            weights = weights @ stitch.random_features(width, state.params.random_features, seed).T
-        head = {"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)}
-        finalists.append(replace(finalist, head=head))
-    note = f"{len(finalists)} heads solved from {sums[0].total.n:.0f} images"
-    return replace(state, phase="validate", finalists=tuple(finalists), log=(note,))
+def _headed(state: State, total: Sum) -> State:
+    pairs = zip(state.finalists, total.moments, strict=True)
+    finalists = tuple(_with_head(state, finalist, each.total) for finalist, each in pairs)
+    note = f"{len(finalists)} heads solved from {total.moments[0].total.n:.0f} images"
+    return replace(state, phase="validate", finalists=finalists, heard=total.heard, log=(note,))
+
+
+def _refined(state: State, total: Sum) -> State:
+    """Add the sums of devices that are new; after the last round, solve."""
+    new = [each.total for each in total.moments]
+    before = [state.refined] if state.refined else []
+    refined = projection.merge([*before, *new]) if before or new else None
+    state = replace(state, refined=refined, heard=(*state.heard, *total.heard), subround=state.subround + 1)
+    images = 0.0 if refined is None else refined.n
+    note = f"the chosen network's head has {images:.0f} images of {len(state.heard)} devices"
+    if state.subround < state.params.head_rounds and not _all_heard(state):
+        return replace(state, log=(note,))
+    finalists = list(state.finalists)
+    if refined is not None:
+        finalists[state.chosen] = _with_head(state, finalists[state.chosen], refined)
+    return replace(state, phase="done", finalists=tuple(finalists), refined=None, log=(f"{note}: solved",))
+
+
+def _with_head(state: State, finalist: Finalist, sums: Moments) -> Finalist:
+    weights, bias = projection.solve(sums, state.params.head_ridge)
+    if state.params.random_features:
+        width = state.stock.blocks[finalist.path[-2]].out_shape[0]
+        seed = orders.projection_seed(state)
+        weights = weights @ stitch.random_features(width, state.params.random_features, seed).T
+    return replace(finalist, head={"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)})
+
+
+def _all_heard(state: State) -> bool:
+    """Whether every device that has ever taken part is in the heads."""
+    return state.weights.keys() <= set(state.heard)
 
 
 def _counts(update: Contribution, nets: int) -> dict[str, np.ndarray]:
@@ -259,6 +289,9 @@ def _validated(state: State, counts: Mapping[str, np.ndarray]) -> State:
         finalists.append(replace(finalist, examples=examples, ridge=int(counts["ridge"][i]), aligned=aligned))
     after = replace(state, phase="done", finalists=tuple(finalists))
     ordered = sorted(finalists, key=lambda finalist: _merit(after, finalist), reverse=True)
+    after = replace(after, chosen=finalists.index(ordered[0]))
+    if state.params.head == "ridge" and state.params.head_rounds > 1 and not _all_heard(state):
+        after = replace(after, phase="refine", heard=(), subround=0)
     notes = [f"{describe(finalist.path)}: {_percent(after, finalist)} on {examples} held-out" for finalist in ordered]
     return replace(after, log=(*notes, f"chosen: {describe(ordered[0].path)}"))
 

@@ -73,7 +73,8 @@ def test_micro_batches_fit_beside_the_weights_and_give_the_same_answer(
 ) -> None:
     """Half of 20 MB is for sessions, 2 MB go to examples and answers, the rest is for activations.
 
-    For up to four examples, sessions other than the graph's own (6 MB) make room. Of a graph that does not say what it needs, one example runs at a time.
+    For up to four examples, sessions other than the graph's own (6 MB) make room. Of a graph that does not
+    say what it needs, one example runs at a time.
     """
     weights = np.random.default_rng(0).normal(size=(1024, 1024)).astype(np.float32)
     graph = product(tmp_path, weights, activation_bytes=activation_bytes)

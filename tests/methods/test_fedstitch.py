@@ -647,3 +647,38 @@ def test_blocks_are_typed_all_the_way() -> None:
     ask = msgspec.convert(msgspec.json.decode(msgspec.json.encode(order.params)), scoring.ScoreAsk)
     assert all(isinstance(block, Block) for block in ask.blocks.values())
     assert ask.blocks["ash.1"].in_shape == (4, 8, 8)
+
+
+def test_the_chosen_networks_head_is_solved_from_all_devices_that_were_heard() -> None:
+    """Three of eight in a round: it goes on until all are in, each once; the head is that of their pooled images."""
+    bundle, runner = build()
+    devices, params = members(8), Params(**SMALL, head_rounds=40, finalists=3)
+    played = list(states(METHOD, bundle, Path, runner, devices, params, seed=3, per_round=3))
+    last, refining = played[-1], [state for state in played if state.phase == "refine"]
+    assert last.phase == "done"
+    assert sorted(last.heard) == [member.device for member in devices]
+    assert len(refining) > 2
+    chosen = last.finalists[last.chosen]
+    path = [last.stock.blocks[name] for name in chosen.path[:-1]]
+    between = stitch.junctions(path, last.junctions.__getitem__)
+    run = lambda block, x: stitch.run_block(block, lambda graph, x: runner.run(Path(graph), x), x)  # noqa: E731
+    train = np.concatenate([member.train.x for member in devices])
+    labels = np.eye(3)[np.concatenate([member.train.y for member in devices])]
+    features = stitch.gap(stitch.forward(path, between, run, images.prepare(train, last.stock.input)))
+    weights, bias = projection.solve(projection.moments(features, labels), params.head_ridge)
+    assert np.allclose(chosen.head["weights"], weights, atol=1e-4)
+    assert np.allclose(chosen.head["bias"], bias, atol=1e-4)
+    assert METHOD.result(last).meta["path"] == list(chosen.path[:-1])
+    others = [each for i, each in enumerate(last.finalists) if i != last.chosen]
+    validated = next(state for state in played if state.phase == "refine").finalists
+    assert others == [each for i, each in enumerate(validated) if i != last.chosen]
+
+
+def test_a_head_of_every_device_is_not_solved_again() -> None:
+    """Where all take part in each round, the job ends with the validation; a stop after `head_rounds` is kept to."""
+    assert "refine" not in {state.phase for state in FULL}
+    bundle, runner = build()
+    params = Params(**SMALL, head_rounds=2)
+    played = list(states(METHOD, bundle, Path, runner, members(8), params, seed=3, per_round=2))
+    assert [state.phase for state in played].count("refine") == 2
+    assert len(played[-1].heard) <= 4
