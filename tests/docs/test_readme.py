@@ -39,6 +39,11 @@ ELSEWHERE = {
     "fedquilt run-model fedquilt-demo/stitched.onnx fedquilt-demo/held-out.npz",
     "fedquilt bench idle",
     "fedquilt bench blobs",
+    "fedquilt bench stitch",
+    "fedquilt bench memory",
+    "fedquilt bench stitch --ablate",
+    "fedquilt bench stitch --ablate cifar.toml --alpha iid 1.0 0.1 --only default heads unmodified self-stitched alone",
+    "fedquilt bench stitch --ablate cifar.toml --alpha 0.1 --only default plain-vote",
 }
 
 
@@ -190,8 +195,9 @@ def test_stitching_for_cifar_with_imagenet_donors(shell: Shell) -> None:
         text = text.replace('weights = "DEFAULT"', f'weights = "{weights / file}"', 1)
     text = text.replace('path = "cifar"\nformat = "torchvision"\ndataset = "CIFAR10"\ndownload = true\n', "")
     text = text.replace("[data]\n", f'[data]\npath = "{DATA / "cifar10-10k.npz"}"\nlimit = 300\n')
-    text = text.replace("expansions = 20", "expansions = 1\ndepth = 3").replace("samples = 64", "samples = 8")
-    text = text.replace("size = 10", "size = 2", 1).replace("devices = 20", "devices = 2")
+    text = text.replace("expansions = 24", "expansions = 1").replace("depth = 20", "depth = 3")
+    text = text.replace("samples = 64", "samples = 8")
+    text = text.replace("size = 10", "size = 2", 1).replace("devices = 100", "devices = 2")
     job.write_text(text)
     for command in CIFAR:
         shell.run(command)

@@ -36,6 +36,8 @@ from fedquilt.tools.prepare import prepare
 DONORS = ("alexnet", "densenet121", "mobilenet_v2", "resnet50", "vgg16")
 IMAGES = 64
 DEPTH = 10
+DEPTHS = (1, 5, 9)  # of paths
+SMALL = 64  # pixels
 BUDGET_BYTES = 4 << 30  # both sides have all the memory they want; `bench stitch-memory` is about budgets
 FASTER: Mapping[ScoreAt, float] = {"output": 8.0, "hybrid": 20.0, "input": 40.0}  # times the naive procedure, at least
 SLOWER = 1.3  # times a plain forward pass, at most
@@ -51,14 +53,16 @@ class Round:
     site: Site
 
 
-def measure(size: int = 64, depths: Sequence[int] = (1, 5, 9), work: Path | None = None) -> dict[str, Any]:
+def measure(size: int = 64, depths: Sequence[int] = (), work: Path | None = None) -> dict[str, Any]:
     """Seconds of one device's rounds by each way of scoring, of the naive procedure, and of the references.
 
     Args:
         size: of the images, in pixels.
-        depths: lengths of the path at which the naive procedure runs too (at 224 pixels it takes minutes each).
+        depths: lengths of the path at which the naive procedure runs too; none: DEPTHS, or of large images, for
+            which it takes minutes each, the middle one.
         work: where the donors are prepared, and found again; none: in a folder that goes afterwards.
     """
+    depths = depths or (DEPTHS if size <= SMALL else DEPTHS[1:2])
     with tempfile.TemporaryDirectory() as scratch:
         folder = (work or Path(scratch)) / f"donors-{size}"
         made = donors(folder, size)
@@ -209,7 +213,7 @@ def naively(each: Round, find: Callable[[str], Path], engine: OnnxEngine) -> dic
 
 
 def plain(made: Bundle, find: Callable[[str], Path], folder: Path) -> dict[str, float]:
-    """Seconds of a forward pass of all donors, each as one graph, on twice as many images; with loading, and without."""
+    """Seconds of a forward pass of all donors, each as one graph, on twice the images; with loading, and without."""
     shown = images.prepare(examples(2 * IMAGES).x, made.meta["input"])
     cold = warm = 0.0
     for donor in made.meta["donors"].values():
@@ -284,8 +288,8 @@ def lines(result: dict[str, Any]) -> list[str]:
         f"{result['size']} pixels, {result['images']} images, {', '.join(DONORS)} with random weights",
         head,
         *table,
-        f"    once: {own_s['warm_s']:.2f} s for references and targets on {2 * IMAGES} images, {own_s['cold_s']:.2f} s with "
-        f"loading; a plain forward pass {plain_s['warm_s']:.2f} s, {plain_s['cold_s']:.2f} s with loading",
+        f"    once, on {2 * IMAGES} images: references and targets {own_s['warm_s']:.2f} s "
+        f"({own_s['cold_s']:.2f} s with loading); a plain forward pass {plain_s['warm_s']:.2f} s ({plain_s['cold_s']:.2f} s)",
         *figure_lines(result),
     ]
 
