@@ -289,7 +289,8 @@ def lines(result: dict[str, Any]) -> list[str]:
         head,
         *table,
         f"    once, on {2 * IMAGES} images: references and targets {own_s['warm_s']:.2f} s "
-        f"({own_s['cold_s']:.2f} s with loading); a plain forward pass {plain_s['warm_s']:.2f} s ({plain_s['cold_s']:.2f} s)",
+        f"({own_s['cold_s']:.2f} s with loading); a plain forward pass {plain_s['warm_s']:.2f} s "
+        f"({plain_s['cold_s']:.2f} s)",
         *figure_lines(result),
     ]
 
