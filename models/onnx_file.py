@@ -20,7 +20,7 @@ import onnx
 from onnx import TensorProto, compose, helper, numpy_helper
 
 from fedquilt.core import ModelError, Tensors
-from fedquilt.models import images, stitch
+from fedquilt.models import folding, images, stitch
 
 OPSET = 17  # of the blocks' graphs
 IR_VERSION = 8
@@ -46,10 +46,11 @@ def stitched(
     value = "x"
     for place, name in enumerate(meta["path"]):
         stages = _read(name, blocks, files)
+        graphs = [[model.graph for model in stage] for stage in stages]
         if place and junctions[place]["kind"] == "projection":
-            value = made.junction(value, junctions[place], f"junction{place}")
-        for i, stage in enumerate(stages):
-            value = made.stage(value, [model.graph for model in stage], f"block{place}/{i}/")
+            value, graphs[0] = made.junction(value, junctions[place], graphs[0], f"junction{place}")
+        for i, stage in enumerate(graphs):
+            value = made.stage(value, stage, f"block{place}/{i}/")
     path = [blocks[name] for name in meta["path"]]
     scores = made.head(value, meta["head"]) if meta["head"] else made.align(value, meta["align"])
     made.node("Identity", [scores], "scores")
@@ -108,12 +109,20 @@ class _Graph:
         self.initializers.extend(graph.initializer)
         return graph.output[0].name
 
-    def junction(self, value: str, junction: Mapping[str, Any], name: str) -> str:
-        """(n, c, h, w) -> (n, c_out, h_out, w_out), as `stitch.join` does it."""
+    def junction(
+        self, value: str, junction: Mapping[str, Any], stage: list[onnx.GraphProto], name: str
+    ) -> tuple[str, list[onnx.GraphProto]]:
+        """(n, c, h, w) -> (n, c_out, h_out, w_out), as `stitch.join` does it, and the stage that takes it.
+
+        Where the projection can be folded into the stage, the value is not projected.
+        """
         before, after = junction["in_shape"], junction["out_shape"]
         if stitch.grows(before, after):
-            return self._resized(self._projected(value, junction, name), before, after, name)
-        return self._projected(self._resized(value, before, after, name), junction, name)
+            return self._resized(self._projected(value, junction, name), before, after, name), stage
+        value = self._resized(value, before, after, name)
+        weights, bias = self._float(junction["weights"]), self._float(junction["bias"])
+        folded = folding.fold(stage[0], weights, bias) if len(stage) == 1 else None
+        return (self._projected(value, junction, name), stage) if folded is None else (value, [folded])
 
     def _resized(self, value: str, before: Sequence[int], after: Sequence[int], name: str) -> str:
         if before[1] != after[1]:

@@ -1,0 +1,61 @@
+"""A junction's projection folded into the convolution that takes it, where that is exact and cheaper. Imports onnx.
+
+(W, b) after (A, a) is (W A, b + W a) as long as no border is padded: zeros around the projected map are
+not the projection of zeros, unless a is zero. So only convolutions without padding are folded into:
+those of one position that expand MobileNetV2's blocks and squeeze SqueezeNet's, say. Blocks whose input
+goes to more than one operation (residual, dense) keep an explicit projection.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+
+def fold(graph: onnx.GraphProto, weights: np.ndarray, bias: np.ndarray) -> onnx.GraphProto | None:
+    """The graph that takes the unprojected map; None: it cannot be folded, or would cost more.
+
+    Args:
+        graph: from one input, maps (n, q, h, w).
+        weights: of the projection (q, p), `bias`: (q,).
+    """
+    first = _only_taker(graph)
+    if first is None:
+        return None
+    kernel = numpy_helper.to_array(_tensor(graph, first.input[1]))  # (o, q, k, k)
+    attributes = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in first.attribute}
+    if any(attributes.get("pads", ())) or attributes.get("group", 1) != 1 or attributes.get("auto_pad"):
+        return None
+    (q, p), area = weights.shape, int(np.prod(attributes.get("strides", (1, 1))))
+    if kernel.size * p // q >= q * p * area + kernel.size:  # multiplications for each output position
+        return None
+    made = onnx.GraphProto()
+    made.CopyFrom(graph)
+    node = next(node for node in made.node if node.output[0] == first.output[0])
+    offset = np.einsum("oqij,q->o", kernel, bias)
+    if len(node.input) > 2:
+        offset = offset + numpy_helper.to_array(_tensor(graph, node.input[2]))
+    arrays = {"weight": np.einsum("oqij,qp->opij", kernel, weights), "bias": offset}
+    node.input[:] = [node.input[0], *(f"{node.output[0]}/folded_{name}" for name in arrays)]
+    for name, array in zip(node.input[1:], arrays.values(), strict=True):
+        made.initializer.append(numpy_helper.from_array(np.ascontiguousarray(array, np.float32), name))
+    used = {name for each in made.node for name in each.input}
+    idle = [tensor for tensor in made.initializer if tensor.name not in used]
+    for tensor in idle:
+        made.initializer.remove(tensor)
+    made.input[0].type.tensor_type.shape.dim[1].dim_value = p
+    return made
+
+
+def _only_taker(graph: onnx.GraphProto) -> onnx.NodeProto | None:
+    """The convolution with known weights that alone takes the graph's input."""
+    takers = [node for node in graph.node if graph.input[0].name in node.input]
+    known = {tensor.name for tensor in graph.initializer}
+    if len(takers) != 1 or takers[0].op_type != "Conv" or not {*takers[0].input[1:]} <= known:
+        return None
+    return takers[0]
+
+
+def _tensor(graph: onnx.GraphProto, name: str) -> onnx.TensorProto:
+    return next(tensor for tensor in graph.initializer if tensor.name == name)
