@@ -200,3 +200,15 @@ def test_tensors_are_written_under_a_name_that_is_their_digest(tmp_path: Path) -
     one = write_tensors(tmp_path / "a", {"x": np.ones(2), "y": np.zeros(1)})
     two = write_tensors(tmp_path / "b", {"y": np.zeros(1), "x": np.ones(2)})
     assert one == two == BlobRef(sha256=one.sha256, size=(tmp_path / "a").stat().st_size)
+
+
+def test_a_jobs_cache_lasts_until_another_job_or_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a task leaves there is found by the job's next one, also after a restart of the agent; nothing else stays."""
+    (Local(tmp_path).cache("a") / "kept").write_bytes(b"x")
+    assert (Local(tmp_path).cache("a") / "kept").exists()
+    assert not list(Local(tmp_path).cache("b").iterdir())
+    assert [path.name for path in tmp_path.glob("cache/*/*")] == ["b"]
+    (Local(tmp_path).cache("b") / "kept").write_bytes(b"x")
+    monkeypatch.setattr("fedquilt.edge_agent.local._boot", lambda: "another")
+    assert not list(Local(tmp_path).cache("b").iterdir())
+    assert [path.name for path in tmp_path.glob("cache/*")] == ["another"]
