@@ -42,7 +42,7 @@ ELSEWHERE = {
     "fedquilt bench stitch",
     "fedquilt bench memory",
     "fedquilt bench stitch --ablate",
-    "fedquilt bench stitch --ablate cifar.toml --alpha iid 1.0 0.1 --only default heads unmodified self-stitched alone",
+    "fedquilt bench stitch --ablate cifar.toml --alpha iid 1.0 --only default heads unmodified self-stitched alone",
     "fedquilt bench stitch --ablate cifar.toml --alpha 0.1 --only default plain-vote",
 }
 

@@ -203,7 +203,7 @@ def test_tensors_are_written_under_a_name_that_is_their_digest(tmp_path: Path) -
 
 
 def test_a_jobs_cache_lasts_until_another_job_or_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a task leaves there is found by the job's next one, also after a restart of the agent; nothing else stays."""
+    """What a task leaves is found by the job's next one, also after a restart of the agent; nothing else stays."""
     (Local(tmp_path).cache("a") / "kept").write_bytes(b"x")
     assert (Local(tmp_path).cache("a") / "kept").exists()
     assert not list(Local(tmp_path).cache("b").iterdir())
