@@ -25,8 +25,7 @@ from fedquilt.core import Tensors, UpdateError
 
 RIDGE = 1e-4  # lambda as a share of the mean variance of a channel
 ROWS = 1 << 14  # rows taken at a time
-WIDE_BLOCK = 256  # rows of a matrix that are multiplied at a time, for the same reason as BLOCK
-BLOCK = 64  # rows of a matrix added at a time: no second matrix is held meanwhile
+BLOCK = 256  # rows of a matrix added at a time: no second matrix is held meanwhile
 
 
 @dataclass(frozen=True)
@@ -48,13 +47,7 @@ class Moments:
 
 def moments(x: np.ndarray, y: np.ndarray, centred: bool = True) -> Moments:
     """Moments of rows x (rows, p) and y (rows, q)."""
-    x, y = x.astype(np.float64), y.astype(np.float64)
-    mean_x, mean_y = np.zeros(x.shape[1]), np.zeros(y.shape[1])
-    if centred:
-        mean_x, mean_y = x.mean(axis=0), y.mean(axis=0)
-        x -= mean_x
-        y -= mean_y
-    return Moments(float(len(x)), mean_x, mean_y, x.T @ x, x.T @ y, float(np.vdot(y, y)))
+    return add(None, x, y, centred)
 
 
 def merge(parts: Sequence[Moments]) -> Moments:
@@ -85,8 +78,8 @@ def add(sums: Moments | None, x: np.ndarray, y: np.ndarray, centred: bool = True
     y -= mean_y
     total = sums.n + len(x)
     dx, dy, share = mean_x - sums.mean_x, mean_y - sums.mean_y, sums.n * len(x) / total
-    for start in range(0, p, WIDE_BLOCK):
-        rows = slice(start, start + WIDE_BLOCK)
+    for start in range(0, p, BLOCK):
+        rows = slice(start, start + BLOCK)
         sums.xx[rows] += x[:, rows].T @ x + share * np.outer(dx[rows], dx)
         sums.xy[rows] += x[:, rows].T @ y + share * np.outer(dx[rows], dy)
     yy = sums.yy + float(np.vdot(y, y)) + share * float(dy @ dy)

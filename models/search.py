@@ -137,7 +137,8 @@ class State:
     junctions: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
     finished: tuple[Net, ...] = ()
     chosen: int = 0  # of the finalists, once they are validated
-    heard: tuple[str, ...] = ()  # devices whose sums are in the heads
+    seen: tuple[str, ...] = ()  # devices that have ever answered, sorted
+    heard: tuple[str, ...] = ()  # those whose sums are in the heads, sorted
     refined: projection.Moments | None = None  # sums for the chosen network's head so far
     given_up: tuple[Net, ...] = ()  # scored too low, and kept only until something is finished
     finalists: tuple[Finalist, ...] = ()

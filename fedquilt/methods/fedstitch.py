@@ -66,7 +66,7 @@ class Sum:
     ballots: Mapping[str, Ballot]  # device -> its votes
     moments: tuple[Gathered, ...]  # of each junction, or of each head
     counts: Mapping[str, np.ndarray]  # "examples" (1,), "ridge" and "aligned" (finalists,)
-    heard: tuple[str, ...] = ()  # devices whose sums these are
+    devices: tuple[str, ...] = ()  # whose answers these are, sorted
 
 
 # -- server ---------------------------------------------------------------------------------------
@@ -112,6 +112,9 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     if turn != state.turn:
         raise UpdateError(f"answers turn {turn} of the search, which is at {state.turn}")
     so_far = so_far or Sum({}, (), {})
+    if state.phase == "refine" and update.device in state.heard:
+        return so_far  # its sums are counted already
+    so_far = replace(so_far, devices=_union(so_far.devices, (update.device,)))
     if state.phase == "score":
         given = vote.ballot(
             update.bundles.get("scores", {}),
@@ -124,14 +127,12 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     if state.phase == "validate":
         counts = _counts(update, len(state.finalists))
         return replace(so_far, counts={k: v + so_far.counts.get(k, 0) for k, v in counts.items()})
-    if state.phase == "refine" and update.device in state.heard:
-        return so_far  # its sums are counted already
     shapes = _shapes(state)
     new = [projection.from_tensors(update.bundles.get(f"moments.{i}", {}), *s) for i, s in enumerate(shapes)]
     groups = GROUPS_BYTES // sum(each.nbytes for each in new) if state.phase == "fit" else 0
     before = so_far.moments or (None,) * len(new)
     gathered = [projection.gather(*pair, groups) for pair in zip(before, new, strict=True)]
-    return replace(so_far, moments=tuple(gathered), heard=(*so_far.heard, update.device))
+    return replace(so_far, moments=tuple(gathered))
 
 
 def step(state: State, total: Sum | None) -> State:
@@ -139,6 +140,7 @@ def step(state: State, total: Sum | None) -> State:
         if state.phase == "score" and state.ballots:
             return replace(search.close_vote(state), turn=state.turn + 1)
         return replace(state, log=())
+    state = replace(state, seen=_union(state.seen, total.devices))
     if state.phase == "score":
         after = search.add_ballots(state, total.ballots)
     elif state.phase == "fit":
@@ -235,7 +237,7 @@ def _headed(state: State, total: Sum) -> State:
     pairs = zip(state.finalists, total.moments, strict=True)
     finalists = tuple(_with_head(state, finalist, each.total) for finalist, each in pairs)
     note = f"{len(finalists)} heads solved from {total.moments[0].total.n:.0f} images"
-    return replace(state, phase="validate", finalists=finalists, heard=total.heard, log=(note,))
+    return replace(state, phase="validate", finalists=finalists, heard=total.devices, log=(note,))
 
 
 def _refined(state: State, total: Sum) -> State:
@@ -243,7 +245,7 @@ def _refined(state: State, total: Sum) -> State:
     new = [each.total for each in total.moments]
     before = [state.refined] if state.refined else []
     refined = projection.merge([*before, *new]) if before or new else None
-    state = replace(state, refined=refined, heard=(*state.heard, *total.heard), subround=state.subround + 1)
+    state = replace(state, refined=refined, heard=_union(state.heard, total.devices), subround=state.subround + 1)
     images = 0.0 if refined is None else refined.n
     note = f"the chosen network's head has {images:.0f} images of {len(state.heard)} devices"
     if state.subround < state.params.head_rounds and not _all_heard(state):
@@ -265,7 +267,11 @@ def _with_head(state: State, finalist: Finalist, sums: Moments) -> Finalist:
 
 def _all_heard(state: State) -> bool:
     """Whether every device that has ever taken part is in the heads."""
-    return state.weights.keys() <= set(state.heard)
+    return set(state.seen) <= set(state.heard)
+
+
+def _union(some: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted({*some, *others}))
 
 
 def _counts(update: Contribution, nets: int) -> dict[str, np.ndarray]:

@@ -93,7 +93,7 @@ def test_maps_are_rows_of_positions_in_chunks() -> None:
 @pytest.mark.parametrize("centred", [True, False])
 def test_rows_are_added_in_place_as_if_merged(centred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few rows of the matrix at a time, and a few rows of data: the moments of all of them."""
-    monkeypatch.setattr(p, "WIDE_BLOCK", 3)
+    monkeypatch.setattr(p, "BLOCK", 3)
     x, y = RNG.normal(size=(30, 8)) + 5, RNG.normal(size=(30, 4)) - 2
     sums = None
     for start in (0, 1, 17):
