@@ -22,16 +22,16 @@ import fcntl
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from fedquilt import wire
-from fedquilt.core import BlobRef, JobError, StoreError, Update, WireError
+from fedquilt.core import BlobRef, JobError, Update, WireError
 from fedquilt.depot import Depot
+from fedquilt.disk import doing
 
 if TYPE_CHECKING:
     from fedquilt.core import Tensors
@@ -55,7 +55,7 @@ class Local:
     def __init__(self, home: Path) -> None:
         self.home = home.absolute()
         self._outbox, self._private = self.home / "outbox", self.home / "private"
-        with _doing(f"make the folder {self.home}"):
+        with doing(f"make the folder {self.home}"):
             for folder in (self._outbox, self._private):
                 folder.mkdir(parents=True, exist_ok=True)
         self.depot = Depot(self.home / "blobs")
@@ -66,7 +66,7 @@ class Local:
         Raises:
             JobError: another agent has it.
         """
-        with _doing(f"lock {self.home}"):
+        with doing(f"lock {self.home}"):
             file = os.open(self.home / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -81,7 +81,7 @@ class Local:
         """What an earlier process left: updates to deliver (and whether with private state), and rounds counted."""
         counted = self._counted()
         updates: dict[Key, tuple[Update, bool]] = {}
-        with _doing(f"read {self._outbox}"):
+        with doing(f"read {self._outbox}"):
             shutil.rmtree(self.home / "scratch", ignore_errors=True)
             for folder in sorted(self._outbox.iterdir()):
                 update = self._stored(folder)
@@ -119,7 +119,7 @@ class Local:
     def scratch(self) -> Path:
         """An empty folder for the task in hand to write into."""
         folder = self.home / "scratch"
-        with _doing(f"make {folder}"):
+        with doing(f"make {folder}"):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
         return folder
@@ -131,7 +131,7 @@ class Local:
         worth a sync.
         """
         folder = self.home / "cache" / _boot() / job
-        with _doing(f"make {folder}"):
+        with doing(f"make {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
             for other in (*folder.parent.parent.iterdir(), *folder.parent.iterdir()):
                 if other not in (folder, folder.parent):
@@ -152,7 +152,7 @@ class Local:
         for ref in update.bundles.values():
             self.depot.put_file(scratch / ref.sha256, ref)
         target = self._folder((update.job, update.round))
-        with _doing(f"keep the result of {update.job}, round {update.round}, in {self._outbox}"):
+        with doing(f"keep the result of {update.job}, round {update.round}, in {self._outbox}"):
             for ref in update.bundles.values():
                 (scratch / ref.sha256).unlink(missing_ok=True)
             (scratch / UPDATE).write_bytes(wire.encode(update))
@@ -171,7 +171,7 @@ class Local:
         `counted` is what is remembered from now on; private states of other jobs go.
         """
         folder, job = self._folder(key), key[0]
-        with _doing(f"settle {job}, round {key[1]}, in {self.home}"):
+        with doing(f"settle {job}, round {key[1]}, in {self.home}"):
             if accepted:
                 if (folder / PRIVATE).exists():
                     os.replace(folder / PRIVATE, self._private / f"{job}.safetensors")
@@ -198,7 +198,7 @@ class Local:
 
     def require_room(self, size: int) -> None:
         """Raises StoreError unless `size` more bytes can be written."""
-        with _doing(f"write to {self.home}"):
+        with doing(f"write to {self.home}"):
             stat = os.statvfs(self.home)
             free = stat.f_bavail * stat.f_frsize
             if free < size + SPARE_BYTES:
@@ -208,7 +208,7 @@ class Local:
 
     def make_room(self, size: int, limit_bytes: int, needed: Collection[str]) -> None:
         """Drop blobs, the longest unused first, so that `size` more bytes keep within the limit; never needed ones."""
-        with _doing(f"list {self.depot.folder}"):
+        with doing(f"list {self.depot.folder}"):
             entries = [(entry.stat(), entry.name) for entry in os.scandir(self.depot.folder)]
         over = sum(stat.st_size for stat, _ in entries) + size - limit_bytes
         for stat, name in sorted(entries, key=lambda entry: (entry[0].st_mtime_ns, entry[1])):
@@ -222,7 +222,7 @@ class Local:
     def used(self, refs: Collection[BlobRef]) -> None:
         """Note that blobs are in use now."""
         for path in filter(None, (self.depot.path(ref.sha256) for ref in refs)):
-            with _doing(f"touch {path}"):
+            with doing(f"touch {path}"):
                 os.utime(path)
 
 
@@ -260,13 +260,3 @@ def _sync(path: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
-
-
-@contextmanager
-def _doing(what: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        mend = "free some space or use another home" if full else "check the folder, its owner and the disk"
-        raise StoreError(f"cannot {what}: {error.strerror}; {mend}") from None

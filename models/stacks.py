@@ -14,7 +14,7 @@ import logging
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Protocol
@@ -22,10 +22,12 @@ from typing import Protocol
 import numpy as np
 
 from fedquilt.core import StoreError
+from fedquilt.disk import doing
 
 log = logging.getLogger("fedquilt.agent")
 
 PART = "part-"  # begins the name of a file that means nothing to anyone else
+MEND = "free some space, or raise the budget so that it stays in memory"
 SPARE = ".spare"  # ends the name of a file that makes room for newer ones
 
 
@@ -117,7 +119,7 @@ class InFile:
     def __init__(self, shape: tuple[int, ...], folder: Path) -> None:
         self.shape, self.nbytes = shape, 4 * prod(shape)
         self._width, self._end = 4 * prod(shape[1:]), 0
-        with _doing(f"make a file in {folder}"):
+        with doing(f"make a file in {folder}", MEND):
             self._file, name = tempfile.mkstemp(prefix=PART, dir=folder)
         self._path: Path | None = Path(name)
 
@@ -150,7 +152,7 @@ class InFile:
 
     def put(self, values: np.ndarray) -> None:
         view = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8).data
-        with _doing(f"write {self._path}"):
+        with doing(f"write {self._path}", MEND):
             done = 0
             while done < len(view):
                 done += os.pwrite(self._file, view[done:], self._end + done)
@@ -158,7 +160,7 @@ class InFile:
 
     def save(self, path: Path) -> None:
         assert self._path is not None
-        with _doing(f"keep {path}"):
+        with doing(f"keep {path}", MEND):
             os.replace(self._path, path)
         self._path = None
 
@@ -170,7 +172,7 @@ class InFile:
 
     def _read(self, into: np.ndarray, offset: int) -> None:
         view = into.reshape(-1).view(np.uint8).data
-        with _doing("read maps back from the disk"):
+        with doing("read maps back from the disk", MEND):
             done = 0
             while done < len(view):
                 got = os.preadv(self._file, [view[done:]], offset + done)
@@ -221,7 +223,7 @@ class Shelf:
         """
         self._folder, self._memory_bytes, self._kept_bytes = folder, memory_bytes, kept_bytes
         self._made = weakref.WeakSet[InMemory]()
-        with _doing(f"use {folder}"):
+        with doing(f"use {folder}", MEND):
             folder.mkdir(parents=True, exist_ok=True)
             for left in folder.glob(f"{PART}*"):
                 left.unlink(missing_ok=True)
@@ -265,13 +267,3 @@ class Shelf:
             over -= path.stat().st_size
             path.unlink()
         return True
-
-
-@contextlib.contextmanager
-def _doing(what: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        mend = "free some space, or raise the budget so that it stays in memory" if full else "check the disk"
-        raise StoreError(f"cannot {what}: {error.strerror}; {mend}") from None
