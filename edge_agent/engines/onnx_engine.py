@@ -4,7 +4,7 @@ A graph lies under its sha256, its weights beside it under theirs (`fedquilt.mod
 runtime maps that file instead of copying it. What costs memory is then chosen by what there is:
 
 - roomy: all graph optimizations and pre-packed weights, which hold the weights about three times
-  while loading and activations twice, and run up to 1.7 times faster;
+  while loading and activations up to twice, and mostly run faster;
 - tight: operations are fused, nothing is pre-packed, weights stay in the page cache;
 - the examples run in micro-batches that fit beside the weights, the examples and the answers.
 
@@ -235,7 +235,7 @@ def _return_large_pieces(budget_bytes: int) -> None:
 
 
 def _return_small_pieces() -> None:
-    """What has been freed of them lies scattered in the heap: 70 MB of 102 held after AlexNet at 224 pixels."""
+    """What has been freed of them lies scattered in the heap, and glibc by itself returns only its end."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -132,3 +132,33 @@ def test_what_cannot_be_run_names_the_graph(tmp_path: Path, weights: np.ndarray,
     with pytest.raises(ModelError, match=f"graph {lonely.name[:12]} cannot be run"):
         engine.run(lonely, np.ones((1, 3)))
     assert capfd.readouterr() == ("", "")
+
+
+def test_sessions_go_for_what_else_needs_their_room(tmp_path: Path) -> None:
+    """Three graphs of 1 MB: the longest unused go first, as many as must, and never the one in hand."""
+    weights = np.random.default_rng(0).normal(size=(512, 512)).astype(np.float32)
+    graphs = []
+    for i in range(3):
+        (tmp_path / str(i)).mkdir()
+        graphs.append(product(tmp_path / str(i), weights + i, activation_bytes=4096))
+    engine = OnnxEngine(40 * MB, base_bytes=0)
+    for graph in graphs:
+        engine.run(graph, np.ones((1, 512), np.float32))
+    assert engine.resident() == tuple(graphs)
+    held = engine.plan(graphs[0]).held_bytes
+    engine.make_room(engine.room_bytes - 3 * held)
+    assert engine.resident() == tuple(graphs)
+    engine.make_room(engine.room_bytes - 3 * held + 1)
+    assert engine.resident() == tuple(graphs[1:])
+    engine.batch(graphs[1], around_bytes=engine.room_bytes)
+    assert engine.resident() == (graphs[1],)
+    engine.make_room(engine.room_bytes)
+    assert engine.resident() == ()
+
+
+@pytest.mark.parametrize(("activation_bytes", "roomy"), [(2 * MB, True), (2 * MB + 4, False)])
+def test_large_activations_are_not_laid_out_anew(tmp_path: Path, activation_bytes: int, roomy: bool) -> None:
+    """The same weights are optimized where four examples fit twice into a quarter of the room, and else not."""
+    weights = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    graph = product(tmp_path, weights, activation_bytes=activation_bytes)
+    assert OnnxEngine(64 * MB, base_bytes=0).plan(graph).roomy is roomy

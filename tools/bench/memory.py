@@ -33,7 +33,7 @@ from fedquilt.models.vote import Winner
 from fedquilt.tools.bench import figure, figure_lines
 from fedquilt.tools.bench.stitch import IMAGES, donors, examples, finder
 
-ROOMS_MB = {"micro_batch_4": 160, "micro_batch_1": 100}
+ROOMS_MB = {"under_160_mb": 160, "under_100_mb": 100}
 LOOK_S = 0.02
 
 
