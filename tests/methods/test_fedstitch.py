@@ -682,3 +682,16 @@ def test_a_head_of_every_device_is_not_solved_again() -> None:
     played = list(states(METHOD, bundle, Path, runner, members(8), params, seed=3, per_round=2))
     assert [state.phase for state in played].count("refine") == 2
     assert len(played[-1].heard) <= 4
+
+
+def test_the_next_path_is_the_one_that_promises_most() -> None:
+    """0.6 half-way through a donor before 0.9 at a beginning; how many blocks a donor is cut into is no matter."""
+    first = FULL[0]
+
+    def picked(*nets: tuple[tuple[str, ...], float]) -> tuple[str, ...]:
+        return search.pick(replace(first, frontier=tuple(search.Net(path, (), score) for path, score in nets))).path
+
+    assert picked((("ash.0",), 0.9), (("elm.0", "elm.1"), 0.6)) == ("elm.0", "elm.1")
+    assert picked((("ash.0",), 0.9), (("elm.0", "elm.1"), 0.5)) == ("ash.0",)
+    assert picked((("ash.0",), 0.51), (("elm.0",), 0.5)) == ("ash.0",)  # of four blocks and of three
+    assert picked((("ash.0",), 0.5), (("elm.0",), 0.51)) == ("elm.0",)
