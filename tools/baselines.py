@@ -90,10 +90,8 @@ class Bench:
             found.append(Result(name, self._accuracy(self._batched(self.test, features) @ weights.T + bias)))
         return found
 
-    def heads_of_a_round(
-        self, members: Sequence[Member], params: Params, seed: int, per_round: int = 0
-    ) -> list[Result]:
-        """Each donor's body with a new head from the devices that one round asks, as a stitched network gets it."""
+    def heads_alike(self, members: Sequence[Member], params: Params, seed: int, per_round: int = 0) -> list[Result]:
+        """Each donor's body with a new head solved as a stitched network's is: from the devices that its rounds reach."""
         return [
             Result(name, self._along(donor.blocks, members, params, seed, per_round))
             for name, donor in self.stock.donors.items()

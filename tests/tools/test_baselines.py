@@ -136,12 +136,12 @@ def test_a_path_that_is_given_is_taken_with_junctions_where_blocks_are_strangers
     assert phases == ["fit", "head", "validate", "done"]
 
 
-def test_a_head_of_one_round_with_all_devices_is_the_head_of_all() -> None:
+def test_a_head_solved_as_a_stitched_networks_is_that_of_all_where_all_are_asked() -> None:
     """The devices' sums give what the pooled images give; with one device a round it is another head."""
     made = bench()
     pooled = [each.accuracy for each in made.heads(PARAMS.head_ridge)]
-    assert [each.accuracy for each in made.heads_of_a_round(members(), PARAMS, 3)] == pooled
-    few = made.heads_of_a_round(members(), PARAMS, 3, per_round=1)
+    assert [each.accuracy for each in made.heads_alike(members(), PARAMS, 3)] == pooled
+    few = made.heads_alike(members(), PARAMS, 3, per_round=1)
     assert [each.accuracy for each in few] != pooled
 
 

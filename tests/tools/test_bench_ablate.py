@@ -138,7 +138,7 @@ def test_without_what_is_kept_the_network_is_the_same_and_more_is_run() -> None:
 
 
 def test_comparisons_name_their_donor() -> None:
-    """With cohorts smaller than the fleet, heads are there twice: of one round's devices, and of all."""
+    """With cohorts smaller than the fleet, heads are there twice: as a stitched network's, and of all devices."""
     whole, some = setting(), setting(per_round=2)
     assert [each["name"] for each in ablate.compared("unmodified", whole)] == ["ash, unmodified", "elm, unmodified"]
     assert [each["name"] for each in ablate.compared("heads", whole)] == [

@@ -267,7 +267,7 @@ def compared(part: str, setting: Setting) -> list[dict[str, Any]]:
         case "self-stitched":
             return _named("{}, stitched to itself", bench.stitched_to_themselves(*given))
         case _:
-            rows = _named("{}, new head", bench.heads_of_a_round(*given))
+            rows = _named("{}, new head", bench.heads_alike(*given))
             if setting.per_round:
                 rows += _named("{}, new head of all devices", bench.heads(setting.params.head_ridge))
             return rows
