@@ -91,7 +91,7 @@ class Bench:
         return found
 
     def heads_alike(self, members: Sequence[Member], params: Params, seed: int, per_round: int = 0) -> list[Result]:
-        """Each donor's body with a new head solved as a stitched network's is: from the devices that its rounds reach."""
+        """Each donor with a new head solved as a stitched network's is: from the devices that its rounds reach."""
         return [
             Result(name, self._along(donor.blocks, members, params, seed, per_round))
             for name, donor in self.stock.donors.items()
