@@ -7,7 +7,7 @@ from functools import lru_cache
 from importlib import metadata
 
 import fedquilt
-from fedquilt.core import Device, Profile, Reading, Task, Update, Usage
+from fedquilt.core import Cost, Device, Profile, Reading, Task, Update, Usage
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.orders import Outcome
 from fedquilt.edge_agent.plan import Means, Open
@@ -36,6 +36,8 @@ def telemetry(reading: Reading) -> Telemetry | None:
         energy_j=reading.energy_j,
         temperature_c=reading.temperature_c,
         available_bytes=reading.available_bytes,
+        battery=reading.battery,
+        charging=reading.charging,
     )
     return None if told == Telemetry() else told
 
@@ -47,12 +49,15 @@ def progress(task: Task, fraction: float) -> Progress:
 def update(device: str, open: Open, outcome: Outcome, board: Device, before: Reading, after: Reading) -> Update:
     """The manifest of what a task came to, and what it took on this board."""
     task = open.task
-    cost = board.cost(task.work.on(outcome.examples), outcome.wall_s, before, after)
+    cost = board.cost(task.work.on(outcome.examples), _measured(outcome.wall_s, before, after))
     usage = Usage(
         wall_s=cost.duration_s,
         cpu_s=outcome.cpu_s,
         energy_j=cost.energy_j,
+        idle_j=cost.idle_j,
+        energy_error_j=cost.energy_error_j,
         energy_source=cost.energy_source,
+        point=cost.point,
         peak_bytes=outcome.peak_bytes,
         base_bytes=outcome.base_bytes,
         down_bytes=open.down_bytes,
@@ -68,6 +73,12 @@ def update(device: str, open: Open, outcome: Outcome, board: Device, before: Rea
         metrics=outcome.metrics,
         usage=usage,
     )
+
+
+def _measured(wall_s: float, before: Reading, after: Reading) -> Cost:
+    if before.energy_j is None or after.energy_j is None:
+        return Cost(duration_s=wall_s)
+    return Cost(duration_s=wall_s, energy_j=after.energy_j - before.energy_j, energy_source=after.energy_source)
 
 
 @lru_cache(maxsize=1)  # it reads files, and does not change while a process runs

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from fedquilt.core import Device, Reading
+from fedquilt.core import Cost, Device
 from fedquilt.edge_agent import budget
 from fedquilt.edge_agent.leash import Child
 from fedquilt.edge_agent.orders import Event, Order, Outcome
@@ -78,7 +78,7 @@ class InlineWorker:
         self._bench = self._bench or child.Bench()
         self._outcome = child.carry_out(order, self._bench)
         work = order.task.work.on(self._outcome.examples)
-        self._until_s = now_s + self._board.cost(work, 0.0, Reading(), Reading()).duration_s
+        self._until_s = now_s + self._board.cost(work, Cost(duration_s=0.0)).duration_s
 
     def poll(self, now_s: float) -> list[Event]:
         if self._outcome is None or now_s < self._until_s:

@@ -69,6 +69,12 @@ class MemoryBudgetError(FedquiltError):
     exit_code = 7
 
 
+class ClockError(FedquiltError):
+    """Clocks that cannot be set here, or that did not take what they were set to."""
+
+    exit_code = 8
+
+
 class UpdateError(FedquiltError):
     """An update that may not be folded: not finite, wrong names or shapes, or inconsistent."""
 
@@ -142,8 +148,11 @@ class Usage(Wired, frozen=True):
 
     wall_s: Seconds = 0.0
     cpu_s: Seconds = 0.0
-    energy_j: Amount | None = None
-    energy_source: Label | None = None  # "rapl", "ina3221", "profile tx2 (assumed)", ...
+    energy_j: Amount | None = None  # gross: all that the board took meanwhile
+    idle_j: Amount | None = None  # of it, what the board takes in that time when it does nothing
+    energy_error_j: Amount | None = None  # the true figure lies within so much of energy_j
+    energy_source: Label | None = None  # "ina3221 VDD_IN, 10 Hz, trapezoids", "rapl", "profile tx2 (assumed)", ...
+    point: Label | None = None  # the operating point it was held at; None: the board's own governor
     peak_bytes: Count | None = None  # resident peak of the task's own process
     base_bytes: Count | None = None  # resident of that process before the task: runtime imports
     down_bytes: Count = 0
@@ -171,7 +180,8 @@ class OperatingPoint(Wired, frozen=True):
     gpu_hz: Amount | None = None
     emc_hz: Amount | None = None
     flops_per_s: Amount | None = None  # sustained on our own work, not a data sheet's peak
-    busy_w: Amount | None = None
+    bytes_per_s: Amount | None = None  # memory traffic, likewise
+    busy_w: Amount | None = None  # of the whole board, while it works
 
 
 class Profile(Wired, frozen=True):
@@ -375,19 +385,26 @@ class Runner(Engine, Protocol):
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """What a board's sensors say now. None: not measurable here."""
 
-    energy_j: float | None = None  # since the device object was made, all rails that count
-    energy_source: str | None = None
-    power_w: float | None = None
-    temperature_c: float | None = None
+    energy_j: float | None = None  # by the board's own counter, since the device object was made
+    energy_source: str | None = None  # what `energy_j`, or else `power_w`, is read from
+    power_w: float | None = None  # of the whole board, as far as its rails tell
+    rails_w: dict[str, float] = {}  # by label; some are parts of others
+    temperature_c: float | None = None  # the hottest zone
     available_bytes: int | None = None
+    memory_pressure: float | None = None  # share of the last 10 s in which something waited for memory, 0..1
+    battery: float | None = None  # charge, 0..1; None: no battery
+    charging: bool | None = None
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """What one task took on a board. On a simulated board `duration_s` is what its profile predicts."""
+    """What one task took on a board. On a simulated board it is what its profile predicts. Fields as in `Usage`."""
 
     duration_s: float
     energy_j: float | None = None
+    idle_j: float | None = None
+    energy_error_j: float | None = None
     energy_source: str | None = None
+    point: str | None = None
 
 
 class Device(Protocol):
@@ -398,11 +415,24 @@ class Device(Protocol):
     points: tuple[OperatingPoint, ...]  # (): not known
     idle_w: float | None
     provenance: str  # of the numbers above, as in `Profile`
+    adjustable: bool  # whether `hold` can set clocks here
 
     def read(self, now_s: float) -> Reading: ...
 
-    def cost(self, work: Work, measured_s: float, before: Reading, after: Reading) -> Cost:
-        """What the task took: read from the board's own meter, or told by a simulated board's profile."""
+    def hold(self, point: OperatingPoint) -> OperatingPoint:
+        """Hold the clocks at one of `points`; what the board then says that they are.
+
+        Raises:
+            ClockError: not adjustable, no such point, too hot, or the board took something else.
+        """
+        ...
+
+    def release(self) -> None:
+        """Give the clocks back to the board's own governor, as they were before the first `hold`."""
+        ...
+
+    def cost(self, work: Work, measured: Cost) -> Cost:
+        """What a task took: as it was measured, or as a simulated board's profile tells at the point it is held at."""
         ...
 
 

@@ -101,6 +101,8 @@ class Telemetry(Wired, frozen=True):
     energy_j: float | None = None
     temperature_c: float | None = None
     available_bytes: Count | None = None
+    battery: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    charging: bool | None = None
 
 
 class Ack(Wired, frozen=True):

@@ -62,7 +62,7 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def operating_point(self) -> OperatingPoint:
         """As it travels: the numbers alone."""
-        names = ("cpu_hz", "gpu_hz", "emc_hz", "flops_per_s", "busy_w")
+        names = ("cpu_hz", "gpu_hz", "emc_hz", "flops_per_s", "bytes_per_s", "busy_w")
         known = {name: getattr(self, name).value for name in names if getattr(self, name) is not None}
         return OperatingPoint(name=self.name, **known)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import platform
 from pathlib import Path
 
-from fedquilt.core import Cost, JobError, OperatingPoint, Reading, Work
+from fedquilt.core import ClockError, Cost, JobError, OperatingPoint, Reading, Work
 
 PLAUSIBLE_C = (-40.0, 150.0)  # a sensor that is off says -256
 
@@ -34,6 +34,7 @@ class LinuxDevice:
     points: tuple[OperatingPoint, ...] = ()
     idle_w: float | None = None
     provenance = "sysfs"
+    adjustable = False
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
@@ -61,12 +62,15 @@ class LinuxDevice:
             available_bytes=_meminfo(self._root).get("MemAvailable"),
         )
 
-    def cost(self, work: Work, measured_s: float, before: Reading, after: Reading) -> Cost:
-        """The measured time, and what the meter counted in it."""
-        if before.energy_j is None or after.energy_j is None:
-            return Cost(duration_s=measured_s)
-        joules = after.energy_j - before.energy_j
-        return Cost(duration_s=measured_s, energy_j=joules, energy_source=after.energy_source)
+    def hold(self, point: OperatingPoint) -> OperatingPoint:
+        raise ClockError(f"the clocks of {self.board} cannot be set by fedquilt")
+
+    def release(self) -> None:
+        pass
+
+    def cost(self, work: Work, measured: Cost) -> Cost:
+        """As it was measured."""
+        return measured
 
     def _energy_j(self) -> float | None:
         """Of all zones since the start; None unless every one can be read, as a part would pass for the whole."""

@@ -7,8 +7,8 @@ the time measured on this host stands in, and the source says so.
 
 from __future__ import annotations
 
-from fedquilt import profiles
-from fedquilt.core import Cost, JobError, Reading, Work
+from fedquilt import predict, profiles
+from fedquilt.core import ClockError, Cost, JobError, OperatingPoint, Reading, Work
 
 
 class SimulatedDevice:
@@ -22,13 +22,15 @@ class SimulatedDevice:
         known = {held.name: held for held in profile.points}
         if point is not None and point not in known:
             raise JobError(f"board {profile.board!r} has no operating point {point!r}; it has {', '.join(known)}")
-        self._point = profile.points[0] if point is None else known[point]
+        self._own = self._point = profile.points[0] if point is None else known[point]
         self._profile = profile
         self.board = profile.board
         self.memory_bytes = int(profile.memory_bytes.value)
         self.points = tuple(held.operating_point() for held in profile.points)
         self.idle_w = None if profile.idle_w is None else profile.idle_w.value
         self.provenance: str = profile.provenance()
+
+    adjustable = True
 
     @classmethod
     def named(cls, board: str, point: str | None = None) -> SimulatedDevice:
@@ -39,15 +41,35 @@ class SimulatedDevice:
         """Nothing: the sensors of this host are not the board's."""
         return Reading()
 
-    def cost(self, work: Work, measured_s: float, before: Reading, after: Reading) -> Cost:
+    def hold(self, point: OperatingPoint) -> OperatingPoint:
+        """See `fedquilt.core.Device`."""
+        found = [held for held in self._profile.points if held.name == point.name]
+        if not found:
+            raise ClockError(f"board {self.board} has no operating point {point.name!r}")
+        self._point = found[0]
+        return self._point.operating_point()
+
+    def release(self) -> None:
+        self._point = self._own
+
+    def cost(self, work: Work, measured: Cost) -> Cost:
         """What the profile predicts for the work."""
-        speed, traffic, power = self._point.flops_per_s, self._point.bytes_per_s, self._point.busy_w
-        predicted = work.flops > 0 and speed is not None
-        duration_s = measured_s
-        if predicted and speed is not None:
-            duration_s = work.flops / speed.value + (work.read_bytes / traffic.value if traffic else 0.0)
+        point = self._point.operating_point()
+        duration_s = predict.seconds(work, point)
+        predicted = duration_s is not None
+        if duration_s is None:
+            duration_s = measured.duration_s
+        power = self._point.busy_w
         if power is None:
-            return Cost(duration_s=duration_s)
+            return Cost(duration_s=duration_s, point=point.name)
+        speed, traffic = self._point.flops_per_s, self._point.bytes_per_s
         rests_on = self._profile.provenance(*((power, speed, traffic) if predicted else (power,)))
         source = f"profile {self.board} ({rests_on})" + ("" if predicted else ", time measured on this host")
-        return Cost(duration_s=duration_s, energy_j=power.value * duration_s, energy_source=source)
+        idle_j = None if self.idle_w is None else self.idle_w * duration_s
+        return Cost(
+            duration_s=duration_s,
+            energy_j=predict.joules(duration_s, point),
+            idle_j=idle_j,
+            energy_source=source,
+            point=point.name,
+        )
