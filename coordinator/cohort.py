@@ -1,17 +1,66 @@
-"""Who is asked: sampling from (seed, round), the same on every machine and after every restart."""
+"""Who is asked: drawn from (seed, round), the same on every machine and after every restart.
+
+Every device draws a number from (seed, round, its own id), and the smallest win; so who else is there
+changes no device's draw. With `prefer = "energy"` the draw is weighted: a device that takes twice the
+joules for the same work is drawn half as often, in the long run (exponential keys: Efraimidis and
+Spirakis, Weighted random sampling with a reservoir, IPL 97, 2006).
+
+What makes it fair however the draws fall: a turn is as many rounds as it takes to ask everybody once, and
+whoever has not been asked for `turns` of them goes first, the longest waiting before the others. So
+nobody who is there throughout waits for more than `turns` + 1 turns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+import statistics
+from collections.abc import Collection, Mapping
 
-from fedquilt.core import derive_seed
+from fedquilt.core import Profile, derive_seed
 
 
-def sample(seed: int, round: int, eligible: Collection[str], count: int) -> tuple[str, ...]:
-    """`count` of the eligible devices (fewer where there are not so many), sorted.
+def sample(
+    seed: int,
+    round: int,
+    eligible: Collection[str],
+    count: int,
+    *,
+    costs: Mapping[str, float] = {},
+    since: Mapping[str, int] = {},
+    turns: float = math.inf,
+) -> tuple[str, ...]:
+    """`count` of the eligible devices (fewer where there are not so many), sorted; arguments as of `places`."""
+    return tuple(sorted(places(seed, round, eligible, count, costs=costs, since=since, turns=turns)[:count]))
 
-    Every device draws a number from (seed, round, its own id) and the smallest win, so who else is
-    online does not change a device's draw.
+
+def places(
+    seed: int,
+    round: int,
+    eligible: Collection[str],
+    count: int,
+    *,
+    costs: Mapping[str, float] = {},
+    since: Mapping[str, int] = {},
+    turns: float = math.inf,
+) -> list[str]:
+    """The eligible devices in the order in which they are taken.
+
+    `costs` is `joules_per_flop` where it is known and counts (others are taken for middling), `since`
+    the round in which a device was last asked, or from which on it could have been.
     """
-    drawn = sorted(eligible, key=lambda device: (derive_seed("cohort", seed, round, device), device))
-    return tuple(sorted(drawn[:count]))
+    late = turns * len(eligible) / count if count > 0 else math.inf
+    middling = statistics.median(costs.values()) if costs else 1.0
+
+    def place(device: str) -> tuple[int, float, str]:
+        waited = round - since.get(device, round)
+        drawn = derive_seed("cohort", seed, round, device) / 2**53
+        key = -math.log1p(-drawn) * costs.get(device, middling) / middling
+        return (-waited if waited >= late else 0, key, device)
+
+    return sorted(eligible, key=place)
+
+
+def joules_per_flop(profile: Profile | None) -> float | None:
+    """What work takes a board at its thriftiest point; None: its profile does not say."""
+    known = [p.busy_w / p.flops_per_s for p in (profile.points if profile else ()) if p.busy_w and p.flops_per_s]
+    return min(known, default=None)

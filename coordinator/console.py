@@ -13,7 +13,7 @@ import msgspec
 
 from fedquilt import link as links
 from fedquilt.coordinator import story
-from fedquilt.coordinator.rounds import Answered, AnyFact, Asked, Closed
+from fedquilt.coordinator.rounds import Answered, AnyFact, Asked, Closed, Surveyed
 from fedquilt.coordinator.running import Running
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
@@ -34,7 +34,7 @@ class Console:
         self._idle_s: float | None = None  # since when nobody can be asked; inf: said
 
     def observe(self, job: Running, fact: AnyFact) -> None:
-        if isinstance(fact, Asked | Answered | Closed) and not self._wordy:
+        if isinstance(fact, Surveyed | Asked | Answered | Closed) and not self._wordy:
             self._status(job)
         else:
             first, *more = story.sentences(fact)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fedquilt.coordinator.eligible import Seen
 from fedquilt.core import Profile
-from fedquilt.wire import Presence
+from fedquilt.wire import Presence, Telemetry
 
 GRACE_S = 20.0  # a device that drops out and is back within this was never gone
+FRESH_S = 600.0  # what sensors said longer ago than this says nothing of now
 
 
 @dataclass
@@ -18,6 +20,8 @@ class Known:
     online: bool = False
     boot: str = ""
     gone_s: float = -GRACE_S  # when it went offline
+    telemetry: Telemetry | None = None  # the last that it told
+    told_s: float = 0.0  # when
 
 
 @dataclass
@@ -38,18 +42,29 @@ class Registry:
     def profile(self, device: str, profile: Profile) -> None:
         self.devices.setdefault(device, Known()).profile = profile
 
+    def telemetry(self, device: str, message: Telemetry, now_s: float) -> None:
+        known = self.devices.setdefault(device, Known())
+        known.telemetry, known.told_s = message, now_s
+
     def profile_of(self, device: str) -> Profile | None:
         """What a device has said of itself."""
         known = self.devices.get(device)
         return known.profile if known else None
 
+    def seen(self, now_s: float) -> dict[str, Seen]:
+        """All devices ever heard of, as they are known now; online: or were a moment ago."""
+        return {
+            device: Seen(
+                known.online or now_s - known.gone_s < GRACE_S,
+                known.profile,
+                known.telemetry if now_s - known.told_s < FRESH_S else None,
+            )
+            for device, known in self.devices.items()
+        }
+
     def online(self, now_s: float) -> set[str]:
         """Devices that are there, or were a moment ago, and have said what they are."""
-        return {
-            device
-            for device, known in self.devices.items()
-            if known.profile is not None and (known.online or now_s - known.gone_s < GRACE_S)
-        }
+        return {device for device, seen in self.seen(now_s).items() if seen.online and seen.profile is not None}
 
     def able(self, engines: tuple[str, ...], now_s: float) -> dict[str, str]:
         """Devices online that have one of the engines -> the first of `engines` that they have."""

@@ -8,6 +8,9 @@ is open is issued again.
     SELECTING --Asked--> OPEN --Closed--> CLOSING --Committed--> SELECTING (next round) ... Ended
                           |  ^
                           +--+ Declined, Answered, Rejected, Asked (replacements), Extended, Reopened (no quorum)
+
+Before devices are asked, whom there was to choose from is noted (Surveyed), as what has changed since it was
+noted last: so the choice rests on nothing but the log, and why somebody was not chosen can be told from it.
 """
 
 from __future__ import annotations
@@ -19,10 +22,11 @@ from typing import Literal
 
 import msgspec
 
-from fedquilt.coordinator import deadline
+from fedquilt.coordinator import deadline, stop
 from fedquilt.coordinator.cohort import sample
-from fedquilt.coordinator.settings import Cohort
-from fedquilt.core import Action, BlobRef, Update, Work
+from fedquilt.coordinator.deadline import Ask
+from fedquilt.coordinator.settings import Cohort, Stop
+from fedquilt.core import Action, BlobRef, Update
 
 DECLINED_S = 10.0  # for others to come, when everybody who is there has declined
 
@@ -37,6 +41,15 @@ class Started(Fact, frozen=True):
     """The method's first state is stored."""
 
     state: BlobRef
+
+
+class Surveyed(Fact, frozen=True):
+    """Who can be asked, and who cannot for which reason: the devices for which that has changed."""
+
+    round: int
+    eligible: tuple[str, ...] = ()
+    passed: dict[str, tuple[str, ...]] = {}  # a key of `eligible.REASONS` -> devices
+    costs: dict[str, float] = {}  # device -> joules for a FLOP, where the cohort prefers by it
 
 
 class Asked(Fact, frozen=True):
@@ -64,6 +77,7 @@ class Answered(Fact, frozen=True):
     round: int
     update: Update
     took_s: float | None = None  # since it was asked; None: not noted
+    expected_s: float | None = None  # what its profile says of the task, at the point at which it ran
 
 
 class Rejected(Fact, frozen=True):
@@ -101,6 +115,7 @@ class Committed(Fact, frozen=True):
     finished: bool
     metrics: dict[str, float]
     notes: tuple[str, ...] = ()
+    took_s: float = 0.0  # since the round before, as far as the running coordinator has seen
 
 
 class Ended(Fact, frozen=True):
@@ -114,7 +129,20 @@ class Resumed(Fact, frozen=True):
     """A stopped or failed job goes on where it was."""
 
 
-AnyFact = Started | Asked | Declined | Answered | Rejected | Closed | Extended | Reopened | Committed | Ended | Resumed
+AnyFact = (
+    Started
+    | Surveyed
+    | Asked
+    | Declined
+    | Answered
+    | Rejected
+    | Closed
+    | Extended
+    | Reopened
+    | Committed
+    | Ended
+    | Resumed
+)
 
 # -- state ----------------------------------------------------------------------------------------
 
@@ -129,6 +157,7 @@ class Plan:
     rounds: int
     cohort: Cohort
     check_every: int  # 0: never
+    stop: Stop = Stop()
 
 
 @dataclass(frozen=True)
@@ -148,6 +177,12 @@ class Rounds:
     asked_s: Mapping[str, float] = field(default_factory=dict)  # device -> when it was asked, on this process's clock
     work: Mapping[str, float] = field(default_factory=dict)  # device -> what it was asked for in this round
     took: deadline.Known = field(default_factory=dict)
+    eligible: frozenset[str] = frozenset()  # as last surveyed
+    passed: Mapping[str, str] = field(default_factory=dict)  # device -> code of why it could not be asked
+    costs: Mapping[str, float] = field(default_factory=dict)
+    since: Mapping[str, int] = field(default_factory=dict)  # device -> round it was last asked in, or first seen
+    spent: stop.Spent = stop.Spent()
+    began_s: float = 0.0  # when the running round began, or this process took the job up
     declined: Mapping[str, str] = field(default_factory=dict)  # device -> why; not asked again in this attempt
     history: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # device -> rounds it contributed to
     finished: bool = False  # the method says that it is done
@@ -176,20 +211,24 @@ class Rounds:
         """Seconds until the running attempt's deadline."""
         return max(self.opened_s + self.deadline_s - now_s, 0.0)
 
-    def answered_by(self, update: Update, now_s: float) -> Answered:
+    def answered_by(self, update: Update, now_s: float, ask: Ask = Ask()) -> Answered:
         """The fact that an update is here; a coordinator that has since been restarted trusts the device's clock."""
         waited_s = now_s - self.asked_s.get(update.device, now_s)
-        return Answered(self.round, update, max(waited_s, update.usage.wall_s))
+        expected_s = deadline.expected_s(ask.work, ask.profile, update.usage.point)
+        return Answered(self.round, update, max(waited_s, update.usage.wall_s), expected_s)
 
 
 def apply(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
     """The state after a fact. A fact that does not belong to the running round changes nothing."""
     match fact:
         case Started():
-            return replace(state, phase="selecting", state=fact.state)
+            return replace(state, phase="selecting", state=fact.state, began_s=now_s)
+        case Surveyed():
+            return _surveyed(state, fact)
         case Resumed():
             phase: Phase = "open" if state.asked or state.answered else "selecting"
-            return replace(state, phase=phase, opened_s=now_s, extended=False, attempt=0, declined={}, reason="")
+            state = replace(state, phase=phase, opened_s=now_s, extended=False, attempt=0, declined={}, reason="")
+            return replace(state, began_s=now_s)
         case Ended():
             return replace(state, phase=fact.status, reason=fact.reason)
         case Asked() if fact.round == state.round:
@@ -201,6 +240,7 @@ def apply(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
                 asked=state.asked | set(fact.devices),
                 asked_s={**state.asked_s, **dict.fromkeys(fact.devices, now_s)},
                 work={**state.work, **fact.work},
+                since={**state.since, **dict.fromkeys(fact.devices, fact.round)},
             )
         case Declined() if fact.round == state.round:
             declined = {**state.declined, fact.device: fact.reason}
@@ -211,6 +251,7 @@ def apply(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
         case Answered() if fact.round == state.round:
             device = fact.update.device
             answered = {**state.answered, device: fact.update}
+            state = replace(state, spent=state.spent.plus(fact.update.usage))
             return replace(_timed(state, fact), asked=state.asked - {device}, answered=answered)
         case Closed() if fact.round == state.round:
             return replace(state, phase="closing", asked=frozenset())
@@ -230,13 +271,21 @@ def _timed(state: Rounds, fact: Answered) -> Rounds:
     if fact.took_s is None:
         return state
     device = fact.update.device
-    took = deadline.Took(fact.round, fact.took_s, _work(state.work, device))
+    work = state.work.get(device, 1.0)  # as of `Ask.amount`
+    took = deadline.Took(fact.round, fact.took_s, work, fact.update.usage.wall_s, fact.expected_s)
     return replace(state, took=deadline.noted(state.took, device, took))
 
 
-def _work(known: Mapping[str, float], device: str) -> float:
-    """Of a method that does not say what a round takes, all rounds take the same."""
-    return known.get(device, 1.0)
+def _surveyed(state: Rounds, fact: Surveyed) -> Rounds:
+    barred = {device: code for code, devices in fact.passed.items() for device in devices}
+    passed = {device: code for device, code in state.passed.items() if device not in fact.eligible}
+    return replace(
+        state,
+        eligible=(state.eligible | set(fact.eligible)) - barred.keys(),
+        passed={**passed, **barred},
+        costs={**state.costs, **fact.costs},
+        since={**dict.fromkeys((*fact.eligible, *barred), fact.round), **state.since},
+    )
 
 
 def _committed(state: Rounds, fact: Committed, now_s: float) -> Rounds:
@@ -254,6 +303,8 @@ def _committed(state: Rounds, fact: Committed, now_s: float) -> Rounds:
         history={**state.history, **took_part},
         finished=state.finished or fact.finished,
         checked=state.over,
+        spent=replace(state.spent, wall_s=state.spent.wall_s + fact.took_s),
+        began_s=now_s,
     )
 
 
@@ -264,17 +315,38 @@ def decide(
     state: Rounds,
     now_s: float,
     online: Collection[str],
-    work: Callable[[str], Work] = lambda device: Work(),
+    ask: Callable[[str], Ask] = lambda device: Ask(),
 ) -> AnyFact | None:
     """The fact that should come next; None: nothing until something happens or `next_s`.
 
-    `online` are the devices that could take a task of this round, `work` what the round asks of one of them.
+    `online` are the devices that could take a task of this round, or are at one; `ask` what it asks of one of them.
     """
     if state.phase == "selecting":
-        return _select(state, online, work)
+        return _select(state, online, ask)
     if state.phase == "open":
-        return _attend(state, now_s, online, work)
+        return _attend(state, now_s, online, ask)
     return None
+
+
+def survey(
+    state: Rounds, eligible: Collection[str], passed: Mapping[str, str], costs: Mapping[str, float]
+) -> Surveyed | None:
+    """The fact to note before devices are asked; None: the log says all of it.
+
+    Of a device that the log knows and nobody else does, a restarted coordinator has heard nothing.
+    """
+    lost = dict.fromkeys((state.eligible | state.passed.keys()) - set(eligible) - passed.keys(), "offline")
+    changed: dict[str, list[str]] = {}
+    for device, code in sorted({**passed, **lost}.items()):
+        if state.passed.get(device) != code:
+            changed.setdefault(code, []).append(device)
+    fact = Surveyed(
+        state.round,
+        tuple(sorted(set(eligible) - state.eligible)),
+        {code: tuple(devices) for code, devices in sorted(changed.items())},
+        {device: cost for device, cost in sorted(costs.items()) if state.costs.get(device) != cost},
+    )
+    return fact if fact.eligible or fact.passed or fact.costs else None
 
 
 def next_s(state: Rounds) -> float:
@@ -287,29 +359,38 @@ def wanted(state: Rounds, online: Collection[str]) -> int:
     return state.plan.cohort.size or len({*online, *state.answered} - set(state.declined)) or 1
 
 
-def _select(state: Rounds, online: Collection[str], work: Callable[[str], Work]) -> AnyFact | None:
+def _select(state: Rounds, online: Collection[str], ask: Callable[[str], Ask]) -> AnyFact | None:
     plan = state.plan
     if state.over and (state.checked or not plan.check_every):
         return Ended("done")
+    if (limit := stop.reached(plan.stop, state.spent)) is not None:
+        return Ended("done", limit)
     if state.round == 0 and len(online) < plan.cohort.min_devices:
         return None
     free = set(online) - set(state.answered) - set(state.declined)
     want = wanted(state, online) - len(state.answered)
     count = math.ceil(want * (1 + plan.cohort.over_select))
-    chosen = sample(plan.seed, state.round, free, count)
+    chosen = _drawn(state, free, count)
     if not chosen:
         return None
-    asked = _amounts(chosen, work)
-    allowed_s = deadline.allowed_s(plan.cohort, state.took, {device: _work(asked, device) for device in chosen})
-    return Asked(state.round, state.attempt, chosen, asked, allowed_s)
+    asks = {device: ask(device) for device in chosen}
+    allowed_s = deadline.allowed_s(plan.cohort, state.took, asks)
+    return Asked(state.round, state.attempt, chosen, _amounts(asks), allowed_s)
 
 
-def _amounts(devices: Collection[str], work: Callable[[str], Work]) -> dict[str, float]:
-    amounts = {device: deadline.amount(work(device)) for device in devices}
+def _drawn(state: Rounds, free: Collection[str], count: int) -> tuple[str, ...]:
+    """So many of the devices that are free, fewer where there are not so many."""
+    since = {device: state.since.get(device, 0) for device in free}
+    costs = {device: state.costs[device] for device in free if device in state.costs}
+    return sample(state.plan.seed, state.round, free, count, costs=costs, since=since, turns=state.plan.cohort.turns)
+
+
+def _amounts(asks: Mapping[str, Ask]) -> dict[str, float]:
+    amounts = {device: deadline.amount(ask.work) for device, ask in asks.items()}
     return {device: amount for device, amount in amounts.items() if amount > 0}
 
 
-def _attend(state: Rounds, now_s: float, online: Collection[str], work: Callable[[str], Work]) -> AnyFact | None:
+def _attend(state: Rounds, now_s: float, online: Collection[str], ask: Callable[[str], Ask]) -> AnyFact | None:
     cohort = state.plan.cohort
     have, want = len(state.answered), wanted(state, online)
     if have >= want:
@@ -329,9 +410,9 @@ def _attend(state: Rounds, now_s: float, online: Collection[str], work: Callable
         return Reopened(state.round, state.attempt + 1)
     free = set(online) - set(state.answered) - set(state.declined) - state.asked
     missing = math.ceil((want - have) * (1 + cohort.over_select)) - len(state.asked & set(online))
-    chosen = sample(state.plan.seed, state.round, free, missing) if missing > 0 else ()
+    chosen = _drawn(state, free, missing) if missing > 0 else ()
     if chosen:
-        return Asked(state.round, state.attempt, chosen, _amounts(chosen, work))
+        return Asked(state.round, state.attempt, chosen, _amounts({device: ask(device) for device in chosen}))
     if not state.asked and enough:
         return Closed(state.round)
     return None

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from fedquilt import bundle, methods, tensors
-from fedquilt.coordinator import rounds, settings
+from fedquilt.coordinator import rounds, settings, stop
+from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.rounds import AnyFact, Committed, Plan, Rounds, Started
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.core import (
@@ -52,7 +53,7 @@ class Running:
                     raise JobError(f"{row.bundle}: file {name!r} is not what the bundle says: prepare it anew")
         if row.job.check.every and self.method.check is None:
             raise JobError(f"[check] every: {row.job.method} has no evaluation of its own; leave it 0")
-        plan = Plan(row.job.seed, row.job.rounds, row.job.cohort, row.job.check.every)
+        plan = Plan(row.job.seed, row.job.rounds, row.job.cohort, row.job.check.every, row.job.stop)
         self.rounds = Rounds(plan)
         self.state: Any = None
         self._encoded: dict[int, tuple[Tensors, BlobRef]] = {}  # tensors sent this round, by identity
@@ -92,10 +93,10 @@ class Running:
             deadline_s=self.rounds.deadline_left_s(now_s),
         )
 
-    def work(self, device: str, profile: Profile | None) -> Work:
+    def ask(self, device: str, profile: Profile | None) -> Ask:
         """What the running round takes `device`."""
         order = self._order(device, profile)
-        return Work() if order is None else order.work
+        return Ask(Work(), profile) if order is None else Ask(order.work, profile, _bytes(order))
 
     def contribution(self, update: Update) -> Contribution:
         """An update with its tensors, read from disk.
@@ -120,7 +121,7 @@ class Running:
         if "work" in self.rounds.actions:
             self.method.fold(self.state, None, self.contribution(update))
 
-    def commit(self) -> Committed:
+    def commit(self, now_s: float) -> Committed:
         """Fold the round's updates in sorted order of devices and store what comes of it."""
         answered = self.rounds.answered
         state = self.state
@@ -130,12 +131,14 @@ class Running:
                 total = self.method.fold(state, total, self.contribution(answered[device]))
             state = self.method.step(state, total)
         ref = self._store.depot.put(tensors.pack(state))
+        caveat = stop.caveat(self.job.stop, self.rounds.spent)
         return Committed(
             round=self.rounds.round,
             state=ref,
             finished=self.method.done(state),
             metrics=average(answered.values()),
-            notes=tuple(self.method.story(state)),
+            notes=(*self.method.story(state), *([caveat] if caveat else ())),
+            took_s=now_s - self.rounds.began_s,
         )
 
     def sent(self) -> set[str]:
@@ -176,6 +179,13 @@ class Running:
         if known is None:
             known = self._encoded[id(value)] = (value, self._store.depot.put(tensors.encode(value)))
         return known[1]
+
+
+def _bytes(order: Order) -> int:
+    """Of all blobs that a device needs for an order, whether it has them or not."""
+    refs = {value for value in order.bundles.values() if isinstance(value, BlobRef)}
+    made = [value for value in order.bundles.values() if not isinstance(value, BlobRef)]
+    return sum(ref.size for ref in refs) + tensors.total_bytes(made)
 
 
 def require_made_for(job: settings.Job, made: Bundle) -> None:

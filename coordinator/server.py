@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from fedquilt import wire
-from fedquilt.coordinator import rounds
+from fedquilt.coordinator import cohort, eligible, rounds
+from fedquilt.coordinator.issues import Issues
 from fedquilt.coordinator.registry import GRACE_S, Registry
 from fedquilt.coordinator.rounds import AnyFact, Asked, Closed, Committed, Declined, Ended, Rejected, Resumed
 from fedquilt.coordinator.running import Running
@@ -21,16 +21,6 @@ log = logging.getLogger("fedquilt.coordinator")
 
 POLL_S = 1.0  # how often the store is asked for new, stopped and resumed jobs
 UNFINISHED = ("queued", "running", "stopping", "stopped")
-REISSUE_S = 5.0  # an unclaimed task is sent again after this, then ever more rarely
-REISSUE_MOST_S = 60.0
-
-
-@dataclass
-class Issue:
-    """One open task: when it was last sent, and how patient to be."""
-
-    sent_s: float
-    patience_s: float
 
 
 class Server:
@@ -53,9 +43,8 @@ class Server:
         self.active: Running | None = None
         self._link, self._store, self._observe, self._only = link, store, observe, only
         self._topics = wire.Topics(fleet)
-        self._offers: dict[str, set[str]] = {}  # device -> blobs of its open task
-        self._transfers = Transfers(link, store.depot, self._topics, "dn", self._may_have)
-        self._issues: dict[str, Issue] = {}
+        self._issues = Issues(link, self._topics)
+        self._transfers = Transfers(link, store.depot, self._topics, "dn", self._issues.may_have)
         self._arriving: dict[str, Update] = {}  # device -> update whose blobs are on their way
         self._session = 0
         self._epoch = store.next_epoch()
@@ -96,7 +85,7 @@ class Server:
         self._session = self._link.session
         self._link.subscribe(self._topics.for_coordinator())
         self._publish(self._topics.coord, wire.CoordState(online=True, epoch=self._epoch), retain=True)
-        for device in list(self._issues):
+        for device in self._issues.devices():
             self._issue(device, now_s)
         self._tell_round()
 
@@ -125,8 +114,10 @@ class Server:
                 self._claimed(device, message, now_s)
             case Update():
                 self._offered(device, message, now_s)
+            case wire.Telemetry():
+                self.registry.telemetry(device, message, now_s)
             case _:
-                pass  # progress and telemetry are for whoever watches
+                pass  # progress is for whoever watches
 
     def _claimed(self, device: str, claim: wire.Claim, now_s: float) -> None:
         job = self.active
@@ -135,7 +126,7 @@ class Server:
         if claim.job != job.id or claim.round != job.rounds.round:
             return
         if claim.accepted:
-            self._be_patient(device)
+            self._issues.be_patient(device)
         elif claim.attempt == job.rounds.attempt:
             self._record(Declined(claim.round, device, claim.code, claim.reason), now_s)
             self._withdraw(device)
@@ -158,7 +149,7 @@ class Server:
         if not _same_blobs(self._arriving.get(device), update):
             self._let_go(device)
         self._arriving[device] = update
-        self._be_patient(device)
+        self._issues.be_patient(device)
         for ref in update.bundles.values():
             self._transfers.want(device, ref)
         return self._complete(device, now_s)
@@ -185,7 +176,8 @@ class Server:
         except Exception as error:  # whatever a device sends, it is the device's update that is refused
             reason = str(error) if isinstance(error, UpdateError) else f"{type(error).__name__}: {error}"
             return self._reject(device, update, reason, now_s)
-        self._record(job.rounds.answered_by(update, now_s), now_s)
+        ask = job.ask(device, self.registry.profile_of(device))
+        self._record(job.rounds.answered_by(update, now_s, ask), now_s)
         self._ack(device, update, True)
         self._withdraw(device)
 
@@ -226,21 +218,12 @@ class Server:
             return self._fail(error, now_s)
         if task is None:
             return self._record(Declined(job.rounds.round, device, "none", "the method has nothing for it now"), now_s)
-        patience = self._issues[device].patience_s if device in self._issues else REISSUE_S / 2
-        self._issues[device] = Issue(now_s, min(patience * 2, REISSUE_MOST_S))
-        self._offers[device] = {ref.sha256 for ref in task.bundles.values()}
-        return self._link.publish(self._topics.device(device, "dn", "task"), payload, retain=True)
+        return self._issues.send(device, task, payload, now_s)
 
     def _reissue(self, now_s: float) -> float:
-        for device, issue in list(self._issues.items()):
-            if now_s >= issue.sent_s + issue.patience_s:
-                self._issue(device, now_s)
-        return min((issue.sent_s + issue.patience_s for issue in self._issues.values()), default=math.inf)
-
-    def _be_patient(self, device: str) -> None:
-        """The device is at it: repeat its task rarely."""
-        if device in self._issues:
-            self._issues[device].patience_s = REISSUE_MOST_S
+        for device in self._issues.due(now_s):
+            self._issue(device, now_s)
+        return self._issues.next_s()
 
     def _let_go(self, device: str) -> None:
         """Stop fetching a device's update."""
@@ -250,13 +233,8 @@ class Server:
 
     def _withdraw(self, device: str) -> None:
         """Take back a device's task: answered, refused, or no longer wanted."""
-        self._issues.pop(device, None)
-        self._offers.pop(device, None)
         self._let_go(device)
-        self._link.publish(self._topics.device(device, "dn", "task"), b"", retain=True)
-
-    def _may_have(self, device: str, sha256: str) -> bool:
-        return sha256 in self._offers.get(device, ())
+        self._issues.withdraw(device)
 
     # -- the job --
 
@@ -309,23 +287,40 @@ class Server:
             return False
         try:
             if job.rounds.phase == "closing":
-                fact: AnyFact | None = job.commit()
+                fact: AnyFact | None = job.commit(now_s)
             elif job.rounds.phase in ("done", "failed", "stopped"):
                 self._leave()
                 return True
             else:
-                fact = rounds.decide(
-                    job.rounds,
-                    now_s,
-                    self._present(job, now_s),
-                    lambda device: job.work(device, self.registry.profile_of(device)),
-                )
+                fact = self._decide(job, now_s)
         except Exception as error:
             self._fail(error, now_s)
             return True
         if fact is not None:
             self._record(fact, now_s)
         return fact is not None
+
+    def _decide(self, job: Running, now_s: float) -> AnyFact | None:
+        """What should come next; who there is to choose from is noted before somebody is chosen."""
+        fleet = self.registry.seen(now_s)
+        passed = eligible.reasons(fleet, eligible.Wants(job.engines, job.job.cohort))
+        free = fleet.keys() - passed.keys()
+        present = free | self._at_work(job, now_s)
+        fact = rounds.decide(
+            job.rounds, now_s, present, lambda device: job.ask(device, self.registry.profile_of(device))
+        )
+        if not isinstance(fact, Asked):
+            return fact
+        costs = {}
+        if job.job.cohort.prefer == "energy":
+            known = {device: cohort.joules_per_flop(fleet[device].profile) for device in free}
+            costs = {device: float(f"{cost:.3g}") for device, cost in known.items() if cost is not None}
+        return rounds.survey(job.rounds, free, passed, costs) or fact
+
+    def _at_work(self, job: Running, now_s: float) -> set[str]:
+        """Who is at a task, whatever else is said of it; just after a start also who has not been heard yet."""
+        unheard = job.rounds.asked - self.registry.devices.keys() if now_s < self._opened_s + GRACE_S else set()
+        return {*(job.rounds.asked & self._able(now_s).keys()), *unheard}
 
     def _fail(self, error: Exception, now_s: float) -> None:
         """A fault in the method's own code ends its job, not the coordinator; a full disk ends the coordinator."""
@@ -372,11 +367,6 @@ class Server:
 
     def _able(self, now_s: float) -> dict[str, str]:
         return self.registry.able(self.active.engines, now_s) if self.active else {}
-
-    def _present(self, job: Running, now_s: float) -> set[str]:
-        """Who could take a task, or is at one; just after a start that includes those who have not yet been heard."""
-        unheard = job.rounds.asked - self.registry.devices.keys() if now_s < self._opened_s + GRACE_S else set()
-        return {*self._able(now_s), *unheard}
 
     def _deadline_s(self) -> float:
         return rounds.next_s(self.active.rounds) if self.active else math.inf

@@ -26,6 +26,18 @@ class Cohort(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     deadline: Literal["fixed", "predicted", "paper"] = "fixed"  # how a shorter one is found: coordinator/deadline.py
     slack: Annotated[float, Meta(ge=0)] = 0.5  # with "predicted": added, as a share
     attempts: Annotated[int, Meta(ge=1)] = 3  # how often a round without quorum is tried before the job fails
+    prefer: Literal["random", "energy"] = "random"  # "energy": the fewer joules for the same work, the more often
+    turns: Annotated[float, Meta(gt=0)] = 3.0  # whoever waits so many turns of all devices goes first: cohort.py
+    min_battery: Annotated[float, Meta(ge=0, le=1)] = 0.0  # charge below which a board is left alone, unless it charges
+    max_temperature_c: Annotated[float, Meta(gt=0)] | None = None  # likewise above; None: however hot
+
+
+class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a job may take; looked at between rounds, so a round more may be taken. None: no limit."""
+
+    max_joules: Annotated[float, Meta(gt=0)] | None = None  # gross, of all devices that have a meter
+    max_bytes: Annotated[int, Meta(gt=0)] | None = None  # blobs, down and up
+    max_wall_s: Annotated[float, Meta(gt=0)] | None = None  # while a coordinator is at it
 
 
 class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,6 +65,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_update_mb: Annotated[int, Meta(ge=1)] = 1024  # a device that announces more is refused
     params: dict[str, Any] = msgspec.field(default_factory=dict)
     cohort: Cohort = Cohort()
+    stop: Stop = Stop()
     check: Check = Check()
     fleet: Fleet = Fleet()
     data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.edge_agent.data.DataSpec

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from fedquilt.coordinator import eligible
 from fedquilt.coordinator.rounds import (
     Answered,
     AnyFact,
@@ -20,6 +21,7 @@ from fedquilt.coordinator.rounds import (
     Reopened,
     Resumed,
     Started,
+    Surveyed,
 )
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.core import Usage
@@ -30,9 +32,13 @@ def sentences(fact: AnyFact) -> list[str]:
     match fact:
         case Started():
             return ["started"]
+        case Surveyed():
+            changes = [f"{', '.join(devices)}: {eligible.REASONS.get(c, c)}" for c, devices in fact.passed.items()]
+            can = [f"{', '.join(fact.eligible)} can be asked"] if fact.eligible else []
+            return [f"round {fact.round}: {'; '.join([*can, *changes]) or 'joules for a FLOP are known anew'}"]
         case Asked():
             again = f", attempt {fact.attempt + 1}" if fact.attempt else ""
-            limit = f"; deadline {fact.deadline_s:.0f} s, from earlier rounds" if fact.deadline_s is not None else ""
+            limit = f"; deadline {fact.deadline_s:.0f} s, predicted" if fact.deadline_s is not None else ""
             return [f"round {fact.round}{again}: asked {', '.join(fact.devices)}{limit}"]
         case Declined():
             return [f"round {fact.round}: {fact.device} declined ({fact.code}): {fact.reason}"]

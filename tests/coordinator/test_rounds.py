@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.rounds import (
     Answered,
     AnyFact,
@@ -38,6 +39,10 @@ BLOB = BlobRef(sha256="a" * 64, size=1)
 
 def update(device: str, round: int = 0) -> Update:
     return Update(job="j-1", round=round, attempt=0, device=device, weight=1.0, bundles={}, metrics={}, usage=Usage())
+
+
+def asking(flops: float) -> Ask:
+    return Ask(Work(flops=flops))
 
 
 def begun(rounds: int = 2, check_every: int = 0, **cohort: float | str) -> Rounds:
@@ -219,7 +224,7 @@ def paced(**cohort: float | str) -> Rounds:
 
 def test_a_round_opens_with_what_its_devices_have_to_do_and_how_long_that_takes_them() -> None:
     """Half the work of the round before, whose slowest took 60 s, and half as much again: 45 s of 600."""
-    fact = decide(paced(), 60.0, {"a", "b"}, lambda device: Work(flops=1.0))
+    fact = decide(paced(), 60.0, {"a", "b"}, lambda device: asking(1.0))
     assert fact == Asked(1, 0, ("a", "b"), {"a": 1.0, "b": 1.0}, 45.0)
     state = after(paced(), fact, now_s=60.0)
     assert next_s(state) == 105.0
@@ -228,7 +233,7 @@ def test_a_round_opens_with_what_its_devices_have_to_do_and_how_long_that_takes_
 
 def test_the_first_round_has_the_cohorts_deadline() -> None:
     """Nothing is known yet; and a deadline that is fixed stays what it is."""
-    assert decide(begun(deadline="predicted"), 0.0, {"a"}, lambda device: Work(flops=1.0)) == Asked(
+    assert decide(begun(deadline="predicted"), 0.0, {"a"}, lambda device: asking(1.0)) == Asked(
         0, 0, ("a",), {"a": 1.0}
     )
     state = paced()
@@ -298,18 +303,18 @@ def test_what_a_device_took_is_counted_from_when_it_was_asked_and_outlives_a_res
     slow = msgspec.structs.replace(update("a"), usage=Usage(wall_s=28.0))
     assert restarted.answered_by(slow, 6.0).took_s == 28.0
     replayed = after(state, Answered(0, update("a"), 30.0), now_s=9999.0)
-    assert replayed.took == {"a": ((0, 30.0, 2.0),)}
+    assert replayed.took == {"a": ((0, 30.0, 2.0, 0.0, None),)}
 
 
 def test_what_a_replacement_has_to_do_is_noted_too_and_only_for_its_round() -> None:
     """c takes the place of a, with 4 units; a round later nothing is said of its work."""
     state = after(paced(), Asked(1, 0, ("a", "b"), {"a": 1.0, "b": 1.0}, 45.0), Declined(1, "a", "x", "y"))
-    fact = decide(state, 0.0, {"a", "b", "c"}, lambda device: Work(flops=4.0))
+    fact = decide(state, 0.0, {"a", "b", "c"}, lambda device: asking(4.0))
     assert fact == Asked(1, 0, ("c",), {"c": 4.0})
     state = after(state, fact, Answered(1, update("c", 1), 20.0), Answered(1, update("b", 1), 9.0), Closed(1))
     assert state.deadline_s == 45.0
     state = after(state, committed(1), Asked(2, 0, ("b", "c")), Answered(2, update("c", 2), 30.0))
-    assert state.took["c"] == ((1, 20.0, 4.0), (2, 30.0, 1.0))
+    assert state.took["c"] == ((1, 20.0, 4.0, 0.0, None), (2, 30.0, 1.0, 0.0, None))
 
 
 def test_a_method_that_does_not_say_what_a_round_takes_has_rounds_that_take_the_same() -> None:
@@ -354,7 +359,7 @@ def test_replaying_the_facts_gives_the_same_state_and_rounds_only_go_forward(
     for _ in range(400):
         now_s = float(next(now))
         online = {device for device in "abcdef" if roll.random() < 0.8}
-        fact = decide(state, now_s, online, lambda device: Work(flops=1.0 + ord(device)))
+        fact = decide(state, now_s, online, lambda device: asking(1.0 + ord(device)))
         if fact is None and state.phase == "closing":
             closed.append(state.round)
             fact = committed(state.round)

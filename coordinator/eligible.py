@@ -1,0 +1,77 @@
+"""Why a device cannot be asked now: one code for each reason, so that the log can hold it for a fleet of thousands.
+
+Pure: what the registry knows of a device, and what a job wants of it. What is not known excludes nobody:
+a board without a battery or a thermal sensor is not asked for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple, TypeAlias
+
+from fedquilt.coordinator.settings import Cohort
+from fedquilt.core import Profile
+from fedquilt.wire import Telemetry
+
+REASONS: Final[Mapping[str, str]] = {
+    "offline": "offline",
+    "profile": "has not said what it is",
+    "engine": "has no engine that the job's method runs on",
+    "battery": "its battery is below [cohort] min_battery, and not charging",
+    "hot": "hotter than [cohort] max_temperature_c",
+}
+
+
+class Seen(NamedTuple):
+    """A device as it is known at this moment."""
+
+    online: bool
+    profile: Profile | None = None
+    telemetry: Telemetry | None = None  # None: it has not told of late
+
+
+class Wants(NamedTuple):
+    """What a job wants of a device."""
+
+    engines: tuple[str, ...]
+    cohort: Cohort
+
+
+Check: TypeAlias = Callable[[Seen, Wants], str | None]
+
+
+def reasons(fleet: Mapping[str, Seen], wants: Wants, checks: Sequence[Check] | None = None) -> dict[str, str]:
+    """Device -> a key of REASONS, the first that holds. Who is not in it can be asked."""
+    found = {}
+    for device, seen in fleet.items():
+        code = next((code for check in checks or CHECKS if (code := check(seen, wants)) is not None), None)
+        if code is not None:
+            found[device] = code
+    return found
+
+
+def _offline(seen: Seen, wants: Wants) -> str | None:
+    return None if seen.online else "offline"
+
+
+def _engine(seen: Seen, wants: Wants) -> str | None:
+    if seen.profile is None:
+        return "profile"
+    return None if set(wants.engines) & set(seen.profile.engines) else "engine"
+
+
+def _battery(seen: Seen, wants: Wants) -> str | None:
+    told = seen.telemetry
+    if told is None or told.battery is None or told.charging:
+        return None
+    return "battery" if told.battery < wants.cohort.min_battery else None
+
+
+def _hot(seen: Seen, wants: Wants) -> str | None:
+    limit, told = wants.cohort.max_temperature_c, seen.telemetry
+    if limit is None or told is None or told.temperature_c is None:
+        return None
+    return "hot" if told.temperature_c > limit else None
+
+
+CHECKS: Final[tuple[Check, ...]] = (_offline, _engine, _battery, _hot)

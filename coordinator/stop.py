@@ -1,0 +1,56 @@
+"""When a job has taken enough: `[stop]` in the job, or `fedquilt run --max-joules --max-bytes --max-wall`.
+
+Decided between rounds from what the log says was taken, so a job can exceed its limits by a round, and
+what it has is a whole round's result. What no meter measured is not in the sum of joules: a job with
+`max_joules` on boards without meters runs on, and says after each round how many tasks were not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fedquilt.coordinator.settings import Stop
+from fedquilt.core import Usage
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a job's answers have taken so far."""
+
+    joules: float = 0.0  # gross, of the tasks that were metered
+    unmetered: int = 0  # tasks that were not
+    bytes: int = 0
+    wall_s: float = 0.0  # of committed rounds
+
+    def plus(self, usage: Usage) -> Spent:
+        """With one answer more."""
+        return replace(
+            self,
+            joules=self.joules + (usage.energy_j or 0.0),
+            unmetered=self.unmetered + (usage.energy_j is None),
+            bytes=self.bytes + usage.down_bytes + usage.up_bytes,
+        )
+
+
+def reached(limits: Stop, spent: Spent) -> str | None:
+    """Which limit is used up, in a sentence; None: none."""
+    if limits.max_joules is not None and spent.joules >= limits.max_joules:
+        return f"max_joules: {spent.joules:.4g} J of {limits.max_joules:.4g} J are used up{_but(spent)}"
+    if limits.max_bytes is not None and spent.bytes >= limits.max_bytes:
+        return f"max_bytes: {spent.bytes} bytes of {limits.max_bytes} are used up"
+    if limits.max_wall_s is not None and spent.wall_s >= limits.max_wall_s:
+        return f"max_wall_s: {spent.wall_s:.4g} s of {limits.max_wall_s:.4g} s are used up"
+    return None
+
+
+def caveat(limits: Stop, spent: Spent) -> str | None:
+    """What to say after a round whose joules cannot all be counted; None: they can, or nobody asks."""
+    if limits.max_joules is None or not spent.unmetered:
+        return None
+    return f"max_joules counts {spent.joules:.4g} J of {limits.max_joules:.4g} J{_but(spent)}"
+
+
+def _but(spent: Spent) -> str:
+    if not spent.unmetered:
+        return ""
+    return f", without {spent.unmetered} task{'s' * (spent.unmetered > 1)} on boards that have no meter"
