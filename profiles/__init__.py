@@ -8,27 +8,38 @@
     provenance = "table"
     text = "what the number is and where it comes from"
 
-    [[points]]                       # operating points; a board is held at the first unless told otherwise
+    [clocks]                         # every clock the board can be set to, rising
+    gpu_hz = { values = [114750000, 1300500000], source = "steps" }
+
+    [model]                          # how speed and power follow from clocks: `fedquilt.profiles.model`
+    flop_gpu_cycles = { value = 0.0028, source = "fit" }
+
+    [[points]]                       # named modes; a board is held at the first unless told otherwise
     name = "MAXN"
     gpu_hz = { value = 1300500000, source = "modes" }
 
 What nobody knows is left out. What nobody measured is "assumed", and its source says from what it is
 derived. A running agent replaces these numbers by what its own board says.
+`Board.operating_points` are the named modes, and then the grid that the model spans over the clocks.
+A mode may turn cores off; the grid's points leave all of them on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from fedquilt import tables
 from fedquilt.core import JobError, Label, Name, OperatingPoint
+from fedquilt.profiles import model as laws
 
 Provenance = Literal["measured", "datasheet", "table", "assumed"]
 FROM_SUREST: Final[tuple[Provenance, ...]] = ("measured", "datasheet", "table", "assumed")
+MOST_POINTS: Final = 200  # of one profile on the wire
 
 
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,26 +56,99 @@ class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: str
 
 
+class Steps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The values one clock can be set to, and the key of their source."""
+
+    values: Annotated[tuple[Annotated[float, Meta(gt=0)], ...], Meta(min_length=1, max_length=200)]
+    source: str
+
+
+Sourced: TypeAlias = Figure | Steps
+
+
+class Clocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Every clock of the board, in hertz, rising."""
+
+    cpu_hz: Steps | None = None
+    gpu_hz: Steps | None = None
+    emc_hz: Steps | None = None  # memory controller
+
+    def lists(self) -> dict[str, tuple[float, ...]]:
+        """axis -> values."""
+        return {axis: getattr(self, axis).values for axis in laws.AXES if getattr(self, axis) is not None}
+
+
+class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The coefficients of `fedquilt.profiles.model`; one left out is 0."""
+
+    flop_s: Figure | None = None  # a: seconds per FLOP that no clock shortens
+    flop_cpu_cycles: Figure | None = None  # b
+    flop_gpu_cycles: Figure | None = None  # c
+    flop_emc_cycles: Figure | None = None  # d
+    byte_s: Figure | None = None
+    byte_cpu_cycles: Figure | None = None
+    byte_gpu_cycles: Figure | None = None
+    byte_emc_cycles: Figure | None = None
+    base_w: Figure | None = None
+    cpu_w: Figure | None = None  # at the highest clock, as the next two
+    gpu_w: Figure | None = None
+    emc_w: Figure | None = None
+    exponent: Figure | None = None  # k
+
+    def inverse(self, unit: Literal["flop", "byte"]) -> laws.Inverse:
+        """The time of one FLOP, or of one byte."""
+        cycles = {axis: self._value(f"{unit}_{axis[:-3]}_cycles") for axis in laws.AXES}
+        return laws.Inverse(self._value(f"{unit}_s"), {axis: count for axis, count in cycles.items() if count})
+
+    def draw(self) -> laws.Draw:
+        """The power while busy."""
+        axes_w = {axis: self._value(key) for axis, key in laws.POWERED.items()}
+        known = {axis: watts for axis, watts in axes_w.items() if watts}
+        return laws.Draw(self._value("base_w"), known, self._value("exponent") or laws.Draw.exponent)
+
+    def figures(self, *prefixes: str) -> tuple[Figure, ...]:
+        """The coefficients whose names begin so; all of them without a prefix."""
+        named = [key for key in self.__struct_fields__ if not prefixes or key.startswith(prefixes)]
+        return tuple(figure for key in named if (figure := getattr(self, key)) is not None)
+
+    def _value(self, key: str) -> float:
+        figure: Figure | None = getattr(self, key)
+        return 0.0 if figure is None else figure.value
+
+
+BEHIND: Final[Mapping[str, tuple[str, ...]]] = {  # a point's number -> the coefficients it comes from
+    "flops_per_s": ("flop_",),
+    "bytes_per_s": ("byte_",),
+    "busy_w": ("base_w", "cpu_w", "gpu_w", "emc_w", "exponent"),
+}
+
+
 class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One setting of the clocks. The unit is in the name; bytes_per_s is memory traffic."""
+    """One mode of the board. The unit is in the name; bytes_per_s is memory traffic."""
 
     name: Label
+    cores: Figure | None = None  # processor cores that are on; for people: no point tells it to a board
     cpu_hz: Figure | None = None
     gpu_hz: Figure | None = None
-    emc_hz: Figure | None = None  # memory controller
+    emc_hz: Figure | None = None
     flops_per_s: Figure | None = None
     bytes_per_s: Figure | None = None
     busy_w: Figure | None = None
 
     def figures(self) -> tuple[Figure, ...]:
-        every = (self.cpu_hz, self.gpu_hz, self.emc_hz, self.flops_per_s, self.bytes_per_s, self.busy_w)
+        every = (getattr(self, key) for key in self.__struct_fields__ if key != "name")
         return tuple(figure for figure in every if figure is not None)
 
-    def operating_point(self) -> OperatingPoint:
-        """As it travels: the numbers alone."""
-        names = ("cpu_hz", "gpu_hz", "emc_hz", "flops_per_s", "bytes_per_s", "busy_w")
-        known = {name: getattr(self, name).value for name in names if getattr(self, name) is not None}
-        return OperatingPoint(name=self.name, **known)
+
+class Thermal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The hottest zone as one heat capacity behind one resistance: T -> ambient + rise * P, with a time constant."""
+
+    ambient_c: Figure
+    rise_c_per_w: Figure
+    time_s: Figure
+
+    def figures(self) -> tuple[Figure, ...]:
+        return (self.ambient_c, self.rise_c_per_w, self.time_s)
 
 
 class Board(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,18 +158,76 @@ class Board(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     title: Label
     memory_bytes: Figure
     sources: dict[str, Source]
-    points: Annotated[tuple[Point, ...], Meta(min_length=1)]
+    points: Annotated[tuple[Point, ...], Meta(min_length=1, max_length=MOST_POINTS)]
     idle_w: Figure | None = None
+    clocks: Clocks | None = None
+    model: Model | None = None
+    thermal: Thermal | None = None
 
-    def figures(self) -> tuple[Figure, ...]:
-        """Every number in the file."""
-        whole = (self.memory_bytes, self.idle_w)
-        return (*(f for f in whole if f is not None), *(f for point in self.points for f in point.figures()))
+    def figures(self) -> tuple[Sourced, ...]:
+        """Every number, or list of numbers, in the file."""
+        whole: list[Sourced | None] = [self.memory_bytes, self.idle_w]
+        if self.clocks is not None:
+            whole += [self.clocks.cpu_hz, self.clocks.gpu_hz, self.clocks.emc_hz]
+        parts = [part for part in (self.model, self.thermal, *self.points) if part is not None]
+        return (*(f for f in whole if f is not None), *(figure for part in parts for figure in part.figures()))
 
-    def provenance(self, *figures: Figure | None) -> Provenance:
+    def provenance(self, *figures: Sourced | None) -> Provenance:
         """The least sure of what these numbers rest on; of all of them when none is given."""
         chosen = [figure for figure in figures or self.figures() if figure is not None]
         return max((self.sources[figure.source].provenance for figure in chosen), key=FROM_SUREST.index)
+
+    def operating_points(self) -> tuple[OperatingPoint, ...]:
+        """As they travel: the named modes, what they do not say filled in by the model, then the grid."""
+        named = [
+            self._filled(point.name, {key: _value(getattr(point, key)) for key in NUMBERS}) for point in self.points
+        ]
+        if self.clocks is None or self.model is None:
+            return tuple(named)
+        taken = [{axis: getattr(point, axis) for axis in laws.AXES} for point in named]
+        room = MOST_POINTS - len(named)
+        clocks = laws.grid(self.clocks.lists(), room)
+        every: list[dict[str, float | None]] = [{axis: each.get(axis) for axis in laws.AXES} for each in clocks]
+        new = [(laws.name(each), full) for each, full in zip(clocks, every, strict=True) if full not in taken]
+        return (*named, *(self._filled(name, full) for name, full in new))
+
+    def basis(self, point: str, *numbers: str) -> tuple[Figure, ...]:
+        """What some numbers of an operating point rest on: the figures of its mode, or the model's coefficients."""
+        mode = next((mode for mode in self.points if mode.name == point), None)
+        found: list[Figure] = []
+        for number in numbers:
+            given: Figure | None = getattr(mode, number, None)
+            found += [given] if given is not None else self.model.figures(*BEHIND[number]) if self.model else []
+        return tuple(found)
+
+    def _filled(self, name: str, known: Mapping[str, float | None]) -> OperatingPoint:
+        numbers = {key: value for key, value in known.items() if value is not None}
+        if self.model is not None:
+            top = self.top()
+            for key, law in (("flops_per_s", self.model.inverse("flop")), ("bytes_per_s", self.model.inverse("byte"))):
+                each_s = law.seconds(known, top)
+                if each_s is not None:
+                    numbers.setdefault(key, _rounded(1 / each_s))
+            busy_w = self.model.draw().watts(known, top)
+            if busy_w is not None:
+                numbers.setdefault("busy_w", _rounded(busy_w))
+        return OperatingPoint(name=name, **numbers)
+
+    def top(self) -> dict[str, float]:
+        """The highest value of each clock there is a list of."""
+        return {} if self.clocks is None else {axis: values[-1] for axis, values in self.clocks.lists().items()}
+
+
+NUMBERS: Final = (*laws.AXES, *BEHIND)  # of an operating point
+
+
+def _value(figure: Figure | None) -> float | None:
+    return None if figure is None else figure.value
+
+
+def _rounded(value: float) -> float:
+    """Four digits: a model knows no more, and 200 points fit into one message."""
+    return float(f"{value:.4g}")
 
 
 def names() -> list[str]:
@@ -109,7 +251,8 @@ def parse(text: str, where: str) -> Board:
     """The profile in TOML text.
 
     Raises:
-        JobError: it does not fit the schema, or a number names a source that is not there.
+        JobError: it does not fit the schema, a number names a source that is not there, two points
+            share a name, clocks do not rise, or the model uses a clock that [clocks] does not list.
     """
     try:
         board = msgspec.convert(tables.parse(text, where), Board)
@@ -118,4 +261,16 @@ def parse(text: str, where: str) -> Board:
     unknown = sorted({figure.source for figure in board.figures()} - set(board.sources))
     if unknown:
         raise JobError(f"{where}: numbers name the sources {', '.join(unknown)}, which [sources] does not hold")
+    called = [point.name for point in board.points]
+    if len(set(called)) < len(called):
+        raise JobError(f"{where}: two points share a name: {', '.join(sorted(called))}")
+    lists = {} if board.clocks is None else board.clocks.lists()
+    for axis, values in lists.items():
+        if list(values) != sorted(set(values)):
+            raise JobError(f"{where}: [clocks] {axis} must rise from the lowest value to the highest")
+    if board.model is not None:
+        times = [board.model.inverse("flop").cycles, board.model.inverse("byte").cycles, board.model.draw().axes_w]
+        missing = sorted({axis for each in times for axis in each} - set(lists))
+        if missing:
+            raise JobError(f"{where}: [model] uses {', '.join(missing)}, of which [clocks] lists no values")
     return board

@@ -1,14 +1,62 @@
-"""A board that is only a profile: it tells what work would take there, and has no sensors.
+"""A board that is only a profile: it tells what work would take there. It has no sensors of its own.
 
-Time: t = flops / flops_per_s + read_bytes / bytes_per_s at the operating point it is held at, the
-two not overlapping. Energy: busy_w * t. Where the task declares no FLOPs, or the profile no speed,
-the time measured on this host stands in, and the source says so.
+Time and energy are `fedquilt.predict`'s at the operating point it is held at. Where the task declares no
+FLOPs, or the profile no speed, the time measured on this host stands in, and the source says so.
+
+A real board is not its profile. `spread` makes this one slower or faster than its profile by a factor of its
+own, and `noise` every task by another: both log-normal with median 1, from the seed. Joules follow the time.
+Battery and temperature follow the work: `cost` tells of it, `read` of the time that passes. The temperature is
+one heat capacity behind one resistance, if the profile has [thermal]: T' = (ambient + rise * P - T) / time.
 """
 
 from __future__ import annotations
 
+import math
+import random
+from dataclasses import dataclass
+from urllib.parse import parse_qsl
+
 from fedquilt import predict, profiles
-from fedquilt.core import ClockError, Cost, JobError, OperatingPoint, Reading, Work
+from fedquilt.core import ClockError, Cost, JobError, OperatingPoint, Reading, Work, derive_seed
+
+J_PER_WH = 3600.0
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What one simulated board has beside its profile."""
+
+    battery_wh: float | None = None  # capacity; full at first. None: no battery
+    noise: float = 0.0  # of each task's time: standard deviation of its logarithm, about its relative error
+    spread: float = 0.0  # of the board's own factor, likewise
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        numbers = (self.noise, self.spread, 0.0 if self.battery_wh is None else self.battery_wh)
+        if not all(math.isfinite(number) and number >= 0 for number in numbers) or self.battery_wh == 0:
+            raise JobError(f"a simulated board's battery, noise and spread are positive numbers, not {numbers}")
+
+    @classmethod
+    def parse(cls, text: str) -> Traits:
+        """From "battery=40Wh&noise=0.1&spread=0.2&seed=7", any of them left out.
+
+        Raises:
+            JobError: another name, or no number.
+        """
+        told = dict(parse_qsl(text, keep_blank_values=True))
+        try:
+            battery = told.pop("battery", None)
+            found = cls(
+                battery_wh=None if battery is None else float(battery.removesuffix("Wh")),
+                noise=float(told.pop("noise", 0)),
+                spread=float(told.pop("spread", 0)),
+                seed=int(told.pop("seed", 0)),
+            )
+        except ValueError:
+            raise JobError(f"{text!r}: battery, noise and spread are numbers, seed is a whole one") from None
+        if told:
+            raise JobError(f"a simulated board has no {', '.join(sorted(told))}: battery, noise, spread or seed")
+        return found
 
 
 class SimulatedDevice:
@@ -18,58 +66,117 @@ class SimulatedDevice:
         JobError: the profile has no such point.
     """
 
-    def __init__(self, profile: profiles.Board, point: str | None = None) -> None:
-        known = {held.name: held for held in profile.points}
-        if point is not None and point not in known:
-            raise JobError(f"board {profile.board!r} has no operating point {point!r}; it has {', '.join(known)}")
-        self._own = self._point = profile.points[0] if point is None else known[point]
-        self._profile = profile
-        self.board = profile.board
-        self.memory_bytes = int(profile.memory_bytes.value)
-        self.points = tuple(held.operating_point() for held in profile.points)
-        self.idle_w = None if profile.idle_w is None else profile.idle_w.value
-        self.provenance: str = profile.provenance()
-
     adjustable = True
 
+    def __init__(self, profile: profiles.Board, point: str | None = None, traits: Traits = Traits()) -> None:
+        self.points = profile.operating_points()
+        self._known = {held.name: held for held in self.points}
+        if point is not None and point not in self._known:
+            modes = ", ".join(mode.name for mode in profile.points)
+            raise JobError(f"board {profile.board!r} has no operating point {point!r}; it has the modes {modes}")
+        self._own = self._point = self.points[0] if point is None else self._known[point]
+        self._profile, self._traits = profile, traits
+        self.board = profile.board
+        self.memory_bytes = int(profile.memory_bytes.value)
+        self.idle_w = None if profile.idle_w is None else profile.idle_w.value
+        self.provenance: str = profile.provenance()
+        self.factor = _lognormal(traits.spread, traits.seed, "board")  # of its profile's times, the whole board
+        self._tasks = 0  # that are over
+        self._charge_j = None if traits.battery_wh is None else traits.battery_wh * J_PER_WH
+        self._temperature_c = None if profile.thermal is None else profile.thermal.ambient_c.value
+        self._seen_s: float | None = None
+        self._busy: list[tuple[float, float]] = []  # (seconds, watts) of work that no reading has passed over yet
+
     @classmethod
-    def named(cls, board: str, point: str | None = None) -> SimulatedDevice:
-        """The board in `profiles/<board>.toml`. Raises JobError where there is none."""
-        return cls(profiles.load(board), point)
+    def named(cls, board: str) -> SimulatedDevice:
+        """From "NAME[:POINT][?TRAITS]", as in "jetson-tx2:MAXQ?battery=40Wh&noise=0.1".
+
+        Raises:
+            JobError: no such profile, point or trait.
+        """
+        place, _, traits = board.partition("?")
+        name, _, point = place.partition(":")
+        return cls(profiles.load(name), point or None, Traits.parse(traits))
 
     def read(self, now_s: float) -> Reading:
-        """Nothing: the sensors of this host are not the board's."""
-        return Reading()
+        """Battery and temperature, where it has them; the sensors of this host are not the board's."""
+        passed_s = 0.0 if self._seen_s is None else max(0.0, now_s - self._seen_s)
+        self._seen_s = now_s if self._seen_s is None else max(now_s, self._seen_s)
+        while passed_s > 0:
+            busy_s, watts = self._busy[0] if self._busy else (math.inf, self.idle_w)
+            step_s = min(passed_s, busy_s)
+            self._pass(step_s, watts, idle=not self._busy)
+            if self._busy:
+                self._busy[0] = (busy_s - step_s, self._busy[0][1])
+                if self._busy[0][0] <= 0:
+                    del self._busy[0]
+            passed_s -= step_s
+        full_wh = self._traits.battery_wh
+        return Reading(
+            temperature_c=self._temperature_c,
+            battery=None if self._charge_j is None or full_wh is None else self._charge_j / (full_wh * J_PER_WH),
+            charging=None if full_wh is None else False,
+        )
 
     def hold(self, point: OperatingPoint) -> OperatingPoint:
         """See `fedquilt.core.Device`."""
-        found = [held for held in self._profile.points if held.name == point.name]
-        if not found:
+        if point.name not in self._known:
             raise ClockError(f"board {self.board} has no operating point {point.name!r}")
-        self._point = found[0]
-        return self._point.operating_point()
+        self._point = self._known[point.name]
+        return self._point
 
     def release(self) -> None:
         self._point = self._own
 
     def cost(self, work: Work, measured: Cost) -> Cost:
-        """What the profile predicts for the work."""
-        point = self._point.operating_point()
+        """What the task takes on this board.
+
+        Asked with no time measured, it is asked in advance, as on virtual time: nothing has happened yet.
+        Asked with one, the task is over: it has emptied the battery, and the next one has a noise of its own.
+        """
+        cost = self._cost(work, measured)
+        if measured.duration_s > 0:
+            self._tasks += 1
+            if cost.energy_j is not None and cost.duration_s > 0:
+                self._busy.append((cost.duration_s, cost.energy_j / cost.duration_s))
+                self._drain(cost.energy_j)
+        return cost
+
+    def _cost(self, work: Work, measured: Cost) -> Cost:
+        point = self._point
         duration_s = predict.seconds(work, point)
         predicted = duration_s is not None
         if duration_s is None:
             duration_s = measured.duration_s
-        power = self._point.busy_w
-        if power is None:
+        else:
+            duration_s *= self.factor * _lognormal(self._traits.noise, self._traits.seed, "task", self._tasks)
+        energy_j = predict.joules(duration_s, point)
+        if energy_j is None:
             return Cost(duration_s=duration_s, point=point.name)
-        speed, traffic = self._point.flops_per_s, self._point.bytes_per_s
-        rests_on = self._profile.provenance(*((power, speed, traffic) if predicted else (power,)))
-        source = f"profile {self.board} ({rests_on})" + ("" if predicted else ", time measured on this host")
-        idle_j = None if self.idle_w is None else self.idle_w * duration_s
+        numbers = ("busy_w", "flops_per_s", "bytes_per_s") if predicted else ("busy_w",)
+        rests_on = self._profile.provenance(*self._profile.basis(point.name, *numbers))
         return Cost(
             duration_s=duration_s,
-            energy_j=predict.joules(duration_s, point),
-            idle_j=idle_j,
-            energy_source=source,
+            energy_j=energy_j,
+            idle_j=None if self.idle_w is None else self.idle_w * duration_s,
+            energy_source=f"profile {self.board} ({rests_on})" + ("" if predicted else ", time measured on this host"),
             point=point.name,
         )
+
+    def _pass(self, seconds: float, watts: float | None, *, idle: bool) -> None:
+        """Time goes by at a power. What work takes from the battery, `cost` has taken already."""
+        if idle and watts is not None:
+            self._drain(watts * seconds)
+        thermal = self._profile.thermal
+        if thermal is not None and self._temperature_c is not None and watts is not None:
+            aim_c = thermal.ambient_c.value + thermal.rise_c_per_w.value * watts
+            self._temperature_c = aim_c + (self._temperature_c - aim_c) * math.exp(-seconds / thermal.time_s.value)
+
+    def _drain(self, joules: float) -> None:
+        if self._charge_j is not None:
+            self._charge_j = max(0.0, self._charge_j - joules)
+
+
+def _lognormal(sigma: float, *keys: object) -> float:
+    """Median 1; 1 exactly without a sigma."""
+    return random.Random(derive_seed(*keys)).lognormvariate(0.0, sigma) if sigma else 1.0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from fedquilt import profiles
 from fedquilt.core import JobError
 
-BOARDS = ["jetson-agx-orin", "jetson-nano", "jetson-orin-nano", "jetson-tx2", "jetson-xavier-nx"]
-BOARDS += ["raspberry-pi-5", "x86-host"]
+BOARDS = ["jetson-agx-orin", "jetson-agx-xavier", "jetson-nano", "jetson-orin-nano", "jetson-orin-nano-super"]
+BOARDS += ["jetson-orin-nx", "jetson-tx2", "jetson-xavier-nx", "raspberry-pi-5", "x86-host"]
 
 SMALL = """
 board = "small"
@@ -29,9 +30,35 @@ cpu_hz = { value = 2, source = "sheet" }
 busy_w = { value = 3, source = "guess" }
 """
 
-CORES = {"jetson-nano": 128, "jetson-tx2": 256, "jetson-xavier-nx": 384, "jetson-orin-nano": 1024}
-CORES["jetson-agx-orin"] = 2048
-BUS_BYTES = {"jetson-nano": 8, "jetson-tx2": 16, "jetson-xavier-nx": 16, "jetson-orin-nano": 16, "jetson-agx-orin": 32}
+CORES = {"jetson-nano": 128, "jetson-tx2": 256, "jetson-xavier-nx": 384, "jetson-agx-xavier": 512}
+CORES |= {"jetson-orin-nano": 1024, "jetson-orin-nano-super": 1024, "jetson-orin-nx": 1024, "jetson-agx-orin": 2048}
+BUS_BYTES = {
+    "jetson-nano": 8,
+    "jetson-tx2": 16,
+    "jetson-xavier-nx": 16,
+    "jetson-agx-xavier": 32,
+    "jetson-orin-nano": 16,
+}
+BUS_BYTES |= {"jetson-orin-nano-super": 16, "jetson-orin-nx": 16, "jetson-agx-orin": 32}
+GRIDDED = [*CORES, "raspberry-pi-5"]
+WATTS = {"cpu_w": 0.2, "gpu_w": 0.6, "emc_w": 0.2}  # of what follows clocks
+
+LAW = """
+[clocks.cpu_hz]
+source = "sheet"
+values = [1, 2, 4]
+
+[clocks.gpu_hz]
+source = "sheet"
+values = [5, 10]
+
+[model]
+flop_s = { value = 0.1, source = "guess" }
+flop_cpu_cycles = { value = 0.4, source = "guess" }
+flop_gpu_cycles = { value = 2, source = "guess" }
+base_w = { value = 1, source = "guess" }
+cpu_w = { value = 4, source = "guess" }
+"""
 
 
 def test_the_boards_the_brief_names_are_there():
@@ -51,33 +78,131 @@ def test_every_file_loads_and_is_named_after_its_board(name):
 def test_what_nobody_measured_is_called_assumed(name):
     """Speed and busy power of no board were measured by us, and no file claims so."""
     board = profiles.load(name)
-    for point in board.points:
-        assert board.provenance(point.flops_per_s, point.bytes_per_s) == "assumed"
-        assert board.provenance(point.busy_w) == "assumed"
+    for point in board.operating_points():
+        assert board.provenance(*board.basis(point.name, "flops_per_s", "bytes_per_s")) == "assumed"
+        assert board.provenance(*board.basis(point.name, "busy_w")) == "assumed"
 
 
 @pytest.mark.parametrize("name", sorted(CORES))
 def test_assumed_speeds_follow_from_the_rule_they_state(name):
-    """30 % of cores * 2 * gpu_hz, 60 % of 2 * emc_hz * bus width, each to the digits given."""
-    for point in profiles.load(name).points:
-        assert point.flops_per_s.value == pytest.approx(0.3 * CORES[name] * 2 * point.gpu_hz.value, rel=2e-3)
-        if point.emc_hz is not None:
-            assert point.bytes_per_s.value == pytest.approx(0.6 * 2 * point.emc_hz.value * BUS_BYTES[name], rel=5e-3)
+    """At the highest clocks 30 % of cores * 2 * gpu_hz and 60 % of 2 * emc_hz * bus width, to the digits given."""
+    board = profiles.load(name)
+    top = board.top()
+    flop_s = board.model.inverse("flop").seconds({}, top)
+    assert 1 / flop_s == pytest.approx(0.3 * CORES[name] * 2 * top["gpu_hz"], rel=2e-3)
+    byte_s = board.model.inverse("byte").seconds({}, top)
+    assert 1 / byte_s == pytest.approx(0.6 * 2 * top["emc_hz"] * BUS_BYTES[name], rel=5e-3)
+
+
+@pytest.mark.parametrize("name", sorted(set(CORES) - {"jetson-tx2"}))
+def test_assumed_time_is_split_as_it_states(name):
+    """23 % follows no clock, 5 % the CPU's, 44 % the GPU's, 28 % the memory's, at the highest clocks."""
+    board = profiles.load(name)
+    law, top = board.model.inverse("flop"), board.top()
+    whole_s = law.seconds({}, top)
+    parts = [law.fixed_s, *(law.cycles[axis] / top[axis] for axis in ("cpu_hz", "gpu_hz", "emc_hz"))]
+    assert [part / whole_s for part in parts] == pytest.approx([0.23, 0.05, 0.44, 0.28], rel=2e-3)
+
+
+def test_the_tx2_moves_as_the_paper_measured():
+    """FedStitch, Table II: 1 : 1.21 : 1.38 in speed, 1 : 1.25 : 1.14 in power; the model gives the speeds too."""
+    board = profiles.load("jetson-tx2")
+    points = {point.name: point for point in board.operating_points()}
+    slow, middle, fast = (points[name] for name in ("MAXQ", "MAXP_CORE_ALL", "MAXN"))
+    assert middle.flops_per_s / slow.flops_per_s == pytest.approx(1.21, rel=1e-3)
+    assert fast.flops_per_s / slow.flops_per_s == pytest.approx(1.38, rel=1e-3)
+    assert middle.busy_w / slow.busy_w == pytest.approx(1.25)
+    assert fast.busy_w / slow.busy_w == pytest.approx(1.14)
+    for point in (slow, middle, fast):
+        clocks = {"cpu_hz": point.cpu_hz, "gpu_hz": point.gpu_hz, "emc_hz": point.emc_hz}
+        assert board.model.inverse("flop").seconds(clocks, board.top()) * point.flops_per_s == pytest.approx(
+            1, rel=2e-3
+        )
+
+
+@pytest.mark.parametrize("name", sorted(CORES))
+def test_assumed_power_follows_from_the_rule_it_states(name):
+    """Exactly that of the mode with most of the clocks, and no less than idle at rest; shares of 20, 60 and 20 %."""
+    board = profiles.load(name)
+    draw, top = board.model.draw(), board.top()
+    following = sum(draw.axes_w.values())
+    for key, share in WATTS.items():
+        assert getattr(board.model, key).value == pytest.approx(share * following, rel=2e-3)
+    assert draw.base_w >= (0.0 if board.idle_w is None else board.idle_w.value)
+    named = [mode for mode in board.points if mode.busy_w is not None]
+    modelled = {m.name: draw.watts(clocks(m), top) for m in named}
+    anchor = max(named, key=lambda mode: modelled[mode.name])
+    assert modelled[anchor.name] == pytest.approx(anchor.busy_w.value, rel=2e-3)
+
+
+def clocks(mode: profiles.Point) -> dict[str, float]:
+    return {axis: getattr(mode, axis).value for axis in ("cpu_hz", "gpu_hz", "emc_hz") if getattr(mode, axis)}
+
+
+@pytest.mark.parametrize("name", GRIDDED)
+def test_more_clock_is_never_slower_and_never_draws_less(name):
+    """Over the whole grid; otherwise a governor would always pick it, on numbers nobody measured."""
+    board = profiles.load(name)
+    modes = {mode.name for mode in board.points}
+    grid = [point for point in board.operating_points() if point.name not in modes]
+    for low in grid:
+        for high in grid:
+            if all((getattr(low, a) or 0) <= (getattr(high, a) or 0) for a in ("cpu_hz", "gpu_hz", "emc_hz")):
+                assert low.flops_per_s <= high.flops_per_s
+                assert low.busy_w <= high.busy_w
 
 
 @pytest.mark.parametrize("name", BOARDS)
-def test_a_faster_point_of_a_board_never_draws_less(name):
-    """Otherwise a governor would always pick it, on numbers nobody measured."""
-    points = sorted(profiles.load(name).points, key=lambda point: point.flops_per_s.value)
-    drawn = [point.busy_w.value for point in points]
-    assert drawn == sorted(drawn)
+def test_every_point_has_a_name_of_its_own_and_says_what_it_does(name):
+    """The modes first, as the file has them, then the grid; together they fit into one message."""
+    board = profiles.load(name)
+    points = board.operating_points()
+    assert [point.name for point in points[: len(board.points)]] == [mode.name for mode in board.points]
+    assert len({point.name for point in points}) == len(points) <= profiles.MOST_POINTS
+    assert all(point.flops_per_s and point.bytes_per_s and point.busy_w for point in points)
+    assert len(msgspec.json.encode(points)) < 40_000
+    if name in GRIDDED:
+        lists = board.clocks.lists()
+        for point in points[len(board.points) :]:
+            assert all(getattr(point, axis) in values for axis, values in lists.items())
 
 
 def test_numbers_travel_without_their_sources():
-    """An operating point of the wire holds what is known and None for the rest."""
-    (point,) = profiles.parse(SMALL, "small").points
-    sent = point.operating_point()
+    """An operating point of the wire holds what is known and None for the rest; no model, no grid."""
+    (sent,) = profiles.parse(SMALL, "small").operating_points()
     assert (sent.name, sent.cpu_hz, sent.busy_w, sent.gpu_hz, sent.flops_per_s) == ("slow", 2, 3, None, None)
+
+
+def test_the_model_fills_in_what_a_mode_does_not_say_and_spans_the_grid():
+    """At cpu 2: 0.1 + 0.4/2 + 2/10 = 0.5 s a FLOP, the unsaid gpu at its highest; its own 3 W stay.
+
+    At cpu 4, gpu 10: 1 / (0.1 + 0.1 + 0.2) = 2.5 FLOP/s and 1 + 4 = 5 W; at cpu 1, gpu 5: 1/0.9 and 1 + 4/16.
+    """
+    board = profiles.parse(SMALL.replace("[[points]]", LAW + "[[points]]"), "small")
+    mode, *grid = board.operating_points()
+    assert (mode.flops_per_s, mode.busy_w, mode.gpu_hz) == (2.0, 3.0, None)
+    assert [(point.cpu_hz, point.gpu_hz) for point in grid] == [(4, 10), (4, 5), (2, 10), (2, 5), (1, 10), (1, 5)]
+    assert (grid[0].flops_per_s, grid[0].busy_w) == (2.5, 5.0)
+    assert (grid[-1].flops_per_s, grid[-1].busy_w) == (1.111, 1.25)
+    assert board.provenance(*board.basis("slow", "busy_w", "flops_per_s")) == "assumed"
+    assert [figure.value for figure in board.basis("slow", "busy_w")] == [3]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("values = [1, 2, 4]", "values = [2, 1, 4]", "cpu_hz must rise"),
+        ("flop_gpu_cycles", "flop_emc_cycles", "uses emc_hz, of which"),
+        ("flop_gpu_cycles", "flop_npu_cycles", "npu"),
+        ("values = [5, 10]", "values = []", "gpu_hz"),
+        ('name = "slow"', 'name = "slow"\n[[points]]\nname = "slow"', "share a name"),
+    ],
+)
+def test_a_model_that_cannot_be_used_is_refused(old, new, message):
+    """With the file's name."""
+    text = SMALL.replace("[[points]]", LAW + "[[points]]")
+    with pytest.raises(JobError, match=rf"small\.toml.*{message}"):
+        profiles.parse(text.replace(old, new), "small.toml")
 
 
 def test_provenance_is_that_of_the_least_sure_number():
