@@ -1,38 +1,64 @@
 """Boards: meters, clocks and memory, real or simulated. One file per kind, found by its name.
 
-Every file but `simulated.py` is a kind of real board and has `detect(root) -> Device | None`.
+A file with `detect(root, *, profile, clocks) -> Device | None` is a kind of real board; beside them is what
+they share.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fedquilt.core import Device, JobError
+
+if TYPE_CHECKING:
+    from fedquilt import profiles
 
 ROOT = Path("/")
 
 
-def make(board: str, root: Path = ROOT) -> Device:
+def make(
+    board: str,
+    root: Path = ROOT,
+    *,
+    profile: profiles.Board | None = None,
+    connect: Callable[[], Any] | None = None,
+) -> Device:
     """The board this agent speaks for.
 
     Args:
         board: "auto" for this host; or a profile's name ("jetson-tx2"), or one and an operating point
             of it ("jetson-tx2:MAXQ"), for a simulated one.
         root: where `proc` and `sys` are.
+        profile: of this very board, as `fedquilt record` writes it; else the one that ships for its kind, if any.
+        connect: gives what sets the clocks, or None; the clock helper of this machine, if `root` is "/".
 
     Raises:
-        JobError: no such profile or point, or a host that cannot be read.
+        JobError: no such profile or point, a profile for a simulated board, or a host that cannot be read.
     """
     if board != "auto":
+        if profile is not None:
+            raise JobError(
+                f"board {board!r} is simulated from its own profile: leave `profile` out, or say board = 'auto'"
+            )
         from fedquilt.edge_agent.devices.simulated import SimulatedDevice
 
-        name, _, point = board.partition(":")
-        return SimulatedDevice.named(name, point or None)
-    kinds = {module.name for module in pkgutil.iter_modules(__path__)} - {"simulated"}
-    for kind in sorted(kinds, key=lambda kind: (kind == "linux", kind)):  # any Linux is the last resort
-        device = importlib.import_module(f"{__name__}.{kind}").detect(root)
+        return SimulatedDevice.named(board)
+    if connect is None and root == ROOT:
+        from fedquilt.edge_agent.clocks import Clocks
+
+        connect = Clocks.connect
+    clocks = connect() if connect is not None else None
+    for kind in sorted(_kinds(), key=lambda kind: (kind == "linux", kind)):  # any Linux is the last resort
+        detect = getattr(importlib.import_module(f"{__name__}.{kind}"), "detect", None)
+        device = None if detect is None else detect(root, profile=profile, clocks=clocks)
         if device is not None:
             return device
     raise JobError("board 'auto' needs a Linux host with /proc/meminfo; name a profile to simulate one instead")
+
+
+def _kinds() -> set[str]:
+    return {module.name for module in pkgutil.iter_modules(__path__)} - {"simulated"}

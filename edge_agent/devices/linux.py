@@ -1,156 +1,155 @@
-"""Any Linux host: memory from /proc/meminfo, energy from RAPL, temperature from the thermal zones.
-
-RAPL is Linux's powercap class `intel-rapl` (AMD's processors are in it too): zones named `package-N`
-or `package-N-die-D`, some with a `dram` zone inside, count microjoules and wrap at a range of their
-own. `psys`, `core` and `uncore` overlap with these and are left out. Most hosts let only root read
-the counters; then energy is unknown.
-"""
+"""Any Linux host: memory, pressure, RAPL, hwmon, batteries, temperatures. Clocks where a helper sets them."""
 
 from __future__ import annotations
 
+import logging
 import platform
 from pathlib import Path
+from typing import Final, Protocol
 
-from fedquilt.core import ClockError, Cost, JobError, OperatingPoint, Reading, Work
+from fedquilt import profiles
+from fedquilt.core import ClockError, Cost, OperatingPoint, Reading, Work
+from fedquilt.edge_agent import levers
+from fedquilt.edge_agent.devices import points as tables
+from fedquilt.edge_agent.devices import sysfs
+from fedquilt.edge_agent.devices.memory import Memory
+from fedquilt.edge_agent.devices.power import Batteries, Hwmon, Meter, Power, Rapl, Rate
 
-PLAUSIBLE_C = (-40.0, 150.0)  # a sensor that is off says -256
+log = logging.getLogger("fedquilt.devices")
+
+PROCESSOR_CHIPS: Final = frozenset({"coretemp", "k10temp", "k8temp", "zenpower", "cpu_thermal"})
+FITS: Final = {"raspberrypi,5-model-b": "raspberry-pi-5"}  # device tree -> profile
 
 
-def detect(root: Path) -> LinuxDevice | None:
+class ClockHelper(Protocol):
+    """What sets clocks for a device: `fedquilt.edge_agent.clocks.Clocks`, or a fake."""
+
+    def hold(self, point: OperatingPoint) -> OperatingPoint: ...
+
+    def release(self) -> None: ...
+
+    def keepalive(self, now_s: float) -> None: ...
+
+
+def detect(
+    root: Path, *, profile: profiles.Board | None = None, clocks: ClockHelper | None = None
+) -> LinuxDevice | None:
     """This host, if it is a Linux."""
-    return LinuxDevice(root) if (root / "proc/meminfo").is_file() else None
+    if not (root / "proc/meminfo").is_file():
+        return None
+    return LinuxDevice(root, profile=profile or fitting(root, FITS), clocks=clocks)
 
 
 class LinuxDevice:
-    """A host that is only read, never set. Made to be read by one thread.
+    """A host by its own files. Made to be read by one thread, which is also the one that holds and releases.
 
     Args:
         root: where `proc` and `sys` are; "/" but for tests and containers.
+        profile: what is known of such a board: speed and power at its points. Without one there are no points.
+        clocks: what sets the clocks; without it they are only read.
+        meter: what tells the power of the board's rails; else hwmon does.
 
     Raises:
         JobError: `proc/meminfo` cannot be read.
     """
 
-    points: tuple[OperatingPoint, ...] = ()
-    idle_w: float | None = None
-    provenance = "sysfs"
-    adjustable = False
-
-    def __init__(self, root: Path = Path("/")) -> None:
-        self._root = root
-        total = _meminfo(root).get("MemTotal")
-        if total is None:
-            raise JobError(f"{root / 'proc/meminfo'} does not tell the memory of this host: is it a Linux?")
-        self.memory_bytes = total
+    def __init__(
+        self,
+        root: Path = Path("/"),
+        *,
+        profile: profiles.Board | None = None,
+        clocks: ClockHelper | None = None,
+        meter: Meter | None = None,
+    ) -> None:
+        self._memory = Memory(root)
+        self.memory_bytes = self._memory.total_bytes
         self.board = _board(root)
-        self._counters = [_Counter(zone) for zone in _zones(root / "sys/class/powercap")]
-        self._last: tuple[float, float] | None = None  # (now_s, energy_j) of the reading before
+        self.adjustable = clocks is not None
+        self.points: tuple[OperatingPoint, ...] = ()
+        self.idle_w: float | None = None
+        self.provenance = "sysfs"
+        if profile is not None:
+            self.points = tables.fit(profile, tables.lists(levers.discover(root)))
+            self.idle_w = None if profile.idle_w is None else profile.idle_w.value
+            self.provenance = profile.provenance()
+        self._clocks = clocks
+        self._meter = meter or Hwmon(root / "sys/class/hwmon")
+        self._rapl, self._rapl_rate = Rapl(root / "sys/class/powercap"), Rate()
+        self._batteries = Batteries(root / "sys/class/power_supply")
+        self._sensors = [*sysfs.zones(root / "sys/class/thermal"), *_processors(root / "sys/class/hwmon")]
 
     def read(self, now_s: float) -> Reading:
-        """What the sensors say. Counters wrap after some minutes under full load: read more often than that."""
-        energy_j = self._energy_j()
-        power_w = None
-        if energy_j is not None:
-            if self._last is not None and now_s > self._last[0]:
-                power_w = (energy_j - self._last[1]) / (now_s - self._last[0])
-            self._last = (now_s, energy_j)
+        """What the sensors say. RAPL's counters wrap after some minutes under full load: read more often than that.
+
+        The power is the whole board's: by its batteries where they alone feed it, else by a meter of the
+        whole, else by RAPL's processor and memory, which is less.
+        """
+        self._keep(now_s)
+        energy_j = self._rapl.energy_j()
+        rapl_w = None if energy_j is None else self._rapl_rate.watts(now_s, energy_j)
+        power = self._meter.read(now_s)
+        choices = (
+            Power(self._batteries.power_w(), "battery"),
+            power,
+            Power(rapl_w, "rapl"),
+        )
+        total = next((choice for choice in choices if choice.total_w is not None), Power())
         return Reading(
             energy_j=energy_j,
-            energy_source=None if energy_j is None else "rapl",
-            power_w=power_w,
-            temperature_c=_hottest_c(self._root / "sys/class/thermal"),
-            available_bytes=_meminfo(self._root).get("MemAvailable"),
+            energy_source=total.source if energy_j is None else "rapl",
+            power_w=total.total_w,
+            rails_w=power.rails_w if rapl_w is None else {**power.rails_w, "rapl": rapl_w},
+            temperature_c=sysfs.hottest_c(self._sensors),
+            available_bytes=self._memory.available_bytes(),
+            memory_pressure=self._memory.pressure(),
+            battery=self._batteries.charge(),
+            charging=self._batteries.charging(),
         )
 
     def hold(self, point: OperatingPoint) -> OperatingPoint:
-        raise ClockError(f"the clocks of {self.board} cannot be set by fedquilt")
+        """See `fedquilt.core.Device`."""
+        if self._clocks is None:
+            raise ClockError(
+                f"the clocks of {self.board} are only read: no clock helper runs here; start `fedquilt clocks`"
+            )
+        if point.name not in {known.name for known in self.points}:
+            raise ClockError(f"{self.board} has no operating point {point.name!r}")
+        return self._clocks.hold(point)
 
     def release(self) -> None:
-        pass
+        if self._clocks is not None:
+            self._clocks.release()
 
     def cost(self, work: Work, measured: Cost) -> Cost:
         """As it was measured."""
         return measured
 
-    def _energy_j(self) -> float | None:
-        """Of all zones since the start; None unless every one can be read, as a part would pass for the whole."""
-        totals = [counter.total_j() for counter in self._counters]
-        known = [total for total in totals if total is not None]
-        return sum(known) if known and len(known) == len(totals) else None
+    def _keep(self, now_s: float) -> None:
+        """The clock helper lets go when it hears nothing for some seconds."""
+        if self._clocks is not None:
+            try:
+                self._clocks.keepalive(now_s)
+            except ClockError as error:
+                log.warning("the clocks of this board are its own again: %s", error)
 
 
-class _Counter:
-    """One RAPL zone: joules since it was made, over any number of wraps that are each seen."""
-
-    def __init__(self, zone: Path) -> None:
-        self._zone = zone
-        self._last = _whole(zone / "energy_uj")
-        self._range = _whole(zone / "max_energy_range_uj")
-        self._total_uj = 0
-
-    def total_j(self) -> float | None:
-        now = _whole(self._zone / "energy_uj")
-        if now is None or self._last is None:
-            return None
-        if now < self._last:
-            if self._range is None:
-                return None
-            self._total_uj += self._range
-        self._total_uj += now - self._last
-        self._last = now
-        return self._total_uj / 1e6
-
-
-def _zones(powercap: Path) -> list[Path]:
-    """Packages, and the memory beside them: none of these is part of another."""
-
-    def counted(name: str) -> bool:
-        return name.startswith("package-") or name == "dram"
-
-    return [zone for zone in sorted(powercap.glob("intel-rapl:*")) if counted(_line(zone / "name") or "")]
+def fitting(root: Path, fits: dict[str, str]) -> profiles.Board | None:
+    """The profile of the first of the device tree's compatible boards that has one."""
+    for board in sysfs.lines(root / "proc/device-tree/compatible"):
+        if fits.get(board) in profiles.names():
+            return profiles.load(fits[board])
+    return None
 
 
 def _board(root: Path) -> str:
     """What the firmware calls this machine."""
     for place in ("proc/device-tree/model", "sys/class/dmi/id/product_name"):
-        if name := _line(root / place):
+        if name := sysfs.line(root / place):
             return name[:200]
     return f"linux-{platform.machine()}"
 
 
-def _hottest_c(thermal: Path) -> float | None:
-    low, high = PLAUSIBLE_C
-    zones = (_whole(zone / "temp") for zone in thermal.glob("thermal_zone*"))
-    known = [milli / 1000 for milli in zones if milli is not None and low <= milli / 1000 <= high]
-    return max(known, default=None)
-
-
-def _meminfo(root: Path) -> dict[str, int]:
-    """/proc/meminfo in bytes (its kB are 1024)."""
-    found = {}
-    for line in (_text(root / "proc/meminfo") or "").splitlines():
-        name, _, rest = line.partition(":")
-        value, _, unit = rest.strip().partition(" ")
-        if value.isdigit() and unit == "kB":
-            found[name] = int(value) * 1024
-    return found
-
-
-def _whole(path: Path) -> int | None:
-    try:
-        return int(_text(path) or "")
-    except ValueError:
-        return None
-
-
-def _line(path: Path) -> str | None:
-    text = _text(path)
-    return text.strip("\0\n ") or None if text is not None else None
-
-
-def _text(path: Path) -> str | None:
-    """The file's text; None where the kernel has no such file, or no right, or the sensor does not answer."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
+def _processors(hwmon: Path) -> list[Path]:
+    """Temperatures of the processor, which most PCs have no thermal zone for; not of disks or radios."""
+    chips = [chip for chip in sorted(hwmon.glob("hwmon*")) if sysfs.line(chip / "name") in PROCESSOR_CHIPS]
+    return [file for chip in chips for file in sorted(chip.glob("temp*_input"))]

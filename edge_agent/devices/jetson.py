@@ -1,0 +1,106 @@
+"""NVIDIA's Jetson boards: rails by label, the profile by the module's part number, the mode by its name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from fedquilt import profiles
+from fedquilt.edge_agent import levers
+from fedquilt.edge_agent.devices import jtop, sysfs
+from fedquilt.edge_agent.devices.ina3221 import Ina3221
+from fedquilt.edge_agent.devices.linux import ClockHelper, LinuxDevice
+from fedquilt.edge_agent.devices.power import Meter
+
+NONE: Final = ""  # a board known to be unlike any profile
+FITS: Final = {  # module or board, as its device tree has it after "nvidia," -> profile
+    "p3541-0000": NONE,  # Nano 2 GB, which calls itself a 4 GB one too
+    "p3450-0000": "jetson-nano",
+    "p3450-0002": "jetson-nano",
+    "p3310-1000": "jetson-tx2",
+    "p2771-0000": "jetson-tx2",
+    "p3668-0000": "jetson-xavier-nx",
+    "p3668-0001": "jetson-xavier-nx",
+    "p3668-0003": "jetson-xavier-nx",  # 16 GB
+    "p2972-0000": "jetson-agx-xavier",
+    "p3767-0003": "jetson-orin-nano",
+    "p3767-0005": "jetson-orin-nano",
+    "p3767-0003-super": "jetson-orin-nano-super",
+    "p3767-0005-super": "jetson-orin-nano-super",
+    "p3767-0000": "jetson-orin-nx",
+    "p3701-0000": "jetson-agx-orin",
+    "p3701-0005": "jetson-agx-orin",
+}
+
+
+def detect(
+    root: Path,
+    *,
+    profile: profiles.Board | None = None,
+    clocks: ClockHelper | None = None,
+    other: Callable[[], Meter | None] | None = None,
+) -> JetsonDevice | None:
+    """This board, if it is a Jetson.
+
+    Args:
+        other: what else can tell its rails, asked only if the board's own files tell none; jtop, which
+            speaks of this very machine, if `root` is "/".
+    """
+    compatible = sysfs.lines(root / "proc/device-tree/compatible")
+    tegra = any(board.startswith("nvidia,tegra") for board in compatible)
+    if not tegra and not (root / "etc/nv_tegra_release").is_file():
+        return None
+    meter: Meter | None = Ina3221(root)
+    if isinstance(meter, Ina3221) and not meter.rails:
+        other = other or (jtop.connect if root == Path("/") else None)
+        meter = (other() if other is not None else None) or meter
+    return JetsonDevice(root, profile=profile or fitting(root), clocks=clocks, meter=meter)
+
+
+class JetsonDevice(LinuxDevice):
+    """A Jetson by its own files. Arguments and errors as in `LinuxDevice`; unless given, the meter is its INA3221.
+
+    Where nothing sets its clocks, its one point is that of the mode it is in, if the profile has it: the others
+    are no choice.
+    """
+
+    def __init__(
+        self,
+        root: Path = Path("/"),
+        *,
+        profile: profiles.Board | None = None,
+        clocks: ClockHelper | None = None,
+        meter: Meter | None = None,
+    ) -> None:
+        super().__init__(root, profile=profile, clocks=clocks, meter=meter or Ina3221(root))
+        self.mode = mode(root)
+        if clocks is None and self.mode is not None:
+            own = [point for point in self.points if levers.plain(point.name) == levers.plain(self.mode)]
+            self.points = tuple(own) or self.points
+
+
+def fitting(root: Path) -> profiles.Board | None:
+    """The profile of the module that the device tree names, the most special name first."""
+    for board in sysfs.lines(root / "proc/device-tree/compatible"):
+        for part in board.removeprefix("nvidia,").split("+"):
+            name = FITS.get(part)
+            if name == NONE:
+                return None
+            if name in profiles.names():
+                return profiles.load(str(name))
+    return None
+
+
+def mode(root: Path) -> str | None:
+    """The name of the nvpmodel mode the board is in; None: it does not tell. Ids differ from release to release.
+
+    nvpmodel keeps the id in /var/lib/nvpmodel/status ("pmode:0002"); before it was ever set, the catalogue's
+    default holds.
+    """
+    status = re.search(r"pmode:(\d+)", sysfs.text(root / "var/lib/nvpmodel/status") or "")
+    default = re.search(r"<\s*PM_CONFIG\s+DEFAULT=(\d+)", sysfs.text(root / "etc/nvpmodel.conf") or "")
+    found = status or default
+    known = {mode.id: mode.name for mode in levers.discover(root).modes}
+    return known.get(int(found[1])) if found is not None else None

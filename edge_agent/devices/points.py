@@ -1,0 +1,86 @@
+"""A profile's operating points as this very board can have them: its own clocks, the profile's speed and power."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from fedquilt import profiles
+from fedquilt.core import OperatingPoint
+from fedquilt.edge_agent.levers import Levers
+from fedquilt.profiles.model import AXES, name
+
+SLACK: Final = 0.01  # 1420.8 MHz is meant by who says 1421
+CAP_REACH: Final = 0.1  # a mode's cap of 1200 MHz is, on a board that lists 1113.6 and 1267.2, its 1113.6
+SAME_TOP: Final = 0.02
+
+Lists = Mapping[str, tuple[float, ...]]  # axis -> hertz, rising; an axis that the board lists nothing for is left out
+
+
+def lists(levers: Levers) -> Lists:
+    """What the board lists: of several policies, the values that they share."""
+    found = {}
+    for axis, kind in zip(AXES, ("cpu", "gpu", "emc"), strict=True):
+        each = [{value * lever.unit_hz for value in lever.listed} for lever in levers.found if lever.kind == kind]
+        if shared := set[int].intersection(*each) if each else set():
+            found[axis] = tuple(float(hz) for hz in sorted(shared))
+    return found
+
+
+def fit(profile: profiles.Board, own: Lists) -> tuple[OperatingPoint, ...]:
+    """The profile's modes whose clocks the board has, each at the highest one it lists up to the mode's cap; then
+    the grid that the profile's model spans over the board's own clocks, if both have the same highest clocks.
+
+    A clock that the board does not list is left out of its points: it stays as the board has it. Points
+    that name no clock are kept.
+    """
+    modes = {mode.name for mode in profile.points}
+    chosen = [_capped(point, own) for point in profile.operating_points() if point.name in modes]
+    found = [point for point in chosen if point is not None]
+    taken = {_clocks(point) for point in found}
+    for point in _regridded(profile, own):
+        if point.name not in modes and _clocks(point) not in taken:
+            taken.add(_clocks(point))
+            found.append(point)
+    return tuple(found[: profiles.MOST_POINTS])
+
+
+def _capped(point: OperatingPoint, own: Lists) -> OperatingPoint | None:
+    clocks: dict[str, float | None] = dict.fromkeys(AXES)
+    for axis in AXES:
+        cap = getattr(point, axis)
+        if cap is None or axis not in own:
+            continue
+        below = [hz for hz in own[axis] if hz <= cap * (1 + SLACK)]
+        if not below or below[-1] < cap * (1 - CAP_REACH):
+            return None
+        clocks[axis] = below[-1]
+    return msgspec.structs.replace(point, **clocks)
+
+
+def _regridded(profile: profiles.Board, own: Lists) -> tuple[OperatingPoint, ...]:
+    """The profile's grid with the board's own lists; an unlisted clock is taken at the profile's highest."""
+    top = profile.top()
+    for axis, hz in top.items():
+        if axis in own and abs(own[axis][-1] - hz) > SAME_TOP * hz:
+            return ()  # another board than the profile's: its model does not hold here
+    if not any(axis in own for axis in top) or profile.clocks is None:
+        return ()
+    steps = {
+        axis: profiles.Steps(own.get(axis, (hz,)), getattr(profile.clocks, axis).source) for axis, hz in top.items()
+    }
+    board = msgspec.structs.replace(profile, clocks=profiles.Clocks(**steps))
+    modes = {mode.name for mode in profile.points}
+    unlisted = {axis: None for axis in AXES if axis not in own}
+    grid = [point for point in board.operating_points() if point.name not in modes]
+    return tuple(msgspec.structs.replace(point, name=_called(point, own), **unlisted) for point in grid)
+
+
+def _called(point: OperatingPoint, own: Lists) -> str:
+    return name({axis: getattr(point, axis) for axis in own if getattr(point, axis) is not None})
+
+
+def _clocks(point: OperatingPoint) -> tuple[float | None, ...]:
+    return tuple(getattr(point, axis) for axis in AXES)

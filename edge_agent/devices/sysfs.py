@@ -1,0 +1,57 @@
+"""Reading the small files by which a kernel tells of its hardware. What cannot be read is None, never an error."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+LIMIT_BYTES = 1 << 16  # more than any of these files holds
+PLAUSIBLE_C = (-40.0, 150.0)  # a sensor that is off says -256
+STUCK_ZONES = frozenset({"PMIC-Die"})  # says 100 C on Nano, TX2 and Xavier, cold or hot
+
+
+def text(path: str | Path) -> str | None:
+    """The file's text; None where the kernel has no such file, or no right, or the sensor does not answer."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        return os.read(handle, LIMIT_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return None
+    finally:
+        os.close(handle)
+
+
+def line(path: str | Path) -> str | None:
+    """The text without what ends it, a device tree's NUL too; None where nothing is left."""
+    found = text(path)
+    return found.strip("\0\n ") or None if found is not None else None
+
+
+def lines(path: str | Path) -> list[str]:
+    """A device tree's list of texts, each ended by a NUL."""
+    return [part for part in (text(path) or "").split("\0") if part.strip()]
+
+
+def whole(path: str | Path) -> int | None:
+    """The whole number that the file holds; None where it holds anything else."""
+    try:
+        return int(text(path) or "")
+    except ValueError:
+        return None
+
+
+def zones(thermal: Path) -> list[Path]:
+    """The readings of the thermal zones in sys/class/thermal, without the one that is known to be stuck."""
+    found = sorted(thermal.glob("thermal_zone*"))
+    return [zone / "temp" for zone in found if line(zone / "type") not in STUCK_ZONES]
+
+
+def hottest_c(sensors: Iterable[str | Path]) -> float | None:
+    """Of sensors in thousandths of a degree, those that are on; None: none is."""
+    low, high = PLAUSIBLE_C
+    known = [milli / 1000 for milli in map(whole, sensors) if milli is not None and low <= milli / 1000 <= high]
+    return max(known, default=None)

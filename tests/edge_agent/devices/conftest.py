@@ -1,0 +1,13 @@
+"""Trees of files stand for boards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from trees import Tree
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return Tree(tmp_path)

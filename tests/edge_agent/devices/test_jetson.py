@@ -1,0 +1,263 @@
+"""Jetsons. The trees are written from documented layouts (`fedquilt.tools.fake_boards`), not recorded on boards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedquilt import profiles
+from fedquilt.core import OperatingPoint
+from fedquilt.edge_agent.devices import jetson
+from fedquilt.edge_agent.devices.jetson import JetsonDevice, detect, mode
+from fedquilt.edge_agent.devices.power import Power
+from fedquilt.tools.fake_boards import plant
+from fedquilt.tools.fake_layouts import BOARDS
+
+EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in layout.jetpacks]
+ORIN = "sys/bus/i2c/drivers/ina3221/1-0040/hwmon/hwmon1"
+NANO = "sys/bus/i2c/drivers/ina3221x/6-0040/iio:device0"
+
+
+class FakeClocks:
+    def hold(self, point: OperatingPoint) -> OperatingPoint:
+        return point
+
+    def release(self) -> None:
+        pass
+
+    def keepalive(self, now_s: float) -> None:
+        pass
+
+
+def planted(root: Path, board: str, jetpack: int, **changes: Any) -> JetsonDevice:
+    """The board, with files changed after their names (path -> text, or None: gone)."""
+    plant(root, board, jetpack)
+    for path, text in changes.pop("files", {}).items():
+        if text is None:
+            (root / path).unlink()
+        else:
+            (root / path).write_text(text)
+    device = detect(root, **changes)
+    assert device is not None
+    return device
+
+
+@pytest.mark.parametrize(("board", "jetpack"), EVERY)
+def test_every_board_tells_its_power_temperature_and_memory(tmp_path: Path, board: str, jetpack: int):
+    """NVIDIA's guide gives addresses and labels; the expected watts are those of the layout, mV times mA."""
+    layout = BOARDS[board]
+    device = planted(tmp_path, board, jetpack)
+    reading = device.read(0.0)
+    rails = {label: mv * ma / 1e6 for chip in layout.rails.values() for label, mv, ma in chip if label != "NC"}
+    total = rails.get("VDD_IN") or rails.get("POM_5V_IN") or sum(rails.values())
+    assert reading.rails_w == pytest.approx(rails, abs=0.001)  # whole milliwatts on JetPack 4
+    assert reading.power_w == pytest.approx(total, abs=0.005)
+    assert reading.temperature_c is not None
+    assert 40 <= reading.temperature_c < 50
+    assert device.memory_bytes == layout.memory_kib * 1024
+    assert reading.available_bytes == layout.memory_kib // 2 * 1024
+    assert reading.memory_pressure == (0.0 if jetpack >= 5 else None)
+    assert (reading.energy_j, reading.battery) == (None, None)
+
+
+@pytest.mark.parametrize(("board", "jetpack"), EVERY)
+def test_every_board_finds_its_profile_and_mode(tmp_path: Path, board: str, jetpack: int):
+    """By part number; without a clock helper the mode it is in is its one point, held by its own governor."""
+    device = planted(tmp_path, board, jetpack)
+    layout = BOARDS[board]
+    assert device.mode == layout.modes[layout.default].name
+    found = jetson.fitting(tmp_path)
+    if board in profiles.names():
+        assert found is not None
+        assert found.board == board
+        assert device.provenance == found.provenance()
+        modes = [point.name for point in device.points]
+        assert len(modes) == 1
+        assert modes[0] in str(device.mode)
+    assert not device.adjustable
+
+
+@pytest.mark.parametrize(("board", "jetpack"), [pair for pair in EVERY if pair[0] in profiles.names()])
+def test_with_a_helper_a_board_has_points_of_clocks_it_lists(tmp_path: Path, board: str, jetpack: int):
+    """No clock of any point is one that the board's own files do not have; the mode it is in is not the only one."""
+    device = planted(tmp_path, board, jetpack, clocks=FakeClocks())
+    layout = BOARDS[board]
+    assert device.adjustable
+    assert len(device.points) > 1
+    assert {point.cpu_hz for point in device.points} <= {None, *(round(khz) * 1000.0 for khz in layout.cpu_khz)}
+    assert {point.gpu_hz for point in device.points} <= {None, *(round(mhz * 1e6) for mhz in layout.gpu_mhz)}
+    assert len({point.name for point in device.points}) == len(device.points)
+
+
+# -- rails ----------------------------------------------------------------------------------------
+
+
+def test_the_input_rail_is_the_total_and_the_others_are_parts(tmp_path: Path):
+    """TX2 has VDD_IN on its second monitor: 19 V times 200 mA, not the sum of six rails."""
+    reading = planted(tmp_path, "jetson-tx2", 4).read(0.0)
+    assert (reading.power_w, reading.energy_source) == (pytest.approx(3.8), "ina3221 VDD_IN")
+    assert sum(reading.rails_w.values()) > 6
+
+
+def test_agx_orin_has_no_input_rail_so_its_rails_are_summed(tmp_path: Path):
+    """Two monitors, two unconnected channels: 3.04 + 0.38 + 3.5 + 0.5 W, and the source says that it is a sum."""
+    reading = planted(tmp_path, "jetson-agx-orin", 6).read(0.0)
+    assert reading.power_w == pytest.approx(7.42)
+    assert reading.energy_source == "ina3221 sum of VDD_GPU_SOC, VDD_CPU_CV, VIN_SYS_5V0, VDDQ_VDD2_1V8AO"
+
+
+def test_one_silent_rail_makes_a_sum_unknown_but_not_an_input_rail(tmp_path: Path):
+    """A part would pass for the whole; where the input itself is measured, the parts are beside the point."""
+    silent = {"sys/bus/i2c/drivers/ina3221/1-0041/hwmon/hwmon2/curr2_input": "Resource temporarily unavailable"}
+    reading = planted(tmp_path / "agx", "jetson-agx-orin", 5, files=silent).read(0.0)
+    assert (reading.power_w, reading.energy_source) == (None, None)
+    assert set(reading.rails_w) == {"VDD_GPU_SOC", "VDD_CPU_CV", "VIN_SYS_5V0"}
+    reading = planted(tmp_path / "nano", "jetson-orin-nano", 5, files={f"{ORIN}/curr3_input": "?"}).read(0.0)
+    assert reading.power_w == pytest.approx(6.0)
+
+
+def test_a_silent_input_rail_makes_the_power_unknown(tmp_path: Path):
+    """The parts are not put in its place: the rest of the board is in none of them."""
+    device = planted(tmp_path, "jetson-nano", 4)
+    (tmp_path / NANO / "in_power0_input").unlink()
+    reading = device.read(0.0)
+    assert (reading.power_w, set(reading.rails_w)) == (None, {"POM_5V_GPU", "POM_5V_CPU"})
+
+
+def test_a_current_below_zero_is_the_sensors_offset(tmp_path: Path):
+    """No rail feeds power back, in either layout."""
+    reading = planted(tmp_path / "5", "jetson-orin-nx", 5, files={f"{ORIN}/curr2_input": "-8"}).read(0.0)
+    assert reading.rails_w["VDD_CPU_GPU_CV"] == 0.0
+    reading = planted(tmp_path / "4", "jetson-nano", 4, files={f"{NANO}/in_power1_input": "-40"}).read(0.0)
+    assert reading.rails_w["POM_5V_GPU"] == 0.0
+
+
+def test_unconnected_unlabelled_and_disabled_channels_and_the_shunts_sum_are_no_rails(tmp_path: Path):
+    """Linux's driver has in4 to in6 for the shunts and a labelled in7 for their sum; in<k>_enable is 0 when off."""
+    changes: dict[str, str | None] = {
+        f"{ORIN}/in2_label": "NC",
+        f"{ORIN}/in3_enable": "0",
+        f"{ORIN}/curr4_input": "900",
+        f"{ORIN}/curr7_input": "900",
+    }
+    reading = planted(tmp_path / "one", "jetson-orin-nano", 6, files=changes).read(0.0)
+    assert reading.rails_w == {"VDD_IN": pytest.approx(6.0)}
+    changes = {f"{ORIN}/in{channel}_label": None for channel in (1, 2, 3)}
+    reading = planted(tmp_path / "two", "jetson-orin-nano", 6, files=changes).read(0.0)
+    assert (reading.rails_w, reading.power_w) == ({}, None)
+
+
+def test_a_label_on_two_monitors_is_two_rails(tmp_path: Path):
+    """One would hide the other and the sum would miss it."""
+    second = {"sys/bus/i2c/drivers/ina3221/1-0041/hwmon/hwmon2/in2_label": "VDD_CPU_CV"}
+    reading = planted(tmp_path, "jetson-agx-orin", 5, files=second).read(0.0)
+    assert reading.rails_w["VDD_CPU_CV (2)"] == pytest.approx(0.5)
+    assert reading.power_w == pytest.approx(7.42)
+
+
+def test_rails_are_found_by_class_where_the_bus_is_not_shown(tmp_path: Path):
+    """Some containers have /sys/class/hwmon alone; another chip's channels there are none of ours."""
+    plant(tmp_path, "jetson-orin-nx", 6)
+    bus = tmp_path / "sys/bus/i2c/drivers/ina3221/1-0040/hwmon/hwmon1"
+    link = tmp_path / "sys/class/hwmon/hwmon1"
+    link.unlink()
+    bus.rename(link)
+    (tmp_path / "sys/class/hwmon/hwmon9").mkdir()
+    for name, text in (("name", "pwmfan"), ("in1_label", "VDD_IN"), ("in1_input", "1"), ("curr1_input", "1")):
+        (tmp_path / "sys/class/hwmon/hwmon9" / name).write_text(text)
+    device = detect(tmp_path)
+    assert device is not None
+    assert device.read(0.0).power_w == pytest.approx(6.0)
+
+
+def test_an_alias_of_a_monitor_is_not_counted_twice(tmp_path: Path):
+    """Some kernels show iio:device0 as iio_device too."""
+    plant(tmp_path, "jetson-agx-xavier", 4)
+    chip = tmp_path / "sys/bus/i2c/drivers/ina3221x/1-0040"
+    (chip / "iio_device").symlink_to("iio:device0")
+    device = detect(tmp_path)
+    assert device is not None
+    assert device.read(0.0).power_w == pytest.approx(8.36)
+
+
+# -- temperatures ---------------------------------------------------------------------------------
+
+
+def test_the_stuck_zone_and_those_that_are_off_are_not_the_hottest(tmp_path: Path):
+    """PMIC-Die says 100 C for ever, an Orin's sensor of a part without power -256 C; one answers nothing at all."""
+    reading = planted(tmp_path / "tx2", "jetson-tx2", 4).read(0.0)
+    assert reading.temperature_c == 42.5
+    off = {f"sys/class/thermal/thermal_zone{zone}/temp": "-256000" for zone in range(5)}
+    off["sys/class/thermal/thermal_zone5/temp"] = "try again"
+    reading = planted(tmp_path / "orin", "jetson-orin-nx", 5, files=off).read(0.0)
+    assert reading.temperature_c == 43.0
+
+
+# -- profile, points, mode ------------------------------------------------------------------------
+
+
+def test_a_board_unlike_any_profile_works_without_one(tmp_path: Path):
+    """A Nano with 2 GB also calls itself the 4 GB one: its own name comes first and has no profile."""
+    compatible = "nvidia,p3541-0000\0nvidia,p3450-0000\0nvidia,tegra210\0"
+    device = planted(tmp_path, "jetson-nano", 4, files={"proc/device-tree/compatible": compatible})
+    assert (device.points, device.provenance) == ((), "sysfs")
+    assert device.read(0.0).power_w == pytest.approx(2.9)
+
+
+def test_a_jetson_without_a_device_tree_is_known_by_its_release_file(tmp_path: Path):
+    """Containers hide the device tree; a Tegra that is neither is no Jetson for us."""
+    device = planted(tmp_path, "jetson-tx2", 4, files={"proc/device-tree/compatible": None})
+    assert device.read(0.0).power_w == pytest.approx(3.8)
+    (tmp_path / "etc/nv_tegra_release").unlink()
+    assert detect(tmp_path) is None
+
+
+def test_the_mode_is_known_by_name_whatever_its_number(tmp_path: Path):
+    """Another release numbers MAXQ 7; before nvpmodel ran for the first time, the catalogue's default holds."""
+    plant(tmp_path, "jetson-tx2", 4)
+    catalogue = tmp_path / "etc/nvpmodel/nvpmodel.conf"
+    catalogue.write_text(catalogue.read_text().replace("ID=1 NAME=MAXQ", "ID=7 NAME=MAXQ"))
+    status = tmp_path / "var/lib/nvpmodel/status"
+    status.write_text("pmode:0007 fmode:quiet\n")
+    assert mode(tmp_path) == "MAXQ"
+    status.write_text("pmode:0001\n")
+    assert mode(tmp_path) is None
+    status.unlink()
+    assert mode(tmp_path) == "MAXN"
+    catalogue.unlink()
+    assert mode(tmp_path) is None
+
+
+def test_in_a_mode_that_the_profile_does_not_have_all_its_points_are_told(tmp_path: Path):
+    """Which of them is true of the board is then not known."""
+    device = planted(tmp_path, "jetson-tx2", 4, files={"var/lib/nvpmodel/status": "pmode:0044"})
+    assert device.mode is None
+    assert len(device.points) > 1
+
+
+# -- jetson-stats ---------------------------------------------------------------------------------
+
+
+class FakeMeter:
+    def read(self, now_s: float) -> Power:
+        return Power(9.0, "another", {"VDD_IN": 9.0})
+
+
+def test_another_meter_is_asked_only_where_the_boards_own_files_tell_no_rails(tmp_path: Path):
+    """Our own reader first, always; and a tree that is not this machine's is never given this machine's power."""
+    asked = []
+
+    def other() -> FakeMeter:
+        asked.append(1)
+        return FakeMeter()
+
+    assert planted(tmp_path / "one", "jetson-nano", 4, other=other).read(0.0).power_w == pytest.approx(2.9)
+    assert not asked
+    bare = planted(tmp_path / "two", "jetson-nano", 4, files={f"{NANO}/rail_name_{k}": None for k in range(3)})
+    assert bare.read(0.0).power_w is None
+    again = detect(tmp_path / "two", other=other)
+    assert again is not None
+    assert (again.read(0.0).power_w, again.read(0.0).energy_source) == (9.0, "another")
+    assert detect(tmp_path / "two", other=lambda: None) is not None

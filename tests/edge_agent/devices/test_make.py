@@ -1,0 +1,67 @@
+"""Which kind of board an agent speaks for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trees import Tree
+
+from fedquilt import profiles
+from fedquilt.core import JobError
+from fedquilt.edge_agent import devices
+from fedquilt.edge_agent.devices.jetson import JetsonDevice
+from fedquilt.edge_agent.devices.linux import LinuxDevice
+from fedquilt.tools.fake_boards import plant
+
+
+def test_a_host_that_is_no_linux_is_told_what_to_do(tmp_path: Path):
+    """The message names the way out: a simulated board."""
+    with pytest.raises(JobError, match="name a profile to simulate"):
+        devices.make("auto", tmp_path)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("")
+    with pytest.raises(JobError, match="does not tell the memory"):
+        devices.make("auto", tmp_path)
+
+
+def test_auto_is_this_host():
+    """The real tree: memory is known, and what is available is no more than there is."""
+    device = devices.make("auto")
+    available = device.read(0.0).available_bytes
+    assert available is not None
+    assert 0 < available <= device.memory_bytes
+
+
+def test_a_jetson_is_a_jetson_before_it_is_a_linux(tree: Tree, tmp_path_factory: pytest.TempPathFactory):
+    """Any Linux is the last resort."""
+    assert type(devices.make("auto", tree.root)) is LinuxDevice
+    board = tmp_path_factory.mktemp("board")
+    plant(board, "jetson-tx2", jetpack=4)
+    assert type(devices.make("auto", board)) is JetsonDevice
+
+
+def test_the_clock_helper_is_asked_for_once_and_may_be_absent(tree: Tree):
+    """Without it, the board is read and not set."""
+    assert not devices.make("auto", tree.root, connect=lambda: None).adjustable
+    assert devices.make("auto", tree.root, connect=object).adjustable
+
+
+def test_a_profile_of_this_board_goes_before_the_shipped_one(tmp_path: Path):
+    """And none is taken for a board that is simulated from another."""
+    plant(tmp_path, "jetson-nano", jetpack=4)
+    own = profiles.load("x86-host")
+    assert devices.make("auto", tmp_path, profile=own).idle_w == (own.idle_w.value if own.idle_w else None)
+    with pytest.raises(JobError, match="leave `profile` out"):
+        devices.make("jetson-tx2", profile=own)
+
+
+def test_devices_need_no_numpy():
+    """They belong to the daemon, which stays small."""
+    check = (
+        "import sys; from fedquilt.edge_agent import devices; devices.make('auto'); devices.make('x86-host');"
+        "sys.exit(bool({'numpy', 'jtop', 'torch'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
