@@ -1,4 +1,4 @@
-"""Toy donors whose blocks are numpy functions, and devices with pictures that they can tell apart."""
+"""Toy donors whose blocks are numpy functions, toy networks to train, and devices with examples for either."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fedquilt.core import BlobRef, Bundle, Examples
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.models import images
 from fedquilt.tools.local_run import Member
 
@@ -112,4 +113,26 @@ def members(count: int = 4, examples: int = 60) -> list[Member]:
         x = np.clip(templates[y] + draws.normal(0, 60, size=(examples, 8, 8)), 0, 255).astype(np.uint8)
         cut = 3 * examples // 4
         found.append(Member(f"dev-{i}", Examples(x[:cut], y[:cut]), Examples(x[cut:], y[cut:])))
+    return found
+
+
+MLP = {"name": "mlp", "inputs": 6, "hidden": [5], "classes": 3}
+
+
+def to_train(network: dict[str, Any] | None = None, model: dict[str, np.ndarray] | None = None) -> Bundle:
+    """A network and what it begins with; none: a small one that the numpy engine trains."""
+    start = numpy_engine.init(MLP, 0) if model is None else model
+    meta = {"network": network or MLP, "flops": 100.0}
+    return Bundle(meta, {"model": BlobRef(sha256="0" * 64, size=1)}, lambda name: start)
+
+
+def learners(count: int = 3, examples: int = 16) -> list[Member]:
+    """Points whose label is their largest of three values; each device has its own mixture of labels."""
+    found = []
+    for i in range(count):
+        draws = np.random.default_rng(i)
+        x = draws.normal(size=(examples + 8, 6)).astype(np.float32)
+        y = draws.choice(3, size=examples + 8, p=np.roll([0.8, 0.1, 0.1], i))
+        x[np.arange(len(y)), y] += 2
+        found.append(Member(f"dev-{i}", Examples(x[8:], y[8:]), Examples(x[:8], y[:8])))
     return found

@@ -3,7 +3,7 @@
 Takes `{"name": "mlp", "inputs": d, "hidden": [h, ...], "classes": k}`, with an optional "input" table
 for images. Its tensors are those of the same network in torch, `Sequential(Flatten, Linear, ReLU, ...,
 Linear)`: "1.weight" (h, d), "1.bias" (h,), "3.weight" and so on. Loss is cross-entropy; steps are those
-of `torch.optim.SGD`. Equal input and equal generator give equal bits.
+of `torch.optim.SGD` and `Adam`. Equal input and equal generator give equal bits.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import msgspec
 import numpy as np
 
 from fedquilt import tensors
-from fedquilt.core import DataError, Examples, Fit, ModelError, Tensors
+from fedquilt.core import DataError, Examples, Fit, Hooks, ModelError, Tensors
 from fedquilt.edge_agent.engines import training
 
 BASE_BYTES = 44_000_000  # resident with numpy and this package, and a share read (x86-64, numpy 2.4)
 EVALUATED_AT_ONCE = 1024
+BETAS, EPSILON = (0.9, 0.999), 1e-8  # torch.optim.Adam's
 
 
 class Mlp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -83,42 +84,101 @@ class NumpyEngine:
         fit: Fit,
         rng: np.random.Generator,
         *,
-        correct: Callable[[Any, Any, Any], Any] | None = None,
+        hooks: Hooks = Hooks(),
         progress: Callable[[float], None] = lambda fraction: None,
     ) -> tuple[Tensors, dict[str, float]]:
         """See `fedquilt.core.Trainer`."""
+        _require_able(hooks)
         mlp, model = _load(network, start)
         training.require_labels(examples, mlp.classes)
         steps = training.Steps(len(examples), fit, progress)
-        begun = {name: array.copy() for name, array in model.items()} if correct else {}
-        momentum = {name: np.zeros_like(array) for name, array in model.items()}
-        at_once = self._at_once(mlp, fit.batch)
+        descent = Descent(mlp, model, fit, hooks)
+        at_once = self._at_once(mlp, fit.batch, copies=4 + len(hooks.anchors))
         for order in training.orders(len(examples), fit.epochs, rng):
             for batch in training.batches(order, fit.batch):
-                loss, gradient = _gradient(network, model, examples, batch, at_once)
+                loss, gradient = _gradient(network, model, examples, batch, at_once, hooks)
                 steps.took(loss, len(batch))
-                if correct:
-                    gradient = {name: correct(g, model[name], begun[name]) for name, g in gradient.items()}
-                _step(model, gradient, momentum, fit)
+                descent.step(gradient)
         return model, steps.metrics()
 
     @np.errstate(invalid="ignore", over="ignore")
-    def evaluate(self, network: Mapping[str, Any], model: Tensors, examples: Examples) -> dict[str, float]:
+    def evaluate(
+        self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, hooks: Hooks = Hooks()
+    ) -> dict[str, float]:
         """See `fedquilt.core.Trainer`."""
+        _require_able(hooks)
         mlp, model = _load(network, model)
         training.require_labels(examples, mlp.classes)
         right, loss = 0, 0.0
-        for rows in training.batches(np.arange(len(examples)), self._at_once(mlp, EVALUATED_AT_ONCE)):
-            scores = _forward(model, _inputs(network, examples.x[rows]))[-1]
+        for rows in training.batches(np.arange(len(examples)), self._at_once(mlp, EVALUATED_AT_ONCE, copies=1)):
+            scores = _forward(model, _inputs(network, examples.x[rows], hooks))[-1]
             right += int((scores.argmax(axis=1) == examples.y[rows]).sum())
             loss += float(_loss(scores, examples.y[rows])[0].sum())
         return training.measured(len(examples), right, loss)
 
-    def _at_once(self, mlp: Mlp, wanted: int) -> int:
-        """Examples whose activations fit beside the weights, gradients, momentum and the received copy."""
+    def _at_once(self, mlp: Mlp, wanted: int, copies: int) -> int:
+        """Examples whose activations fit beside the weights, their gradients, momentum, and what is received."""
         weights = 4 * sum(math.prod(shape) for shape in mlp.shapes.values())
         example = 4 * 3 * (mlp.inputs + sum(mlp.hidden) + mlp.classes)  # values, their gradients, scratch
-        return training.fitting(self._room_bytes - 4 * weights, example, wanted)
+        return training.fitting(self._room_bytes - copies * weights, example, wanted)
+
+
+class Descent:
+    """Takes the optimizer's steps on a model in place: correction, clipping over all tensors, decay, then the step."""
+
+    def __init__(self, mlp: Mlp, model: dict[str, np.ndarray], fit: Fit, hooks: Hooks) -> None:
+        self._model, self._fit, self._correct = model, fit, hooks.correct
+        self._rates = {name: np.float32(fit.lr * hooks.turns[0].rate(name)) for name in model}
+        self._first = {name: np.zeros_like(array) for name, array in model.items()}  # momentum, or Adam's mean
+        self._second = {name: np.zeros_like(array) for name, array in model.items()} if fit.optimizer == "adam" else {}
+        self._steps = 0
+        training.require_anchors(hooks.anchors, mlp.shapes)
+        anchors: dict[str, Tensors] = {}
+        if hooks.correct:
+            anchors = {"start": {name: array.copy() for name, array in model.items()}, **hooks.anchors}
+        self._at = {name: {key: np.asarray(held[name], np.float32) for key, held in anchors.items()} for name in model}
+
+    def step(self, gradient: dict[str, np.ndarray]) -> None:
+        """One step along the gradient of the mean loss of a mini-batch."""
+        moved = {name: array for name, array in gradient.items() if self._rates[name] > 0}
+        if self._correct:
+            moved = {name: self._correct(g, self._model[name], self._at[name]) for name, g in moved.items()}
+        scale = 1.0
+        if self._fit.clip > 0:
+            norm = math.sqrt(sum(float(np.square(array, dtype=np.float64).sum()) for array in moved.values()))
+            scale = min(1.0, self._fit.clip / (norm + 1e-6))
+        self._steps += 1
+        for name, array in moved.items():
+            value = self._model[name]
+            change = array * np.float32(scale) + np.float32(self._fit.weight_decay) * value
+            value -= self._rates[name] * (self._adam if self._second else self._sgd)(name, change)
+
+    def _sgd(self, name: str, change: np.ndarray) -> np.ndarray:
+        momentum = np.float32(self._fit.momentum)
+        self._first[name] = momentum * self._first[name] + change
+        return change + momentum * self._first[name] if self._fit.nesterov else self._first[name]
+
+    def _adam(self, name: str, change: np.ndarray) -> np.ndarray:
+        first, second = BETAS
+        self._first[name] += np.float32(1 - first) * (change - self._first[name])
+        self._second[name] += np.float32(1 - second) * (np.square(change) - self._second[name])
+        mean = self._first[name] / np.float32(1 - first**self._steps)
+        root = np.sqrt(self._second[name]) / np.float32(math.sqrt(1 - second**self._steps))
+        return mean / (root + np.float32(EPSILON))
+
+
+def _require_able(hooks: Hooks) -> None:
+    """Raises ModelError if a method asks for what only a module of torch can do."""
+    wanted = {
+        "prepare": hooks.prepare,
+        "a second turn": hooks.turns[1:],
+        "penalty": hooks.turns[0].penalty,
+        "begin": hooks.turns[0].begin,
+    }
+    if odd := [name for name, value in wanted.items() if value]:
+        raise ModelError(
+            f"the numpy engine cannot train with {' and '.join(odd)} as this method asks: install fedquilt[train]"
+        )
 
 
 # -- the network ----------------------------------------------------------------------------------
@@ -145,8 +205,8 @@ def _load(network: Mapping[str, Any], start: Tensors) -> tuple[Mlp, dict[str, np
     return mlp, {name: start[name].astype(np.float32) for name in mlp.shapes}
 
 
-def _inputs(network: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
-    flat = training.features(x, network).reshape(len(x), -1)
+def _inputs(network: Mapping[str, Any], x: np.ndarray, hooks: Hooks) -> np.ndarray:
+    flat = training.features(x, network, hooks.inputs).reshape(len(x), -1)
     if flat.shape[1] != network["inputs"]:
         raise DataError(f"examples hold {flat.shape[1]} values each, the network takes {network['inputs']}")
     return flat
@@ -176,12 +236,12 @@ def _loss(scores: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _gradient(
-    network: Mapping[str, Any], model: Tensors, examples: Examples, batch: np.ndarray, at_once: int
+    network: Mapping[str, Any], model: Tensors, examples: Examples, batch: np.ndarray, at_once: int, hooks: Hooks
 ) -> tuple[float, dict[str, np.ndarray]]:
     """Mean loss over the mini-batch and its gradient, by micro-batches and back through the layers."""
     loss, gradient = 0.0, {name: np.zeros_like(array) for name, array in model.items()}
     for rows in training.micro_batches(batch, at_once):
-        values = _forward(model, _inputs(network, examples.x[rows]))
+        values = _forward(model, _inputs(network, examples.x[rows], hooks))
         losses, back = _loss(values.pop(), examples.y[rows])
         loss += float(losses.sum()) / len(batch)
         back /= np.float32(len(batch))
@@ -191,15 +251,3 @@ def _gradient(
             if layer:
                 back = (back @ model[f"{2 * layer + 1}.weight"]) * (values[layer] > 0)
     return loss, gradient
-
-
-def _step(model: dict[str, np.ndarray], gradient: Tensors, momentum: dict[str, np.ndarray], fit: Fit) -> None:
-    """One step of SGD in place: clip by the norm over all tensors, then weight decay, then momentum."""
-    scale = 1.0
-    if fit.clip > 0:
-        norm = math.sqrt(sum(float(np.square(array, dtype=np.float64).sum()) for array in gradient.values()))
-        scale = min(1.0, fit.clip / (norm + 1e-6))
-    for name, array in model.items():
-        change = gradient[name] * np.float32(scale) + np.float32(fit.weight_decay) * array
-        momentum[name] = np.float32(fit.momentum) * momentum[name] + change
-        array -= np.float32(fit.lr) * momentum[name]

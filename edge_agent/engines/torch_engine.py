@@ -1,9 +1,12 @@
 """Training any network of the zoo with torch: the one training loop there is.
 
-A method changes a gradient (`correct`), never the loop. A mini-batch whose activations do not fit the
-budget goes through in micro-batches whose gradients are added up: the same step to float tolerance,
+A method changes it by `fedquilt.core.Hooks`, never copies it. A mini-batch whose activations do not fit
+the budget goes through in micro-batches whose gradients are added up: the same step to float tolerance,
 but for batch normalisation, which then normalises over each micro-batch (its statistics are the only
 difference). Equal input, generator, threads and budget give equal bits.
+
+`Fit.mixed` asks for 16-bit arithmetic and channels-last layout: bfloat16 where the GPU computes in it,
+else float16 with a scaled loss, which skips a step whose gradients overflow; on a CPU it is left aside.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedquilt.core import DataError, Examples, Fit, ModelError, Tensors
-from fedquilt.edge_agent.engines import training
+from fedquilt.core import DataError, Examples, Fit, Hooks, ModelError, Tensors
+from fedquilt.edge_agent.engines import torch_turn, training
 from fedquilt.models import zoo
 
 EVALUATED_AT_ONCE = 256
@@ -47,13 +50,15 @@ class TorchEngine:
     Args:
         budget_bytes: the most this process may hold resident.
         base_bytes: what it holds before any training.
+        half: what `Fit.mixed` computes in; None: what this machine is good at.
     """
 
     name = "torch"
 
-    def __init__(self, budget_bytes: int, *, base_bytes: int = BASE_BYTES) -> None:
+    def __init__(self, budget_bytes: int, *, base_bytes: int = BASE_BYTES, half: torch.dtype | None = None) -> None:
         self._room_bytes = budget_bytes - base_bytes - FIRST_STEP_BYTES
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._half = half or _half(self._device)
         # a process held to some cores must not start a thread for each of the board's
         torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
 
@@ -70,63 +75,68 @@ class TorchEngine:
         fit: Fit,
         rng: np.random.Generator,
         *,
-        correct: Callable[[Any, Any, Any], Any] | None = None,
+        hooks: Hooks = Hooks(),
         progress: Callable[[float], None] = lambda fraction: None,
     ) -> tuple[Tensors, dict[str, float]]:
         """See `fedquilt.core.Trainer`."""
         steps = training.Steps(len(examples), fit, progress)
         orders = training.orders(len(examples), fit.epochs, rng)
+        half = self._half if fit.mixed else None
         with _repeatable(int(rng.integers(2**53))):
-            model, probe = self._load(network, start, examples)
-            model.train()
-            at_once = training.fitting(self._room(model, copies=5), probe.example_bytes, fit.batch)
-            begun = {name: value.detach().clone() for name, value in model.named_parameters()} if correct else {}
-            stepper = torch.optim.SGD(
-                model.parameters(), lr=fit.lr, momentum=fit.momentum, weight_decay=fit.weight_decay
-            )
+            model, probe = self._load(network, start, examples, hooks)
+            layout = torch.channels_last if half else torch.contiguous_format
+            model = model.train().to(memory_format=layout)
+            torch_turn.hold_still(model, hooks)
+            anchors = torch_turn.anchored(model, hooks)
+            copies = 5 + len(hooks.anchors) + (fit.optimizer == "adam")
+            at_once = training.fitting(self._room(model, copies), probe.example_bytes, fit.batch)
+            turns = [torch_turn.Stepper(model, turn, fit, hooks, anchors, half) for turn in hooks.turns]
             for order in orders:
                 for batch in training.batches(order, fit.batch):
-                    stepper.zero_grad()
-                    steps.took(self._add_gradients(model, network, examples, batch, at_once), len(batch))
-                    if correct:
-                        _correct(model, begun, correct)
-                    if fit.clip > 0:
-                        nn.utils.clip_grad_norm_(model.parameters(), fit.clip)
-                    stepper.step()
+                    loss = 0.0
+                    for turn in turns:
+                        parts = training.micro_batches(batch, at_once)
+                        loss = turn.step((self._batch(network, examples, part, hooks) for part in parts), len(batch))
+                    steps.took(loss, len(batch))
             return _tensors(model), steps.metrics()
 
-    def evaluate(self, network: Mapping[str, Any], model: Tensors, examples: Examples) -> dict[str, float]:
+    def evaluate(
+        self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, hooks: Hooks = Hooks()
+    ) -> dict[str, float]:
         """See `fedquilt.core.Trainer`."""
         if not len(examples):
             return training.measured(0, 0, 0.0)
         right, loss = 0, 0.0
         with _repeatable(0):
-            module, probe = self._load(network, model, examples)
+            module, probe = self._load(network, model, examples, hooks)
             module.eval()
             at_once = training.fitting(self._room(module, copies=2), probe.example_bytes, EVALUATED_AT_ONCE)
             with torch.inference_mode():
                 for rows in training.batches(np.arange(len(examples)), at_once):
-                    x, y = self._batch(network, examples, rows)
+                    x, y = self._batch(network, examples, rows, hooks)
                     scores = module(x)
                     right += int((scores.argmax(dim=1) == y).sum())
                     loss += float(F.cross_entropy(scores, y, reduction="sum"))
         return training.measured(len(examples), right, loss)
 
-    def _load(self, network: Mapping[str, Any], start: Tensors, examples: Examples) -> tuple[nn.Module, Probe]:
+    def _load(
+        self, network: Mapping[str, Any], start: Tensors, examples: Examples, hooks: Hooks
+    ) -> tuple[nn.Module, Probe]:
         """The network with these tensors, and what an example costs in it."""
-        model = zoo.build({key: value for key, value in network.items() if key != "input"}).to(self._device)
+        model = zoo.build({key: value for key, value in network.items() if key != "input"})
+        model = (hooks.prepare(model) if hooks.prepare else model).to(self._device)
         held = model.state_dict()
         training.require_fit(start, {name: tuple(value.shape) for name, value in held.items()})
-        probe = self._probe(model, network, examples)
+        probe = self._probe(model, network, examples, hooks)
         training.require_labels(examples, probe.classes)
         with torch.no_grad():  # after the probe, which moves the statistics of batch normalisation
             for name, value in held.items():
                 value.copy_(torch.tensor(start[name]))
         return model, probe
 
-    def _probe(self, model: nn.Module, network: Mapping[str, Any], examples: Examples) -> Probe:
+    def _probe(self, model: nn.Module, network: Mapping[str, Any], examples: Examples, hooks: Hooks) -> Probe:
         """Run two examples, as batch normalisation takes no fewer, and see what the backward pass would need."""
-        x, _ = self._batch(network, examples, np.array([0, len(examples) - 1]))
+        x, _ = self._batch(network, examples, np.array([0, len(examples) - 1]), hooks)
         own = {value.untyped_storage().data_ptr() for value in model.state_dict().values()}
         kept: dict[int, int] = {}
 
@@ -153,34 +163,24 @@ class TorchEngine:
         return self._room_bytes - copies * weights
 
     def _batch(
-        self, network: Mapping[str, Any], examples: Examples, rows: np.ndarray
+        self, network: Mapping[str, Any], examples: Examples, rows: np.ndarray, hooks: Hooks
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.from_numpy(training.features(examples.x[rows], network))
+        x = torch.from_numpy(training.features(examples.x[rows], network, hooks.inputs))
         y = torch.from_numpy(examples.y[rows].astype(np.int64))
         return x.to(self._device), y.to(self._device)
 
-    def _add_gradients(
-        self, model: nn.Module, network: Mapping[str, Any], examples: Examples, batch: np.ndarray, at_once: int
-    ) -> float:
-        """Gradients of the mean loss over the mini-batch, added up over its micro-batches; and that loss."""
-        total = 0.0
-        for rows in training.micro_batches(batch, at_once):
-            x, y = self._batch(network, examples, rows)
-            loss = F.cross_entropy(model(x), y, reduction="sum") / len(batch)
-            loss.backward()
-            total += float(loss.detach())
-        return total
 
-
-def _correct(model: nn.Module, begun: Mapping[str, torch.Tensor], correct: Callable[[Any, Any, Any], Any]) -> None:
-    for name, value in model.named_parameters():
-        if value.grad is not None:
-            value.grad = correct(value.grad, value.detach(), begun[name])
+def _half(device: torch.device) -> torch.dtype | None:
+    """The 16-bit type this machine computes in faster than in 32 bits: none on a CPU."""
+    if device.type != "cuda":
+        return None
+    ampere = torch.cuda.get_device_capability(device) >= (8, 0)  # before it (Nano, TX2, Xavier) bfloat16 is emulated
+    return torch.bfloat16 if ampere else torch.float16
 
 
 def _tensors(model: nn.Module) -> dict[str, np.ndarray]:
     """Parameters and buffers; counters stay integer."""
-    return {name: value.detach().cpu().numpy() for name, value in model.state_dict().items()}
+    return {name: value.detach().cpu().contiguous().numpy() for name, value in model.state_dict().items()}
 
 
 @contextmanager

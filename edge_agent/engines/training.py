@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -14,7 +14,8 @@ from fedquilt.models import images
 if TYPE_CHECKING:
     from fedquilt.core import Examples, Fit, Tensors
 
-REPORT_STEPS = 5  # progress is told, and cancelling possible, each so many steps
+EXPLODED = 10.0  # times the loss of the first step, and at least so many nats: worse than a guess among 22,000 classes
+SETTLED_STEPS = 10  # an epoch's mean is judged from so many steps on: one odd mini-batch is no explosion
 
 
 def orders(count: int, epochs: int, rng: np.random.Generator) -> list[np.ndarray]:
@@ -45,12 +46,19 @@ def fitting(room_bytes: float, example_bytes: float, wanted: int) -> int:
     return size
 
 
-def features(x: np.ndarray, network: Mapping[str, Any]) -> np.ndarray:
-    """Stored examples to float32 as the network takes them: by its "input" table, or in the shape they have.
+def features(
+    x: np.ndarray, network: Mapping[str, Any], inputs: Callable[[np.ndarray], np.ndarray] | None = None
+) -> np.ndarray:
+    """Stored examples as the network takes them: float32 by its "input" table or in the shape they have.
+
+    Args:
+        inputs: a method's own way (`Hooks.inputs`), instead.
 
     Raises:
         DataError: they cannot be turned into that.
     """
+    if inputs is not None:
+        return inputs(x)
     if "input" in network:
         return images.prepare(x, network["input"])
     if x.dtype.kind == "u":
@@ -77,6 +85,15 @@ def require_fit(start: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
             raise ModelError(f"tensor {name!r} has shape {start[name].shape}, the network wants {shape}")
 
 
+def require_anchors(anchors: Mapping[str, Tensors], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ModelError unless every anchor has a tensor of each of these names and shapes; it may have more."""
+    for anchor, held in anchors.items():
+        for name, shape in shapes.items():
+            if name not in held or held[name].shape != shape:
+                what = f"has shape {held[name].shape}" if name in held else "is missing"
+                raise ModelError(f"tensor {name!r} of anchor {anchor!r} {what}, the network wants {shape}")
+
+
 def measured(examples: int, right: int, loss: float) -> dict[str, float]:
     """The metrics of an evaluation from its sums; without examples there is no accuracy to tell.
 
@@ -91,7 +108,11 @@ def measured(examples: int, right: int, loss: float) -> dict[str, float]:
 
 
 class Steps:
-    """The account of one training: refuses a loss that is not finite, tells progress, adds up metrics."""
+    """The account of one training: tells progress, adds up metrics, refuses a loss that leads nowhere.
+
+    A loss that is not finite is refused at once; one that has exploded, when the mean of an epoch so far
+    shows it. What would be sent is worse than nothing: folded in, it would harm everybody's model.
+    """
 
     def __init__(self, count: int, fit: Fit, progress: Callable[[float], None]) -> None:
         if not count:
@@ -101,22 +122,34 @@ class Steps:
         self._each = math.ceil(count / fit.batch)
         self._fit, self._progress = fit, progress
         self._done = 0
-        self._sum, self._seen = 0.0, 0
+        self._sum, self._seen, self._most = 0.0, 0, math.inf
 
     def took(self, loss: float, examples: int) -> None:
-        """One step is over; `loss` is its mean over so many examples, before the step."""
+        """One step is over; `loss` is its mean over so many examples, before the step.
+
+        Raises:
+            UpdateError: it is not finite, or has exploded.
+        """
         if self._done % self._each == 0:
             self._sum, self._seen = 0.0, 0  # what is told is the last epoch's
         self._done += 1
         total = self._each * self._fit.epochs
         if not math.isfinite(loss):
-            raise UpdateError(
-                f"the loss is {loss} in step {self._done} of {total}: lower lr (now {self._fit.lr}) or set clip"
-            )
+            self._refuse(f"the loss is {loss} in step {self._done} of {total}")
+        if self._done == 1:
+            self._most = EXPLODED * max(loss, 1.0)
         self._sum += loss * examples
         self._seen += examples
-        if self._done % REPORT_STEPS == 0 or self._done == total:
-            self._progress(self._done / total)
+        mean, steps = self._sum / self._seen, (self._done - 1) % self._each + 1
+        if mean > self._most and (steps >= SETTLED_STEPS or steps == self._each):
+            self._refuse(
+                f"the loss has exploded: a mean of {mean:.3g} up to step {self._done} of {total}, "
+                f"where at most {self._most:.3g} is reasonable"
+            )
+        self._progress(self._done / total)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UpdateError(f"{what}: lower lr (now {self._fit.lr}) or set clip")
 
     def metrics(self) -> dict[str, float]:
         """Mean loss over the last epoch, and how many steps there were."""

@@ -9,9 +9,9 @@ largest is kept. The sum runs in float64, in sorted order of devices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from msgspec import Meta
@@ -24,25 +24,36 @@ from fedquilt.core import (
     Contribution,
     DeviceView,
     Fit,
+    Hooks,
     Method,
     ModelError,
     Order,
     Site,
     Task,
+    Tensors,
+    UpdateError,
     Work,
 )
 
 
 @dataclass(frozen=True)
 class Params:
-    """Hyper-parameters of the client's SGD."""
+    """Hyper-parameters of the client's training."""
 
     epochs: Annotated[int, Meta(ge=1)] = 1  # E: passes over the device's own examples in a round
     batch: Annotated[int, Meta(ge=1)] = 32  # B: mini-batch size
     lr: Annotated[float, Meta(gt=0)] = 0.05  # eta: learning rate
-    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    lr_decay: Annotated[float, Meta(gt=0, le=1)] = 1.0  # times eta after every round
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # of sgd, begun anew in every round
+    nesterov: bool = False
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     clip: Annotated[float, Meta(ge=0)] = 0.0  # largest gradient norm; 0: no clipping
+    mixed: bool = False  # 16-bit arithmetic where a device's GPU has it; weights and what travels stay 32-bit
+
+    def __post_init__(self) -> None:
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov = true wants a momentum above 0")
 
 
 @dataclass(frozen=True)
@@ -71,27 +82,42 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
 
 
 def send(state: State, device: DeviceView) -> Order:
+    return order(state, {"model": state.model})
+
+
+def order(state: State, bundles: Mapping[str, Tensors], *, passes: int = 3, copies: int = 4) -> Order:
+    """The round's task of a method that trains the whole network by mini-batches.
+
+    Args:
+        passes: forward passes that one example's training costs; a backward pass takes about two.
+        copies: of the model that are held: weights, gradients, momentum and what is sent are 4.
+            Activations are the engine's to bound.
+    """
     size = tensors.total_bytes([state.model])
-    # weights, gradients, momentum and the copy that is sent; activations are the engine's to bound
-    per_example = 3 * state.flops * state.params["epochs"]  # a backward pass takes about two forward ones
-    work = Work(flops_per_example=per_example, read_bytes=3 * size, peak_bytes=4 * size)
-    return Order({**state.params, "network": state.network}, {"model": state.model}, work)
+    per_example = passes * state.flops * state.params["epochs"]
+    work = Work(flops_per_example=per_example, read_bytes=3 * size, peak_bytes=copies * size)
+    return Order({**state.params, "network": state.network}, bundles, work)
 
 
 def fit_of(task: Task) -> Fit:
-    """The SGD settings in a task's params."""
-    return Fit(**{name: task.params[name] for name in Fit.__dataclass_fields__})
+    """The training settings in a task's params, at the round's learning rate."""
+    given = {field.name: task.params[field.name] for field in fields(Fit) if field.name in task.params}
+    return replace(Fit(**given), lr=rate_of(task.params, task.round))
 
 
-def work(task: Task, site: Site, correct: Callable[[Any, Any, Any], Any] | None = None) -> Answer:
+def rate_of(params: Mapping[str, Any], round: int) -> float:
+    """The client's learning rate in a round: eta * decay^round."""
+    return float(params["lr"]) * float(params.get("lr_decay", 1.0)) ** round
+
+
+def work(task: Task, site: Site, hooks: Hooks = Hooks()) -> Answer:
+    return trained(task, site, site.load("model"), hooks)
+
+
+def trained(task: Task, site: Site, start: Tensors, hooks: Hooks = Hooks()) -> Answer:
+    """Training from `start` as the task says: the trained tensors as bundle "model", weighted by examples."""
     model, metrics = site.engine.train(
-        task.params["network"],
-        site.load("model"),
-        site.train,
-        fit_of(task),
-        site.rng,
-        correct=correct,
-        progress=site.progress,
+        task.params["network"], start, site.train, fit_of(task), site.rng, hooks=hooks, progress=site.progress
     )
     return Answer({"model": model}, weight=float(len(site.train)), metrics=metrics)
 
@@ -106,25 +132,50 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     share = {k: v if v.dtype.kind in "iu" else v.astype(np.float64) * update.weight for k, v in model.items()}
     if so_far is None:
         return Sum(share, update.weight)
-    return Sum(tensors.combine(_join, so_far.total, share), so_far.weight + update.weight)
+    return Sum(tensors.combine(join, so_far.total, share), so_far.weight + update.weight)
 
 
 def step(state: State, total: Sum | None) -> State:
     if total is None or total.weight == 0:
         return state
-    model = {
-        name: (array if array.dtype.kind in "iu" else array / total.weight).astype(state.model[name].dtype)
-        for name, array in total.total.items()
-    }
-    return replace(state, model=model)
+    return replace(state, model=cast(mean(total), state.model))
+
+
+def mean(total: Sum) -> dict[str, np.ndarray]:
+    """sum_k n_k * x_k / sum_k n_k in float64; counters as they are."""
+    return {name: a if a.dtype.kind in "iu" else a / total.weight for name, a in total.total.items()}
+
+
+def cast(model: Tensors, like: Tensors) -> dict[str, np.ndarray]:
+    """The tensors in the types of `like`."""
+    return {name: array.astype(like[name].dtype) for name, array in model.items()}
+
+
+def join(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Of two sums their sum, of two counters the larger."""
+    return np.maximum(a, b) if a.dtype.kind in "iu" else a + b
+
+
+def learned(model: Tensors) -> list[str]:
+    """Names of what gradients move: all but counters and the running statistics of batch norm."""
+    statistics = ("running_mean", "running_var")
+    return [name for name, a in model.items() if a.dtype.kind == "f" and name.rpartition(".")[2] not in statistics]
+
+
+def steps_of(update: Contribution) -> float:
+    """How many mini-batches a device went through.
+
+    Raises:
+        UpdateError: it does not say.
+    """
+    steps = update.metrics.get("steps", 0.0)
+    if not 1 <= steps < 2**53:
+        raise UpdateError(f"{update.device} says that it took {steps:g} steps: this method has to know, 1 or more")
+    return float(steps)
 
 
 def result(state: State) -> Artefact:
     return Artefact("weights", {"network": state.network}, state.model)
-
-
-def _join(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return np.maximum(a, b) if a.dtype.kind in "iu" else a + b
 
 
 METHOD = Method(

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from fedquilt.core import Answer, Site, Task
+from fedquilt.core import Answer, Hooks, Site, Task
 from fedquilt.methods import fedavg
 
 
@@ -22,7 +22,8 @@ class Params(fedavg.Params):
 
 def work(task: Task, site: Site) -> Answer:
     mu = task.params["mu"]
-    return fedavg.work(task, site, correct=lambda gradient, value, start: gradient + mu * (value - start))
+    pull = Hooks(correct=lambda gradient, value, at: gradient + mu * (value - at["start"]))
+    return fedavg.work(task, site, pull)
 
 
 METHOD = replace(fedavg.METHOD, paper="arXiv 1812.06127", params=Params, work=work)

@@ -1,0 +1,119 @@
+"""One turn of the training loop in torch: gradients over micro-batches, correction, clipping, the optimizer's step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fedquilt.core import Fit, Hooks, ModelError, Tensors, Turn
+from fedquilt.edge_agent.engines import training
+
+FIRST_SCALE = 2.0**10  # of float16's loss: torch's own 2**16 overflows, and skips, the first steps of a short task
+
+Anchors = Mapping[str, Mapping[str, torch.Tensor]]
+
+
+class Stepper:
+    """Moves the tensors of one `fedquilt.core.Turn`. Each turn has an optimizer of its own.
+
+    Args:
+        half: 16-bit type to compute in; None: everything in 32 bits.
+
+    Raises:
+        ModelError: no tensor would move.
+    """
+
+    def __init__(
+        self, model: nn.Module, turn: Turn, fit: Fit, hooks: Hooks, anchors: Anchors, half: torch.dtype | None
+    ) -> None:
+        self._model, self._turn, self._fit, self._half = model, turn, fit, half
+        self._correct, self._anchors, self._alone = hooks.correct, anchors, len(hooks.turns) == 1
+        rates = {name: turn.rate(name) for name, _ in model.named_parameters()}
+        self._moved = {name: value for name, value in model.named_parameters() if rates[name] > 0}
+        if not self._moved:
+            raise ModelError("the method holds every tensor of this network still: there is nothing to train")
+        self._at = {name: {key: held[name] for key, held in anchors.items()} for name in self._moved if self._correct}
+        groups: dict[float, list[torch.Tensor]] = {}
+        for name, value in self._moved.items():
+            groups.setdefault(rates[name], []).append(value)
+        self._optimizer = _optimizer([{"params": some, "lr": fit.lr * rate} for rate, some in groups.items()], fit)
+        place = next(iter(self._moved.values())).device.type
+        self._scaler = torch.amp.GradScaler(place, init_scale=FIRST_SCALE, enabled=half is torch.float16)
+        self._autocast = torch.autocast(place, dtype=half) if half else contextlib.nullcontext()
+        self._claim()
+
+    def step(self, parts: Iterable[tuple[torch.Tensor, torch.Tensor]], count: int) -> float:
+        """One step on a mini-batch of `count` examples that comes in parts; its mean loss before, without penalty.
+
+        What is not finite in the penalty comes back as the loss.
+        """
+        if not self._alone:
+            self._claim()
+        if self._turn.begin:
+            self._turn.begin(self._model)
+        self._optimizer.zero_grad()
+        total = 0.0
+        for x, y in parts:
+            with self._autocast:
+                scores = self._model(x)
+                loss = F.cross_entropy(scores, y, reduction="sum") / count
+                total += float(loss.detach())
+                if self._turn.penalty:
+                    extra = self._turn.penalty(self._model, x, scores, self._anchors) * (len(y) / count)
+                    total += 0.0 * float(extra.detach())  # 0 unless it is not finite
+                    loss = loss + extra
+            self._scaler.scale(loss).backward()
+        self._scaler.unscale_(self._optimizer)
+        if correct := self._correct:
+            for name, value in self._moved.items():
+                if value.grad is not None:
+                    value.grad = correct(value.grad, value.detach(), self._at[name])
+        if self._fit.clip > 0:
+            nn.utils.clip_grad_norm_(self._moved.values(), self._fit.clip)
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        return total
+
+    def _claim(self) -> None:
+        """Only what this turn moves gets a gradient: the rest of the backward pass is not computed."""
+        for name, value in self._model.named_parameters():
+            value.requires_grad_(name in self._moved)
+
+
+def hold_still(model: nn.Module, hooks: Hooks) -> None:
+    """Evaluation mode for modules whose own parameters no turn moves: a frozen batch norm keeps its statistics too."""
+    for path, module in model.named_modules():
+        own = [f"{path}.{name}" if path else name for name, _ in module.named_parameters(recurse=False)]
+        if own and not any(turn.rate(name) > 0 for turn in hooks.turns for name in own):
+            module.eval()
+
+
+def anchored(model: nn.Module, hooks: Hooks) -> Anchors:
+    """The method's anchors as tensors beside the model, and "start", if any hook would look at them.
+
+    Raises:
+        ModelError: one does not fit the network.
+    """
+    if not hooks.correct and not any(turn.penalty for turn in hooks.turns):
+        return {}
+    held = model.state_dict()
+    place = next(iter(held.values())).device
+    training.require_anchors(hooks.anchors, {name: tuple(value.shape) for name, value in model.named_parameters()})
+
+    def placed(anchor: Tensors) -> dict[str, torch.Tensor]:
+        kept = {name: torch.tensor(array, device=place) for name, array in anchor.items()}
+        return {name: value.float() if value.is_floating_point() else value for name, value in kept.items()}
+
+    start = {name: value.detach().clone() for name, value in held.items()}
+    return {"start": start, **{name: placed(anchor) for name, anchor in hooks.anchors.items()}}
+
+
+def _optimizer(groups: list[dict[str, Any]], fit: Fit) -> torch.optim.Optimizer:
+    if fit.optimizer == "adam":
+        return torch.optim.Adam(groups, weight_decay=fit.weight_decay)
+    return torch.optim.SGD(groups, momentum=fit.momentum, nesterov=fit.nesterov, weight_decay=fit.weight_decay)

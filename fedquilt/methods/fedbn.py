@@ -1,0 +1,84 @@
+"""FedBN: batch normalisation stays on the device, all else is averaged.
+
+Paper: Li et al., FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021
+(arXiv 2102.07623), Algorithm 1: weight, bias and running statistics of batch norm layers are never sent.
+
+A layer is told by its running statistics, not by a "bn" in its name: `downsample.1` may be one as well.
+Batch norm without running statistics is averaged like all else.
+
+Deviations: the result carries the batch norm tensors that the job began with, as nobody's own are known;
+`meta["private"]` names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fedquilt import tensors
+from fedquilt.core import Answer, Artefact, Bundle, DeviceView, Order, Site, Task, Tensors
+from fedquilt.methods import fedavg
+
+
+@dataclass(frozen=True)
+class State(fedavg.State):
+    """The shared tensors as `model`, and what every device's batch norm begins with."""
+
+    norm: dict[str, np.ndarray]
+
+
+def private(model: Tensors) -> set[str]:
+    """Names of the tensors of batch norm layers."""
+    layers = {name.rpartition(".")[0] for name in model if name.rpartition(".")[2] == "running_mean"}
+    return {name for name in model if name.rpartition(".")[0] in layers}
+
+
+def init(bundle: Bundle, params: Any, seed: int) -> State:
+    begun = fedavg.init(bundle, params, seed)
+    own = private(begun.model)
+    shared = {name: array for name, array in begun.model.items() if name not in own}
+    norm = {name: begun.model[name] for name in begun.model if name in own}
+    return State(**vars(replace(begun, model=shared)), norm=norm)
+
+
+def send(state: State, device: DeviceView) -> Order:
+    return fedavg.order(state, {"model": state.model, "norm": state.norm})
+
+
+def work(task: Task, site: Site) -> Answer:
+    answer = fedavg.trained(task, site, _whole(site))
+    model, own = answer.bundles["model"], site.load("norm").keys()
+    shared = {name: array for name, array in model.items() if name not in own}
+    return replace(answer, bundles={"model": shared}, local={name: model[name] for name in own})
+
+
+def check(task: Task, site: Site) -> Mapping[str, float]:
+    return site.engine.evaluate(task.params["network"], _whole(site), site.held)
+
+
+def result(state: State) -> Artefact:
+    meta = {"network": state.network, "private": sorted(state.norm)}
+    return Artefact("weights", meta, {**state.model, **state.norm})
+
+
+def _whole(site: Site) -> Tensors:
+    """The shared tensors and the device's own batch norm, the job's first until it has trained."""
+    norm = site.load("norm")
+    if site.local:
+        tensors.require_like(site.local, norm)
+    return {**site.load("model"), **norm, **site.local}
+
+
+METHOD = replace(
+    fedavg.METHOD,
+    paper="arXiv 2102.07623",
+    state=State,
+    init=init,
+    send=send,
+    work=work,
+    check=check,
+    result=result,
+)

@@ -1,0 +1,76 @@
+"""FedNova: devices that take unequal numbers of steps pull by their direction, not by their distance.
+
+Paper: Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization,
+NeurIPS 2020 (arXiv 2007.07481), Eq. 7 and section 4: with p_i the share of examples and a_i the sum of
+what the local optimizer gives each of its tau_i gradients,
+
+    d_i = (x - y_i) / a_i,   x <- x - (sum_i p_i a_i) sum_i p_i d_i.
+
+a_i is tau_i for plain SGD and (tau - rho (1 - rho^tau) / (1 - rho)) / (1 - rho) with momentum rho.
+
+Deviations: with Nesterov's momentum a_i = tau + rho times that. Weight decay and clipping are not
+reckoned in a_i. Batch norm's statistics are averaged by p_i. Written as one weighted mean of the models
+and x, so that a round's sum is one model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fedquilt.core import Contribution
+from fedquilt.methods import fedavg
+
+
+@dataclass(frozen=True)
+class Params(fedavg.Params):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.optimizer != "sgd":
+            raise ValueError("FedNova knows how far sgd goes in a number of steps, not how far adam does")
+
+
+@dataclass(frozen=True)
+class Sum(fedavg.Sum):
+    """sum_i n_i y_i / a_i of what is learned, sum_i n_i y_i of statistics, and three sums to divide by."""
+
+    inverse: float  # sum_i n_i / a_i
+    lengths: float  # sum_i n_i a_i
+
+
+def length(steps: float, params: Mapping[str, Any]) -> float:
+    """a_i: by how many plain gradients the local optimizer moves in so many steps."""
+    rho = params["momentum"]
+    if not rho:
+        return steps
+    heavy = (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
+    return steps + rho * heavy if params["nesterov"] else heavy
+
+
+def fold(state: fedavg.State, so_far: Sum | None, update: Contribution) -> Sum:
+    a = length(fedavg.steps_of(update), state.params)
+    one = fedavg.fold(state, None, update)
+    scaled = dict(one.total)
+    for name in fedavg.learned(state.model):
+        scaled[name] = scaled[name] / a
+    if so_far is None:
+        return Sum(scaled, one.weight, one.weight / a, one.weight * a)
+    total = {name: fedavg.join(so_far.total[name], array) for name, array in scaled.items()}
+    return Sum(total, so_far.weight + one.weight, so_far.inverse + one.weight / a, so_far.lengths + one.weight * a)
+
+
+def step(state: fedavg.State, total: Sum | None) -> fedavg.State:
+    if total is None or total.weight == 0:
+        return state
+    model = fedavg.mean(total)
+    effective = total.lengths / total.weight
+    for name in fedavg.learned(state.model):
+        kept = 1 - effective * total.inverse / total.weight
+        model[name] = kept * state.model[name].astype(np.float64) + effective * model[name]
+    return replace(state, model=fedavg.cast(model, state.model))
+
+
+METHOD = replace(fedavg.METHOD, paper="arXiv 2007.07481", params=Params, fold=fold, step=step)

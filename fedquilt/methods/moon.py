@@ -1,0 +1,94 @@
+"""MOON: a device's representation is drawn to the received model's and away from its own last model's.
+
+Paper: Li, He and Song, Model-Contrastive Federated Learning, CVPR 2021 (arXiv 2103.16257), Eq. 3 and 4:
+the local loss gains mu * l_con with, for cosine similarity s, z of the model in training, z_glob of the
+one received and z_prev of the device's last one,
+
+    l_con = -log( exp(s(z, z_glob) / T) / (exp(s(z, z_glob) / T) + exp(s(z, z_prev) / T)) ).
+
+Deviations: the representation is what enters the network's last linear layer; no projection head is
+added (the paper's is two layers to 256 values before it), so that the job's network stays as it is: one
+with such layers may be given. In its first round a device has no last model and l_con is left out.
+The last model is the device's own counted one, kept there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from fedquilt.core import Answer, DeviceView, Hooks, ModelError, Order, Site, Task, Turn
+from fedquilt.methods import fedavg
+
+
+@dataclass(frozen=True)
+class Params(fedavg.Params):
+    mu: Annotated[float, Meta(ge=0)] = 1.0  # mu: weight of the contrastive loss; 0 is FedAvg
+    temperature: Annotated[float, Meta(gt=0)] = 0.5  # T
+
+
+class Contrast:
+    """The hooks that add mu * l_con."""
+
+    def __init__(self, mu: float, temperature: float) -> None:
+        self._mu, self._temperature = mu, temperature
+        self._seen: Any = None  # (n, features) that entered the last linear layer in the last forward pass
+
+    def prepare(self, module: Any) -> Any:
+        from torch import nn
+
+        linear = [each for each in module.modules() if isinstance(each, nn.Linear)]
+        if not linear:
+            raise ModelError("MOON compares what enters the last linear layer, and this network has none")
+        linear[-1].register_forward_pre_hook(self._look)
+        return module
+
+    def penalty(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
+        import torch
+        from torch.nn import functional as F
+
+        z, modes = self._seen, [(each, each.training) for each in module.modules()]
+        likeness = []
+        module.eval()  # the two others only look: their statistics stay, and nothing is dropped
+        with torch.no_grad():
+            for anchor in ("start", "previous"):
+                torch.func.functional_call(module, anchors[anchor], (x,))
+                likeness.append(self._seen)
+        for each, mode in modes:
+            each.training = mode
+        both = torch.stack([F.cosine_similarity(z, other, dim=1) for other in likeness], dim=1)  # (n, 2)
+        first = torch.zeros(len(z), dtype=torch.int64, device=z.device)
+        return self._mu * F.cross_entropy(both / self._temperature, first)
+
+    def _look(self, module: Any, inputs: tuple[Any, ...]) -> None:
+        self._seen = inputs[0]
+
+
+def send(state: fedavg.State, device: DeviceView) -> Order:
+    return fedavg.order(state, {"model": state.model}, passes=5, copies=6)
+
+
+def work(task: Task, site: Site) -> Answer:
+    hooks = Hooks()
+    if site.local:
+        contrast = Contrast(task.params["mu"], task.params["temperature"])
+        hooks = Hooks(
+            prepare=contrast.prepare,
+            anchors={"previous": site.local},
+            turns=(Turn(penalty=contrast.penalty),),
+        )
+    answer = fedavg.work(task, site, hooks)
+    return replace(answer, local=answer.bundles["model"])
+
+
+METHOD = replace(
+    fedavg.METHOD,
+    paper="arXiv 2103.16257",
+    params=Params,
+    engines=("torch",),
+    send=send,
+    work=work,
+)

@@ -1,0 +1,119 @@
+"""SCAFFOLD: each step is corrected by how the device's gradients differ from the federation's.
+
+Paper: Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020
+(arXiv 1910.06378), Algorithm 1 with option II for the control variates:
+
+    y <- y - eta_l (g(y) - c_i + c),   c_i+ = c_i - c + (x - y) / (K eta_l)
+    x <- x + eta_g mean(y - x),        c <- c + 1/N sum (c_i+ - c_i)
+
+Deviations: c_i+ - c_i = (x - y) / (K eta_l) - c is reckoned by the coordinator from the model it is
+sent, so an upload is one model, not two, and c_i never leaves the device (the coordinator could add up
+the differences in either case). N is the number of devices that have taken part so far unless `devices`
+gives it. Batch norm's statistics have no variate and are averaged. A device that has lost its c_i counts
+as a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import numpy as np
+from msgspec import Meta
+
+from fedquilt import tensors
+from fedquilt.core import Answer, Bundle, Contribution, DeviceView, Hooks, Order, Site, Task, UpdateError
+from fedquilt.methods import fedavg
+
+
+@dataclass(frozen=True)
+class Params(fedavg.Params):
+    server_lr: Annotated[float, Meta(gt=0)] = 1.0  # eta_g: 1 takes the mean of the devices' models
+    devices: Annotated[int, Meta(ge=0)] = 0  # N: devices in the federation; 0: those that have taken part
+
+    def __post_init__(self) -> None:
+        if self.optimizer != "sgd" or self.momentum:
+            raise ValueError("control variates are differences of plain gradients: SCAFFOLD wants sgd and no momentum")
+
+
+@dataclass(frozen=True)
+class State(fedavg.State):
+    """The global model and the server's control variate."""
+
+    control: dict[str, np.ndarray]  # c: the mean of all devices' c_i
+    known: int  # devices that have taken part
+
+
+@dataclass(frozen=True)
+class Sum(fedavg.Sum):
+    """A round's models, and sum_i (x - y_i) / (K_i eta_l) with how many devices it is of."""
+
+    slopes: Mapping[str, np.ndarray]
+    new: int  # devices for the first time
+
+
+def init(bundle: Bundle, params: Params, seed: int) -> State:
+    begun = fedavg.init(bundle, params, seed)
+    control = {name: np.zeros_like(begun.model[name]) for name in fedavg.learned(begun.model)}
+    return State(**vars(begun), control=control, known=0)
+
+
+def send(state: State, device: DeviceView) -> Order:
+    return fedavg.order(state, {"model": state.model, "control": state.control}, copies=6)
+
+
+def work(task: Task, site: Site) -> Answer:
+    received, control = site.load("model"), site.load("control")
+    own = site.local or {name: np.zeros_like(array) for name, array in control.items()}
+    tensors.require_like(own, control)
+    shift = {name: control[name] - own[name] for name in control}
+    correction = Hooks(correct=lambda gradient, value, at: gradient + at["shift"], anchors={"shift": shift})
+    answer = fedavg.trained(task, site, received, correction)
+    model, path = answer.bundles["model"], answer.metrics["steps"] * fedavg.fit_of(task).lr
+    kept = {name: (received[name] - model[name]) / np.float32(path) - shift[name] for name in control}
+    return replace(answer, weight=1.0, metrics={**answer.metrics, "new": float(not site.local)}, local=kept)
+
+
+def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
+    new = update.metrics.get("new")
+    if new not in (0.0, 1.0):
+        raise UpdateError(f"{update.device} does not say whether it takes part for the first time (new = {new})")
+    path = fedavg.steps_of(update) * fedavg.rate_of(state.params, update.round)
+    models = fedavg.fold(state, so_far, replace(update, weight=1.0))
+    given = update.bundles["model"]
+    slopes = {k: (state.model[k].astype(np.float64) - given[k]) / path for k in state.control}
+    if so_far is not None:
+        slopes = dict(tensors.combine(np.add, so_far.slopes, slopes))
+    return Sum(models.total, models.weight, slopes, int(new) + (so_far.new if so_far else 0))
+
+
+def step(state: State, total: Sum | None) -> State:
+    if total is None:
+        return state
+    model = fedavg.mean(total)
+    for name in state.control:
+        model[name] = (1 - state.params["server_lr"]) * state.model[name] + state.params["server_lr"] * model[name]
+    before = max(state.known, state.params["devices"])
+    after = max(state.known + total.new, state.params["devices"])
+
+    def moved(control: np.ndarray, slopes: np.ndarray) -> np.ndarray:
+        """The mean of all c_i: those of the round have moved by their slope less c."""
+        old = control.astype(np.float64)
+        return ((before * old + slopes - total.weight * old) / after).astype(control.dtype)
+
+    control = dict(tensors.combine(moved, state.control, total.slopes))
+    return replace(state, model=fedavg.cast(model, state.model), control=control, known=state.known + total.new)
+
+
+METHOD = replace(
+    fedavg.METHOD,
+    paper="arXiv 1910.06378",
+    params=Params,
+    state=State,
+    init=init,
+    send=send,
+    work=work,
+    fold=fold,
+    step=step,
+)

@@ -1,0 +1,442 @@
+"""The FedAvg family: what each is when its knobs are at zero, and what it is on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedquilt import methods, tensors
+from fedquilt.coordinator import settings
+from fedquilt.core import Answer, BlobRef, Bundle, Contribution, Examples, JobError, Method, ModelError, UpdateError
+from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
+from fedquilt.methods import fedavg, fedbn, fednova, fedopt, scaffold
+from fedquilt.tools.local_run import Member, states
+from toys import MLP, learners, to_train
+
+SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
+
+
+def numpy_one() -> NumpyEngine:
+    return NumpyEngine(1 << 40, base_bytes=0)
+
+
+def torch_one() -> Any:
+    pytest.importorskip("torch")
+    from fedquilt.edge_agent.engines.torch_engine import TorchEngine
+
+    return TorchEngine(1 << 40, base_bytes=0)
+
+
+def play(
+    name: str | Method,
+    engine: Any = None,
+    bundle: Bundle | None = None,
+    devices: list[Member] | None = None,
+    rounds: int = 3,
+    **params: Any,
+) -> list[Any]:
+    """The states of a run on toy devices; a method by its name or itself."""
+    method = methods.load(name) if isinstance(name, str) else name
+    engine, bundle = engine or numpy_one(), bundle or to_train()
+    chosen = method.params(**{**SMALL, **params})
+    return list(states(method, bundle, Path, engine, devices or learners(), chosen, rounds=rounds))
+
+
+def same_bits(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> bool:
+    return tensors.encode(a) == tensors.encode(b)
+
+
+class Quadratics:
+    """An engine that goes down a/2 (x - b)^2 for the one example (a, b) of a device, by gradient steps."""
+
+    name = "quadratic"
+
+    def train(self, network, start, examples, fit, rng, *, hooks, progress):  # type: ignore[no-untyped-def]
+        (curvature, place), x = examples.x[0], start["x"].astype(np.float64)
+        for _ in range(fit.epochs):
+            gradient = curvature * (x - place)
+            if hooks.correct:
+                at = {"start": start["x"], **{key: held["x"] for key, held in hooks.anchors.items()}}
+                gradient = hooks.correct(gradient, x, at)
+            x = x - fit.lr * gradient
+        return {"x": x.astype(np.float32)}, {"loss": 0.0, "steps": float(fit.epochs)}
+
+
+def quadratics(*pairs: tuple[float, float]) -> tuple[Bundle, list[Member]]:
+    """One device for each (a, b), and x = 0 to begin with."""
+    at = [Examples(np.array([pair]), np.zeros(1, np.int64)) for pair in pairs]
+    members = [Member(f"dev-{i}", one, one) for i, one in enumerate(at)]
+    zero = {"x": np.zeros(1, np.float32)}
+    bundle = Bundle({"network": {"name": "x"}}, {"model": BlobRef(sha256="0" * 64, size=1)}, lambda name: zero)
+    return bundle, members
+
+
+def update(model: Mapping[str, np.ndarray], weight: float = 1.0, device: str = "d", **metrics: float) -> Contribution:
+    return Contribution(device, 0, weight, metrics, {"model": model})
+
+
+# -- identities -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "fit"),
+    [
+        ("fedprox", {"mu": 0.0}, {"momentum": 0.9, "lr_decay": 0.5}),
+        ("fedopt", {"server": "sgd", "server_lr": 1.0, "beta1": 0.0}, {"momentum": 0.9, "nesterov": True}),
+        ("fedbn", {}, {"optimizer": "adam", "lr": 0.01}),
+    ],
+)
+def test_with_its_knobs_at_zero_a_method_is_fedavg_bit_for_bit(
+    name: str, params: dict[str, Any], fit: dict[str, Any]
+) -> None:
+    """Over three rounds; FedBN as this network has no batch norm."""
+    members = learners(3, examples=13)
+    ours, theirs = play(name, devices=members, **params, **fit), play("fedavg", devices=members, **fit)
+    assert [tensors.encode(state.model) for state in ours] == [tensors.encode(state.model) for state in theirs]
+    assert not same_bits(ours[0].model, ours[-1].model)
+
+
+def test_scaffold_with_zero_variates_is_fedavg_bit_for_bit() -> None:
+    """All variates are zero in the first round; devices have 16 examples each, so that both means are the same."""
+    ours, theirs = play("scaffold", rounds=2), play("fedavg", rounds=2)
+    assert same_bits(ours[1].model, theirs[1].model)
+    assert not same_bits(ours[2].model, theirs[2].model)
+
+
+def test_moon_without_contrast_is_fedavg_bit_for_bit() -> None:
+    """mu = 0 with the contrastive forward passes taken all the same; with mu = 1 the second round differs."""
+    none, some, plain = play("moon", torch_one(), mu=0.0), play("moon", torch_one()), play("fedavg", torch_one())
+    assert [tensors.encode(state.model) for state in none] == [tensors.encode(state.model) for state in plain]
+    assert same_bits(some[1].model, plain[1].model)
+    assert not same_bits(some[2].model, plain[2].model)
+
+
+def test_fednova_with_equal_steps_is_fedavg() -> None:
+    """To float tolerance, with momentum too: every a_i is the same and cancels."""
+    ours, theirs = play("fednova", momentum=0.9), play("fedavg", momentum=0.9)
+    for name, array in theirs[-1].model.items():
+        np.testing.assert_allclose(ours[-1].model[name], array, atol=1e-6)
+
+
+def test_the_learning_rate_decays_by_round() -> None:
+    """A decay of 1/2 makes 0.1, 0.05, 0.025."""
+    assert [fedavg.rate_of({"lr": 0.1, "lr_decay": 0.5}, r) for r in range(3)] == [0.1, 0.05, 0.025]
+
+
+# -- SCAFFOLD -------------------------------------------------------------------------------------
+
+TWO = ((1.0, 0.0), (4.0, 3.0))  # the sum of both is least at (1 * 0 + 4 * 3) / (1 + 4) = 2.4
+QUADRATIC = {"epochs": 8, "lr": 0.05}
+
+
+def test_scaffold_reaches_the_least_of_two_quadratics_and_fedavg_does_not() -> None:
+    """Closed form: sum a_i b_i / sum a_i = 2.4. FedAvg's eight steps on each end where both have gone too far.
+
+    One of its rounds maps x to b_i + r_i (x - b_i) on device i, r_i = (1 - 0.05 a_i)^8; the fixed point of
+    their mean is sum (1 - r_i) b_i / sum (1 - r_i), about 2.13.
+    """
+    bundle, members = quadratics(*TWO)
+    ours = play("scaffold", Quadratics(), bundle, members, rounds=60, **QUADRATIC)
+    theirs = play("fedavg", Quadratics(), bundle, members, rounds=60, **QUADRATIC)
+    pulls = [1 - (1 - 0.05 * a) ** 8 for a, _ in TWO]
+    drifted = sum(pull * b for pull, (_, b) in zip(pulls, TWO, strict=True)) / sum(pulls)
+    assert ours[-1].model["x"][0] == pytest.approx(2.4, abs=1e-4)
+    assert theirs[-1].model["x"][0] == pytest.approx(drifted, abs=1e-4)
+    assert abs(drifted - 2.4) > 0.2
+
+
+def test_scaffold_survives_a_resume_at_every_round() -> None:
+    """The server's state through storage, devices' variates through files: the same bits, and the same point."""
+    bundle, members = quadratics(*TWO)
+
+    def stored(state: Any, total: Any) -> Any:
+        return scaffold.step(tensors.unpack(tensors.pack(state), scaffold.State), total)
+
+    whole = play("scaffold", Quadratics(), bundle, members, rounds=20, **QUADRATIC)
+    again = list(
+        states(
+            replace(scaffold.METHOD, step=stored), bundle, Path, Quadratics(), members,
+            scaffold.Params(**{**SMALL, **QUADRATIC}), rounds=20, keep=lambda local: tensors.decode(tensors.encode(local)),
+        )
+    )  # fmt: skip
+    assert [tensors.pack(state) for state in whole] == [tensors.pack(state) for state in again]
+    assert np.abs(whole[-1].control["x"]) < 1e-2 < np.abs(whole[1].control["x"])  # its mean gradient goes to zero
+
+
+def test_scaffold_without_its_devices_variates_does_not_get_there() -> None:
+    """What a lost c_i costs: this test shows that the one above tests something."""
+    bundle, members = quadratics(*TWO)
+    lost = states(
+        scaffold.METHOD, bundle, Path, Quadratics(), members, scaffold.Params(**QUADRATIC),
+        rounds=60, keep=lambda local: {},
+    )  # fmt: skip
+    *_, last = lost
+    assert abs(last.model["x"][0] - 2.4) > 0.1
+
+
+def test_the_servers_variate_is_the_mean_of_all_devices_variates() -> None:
+    """Though devices send only models, take part in turn, and N grows from what is seen: 1 of 3, then 2, then 3."""
+    kept: dict[str, Mapping[str, np.ndarray]] = {}
+
+    def work(task: Any, site: Any) -> Answer:
+        answer = scaffold.work(task, site)
+        kept[site.device] = answer.local
+        return answer
+
+    method = replace(scaffold.METHOD, work=work)
+    seen = []
+    run = states(method, to_train(), Path, numpy_one(), learners(), scaffold.Params(**SMALL), rounds=8, per_round=1)
+    for state in run:
+        seen.append(state.known)
+        for name, control in state.control.items():
+            mean = sum(own[name] for own in kept.values()) / max(1, len(kept))
+            np.testing.assert_allclose(control, mean + np.zeros_like(control), atol=1e-5)
+    assert seen[:2] == [0, 1]
+    assert seen[-1] == len(kept) == 3
+
+
+def test_scaffold_takes_a_known_number_of_devices() -> None:
+    """N = 10 where one takes part: c gets a tenth of its slope, (0 - y) / (K eta) with y = 1, K = 2, eta = 0.1."""
+    bundle, _ = quadratics(*TWO)
+    state = scaffold.init(bundle, scaffold.Params(lr=0.1, devices=10, server_lr=0.5), 0)
+    total = scaffold.fold(state, None, update({"x": np.ones(1, np.float32)}, steps=2.0, new=1.0))
+    after = scaffold.step(state, total)
+    assert after.control["x"] == pytest.approx([-0.5])
+    assert after.model["x"] == pytest.approx([0.5])  # eta_g = 1/2 goes half of the way
+    assert after.known == 1
+
+
+# -- FedNova --------------------------------------------------------------------------------------
+
+
+def test_fednova_with_unequal_steps_is_what_it_is_on_paper() -> None:
+    """x = 0; y = 2 after 2 steps with 10 examples, y = 12 after 4 with 30.
+
+    d = (-1, -3), p = (1/4, 3/4): sum p d = -2.5, sum p tau = 3.5, so x goes to 8.75 (FedAvg: 9.5).
+    """
+    bundle, _ = quadratics(*TWO)
+    state = fednova.METHOD.init(bundle, fednova.Params(), 0)
+    total = None
+    for model, weight, steps in ((2.0, 10.0, 2.0), (12.0, 30.0, 4.0)):
+        total = fednova.fold(state, total, update({"x": np.full(1, model, np.float32)}, weight, steps=steps))
+    assert fednova.step(state, total).model["x"] == pytest.approx([8.75])
+
+
+def test_how_far_momentum_goes_is_summed_up_by_hand() -> None:
+    """Three steps at rho = 1/2: gradients count 1 + 1/2 + 1/4, 1 + 1/2, 1, in all 4.25; with Nesterov's 3 + 4.25/2."""
+    assert fednova.length(3, {"momentum": 0.5, "nesterov": False}) == pytest.approx(4.25)
+    assert fednova.length(3, {"momentum": 0.5, "nesterov": True}) == pytest.approx(5.125)
+    assert fednova.length(3, {"momentum": 0.0, "nesterov": False}) == 3
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_the_engine_goes_as_far_as_fednova_reckons(nesterov: bool) -> None:
+    """A linear network on one example at a tiny rate: the gradient hardly changes, so it moves by a times the first."""
+    network = {**MLP, "hidden": []}
+    start = {"1.weight": np.zeros((3, 6), np.float32), "1.bias": np.zeros(3, np.float32)}
+    one = Examples(np.ones((1, 6), np.float32), np.zeros(1, np.int64))
+
+    def moved(epochs: int) -> float:
+        fit = fedavg.Fit(epochs=epochs, lr=1e-4, momentum=0.8, nesterov=nesterov)
+        return float(numpy_one().train(network, start, one, fit, tensors.rng(0))[0]["1.bias"][0])
+
+    reckoned = [fednova.length(tau, {"momentum": 0.8, "nesterov": nesterov}) for tau in (1, 5)]
+    assert moved(5) / moved(1) == pytest.approx(reckoned[1] / reckoned[0], rel=1e-2)
+
+
+# -- FedOpt ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("server", "points"),
+    [
+        # D = 1 from x = 0, eta 0.1, beta1 1/2, beta2 3/4, tau 1 (v begins at 1); then D = 1 again.
+        # sgd: m = 1, 1.5.  others: m = 0.5, 0.75.
+        ("sgd", (0.1, 0.25)),
+        ("adagrad", (0.1 * 0.5 / (2**0.5 + 1), 0.1 * 0.5 / (2**0.5 + 1) + 0.1 * 0.75 / (3**0.5 + 1))),
+        ("adam", (0.1 * 0.5 / 2, 0.1 * 0.5 / 2 + 0.1 * 0.75 / 2)),  # v stays 1
+        ("yogi", (0.1 * 0.5 / 2,)),  # v = D^2, so its sign is 0; what float32 makes of the next D decides the sign
+    ],
+)
+def test_server_steps_are_what_they_are_on_paper(server: Any, points: tuple[float, ...]) -> None:
+    """Two rounds in which the only device comes back 1 further than it began."""
+    bundle, _ = quadratics(*TWO)
+    params = fedopt.Params(server=server, server_lr=0.1, beta1=0.5, beta2=0.75, tau=1.0)
+    state = fedopt.init(bundle, params, 0)
+    for point in points:
+        state = fedopt.step(state, fedavg.fold(state, None, update({"x": state.model["x"] + np.float32(1)}, 5.0)))
+        assert state.model["x"] == pytest.approx([point], rel=1e-6)
+
+
+def test_yogi_moves_its_second_moment_by_the_sign() -> None:
+    """v = 1, D = 2: 1 + (1 - 3/4) 4 = 2; D = 1/2 from there: 2 - 1/4 / 4 = 1.9375."""
+    params = {"server": "yogi", "beta2": 0.75}
+    assert fedopt._second(params, np.ones(1), np.full(1, 4.0)) == 2.0
+    assert fedopt._second(params, np.full(1, 2.0), np.full(1, 0.25)) == 1.9375
+
+
+def test_no_server_optimizer_touches_batch_norms_statistics() -> None:
+    """A variance from 1 to 3 is 3, where momentum and adaptive steps would put it elsewhere; the weight moves so."""
+    start = {
+        "bn.weight": np.ones(1, np.float32),
+        "bn.running_mean": np.zeros(1, np.float32),
+        "bn.running_var": np.ones(1, np.float32),
+        "bn.num_batches_tracked": np.zeros((), np.int64),
+    }
+    given = {name: array + array.dtype.type(2) for name, array in start.items()}
+    for name in ("fedopt", "scaffold", "fednova"):
+        method = methods.load(name)
+        changes = {"server_lr": 0.25} if name != "fednova" else {}
+        state = method.init(to_train({"name": "x"}, start), method.params(**changes), 0)
+        first, second = (update(given, 1.0, device, steps=s, new=1.0) for device, s in (("a", 2.0), ("b", 8.0)))
+        after = method.step(state, method.fold(state, method.fold(state, None, first), second)).model
+        assert after["bn.running_var"] == pytest.approx([3.0])
+        assert after["bn.running_mean"] == pytest.approx([2.0])
+        assert int(after["bn.num_batches_tracked"]) == 2
+        assert after["bn.weight"] != pytest.approx([3.0])
+
+
+# -- FedBN and MOON -------------------------------------------------------------------------------
+
+BN = {"name": "residual", "channels": 1, "classes": 3, "width": 2, "input": {"channels": 1, "size": 8}}
+
+
+def pictures(count: int = 2) -> list[Member]:
+    """Each device's pictures have a brightness of their own."""
+    found = []
+    for i in range(count):
+        draws = np.random.default_rng(i)
+        x = (draws.integers(0, 50, (12, 8, 8)) + 100 * i).astype(np.uint8)
+        y = np.arange(12) % 3
+        found.append(Member(f"dev-{i}", Examples(x, y), Examples(x[:6], y[:6])))
+    return found
+
+
+def bn_start() -> dict[str, np.ndarray]:
+    torch = pytest.importorskip("torch")
+    from fedquilt.models import zoo
+
+    torch.manual_seed(0)
+    return {name: value.numpy().copy() for name, value in zoo.build(BN).state_dict().items()}
+
+
+def test_batch_norm_is_told_by_type_and_not_by_name() -> None:
+    """Every tensor of a BatchNorm2d and no other, though names here are `1`, `shortcut.1`, `bn1`."""
+    torch = pytest.importorskip("torch")
+    from fedquilt.models import zoo
+
+    model = zoo.build(BN)
+    wanted = {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if isinstance(module, torch.nn.BatchNorm2d)
+        for name in module.state_dict()
+    }
+    assert fedbn.private(bn_start()) == wanted
+    assert any("bn" not in name for name in wanted)
+
+
+def test_batch_norm_stays_on_the_device_and_is_used_there() -> None:
+    """Two devices of other brightness keep other statistics; a check runs with them; the server never sees any."""
+    kept: dict[str, Mapping[str, np.ndarray]] = {}
+    checked: list[float] = []
+
+    def work(task: Any, site: Any) -> Answer:
+        answer = fedbn.work(task, site)
+        assert answer.bundles["model"].keys().isdisjoint(answer.local)
+        with_own = fedbn.check(task, replace(site, local=answer.local))
+        with_first = fedbn.check(task, replace(site, local={}))
+        checked.append(abs(with_own["loss"] - with_first["loss"]))
+        kept[site.device] = answer.local
+        return answer
+
+    run = play(replace(fedbn.METHOD, work=work), torch_one(), to_train(BN, bn_start()), pictures(), rounds=2)
+    assert kept["dev-0"].keys() == kept["dev-1"].keys() == fedbn.private(bn_start())
+    means = [kept[device]["0.1.running_mean"] for device in ("dev-0", "dev-1")]
+    assert np.abs(means[0] - means[1]).max() > 1e-3
+    assert min(checked) > 0
+    assert run[-1].model.keys() == bn_start().keys() - kept["dev-0"].keys()
+    assert same_bits(run[-1].norm, run[0].norm)
+    found = fedbn.result(run[-1])
+    assert found.tensors.keys() == bn_start().keys()
+    assert found.meta["private"] == sorted(kept["dev-0"])
+
+
+def test_moon_draws_the_representation_to_the_received_model() -> None:
+    """After a long local training with a strong pull it is nearer to the received model's than without."""
+    torch = pytest.importorskip("torch")
+    bundle, members = to_train(), learners(1)
+
+    def likeness(mu: float) -> float:
+        first, one, two = play("moon", torch_one(), bundle, members, rounds=2, mu=mu, epochs=20)
+        hidden = [
+            np.maximum(members[0].train.x @ state.model["1.weight"].T + state.model["1.bias"], 0)
+            for state in (one, two)
+        ]
+        assert not same_bits(first.model, one.model)
+        return float(torch.nn.functional.cosine_similarity(*map(torch.from_numpy, hidden)).mean())
+
+    assert likeness(0.0) < likeness(20.0)
+
+
+def test_moon_leaves_batch_norm_statistics_to_its_own_forward_pass() -> None:
+    """The contrastive passes run in evaluation mode: as many batches are counted as were trained on, and no more."""
+    last = play("moon", torch_one(), to_train(BN, bn_start()), pictures(1), rounds=2)[-1]
+    assert int(last.model["0.1.num_batches_tracked"]) == 2 * 2 * 3
+
+
+def test_moon_says_so_where_there_is_no_linear_layer() -> None:
+    """SqueezeNet ends in a convolution."""
+    from fedquilt.methods import moon
+
+    torch = pytest.importorskip("torch")
+    with pytest.raises(ModelError, match="last linear layer, and this network has none"):
+        moon.Contrast(1.0, 0.5).prepare(torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1)))
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("fedavg", {"nesterov": True}, "wants a momentum above 0"),
+        ("fedavg", {"optimizer": "rmsprop"}, r"\$\.optimizer"),
+        ("scaffold", {"momentum": 0.9}, "SCAFFOLD wants sgd and no momentum"),
+        ("scaffold", {"optimizer": "adam"}, "SCAFFOLD wants sgd and no momentum"),
+        ("fednova", {"optimizer": "adam"}, "not how far adam does"),
+        ("fedopt", {"server": "lamb"}, r"\$\.server"),
+        ("fedopt", {"tau": 0.0}, r"\$\.tau"),
+        ("moon", {"temperature": 0.0}, r"\$\.temperature"),
+    ],
+)
+def test_parameters_that_make_no_sense_are_refused_in_the_job(name: str, params: dict[str, Any], message: str) -> None:
+    """When the job is read, not on a board."""
+    with pytest.raises(JobError, match=message):
+        settings.parse({"name": "j", "method": name, "params": params})
+
+
+@pytest.mark.parametrize("name", ["scaffold", "fednova"])
+def test_an_update_that_does_not_say_its_steps_is_refused(name: str) -> None:
+    """None, zero and NaN alike."""
+    method = methods.load(name)
+    state = method.init(to_train(), method.params(), 0)
+    for metrics in ({}, {"steps": 0.0}, {"steps": float("nan")}):
+        with pytest.raises(UpdateError, match="this method has to know"):
+            method.fold(state, None, update(state.model, new=1.0, **metrics))
+    if name == "scaffold":
+        with pytest.raises(UpdateError, match="takes part for the first time"):
+            method.fold(state, None, update(state.model, steps=1.0))
+
+
+def test_a_round_nobody_answered_changes_nothing() -> None:
+    """No total, or one without weight."""
+    for name in ("fedavg", "fedprox", "scaffold", "fednova", "fedopt", "fedbn", "moon"):
+        method = methods.load(name)
+        state = method.init(to_train(), method.params(), 0)
+        assert method.step(state, None) is state
