@@ -18,7 +18,7 @@ from fedquilt.edge_agent import leash
 ENDED = {"done": 0, "failed": 8, "stopped": 9}
 
 EPILOG = """exit codes: 0 done; 1 an error of fedquilt's own; 2 the job file, a setting or the command line; 3 data;
-4 a network or donor; 5 the broker; 6 a folder, the store or a full disk; 7 memory; 8 the job failed;
+4 a network or donor; 5 the broker; 6 a folder, the store or a full disk; 7 memory; 8 the job failed, or clocks;
 9 the job was stopped; 130 interrupted; 141 the reader of its output went away"""
 
 
@@ -153,6 +153,8 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("images", type=Path)
     _format(one)
 
+    _clocks(verb("clocks", clocks, "hold a board's clocks at an operating point, and give them back"))
+
     one = verb("bench", bench, "measure fedquilt on this machine")
     one.add_argument("what", choices=("idle", "blobs", "stitch", "memory"))
     one.add_argument("--size", type=_positive, nargs="+", help="of stitch, memory: images of so many pixels")
@@ -184,6 +186,41 @@ def _name(text: str) -> str:
             f"{text!r}: up to 64 of a-z, 0-9, '.', '_' and '-', beginning with one of a-z, 0-9"
         )
     return text
+
+
+def _clocks(verb: argparse.ArgumentParser) -> None:
+    whats = verb.add_subparsers(dest="what", metavar="WHAT", required=True)
+    serve = whats.add_parser("serve", help="be the helper that sets clocks for an agent: needs root")
+    serve.add_argument("--group", help="group that may speak to it (default: root alone)")
+    serve.add_argument(
+        "--state",
+        type=Path,
+        default=Path("/var/lib/fedquilt-clocks"),
+        help="folder of its journal, from which a killed helper restores (default: %(default)s)",
+    )
+    serve.add_argument(
+        "--watchdog", type=_seconds, default=10.0, metavar="S", help="let go of a client silent for so long (10)"
+    )
+    serve.add_argument("--hottest", type=float, default=85.0, metavar="C", help="hold nothing above it (85)")
+    status = whats.add_parser("status", help="what can be set here, how it is set and who holds it")
+    _format(status)
+    hold = whats.add_parser("hold", help="hold a point until interrupted, through the helper")
+    hold.add_argument("point", help="a mode of the board, or cpu=1.2GHz,gpu=850MHz,emc=1600MHz, or MODE,gpu=...")
+    hold.add_argument("--seconds", type=_seconds, metavar="N", help="let go after so long")
+    for one in (serve, hold):
+        one.add_argument("--dry-run", action="store_true", help="say what would be written, and write nothing")
+    for one in (serve, status, hold):
+        one.add_argument(
+            "--socket", type=Path, default=Path("/run/fedquilt/clocks.sock"), help="the helper's (default: %(default)s)"
+        )
+        one.add_argument("--root", type=Path, default=Path("/"), help="where sys is (default: %(default)s)")
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text} is no time in seconds")
+    return value
 
 
 def _home(verb: argparse.ArgumentParser) -> None:
@@ -355,6 +392,27 @@ def run_model(options: argparse.Namespace) -> int:
     from fedquilt.tools import run_model as tool
 
     return tool.main(options.model, options.images, options.format)
+
+
+def clocks(options: argparse.Namespace) -> int:
+    if options.what == "serve":
+        from fedquilt.edge_agent import clockd
+
+        clockd.serve(
+            options.root,
+            options.socket,
+            options.state,
+            group=options.group,
+            watchdog_s=options.watchdog,
+            hottest_c=options.hottest,
+            dry_run=options.dry_run,
+        )
+        return 0
+    from fedquilt.tools import clocks as tool
+
+    if options.what == "status":
+        return tool.status(options.root, options.socket, options.format)
+    return tool.hold(options.point, options.root, options.socket, dry_run=options.dry_run, seconds=options.seconds)
 
 
 def bench(options: argparse.Namespace) -> int:
