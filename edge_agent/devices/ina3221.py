@@ -42,7 +42,8 @@ class Ina3221:
     """All rails of the board. Its total is the input rail's, or else the sum of all rails; None unless each answers."""
 
     def __init__(self, root: Path) -> None:
-        self.rails = _found(root / "sys/bus/i2c/drivers") or _hwmon(sorted((root / "sys/class/hwmon").glob("hwmon*")))
+        found = _on_bus(root / "sys/bus/i2c/drivers") or _hwmon(sorted((root / "sys/class/hwmon").glob("hwmon*")))
+        self.rails = _named_apart(found)
         labels = [rail.label for rail in self.rails]
         self._total = next((label for label in TOTALS if label in labels), None)
         self._source = f"ina3221 {self._total}" if self._total else "ina3221 sum of " + ", ".join(labels)
@@ -57,13 +58,13 @@ class Ina3221:
         return Power(total, None if total is None else self._source, known)
 
 
-def _found(drivers: Path) -> list[Rail]:
+def _on_bus(drivers: Path) -> list[Rail]:
     chips = [*sorted(drivers.glob("ina3221x/*-*")), *sorted(drivers.glob("ina3221/*-*"))]
     rails = []
     for chip in chips:
         old = sorted({device.resolve() for device in chip.glob("iio[:_]device*")})
         rails += [*_iio(old), *_hwmon(sorted(chip.glob("hwmon/hwmon*")))]
-    return _named_apart(rails)
+    return rails
 
 
 def _iio(devices: list[Path]) -> list[Rail]:
