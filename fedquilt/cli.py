@@ -153,6 +153,21 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("images", type=Path)
     _format(one)
 
+    one = verb("record", record, "measure this board's speed and power at some of its clocks, and write its profile")
+    one.add_argument("--out", type=Path, help="default: BOARD.toml")
+    one.add_argument("--minutes", type=_seconds, default=5.0, metavar="M", help="in all (default: %(default)g)")
+    one.add_argument(
+        "--points", nargs="+", metavar="POINT", help="modes, or cpu=1.2GHz,gpu=850MHz (default: the most telling ones)"
+    )
+    one.add_argument(
+        "--socket",
+        type=Path,
+        default=Path("/run/fedquilt/clocks.sock"),
+        help="the clock helper's; without one, only the point the board is at (default: %(default)s)",
+    )
+    one.add_argument("--dry-run", action="store_true", help="say which points would be measured, and set nothing")
+    _format(one)
+
     _clocks(verb("clocks", clocks, "hold a board's clocks at an operating point, and give them back"))
 
     one = verb("bench", bench, "measure fedquilt on this machine")
@@ -392,6 +407,19 @@ def run_model(options: argparse.Namespace) -> int:
     from fedquilt.tools import run_model as tool
 
     return tool.main(options.model, options.images, options.format)
+
+
+def record(options: argparse.Namespace) -> int:
+    from fedquilt.tools import record as tool
+
+    return tool.main(
+        options.out,
+        options.minutes,
+        options.points,
+        options.socket,
+        dry_run=options.dry_run,
+        format=options.format,
+    )
 
 
 def clocks(options: argparse.Namespace) -> int:

@@ -1,0 +1,41 @@
+"""A profile that is written is the one that is read."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from fedquilt import profiles
+from fedquilt.profiles import Source, write
+
+
+@pytest.mark.parametrize("name", profiles.names())
+def test_every_profile_survives_being_written(name):
+    """All that ship: clocks, model, thermal, points and sources."""
+    board = profiles.load(name)
+    assert profiles.parse(write.text(board), "written") == board
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'it says "so" and \\ so, twenty',
+        "two\nlines and a\ttab, twenty",
+        "Gr\u00f6\u00dfe \U0001f600 \x7f \x01, more than twenty of them",
+    ],
+)
+def test_any_text_survives(text):
+    """Quotes, lines, controls and what is beyond the first plane."""
+    board = profiles.load("x86-host")
+    sources = {**board.sources, "a key": Source("table", text)}
+    board = msgspec.structs.replace(board, title=text[:50], sources=sources)
+    assert profiles.parse(write.text(board), "written") == board
+
+
+def test_no_digit_is_lost():
+    """Tiny, huge and crooked numbers."""
+    board = profiles.load("jetson-tx2")
+    odd = profiles.Figure(0.1 + 0.2, "speed")
+    model = msgspec.structs.replace(board.model, flop_s=profiles.Figure(1.23456789012345e-13, "speed"), byte_s=odd)
+    board = msgspec.structs.replace(board, model=model)
+    assert profiles.parse(write.text(board), "written") == board
