@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import msgspec
 
 from fedquilt import link as links
-from fedquilt.coordinator import story
+from fedquilt.coordinator import ledger, story
 from fedquilt.coordinator.rounds import Answered, AnyFact, Asked, Closed, Surveyed
 from fedquilt.coordinator.running import Running
 from fedquilt.coordinator.server import Server
@@ -125,6 +125,8 @@ def tell(store: Store, id: str, *, follow: bool = False, json: bool = False) -> 
                 f"no coordinator serves {store.home} any more: `fedquilt serve --home {store.home}` goes on with {id}"
             )
         if ended or not follow:
+            if not json:
+                print("\n".join(ledger.lines(ledger.account(fact for _, _, fact in store.facts(id)))))
             return
         time.sleep(0.5)
 

@@ -25,7 +25,7 @@ import msgspec
 from fedquilt.coordinator import deadline, stop
 from fedquilt.coordinator.cohort import sample
 from fedquilt.coordinator.deadline import Ask
-from fedquilt.coordinator.settings import Cohort, Stop
+from fedquilt.coordinator.settings import Cohort, Job, Stop
 from fedquilt.core import Action, BlobRef, Update
 
 DECLINED_S = 10.0  # for others to come, when everybody who is there has declined
@@ -158,6 +158,10 @@ class Plan:
     cohort: Cohort
     check_every: int  # 0: never
     stop: Stop = Stop()
+
+    @staticmethod
+    def of(job: Job) -> Plan:
+        return Plan(job.seed, job.rounds, job.cohort, job.check.every, job.stop)
 
 
 @dataclass(frozen=True)

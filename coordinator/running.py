@@ -53,8 +53,7 @@ class Running:
                     raise JobError(f"{row.bundle}: file {name!r} is not what the bundle says: prepare it anew")
         if row.job.check.every and self.method.check is None:
             raise JobError(f"[check] every: {row.job.method} has no evaluation of its own; leave it 0")
-        plan = Plan(row.job.seed, row.job.rounds, row.job.cohort, row.job.check.every, row.job.stop)
-        self.rounds = Rounds(plan)
+        self.rounds = Rounds(Plan.of(row.job))
         self.state: Any = None
         self._encoded: dict[int, tuple[Tensors, BlobRef]] = {}  # tensors sent this round, by identity
         for _, _, fact in store.facts(self.id):

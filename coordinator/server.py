@@ -309,7 +309,7 @@ class Server:
         fact = rounds.decide(
             job.rounds, now_s, present, lambda device: job.ask(device, self.registry.profile_of(device))
         )
-        if not isinstance(fact, Asked):
+        if not isinstance(fact, Asked) and (fact is not None or job.rounds.phase != "selecting"):
             return fact
         costs = {}
         if job.job.cohort.prefer == "energy":

@@ -52,6 +52,7 @@ class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     devices: Annotated[int, Meta(ge=1)] = 4
     boards: Annotated[tuple[str, ...], Meta(min_length=1)] = ("x86-host",)
     budgets: Annotated[tuple[str, ...], Meta(min_length=1)] = ("512MB",)
+    policy: Literal["energy", "paper", "max", "board"] = "energy"  # of the boards' governors: edge_agent/governor.py
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,6 +102,13 @@ def parse(table: Mapping[str, Any]) -> Job:
         raise JobError(f"{error}; keys of a job: {', '.join(Job.__struct_fields__)}") from None
     params(job)
     return job
+
+
+def limited(job: Job, max_joules: float | None, max_bytes: int | None, max_wall_s: float | None) -> Job:
+    """The job with other limits than its [stop] says, where they are given."""
+    given = {"max_joules": max_joules, "max_bytes": max_bytes, "max_wall_s": max_wall_s}
+    limits = {name: value for name, value in given.items() if value is not None}
+    return msgspec.structs.replace(job, stop=msgspec.structs.replace(job.stop, **limits))
 
 
 def params(job: Job) -> Any:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
-from fedquilt.coordinator import eligible
+from fedquilt.coordinator import eligible, ledger
 from fedquilt.coordinator.rounds import (
     Answered,
     AnyFact,
@@ -66,52 +64,39 @@ def took(usage: Usage) -> str:
     """What a task took; what was not measured is left out."""
     parts = [f"in {usage.wall_s:.2f} s"]
     if usage.energy_j is not None:
-        parts.append(f"{usage.energy_j:.2f} J")
+        net_j = None if usage.idle_j is None else usage.energy_j - usage.idle_j
+        parts.append(ledger.joules(usage.energy_j, net_j, usage.energy_error_j))
     if usage.peak_bytes is not None:
         parts.append(f"peak {usage.peak_bytes / 1e6:.0f} MB")
     parts.append(f"{usage.down_bytes / 1e6:.2f} MB down, {usage.up_bytes / 1e6:.2f} MB up")
     return ", ".join(parts)
 
 
-@dataclass
-class Ledger:
-    """What one device has put into a job so far. None: no device ever measured it."""
-
-    tasks: int = 0
-    declined: int = 0
-    wall_s: float = 0.0
-    energy_j: float | None = None
-    energy_source: str | None = None
-    peak_bytes: int | None = None
-    base_bytes: int | None = None
-    down_bytes: int = 0
-    up_bytes: int = 0
-
-    def add(self, usage: Usage) -> None:
-        self.tasks += 1
-        self.wall_s += usage.wall_s
-        self.down_bytes += usage.down_bytes
-        self.up_bytes += usage.up_bytes
-        if usage.energy_j is not None:
-            self.energy_j = (self.energy_j or 0.0) + usage.energy_j
-            self.energy_source = usage.energy_source
-        if usage.peak_bytes is not None and usage.peak_bytes > (self.peak_bytes or -1):
-            self.peak_bytes, self.base_bytes = usage.peak_bytes, usage.base_bytes
-
-
-def ledgers(facts: Iterable[AnyFact]) -> dict[str, Ledger]:
-    """Every device's ledger, from a job's facts."""
-    found: dict[str, Ledger] = {}
-    for fact in facts:
-        if isinstance(fact, Answered):
-            found.setdefault(fact.update.device, Ledger()).add(fact.update.usage)
-        elif isinstance(fact, Declined | Rejected):
-            found.setdefault(fact.device, Ledger()).declined += 1
-    return found
-
-
 def summary(row: Row, store: Store) -> dict[str, Any]:
     """One line of `fedquilt ls`."""
-    rounds = sum(isinstance(fact, Committed) for _, _, fact in store.facts(row.id))
+    facts = [fact for _, _, fact in store.facts(row.id)]
+    rounds = sum(isinstance(fact, Committed) for fact in facts)
+    taken = ledger.account(facts)
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.created))
-    return {"run": row.id, "status": row.status, "method": row.job.method, "rounds": rounds, "began": began}
+    return {
+        "run": row.id,
+        "status": row.status,
+        "method": row.job.method,
+        "rounds": rounds,
+        "began": began,
+        "energy_j": taken.whole.energy_j,
+        "net_j": taken.whole.net_j,
+        "energy_error_j": taken.whole.energy_error_j,
+        "task_j": taken.whole.task_j,
+        "example_j": taken.whole.example_j,
+        "point_j": taken.point_j,
+        "round_j": [each.energy_j for each in taken.rounds.values()],
+        "tasks": taken.whole.tasks,
+        "metered": taken.whole.metered,
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    """A summary for people."""
+    joules = "-" if row["energy_j"] is None else f"{row['energy_j']:.1f}"
+    return "{run:32} {status:9} {method:12} {rounds:>6} rounds  {joules:>10} J  {began}".format(joules=joules, **row)

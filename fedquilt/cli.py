@@ -93,6 +93,10 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("job", type=Path)
     one.add_argument("--bundle", type=Path, help="default: JOB.bundle beside the job file")
     one.add_argument("--new", action="store_true", help="begin anew although a run of this very job is unfinished")
+    group = one.add_argument_group("limits", "the run ends after the round in which one is reached; [stop] in the job")
+    group.add_argument("--max-joules", type=_above_0, metavar="J", help="gross, of all devices that have a meter")
+    group.add_argument("--max-bytes", type=_positive, metavar="B", help="of tensors and models, down and up")
+    group.add_argument("--max-wall", type=_above_0, metavar="S", help="seconds that a coordinator is at it")
     _home(one)
     _broker(one)
 
@@ -130,6 +134,13 @@ def parser() -> argparse.ArgumentParser:
     one = verb("logs", logs, "what happened in a run, round by round")
     one.add_argument("run", help="a run's id, or a job's name for its latest run")
     one.add_argument("--follow", action="store_true", help="go on until the run has ended")
+    _home(one)
+    _format(one)
+
+    one = verb("why", why, "why devices were or were not chosen in a run's rounds, and what became of them")
+    one.add_argument("run", help="a run's id, or a job's name for its latest run")
+    one.add_argument("--round", type=int, metavar="N", help="of this round alone")
+    one.add_argument("--device", type=_name, metavar="D", help="of this device alone")
     _home(one)
     _format(one)
 
@@ -171,7 +182,7 @@ def parser() -> argparse.ArgumentParser:
     _clocks(verb("clocks", clocks, "hold a board's clocks at an operating point, and give them back"))
 
     one = verb("bench", bench, "measure fedquilt on this machine")
-    one.add_argument("what", choices=("idle", "blobs", "stitch", "memory"))
+    one.add_argument("what", choices=("idle", "blobs", "stitch", "memory", "deadlines"))
     one.add_argument("--size", type=_positive, nargs="+", help="of stitch, memory: images of so many pixels")
     group = one.add_argument_group("ablations", "of stitch: whole searches with and without parts of the method")
     group.add_argument(
@@ -192,6 +203,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def _above_0(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
 
 
@@ -291,6 +309,7 @@ def run(options: argparse.Namespace) -> int:
     from fedquilt.coordinator.store import Store
 
     job, folder = settings.load(options.job), _bundle(options.job, options.bundle)
+    job = settings.limited(job, options.max_joules, options.max_bytes, options.max_wall)
     bundle.load(folder)
     with Store(options.home) as store:
         id = None if options.new else store.unfinished(job, folder.resolve())
@@ -356,8 +375,7 @@ def ls(options: argparse.Namespace) -> int:
 
     with _existing(options) as store:
         rows = [story.summary(row, store) for row in store.jobs()]
-    line = "{run:32} {status:9} {method:12} {rounds:>6} rounds  {began}"
-    _print(options, rows, [line.format(**row) for row in rows])
+    _print(options, rows, [story.line(row) for row in rows])
     return 0
 
 
@@ -366,6 +384,19 @@ def logs(options: argparse.Namespace) -> int:
 
     with _existing(options) as store:
         console.tell(store, store.job(options.run).id, follow=options.follow, json=options.format == "json")
+    return 0
+
+
+def why(options: argparse.Namespace) -> int:
+    from fedquilt.coordinator import why as reasons
+
+    with _existing(options) as store:
+        found = reasons.of(store, options.run)
+    _print(
+        options,
+        reasons.select(found, options.round, options.device),
+        reasons.lines(found, options.round, options.device),
+    )
     return 0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedquilt import bundle, tensors
-from fedquilt.coordinator import settings, story
+from fedquilt.coordinator import ledger, settings
 from fedquilt.coordinator.rounds import Answered, Committed
 from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError
@@ -46,10 +46,10 @@ def test_a_fleet_on_virtual_time_trains_and_reports_what_its_boards_would_take(t
     run, status = fleet.virtually(given)
     assert status == "done"
     facts = facts_of(given, run)
-    ledger = story.ledgers(facts)["jetson-nano-00"]
-    assert ledger.tasks == 3  # two rounds, and the closing evaluation
-    assert ledger.energy_j is not None
-    assert "jetson-nano" in str(ledger.energy_source)
+    found = ledger.account(facts).devices["jetson-nano-00"]
+    assert found.tasks == 3  # two rounds, and the closing evaluation
+    assert found.energy_j is not None
+    assert "jetson-nano" in str(found.energy_source)
     metrics = [fact.metrics for fact in facts if isinstance(fact, Committed)]
     checks = [found["check.accuracy"] for found in metrics if "check.accuracy" in found]
     assert checks[-1] > checks[0] + 0.2

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from fedquilt import bundle
+from fedquilt.coordinator import ledger
 from fedquilt.coordinator import settings as jobs
-from fedquilt.coordinator import story
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Examples
 from fedquilt.edge_agent import engines
@@ -44,7 +44,7 @@ def demo(out: Path, format: str = "text") -> int:
         result = {
             "run": run,
             "accuracy": [msgspec.to_builtins(row) for row in _accuracies(plan, store, run, members, test)],
-            "devices": msgspec.to_builtins(story.ledgers(fact for _, _, fact in store.facts(run))),
+            "devices": msgspec.to_builtins(ledger.account(fact for _, _, fact in store.facts(run)).devices),
         }
         written = export.export(store, run, out / "stitched.onnx")
     np.savez_compressed(out / "held-out.npz", x=test.x, y=test.y)
@@ -100,14 +100,14 @@ def _table(result: dict[str, Any], plan: fleet.Plan) -> list[str]:
     columns = f"{'budget':>7} {'tasks':>5} {'time s':>8} {'energy J':>9} {'down MB':>8} {'up MB':>7} {'peak MB':>8}"
     lines.append(f"\n{'device':22} {columns}")
     budgets = {table["device"]: table["budget"] for table in plan.agents()}
-    for device, ledger in sorted(result["devices"].items()):
-        joules = "-" if ledger["energy_j"] is None else f"{ledger['energy_j']:.2f}"
-        peak = "-" if ledger["peak_bytes"] is None else f"{ledger['peak_bytes'] / 1e6:.0f}"
+    for device, took in sorted(result["devices"].items()):
+        joules = "-" if took["energy_j"] is None else f"{took['energy_j']:.2f}"
+        peak = "-" if took["peak_bytes"] is None else f"{took['peak_bytes'] / 1e6:.0f}"
         lines.append(
-            f"{device:22} {budgets[device]:>7} {ledger['tasks']:5} {ledger['wall_s']:8.2f} {joules:>9} "
-            f"{ledger['down_bytes'] / 1e6:8.2f} {ledger['up_bytes'] / 1e6:7.2f} {peak:>8}"
+            f"{device:22} {budgets[device]:>7} {took['tasks']:5} {took['wall_s']:8.2f} {joules:>9} "
+            f"{took['down_bytes'] / 1e6:8.2f} {took['up_bytes'] / 1e6:7.2f} {peak:>8}"
         )
-    sources = sorted({ledger["energy_source"] for ledger in result["devices"].values() if ledger["energy_source"]})
+    sources = sorted({took["energy_source"] for took in result["devices"].values() if took["energy_source"]})
     told = (
         sources[0] + (f", and {len(sources) - 1} more like it" if len(sources) > 1 else "") if sources else "measured"
     )

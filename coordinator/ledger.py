@@ -1,0 +1,156 @@
+"""What a job took: joules, bytes, seconds and memory, for each device and round, example and point of accuracy.
+
+Pure functions of the log. Joules are gross (all that the board took meanwhile) and net (less what it
+takes when it does nothing). A sum covers the tasks that were metered, and says of how many; None means
+that nothing was measured, or for what is derived, that something needed for it was not. Errors are added
+up, as those of one meter are alike: a bound, not a spread. What a refused update took is in no sum.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fedquilt.coordinator.rounds import Answered, AnyFact, Committed, Declined, Rejected
+from fedquilt.core import Update
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What some tasks took together."""
+
+    tasks: int = 0
+    metered: int = 0  # of them
+    declined: int = 0
+    examples: float = 0.0  # what updates are weighed by, which is mostly this
+    wall_s: float = 0.0
+    energy_j: float | None = None
+    net_j: float | None = None
+    energy_error_j: float | None = None
+    energy_source: str | None = None  # of the last metered task
+    task_j: float | None = None  # gross, of a metered task on average
+    example_j: float | None = None
+    peak_bytes: int | None = None
+    base_bytes: int | None = None  # of the task with that peak
+    down_bytes: int = 0
+    up_bytes: int = 0
+
+
+def total(updates: Sequence[Update], declined: int = 0) -> Ledger:
+    """The ledger of these updates."""
+    usages = [update.usage for update in updates]
+    metered = [update for update in updates if update.usage.energy_j is not None]
+    energy_j = _sum([update.usage.energy_j for update in metered])
+    idle_j = _sum([update.usage.idle_j for update in metered])
+    examples = sum(update.weight for update in metered)
+    highest = max(usages, key=lambda usage: usage.peak_bytes or -1, default=None)
+    return Ledger(
+        tasks=len(updates),
+        metered=len(metered),
+        declined=declined,
+        examples=sum(update.weight for update in updates),
+        wall_s=sum(usage.wall_s for usage in usages),
+        energy_j=energy_j,
+        net_j=None if energy_j is None or idle_j is None else energy_j - idle_j,
+        energy_error_j=_sum([update.usage.energy_error_j for update in metered]),
+        energy_source=metered[-1].usage.energy_source if metered else None,
+        task_j=None if energy_j is None else energy_j / len(metered),
+        example_j=None if energy_j is None or not examples else energy_j / examples,
+        peak_bytes=highest.peak_bytes if highest else None,
+        base_bytes=highest.base_bytes if highest else None,
+        down_bytes=sum(usage.down_bytes for usage in usages),
+        up_bytes=sum(usage.up_bytes for usage in usages),
+    )
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    """None where there are none, or one is not known."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known and len(known) == len(values) else None
+
+
+@dataclass(frozen=True)
+class Checked:
+    """An evaluation: what accuracy had been reached, and what all rounds before it had taken."""
+
+    round: int
+    accuracy: float  # 0..1
+    energy_j: float | None  # gross; None: not of every task
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a job took in all, and split up."""
+
+    whole: Ledger
+    rounds: dict[int, Ledger]
+    devices: dict[str, Ledger]
+    checks: tuple[Checked, ...] = ()
+    point_j: float | None = None  # gross, for each per cent of check.accuracy from the first check to the best
+
+
+def account(facts: Iterable[AnyFact]) -> Account:
+    """The account of a job, from its facts."""
+    updates: list[Update] = []
+    accuracies: dict[int, float] = {}
+    refused: dict[str, int] = defaultdict(int)
+    refused_in: dict[int, int] = defaultdict(int)
+    for fact in facts:
+        if isinstance(fact, Answered):
+            updates.append(fact.update)
+        elif isinstance(fact, Declined | Rejected):
+            refused[fact.device] += 1
+            refused_in[fact.round] += 1
+        elif isinstance(fact, Committed) and "check.accuracy" in fact.metrics:
+            accuracies[fact.round] = fact.metrics["check.accuracy"]
+    by_device, by_round = defaultdict(list), defaultdict(list)
+    for update in updates:
+        by_device[update.device].append(update)
+        by_round[update.round].append(update)
+    rounds = {n: total(by_round[n], refused_in[n]) for n in sorted({*by_round, *refused_in})}
+    devices = {name: total(by_device[name], refused[name]) for name in sorted({*by_device, *refused})}
+    checks = tuple(Checked(n, value, _before(rounds, n)) for n, value in sorted(accuracies.items()))
+    return Account(total(updates, sum(refused.values())), rounds, devices, checks, _point_j(checks))
+
+
+def _before(rounds: dict[int, Ledger], round: int) -> float | None:
+    """A round's check is of the state that it began with; nothing had been taken before the first."""
+    earlier = [ledger for n, ledger in rounds.items() if n < round]
+    if any(ledger.metered < ledger.tasks for ledger in earlier):
+        return None
+    return sum(ledger.energy_j or 0.0 for ledger in earlier)
+
+
+def _point_j(checks: Sequence[Checked]) -> float | None:
+    if not checks:
+        return None
+    first, best = checks[0], max(checks, key=lambda check: check.accuracy)
+    points = 100 * (best.accuracy - first.accuracy)
+    if points <= 0 or first.energy_j is None or best.energy_j is None or best.energy_j <= first.energy_j:
+        return None
+    return (best.energy_j - first.energy_j) / points
+
+
+def joules(energy_j: float, net_j: float | None, error_j: float | None) -> str:
+    """Joules for people."""
+    more = [] if net_j is None else [f"{net_j:.2f} J above idle"]
+    more += [] if error_j is None else [f"± {error_j:.2f} J"]
+    return f"{energy_j:.2f} J" + (f" ({', '.join(more)})" if more else "")
+
+
+def lines(found: Account) -> list[str]:
+    """A job's energy in sentences; none where nothing was measured."""
+    whole = found.whole
+    if whole.energy_j is None or whole.task_j is None:
+        return []
+    of = "" if whole.metered == whole.tasks else f" of {whole.tasks}, of which the others had no meter,"
+    parts = [f"{whole.task_j:.2f} J a task"]
+    if found.rounds:
+        parts.append(f"{whole.energy_j / len(found.rounds):.2f} J a round")
+    if whole.example_j is not None:
+        parts.append(f"{whole.example_j:.3g} J an example")
+    if found.point_j is not None:
+        parts.append(f"{found.point_j:.3g} J for each point of accuracy")
+    took = joules(whole.energy_j, whole.net_j, whole.energy_error_j)
+    return [f"energy: {whole.metered} tasks{of} took {took}: {', '.join(parts)}", f"measured by: {whole.energy_source}"]

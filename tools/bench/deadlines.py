@@ -1,0 +1,230 @@
+"""`fedquilt bench deadlines`: how many tasks meet their deadline, and how long answers wait, by each rule for them.
+
+Rounds are decided by the coordinator's own code on virtual time, and clocks by the boards' own governor;
+boards are simulated from their profiles. A board's times differ from its profile's by a factor of its own,
+which nobody is told, and by 10 % from task to task. Ten of forty boards of unequal speed are asked in a
+round, and rounds take unequal work. A round goes on until all have answered, so no rule saves time by leaving
+work behind; "waiting" is from a device's answer to the end of its round, over all tasks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, get_args
+
+import msgspec
+
+from fedquilt.coordinator import rounds
+from fedquilt.coordinator.deadline import POLICIES, Ask
+from fedquilt.coordinator.rounds import Answered, AnyFact, Asked, Closed, Committed, Plan, Rounds, Started
+from fedquilt.coordinator.settings import Cohort
+from fedquilt.core import BlobRef, Cost, Profile, Update, Usage, Work
+from fedquilt.edge_agent import governor
+from fedquilt.edge_agent.devices.simulated import SimulatedDevice
+from fedquilt.tools.bench import at_least, figure, figure_lines
+
+BOARDS: Final = ("jetson-nano", "jetson-tx2", "jetson-xavier-nx", "jetson-orin-nano")
+DEVICES, ASKED, ROUNDS, SEEDS = 40, 10, 30, (0, 1, 2)
+NOISE: Final = 0.1  # of a task's time, log-normal
+SPREAD: Final = 0.25  # of a board's own factor, likewise
+LONGEST_S: Final = 60.0  # a middling round's work at the fastest point of the slowest board, as its profile says
+LOOKED: Final = 0.2  # of a task's work, after which the governor looks whether it will be late
+NOTHING: Final = Cost(duration_s=0.0)
+FETCH_S: Final = (1.0, 3.0)  # what a task takes besides
+GOVERNORS: Final = tuple(policy for policy in get_args(governor.Policy) if policy != "board")
+STATE: Final = BlobRef(sha256="0" * 64, size=0)
+
+
+class Board:
+    """A simulated board and its governor."""
+
+    def __init__(self, name: str, seed: int, policy: governor.Policy) -> None:
+        self.device = SimulatedDevice.named(f"{name}?noise={NOISE}&spread={SPREAD}&seed={seed}")
+        self.profile = Profile(
+            device=f"{name}-{seed}",
+            board=name,
+            memory_bytes=self.device.memory_bytes,
+            budget_bytes=self.device.memory_bytes,
+            engines=("numpy",),
+            versions={},
+            points=self.device.points,
+        )
+        self._rule = governor.Rule(policy)
+        self._pace: float | None = None
+
+    def work(self, work: Work, left_s: float) -> Cost:
+        """Carry out a task, with so much time until its deadline."""
+        point = governor.choose(
+            self._rule, self.device.points, work, left_s, self.device.idle_w, 1.0 if self._pace is None else self._pace
+        )
+        held = self.device.hold(point or self.device.points[0])
+        begun, rest = governor.part(work, LOOKED), governor.part(work, 1 - LOOKED)
+        begun_s = self.device.cost(begun, NOTHING).duration_s
+        pace = governor.pace_of(work, held, LOOKED, begun_s)
+        assert pace is not None
+        faster = governor.step_up(
+            self._rule, self.device.points, held, rest, left_s - begun_s, self.device.idle_w, pace
+        )
+        if faster is not None:
+            held = self.device.hold(faster)
+        took = Cost(duration_s=begun_s + self.device.cost(rest, NOTHING).duration_s, point=held.name)
+        self.device.cost(work, took)  # now it is over
+        self._pace = governor.averaged(self._pace, pace)
+        return took
+
+
+@dataclass
+class Tally:
+    """What a job came to."""
+
+    tasks: int = 0
+    in_time: int = 0
+    waiting_s: float = 0.0
+    lasted_s: float = 0.0
+    allowed_s: float = 0.0  # deadlines, over rounds
+
+
+@dataclass
+class Round:
+    """The running one."""
+
+    began_s: float = 0.0
+    limit_s: float = 0.0
+    came_s: list[float] = field(default_factory=list)
+
+
+def works(seed: int) -> list[Work]:
+    """Each round's work: between half and one and a half times the middling one."""
+    devices = [SimulatedDevice.named(name) for name in BOARDS]
+    slowest = min(max(point.flops_per_s or 0.0 for point in device.points) for device in devices)
+    roll = random.Random(f"work {seed}")
+    return [Work(flops=slowest * LONGEST_S * roll.uniform(0.5, 1.5)) for _ in range(ROUNDS)]
+
+
+def play(rule: str, policy: governor.Policy, seed: int) -> Tally:
+    """One job."""
+    every = works(seed)
+    boards = {
+        f"{name}-{index:02d}": Board(name, 1000 * seed + index, policy)
+        for index, name in enumerate(BOARDS * (DEVICES // len(BOARDS)))
+    }
+    roll, tally, current = random.Random(f"fetch {seed}"), Tally(), Round()
+    plan = Plan(seed, ROUNDS, msgspec.convert({"size": ASKED, "deadline": rule}, Cohort), 0)
+    state = rounds.apply(Rounds(plan), Started(STATE), 0.0)
+    now_s = 0.0
+    under_way: dict[str, tuple[float, Cost]] = {}  # device -> when it will answer, what its task takes
+
+    def ask(device: str) -> Ask:
+        return Ask(every[state.round], boards[device].profile)
+
+    while state.phase != "done":
+        fact: AnyFact | None = rounds.decide(state, now_s, boards, ask)
+        if state.phase == "closing":
+            fact = Committed(state.round, STATE, False, {})
+        if fact is None:
+            device = min(under_way, key=lambda each: under_way[each][0])
+            at_s, cost = under_way[device]
+            now_s = min(at_s, max(rounds.next_s(state), now_s))
+            if now_s < at_s:
+                continue
+            del under_way[device]
+            fact = state.answered_by(_update(device, state.round, cost), now_s, ask(device))
+        began = state.phase == "selecting"
+        state = rounds.apply(state, fact, now_s)
+        match fact:
+            case Asked():
+                if began:
+                    current = Round(now_s, now_s + state.deadline_s)
+                    tally.allowed_s += state.deadline_s
+                for device in sorted(set(fact.devices) - under_way.keys()):  # a task that is asked again goes on
+                    fetch_s = roll.uniform(*FETCH_S)
+                    cost = boards[device].work(every[fact.round], state.deadline_s - fetch_s)
+                    under_way[device] = (now_s + fetch_s + cost.duration_s, cost)
+            case Answered():
+                current.came_s.append(now_s)
+            case Closed():
+                tally.tasks += len(current.came_s)
+                tally.in_time += sum(at_s <= current.limit_s for at_s in current.came_s)
+                tally.waiting_s += sum(now_s - at_s for at_s in current.came_s)
+                tally.lasted_s += now_s - current.began_s
+            case _:
+                pass
+    return tally
+
+
+def _update(device: str, round: int, cost: Cost) -> Update:
+    return Update(
+        job="bench",
+        round=round,
+        attempt=0,
+        device=device,
+        weight=1.0,
+        bundles={},
+        metrics={},
+        usage=Usage(wall_s=cost.duration_s, point=cost.point),
+    )
+
+
+def measure(seeds: Sequence[int] = SEEDS) -> dict[str, Any]:
+    """All rules with all governors, over all seeds."""
+    table = [
+        {"governor": policy, "deadline": rule, **_row([play(rule, policy, seed) for seed in seeds])}
+        for policy in GOVERNORS
+        for rule in POLICIES
+    ]
+    of = {(row["governor"], row["deadline"]): row for row in table}
+    figures = {}
+    for policy in GOVERNORS:
+        hits = of[policy, "predicted"]["in_time_percent"]
+        figures[f"tasks in time, predicted, governor {policy}"] = at_least(hits, 95, "%")
+    waits = {key: row["waiting_s"] for key, row in of.items()}
+    theirs = waits["paper", "paper"]  # the paper's boards slow down until they just meet the paper's deadline
+    figures["waiting, predicted over paper, governor paper"] = figure(waits["paper", "predicted"] / theirs, 1, "x")
+    figures["waiting, predicted and energy over paper's both"] = figure(waits["energy", "predicted"] / theirs, 1, "x")
+    same = {policy: round(waits[policy, "predicted"] / waits[policy, "paper"], 3) for policy in GOVERNORS}
+    return {
+        "bench": "deadlines",
+        "boards": {name: SimulatedDevice.named(name).provenance for name in BOARDS},
+        "devices": DEVICES,
+        "asked": ASKED,
+        "rounds": ROUNDS,
+        "seeds": list(seeds),
+        "noise": NOISE,
+        "slack": Cohort().slack,
+        "table": table,
+        "waiting_predicted_over_paper": same,
+        "figures": figures,
+    }
+
+
+def _row(tallies: Sequence[Tally]) -> dict[str, float]:
+    tasks = sum(tally.tasks for tally in tallies)
+    count = len(tallies) * ROUNDS
+    return {
+        "tasks": tasks,
+        "in_time_percent": round(100 * sum(tally.in_time for tally in tallies) / tasks, 2),
+        "waiting_s": round(sum(tally.waiting_s for tally in tallies), 1),
+        "waiting_a_task_s": round(sum(tally.waiting_s for tally in tallies) / tasks, 1),
+        "round_s": round(sum(tally.lasted_s for tally in tallies) / count, 1),
+        "deadline_s": round(sum(tally.allowed_s for tally in tallies) / count, 1),
+    }
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """The result for people."""
+    told = [
+        f"{result['rounds']} rounds of {result['asked']} of {result['devices']} simulated boards, seeds "
+        f"{', '.join(map(str, result['seeds']))}; times vary by {100 * result['noise']:.0f} %",
+        f"    {'governor':9} {'deadline':10} {'in time %':>9} {'waiting s/task':>15} {'round s':>8} {'deadline s':>11}",
+    ]
+    for row in result["table"]:
+        told.append(
+            f"    {row['governor']:9} {row['deadline']:10} {row['in_time_percent']:9.2f} "
+            f"{row['waiting_a_task_s']:15.1f} {row['round_s']:8.1f} {row['deadline_s']:11.1f}"
+        )
+    ratios = ", ".join(f"{value:.2f} x {policy}" for policy, value in result["waiting_predicted_over_paper"].items())
+    told.append(f"    waiting, predicted over paper, by governor: {ratios}")
+    rests = ", ".join(f"{name} {kind}" for name, kind in result["boards"].items())
+    return [*told, *figure_lines(result), f"    numbers of the profiles: {rests}"]
