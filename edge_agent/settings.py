@@ -9,6 +9,9 @@ url = "mqtts://broker.example:8883"
 
 [data]
 path = "/srv/images"
+
+[governor]
+policy = "energy"
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from msgspec import Meta
 from fedquilt import tables
 from fedquilt.core import JobError, Name
 from fedquilt.edge_agent.data import DataSpec
+from fedquilt.edge_agent.governor import Policy, Rule
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -41,6 +45,16 @@ class BrokerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_payload: Annotated[int, Meta(ge=2048)] | None = None
 
 
+class GovernorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """At which clocks the device works. See `fedquilt.edge_agent.governor`."""
+
+    policy: Policy = "energy"
+    margin: Annotated[float, Meta(ge=0, le=10)] = 0.1  # of the predicted time, kept to spare before the deadline
+
+    def rule(self) -> Rule:
+        return Rule(self.policy, self.margin)
+
+
 class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One agent."""
 
@@ -48,11 +62,13 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     home: str  # folder for all that the agent keeps
     fleet: Name = "fleet"
     board: str = "auto"  # or a profile's name, to be a simulated one
+    profile: str | None = None  # file that `fedquilt record` wrote on this board; None: what is known of its kind
     budget: str | None = None  # the most a task's process may hold resident; None: half of the board's memory
     cache: str = "2GB"  # blobs kept for later rounds and jobs; the longest unused go first
     warm_s: Annotated[float, Meta(ge=0)] = 60.0  # how long a task's process waits for the next one
     telemetry_s: Annotated[float, Meta(gt=0)] = 30.0
     broker: BrokerSettings = BrokerSettings()
+    governor: GovernorSettings = GovernorSettings()
     data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.edge_agent.data.DataSpec
 
     def budget_bytes(self, memory_bytes: int) -> int:
@@ -95,9 +111,10 @@ def parse(table: Mapping[str, Any]) -> AgentSettings:
     try:
         settings = msgspec.convert(table, AgentSettings)
     except msgspec.ValidationError as error:
-        kind = BrokerSettings if "$.broker" in str(error) else AgentSettings
-        keys = ", ".join(kind.__struct_fields__)
-        where = "[broker]" if kind is BrokerSettings else "an agent's settings"
+        kinds: dict[str, type[msgspec.Struct]] = {"broker": BrokerSettings, "governor": GovernorSettings}
+        within = next((name for name in kinds if f"$.{name}" in str(error)), None)
+        keys = ", ".join((kinds[within] if within else AgentSettings).__struct_fields__)
+        where = f"[{within}]" if within else "an agent's settings"
         raise JobError(f"{error}; keys of {where}: {keys}") from None
     if settings.data:
         try:
@@ -116,7 +133,7 @@ def parse(table: Mapping[str, Any]) -> AgentSettings:
 def _anchored(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The table with its paths made absolute."""
 
-    result = _anchor(table, ("home",), folder)
+    result = _anchor(table, ("home", "profile"), folder)
     for key, paths in (("broker", ("ca", "cert", "key", "password_file")), ("data", ("path",))):
         if isinstance(result.get(key), dict):
             result[key] = _anchor(result[key], paths, folder)

@@ -8,6 +8,7 @@ import pytest
 
 from fedquilt.core import JobError
 from fedquilt.edge_agent import settings
+from fedquilt.edge_agent.governor import Rule
 
 GOOD = """
 device = "orin-07"
@@ -35,6 +36,14 @@ def test_paths_are_taken_from_the_files_own_folder(tmp_path: Path) -> None:
     assert loaded.data == {"path": str(tmp_path / "images")}
 
 
+def test_the_governor_saves_energy_unless_told_otherwise(tmp_path: Path) -> None:
+    """A tenth of the time to spare; a recorded profile lies beside the file."""
+    assert settings.load(write(tmp_path, GOOD)).governor.rule() == Rule("energy", 0.1)
+    told = settings.load(write(tmp_path, f"profile = 'mine.toml'\n{GOOD}[governor]\npolicy = 'max'\nmargin = 0\n"))
+    assert told.governor.rule() == Rule("max", 0)
+    assert told.profile == str(tmp_path / "mine.toml")
+
+
 def test_the_budget_is_half_of_the_board_unless_given() -> None:
     """Half of 8 GB; or what was said."""
     table = {"device": "d", "home": "h"}
@@ -60,6 +69,8 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
         ("device = 'd'\nhome = 'h'\nwarm_s = -1", ("$.warm_s",)),
         ("device = 'd'\nhome = 'h'\n[broker]\nhost = 'x'", ("host", "keys of [broker]: url")),
         ("device = 'd'\nhome = 'h'\nbroker = 3", ("$.broker",)),
+        ("device = 'd'\nhome = 'h'\n[governor]\npolicy = 'fast'", ("$.governor.policy", "keys of [governor]: policy")),
+        ("device = 'd'\nhome = 'h'\n[governor]\nmargin = -0.1", ("$.governor.margin",)),
         ("device = 'd'\nhome = 'h'\n[data]\nshare = 1", ("[data]", "path")),
         ("device = ", ("agent.toml is not TOML",)),
     ],

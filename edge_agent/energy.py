@@ -1,0 +1,142 @@
+"""What a task took in joules, from what the board's sensors said while it ran. Pure: readings in, a `Cost` out.
+
+Two successive readings with a counter (`Reading.energy_j`: RAPL, a power-monitoring chip) give a difference;
+otherwise two with a power (`Reading.power_w`: INA3221 rails) give a trapezoid. Counters come first, as they
+miss nothing between two readings. A reading with neither is passed over, and so is one from the past.
+
+The bound, `energy_error_j`, has three parts:
+  - for trapezoids, half of what the rectangles of the left and of the right powers differ by, interval by
+    interval: the whole error of a power that only rose or only fell between two readings;
+  - for a counter, the most that one interval brought: it may lag by so much at either end;
+  - in full, what was not watched: a gap of more than GAP_S between two powers, and what lies before the first
+    and after the last reading, both held at the nearest power.
+What the sensor itself is off by (an INA3221: by its shunt, some per cent) is not in it: no board tells.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fedquilt.core import Cost, Reading
+
+SAMPLE_S = 0.1  # how often the sensors are read while a task runs
+GAP_S = 1.0  # powers further apart than this say little of what was between them
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The readings of one stretch of time so far: sums, not samples."""
+
+    began_s: float
+    at_s: float | None = None  # of the last usable reading
+    last: Reading = Reading()
+    first_s: float = 0.0  # of the first
+    intervals: int = 0
+    energy_j: float = 0.0  # from the first to the last
+    error_j: float = 0.0
+    most_j: float = 0.0  # that a counter gained in one interval
+    first_w: float | None = None  # before the first reading it is taken for this
+    last_w: float | None = None  # and after the last one for this
+    counted: bool = False  # some of it is a counter's
+
+    def seen(self, now_s: float, reading: Reading) -> Ledger:
+        """With one more reading."""
+        if not _usable(reading) or (self.at_s is not None and now_s <= self.at_s):
+            return self
+        if self.at_s is None:
+            power = _finite(reading.power_w)
+            return replace(self, at_s=now_s, last=reading, first_s=now_s, first_w=power, last_w=power)
+        added = _interval(self.last, reading, now_s - self.at_s)
+        if added is None:  # the counter fell, or was there on one side only: wait for one that fits
+            return self
+        energy, error, first_w, last_w, counted = added
+        return replace(
+            self,
+            at_s=now_s,
+            last=reading,
+            intervals=self.intervals + 1,
+            energy_j=self.energy_j + energy,
+            error_j=self.error_j + error,
+            most_j=max(self.most_j, energy if counted else 0.0),
+            first_w=first_w if self.first_w is None else self.first_w,
+            last_w=last_w,
+            counted=self.counted or counted,
+        )
+
+    def again(self, now_s: float) -> Ledger:
+        """A new stretch that begins now, with the last reading of this one if it is of now."""
+        fresh = Ledger(now_s)
+        return fresh if self.at_s is None or self.at_s < now_s else fresh.seen(now_s, self.last)
+
+    def cost(self, now_s: float, idle_w: float | None, point: str | None = None) -> Cost:
+        """What was taken from `began_s` until now. Joules are None where there is no meter."""
+        duration_s = max(now_s - self.began_s, 0.0)
+        idle_j = None if idle_w is None else idle_w * duration_s
+        if self.at_s is None or self.first_w is None or self.last_w is None:
+            return Cost(duration_s=duration_s, idle_j=idle_j, point=point)
+        held_j = self.first_w * max(self.first_s - self.began_s, 0.0) + self.last_w * max(now_s - self.at_s, 0.0)
+        return Cost(
+            duration_s=duration_s,
+            energy_j=self.energy_j + held_j,
+            idle_j=idle_j,
+            energy_error_j=self.error_j + self.most_j + held_j,
+            energy_source=self._source(),
+            point=point,
+        )
+
+    def _source(self) -> str:
+        """The sensor, how often it was read and how that became joules."""
+        sensor = self.last.energy_source or "a sensor without a name"
+        if self.counted:
+            return f"{sensor}, counter"[:200]
+        span_s = (self.at_s or 0.0) - self.first_s
+        rate = f"{self.intervals / span_s:.2g} Hz" if span_s > 0 else "one reading"
+        return f"{sensor[:160]}, {rate}, trapezoids"
+
+
+def total(costs: Sequence[Cost]) -> Cost:
+    """The stretches of one task together; what is unknown of one is unknown of all."""
+
+    def added(values: Sequence[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return sum(known) if len(known) == len(values) > 0 else None
+
+    points = [point for point, before in zip(costs, [None, *costs], strict=False) if _moved(point, before)]
+    names = [cost.point for cost in points if cost.point is not None]
+    sources = list(dict.fromkeys(cost.energy_source for cost in costs if cost.energy_source is not None))
+    return Cost(
+        duration_s=sum(cost.duration_s for cost in costs),
+        energy_j=added([cost.energy_j for cost in costs]),
+        idle_j=added([cost.idle_j for cost in costs]),
+        energy_error_j=added([cost.energy_error_j for cost in costs]),
+        energy_source="; ".join(sources)[:200] or None,
+        point=", then ".join(names)[:200] or None,
+    )
+
+
+def _moved(cost: Cost, before: Cost | None) -> bool:
+    return before is None or cost.point != before.point
+
+
+def _usable(reading: Reading) -> bool:
+    return _finite(reading.energy_j) is not None or _finite(reading.power_w) is not None
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _interval(before: Reading, after: Reading, dt_s: float) -> tuple[float, float, float, float, bool] | None:
+    """Joules between two readings, their bound, the powers at its ends, and whether a counter said so."""
+    counters = _finite(before.energy_j), _finite(after.energy_j)
+    if counters[0] is not None and counters[1] is not None and counters[1] >= counters[0]:
+        gained = counters[1] - counters[0]
+        return gained, 0.0, gained / dt_s, gained / dt_s, True
+    powers = _finite(before.power_w), _finite(after.power_w)
+    if powers[0] is None or powers[1] is None:
+        return None
+    energy = (powers[0] + powers[1]) / 2 * dt_s
+    error = energy if dt_s > GAP_S else abs(powers[1] - powers[0]) / 2 * dt_s
+    return energy, error, powers[0], powers[1], False
