@@ -13,10 +13,11 @@ from typing import Final
 import msgspec
 
 from fedquilt import link as links
-from fedquilt import methods, wire
+from fedquilt import methods, profiles, wire
 from fedquilt.core import (
     BlobRef,
     Device,
+    JobError,
     LinkError,
     Reading,
     StoreError,
@@ -27,7 +28,8 @@ from fedquilt.core import (
 )
 from fedquilt.edge_agent import devices, engines, plan, report
 from fedquilt.edge_agent.local import Local
-from fedquilt.edge_agent.orders import Order, Outcome, Progressed
+from fedquilt.edge_agent.orders import Event, Loaded, Order, Outcome
+from fedquilt.edge_agent.pacer import Pacer
 from fedquilt.edge_agent.plan import Acked, Arrived, Begin, Cleared, Connected, Done, Failed, Fetched, Key, Tick
 from fedquilt.edge_agent.settings import AgentSettings, size_bytes
 from fedquilt.edge_agent.worker import ChildWorker, Worker
@@ -72,7 +74,7 @@ class Agent:
         self.state = plan.State(means, outbox=offers, counted=counted)
         self._tell_s, self._patience_s = math.inf, RETELL_S
         self._profile = report.profile(self.device, board, means)
-        self._before = Reading()  # the board's sensors when the task in hand began
+        self._pacer = Pacer(board, settings.governor.rule())
         self._progress_s = self._telemetry_s = -math.inf
 
     def fds(self) -> Sequence[int]:
@@ -87,6 +89,7 @@ class Agent:
         self._transfers.step(now_s)
         for _, sha256, error in self._transfers.take_done():
             self._fetched(sha256, error, now_s)
+        self._pacer.sample(now_s)
         for event in self._worker.poll(now_s):
             self._worked(event, now_s)
         self._feed(Tick(), now_s)
@@ -95,11 +98,13 @@ class Agent:
         self._tell_readings(now_s)
         due_s = self._transfers.step(now_s)  # again: for what has been wanted meanwhile
         telemetry_s = self._telemetry_s + self.settings.telemetry_s
-        return min(due_s, plan.next_s(self.state), self._worker.due_s(now_s), telemetry_s, self._tell_s)
+        worker_s = min(self._worker.due_s(now_s), self._pacer.due_s())
+        return min(due_s, plan.next_s(self.state), worker_s, telemetry_s, self._tell_s)
 
     def goodbye(self) -> None:
         """End the task in hand and say that the device goes; what is in the outbox stays there."""
         self._worker.close()
+        self._pacer.stop()
         self._tell_presence(online=False)
         self._link.close()
 
@@ -189,6 +194,7 @@ class Agent:
                         self._begin(task, now_s)
                     case plan.Stop():
                         self._worker.kill()
+                        self._pacer.stop()
                     case plan.Send(update):
                         self._send(update, now_s)
             except StoreError as error:
@@ -243,16 +249,21 @@ class Agent:
             private=None if private is None else str(private),
             cache=str(self.local.cache(task.job)),
             out=str(self.local.scratch()),
+            plan_bytes=plan.plannable_bytes(self.state, task),
         )
-        self._before = self._board.read(now_s)
+        self._pacer.begin(now_s)
         self._worker.start(order, now_s)
 
-    def _worked(self, event: Progressed | Outcome, now_s: float) -> None:
+    def _worked(self, event: Event, now_s: float) -> None:
         open = self.state.open
         if open is None or not open.working:
             return
         if isinstance(event, Outcome):
             return self._ended(open, event, now_s)
+        if isinstance(event, Loaded):
+            pace = self.state.paces.get(open.task.method)
+            return self._pacer.loaded(open.task.work.on(event.examples), open.due_s, pace, now_s)
+        self._pacer.progress(event.fraction, now_s)
         if now_s >= self._progress_s + PROGRESS_S:
             self._progress_s = now_s
             self._publish("progress", report.progress(open.task, event.fraction), reliable=False)
@@ -260,8 +271,10 @@ class Agent:
     def _ended(self, open: plan.Open, outcome: Outcome, now_s: float) -> None:
         """Make the result durable, then let it count."""
         if outcome.code != "ok":
-            return self._feed(Failed(outcome.code, outcome.reason), now_s)
-        update = report.update(self.device, open, outcome, self._board, self._before, self._board.read(now_s))
+            self._pacer.stop()
+            return self._feed(Failed(outcome.code, outcome.reason, outcome.overrun), now_s)
+        spent = self._pacer.end(open.task.work.on(outcome.examples), outcome.wall_s, now_s)
+        update = report.update(self.device, open, outcome, spent.cost)
         try:
             wire.decode(wire.encode(update), Update)
             private = self.local.commit(update)
@@ -269,7 +282,7 @@ class Agent:
             return self._feed(Failed("failed", f"the method's answer cannot be sent: {error}"), now_s)
         except StoreError as error:
             return self._feed(Failed("disk", str(error)), now_s)
-        return self._feed(Done(update, private), now_s)
+        return self._feed(Done(update, private, spent.pace, outcome.planned_bytes), now_s)
 
     def _send(self, update: Update, now_s: float) -> None:
         """Offer an update; one whose blobs the disk has lost can only be worked for again."""
@@ -325,7 +338,8 @@ def run_agent(settings: AgentSettings) -> None:
     from fedquilt.mqtt import Broker, MqttLink
 
     broker = Broker.parse(**msgspec.structs.asdict(settings.broker))
-    board, boot = devices.make(settings.board), os.urandom(8).hex()
+    profile = None if settings.profile is None else _profile(Path(settings.profile))
+    board, boot = devices.make(settings.board, profile=profile), os.urandom(8).hex()
     presence = wire.Topics(settings.fleet).device(settings.device, "up", "presence")
     lock = Local(Path(settings.home)).lock()
     client = f"fedquilt-{settings.fleet}-{settings.device}"
@@ -339,3 +353,10 @@ def run_agent(settings: AgentSettings) -> None:
     finally:
         agent.goodbye()
         os.close(lock)
+
+
+def _profile(path: Path) -> profiles.Board:
+    try:
+        return profiles.parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"profile: {path} cannot be read ({error}): `fedquilt record` writes one") from None

@@ -26,7 +26,7 @@ from fedquilt import core, methods, tensors
 from fedquilt.core import Answer, DataError, Examples, MemoryBudgetError, ModelError, Site, StoreError, UpdateError
 from fedquilt.edge_agent import budget, data, engines, local
 from fedquilt.edge_agent.leash import die_with
-from fedquilt.edge_agent.orders import Order, Outcome, Progressed
+from fedquilt.edge_agent.orders import Event, Loaded, Order, Outcome, Progressed
 
 PROGRESS_S: Final = 1.0
 
@@ -77,22 +77,26 @@ def carry_out(
     bench: Bench,
     progress: Callable[[float], None] = lambda fraction: None,
     own_process: bool = False,
+    loaded: Callable[[int], None] = lambda examples: None,
 ) -> Outcome:
     """Do what a task asks and write what comes of it into the order's folder. Raises nothing.
 
     Args:
         own_process: this process does nothing else, so its resident peak is the task's.
+        loaded: told how many examples the device has, before the work begins.
     """
     began_s, cpu_s, base = time.perf_counter(), time.process_time(), None
     try:
-        engine = bench.engine(order.task.engine, order.budget_bytes)
+        engine = bench.engine(order.task.engine, _plannable(order))
         if own_process and budget.reset_peak(os.getpid()):
             base = budget.resident_bytes(os.getpid())
-        outcome = _work(order, bench, engine, progress)
+        outcome = _work(order, bench, engine, progress, loaded)
     except EngineError as error:
         outcome = Outcome(code="engine", reason=str(error)[:1000])
     except Exception as error:
-        outcome = Outcome(code=_code(error), reason=_sentence(error)[:1000])
+        code = _code(error)
+        overrun = code == "memory" and budget.is_of_memory(error)
+        outcome = Outcome(code=code, reason=_sentence(error)[:1000], overrun=overrun)
     return msgspec.structs.replace(
         outcome,
         wall_s=time.perf_counter() - began_s,
@@ -102,10 +106,13 @@ def carry_out(
     )
 
 
-def _work(order: Order, bench: Bench, engine: Any, progress: Callable[[float], None]) -> Outcome:
+def _work(
+    order: Order, bench: Bench, engine: Any, progress: Callable[[float], None], loaded: Callable[[int], None]
+) -> Outcome:
     """Check what was sent, then work on it, as far as the task asks for either."""
     task, method = order.task, methods.load(order.task.method)
     train, held = bench.examples(order.data)
+    loaded(len(train))
     private = tensors.read(Path(order.private)) if order.private else {}
 
     def path(name: str) -> Path:
@@ -115,7 +122,7 @@ def _work(order: Order, bench: Bench, engine: Any, progress: Callable[[float], N
 
     site = Site(
         device=order.device,
-        budget_bytes=order.budget_bytes,
+        budget_bytes=_plannable(order),
         engine=engine,
         rng=tensors.rng(task.seed),
         train=train,
@@ -142,7 +149,12 @@ def _work(order: Order, bench: Bench, engine: Any, progress: Callable[[float], N
     for name, value in {**metrics, "weight": weight}.items():
         if not math.isfinite(value) or (name == "weight" and value < 0):
             raise UpdateError(f"{name} came out as {value}: the work did not converge; try a smaller learning rate")
-    return Outcome(weight=weight, metrics=metrics, bundles=bundles, examples=len(train))
+    planned = getattr(engine, "planned_bytes", None)
+    return Outcome(weight=weight, metrics=metrics, bundles=bundles, examples=len(train), planned_bytes=planned)
+
+
+def _plannable(order: Order) -> int:
+    return order.budget_bytes if order.plan_bytes is None else order.plan_bytes
 
 
 def _write(answer: Answer, before: core.Tensors, out: Path) -> dict[str, core.BlobRef]:
@@ -160,8 +172,10 @@ def _write(answer: Answer, before: core.Tensors, out: Path) -> dict[str, core.Bl
 
 def _code(error: Exception) -> Any:
     """What the coordinator may do about an error: the claim's code."""
+    if budget.is_of_memory(error) and not isinstance(error, DataError | StoreError | core.JobError):
+        return "memory"  # these three are our own words, about a file
     kinds: tuple[tuple[type | tuple[type, ...], str], ...] = (
-        ((MemoryError, MemoryBudgetError), "memory"),
+        (MemoryBudgetError, "memory"),
         (DataError, "data"),
         (ModelError, "model"),
         ((StoreError, OSError), "disk"),
@@ -173,8 +187,9 @@ def _code(error: Exception) -> Any:
 def _sentence(error: Exception) -> str:
     if isinstance(error, core.FedquiltError):
         return str(error)
-    if isinstance(error, MemoryError):
-        return f"an allocation failed ({error or 'MemoryError'}): ask for less, or free memory on the device"
+    if budget.is_of_memory(error):
+        said = " ".join(str(error).split())[:300] or type(error).__name__
+        return f"an allocation failed ({said}): the next try plans with less; ask for less, or free memory on the device"
     return f"{type(error).__name__}: {error}"
 
 
@@ -191,7 +206,7 @@ def main() -> None:
     os.dup2(2, 1)
     bench = Bench()
 
-    def say(event: Progressed | Outcome) -> None:
+    def say(event: Event) -> None:
         answers.write(msgspec.json.encode(event) + b"\n")
         answers.flush()
 
@@ -206,7 +221,8 @@ def main() -> None:
 
     with contextlib.suppress(BrokenPipeError):  # the daemon is gone
         for line in sys.stdin.buffer:
-            say(carry_out(msgspec.json.decode(line, type=Order), bench, progress, own_process=True))
+            order = msgspec.json.decode(line, type=Order)
+            say(carry_out(order, bench, progress, own_process=True, loaded=lambda examples: say(Loaded(examples))))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the daemon and a task's process say to each other: orders one way, progress and an outcome the other."""
+"""What the daemon and a task's process say to each other: orders one way, how it goes and an outcome the other."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     private: str | None  # file of the job's private state; None: none yet
     cache: str  # folder of the job's own: what earlier tasks left there for later ones, or nothing
     out: str  # empty folder: bundles go into files named by their sha256, private state into private.safetensors
+    plan_bytes: int | None = None  # of the budget, what the engine may plan with; None: all of it
+
+
+class Loaded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="loaded"):
+    """The device's data is there; the work begins. How many examples it has decides how much that is."""
+
+    examples: int  # held-out ones aside
 
 
 class Progressed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="progress"):
@@ -41,6 +48,8 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outc
     cpu_s: float = 0.0
     peak_bytes: int | None = None
     base_bytes: int | None = None
+    planned_bytes: int | None = None  # what its engine expected it to hold at its peak, beside `base_bytes`
+    overrun: bool = False  # memory ran out at work; with code "memory" and not this, an engine refused beforehand
 
 
-Event = Progressed | Outcome
+Event = Loaded | Progressed | Outcome

@@ -20,7 +20,7 @@ from typing import Final, Literal
 import msgspec
 
 from fedquilt.core import BlobRef, Reading, Task, Update
-from fedquilt.edge_agent import budget
+from fedquilt.edge_agent import budget, governor
 from fedquilt.wire import Claim
 
 RESEND_S: Final = 5.0  # an unanswered update is offered again after this, then after twice as long, and so on
@@ -66,6 +66,8 @@ class Done:
 
     update: Update
     private: bool  # it leaves a private state behind
+    pace: float | None = None  # seconds it took over those predicted; None: nothing was predicted
+    planned_bytes: int | None = None  # what its engine expected of its peak, beside the bare process
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Failed:
 
     code: RefusalCode
     reason: str
+    overrun: bool = False  # memory ran out while it worked
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,7 @@ class Open:
 
     task: Task
     missing: frozenset[BlobRef]
+    due_s: float = math.inf  # its deadline by this device's own clock, from when it was first heard of
     working: bool = False
     down_bytes: int = 0  # of blobs that had to be fetched for it
     again: frozenset[BlobRef] = frozenset()  # of `missing`: failed, to be fetched again at `again_s`
@@ -186,6 +190,10 @@ class State:
     counted: Mapping[str, int] = field(default_factory=dict)  # job -> last round it was counted in
     refusal: Claim | None = None  # the last one: repeated when its task is
     base_bytes: Mapping[str, int] = field(default_factory=dict)  # engine -> resident with nothing but it
+    paces: Mapping[str, float] = field(default_factory=dict)  # method -> seconds seen over seconds predicted
+    cautions: Mapping[tuple[str, str], budget.Caution] = field(
+        default_factory=dict
+    )  # (method, engine) -> what was seen
 
 
 Step = tuple[State, tuple[Action, ...]]
@@ -212,7 +220,7 @@ def advance(state: State, event: Event, now_s: float, reading: Reading = Reading
         case Done():
             return _done(state, event, now_s)
         case Failed() if state.open is not None:
-            return _refuse(state, state.open.task, event.code, event.reason)
+            return _refuse(_warned(state, event), state.open.task, event.code, event.reason)
         case Acked():
             return _acked(state, event)
         case Connected():
@@ -240,7 +248,8 @@ def _arrived(state: State, event: Arrived, now_s: float, reading: Reading) -> St
     if open is not None and open.task.job == task.job and open.task.round > task.round:
         return state, ()  # overtaken on its way by the task in hand
     if open is not None and _same(open.task, task):
-        return replace(state, open=replace(open, task=task)), (Say(_claim(task)),)
+        due_s = open.due_s if task == open.task else now_s + task.deadline_s  # an old message tells an old deadline
+        return replace(state, open=replace(open, task=task, due_s=due_s)), (Say(_claim(task)),)
     if state.refusal is not None and _claim(task) == msgspec.structs.replace(
         state.refusal, accepted=True, code="ok", reason=""
     ):
@@ -248,7 +257,7 @@ def _arrived(state: State, event: Arrived, now_s: float, reading: Reading) -> St
     refusal = admit(state, task, reading)
     if refusal is not None:
         return _refuse(state, task, *refusal)
-    return _open(state, event)
+    return _open(state, event, now_s)
 
 
 def admit(state: State, task: Task, reading: Reading) -> tuple[RefusalCode, str] | None:
@@ -260,15 +269,42 @@ def admit(state: State, task: Task, reading: Reading) -> tuple[RefusalCode, str]
         there_are = ", ".join(means.engines) or "none"
         return "engine", f"the {task.engine} engine cannot run here (there are: {there_are}): install its packages"
     short = budget.shortage(
-        task.engine, task.work, means.budget_bytes, reading.available_bytes, measured=state.base_bytes
+        task.engine,
+        task.work,
+        means.budget_bytes,
+        reading.available_bytes,
+        measured=state.base_bytes,
+        caution=_caution(state, task),
     )
     return None if short is None else ("memory", short)
 
 
-def _open(state: State, event: Arrived) -> Step:
+def plannable_bytes(state: State, task: Task) -> int:
+    """What the task's engine may plan with: less than the budget where such tasks held more than foreseen."""
+    base = budget.base_bytes(task.engine, state.base_bytes)
+    return _caution(state, task).plannable_bytes(state.means.budget_bytes, base)
+
+
+def _caution(state: State, task: Task) -> budget.Caution:
+    return state.cautions.get((task.method, task.engine), budget.Caution())
+
+
+def _cautious(state: State, task: Task, caution: budget.Caution) -> State:
+    return replace(state, cautions={**state.cautions, (task.method, task.engine): caution})
+
+
+def _warned(state: State, event: Failed) -> State:
+    """The next attempt steps down if memory ran out; an engine that refused has nothing to learn from."""
+    if state.open is None or event.code != "memory" or not event.overrun:
+        return state
+    return _cautious(state, state.open.task, _caution(state, state.open.task).failed())
+
+
+def _open(state: State, event: Arrived, now_s: float) -> Step:
     """Take a task in place of whatever was in hand."""
     given_up = _give_up(state, keep=event.missing)
-    opened = Open(event.task, event.missing, down_bytes=sum(ref.size for ref in event.missing))
+    down_bytes, due_s = sum(ref.size for ref in event.missing), now_s + event.task.deadline_s
+    opened = Open(event.task, event.missing, due_s, down_bytes=down_bytes)
     under_way = state.open.missing - state.open.again if state.open else frozenset()
     wanted = _ordered(event.missing - under_way)
     fetch = (Fetch(wanted),) if wanted else ()
@@ -321,12 +357,19 @@ def _proceed(state: State) -> Step:
 
 
 def _done(state: State, event: Done, now_s: float) -> Step:
-    update, bases = event.update, dict(state.base_bytes)
+    update, bases, paces = event.update, dict(state.base_bytes), dict(state.paces)
     if state.open is not None and update.usage.base_bytes is not None:
         engine = state.open.task.engine
         bases[engine] = min(update.usage.base_bytes, bases.get(engine, update.usage.base_bytes))
+    if state.open is not None and event.pace is not None:
+        method = state.open.task.method
+        paces[method] = governor.averaged(paces.get(method), event.pace)
+    peak, base = update.usage.peak_bytes, update.usage.base_bytes
+    if state.open is not None and event.planned_bytes is not None and peak is not None and base is not None:
+        seen = _caution(state, state.open.task).seen(peak - base, event.planned_bytes)
+        state = _cautious(state, state.open.task, seen)
     outbox = {**state.outbox, (update.job, update.round): Offer(update, event.private, now_s + RESEND_S)}
-    return replace(_without_open(state), outbox=outbox, base_bytes=bases), (Send(update),)
+    return replace(_without_open(state), outbox=outbox, base_bytes=bases, paces=paces), (Send(update),)
 
 
 def _acked(state: State, event: Acked) -> Step:

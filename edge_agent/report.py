@@ -46,10 +46,9 @@ def progress(task: Task, fraction: float) -> Progress:
     return Progress(job=task.job, round=task.round, attempt=task.attempt, fraction=fraction)
 
 
-def update(device: str, open: Open, outcome: Outcome, board: Device, before: Reading, after: Reading) -> Update:
+def update(device: str, open: Open, outcome: Outcome, cost: Cost) -> Update:
     """The manifest of what a task came to, and what it took on this board."""
     task = open.task
-    cost = board.cost(task.work.on(outcome.examples), _measured(outcome.wall_s, before, after))
     usage = Usage(
         wall_s=cost.duration_s,
         cpu_s=outcome.cpu_s,
@@ -73,12 +72,6 @@ def update(device: str, open: Open, outcome: Outcome, board: Device, before: Rea
         metrics=outcome.metrics,
         usage=usage,
     )
-
-
-def _measured(wall_s: float, before: Reading, after: Reading) -> Cost:
-    if before.energy_j is None or after.energy_j is None:
-        return Cost(duration_s=wall_s)
-    return Cost(duration_s=wall_s, energy_j=after.energy_j - before.energy_j, energy_source=after.energy_source)
 
 
 @lru_cache(maxsize=1)  # it reads files, and does not change while a process runs

@@ -16,12 +16,14 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from fedquilt.core import Cost, Device
+from fedquilt.core import Cost, Device, Work
 from fedquilt.edge_agent import budget
 from fedquilt.edge_agent.leash import Child
-from fedquilt.edge_agent.orders import Event, Order, Outcome
+from fedquilt.edge_agent.orders import Event, Loaded, Order, Outcome, Progressed
 
 WATCH_S: Final = 0.2  # how often the child's resident size is looked at
+TELL_S: Final = 1.0  # on virtual time, progress is told after this,
+TELL_SHARE: Final = 0.02  # or after such a share of the work if that is longer
 COMMAND: Final = (sys.executable, "-m", "fedquilt.edge_agent.child")
 
 
@@ -61,7 +63,8 @@ class Worker(Protocol):
 class InlineWorker:
     """Carries tasks out in this process, and tells when the time is up that they would take on the board.
 
-    For virtual time: while it computes, none passes.
+    For virtual time: while it computes, none passes. The time that is left follows the point at which the board
+    is held, also when that changes on the way.
     """
 
     resident_bytes: int = 0
@@ -69,7 +72,10 @@ class InlineWorker:
     def __init__(self, board: Device) -> None:
         self._board = board
         self._outcome: Outcome | None = None
-        self._until_s = math.inf
+        self._loaded = False  # whether that has been told
+        self._work = Work()
+        self._done, self._at_s, self._whole_s = 0.0, 0.0, 0.0  # share done, by when, and how long all of it takes
+        self._tell_s = 0.0  # when progress is told next
         self._bench: Any = None  # fedquilt.edge_agent.child.Bench, made with the first order
 
     def start(self, order: Order, now_s: float) -> None:
@@ -77,17 +83,31 @@ class InlineWorker:
 
         self._bench = self._bench or child.Bench()
         self._outcome = child.carry_out(order, self._bench)
-        work = order.task.work.on(self._outcome.examples)
-        self._until_s = now_s + self._board.cost(work, Cost(duration_s=0.0)).duration_s
+        self._work = order.task.work.on(self._outcome.examples)
+        self._loaded, self._done, self._at_s, self._tell_s = False, 0.0, now_s, now_s
+        self._whole_s = self._board.cost(self._work, Cost(duration_s=0.0)).duration_s
 
     def poll(self, now_s: float) -> list[Event]:
-        if self._outcome is None or now_s < self._until_s:
+        if self._outcome is None:
             return []
-        outcome, self._outcome = self._outcome, None
-        return [outcome]
+        if self._outcome.code == "ok" and not self._loaded:
+            self._loaded, self._tell_s = True, now_s + self._every_s()
+            return [Loaded(self._outcome.examples)]
+        if now_s >= self._until_s():
+            outcome, self._outcome = self._outcome, None
+            return [outcome]
+        if self._outcome.code != "ok" or now_s < self._tell_s:
+            return []
+        self._tell_s = now_s + self._every_s()
+        return [Progressed(self._done_by(now_s))]
 
     def due_s(self, now_s: float) -> float:
-        return math.inf if self._outcome is None else self._until_s
+        if self._outcome is None:
+            return math.inf
+        whole_s = self._board.cost(self._work, Cost(duration_s=0.0)).duration_s
+        if whole_s != self._whole_s:  # it is held at another point now
+            self._done, self._at_s, self._whole_s = self._done_by(now_s), now_s, whole_s
+        return min(self._until_s(), self._tell_s) if self._outcome.code == "ok" else self._until_s()
 
     def kill(self) -> None:
         self._outcome = None
@@ -97,6 +117,15 @@ class InlineWorker:
 
     def close(self) -> None:
         self.kill()
+
+    def _done_by(self, now_s: float) -> float:
+        return 1.0 if self._whole_s <= 0 else min(self._done + (now_s - self._at_s) / self._whole_s, 1.0)
+
+    def _until_s(self) -> float:
+        return self._at_s + (1 - self._done) * self._whole_s
+
+    def _every_s(self) -> float:
+        return max(TELL_S, TELL_SHARE * self._whole_s)
 
 
 class ChildWorker:
@@ -186,6 +215,7 @@ class ChildWorker:
                 reason=f"the task held {size}, the budget is {limit}, so its process was killed: "
                 "ask for less (a smaller model, batch or tier), or raise budget",
                 peak_bytes=held,
+                overrun=True,
             )
         return None
 

@@ -72,6 +72,7 @@ class Plan:
                     "home": str((self.home / "agents" / device).resolve()),
                     "board": board,
                     "budget": spec.budgets[index % len(spec.budgets)],
+                    "governor": {"policy": spec.policy},
                     "data": {"seed": self.job.seed, **self.job.data, "share": index, "shares": self.size},
                 }
             )

@@ -19,11 +19,13 @@ import numpy as np
 import pytest
 
 from fedquilt import tensors
-from fedquilt.core import Task, Work
+from fedquilt.core import Cost, Task, Work
 from fedquilt.edge_agent.devices import make
+from fedquilt.edge_agent.devices.simulated import SimulatedDevice
 from fedquilt.edge_agent.local import PRIVATE
-from fedquilt.edge_agent.orders import Order, Outcome, Progressed
+from fedquilt.edge_agent.orders import Loaded, Order, Outcome, Progressed
 from fedquilt.edge_agent.worker import COMMAND, ChildWorker, InlineWorker, Worker
+from fedquilt.profiles import load
 
 NETWORK = {"name": "mlp", "inputs": 4, "hidden": [], "classes": 2}
 MODEL = {"1.weight": np.zeros((2, 4), np.float32), "1.bias": np.zeros(2, np.float32)}
@@ -97,6 +99,7 @@ class Place:
         out = self.folder / f"out-{self._orders}"
         out.mkdir()
         values: dict[str, Any] = {"engine": "numpy", "actions": ("check", "work") if method == "fedavg" else ("work",)}
+        values = {"work": Work(flops=1e9), **values}
         task = Task(
             job="j-1",
             round=0,
@@ -104,7 +107,6 @@ class Place:
             method=method,
             params={**SGD, "network": NETWORK},
             bundles={},
-            work=Work(flops=1e9),
             seed=7,
             deadline_s=60.0,
             **{**values, **{name: value for name, value in changes.items() if name in Task.__struct_fields__}},
@@ -128,6 +130,18 @@ class Place:
             (methods / f"{name}.py").write_text(HEAD + textwrap.dedent(work) + FOOT)
         code = f"import fedquilt.methods as m; m.__path__.append({str(methods)!r})"
         return [sys.executable, "-c", f"{code}; from fedquilt.edge_agent import child; child.main()"]
+
+
+class TwoSpeeds(SimulatedDevice):
+    """As fast as the test says."""
+
+    flops_per_s = 2e9
+
+    def __init__(self) -> None:
+        super().__init__(load("jetson-nano"))
+
+    def cost(self, work: Work, measured: Cost) -> Cost:
+        return Cost(duration_s=work.flops / self.flops_per_s)
 
 
 @pytest.fixture
@@ -190,6 +204,7 @@ def test_the_same_task_gives_the_same_bits_in_a_warm_child_and_inline(place: Pla
         second = carried_out(worker, place.order())
     inline = InlineWorker(make("jetson-nano"))
     inline.start(place.order(), 0.0)
+    assert inline.poll(0.0) == [Loaded(8)]
     (third,) = inline.poll(inline.due_s(0.0))
     assert isinstance(third, Outcome)
     assert first.bundles == second.bundles == third.bundles
@@ -424,17 +439,50 @@ def test_another_engine_gets_another_child(place: Place) -> None:
 
 
 def test_inline_work_takes_as_long_as_it_would_on_the_board(place: Place) -> None:
-    """A jetson-nano's profile, 1 GFLOP; what is killed is not heard of."""
-    board = make("jetson-nano")
-    worker = InlineWorker(board)
+    """1 GFLOP on a board of 2 GFLOP/s takes half a second; what is killed is not heard of."""
+    worker = InlineWorker(TwoSpeeds())
     worker.start(place.order(), 50.0)
-    due_s = worker.due_s(50.0)
-    assert due_s > 50.0
-    assert worker.poll(np.nextafter(due_s, 0)) == []
+    assert worker.due_s(50.0) == 50.0
+    assert worker.poll(50.0) == [Loaded(8)]
+    assert worker.due_s(50.0) == 50.5
+    assert worker.poll(np.nextafter(50.5, 0)) == []
     worker.kill()
-    assert worker.poll(due_s) == []
-    worker.start(place.order(), 50.0)
-    assert [type(event) for event in worker.poll(due_s)] == [Outcome]
+    assert worker.poll(50.5) == []
+    worker.start(place.order(), 60.0)
+    worker.poll(60.0)
+    assert [type(event) for event in worker.poll(60.5)] == [Outcome]
+
+
+def test_inline_work_goes_on_at_the_pace_of_the_point_it_is_held_at(place: Place) -> None:
+    """40 GFLOP: 8 s at 2 GFLOP/s are 16 of them, and the other 24 take 6 s at 4 GFLOP/s."""
+    board = TwoSpeeds()
+    worker = InlineWorker(board)
+    worker.start(place.order(work=Work(flops=40e9)), 0.0)
+    worker.poll(0.0)
+    assert worker.due_s(0.0) == 1.0
+    assert worker.poll(8.0) == [Progressed(0.4)]
+    board.flops_per_s = 4e9
+    worker.due_s(8.0)
+    assert worker.poll(13.0) == [Progressed(0.9)]
+    assert worker.poll(np.nextafter(14.0, 0)) == []
+    assert [type(event) for event in worker.poll(14.0)] == [Outcome]
+
+
+def test_inline_work_that_fails_says_so_when_its_time_is_up(place: Place) -> None:
+    """Nothing is loaded and nothing progresses."""
+    worker = InlineWorker(TwoSpeeds())
+    worker.start(place.order(data={}), 0.0)
+    assert worker.poll(0.0) == []
+    (outcome,) = worker.poll(worker.due_s(0.0))
+    assert isinstance(outcome, Outcome)
+    assert outcome.code == "data"
+
+
+def test_a_child_says_how_many_examples_it_has_before_it_works(place: Place) -> None:
+    """Eight, and two held out: how much work there is follows from it."""
+    with child() as worker:
+        worker.start(place.order(), 0.0)
+        assert until(worker, Loaded) == Loaded(8)
 
 
 def _pid(worker: ChildWorker) -> int:
