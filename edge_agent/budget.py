@@ -7,34 +7,87 @@ reset before each task; `ru_maxrss` would carry over what the parent once held.
 from __future__ import annotations
 
 import contextlib
+import errno
+import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from fedquilt.core import Work
+from fedquilt.models.footprint import ASSUMED_BASE_BYTES as ASSUMED_BASE_BYTES
 
 PROC = Path("/proc")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
-ASSUMED_BASE_BYTES: Mapping[str, int] = {"numpy": 38 * 10**6, "onnx": 57 * 10**6, "torch": 233 * 10**6}
-"""What a task's process holds once its engine is imported: measured on x86-64, until this board's own is known."""
+
+LEARNT: Final = 0.3  # how much of the newest ratio goes into the average of true over predicted peaks
+RATIO_LEAST, RATIO_MOST = 0.8, 2.0  # of that average: one odd task neither opens nor shuts the door
+TOLERATED: Final = 1.05  # up to this a peak counts as foreseen, and the budget is planned with in full
+STEP: Final = 1.25  # a level of caution: the budget is planned with as if it were so much smaller
+LEVEL_MOST: Final = 12  # levels that failures lead to: 1.25 ** 12 = 15 times what was predicted
 
 
-# -- before a task --------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Caution:
+    """What a method's tasks on one engine have taught this board about predictions of their memory.
+
+    What an engine plans with comes in steps, and is the whole budget as long as peaks are as foreseen:
+    the size of micro-batches decides the last bits of a result, so it must not follow each measurement.
+    """
+
+    ratio: float = 1.0  # true over predicted peak, averaged
+    level: int = 0  # tasks that ran out of memory: as many steps down, until the agent starts anew
+
+    def seen(self, peak_bytes: int, planned_bytes: int) -> Caution:
+        """After a task that went well: what it held at its peak, and what its engine had planned it to."""
+        if planned_bytes <= 0:
+            return self
+        found = min(max(peak_bytes / planned_bytes, RATIO_LEAST), RATIO_MOST)
+        return replace(self, ratio=(1 - LEARNT) * self.ratio + LEARNT * found)
+
+    def failed(self) -> Caution:
+        """After a task that ran out of memory."""
+        return replace(self, level=min(self.level + 1, LEVEL_MOST))
+
+    @property
+    def steps(self) -> int:
+        """How many steps down the budget is planned with."""
+        over = math.log(self.ratio / TOLERATED, STEP)
+        return self.level + max(math.ceil(over), 0)
+
+    def plannable_bytes(self, budget_bytes: int, base_bytes: int) -> int:
+        """What an engine that holds `base_bytes` by itself may plan with, of the budget it is held to."""
+        return base_bytes + int(max(budget_bytes - base_bytes, 0) / STEP**self.steps)
+
+
+def base_bytes(engine: str, measured: Mapping[str, int]) -> int:
+    """What a process that holds just the engine has resident: as seen on this board, else as assumed."""
+    return measured.get(engine, ASSUMED_BASE_BYTES.get(engine, 0))
 
 
 def shortage(
-    engine: str, work: Work, budget_bytes: int, available_bytes: int | None, measured: Mapping[str, int]
+    engine: str,
+    work: Work,
+    budget_bytes: int,
+    available_bytes: int | None,
+    measured: Mapping[str, int],
+    caution: Caution = Caution(),
 ) -> str | None:
-    """Why the work does not fit, in a sentence that says what would; None: it fits.
+    """Why the work does not fit even in its smallest steps, in a sentence that says what would; None: it fits.
 
     Args:
         available_bytes: what the board can still give to this task's process; None: not known.
         measured: engine -> resident size of a process that holds just the engine, as seen on this board.
+        caution: learnt from such work; the need is the prediction times what it says.
     """
-    base = measured.get(engine, ASSUMED_BASE_BYTES.get(engine, 0))
-    need = base + work.peak_bytes
-    shares = f"{megabytes(base)} for the {engine} engine, {megabytes(work.peak_bytes)} for the work"
+    base = base_bytes(engine, measured)
+    factor = max(STEP**caution.steps, caution.ratio)
+    share = math.ceil(work.peak_bytes * factor)
+    need = base + share
+    learnt = "" if factor == 1.0 else f" ({factor:.2f} times what was predicted, as such tasks have shown here)"
+    shares = f"{megabytes(base)} for the {engine} engine, {megabytes(share)} for the work{learnt}"
     parts = f"needs {megabytes(need)} ({shares})"
     if need > budget_bytes:
         return (
@@ -54,6 +107,38 @@ def megabytes(size: int) -> str:
 
 
 # -- while it runs --------------------------------------------------------------------------------
+
+OUT_OF_MEMORY: Final = (
+    "out of memory",  # torch.OutOfMemoryError ("CUDA out of memory"), CUDA itself, dlopen
+    "defaultcpuallocator: can't allocate memory",  # torch
+    "defaultcpuallocator: not enough memory",
+    "nvml_success == r internal assert failed",  # torch on Tegra, which has no NVML to ask: pytorch issue 185240
+    "nvmapmemalloc",  # Tegra's driver: "NvMapMemAllocInternalTagged: 1075072515 error 12"
+    "nvmapmemhandlealloc",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+    "failed to allocate memory",  # ONNX Runtime's arena: "... for requested buffer of size"
+    "is smaller than requested bytes of",  # likewise, with a limit
+    "std::bad_alloc",
+    "bad allocation",
+    "cannot allocate memory",  # ENOMEM
+)
+"""What libraries say when they get no memory, in small letters."""
+
+
+def tells_of_memory(text: str) -> bool:
+    """Whether an error's text, or a process's last words, say that memory ran out."""
+    text = text.lower()
+    return any(sign in text for sign in OUT_OF_MEMORY)
+
+
+def is_of_memory(error: BaseException) -> bool:
+    """Whether an error means that memory ran out: by its type or number, else by what it says."""
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return tells_of_memory(str(error))
 
 
 def resident_bytes(pid: int, proc: Path = PROC) -> int | None:

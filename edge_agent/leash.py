@@ -108,20 +108,23 @@ class Child:
         held = "" if self._held is None else f", which held {budget.megabytes(self._held)} when last seen,"
         if status is None:
             return Outcome(code="failed", reason=f"the task's process stopped answering; it said: {self.words}")
+        if status != -signal.SIGKILL and budget.tells_of_memory(self._tail.decode(errors="replace")):
+            return self._starved(f"the task's process{held} ran out of memory and ended; it said: {self.words}")
         if status >= 0:
             return Outcome(code="failed", reason=f"the task's process ended with code {status}; it said: {self.words}")
         if status != -signal.SIGKILL:
             name = signal.Signals(-status).name
             return Outcome(code="failed", reason=f"the task's process{held} died of {name}; it said: {self.words}")
         kills = budget.oom_kills()
-        if kills is not None and self._oom_kills is not None and kills > self._oom_kills:
-            return Outcome(
-                code="memory",
-                reason=f"the kernel ran out of memory and killed the task's process{held} most likely: "
-                "ask for less, or lower budget to what the board can give",
-                peak_bytes=self._held,
-            )
+        if kills is None or self._oom_kills is None:  # JetPack 4 (Linux 4.9) does not count, and nobody else kills it
+            return self._starved(f"the task's process{held} was killed, most likely by the kernel for want of memory")
+        if kills > self._oom_kills:
+            return self._starved(f"the kernel ran out of memory and killed the task's process{held} most likely")
         return Outcome(code="failed", reason=f"the task's process{held} was killed by somebody (SIGKILL)")
+
+    def _starved(self, how: str) -> Outcome:
+        reason = f"{how}: ask for less, or lower budget to what the board can give"
+        return Outcome(code="memory", reason=reason[:1000], peak_bytes=self._held, overrun=True)
 
     def kill(self) -> None:
         self._process.kill()

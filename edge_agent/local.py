@@ -227,14 +227,21 @@ class Local:
 
 
 def write_tensors(path: Path, tensors: Tensors) -> BlobRef:
-    """Write a safetensors file and say what it is. For the task's process: this imports numpy."""
+    """Write a safetensors file and say what it is. For the task's process: this imports numpy.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
     import hashlib
 
-    from fedquilt.tensors import encode
+    from fedquilt.tensors import write
 
-    payload = encode(tensors)
-    path.write_bytes(payload)
-    return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+    write(path, tensors)
+    digest = hashlib.sha256()
+    with path.open("rb") as file:  # it is never in memory as a whole: beside the tensors it would be a second copy
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return BlobRef(sha256=digest.hexdigest(), size=path.stat().st_size)
 
 
 def _boot() -> str:

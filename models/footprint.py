@@ -1,0 +1,111 @@
+"""What work holds in memory at its peak, above the bare process: one model for engines, orders and admission.
+
+Light: torch is imported by `weigh` alone. Constants were fitted with `fedquilt bench footprint` on x86-64
+(torch 2.13 for the CPU, onnxruntime 1.31, glibc 2.36); a board's own error is learnt as it works
+(`fedquilt.edge_agent.budget.Caution`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+ASSUMED_BASE_BYTES: Mapping[str, int] = {"numpy": 38 * 10**6, "onnx": 57 * 10**6, "torch": 233 * 10**6}
+"""What a task's process holds once its engine is imported: measured on x86-64, until a board's own is known."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What decides the memory that training a network takes."""
+
+    weights_bytes: int  # parameters and buffers
+    largest_bytes: int  # the largest of them
+    kept_bytes: int  # activations of one example that the forward pass keeps for the backward one
+    widest_bytes: int  # the largest of those
+
+
+def weigh(model: nn.Module, x: torch.Tensor) -> tuple[Trained, torch.Tensor]:
+    """What a network takes in training, and its answer (n, ...), from one forward pass of a few examples (n, ...).
+
+    The pass is one in training mode: it moves the statistics of batch normalisation, and takes two
+    examples where the network has any.
+    """
+    import torch
+
+    held = [*model.parameters(), *model.buffers()]
+    own = {value.untyped_storage().data_ptr() for value in held}
+    kept: dict[int, int] = {}
+
+    def keep(value: torch.Tensor) -> torch.Tensor:
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        answer = model.train()(x)
+    weights = [value.untyped_storage().nbytes() for value in held]
+    trained = Trained(
+        weights_bytes=sum(weights),
+        largest_bytes=max(weights, default=0),
+        kept_bytes=-(-sum(kept.values()) // len(x)),
+        widest_bytes=-(-max(kept.values(), default=0) // len(x)),
+    )
+    return trained, answer
+
+
+# -- training -------------------------------------------------------------------------------------
+
+FIRST_STEP_BYTES = 100_000_000
+"""What torch loads and compiles with its first step, whatever the network: of it, torch.optim's imports are 75 MB."""
+LIBRARY_BYTES = {"torchvision": 25_000_000}
+"""What the library of a network holds besides, once it is imported."""
+WIDEST = 10
+"""Times the widest activation is at work besides those kept: gradients in and out, scratch, and what glibc holds."""
+COPIES = 3
+"""Of the weights: as received, the model's own, gradients. Momentum, a correction's start and the like come on top."""
+FREED = 0.5
+"""Times the weights is what glibc holds of tensors that came and went."""
+
+
+def training_bytes(network: Trained, examples: int, *, copies: int = COPIES, library: str = "") -> int:
+    """The peak of training steps on so many examples at once, above a process that has imported torch.
+
+    Args:
+        copies: of the weights that are held at once, COPIES or more.
+        library: what the network's name begins with, up to a slash.
+    """
+    return fixed_bytes(network.weights_bytes, copies, library) + examples * example_bytes(network)
+
+
+def fixed_bytes(weights_bytes: int, copies: int = COPIES, library: str = "") -> int:
+    """The part of `training_bytes` that no smaller micro-batch makes smaller."""
+    return FIRST_STEP_BYTES + LIBRARY_BYTES.get(library, 0) + int((copies + FREED) * weights_bytes)
+
+
+def example_bytes(network: Trained) -> int:
+    """The part of `training_bytes` that each example adds."""
+    return network.kept_bytes + WIDEST * network.widest_bytes
+
+
+# -- inference ------------------------------------------------------------------------------------
+
+SESSION_BYTES = 2 << 20
+"""An ONNX Runtime session beside its weights and activations."""
+FIRST_RUN_BYTES = 18_000_000
+"""What ONNX Runtime loads with its first graph."""
+
+
+def scoring_bytes(weights_bytes: int, activation_bytes: int, examples: int) -> int:
+    """The peak of running one graph on so many examples at once, its weights mapped and not laid out anew,
+    above a process that has imported ONNX Runtime.
+
+    Args:
+        activation_bytes: alive together for one example, at most (`fedquilt.models.tiles`).
+    """
+    return FIRST_RUN_BYTES + SESSION_BYTES + weights_bytes + examples * activation_bytes

@@ -1,0 +1,67 @@
+"""Predictions of memory, against networks small enough to count by hand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from fedquilt.models import footprint
+from fedquilt.models.footprint import FIRST_STEP_BYTES, Trained
+
+
+def test_what_a_network_keeps_is_counted_once_and_without_its_weights() -> None:
+    """Linear 6 -> 4, ReLU, linear 4 -> 3: the input (6 floats) and what ReLU puts out (4), which the next layer shares.
+
+    Weights: 6 * 4 + 4 + 4 * 3 + 3 = 43 floats, the largest tensor 24.
+    """
+    torch = pytest.importorskip("torch")
+    nn = torch.nn
+    model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
+    trained, answer = footprint.weigh(model, torch.zeros(5, 6))
+    assert trained == Trained(weights_bytes=4 * 43, largest_bytes=4 * 24, kept_bytes=4 * (6 + 4), widest_bytes=4 * 6)
+    assert tuple(answer.shape) == (5, 3)
+
+
+def test_buffers_count_as_weights_and_each_storage_once() -> None:
+    """Batch norm of 3: weight, bias, mean and variance (3 floats each) and a counter of 8 bytes. It keeps its input
+    (3 floats a row) and, for all rows together, mean and deviation (3 floats each)."""
+    torch = pytest.importorskip("torch")
+    trained, _ = footprint.weigh(torch.nn.BatchNorm1d(3), torch.randn(4, 3))
+    assert trained.weights_bytes == 4 * 12 + 8
+    assert trained.kept_bytes == (4 * 3 * 4 + 2 * 4 * 3) // 4
+
+
+def test_training_takes_the_weights_copies_and_each_examples_activations() -> None:
+    """100 MB for the first step, 3.5 times 2 MB of weights, 4 examples of 1 MB kept and 10 times 0.1 MB at work."""
+    network = Trained(2_000_000, 1_000_000, 1_000_000, 100_000)
+    assert footprint.training_bytes(network, 4) == FIRST_STEP_BYTES + 7_000_000 + 8_000_000
+    assert footprint.training_bytes(network, 4, copies=4) - footprint.training_bytes(network, 4) == 2_000_000
+
+
+def test_predictions_grow_with_the_batch_by_the_same_for_each_example() -> None:
+    """What is fixed and what an example adds make up the whole."""
+    network = Trained(10, 5, 30, 2)
+    sizes = [footprint.training_bytes(network, n) for n in (1, 2, 8, 32)]
+    assert sizes == sorted(set(sizes))
+    assert sizes[3] - sizes[2] == 24 * footprint.example_bytes(network)
+    assert sizes[0] == footprint.fixed_bytes(10) + footprint.example_bytes(network)
+    scored = [footprint.scoring_bytes(10, 3, n) for n in (1, 2, 8, 32)]
+    assert scored == sorted(set(scored))
+    assert scored[3] - scored[0] == 31 * 3
+
+
+def test_a_library_that_the_network_comes_from_is_counted() -> None:
+    """torchvision is imported for its networks alone."""
+    network = Trained(10, 5, 30, 2)
+    more = footprint.training_bytes(network, 1, library="torchvision") - footprint.training_bytes(network, 1)
+    assert more == footprint.LIBRARY_BYTES["torchvision"]
+    assert footprint.training_bytes(network, 1, library="mlp") == footprint.training_bytes(network, 1)
+
+
+def test_predicting_imports_nothing_heavy() -> None:
+    """The agent daemon and the coordinator predict too."""
+    program = "import sys, fedquilt.models.footprint; print({'torch', 'numpy', 'onnxruntime'} & sys.modules.keys())"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "set()"

@@ -1,0 +1,297 @@
+"""`fedquilt bench footprint`: what is predicted of memory peaks, over what they are.
+
+Each network trains, in the agent's own task process (`fedquilt.edge_agent.child`) under method fedavg, in
+mini-batches of 1, 8 and 32, and its hungriest ONNX graph is run on as many images; every time in a fresh
+process whose peak the kernel tells. Some also train in mini-batches of 32 with a budget that holds fewer.
+Last, who of the FedStitch paper's devices (30, 30, 30 and 10 % with 1, 2, 4 and 8 GB) could take part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fedquilt import tensors
+from fedquilt.coordinator import tiers
+from fedquilt.core import ModelError, Profile, Task, Work
+from fedquilt.edge_agent import budget, orders
+from fedquilt.edge_agent.leash import Child
+from fedquilt.edge_agent.worker import COMMAND
+from fedquilt.methods.fedavg import Params
+from fedquilt.models import footprint
+from fedquilt.tools.bench import at_least, figure, figure_lines
+
+NETWORKS: Mapping[str, tuple[Mapping[str, Any], int]] = {  # table, pixels
+    "mlp": ({"name": "mlp", "inputs": 3 * 32 * 32, "classes": 10}, 32),
+    "cnn": ({"name": "cnn", "channels": 3, "size": 32, "classes": 10}, 32),
+    "plain": ({"name": "plain", "channels": 3, "classes": 10}, 32),
+    "residual": ({"name": "residual", "channels": 3, "classes": 10}, 32),
+    "separable": ({"name": "separable", "channels": 3, "classes": 10}, 32),
+    "resnet20": ({"name": "resnet20-cifar", "classes": 10}, 32),
+    **{
+        name: ({"name": f"torchvision/{name}", "classes": 10}, 64)
+        for name in ("alexnet", "densenet121", "mobilenet_v2", "resnet50", "vgg16")
+    },
+}
+BATCHES = (1, 8, 32)
+TIGHT = {"plain": 8, "resnet20": 4, "mobilenet_v2": 2}  # trained with a budget for so many examples at once
+STEPS = 3
+PLENTY_BYTES = 1 << 40
+LOOK_S = 0.02
+LOWEST, HIGHEST, OVER = 0.9, 1.3, 1.05
+SCORE = (sys.executable, "-m", "fedquilt.tools.bench.footprint")
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A network as files, and what of it decides its memory."""
+
+    name: str
+    table: Mapping[str, Any]
+    folder: Path
+    trained: footprint.Trained
+    graph: Path
+    graph_bytes: tuple[int, int]  # weights, activations of one example
+    graph_shape: tuple[int, ...]  # of what it takes, without batch
+
+    @property
+    def library(self) -> str:
+        return str(self.table["name"]).partition("/")[0]
+
+    def training_bytes(self, examples: int) -> int:
+        return footprint.training_bytes(self.trained, examples, library=self.library)
+
+
+def measure(
+    networks: Sequence[str] = tuple(NETWORKS),
+    batches: Sequence[int] = BATCHES,
+    tight: Mapping[str, int] = TIGHT,
+) -> dict[str, Any]:
+    """Predicted and true peaks, in MB above the bare process.
+
+    Args:
+        networks: of NETWORKS.
+        tight: network -> how many examples at once its budget holds, of mini-batches of the largest size.
+    """
+    rows: list[dict[str, Any]] = []
+    stepped: list[dict[str, Any]] = []
+    least: dict[str, dict[str, int]] = {}
+    for name in networks:
+        with tempfile.TemporaryDirectory() as folder:
+            subject = _subject(name, Path(folder))
+            for batch in batches:
+                rows.append(_row("training", name, batch, subject.training_bytes(batch), _trained(subject, batch)))
+                foreseen = footprint.scoring_bytes(*subject.graph_bytes, batch)
+                rows.append(_row("scoring", name, batch, foreseen, _scored(subject, batch, foreseen)))
+            if name in tight:
+                stepped.append(_stepped(subject, max(batches), tight[name]))
+            least[name] = {"torch": subject.training_bytes(1), "onnx": footprint.scoring_bytes(*subject.graph_bytes, 1)}
+    figures = {}
+    for kind in ("training", "scoring"):
+        ratios = [row["ratio"] for row in rows if row["work"] == kind]
+        figures[f"lowest_predicted_over_true_of_{kind}"] = at_least(min(ratios), LOWEST, "times")
+        figures[f"highest_predicted_over_true_of_{kind}"] = figure(max(ratios), HIGHEST, "times")
+    for each in stepped:
+        figures[f"budget_used_by_{each['network']}_stepped_down"] = figure(each["used"], OVER, "times")
+    return {
+        "bench": "footprint",
+        "rows": rows,
+        "stepped": stepped,
+        "coverage": {
+            name: {engine: _covered(engine, peak) for engine, peak in of.items()} for name, of in least.items()
+        },
+        "figures": figures,
+    }
+
+
+def _row(work: str, network: str, batch: int, foreseen: int, seen: int) -> dict[str, Any]:
+    row = {
+        "work": work,
+        "network": network,
+        "batch": batch,
+        "predicted_mb": round(foreseen / 1e6, 1),
+        "true_mb": round(seen / 1e6, 1),
+        "ratio": round(foreseen / seen, 3),
+    }
+    print(f"{work} {network} x {batch}: {row['predicted_mb']} / {row['true_mb']} MB", file=sys.stderr, flush=True)
+    return row
+
+
+def _subject(name: str, folder: Path) -> Subject:
+    import torch
+
+    from fedquilt.models import blocks, zoo
+
+    table, size = NETWORKS[name]
+    shape = (3, size, size)
+    torch.manual_seed(0)
+    model = zoo.build(table)
+    (folder / "model").write_bytes(tensors.encode({key: value.numpy() for key, value in model.state_dict().items()}))
+    draws = np.random.default_rng(0)
+    count = STEPS * max(BATCHES)
+    x = draws.integers(0, 255, (count, size, size, 3), dtype=np.uint8)
+    np.savez(folder / "images.npz", x_train=x, y_train=np.arange(count) % 10)
+    whole = blocks.Block(name, 0, "start", model.eval(), shape, (10,), 0.0)
+    graphs = [graph for stage in blocks.export(whole) for graph in stage]
+    hungriest = max(graphs, key=lambda graph: graph.weight_bytes + max(BATCHES) * graph.activation_bytes)
+    (folder / "graph.onnx").write_bytes(hungriest.graph)
+    if hungriest.data is not None:
+        (folder / hashlib.sha256(hungriest.data).hexdigest()).write_bytes(hungriest.data)
+    trained, _ = footprint.weigh(model, torch.zeros(2, *shape))
+    return Subject(
+        name,
+        {**table, "input": {"channels": 3, "size": size}},
+        folder,
+        trained,
+        folder / "graph.onnx",
+        (hungriest.weight_bytes, hungriest.activation_bytes),
+        _input_shape(hungriest.graph),
+    )
+
+
+def _input_shape(graph: bytes) -> tuple[int, ...]:
+    import onnx
+
+    dims = onnx.load_from_string(graph).graph.input[0].type.tensor_type.shape.dim
+    return tuple(dim.dim_value for dim in dims[1:])
+
+
+def _trained(subject: Subject, batch: int) -> int:
+    """The peak of a few steps in one mini-batch each, with all the memory they want."""
+    outcome = _train(subject, batch, PLENTY_BYTES)
+    if outcome.code != "ok" or outcome.peak_bytes is None or outcome.base_bytes is None:
+        raise ModelError(f"{subject.name}: {outcome.reason or 'this kernel does not tell peaks'}")
+    return outcome.peak_bytes - outcome.base_bytes
+
+
+def _stepped(subject: Subject, batch: int, at_once: int) -> dict[str, Any]:
+    """Mini-batches under a budget that was made for fewer examples at once."""
+    budget_bytes = budget.ASSUMED_BASE_BYTES["torch"] + subject.training_bytes(at_once)
+    outcome = _train(subject, batch, budget_bytes)
+    if outcome.code != "ok" or outcome.peak_bytes is None:
+        raise ModelError(f"{subject.name} does not train in {budget.megabytes(budget_bytes)}: {outcome.reason}")
+    return {
+        "network": subject.name,
+        "batch": batch,
+        "budget_mb": round(budget_bytes / 1e6, 1),
+        "peak_mb": round(outcome.peak_bytes / 1e6, 1),
+        "used": outcome.peak_bytes / budget_bytes,
+    }
+
+
+def _train(subject: Subject, batch: int, budget_bytes: int) -> orders.Outcome:
+    """Some steps in a process of their own, as an agent has them done."""
+    with tempfile.TemporaryDirectory(dir=subject.folder) as scratch:
+        out = Path(scratch) / "out"
+        out.mkdir()
+        params = {**dataclasses.asdict(Params(batch=batch, lr=1e-4)), "network": dict(subject.table)}
+        task = Task(
+            job="bench",
+            round=0,
+            attempt=0,
+            method="fedavg",
+            engine="torch",
+            actions=("work",),
+            params=params,
+            bundles={},
+            work=Work(),
+            seed=0,
+            deadline_s=0.0,
+        )
+        order = orders.Order(
+            task=task,
+            device="bench",
+            budget_bytes=budget_bytes,
+            data={"path": str(subject.folder / "images.npz"), "limit": STEPS * batch},
+            bundles={"model": str(subject.folder / "model")},
+            private=None,
+            cache=str(Path(scratch) / "cache"),
+            out=str(out),
+        )
+        child = Child(COMMAND, "torch")
+        try:
+            child.send(msgspec.json.encode(order) + b"\n")
+            while True:
+                for event in child.receive():
+                    if isinstance(event, orders.Outcome):
+                        return event
+                if child.gone:
+                    return child.obituary()
+                time.sleep(LOOK_S)
+        finally:
+            child.kill()
+
+
+def _scored(subject: Subject, batch: int, foreseen: int) -> int:
+    """The peak of the graph run on so many images at once, twice, with a budget of what is foreseen."""
+    command = [*SCORE, str(subject.graph), json.dumps([batch, *subject.graph_shape]), str(foreseen)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ModelError(f"{subject.name} cannot be run on {batch} images: {done.stderr.strip()[-300:]}")
+    return int(json.loads(done.stdout)["peak_bytes"])
+
+
+def score(graph: Path, shape: Sequence[int], foreseen: int) -> int:
+    """The peak of running a graph twice on inputs of this shape, (n, ...), in this process."""
+    from fedquilt.edge_agent.engines import onnx_engine
+
+    me = os.getpid()
+    budget.reset_peak(me)
+    base = budget.resident_bytes(me) or 0
+    engine = onnx_engine.OnnxEngine(onnx_engine.BASE_BYTES + foreseen, micro_batch=shape[0])
+    draws = np.random.default_rng(0)
+    for _ in range(2):
+        engine.run(graph, draws.normal(size=shape).astype(np.float32))
+    return (budget.peak_bytes(me) or 0) - base
+
+
+def _covered(engine: str, peak_bytes: int) -> dict[str, float]:
+    """Which share of the paper's devices could do the work in its smallest steps."""
+    able = {
+        name: tiers.fits(_of_tier(name, engine), engine, Work(peak_bytes=peak_bytes)) for name in tiers.PAPER_SHARES
+    }
+    return {
+        "least_mb": round(peak_bytes / 1e6, 1),
+        "share": sum(tiers.PAPER_SHARES[name] for name in able if able[name]),
+    }
+
+
+def _of_tier(name: str, engine: str) -> Profile:
+    size = tiers.SIZES[name]
+    return Profile(device="bench", board="", memory_bytes=size, budget_bytes=size, engines=(engine,), versions={})
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """The result for people."""
+    batches = sorted({row["batch"] for row in result["rows"]})
+    told = ["predicted over true peak above the bare process (true peak in MB)"]
+    told.append(f"{'':24}" + "".join(f"{f'x {batch}':>18}" for batch in batches))
+    for kind in ("training", "scoring"):
+        for name in dict.fromkeys(row["network"] for row in result["rows"]):
+            own = {r["batch"]: r for r in result["rows"] if (r["work"], r["network"]) == (kind, name)}
+            cells = "".join(f"{own[b]['ratio']:9.2f} ({own[b]['true_mb']:6.1f})" for b in batches)
+            told.append(f"{kind:9} {name:14}{cells}")
+    for each in result["stepped"]:
+        told.append(
+            f"{each['network']} x {each['batch']}, stepped down: {each['peak_mb']} MB of {each['budget_mb']} MB"
+        )
+    told.append("who could take part, of 30 / 30 / 30 / 10 % of devices with 1 / 2 / 4 / 8 GB for a task")
+    for name, of in result["coverage"].items():
+        told.append(f"    {name:14} training {of['torch']['share']:5.0%}   scoring {of['onnx']['share']:5.0%}")
+    return [*told, *figure_lines(result)]
+
+
+if __name__ == "__main__":
+    print(json.dumps({"peak_bytes": score(Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3]))}))
