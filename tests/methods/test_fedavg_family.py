@@ -14,7 +14,7 @@ from fedquilt import methods, tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import Answer, BlobRef, Bundle, Contribution, Examples, JobError, Method, ModelError, UpdateError
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.methods import fedavg, fedbn, fednova, fedopt, scaffold
+from fedquilt.methods import fedavg, fedbn, fednova, fedopt, moon, scaffold
 from fedquilt.tools.local_run import Member, states
 from toys import MLP, learners, to_train
 
@@ -26,10 +26,8 @@ def numpy_one() -> NumpyEngine:
 
 
 def torch_one() -> Any:
-    pytest.importorskip("torch")
-    from fedquilt.edge_agent.engines.torch_engine import TorchEngine
-
-    return TorchEngine(1 << 40, base_bytes=0)
+    module = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine")  # before torch: it says how threads wait
+    return module.TorchEngine(1 << 40, base_bytes=0)
 
 
 def play(
@@ -161,7 +159,8 @@ def test_scaffold_survives_a_resume_at_every_round() -> None:
     again = list(
         states(
             replace(scaffold.METHOD, step=stored), bundle, Path, Quadratics(), members,
-            scaffold.Params(**{**SMALL, **QUADRATIC}), rounds=20, keep=lambda local: tensors.decode(tensors.encode(local)),
+            scaffold.Params(**{**SMALL, **QUADRATIC}), rounds=20,
+            keep=lambda local: tensors.decode(tensors.encode(local)),
         )
     )  # fmt: skip
     assert [tensors.pack(state) for state in whole] == [tensors.pack(state) for state in again]
@@ -367,21 +366,26 @@ def test_batch_norm_stays_on_the_device_and_is_used_there() -> None:
     assert found.meta["private"] == sorted(kept["dev-0"])
 
 
-def test_moon_draws_the_representation_to_the_received_model() -> None:
-    """After a long local training with a strong pull it is nearer to the received model's than without."""
+def test_moons_contrast_is_what_it_is_on_paper() -> None:
+    """z = (1, 0) as the received model's, the previous one's is (0, 1): s = 1 and 0, and T = 1/2.
+
+    l_con = -log(e^2 / (e^2 + e^0)) = log(1 + e^-2), times mu = 3; the other way round log(1 + e^2).
+    """
+    torch_one()
     torch = pytest.importorskip("torch")
-    bundle, members = to_train(), learners(1)
-
-    def likeness(mu: float) -> float:
-        first, one, two = play("moon", torch_one(), bundle, members, rounds=2, mu=mu, epochs=20)
-        hidden = [
-            np.maximum(members[0].train.x @ state.model["1.weight"].T + state.model["1.bias"], 0)
-            for state in (one, two)
-        ]
-        assert not same_bits(first.model, one.model)
-        return float(torch.nn.functional.cosine_similarity(*map(torch.from_numpy, hidden)).mean())
-
-    assert likeness(0.0) < likeness(20.0)
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2))
+    same, swapped = torch.eye(2), torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    contrast, x = moon.Contrast(3.0, 0.5), torch.tensor([[1.0, 0.0], [2.0, 0.0]])
+    contrast.prepare(module)
+    with torch.no_grad():
+        module[0].weight.copy_(same)
+    anchors = [{**module.state_dict(), "0.weight": weight} for weight in (same, swapped)]
+    for (start, previous), wanted in (((0, 1), -2.0), ((1, 0), 2.0)):
+        scores = module(x)
+        at = {"start": anchors[start], "previous": anchors[previous]}
+        found = contrast.penalty(module, x, scores, at)
+        assert float(found.detach()) == pytest.approx(3 * np.log1p(np.exp(wanted)), rel=1e-6)
+    assert module.training
 
 
 def test_moon_leaves_batch_norm_statistics_to_its_own_forward_pass() -> None:
@@ -392,8 +396,6 @@ def test_moon_leaves_batch_norm_statistics_to_its_own_forward_pass() -> None:
 
 def test_moon_says_so_where_there_is_no_linear_layer() -> None:
     """SqueezeNet ends in a convolution."""
-    from fedquilt.methods import moon
-
     torch = pytest.importorskip("torch")
     with pytest.raises(ModelError, match="last linear layer, and this network has none"):
         moon.Contrast(1.0, 0.5).prepare(torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1)))

@@ -1,0 +1,244 @@
+"""What every method has to keep to, whatever it does. A new file in methods/ is tested here without an edit.
+
+A method that trains gets a small network and devices with points; one that runs blocks gets toy donors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedquilt import methods, tensors
+from fedquilt.core import Answer, Bundle, Contribution, Method, Site, UpdateError
+from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
+from fedquilt.tools.local_run import Member, states
+from toys import SMALL, build, learners, members, to_train
+
+ROUNDS = 4
+TRAINING = {"epochs": 2, "batch": 8, "lr": 0.1}
+AMPLE = 1 << 40
+# FedStitch keeps every device's ballot, and apart from each other the sums of devices up to a bound of its own
+FOR_EACH_BYTES = {"fedstitch": 1500}
+
+every = pytest.mark.parametrize("name", methods.names())
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a method is played on."""
+
+    method: Method
+    bundle: Bundle
+    engine: Any
+    devices: list[Member]
+    params: Any
+    rounds: int
+
+    def play(self, **changes: Any) -> list[Any]:
+        """The states before the first round and after each; `keep` as files would: every private state is stored."""
+        options: dict[str, Any] = {"seed": 3, "rounds": self.rounds, "keep": stored, **changes}
+        method, devices = options.pop("method", self.method), options.pop("devices", self.devices)
+        return list(states(method, self.bundle, Path, self.engine, devices, self.params, **options))
+
+
+def stored(local: Any) -> Any:
+    return tensors.decode(tensors.encode(local))
+
+
+def scene(name: str) -> Scene:
+    """The method on toys that fit it: as small as they can be."""
+    method = methods.load(name)
+    if "onnx" in method.engines:
+        bundle, runner = build()
+        return Scene(method, bundle, runner, members(), method.params(**SMALL), rounds=1000)  # it ends by itself
+    if "numpy" in method.engines:
+        engine: Any = NumpyEngine(AMPLE, base_bytes=0)
+    else:
+        module = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine")
+        engine = module.TorchEngine(AMPLE, base_bytes=0)
+    known = {field.name for field in fields(method.params)}
+    params = method.params(**{key: value for key, value in TRAINING.items() if key in known})
+    return Scene(method, to_train(), engine, learners(), params, ROUNDS)
+
+
+@cache
+def played(name: str) -> tuple[Scene, list[Any], list[tuple[Any, Contribution]], list[tuple[Site, Answer]]]:
+    """One run: its states, what was folded into which, and what each task had and gave."""
+    folded: list[tuple[Any, Contribution]] = []
+    worked: list[tuple[Site, Answer]] = []
+    here = scene(name)
+
+    def fold(state: Any, so_far: Any, update: Contribution) -> Any:
+        folded.append((state, update))
+        return here.method.fold(state, so_far, update)
+
+    def work(task: Any, site: Site) -> Answer:
+        answer = here.method.work(task, site)
+        worked.append((site, answer))
+        return answer
+
+    return here, here.play(method=replace(here.method, fold=fold, work=work)), folded, worked
+
+
+def packed(run: list[Any]) -> list[bytes]:
+    return [tensors.pack(state) for state in run]
+
+
+# -- the same again -------------------------------------------------------------------------------
+
+
+@every
+def test_the_same_seed_gives_the_same_bits_and_another_order_of_devices_too(name: str) -> None:
+    """After every round, with the devices listed the other way round; and a round changes something."""
+    here, run, _, _ = played(name)
+    assert packed(here.play(devices=here.devices[::-1])) == packed(run)
+    assert len(set(packed(run))) == len(run) > 1
+
+
+@every
+def test_a_run_goes_on_from_any_round_as_if_it_had_not_stopped(name: str) -> None:
+    """At every round the state goes through storage, as at a restart, and every one ends in the same bits."""
+    here, run, _, _ = played(name)
+
+    def step(state: Any, total: Any) -> Any:
+        return here.method.step(tensors.unpack(tensors.pack(state), here.method.state), total)
+
+    assert packed(here.play(method=replace(here.method, step=step))) == packed(run)
+
+
+@every
+def test_a_checkpoint_is_the_state_in_every_bit(name: str) -> None:
+    """Packed, unpacked and packed again, in each of its phases; what it yields is the same as well."""
+    here, run, _, _ = played(name)
+    for state in run:
+        again = tensors.unpack(tensors.pack(state), here.method.state)
+        assert tensors.pack(again) == tensors.pack(state)
+        assert here.method.done(again) == here.method.done(state)
+        assert here.method.story(again) == here.method.story(state)
+
+
+@every
+def test_folding_and_stepping_change_no_state(name: str) -> None:
+    """A state is a value: what was folded into and stepped from is as it was."""
+    here, run, folded, _ = played(name)
+    before = packed(run)
+    for state, update in folded[:4]:
+        here.method.step(state, here.method.fold(state, None, update))
+    assert packed(run) == before
+
+
+# -- what may not be folded -----------------------------------------------------------------------
+
+
+def spoiled(update: Contribution) -> Iterator[tuple[str, Contribution]]:
+    """The update with one thing wrong, in each of its bundles' tensors in turn."""
+
+    def with_bundle(bundle: str, change: Callable[[dict[str, Any]], None]) -> Contribution:
+        held = {name: array.copy() for name, array in update.bundles[bundle].items()}
+        change(held)
+        return replace(update, bundles={**update.bundles, bundle: held})
+
+    for bundle, held in update.bundles.items():
+        for name, array in held.items():
+            if array.dtype.kind == "f" and array.size:
+                yield f"{bundle}/{name} is NaN", with_bundle(bundle, lambda some, n=name: _put(some[n], np.nan))
+                yield f"{bundle}/{name} is infinite", with_bundle(bundle, lambda some, n=name: _put(some[n], np.inf))
+            yield f"{bundle}/{name} is missing", with_bundle(bundle, lambda some, n=name: some.pop(n))
+            yield (
+                f"{bundle}/{name} is longer",
+                with_bundle(bundle, lambda some, n=name: some.update({n: _longer(some[n])})),
+            )
+        yield (
+            f"{bundle} has a stranger",
+            with_bundle(bundle, lambda some: some.update(stranger=np.zeros(1, np.float32))),
+        )
+        without = {key: value for key, value in update.bundles.items() if key != bundle}
+        yield f"{bundle} is absent", replace(update, bundles=without)
+
+
+def _put(array: np.ndarray, value: float) -> None:
+    array.reshape(-1)[0] = value
+
+
+def _longer(array: np.ndarray) -> np.ndarray:
+    return np.concatenate([array.reshape(1, -1), array.reshape(1, -1)], axis=1).reshape(-1)
+
+
+@every
+def test_an_update_that_is_not_what_was_asked_for_is_refused(name: str) -> None:
+    """NaN, infinity, a missing tensor, another shape, no bundle: each by an UpdateError and no other.
+
+    A further tensor is refused as well, or else counts for nothing.
+    """
+    here, _, folded, _ = played(name)
+    refused = 0
+    phases = {getattr(state, "phase", ""): (state, update) for state, update in folded if update.bundles}
+    for state, update in phases.values():
+        good = tensors.pack(here.method.fold(state, None, update))
+        for what, bad in spoiled(update):
+            try:
+                total = here.method.fold(state, None, bad)
+            except UpdateError:
+                refused += 1
+            else:
+                assert "stranger" in what, f"folded, though {what}"
+                assert tensors.pack(total) == good, what
+    assert refused >= 6
+
+
+@every
+def test_what_a_round_adds_up_does_not_grow_with_its_devices(name: str) -> None:
+    """Three devices or twelve: the same bytes of arrays, and a name at most for each device beside them."""
+    here = scene(name)
+    arrays, beside = [], []
+    for count in (3, 12):
+        devices = (members if "onnx" in here.method.engines else learners)(count)
+        most: dict[str, tuple[int, int]] = {}
+
+        def step(state: Any, total: Any, most: dict[str, tuple[int, int]] = most) -> Any:
+            payload = tensors.pack(total)
+            size = tensors.total_bytes([tensors.decode(payload)])
+            most["arrays"] = max(most.get("arrays", (0, 0)), (size, len(payload)))
+            return here.method.step(state, total)
+
+        here.play(method=replace(here.method, step=step), devices=devices)
+        size, whole = most["arrays"]
+        arrays.append(size)
+        beside.append(whole - size)
+    assert arrays[1] <= arrays[0] + 9 * FOR_EACH_BYTES.get(name, 0)
+    assert beside[1] <= beside[0] + 9 * FOR_EACH_BYTES.get(name, 40)
+
+
+# -- what stays -----------------------------------------------------------------------------------
+
+
+@every
+def test_nothing_private_is_in_an_update(name: str) -> None:
+    """No array that a device has kept from its last round is in the bytes it sends, in any round."""
+    _, _, _, worked = played(name)
+    for site, answer in worked:
+        sent = b"".join(tensors.encode(bundle) for bundle in answer.bundles.values())
+        for kept, array in site.local.items():
+            if array.size > 2 and len(np.unique(array)) > 1:  # zeros are found anywhere
+                assert array.tobytes() not in sent, f"{name} sends {kept}"
+        assert answer.bundles.keys().isdisjoint({"local", "private"})
+
+
+@every
+def test_what_is_received_is_left_as_it_was(name: str) -> None:
+    """A client half makes new arrays: neither its private state nor the device's examples change under it."""
+    here = scene(name)
+
+    def work(task: Any, site: Site) -> Answer:
+        before = tensors.encode(site.local), site.train.x.tobytes(), site.train.y.tobytes()
+        answer = here.method.work(task, site)
+        assert (tensors.encode(site.local), site.train.x.tobytes(), site.train.y.tobytes()) == before
+        return answer
+
+    here.play(method=replace(here.method, work=work), rounds=2)
