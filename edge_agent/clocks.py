@@ -93,26 +93,17 @@ class Clocks:
     @classmethod
     def connect(cls, path: Path = SOCKET) -> Clocks | None:
         """None: no helper there, or one that this user may not speak to (that is logged)."""
-        line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        line.settimeout(ANSWER_S)
-        try:
-            line.connect(str(path))
-        except PermissionError:
-            log.warning("no right to speak to the clock helper at %s: add this user to its --group", path)
-        except OSError as error:
-            log.debug("no clock helper at %s: %s", path, error)
-        else:
-            return cls(line, path)
-        line.close()
-        return None
+        line = _dial(path)
+        return None if line is None else cls(line, path)
 
     def hold(self, point: OperatingPoint) -> OperatingPoint:
-        """Hold the clocks at a point; what the board then says.
+        """Hold the clocks at a point; what the board then says. A helper that was started anew is found again.
 
         Raises:
             ClockError: the helper's reason; nothing is held then.
         """
         self.point = None
+        self._line = self._line or _dial(self._path)
         answer = self._ask(Hold(point=point))
         if answer.point is None:
             self.close()
@@ -186,3 +177,18 @@ class Clocks:
             if len(read) > ANSWER_MOST_BYTES or time.monotonic() > end_s:
                 raise TimeoutError("no whole answer in time")
         return read
+
+
+def _dial(path: Path) -> socket.socket | None:
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    line.settimeout(ANSWER_S)
+    try:
+        line.connect(str(path))
+    except PermissionError:
+        log.warning("no right to speak to the clock helper at %s: add this user to its --group", path)
+    except OSError as error:
+        log.debug("no clock helper at %s: %s", path, error)
+    else:
+        return line
+    line.close()
+    return None

@@ -225,6 +225,17 @@ def test_a_memory_clock_that_rounds_up_is_told_as_it_became(board: Board):
         down.hold(OperatingPoint(name="x", emc_hz=1.6e9))
 
 
+def test_a_memory_clock_that_was_locked_is_locked_again(board: Board):
+    """By `jetson_clocks`, say: then its rate is a setting too, and is put back before the lock."""
+    board.write("sys/kernel/debug/bpmp/debug/clk/emc/mrq_rate_locked", "1")
+    before = board.settings()
+    clamp = board.clamp()
+    clamp.hold(SLOW)
+    assert board.read(RATE) == "204000000"
+    assert clamp.restore() == []
+    assert (board.settings(), board.read(RATE)) == (before, "1866000000")
+
+
 def test_an_unlisted_frequency_changes_nothing(board: Board):
     """Not even the clocks that are listed."""
     with pytest.raises(ClockError, match="has no 777 MHz"):

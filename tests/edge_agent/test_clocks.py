@@ -30,7 +30,8 @@ class Served:
 
     def __init__(self, folder: Path) -> None:
         self.root, self.path, self.jump_s = folder / "root", folder / "s", 0.0
-        plant(self.root, "jetson-tx2", 4)
+        if not self.root.exists():
+            plant(self.root, "jetson-tx2", 4)
         self.helper = Helper(Clamp(self.root, folder / "state"), self.path, folder / "state")
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -163,9 +164,9 @@ def test_an_answer_that_makes_no_sense_is_an_error_and_the_end(tmp_path: Path, s
     assert clocks is not None
     with pytest.raises(ClockError, match=r"does not answer|answered beside the question"):
         clocks.hold(SLOW)
+    fake.close()
     with pytest.raises(ClockError, match="is gone"):
         clocks.hold(SLOW)
-    fake.close()
 
 
 def test_a_helper_that_hangs_up_is_told(tmp_path: Path):
@@ -176,6 +177,21 @@ def test_a_helper_that_hangs_up_is_told(tmp_path: Path):
     with pytest.raises(ClockError, match="does not answer: it hung up"):
         clocks.hold(SLOW)
     fake.close()
+
+
+def test_a_helper_that_was_started_anew_is_found_again(tmp_path: Path):
+    """The agent need not be restarted with it: its next hold dials again."""
+    before = Served(tmp_path)
+    clocks = before.connect()
+    clocks.hold(SLOW)
+    before.stop()
+    with pytest.raises(ClockError, match="does not answer"):
+        clocks.keepalive(0.0)
+    after = Served(tmp_path)
+    assert clocks.hold(SLOW) == SLOW
+    assert after.max_khz() == 345600
+    clocks.close()
+    after.stop()
 
 
 def test_a_helper_that_says_nothing_is_waited_for_two_seconds(tmp_path: Path):
