@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from fedquilt.core import Profile, Work
-from fedquilt.models.footprint import ASSUMED_BASE_BYTES
+from fedquilt.models import footprint
 
 GIGABYTE: Final = 10**9
 BELOW: Final = "under 1GB"
@@ -60,7 +60,7 @@ def of_budget(budget_bytes: int) -> str:
 
 def fits(profile: Profile, engine: str, work: Work) -> bool:
     """Whether the device's budget holds the engine and the work, done in its smallest steps."""
-    return profile.budget_bytes >= ASSUMED_BASE_BYTES.get(engine, 0) + work.peak_bytes
+    return profile.budget_bytes >= footprint.need_bytes(engine, work.peak_bytes)
 
 
 def coverage(fleet: Iterable[Member], engines: Iterable[str], work: Work) -> dict[str, Share]:

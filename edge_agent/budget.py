@@ -17,6 +17,7 @@ from typing import Final
 
 from fedquilt.core import Work
 from fedquilt.models.footprint import ASSUMED_BASE_BYTES as ASSUMED_BASE_BYTES
+from fedquilt.models.footprint import FIRST_USE_BYTES
 
 PROC = Path("/proc")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -82,7 +83,7 @@ def shortage(
         measured: engine -> resident size of a process that holds just the engine, as seen on this board.
         caution: learnt from such work; the need is the prediction times what it says.
     """
-    base = base_bytes(engine, measured)
+    base = base_bytes(engine, measured) + FIRST_USE_BYTES.get(engine, 0)
     factor = max(STEP**caution.steps, caution.ratio)
     share = math.ceil(work.peak_bytes * factor)
     need = base + share

@@ -88,6 +88,8 @@ def carry_out(
     began_s, cpu_s, base = time.perf_counter(), time.process_time(), None
     try:
         engine = bench.engine(order.task.engine, _plannable(order))
+        if hasattr(engine, "planned_bytes"):
+            engine.planned_bytes = None  # what an earlier task left there
         if own_process and budget.reset_peak(os.getpid()):
             base = budget.resident_bytes(os.getpid())
         outcome = _work(order, bench, engine, progress, loaded)
@@ -189,7 +191,9 @@ def _sentence(error: Exception) -> str:
         return str(error)
     if budget.is_of_memory(error):
         said = " ".join(str(error).split())[:300] or type(error).__name__
-        return f"an allocation failed ({said}): the next try plans with less; ask for less, or free memory on the device"
+        return (
+            f"an allocation failed ({said}): the next try plans with less; ask for less, or free memory on the device"
+        )
     return f"{type(error).__name__}: {error}"
 
 

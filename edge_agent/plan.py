@@ -364,8 +364,9 @@ def _done(state: State, event: Done, now_s: float) -> Step:
     if state.open is not None and event.pace is not None:
         method = state.open.task.method
         paces[method] = governor.averaged(paces.get(method), event.pace)
-    peak, base = update.usage.peak_bytes, update.usage.base_bytes
-    if state.open is not None and event.planned_bytes is not None and peak is not None and base is not None:
+    peak = update.usage.peak_bytes
+    if state.open is not None and event.planned_bytes is not None and peak is not None:
+        base = budget.base_bytes(state.open.task.engine, bases)  # of a bare process: this one may have been warm
         seen = _caution(state, state.open.task).seen(peak - base, event.planned_bytes)
         state = _cautious(state, state.open.task, seen)
     outbox = {**state.outbox, (update.job, update.round): Offer(update, event.private, now_s + RESEND_S)}

@@ -1,4 +1,4 @@
-"""What work holds in memory at its peak, above the bare process: one model for engines, orders and admission.
+"""What work holds in memory at its peak, above an engine at work: one model for engines, orders and admission.
 
 Light: torch is imported by `weigh` alone. Constants were fitted with `fedquilt bench footprint` on x86-64
 (torch 2.13 for the CPU, onnxruntime 1.31, glibc 2.36); a board's own error is learnt as it works
@@ -17,6 +17,18 @@ if TYPE_CHECKING:
 
 ASSUMED_BASE_BYTES: Mapping[str, int] = {"numpy": 38 * 10**6, "onnx": 57 * 10**6, "torch": 233 * 10**6}
 """What a task's process holds once its engine is imported: measured on x86-64, until a board's own is known."""
+FIRST_USE_BYTES: Mapping[str, int] = {"onnx": 12 * 10**6, "torch": 100 * 10**6}
+"""What an engine loads and compiles when it is first used, whatever the work. Of torch's, torch.optim imports 75 MB."""
+
+
+def need_bytes(engine: str, peak_bytes: int, base_bytes: int | None = None) -> int:
+    """What a task's process holds at its peak: the engine imported and at work, and the work above that.
+
+    Args:
+        base_bytes: of the process with the engine imported; None: as assumed.
+    """
+    base = ASSUMED_BASE_BYTES.get(engine, 0) if base_bytes is None else base_bytes
+    return base + FIRST_USE_BYTES.get(engine, 0) + peak_bytes
 
 
 @dataclass(frozen=True)
@@ -61,31 +73,29 @@ def weigh(model: nn.Module, x: torch.Tensor) -> tuple[Trained, torch.Tensor]:
 
 # -- training -------------------------------------------------------------------------------------
 
-FIRST_STEP_BYTES = 100_000_000
-"""What torch loads and compiles with its first step, whatever the network: of it, torch.optim's imports are 75 MB."""
 LIBRARY_BYTES = {"torchvision": 25_000_000}
 """What the library of a network holds besides, once it is imported."""
-WIDEST = 10
-"""Times the widest activation is at work besides those kept: gradients in and out, scratch, and what glibc holds."""
 COPIES = 3
 """Of the weights: as received, the model's own, gradients. Momentum, a correction's start and the like come on top."""
 FREED = 0.5
 """Times the weights is what glibc holds of tensors that came and went."""
+WIDEST = 10
+"""Times the widest activation is at work besides those kept: gradients in and out, scratch, and what glibc holds."""
 
 
 def training_bytes(network: Trained, examples: int, *, copies: int = COPIES, library: str = "") -> int:
-    """The peak of training steps on so many examples at once, above a process that has imported torch.
+    """The peak of training steps on so many examples at once, above torch at work.
 
     Args:
         copies: of the weights that are held at once, COPIES or more.
         library: what the network's name begins with, up to a slash.
     """
-    return fixed_bytes(network.weights_bytes, copies, library) + examples * example_bytes(network)
+    return fixed_bytes(network.weights_bytes, copies=copies, library=library) + examples * example_bytes(network)
 
 
-def fixed_bytes(weights_bytes: int, copies: int = COPIES, library: str = "") -> int:
+def fixed_bytes(weights_bytes: int, *, copies: int = COPIES, library: str = "") -> int:
     """The part of `training_bytes` that no smaller micro-batch makes smaller."""
-    return FIRST_STEP_BYTES + LIBRARY_BYTES.get(library, 0) + int((copies + FREED) * weights_bytes)
+    return LIBRARY_BYTES.get(library, 0) + int((copies + FREED) * weights_bytes)
 
 
 def example_bytes(network: Trained) -> int:
@@ -97,15 +107,12 @@ def example_bytes(network: Trained) -> int:
 
 SESSION_BYTES = 2 << 20
 """An ONNX Runtime session beside its weights and activations."""
-FIRST_RUN_BYTES = 18_000_000
-"""What ONNX Runtime loads with its first graph."""
 
 
 def scoring_bytes(weights_bytes: int, activation_bytes: int, examples: int) -> int:
-    """The peak of running one graph on so many examples at once, its weights mapped and not laid out anew,
-    above a process that has imported ONNX Runtime.
+    """The peak of one graph on so many examples at once, its weights mapped and not laid out anew, above ONNX Runtime.
 
     Args:
         activation_bytes: alive together for one example, at most (`fedquilt.models.tiles`).
     """
-    return FIRST_RUN_BYTES + SESSION_BYTES + weights_bytes + examples * activation_bytes
+    return SESSION_BYTES + weights_bytes + examples * activation_bytes

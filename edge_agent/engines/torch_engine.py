@@ -27,21 +27,27 @@ from torch import nn
 
 from fedquilt.core import DataError, Examples, Fit, Hooks, ModelError, Tensors
 from fedquilt.edge_agent.engines import torch_turn, training
-from fedquilt.models import zoo
+from fedquilt.models import footprint, zoo
 
 EVALUATED_AT_ONCE = 256
 # Resident after the import, on x86-64: torch 2.13 for the CPU, 2.15 with its CUDA libraries.
 BASE_BYTES = 230_000_000 if torch.version.cuda is None else 525_000_000
-# Fitted to peaks of resident memory on x86-64, torch 2.13 (ResNet-20 and MobileNetV2, batches of 16 to 128):
-SCRATCH = 1.4  # bytes at work per byte kept for the backward pass (1.21 and 1.28 seen)
-FIRST_STEP_BYTES = 140_000_000  # what the first step loads and compiles, whatever the batch (66 and 136 MB seen)
 
 
 class Probe(NamedTuple):
-    """What one example costs and gives in a network."""
+    """What a network takes and gives."""
 
-    example_bytes: float
+    trained: footprint.Trained
+    library: str
     classes: int
+
+    def room(self, room_bytes: int, copies: int) -> int:
+        """For activations, beside so many copies of the weights."""
+        return room_bytes - footprint.fixed_bytes(self.trained.weights_bytes, copies=copies, library=self.library)
+
+    @property
+    def example_bytes(self) -> int:
+        return footprint.example_bytes(self.trained)
 
 
 class TorchEngine:
@@ -56,7 +62,8 @@ class TorchEngine:
     name = "torch"
 
     def __init__(self, budget_bytes: int, *, base_bytes: int = BASE_BYTES, half: torch.dtype | None = None) -> None:
-        self._room_bytes = budget_bytes - base_bytes - FIRST_STEP_BYTES
+        self.planned_bytes: int | None = None
+        self._room_bytes = budget_bytes - base_bytes - footprint.FIRST_USE_BYTES["torch"]
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._half = half or _half(self._device)
         # a process held to some cores must not start a thread for each of the board's
@@ -88,8 +95,11 @@ class TorchEngine:
             model = model.train().to(memory_format=layout)
             torch_turn.hold_still(model, hooks)
             anchors = torch_turn.anchored(model, hooks)
-            copies = 5 + len(hooks.anchors) + (fit.optimizer == "adam")
-            at_once = training.fitting(self._room(model, copies), probe.example_bytes, fit.batch)
+            moments = 2 if fit.optimizer == "adam" else int(fit.momentum > 0)
+            copies = footprint.COPIES + len(anchors) + moments
+            at_once = training.fitting(probe.room(self._room_bytes, copies), probe.example_bytes, fit.batch)
+            planned = footprint.training_bytes(probe.trained, at_once, copies=copies, library=probe.library)
+            self.planned_bytes = footprint.FIRST_USE_BYTES["torch"] + planned
             turns = [torch_turn.Stepper(model, turn, fit, hooks, anchors, half) for turn in hooks.turns]
             for order in orders:
                 for batch in training.batches(order, fit.batch):
@@ -110,7 +120,7 @@ class TorchEngine:
         with _repeatable(0):
             module, probe = self._load(network, model, examples, hooks)
             module.eval()
-            at_once = training.fitting(self._room(module, copies=2), probe.example_bytes, EVALUATED_AT_ONCE)
+            at_once = training.fitting(probe.room(self._room_bytes, 2), probe.example_bytes, EVALUATED_AT_ONCE)
             with torch.inference_mode():
                 for rows in training.batches(np.arange(len(examples)), at_once):
                     x, y = self._batch(network, examples, rows, hooks)
@@ -137,16 +147,8 @@ class TorchEngine:
     def _probe(self, model: nn.Module, network: Mapping[str, Any], examples: Examples, hooks: Hooks) -> Probe:
         """Run two examples, as batch normalisation takes no fewer, and see what the backward pass would need."""
         x, _ = self._batch(network, examples, np.array([0, len(examples) - 1]), hooks)
-        own = {value.untyped_storage().data_ptr() for value in model.state_dict().values()}
-        kept: dict[int, int] = {}
-
-        def keep(value: torch.Tensor) -> torch.Tensor:
-            kept[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
-            return value
-
         try:
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-                scores = model.train()(x)
+            trained, scores = footprint.weigh(model, x)
         except RuntimeError as error:
             raise DataError(
                 f"network {network.get('name')!r} takes no examples of shape {tuple(x.shape[1:])} "
@@ -154,13 +156,7 @@ class TorchEngine:
             ) from None
         if not isinstance(scores, torch.Tensor) or scores.ndim != 2:
             raise ModelError(f"network {network.get('name')!r} does not give one score per class")
-        activations = sum(size for place, size in kept.items() if place not in own)
-        return Probe(SCRATCH * activations / len(x) + x[0].nbytes, scores.shape[1])
-
-    def _room(self, model: nn.Module, copies: int) -> int:
-        """For activations, beside the weights, their gradients, momentum, and what is received and kept."""
-        weights = sum(value.untyped_storage().nbytes() for value in model.state_dict().values())
-        return self._room_bytes - copies * weights
+        return Probe(trained, str(network.get("name", "")).partition("/")[0], scores.shape[1])
 
     def _batch(
         self, network: Mapping[str, Any], examples: Examples, rows: np.ndarray, hooks: Hooks

@@ -7,7 +7,7 @@ import pytest
 from fedquilt.coordinator import tiers
 from fedquilt.coordinator.tiers import Member, Share
 from fedquilt.core import Profile, Work
-from fedquilt.models.footprint import ASSUMED_BASE_BYTES
+from fedquilt.models.footprint import ASSUMED_BASE_BYTES, FIRST_USE_BYTES
 
 MB, GB = 10**6, 10**9
 
@@ -47,8 +47,8 @@ def test_a_device_that_has_not_said_what_it_is_has_no_tier() -> None:
 
 
 def test_work_fits_a_device_up_to_the_last_byte_beside_the_engine() -> None:
-    """1 GB less torch."""
-    room = GB - ASSUMED_BASE_BYTES["torch"]
+    """1 GB less torch at work."""
+    room = GB - ASSUMED_BASE_BYTES["torch"] - FIRST_USE_BYTES["torch"]
     assert tiers.fits(device(GB), "torch", Work(peak_bytes=room))
     assert not tiers.fits(device(GB), "torch", Work(peak_bytes=room + 1))
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedquilt.core import BlobRef, Reading, Task, Update, Usage, Work
+from fedquilt.edge_agent import plan
 from fedquilt.edge_agent.budget import ASSUMED_BASE_BYTES
 from fedquilt.edge_agent.plan import (
     REFETCH_S,
@@ -206,6 +209,47 @@ def test_the_engines_size_as_seen_here_replaces_the_assumed_one() -> None:
     _, actions = advance(state, Arrived(task(2, work=Work(peak_bytes=11 << 20))), 0.0)
     assert isinstance(actions[0], Say)
     assert actions[0].claim.code == "memory"
+
+
+def test_a_task_that_ran_out_of_memory_is_planned_smaller_the_next_time_and_refused_once_nothing_smaller_fits() -> None:
+    """Beside 38 MB of the engine, 66.8 MB are planned with, then 53.4, then 42.8; 30 MB of work grow to 37.5, 46.9
+    and 58.6 MB, which still fit, and then to 73.2 MB, which do not."""
+    asked = task(work=Work(peak_bytes=30 * 10**6))
+    room, state = MEANS.budget_bytes - ASSUMED_BASE_BYTES["numpy"], State(MEANS)
+    for failures in range(3):
+        state, actions = after(Arrived(again(asked, failures)), state=state)
+        assert actions[-1] == Begin(again(asked, failures))
+        planned = plan.plannable_bytes(state, asked)
+        assert planned == ASSUMED_BASE_BYTES["numpy"] + int(room / 1.25**failures)
+        state, _ = after(Failed("memory", "it was killed", overrun=True), state=state)
+    state, _ = after(Arrived(again(asked, 3)), Failed("memory", "it was killed", overrun=True), state=state)
+    _, actions = after(Arrived(again(asked, 4)), state=state)
+    assert isinstance(actions[0], Say)
+    assert actions[0].claim.code == "memory"
+    assert "2.44 times what was predicted" in actions[0].claim.reason
+
+
+def again(asked: Task, attempt: int) -> Task:
+    """Whatever is needed is on the device."""
+    return msgspec.structs.replace(asked, attempt=attempt, bundles={})
+
+
+def test_an_engine_that_refuses_beforehand_teaches_nothing() -> None:
+    """Planning with even less would have it refuse the more."""
+    state, _ = after(Arrived(task()), Failed("memory", "one example does not fit"))
+    assert plan.plannable_bytes(state, task()) == MEANS.budget_bytes
+
+
+def test_what_a_method_taught_of_memory_holds_for_it_and_its_engine_alone() -> None:
+    """The peak beside the engine was 1.5 times what was planned: 1 + 0.3 / 2 = 1.15, one step of 1.25."""
+    usage = Usage(base_bytes=40 * 10**6, peak_bytes=70 * 10**6)
+    seen = msgspec.structs.replace(update(), usage=usage)
+    state, _ = after(Arrived(task()), Done(seen, False, planned_bytes=20 * 10**6))
+    assert state.cautions[("fedavg", "numpy")].ratio == pytest.approx(1.15)
+    assert plan.plannable_bytes(state, task()) < MEANS.budget_bytes
+    assert plan.plannable_bytes(state, task(method="fedprox")) == MEANS.budget_bytes
+    untold, _ = after(Arrived(task()), Done(seen, False))
+    assert not untold.cautions
 
 
 def test_a_refused_task_still_ends_the_one_in_hand() -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from fedquilt.models import footprint
-from fedquilt.models.footprint import FIRST_STEP_BYTES, Trained
+from fedquilt.models.footprint import Trained
 
 
 def test_what_a_network_keeps_is_counted_once_and_without_its_weights() -> None:
@@ -34,9 +34,9 @@ def test_buffers_count_as_weights_and_each_storage_once() -> None:
 
 
 def test_training_takes_the_weights_copies_and_each_examples_activations() -> None:
-    """100 MB for the first step, 3.5 times 2 MB of weights, 4 examples of 1 MB kept and 10 times 0.1 MB at work."""
+    """3.5 times 2 MB of weights, 4 examples of 1 MB kept and 10 times 0.1 MB at work."""
     network = Trained(2_000_000, 1_000_000, 1_000_000, 100_000)
-    assert footprint.training_bytes(network, 4) == FIRST_STEP_BYTES + 7_000_000 + 8_000_000
+    assert footprint.training_bytes(network, 4) == 7_000_000 + 8_000_000
     assert footprint.training_bytes(network, 4, copies=4) - footprint.training_bytes(network, 4) == 2_000_000
 
 
@@ -58,6 +58,13 @@ def test_a_library_that_the_network_comes_from_is_counted() -> None:
     more = footprint.training_bytes(network, 1, library="torchvision") - footprint.training_bytes(network, 1)
     assert more == footprint.LIBRARY_BYTES["torchvision"]
     assert footprint.training_bytes(network, 1, library="mlp") == footprint.training_bytes(network, 1)
+
+
+def test_a_process_needs_its_engine_at_work_and_the_work() -> None:
+    """57 and 12 MB for ONNX Runtime as assumed, or what the board has seen and 12 MB; an unknown engine needs none."""
+    assert footprint.need_bytes("onnx", 5 * 10**6) == 74 * 10**6
+    assert footprint.need_bytes("onnx", 5 * 10**6, base_bytes=60 * 10**6) == 77 * 10**6
+    assert footprint.need_bytes("mine", 5) == 5
 
 
 def test_predicting_imports_nothing_heavy() -> None:

@@ -1,0 +1,48 @@
+"""The torch engine plans its memory by `fedquilt.models.footprint` and fits itself to its budget."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fedquilt import tensors
+from fedquilt.core import Examples, Fit
+from fedquilt.models import footprint
+
+NETWORK = {"name": "plain", "channels": 1, "classes": 2, "input": {"channels": 1, "size": 16}}
+
+
+def planned(room_bytes: int, fit: Fit) -> tuple[int, footprint.Trained]:
+    """What the engine plans for a training with so much room beside torch at work, and what the network takes."""
+    module = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine")  # before torch: it says how threads wait
+    import torch
+
+    from fedquilt.models import zoo
+
+    torch.manual_seed(0)
+    model = zoo.build(NETWORK)
+    start = {name: value.numpy().copy() for name, value in model.state_dict().items()}
+    examples = Examples(np.zeros((16, 16, 16), np.uint8), np.arange(16) % 2)
+    engine = module.TorchEngine(footprint.FIRST_USE_BYTES["torch"] + room_bytes, base_bytes=0)
+    assert engine.planned_bytes is None
+    engine.train(NETWORK, start, examples, fit, tensors.rng(1))
+    trained, _ = footprint.weigh(model, torch.zeros(2, 1, 16, 16))
+    return engine.planned_bytes, trained
+
+
+@pytest.mark.parametrize(("room_for", "at_once"), [(16, 16), (15, 8), (7, 4), (1, 1), (0, 1)])
+def test_the_plan_is_the_prediction_for_the_micro_batch_that_fits(room_for: int, at_once: int) -> None:
+    """A mini-batch of 16 is halved until it fits; one example goes through in any case."""
+    _, network = planned(0, Fit(batch=16))
+    told, _ = planned(footprint.training_bytes(network, room_for), Fit(batch=16))
+    assert told == footprint.FIRST_USE_BYTES["torch"] + footprint.training_bytes(network, at_once)
+
+
+@pytest.mark.parametrize(
+    ("fit", "more"), [(Fit(batch=4, momentum=0.9), 1), (Fit(batch=4, optimizer="adam", lr=1e-3), 2)]
+)
+def test_what_an_optimizer_remembers_is_planned_for(fit: Fit, more: int) -> None:
+    """One copy of the weights for momentum, two for Adam's moments."""
+    with_it, network = planned(10**9, fit)
+    without, _ = planned(10**9, Fit(batch=4))
+    assert with_it - without == pytest.approx(more * network.weights_bytes, abs=1)
