@@ -70,7 +70,10 @@ class Console:
             return f"{', '.join(sorted(asked))}: offline"
         least = job.rounds.plan.cohort.min_devices if job.rounds.round == 0 else 1
         declined = f", {len(job.rounds.declined)} of them declined" if job.rounds.declined else ""
-        return f"devices that run {' or '.join(job.engines)}: {len(able)} online{declined}, at least {least} needed"
+        barred = [code for device, code in job.rounds.passed.items() if device in able]
+        alone = "".join(f", {barred.count(code)} left alone ({code})" for code in sorted(set(barred)))
+        engines = " or ".join(job.engines)
+        return f"devices that run {engines}: {len(able)} online{alone}{declined}, at least {least} needed"
 
     def _status(self, job: Running) -> None:
         if self._live:

@@ -1,6 +1,9 @@
-"""Sampling depends on the seed, the round and the device, and on nothing else."""
+"""Sampling depends on the seed, the round and the device, and on what is given of costs and waiting."""
 
-from fedquilt.coordinator.cohort import sample
+import msgspec
+
+from fedquilt.coordinator.cohort import joules_per_flop, places, sample
+from fedquilt.core import OperatingPoint, Profile
 
 FLEET = [f"dev-{i}" for i in range(20)]
 
@@ -35,3 +38,49 @@ def test_asking_for_more_than_there_are_gives_all() -> None:
     """And none gives none."""
     assert sample(0, 0, FLEET, 99) == tuple(sorted(FLEET))
     assert sample(0, 0, [], 3) == ()
+
+
+def test_a_device_that_takes_twice_the_joules_is_drawn_half_as_often_when_one_is_taken() -> None:
+    """Of two, over 3000 rounds: one third to two thirds."""
+    counts = dict.fromkeys("ab", 0)
+    for round in range(3000):
+        counts[sample(3, round, "ab", 1, costs={"a": 2e-9, "b": 1e-9})[0]] += 1
+    assert 0.3 < counts["a"] / 3000 < 0.37
+
+
+def test_a_device_whose_joules_nobody_knows_is_taken_for_middling() -> None:
+    """Costs of 1, 3 and 5: as if it were 3; and the same costs for all change nothing."""
+    known = {"a": 1.0, "b": 3.0, "c": 5.0}
+    for round in range(50):
+        assert sample(1, round, "abcd", 2, costs=known) == sample(1, round, "abcd", 2, costs={**known, "d": 3.0})
+        assert sample(1, round, FLEET, 5, costs=dict.fromkeys(FLEET, 7.0)) == sample(1, round, FLEET, 5)
+
+
+def test_whoever_has_waited_for_the_given_turns_goes_first_and_nobody_waits_longer_than_a_turn_more() -> None:
+    """Twenty devices, two a round, one of them a thousand times as thirsty: a turn is 10 rounds, so 40 at most."""
+    costs = {device: 1000.0 if device == "dev-7" else 1.0 for device in FLEET}
+    since, longest = dict.fromkeys(FLEET, 0), dict.fromkeys(FLEET, 0)
+    for round in range(1000):
+        for device in sample(5, round, FLEET, 2, costs=costs, since=since, turns=3.0):
+            longest[device] = max(longest[device], round - since[device])
+            since[device] = round
+    assert longest["dev-7"] >= 30  # it is not preferred otherwise
+    assert max(longest.values()) <= 40
+
+
+def test_of_those_who_have_waited_too_long_the_longest_waiting_come_first() -> None:
+    """Two of four devices a round, turns of two rounds each: after five rounds b, then c."""
+    since = {"a": 9, "b": 4, "c": 5, "d": 9}
+    assert places(0, 10, "abcd", 2, since=since, turns=2.0)[:2] == ["b", "c"]
+
+
+def test_a_boards_joules_for_a_flop_are_its_thriftiest_points() -> None:
+    """10 W at 5 FLOP/s is 2 J; 12 W at 8 is 1.5 J; a point without power, and a board without points, say nothing."""
+    points = [OperatingPoint(name="slow", flops_per_s=5.0, busy_w=10.0)]
+    points += [OperatingPoint(name="fast", flops_per_s=8.0, busy_w=12.0), OperatingPoint(name="?", flops_per_s=99.0)]
+    profile = Profile(
+        device="a", board="b", memory_bytes=1, budget_bytes=1, engines=(), versions={}, points=tuple(points)
+    )
+    assert joules_per_flop(profile) == 1.5
+    assert joules_per_flop(msgspec.structs.replace(profile, points=())) is None
+    assert joules_per_flop(None) is None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 
 from fedquilt.coordinator import deadline
-from fedquilt.coordinator.deadline import Ask, Took, allowed_s, amount, noted
+from fedquilt.coordinator.deadline import Ask, Fleet, Took, allowed_s, amount, expected_s, noted
 from fedquilt.coordinator.settings import Cohort
-from fedquilt.core import Work
+from fedquilt.core import OperatingPoint, Profile, Work
 
 
 def cohort(policy: str = "predicted", **changes: float) -> Cohort:
@@ -66,6 +68,97 @@ def test_no_prediction_is_shorter_than_the_floor_or_longer_than_the_cohorts_dead
     assert allowed_s(cohort(), ONE, asks({"a": 1e-6})) == 10.0
     assert allowed_s(cohort(), ONE, asks({"a": 1e9})) == 600.0
     assert allowed_s(cohort(deadline_s=4.0), ONE, asks({"a": 1e-6})) == 4.0
+
+
+FAST = Profile(
+    device="a",
+    board="b",
+    memory_bytes=1,
+    budget_bytes=1,
+    engines=(),
+    versions={},
+    points=(
+        OperatingPoint(name="slow", flops_per_s=1.0),
+        OperatingPoint(name="fast", flops_per_s=2.0),
+        OperatingPoint(name="unknown"),
+    ),
+)
+SURE = {"slack": 0.0}
+
+
+def test_a_profile_tells_of_a_task_at_the_named_point_or_at_the_fastest() -> None:
+    """100 operations: 50 s at 2 a second, 100 s at 1; nothing of work or a board that say nothing."""
+    work = Work(flops=100.0)
+    assert expected_s(work, FAST) == 50.0
+    assert expected_s(work, FAST, "slow") == 100.0
+    assert expected_s(work, FAST, "gone since") == 50.0
+    assert expected_s(work, FAST, "unknown") is None
+    assert expected_s(Work(), FAST) is None
+    assert expected_s(work, None) is None
+
+
+def test_before_anybody_has_answered_the_profile_speaks_for_itself_with_a_wide_margin() -> None:
+    """50 s at the fastest point, times exp(1.2816 * 0.5) = 1.898, and 20 s to fetch 20 MB."""
+    ask = Ask(Work(flops=100.0), FAST, 20_000_000)
+    assert allowed_s(cohort(**SURE), {}, {"a": ask}) == pytest.approx(20.0 + 50.0 * 1.898, rel=1e-3)
+
+
+def test_work_that_grows_with_a_devices_own_examples_is_not_guessed_from_a_profile_alone() -> None:
+    """Nobody but the device knows how many it has, until one has answered."""
+    ask = Ask(Work(flops_per_example=100.0), FAST)
+    assert allowed_s(cohort(**SURE), {}, {"a": ask}) is None
+    known = {"b": (Took(0, 500.0, 100.0, 500.0, 50.0),)}  # 10 examples
+    assert allowed_s(cohort(**SURE), known, {"a": ask}) is not None
+
+
+def test_a_board_that_is_slower_than_its_profile_is_given_so_much_longer() -> None:
+    """Twice as long four times over: exp(1.2816 * sd), sd^2 = 2 * 0.2^2 / 5 * 5 / 4 = 0.02, is 1.1987 on top."""
+    known = {"a": tuple(Took(n, 43.0, 40.0, 40.0, 20.0) for n in range(4))}
+    ask = Ask(Work(flops=100.0), FAST)
+    assert allowed_s(cohort(**SURE), known, {"a": ask}) == pytest.approx(3.0 + 2 * 50.0 * 1.1987, rel=1e-3)
+
+
+def test_a_board_whose_times_scatter_is_given_longer_than_one_that_is_steady() -> None:
+    """The same middle; 90 % of the time it should be in time."""
+    ask = {"a": Ask(Work(flops=100.0), FAST)}
+
+    def after(*ratios: float) -> float | None:
+        return allowed_s(cohort(**SURE), {"a": tuple(Took(0, 20.0 * r, 40.0, 20.0 * r, 20.0) for r in ratios)}, ask)
+
+    assert after(0.7, 0.8, 1.0, 1.3, 1.4) > after(1.0, 1.0, 1.0, 1.0, 1.0)
+
+
+def test_a_new_board_is_taken_for_the_middle_of_the_fleet() -> None:
+    """Of 1, 2 and 30 times the profile 2, with the spread between boards; the longest transfer seen is added."""
+    known = {
+        name: (Took(0, 20.0 * ratio + rest, 40.0, 20.0 * ratio, 20.0),)
+        for name, ratio, rest in (("x", 1.0, 1.0), ("y", 2.0, 7.0), ("z", 30.0, 2.0))
+    }
+    fleet = Fleet.of(known)
+    assert fleet.logs == pytest.approx((0.0, 0.6931, 3.4012), abs=1e-4)
+    given = allowed_s(cohort(**SURE), known, {"a": Ask(Work(flops=20.0), FAST)})
+    # sd^2 = (0.6931^2 + 2.7081^2 + 2 * 0.5^2) / 4 * 4 / 3 = 2.771
+    assert given == pytest.approx(7.0 + 2 * 10.0 * math.exp(1.28155 * math.sqrt(2.771)), rel=1e-3)
+
+
+def test_boards_that_slow_down_to_meet_a_deadline_do_not_lengthen_the_next() -> None:
+    """Held at the slow point they took what it says: the next deadline is that of the fast point, round after round."""
+    known: deadline.Known = {}
+    ask = {"a": Ask(Work(flops=100.0), FAST)}
+    slow_s = expected_s(Work(flops=100.0), FAST, "slow")
+    given = []
+    for round in range(6):
+        known = noted(known, "a", Took(round, 100.0, 100.0, 100.0, slow_s))
+        given.append(allowed_s(cohort(**SURE), known, ask))
+    assert given == sorted(given, reverse=True)
+    assert given[-1] < 65.0
+
+
+def test_a_device_whose_profile_says_nothing_is_told_by_its_pace_among_others_with_profiles() -> None:
+    """Its own 30 s for 2 units; one that is unseen besides is as slow as the slowest."""
+    known = {"a": (Took(0, 40.0, 2.0, 40.0, 20.0),), "b": (Took(0, 30.0, 2.0),)}
+    assert allowed_s(cohort(**SURE), known, asks({"b": 2.0})) == pytest.approx(30.0)
+    assert allowed_s(cohort(**SURE), known, asks({"c": 2.0})) == pytest.approx(40.0)
 
 
 def test_the_papers_deadline_is_the_slowest_of_the_last_round_scaled_by_the_work() -> None:

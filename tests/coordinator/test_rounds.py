@@ -27,12 +27,14 @@ from fedquilt.coordinator.rounds import (
     Resumed,
     Rounds,
     Started,
+    Surveyed,
     apply,
     decide,
     next_s,
+    survey,
 )
-from fedquilt.coordinator.settings import Cohort
-from fedquilt.core import BlobRef, Update, Usage, Work
+from fedquilt.coordinator.settings import Cohort, Stop
+from fedquilt.core import BlobRef, OperatingPoint, Profile, Update, Usage, Work
 
 BLOB = BlobRef(sha256="a" * 64, size=1)
 
@@ -324,6 +326,67 @@ def test_a_method_that_does_not_say_what_a_round_takes_has_rounds_that_take_the_
     assert decide(state, 0.0, {"a"}) == Asked(1, 0, ("a",), {}, 60.0)
 
 
+def test_a_survey_notes_what_has_changed_and_then_nothing() -> None:
+    """Who can be asked, who cannot and why, and what joules cost; who is not heard of any more is offline."""
+    state = begun()
+    first = survey(state, {"a", "b"}, {"c": "hot"}, {"a": 2.0})
+    assert first == Surveyed(0, ("a", "b"), {"hot": ("c",)}, {"a": 2.0})
+    state = after(state, first)
+    assert survey(state, {"a", "b"}, {"c": "hot"}, {"a": 2.0}) is None
+    second = survey(state, {"a", "c"}, {}, {"a": 3.0})
+    assert second == Surveyed(0, ("c",), {"offline": ("b",)}, {"a": 3.0})
+    state = after(state, second)
+    assert (state.eligible, state.passed, state.costs) == ({"a", "c"}, {"b": "offline"}, {"a": 3.0})
+    assert after(state, Surveyed(1, ("b",))).eligible == {"a", "b", "c"}
+
+
+def test_a_device_waits_from_when_it_was_first_seen_or_last_asked_whatever_comes_between() -> None:
+    """Being offline for a while does not send it to the back of the queue."""
+    state = after(begun(), Surveyed(3, ("a",), {"hot": ("b",)}))
+    state = after(state, Surveyed(5, ("b",), {"offline": ("a",)}), Surveyed(7, ("a",)))
+    assert state.since == {"a": 3, "b": 3}
+    assert after(state, Asked(0, 0, ("a",))).since == {"a": 0, "b": 3}
+
+
+def test_the_choice_rests_on_what_is_in_the_log() -> None:
+    """Of two, the one that has not been asked for three turns of two rounds is asked, however the draw falls."""
+    for round in range(20, 40):
+        state = replace(begun(rounds=99, size=1), round=round, since={"a": round - 1, "b": round - 6})
+        assert decide(state, 0.0, {"a", "b"}) == Asked(round, 0, ("b",))
+
+
+def test_a_job_that_has_taken_enough_is_done_at_the_end_of_its_round() -> None:
+    """Not in the middle of one; the reason says which limit."""
+    plan = replace(begun(rounds=9, size=1, check_every=1).plan, stop=Stop(max_joules=5.0))
+    state = after(Rounds(plan), Started(BLOB), Asked(0, 0, ("a",)))
+    answer = msgspec.structs.replace(update("a"), usage=Usage(energy_j=6.0))
+    state = after(state, Answered(0, answer))
+    assert decide(state, 1.0, {"a"}) == Closed(0)
+    state = after(state, Closed(0), committed(0))
+    assert decide(state, 1.0, {"a"}) == Ended("done", "max_joules: 6 J of 5 J are used up")
+
+
+def test_the_time_of_a_job_is_that_of_its_rounds_in_the_log() -> None:
+    """30 s and 40 s; a replay at another time gives the same sum."""
+    plan = replace(begun(rounds=9, size=1).plan, stop=Stop(max_wall_s=70.0))
+    facts = [Started(BLOB), Committed(0, BLOB, False, {}, (), 30.0), Committed(1, BLOB, False, {}, (), 40.0)]
+    state = after(Rounds(plan), *facts[:2], now_s=5.0)
+    assert isinstance(decide(state, 5.0, {"a"}), Asked)
+    assert after(Rounds(plan), *facts, now_s=5.0).spent == after(Rounds(plan), *facts, now_s=777.0).spent
+    assert decide(after(state, facts[2]), 5.0, {"a"}) == Ended("done", "max_wall_s: 70 s of 70 s are used up")
+
+
+def test_an_answer_is_compared_with_its_profile_at_the_point_where_it_was_held() -> None:
+    """100 operations at 1 a second; the log keeps the seconds, not the profile."""
+    points = (OperatingPoint(name="slow", flops_per_s=1.0), OperatingPoint(name="fast", flops_per_s=2.0))
+    profile = Profile(device="a", board="b", memory_bytes=1, budget_bytes=1, engines=(), versions={}, points=points)
+    state = after(begun(), Asked(0, 0, ("a",)))
+    held = msgspec.structs.replace(update("a"), usage=Usage(wall_s=110.0, point="slow"))
+    fact = state.answered_by(held, 120.0, Ask(Work(flops=100.0), profile))
+    assert (fact.took_s, fact.expected_s) == (120.0, 100.0)
+    assert after(state, fact).took == {"a": ((0, 120.0, 1.0, 110.0, 100.0),)}
+
+
 def test_facts_of_an_older_log_are_still_read() -> None:
     """Without work, deadline and times."""
     old = b'[{"type":"Asked","round":0,"attempt":0,"devices":["a"]},{"type":"Extended","round":0}]'
@@ -360,6 +423,13 @@ def test_replaying_the_facts_gives_the_same_state_and_rounds_only_go_forward(
         now_s = float(next(now))
         online = {device for device in "abcdef" if roll.random() < 0.8}
         fact = decide(state, now_s, online, lambda device: asking(1.0 + ord(device)))
+        if isinstance(fact, Asked):
+            passed = dict.fromkeys(set("abcdef") - online, "offline")
+            seen = survey(state, online, passed, {"a": 2.0, "b": roll.choice([1.0, 9.0])})
+            if seen is not None:
+                state = apply(state, seen, now_s)
+                facts.append(seen)
+                fact = decide(state, now_s, online, lambda device: asking(1.0 + ord(device)))
         if fact is None and state.phase == "closing":
             closed.append(state.round)
             fact = committed(state.round)
@@ -380,6 +450,7 @@ def test_replaying_the_facts_gives_the_same_state_and_rounds_only_go_forward(
     assert closed == [0, 1, 2, 3, 4]
     replayed = after(first, *facts, now_s=state.opened_s)
     assert (replayed.history, replayed.took) == (state.history, state.took)
+    assert (replayed.since, replayed.passed, replayed.spent) == (state.since, state.passed, state.spent)
     assert (replayed.round, replayed.phase, replayed.state) == (state.round, state.phase, state.state)
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(b'{"type":"Nonsense"}', type=AnyFact)

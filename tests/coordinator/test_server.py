@@ -13,11 +13,22 @@ import numpy as np
 import pytest
 
 from fedquilt import bundle, tensors, wire
-from fedquilt.coordinator import settings, story
-from fedquilt.coordinator.rounds import Answered, AnyFact, Asked, Committed, Declined, Ended, Extended, Rejected
+from fedquilt.coordinator import settings, story, why
+from fedquilt.coordinator.console import Console
+from fedquilt.coordinator.rounds import (
+    Answered,
+    AnyFact,
+    Asked,
+    Committed,
+    Declined,
+    Ended,
+    Extended,
+    Rejected,
+    Surveyed,
+)
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
-from fedquilt.core import BlobRef, Profile, StoreError, Task, Update, Usage
+from fedquilt.core import BlobRef, OperatingPoint, Profile, StoreError, Task, Update, Usage
 from fedquilt.depot import Depot
 from fedquilt.link import MemoryBroker
 from fedquilt.methods import fedavg
@@ -471,4 +482,94 @@ def test_blobs_of_past_rounds_are_let_go(tmp_path: Path) -> None:
     assert stage.server.finished
     kept = {path.name for path in (tmp_path / "home" / "blobs").iterdir() if len(path.name) == 64}
     assert kept == {stage.told(Committed)[-1].state.sha256, *(p.name for p in (tmp_path / "bundle/blobs").iterdir())}
+    stage.store.close()
+
+
+def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path: Path) -> None:
+    """The log says why, and the round begins as soon as somebody can be asked."""
+    stage = Stage(tmp_path, cohort={"min_battery": 0.2, "max_temperature_c": 70.0})
+    stage.play(0.1)  # nobody keeps what sensors said before the coordinator came
+    a, b = stage.hand("a"), stage.hand("b")
+    a.say("telemetry", wire.Telemetry(battery=0.1, charging=False))
+    b.say("telemetry", wire.Telemetry(temperature_c=85.0))
+    stage.play()
+    assert not stage.told(Asked)
+    found = why.of(stage.store, stage.job)
+    assert {device: part.code for device, part in found[0].items()} == {"a": "battery", "b": "hot"}
+    assert Console()._awaited(stage.server) == (
+        "devices that run torch or numpy: 2 online, 1 left alone (battery), 1 left alone (hot), at least 1 needed"
+    )
+    b.say("telemetry", wire.Telemetry(temperature_c=60.0))
+    stage.play()
+    assert [fact.devices for fact in stage.told(Asked)] == [("b",)]
+    b.say("telemetry", wire.Telemetry(temperature_c=90.0))  # from the work: it is not taken from it
+    stage.play()
+    b.answer(ones())
+    stage.play()
+    assert stage.store.status(stage.job) == "done"
+    found = why.of(stage.store, stage.job)
+    assert {device: part.code for device, part in found[0].items()} == {"a": "battery", "b": "answered"}
+    stage.store.close()
+
+
+def test_who_there_was_to_choose_from_outlives_the_coordinator(tmp_path: Path) -> None:
+    """The choice after a restart rests on the same log, and who is not drawn can be told his place."""
+    stage = Stage(tmp_path, rounds=2, cohort={"size": 1, "min_devices": 3})
+    hands = {name: stage.hand(name) for name in "abc"}
+    stage.play()
+    (asked,) = stage.told(Asked)
+    before = stage.server.active.rounds
+    assert before.eligible == {"a", "b", "c"}
+    stage.restart()
+    stage.play()
+    after = stage.server.active.rounds
+    assert (after.eligible, after.since, after.passed) == (before.eligible, before.since, before.passed)
+    hands[asked.devices[0]].answer(ones())
+    stage.play()
+    told = why.of(stage.store, stage.job)[0]
+    assert sorted(part.text for part in told.values()) == [
+        "answered",
+        "not drawn: place 2 of 3, 1 was taken",
+        "not drawn: place 3 of 3, 1 was taken",
+    ]
+    stage.store.close()
+
+
+def test_a_job_stops_when_its_bytes_are_used_up_and_says_what_joules_it_cannot_count(tmp_path: Path) -> None:
+    """After the first of nine rounds; what it has can be exported as ever."""
+    stage = Stage(tmp_path, rounds=9, stop={"max_bytes": 10, "max_joules": 5.0})
+    a = stage.hand("a")
+    stage.play()
+    a.answer(ones(), usage=Usage(up_bytes=12))
+    stage.play()
+    assert [fact.round for fact in stage.told(Committed)] == [0]
+    assert stage.told(Committed)[0].notes == (
+        "max_joules counts 0 J of 5 J, without 1 task on boards that have no meter",
+    )
+    assert 2.0 < stage.told(Committed)[0].took_s < 4.2
+    assert [(fact.status, fact.reason) for fact in stage.told(Ended)] == [
+        ("done", "max_bytes: 12 bytes of 10 are used up")
+    ]
+    stage.store.close()
+
+
+def test_boards_that_take_fewer_joules_are_preferred_where_the_job_says_so(tmp_path: Path) -> None:
+    """What the choice rests on is in the log, to three digits."""
+    stage = Stage(tmp_path, cohort={"size": 1, "min_devices": 2, "prefer": "energy"})
+    for name, watts in (("a", 1000.0), ("b", 1.23456)):
+        hand = stage.hand(name)
+        point = OperatingPoint(name="p", flops_per_s=1.0, busy_w=watts)
+        profile = Profile(
+            device=name,
+            board="hand",
+            memory_bytes=1 << 30,
+            budget_bytes=1 << 29,
+            engines=("numpy",),
+            versions={},
+            points=(point,),
+        )
+        hand.say("profile", profile, retain=True)
+    stage.play()
+    assert stage.told(Surveyed)[-1].costs == {"a": 1000.0, "b": 1.23}
+    assert stage.told(Asked)[0].devices == ("b",)
     stage.store.close()

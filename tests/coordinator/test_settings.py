@@ -42,6 +42,10 @@ def test_paths_are_taken_from_the_job_files_folder(tmp_path: Path) -> None:
         ('name = "j"\nmethod = "fedavg"\n[params]\nlr = "fast"\n', "[params] of fedavg"),
         ('name = "j"\nmethod = "fedavg"\nengine = "onnx"\n', "runs on torch or numpy"),
         ('name = "j"\nmethod = "fedavg"\n[cohort]\nquorum = 2.0\n', "$.cohort.quorum"),
+        ('name = "j"\nmethod = "fedavg"\n[cohort]\nmin_battery = 20\n', "$.cohort.min_battery"),
+        ('name = "j"\nmethod = "fedavg"\n[cohort]\nprefer = "mine"\n', "$.cohort.prefer"),
+        ('name = "j"\nmethod = "fedavg"\n[stop]\nmax_joules = 0\n', "$.stop.max_joules"),
+        ('name = "j"\nmethod = "fedavg"\n[stop]\nmax_hours = 1\n', "max_hours"),
     ],
 )
 def test_a_broken_job_file_names_what_is_wrong(tmp_path: Path, text: str, said: str) -> None:
@@ -74,3 +78,10 @@ def test_a_parameter_out_of_range_is_refused_before_anything_runs(method: str, p
     with pytest.raises(JobError) as caught:
         settings.parse({"name": "j", "method": method, "params": params})
     assert said in str(caught.value)
+
+
+def test_limits_from_the_command_line_replace_the_jobs_own_where_they_are_given() -> None:
+    """The others stay."""
+    job = settings.parse({"name": "j", "method": "fedavg", "stop": {"max_joules": 5.0, "max_bytes": 9}})
+    assert settings.limited(job, None, None, None) == job
+    assert settings.limited(job, 7.0, None, 60.0).stop == settings.Stop(7.0, 9, 60.0)

@@ -10,9 +10,9 @@ import pytest
 from fedquilt import bundle, tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds import Asked, Ended, Started
+from fedquilt.coordinator.rounds import Answered, Asked, Ended, Started, Surveyed
 from fedquilt.coordinator.store import Store
-from fedquilt.core import BlobRef, JobError
+from fedquilt.core import BlobRef, JobError, Update, Usage
 
 JOB = 'name = "digits"\nmethod = "fedavg"\n'
 
@@ -93,6 +93,44 @@ def test_runs_are_listed_and_told_for_people_and_programs(tmp_path: Path, capsys
     assert kinds == ["Started", "Asked", "Ended"]
 
 
+def test_why_tells_of_all_or_of_one_round_or_device_for_people_and_programs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And an unknown device is an error that names those there are."""
+    with Store(tmp_path) as store:
+        run = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
+        for fact in (Surveyed(0, ("a",), {"hot": ("b",)}), Asked(0, 0, ("a",))):
+            store.append(run, fact)
+    home = ["--home", str(tmp_path)]
+    assert main(["why", run, *home]) == 0
+    assert capsys.readouterr().out == "round 0:\n  asked: a\n  hotter than [cohort] max_temperature_c: b\n"
+    assert main(["why", "digits", "--round", "0", "--device", "b", "--format", "json", *home]) == 0
+    assert json.loads(capsys.readouterr().out)["0"]["b"]["code"] == "hot"
+    assert main(["why", run, "--device", "c", *home]) == 2
+    assert "it knows a, b" in capsys.readouterr().err
+
+
+def test_energy_is_told_with_what_is_above_idle_and_its_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In logs for each task and in all; in ls for each run."""
+    usage = Usage(energy_j=8.0, idle_j=3.0, energy_error_j=0.5, energy_source="rapl", wall_s=1.0)
+    update = Update(job="j", round=0, attempt=0, device="a", weight=4.0, bundles={}, metrics={}, usage=usage)
+    with Store(tmp_path) as store:
+        run = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
+        store.append(run, Answered(0, update))
+        store.set_status(run, "done")
+    assert main(["logs", run, "--home", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "a answered in 1.00 s, 8.00 J (5.00 J above idle, ± 0.50 J)" in shown
+    assert "energy: 1 tasks took 8.00 J" in shown
+    assert main(["ls", "--home", str(tmp_path), "--format", "json"]) == 0
+    row = json.loads(capsys.readouterr().out)[0]
+    assert (row["energy_j"], row["net_j"], row["example_j"], row["round_j"]) == (8.0, 5.0, 2.0, [8.0])
+    assert main(["ls", "--home", str(tmp_path)]) == 0
+    assert " 8.0 J " in capsys.readouterr().out
+
+
 def test_stopping_a_run_that_no_coordinator_runs_stops_it_here(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,7 +144,15 @@ def test_stopping_a_run_that_no_coordinator_runs_stops_it_here(
     assert "no coordinator was running it" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["fleet", "j.toml", "--devices", "-3"], ["serve", "--fleet", "My Fleet"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["fleet", "j.toml", "--devices", "-3"],
+        ["serve", "--fleet", "My Fleet"],
+        ["run", "j.toml", "--max-joules", "0"],
+        ["run", "j.toml", "--max-wall", "nan"],
+    ],
+)
 def test_words_that_cannot_be_are_refused_by_the_command_line(words: list[str]) -> None:
     """With argparse's own exit code, 2."""
     with pytest.raises(SystemExit) as caught:

@@ -95,23 +95,23 @@ class Round:
     came_s: list[float] = field(default_factory=list)
 
 
-def works(seed: int) -> list[Work]:
+def works(seed: int, count: int) -> list[Work]:
     """Each round's work: between half and one and a half times the middling one."""
     devices = [SimulatedDevice.named(name) for name in BOARDS]
     slowest = min(max(point.flops_per_s or 0.0 for point in device.points) for device in devices)
     roll = random.Random(f"work {seed}")
-    return [Work(flops=slowest * LONGEST_S * roll.uniform(0.5, 1.5)) for _ in range(ROUNDS)]
+    return [Work(flops=slowest * LONGEST_S * roll.uniform(0.5, 1.5)) for _ in range(count)]
 
 
-def play(rule: str, policy: governor.Policy, seed: int) -> Tally:
-    """One job."""
-    every = works(seed)
+def play(rule: str, policy: governor.Policy, seed: int, count: int = ROUNDS) -> Tally:
+    """One job of so many rounds."""
+    every = works(seed, count)
     boards = {
         f"{name}-{index:02d}": Board(name, 1000 * seed + index, policy)
         for index, name in enumerate(BOARDS * (DEVICES // len(BOARDS)))
     }
     roll, tally, current = random.Random(f"fetch {seed}"), Tally(), Round()
-    plan = Plan(seed, ROUNDS, msgspec.convert({"size": ASKED, "deadline": rule}, Cohort), 0)
+    plan = Plan(seed, count, msgspec.convert({"size": ASKED, "deadline": rule}, Cohort), 0)
     state = rounds.apply(Rounds(plan), Started(STATE), 0.0)
     now_s = 0.0
     under_way: dict[str, tuple[float, Cost]] = {}  # device -> when it will answer, what its task takes
@@ -167,10 +167,10 @@ def _update(device: str, round: int, cost: Cost) -> Update:
     )
 
 
-def measure(seeds: Sequence[int] = SEEDS) -> dict[str, Any]:
+def measure(seeds: Sequence[int] = SEEDS, count: int = ROUNDS) -> dict[str, Any]:
     """All rules with all governors, over all seeds."""
     table = [
-        {"governor": policy, "deadline": rule, **_row([play(rule, policy, seed) for seed in seeds])}
+        {"governor": policy, "deadline": rule, **_row([play(rule, policy, seed, count) for seed in seeds], count)}
         for policy in GOVERNORS
         for rule in POLICIES
     ]
@@ -189,7 +189,7 @@ def measure(seeds: Sequence[int] = SEEDS) -> dict[str, Any]:
         "boards": {name: SimulatedDevice.named(name).provenance for name in BOARDS},
         "devices": DEVICES,
         "asked": ASKED,
-        "rounds": ROUNDS,
+        "rounds": count,
         "seeds": list(seeds),
         "noise": NOISE,
         "slack": Cohort().slack,
@@ -199,9 +199,9 @@ def measure(seeds: Sequence[int] = SEEDS) -> dict[str, Any]:
     }
 
 
-def _row(tallies: Sequence[Tally]) -> dict[str, float]:
+def _row(tallies: Sequence[Tally], count: int) -> dict[str, float]:
     tasks = sum(tally.tasks for tally in tallies)
-    count = len(tallies) * ROUNDS
+    count *= len(tallies)
     return {
         "tasks": tasks,
         "in_time_percent": round(100 * sum(tally.in_time for tally in tallies) / tasks, 2),

@@ -1,0 +1,64 @@
+"""Who can be asked, and for which reason somebody cannot."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedquilt.coordinator.eligible import REASONS, Seen, Wants, reasons
+from fedquilt.coordinator.registry import FRESH_S, GRACE_S, Registry
+from fedquilt.coordinator.settings import Cohort
+from fedquilt.core import Profile
+from fedquilt.wire import Presence, Telemetry
+
+PROFILE = Profile(device="a", board="b", memory_bytes=1, budget_bytes=1, engines=("torch",), versions={})
+WANTS = Wants(("numpy", "torch"), Cohort(min_battery=0.2, max_temperature_c=70.0))
+
+
+@pytest.mark.parametrize(
+    ("seen", "code"),
+    [
+        (Seen(True, PROFILE), None),
+        (Seen(False, PROFILE), "offline"),
+        (Seen(True), "profile"),
+        (Seen(True, PROFILE, Telemetry(battery=0.19)), "battery"),
+        (Seen(True, PROFILE, Telemetry(battery=0.19, charging=False)), "battery"),
+        (Seen(True, PROFILE, Telemetry(battery=0.19, charging=True)), None),
+        (Seen(True, PROFILE, Telemetry(battery=0.2)), None),
+        (Seen(True, PROFILE, Telemetry(temperature_c=70.1)), "hot"),
+        (Seen(True, PROFILE, Telemetry(temperature_c=70.0)), None),
+        (Seen(True, PROFILE, Telemetry(power_w=3.0)), None),
+    ],
+)
+def test_each_reason_holds_when_it_should_and_what_is_unknown_excludes_nobody(seen: Seen, code: str | None) -> None:
+    """At the limits too; a board that charges may be empty."""
+    assert reasons({"a": seen}, WANTS) == ({} if code is None else {"a": code})
+    assert code is None or code in REASONS
+
+
+def test_a_device_without_an_engine_of_the_method_is_passed_over() -> None:
+    """It has torch, and onnx is needed."""
+    assert reasons({"a": Seen(True, PROFILE)}, Wants(("onnx",), Cohort())) == {"a": "engine"}
+
+
+def test_by_default_battery_and_heat_exclude_nobody() -> None:
+    """A job has to say what it cares for."""
+    told = Telemetry(battery=0.0, temperature_c=120.0)
+    assert reasons({"a": Seen(True, PROFILE, told)}, Wants(("torch",), Cohort())) == {}
+
+
+def test_another_check_can_be_added() -> None:
+    """The first that holds gives the reason."""
+    checks = (lambda seen, wants: None, lambda seen, wants: "tier")
+    assert reasons({"a": Seen(True, PROFILE)}, WANTS, checks) == {"a": "tier"}
+
+
+def test_what_sensors_said_long_ago_says_nothing_of_now() -> None:
+    """And a device that drops out is gone after its grace."""
+    registry = Registry()
+    registry.presence("a", Presence(online=True, boot="1"), 0.0)
+    registry.telemetry("a", Telemetry(battery=0.1), 5.0)
+    assert registry.seen(5.0 + FRESH_S - 1) == {"a": Seen(True, None, Telemetry(battery=0.1))}
+    assert registry.seen(5.0 + FRESH_S) == {"a": Seen(True, None, None)}
+    registry.presence("a", Presence(online=False, boot="1"), 1000.0)
+    assert registry.seen(1000.0 + GRACE_S - 1)["a"].online
+    assert not registry.seen(1000.0 + GRACE_S)["a"].online

@@ -1,0 +1,35 @@
+"""When a job has taken enough."""
+
+from __future__ import annotations
+
+from fedquilt.coordinator.settings import Stop
+from fedquilt.coordinator.stop import Spent, caveat, reached
+from fedquilt.core import Usage
+
+
+def test_what_is_spent_is_the_sum_of_what_answers_took() -> None:
+    """Joules where they were measured, blobs both ways."""
+    spent = Spent().plus(Usage(energy_j=3.0, down_bytes=5, up_bytes=2)).plus(Usage(up_bytes=1))
+    assert spent == Spent(joules=3.0, unmetered=1, bytes=8)
+
+
+def test_each_limit_ends_a_job_when_it_is_reached_and_says_so() -> None:
+    """Exactly at the limit; without limits nothing does."""
+    spent = Spent(joules=30.0, bytes=700, wall_s=60.0)
+    assert reached(Stop(), spent) is None
+    assert reached(Stop(max_joules=30.1, max_bytes=701, max_wall_s=60.1), spent) is None
+    assert reached(Stop(max_joules=30.0), spent) == "max_joules: 30 J of 30 J are used up"
+    assert reached(Stop(max_bytes=700), spent) == "max_bytes: 700 bytes of 700 are used up"
+    assert reached(Stop(max_wall_s=59.0), spent) == "max_wall_s: 60 s of 59 s are used up"
+
+
+def test_joules_that_nobody_measured_end_nothing_but_are_spoken_of() -> None:
+    """They are no zero: each round says how many tasks are not in the sum."""
+    spent = Spent(joules=0.0, unmetered=2)
+    assert reached(Stop(max_joules=1.0), spent) is None
+    assert caveat(Stop(max_joules=1.0), spent) == (
+        "max_joules counts 0 J of 1 J, without 2 tasks on boards that have no meter"
+    )
+    assert caveat(Stop(), spent) is None
+    assert caveat(Stop(max_joules=1.0), Spent(joules=0.5)) is None
+    assert "without 1 task on" in str(reached(Stop(max_joules=1.0), Spent(joules=1.5, unmetered=1)))
