@@ -132,11 +132,16 @@ def _point_j(checks: Sequence[Checked]) -> float | None:
     return (best.energy_j - first.energy_j) / points
 
 
+def short(value: float) -> str:
+    """A number of joules with no more digits than it needs."""
+    return f"{value:.2f}" if value >= 1 else f"{value:.3g}"
+
+
 def joules(energy_j: float, net_j: float | None, error_j: float | None) -> str:
     """Joules for people."""
-    more = [] if net_j is None else [f"{net_j:.2f} J above idle"]
-    more += [] if error_j is None else [f"± {error_j:.2f} J"]
-    return f"{energy_j:.2f} J" + (f" ({', '.join(more)})" if more else "")
+    more = [] if net_j is None else [f"{short(net_j)} J above idle"]
+    more += [] if error_j is None else [f"± {short(error_j)} J"]
+    return f"{short(energy_j)} J" + (f" ({', '.join(more)})" if more else "")
 
 
 def lines(found: Account) -> list[str]:
@@ -145,12 +150,13 @@ def lines(found: Account) -> list[str]:
     if whole.energy_j is None or whole.task_j is None:
         return []
     of = "" if whole.metered == whole.tasks else f" of {whole.tasks}, of which the others had no meter,"
-    parts = [f"{whole.task_j:.2f} J a task"]
+    parts = [f"{short(whole.task_j)} J a task"]
     if found.rounds:
-        parts.append(f"{whole.energy_j / len(found.rounds):.2f} J a round")
+        parts.append(f"{short(whole.energy_j / len(found.rounds))} J a round")
     if whole.example_j is not None:
-        parts.append(f"{whole.example_j:.3g} J an example")
+        parts.append(f"{short(whole.example_j)} J an example")
     if found.point_j is not None:
-        parts.append(f"{found.point_j:.3g} J for each point of accuracy")
+        parts.append(f"{short(found.point_j)} J for each point of accuracy")
     took = joules(whole.energy_j, whole.net_j, whole.energy_error_j)
-    return [f"energy: {whole.metered} tasks{of} took {took}: {', '.join(parts)}", f"measured by: {whole.energy_source}"]
+    tasks = f"{whole.metered} task{'s' * (whole.metered != 1)}"
+    return [f"energy: {tasks}{of} took {took}: {', '.join(parts)}", f"measured by: {whole.energy_source}"]

@@ -37,7 +37,7 @@ def sentences(fact: AnyFact) -> list[str]:
         case Asked():
             again = f", attempt {fact.attempt + 1}" if fact.attempt else ""
             limit = f"; deadline {fact.deadline_s:.0f} s, predicted" if fact.deadline_s is not None else ""
-            return [f"round {fact.round}{again}: asked {', '.join(fact.devices)}{limit}"]
+            return [f"round {fact.round}{again}: asked {', '.join(fact.devices)}{limit}", *fact.coverage]
         case Declined():
             return [f"round {fact.round}: {fact.device} declined ({fact.code}): {fact.reason}"]
         case Answered():
@@ -98,5 +98,5 @@ def summary(row: Row, store: Store) -> dict[str, Any]:
 
 def line(row: dict[str, Any]) -> str:
     """A summary for people."""
-    joules = "-" if row["energy_j"] is None else f"{row['energy_j']:.1f}"
+    joules = "-" if row["energy_j"] is None else ledger.short(row["energy_j"])
     return "{run:32} {status:9} {method:12} {rounds:>6} rounds  {joules:>10} J  {began}".format(joules=joules, **row)
