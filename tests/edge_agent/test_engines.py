@@ -388,6 +388,7 @@ def test_two_turns_on_a_batch_train_masks_and_then_weights():
     begun = np.zeros(5, np.float32)
     whole, metrics = changed(torch_one, Hooks(prepare=masked, turns=(scores, weights)), scores=begun)
     assert drawn == ["scores", "weights"] * int(metrics["steps"])
+    assert np.abs(whole["scores"]).max() > 0
     single, _ = changed(torch_one, Hooks(prepare=masked, turns=(scores, weights)), budget=TIGHT, scores=begun)
     assert close(whole, single, 1e-5)
     again, _ = changed(torch_one, Hooks(prepare=masked, turns=(scores, weights)), scores=begun)
@@ -445,6 +446,25 @@ def test_mixed_precision_computes_in_16_bits_and_keeps_32(half: str):
     assert not same_bits(mixed, full)
     assert all(array.dtype == np.float32 and array.flags.c_contiguous for array in mixed.values())
     assert engine.evaluate(CNN, mixed, pictures())["accuracy"] == 1.0
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_a_scaled_loss_is_unscaled_before_clipping(half: str):
+    """A small bound on the gradient's norm: the 16-bit steps end about where the 32-bit ones do."""
+    torch = pytest.importorskip("torch")
+    from fedquilt.edge_agent.engines.torch_engine import TorchEngine
+
+    start, fit = torch_start(CNN), Fit(epochs=2, batch=6, lr=0.2, clip=0.1)
+    engine = TorchEngine(AMPLE, half=getattr(torch, half))
+    mixed, full = (
+        engine.train(CNN, start, pictures(), dataclasses.replace(fit, mixed=m), tensors.rng(0))[0]
+        for m in (True, False)
+    )
+
+    def apart(a, b):
+        return np.sqrt(sum(np.square(a[name] - b[name]).sum() for name in start))
+
+    assert apart(mixed, full) < 0.2 * apart(full, start)
 
 
 def test_mixed_precision_is_left_aside_on_a_cpu():

@@ -214,16 +214,16 @@ def test_scaffold_takes_a_known_number_of_devices() -> None:
 
 
 def test_fednova_with_unequal_steps_is_what_it_is_on_paper() -> None:
-    """x = 0; y = 2 after 2 steps with 10 examples, y = 12 after 4 with 30.
+    """x = 1; y = 3 after 2 steps with 10 examples, y = 13 after 4 with 30.
 
-    d = (-1, -3), p = (1/4, 3/4): sum p d = -2.5, sum p tau = 3.5, so x goes to 8.75 (FedAvg: 9.5).
+    d = (-1, -3), p = (1/4, 3/4): sum p d = -2.5, sum p tau = 3.5, so x goes to 9.75 (FedAvg: 10.5).
     """
     bundle, _ = quadratics(*TWO)
-    state = fednova.METHOD.init(bundle, fednova.Params(), 0)
+    state = replace(fednova.METHOD.init(bundle, fednova.Params(), 0), model={"x": np.ones(1, np.float32)})
     total = None
-    for model, weight, steps in ((2.0, 10.0, 2.0), (12.0, 30.0, 4.0)):
+    for model, weight, steps in ((3.0, 10.0, 2.0), (13.0, 30.0, 4.0)):
         total = fednova.fold(state, total, update({"x": np.full(1, model, np.float32)}, weight, steps=steps))
-    assert fednova.step(state, total).model["x"] == pytest.approx([8.75])
+    assert fednova.step(state, total).model["x"] == pytest.approx([9.75])
 
 
 def test_how_far_momentum_goes_is_summed_up_by_hand() -> None:
@@ -388,10 +388,19 @@ def test_moons_contrast_is_what_it_is_on_paper() -> None:
     assert module.training
 
 
-def test_moon_leaves_batch_norm_statistics_to_its_own_forward_pass() -> None:
-    """The contrastive passes run in evaluation mode: as many batches are counted as were trained on, and no more."""
-    last = play("moon", torch_one(), to_train(BN, bn_start()), pictures(1), rounds=2)[-1]
-    assert int(last.model["0.1.num_batches_tracked"]) == 2 * 2 * 3
+def test_moons_other_models_only_look() -> None:
+    """In evaluation mode: no statistics move, the received and the previous model's included; modes are put back."""
+    torch_one()
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2))
+    module[0].eval()
+    contrast, x = moon.Contrast(1.0, 0.5), torch.randn(4, 2)
+    contrast.prepare(module)
+    anchors = {key: {n: v.clone() for n, v in module.state_dict().items()} for key in ("start", "previous")}
+    contrast.penalty(module, x, module(x), anchors)
+    assert [int(held["1.num_batches_tracked"]) for held in anchors.values()] == [0, 0]
+    assert int(module[1].num_batches_tracked) == 1
+    assert [each.training for each in module] == [False, True, True]
 
 
 def test_moon_says_so_where_there_is_no_linear_layer() -> None:
