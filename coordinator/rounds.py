@@ -60,6 +60,7 @@ class Asked(Fact, frozen=True):
     devices: tuple[str, ...]
     work: dict[str, float] = {}  # device -> `deadline.amount` of its task, where the method says it
     deadline_s: float | None = None  # of the round that this opens; None: the cohort's
+    coverage: tuple[str, ...] = ()  # sentences on who of the fleet could take part, where that is news
 
 
 class Declined(Fact, frozen=True):

@@ -6,14 +6,15 @@ computes (`task`, `inspect`, `commit`) is a function of that state and of blobs 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fedquilt import bundle, methods, tensors
-from fedquilt.coordinator import rounds, settings, stop
+from fedquilt.coordinator import rounds, settings, stop, tiers
 from fedquilt.coordinator.deadline import Ask
-from fedquilt.coordinator.rounds import AnyFact, Committed, Plan, Rounds, Started
+from fedquilt.coordinator.rounds import Answered, AnyFact, Asked, Committed, Plan, Rounds, Started
 from fedquilt.coordinator.store import Row, Store
+from fedquilt.coordinator.tiers import Member
 from fedquilt.core import (
     BlobRef,
     Bundle,
@@ -56,6 +57,7 @@ class Running:
         self.rounds = Rounds(Plan.of(row.job))
         self.state: Any = None
         self._encoded: dict[int, tuple[Tensors, BlobRef]] = {}  # tensors sent this round, by identity
+        self._examples: dict[str, int] = {}  # device -> how many of its own it has said it has
         for _, _, fact in store.facts(self.id):
             self._apply(fact, now_s)
         if self.rounds.phase == "new":
@@ -90,12 +92,24 @@ class Running:
             work=order.work,
             seed=derive_seed(self.job.seed, self.job.name, self.rounds.round, device),
             deadline_s=self.rounds.deadline_left_s(now_s),
+            tier=tiers.tier(profile),
         )
 
     def ask(self, device: str, profile: Profile | None) -> Ask:
         """What the running round takes `device`."""
         order = self._order(device, profile)
         return Ask(Work(), profile) if order is None else Ask(order.work, profile, _bytes(order))
+
+    def covered(self, fact: Asked, fleet: Mapping[str, Profile]) -> tuple[str, ...]:
+        """Who of the fleet could do what is asked, in sentences: in the first round, and when somebody could not."""
+        asked = fact.devices[0] if fact.devices else ""
+        order = self._order(asked, fleet.get(asked))
+        if order is None or fact.attempt or not fleet or self.rounds.phase != "selecting":
+            return ()
+        members = [Member(profile, self._examples.get(device)) for device, profile in sorted(fleet.items())]
+        found = tiers.coverage(members, self.engines, order.work)
+        everybody = all(share.able == share.devices for share in found.values())
+        return () if everybody and fact.round else tuple(tiers.lines(found, order.work))
 
     def contribution(self, update: Update) -> Contribution:
         """An update with its tensors, read from disk.
@@ -155,6 +169,8 @@ class Running:
         return self.method.send(self.state, view)
 
     def _apply(self, fact: AnyFact, now_s: float) -> None:
+        if isinstance(fact, Answered) and fact.update.usage.examples is not None:
+            self._examples[fact.update.device] = fact.update.usage.examples
         self.rounds = rounds.apply(self.rounds, fact, now_s)
 
     def _initialise(self, now_s: float) -> None:

@@ -6,6 +6,8 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from fedquilt import wire
 from fedquilt.coordinator import cohort, eligible, rounds
 from fedquilt.coordinator.issues import Issues
@@ -315,7 +317,11 @@ class Server:
         if job.job.cohort.prefer == "energy":
             known = {device: cohort.joules_per_flop(fleet[device].profile) for device in free}
             costs = {device: float(f"{cost:.3g}") for device, cost in known.items() if cost is not None}
-        return rounds.survey(job.rounds, free, passed, costs) or fact
+        noted = rounds.survey(job.rounds, free, passed, costs)
+        if noted is not None or not isinstance(fact, Asked):
+            return noted or fact
+        profiles = {device: seen.profile for device, seen in fleet.items() if seen.online and seen.profile is not None}
+        return msgspec.structs.replace(fact, coverage=job.covered(fact, profiles))
 
     def _at_work(self, job: Running, now_s: float) -> set[str]:
         """Who is at a task, whatever else is said of it; just after a start also who has not been heard yet."""

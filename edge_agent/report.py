@@ -59,6 +59,7 @@ def update(device: str, open: Open, outcome: Outcome, cost: Cost) -> Update:
         point=cost.point,
         peak_bytes=outcome.peak_bytes,
         base_bytes=outcome.base_bytes,
+        examples=outcome.examples,
         down_bytes=open.down_bytes,
         up_bytes=sum({ref.sha256: ref.size for ref in outcome.bundles.values()}.values()),
     )

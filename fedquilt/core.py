@@ -155,6 +155,7 @@ class Usage(Wired, frozen=True):
     point: Label | None = None  # the operating point it was held at; None: the board's own governor
     peak_bytes: Count | None = None  # resident peak of the task's own process
     base_bytes: Count | None = None  # resident of that process before the task: runtime imports
+    examples: Count | None = None  # the device's own, held-out ones aside
     down_bytes: Count = 0
     up_bytes: Count = 0
 

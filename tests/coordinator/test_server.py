@@ -573,3 +573,31 @@ def test_boards_that_take_fewer_joules_are_preferred_where_the_job_says_so(tmp_p
     assert stage.told(Surveyed)[-1].costs == {"a": 1000.0, "b": 1.23}
     assert stage.told(Asked)[0].devices == ("b",)
     stage.store.close()
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def test_a_task_carries_its_devices_tier_and_the_log_says_who_could_take_part(tmp_path: Path) -> None:
+    """Two devices with half a gigabyte for a task; one then has 10 bytes and cannot, and of examples one has told."""
+    stage = Stage(tmp_path, rounds=3)
+    one, two = stage.hand("one"), stage.hand("two")
+    stage.play(2.0)
+    assert one.tasks[-1] is not None
+    assert one.tasks[-1].tier == "under 1GB"
+    assert stage.told(Asked)[0].coverage[0].endswith("2 of 2 devices")
+    one.answer(MODEL, usage=Usage(examples=30))
+    two.answer(MODEL)
+    stage.play(2.0)
+    assert stage.told(Asked)[1].coverage == ()  # everybody can still, which is no news
+    small = Profile(device="two", board="hand", memory_bytes=1 << 30, budget_bytes=10, engines=("numpy",), versions={})
+    two.say("profile", small, retain=True)
+    stage.restart()
+    stage.play(2.0)
+    one.answer(MODEL, usage=Usage(examples=30))
+    two.answer(MODEL)
+    stage.play(2.0)
+    last = stage.told(Asked)[2]
+    assert last.coverage[0].endswith("1 of 2 devices, 30 of 30 examples (1 have not said how many)")
+    assert last.coverage[0] in story.sentences(last)[1]
+    stage.store.close()

@@ -98,6 +98,8 @@ def measure(
             subject = _subject(name, Path(folder))
             for batch in batches:
                 rows.append(_row("training", name, batch, subject.training_bytes(batch), _trained(subject, batch)))
+                if batch > 1 and not subject.graph_bytes[1]:
+                    continue  # a graph that does not say what an example takes is run on one at a time
                 foreseen = subject.scoring_bytes(batch)
                 rows.append(_row("scoring", name, batch, foreseen, _scored(subject, batch, foreseen)))
             if name in tight:
@@ -293,8 +295,7 @@ def lines(result: dict[str, Any]) -> list[str]:
     for kind in ("training", "scoring"):
         for name in dict.fromkeys(row["network"] for row in result["rows"]):
             own = {r["batch"]: r for r in result["rows"] if (r["work"], r["network"]) == (kind, name)}
-            cells = "".join(f"{own[b]['ratio']:9.2f} ({own[b]['true_mb']:6.1f})" for b in batches)
-            told.append(f"{kind:9} {name:14}{cells}")
+            told.append(f"{kind:9} {name:14}" + "".join(_cell(own.get(batch)) for batch in batches))
     for each in result["stepped"]:
         told.append(
             f"{each['network']} x {each['batch']}, stepped down: {each['peak_mb']} MB of {each['budget_mb']} MB"
@@ -303,6 +304,10 @@ def lines(result: dict[str, Any]) -> list[str]:
     for name, of in result["coverage"].items():
         told.append(f"    {name:14} training {of['torch']['share']:5.0%}   scoring {of['onnx']['share']:5.0%}")
     return [*told, *figure_lines(result)]
+
+
+def _cell(row: Mapping[str, Any] | None) -> str:
+    return f"{'-':>18}" if row is None else f"{row['ratio']:9.2f} ({row['true_mb']:6.1f})"
 
 
 if __name__ == "__main__":
