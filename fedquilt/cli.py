@@ -182,7 +182,9 @@ def parser() -> argparse.ArgumentParser:
     _clocks(verb("clocks", clocks, "hold a board's clocks at an operating point, and give them back"))
 
     one = verb("bench", bench, "measure fedquilt on this machine")
-    one.add_argument("what", choices=("idle", "blobs", "stitch", "memory", "deadlines"))
+    one.add_argument(
+        "what", choices=("idle", "blobs", "sensors", "energy", "stitch", "memory", "footprint", "deadlines")
+    )
     one.add_argument("--size", type=_positive, nargs="+", help="of stitch, memory: images of so many pixels")
     group = one.add_argument_group("ablations", "of stitch: whole searches with and without parts of the method")
     group.add_argument(

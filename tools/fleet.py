@@ -9,7 +9,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from fedquilt.coordinator.console import Console, coordinate
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Store
-from fedquilt.core import Examples, JobError
+from fedquilt.core import Device, Examples, JobError
 from fedquilt.edge_agent import data, devices, settings
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.worker import InlineWorker
@@ -129,8 +129,8 @@ def really(
         return run, store.status(run)
 
 
-def virtually(plan: Plan, *, wordy: bool = False) -> tuple[str, str]:
-    """Everything in this process on virtual time. Returns (run, how it ended)."""
+def virtually(plan: Plan, *, wordy: bool = False, make: Callable[[str], Device] = devices.make) -> tuple[str, str]:
+    """Everything in this process on virtual time. Returns (run, how it ended). `make` makes a board by its name."""
     broker = MemoryBroker(plan.job.seed)
     with Store(plan.home) as store:
         run = plan.submit(store)
@@ -140,7 +140,7 @@ def virtually(plan: Plan, *, wordy: bool = False) -> tuple[str, str]:
         sides: list[tuple[MemoryLink, Endpoint]] = [(link, server)]
         for table in plan.agents():
             options = settings.parse(table)
-            board = devices.make(options.board)
+            board = make(options.board)
             own = broker.connect()
             sides.append((own, Agent(own, options, board, InlineWorker(board))))
         simulate(broker, lambda: sides, lambda: server.finished)

@@ -1,0 +1,89 @@
+"""`fedquilt bench energy`: what it works out from the tasks of a federation, on boards of round numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedquilt import profiles
+from fedquilt.core import Cost, Usage, Work
+from fedquilt.edge_agent.devices.simulated import SimulatedDevice
+from fedquilt.tools.bench import energy
+
+
+def board(points: str, work: Work, rounds: int = 2) -> energy.Laden:
+    """A board that idles at 1 W, with "name speed watts" points, of the speeds that SCALE makes of it."""
+    named = [line.split() for line in points.split(",")]
+    text = "".join(
+        f"[[points]]\nname = '{name}'\nflops_per_s = {{ value = {float(speed) * energy.SCALE}, source = 'made' }}\n"
+        f"busy_w = {{ value = {watts}, source = 'made' }}\n"
+        for name, speed, watts in named
+    )
+    head = "board = 'toy'\ntitle = 'toy'\nmemory_bytes = { value = 1e9, source = 'made' }\n"
+    head += "idle_w = { value = 1.0, source = 'made' }\n"
+    made = "[sources.made]\nprovenance = 'assumed'\ntext = 'made up for this test'\n"
+    found = energy.Laden(SimulatedDevice(profiles.parse(head + made + text, "here")))
+    found.tasks += [work] * rounds
+    return found
+
+
+@pytest.fixture
+def fleet() -> dict[str, energy.Laden]:
+    """The slow board takes 100 s; the quick one 10 s at 11 W or 40 s at 3 W, that is 200 or 180 J until then."""
+    work = Work(flops=100.0)
+    return {"slow": board("only 1 5", work), "quick": board("fast 10 11,calm 2.5 3", work)}
+
+
+def test_joules_are_counted_until_the_round_ends(fleet: dict[str, energy.Laden]) -> None:
+    """Two rounds: 2 * (110 + 90) J against 2 * (120 + 60) J."""
+    told = energy.replay(fleet)
+    assert (told["rounds"], told["round_s"]) == (2, 100.0)
+    assert told["joules"]["quick"] == {"energy": 360, "paper": 360, "max": 400, "board": 400, "cheapest": 360}
+    assert told["saved_percent"]["quick"]["energy"] == 10.0
+    assert told["saved_percent"]["slow"]["energy"] == 0.0
+    assert told["joules"]["fleet"]["max"] == 400 + 1000
+    assert told["above_cheapest_percent"]["quick"] == 0.0
+    assert set(told["late"].values()) == {0}
+
+
+def test_a_board_with_nothing_to_save_says_why(fleet: dict[str, energy.Laden]) -> None:
+    """One has no time, as every round waits for it; one is at its cheapest when it is fastest."""
+    fleet["racer"] = board("fast 10 4,calm 5 3", Work(flops=100.0))
+    told = energy.replay(fleet)
+    assert told["no_time_to_spare"] == ["slow"]
+    assert told["racing_is_best"] == ["slow", "racer"]
+    assert told["joules"]["racer"]["paper"] > told["joules"]["racer"]["energy"] == told["joules"]["racer"]["max"]
+
+
+def test_a_laden_board_takes_scale_times_as_long_and_notes_what_ends(fleet: dict[str, energy.Laden]) -> None:
+    """Asked in advance it notes nothing."""
+    quick, work = fleet["quick"], Work(flops=100.0)
+    assert quick.cost(work, Cost(duration_s=0.0)).duration_s == pytest.approx(10.0)
+    assert len(quick.tasks) == 2
+    quick.hold(quick.points[1])
+    assert quick.cost(work, Cost(duration_s=1.0)).energy_j == pytest.approx(120.0)
+    assert quick.tasks[2:] == [work]
+
+
+def test_a_federation_is_told_until_its_deadlines() -> None:
+    """100 J and 30 s of 1 W until the deadline; one task of two in time."""
+    boards = {name: board("fast 10 11", Work(flops=1.0)) for name in energy.BOARDS}
+    usages = {name: Usage(wall_s=20.0, energy_j=100.0, point="fast") for name in energy.BOARDS}
+    late = {name: Usage(wall_s=60.0, energy_j=100.0, point="fast") for name in energy.BOARDS}
+    run = energy.Run(("a",), {0: usages, 1: late}, {0: 50.0, 1: 50.0}, {0: 20.0, 1: 60.0}, boards)
+    told = energy.summary(run)
+    assert told["joules"]["jetson-tx2"] == 230.0
+    assert (told["in_time"], told["round_s"], told["deadline_s"]) == (0.5, 40.0, 50.0)
+
+
+def test_a_federation_under_a_policy_is_the_real_one(tmp_path: Path) -> None:
+    """Every board answers every round, at points of its profile, and a network comes of it."""
+    small = {"expansions": 1, "depth": 3, "finalists": 1, "samples": 6, "fit_samples": 10}
+    run = energy.federate("energy", tmp_path, {**energy.SEARCH, **small})
+    assert run.path
+    assert all(set(usages) == set(energy.BOARDS) for usages in run.rounds.values())
+    assert all(len(board.tasks) == len(run.rounds) for board in run.boards.values())
+    told = energy.summary(run)
+    assert told["in_time"] == 1.0
+    assert told["points"]["jetson-orin-nano"] != [run.boards["jetson-orin-nano"].points[0].name]
