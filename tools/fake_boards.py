@@ -159,8 +159,8 @@ def _hwmon(root: Path, address: str, number: int, rails: Sequence[Rail]) -> None
     files: dict[str, object] = {"name": "ina3221"}
     for channel, (label, mv, ma) in enumerate(rails, start=1):
         files |= {f"in{channel}_label": label, f"in{channel}_input": mv, f"in{channel}_enable": 1}
-        files |= {f"curr{channel}_input": ma, f"in{channel + 3}_input": ma / 200}  # 4 to 6: the shunts' own voltages
-    files |= {"in7_label": "sum of shunt voltages", "in7_input": sum(rail[2] for rail in rails) / 200}
+        files |= {f"curr{channel}_input": ma, f"in{channel + 3}_input": ma // 200}  # 4 to 6: the shunts' own voltages
+    files |= {"in7_label": "sum of shunt voltages", "in7_input": sum(rail[2] for rail in rails) // 200}
     place = f"sys/bus/i2c/drivers/ina3221/{address}/hwmon/hwmon{number + 1}"
     _write(root, place, files)
     _link(root / f"sys/class/hwmon/hwmon{number + 1}", root / place)

@@ -153,8 +153,6 @@ class Batteries:
 
     def power_w(self) -> float | None:
         """What the host takes while it lives on its batteries alone; None on the mains, where they do not tell."""
-        if self.charging() is not False:
-            return None
         drawn = [_drawn_w(one) for one in self._found if sysfs.line(one / "status") == "Discharging"]
         known = [watts for watts in drawn if watts is not None]
         return sum(known) if known and len(known) == len(drawn) else None

@@ -229,6 +229,13 @@ def test_temperature_is_the_hottest_sensor_that_is_on(tree: Tree):
     assert LinuxDevice(tree.root).read(0.0).temperature_c == 41.5
 
 
+def test_sensors_that_are_all_off_tell_no_temperature(tree: Tree):
+    """Not -256, and not the 200 that no processor lives to tell."""
+    tree.write("sys/class/thermal/thermal_zone0/temp", "-256000")
+    tree.write("sys/class/thermal/thermal_zone1/temp", "200000")
+    assert LinuxDevice(tree.root).read(0.0).temperature_c is None
+
+
 def test_the_processors_own_sensor_counts_and_a_disks_does_not(tree: Tree):
     """Most PCs have no thermal zone for the processor."""
     tree.files("sys/class/hwmon/hwmon0", name="coretemp", temp1_input=62_000, temp2_input=58_000)
@@ -270,7 +277,7 @@ def test_a_group_over_its_limit_has_nothing_left(tree: Tree):
 
 def test_a_group_outside_the_tree_is_not_followed(tree: Tree):
     """A process in another cgroup namespace sees its group as /../x."""
-    tree.write("proc/self/cgroup", "0::/../../proc")
+    tree.write("proc/self/cgroup", "0::/../../../proc")
     tree.write("proc/memory.max", 1)
     assert LinuxDevice(tree.root).memory_bytes == 2000 * 1024
 
