@@ -81,11 +81,18 @@ def amount(work: Work) -> float:
 
 
 def expected_s(work: Work, profile: Profile | None, point: str | None = None) -> float | None:
-    """What a profile says of a task at one of its points, or at the fastest; None: it does not say."""
+    """What a profile says of a task at one of its points, or at the fastest; None: it does not say.
+
+    `point` is as in `Usage`: None where the board's own governor was at work, which mostly is at the fastest;
+    "a, then b" where it changed on the way, of which nobody knows the shares: the mean.
+    """
     points: Sequence[OperatingPoint] = profile.points if profile else ()
-    named = [each for each in points if each.name == point] or points
-    times = [predict.seconds(work.on(1), each) for each in named]
-    return min((time for time in times if time is not None), default=None)
+    known = {each.name: predict.seconds(work.on(1), each) for each in points}
+    if point is None:
+        return min((time for time in known.values() if time is not None), default=None)
+    times = [known.get(name) for name in point.split(", then ")]
+    found = [time for time in times if time is not None]
+    return statistics.fmean(found) if len(found) == len(times) else None
 
 
 def noted(known: Known, device: str, took: Took) -> Known:

@@ -87,11 +87,12 @@ SURE = {"slack": 0.0}
 
 
 def test_a_profile_tells_of_a_task_at_the_named_point_or_at_the_fastest() -> None:
-    """100 operations: 50 s at 2 a second, 100 s at 1; nothing of work or a board that say nothing."""
+    """100 operations: 50 s at 2 a second, 100 s at 1, between them where both were held; else nothing."""
     work = Work(flops=100.0)
     assert expected_s(work, FAST) == 50.0
     assert expected_s(work, FAST, "slow") == 100.0
-    assert expected_s(work, FAST, "gone since") == 50.0
+    assert expected_s(work, FAST, "slow, then fast") == 75.0
+    assert expected_s(work, FAST, "slow, then gone since") is None
     assert expected_s(work, FAST, "unknown") is None
     assert expected_s(Work(), FAST) is None
     assert expected_s(work, None) is None
