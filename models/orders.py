@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from fedquilt.core import BlobRef, DeviceView, Order, Tensors, Work, derive_seed
-from fedquilt.models import projection, scoring, search, sums
+from fedquilt.models import footprint, projection, scoring, search, sums
 from fedquilt.models.search import State
 from fedquilt.models.stitch import Block, Stock
 
@@ -170,5 +170,5 @@ def _cost(runs: Iterable[tuple[Block, float]], matrices_bytes: int, examples: in
     for block, images in runs:
         flops += images * block.flops
         read += block.weight_bytes + 4.0 * images * (prod(block.in_shape) + prod(block.out_shape))
-        peak = max(peak, block.resident_bytes + block.activation_bytes)
+        peak = max(peak, footprint.scoring_bytes(block.resident_bytes, block.activation_bytes, 1))
     return Work(flops=flops, read_bytes=read, examples=examples, peak_bytes=int(max(peak, matrices_bytes)))

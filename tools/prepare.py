@@ -14,7 +14,7 @@ import msgspec
 
 from fedquilt import bundle, tensors
 from fedquilt.core import Bundle, JobError, ModelError, Name
-from fedquilt.models import zoo
+from fedquilt.models import footprint, zoo
 from fedquilt.models.images import Input
 
 if TYPE_CHECKING:
@@ -100,10 +100,13 @@ def _model(table: Mapping[str, Any], wanted: Input | None) -> tuple[dict[str, An
     network = {key: value for key, value in table.items() if key not in ("weights", "seed")}
     if wanted is not None:
         network["input"] = msgspec.to_builtins(wanted)
+    import torch
+
     model = zoo.load(network, table.get("weights"), seed=int(table.get("seed", 0)))
     flops = zoo.cost(model, zoo.input_shape(network)).flops
-    state = {name: value.numpy() for name, value in model.state_dict().items()}
-    return {"network": network, "flops": flops}, tensors.encode(state)
+    weights = tensors.encode({name: value.numpy() for name, value in model.state_dict().items()})
+    trained, _ = footprint.weigh(model, torch.zeros(2, *zoo.input_shape(network)))  # last: it moves batch norm
+    return {"network": network, "flops": flops, "example_bytes": footprint.example_bytes(trained)}, weights
 
 
 def _trial(job: Mapping[str, Any]) -> Trial:

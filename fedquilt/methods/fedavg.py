@@ -34,6 +34,7 @@ from fedquilt.core import (
     UpdateError,
     Work,
 )
+from fedquilt.models import footprint
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class State:
     network: dict[str, Any]
     model: dict[str, np.ndarray]
     flops: float  # of one forward pass of one example
+    example_bytes: int  # that one example takes in training, beside the weights; 0: the bundle does not say
 
 
 @dataclass(frozen=True)
@@ -78,24 +80,28 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
     if "model" not in bundle.files:
         raise ModelError("the bundle has no 'model': give the job a [model] table and run `fedquilt prepare`")
     table = {name: getattr(params, name) for name in type(params).__dataclass_fields__}
-    return State(table, dict(bundle.meta["network"]), dict(bundle.load("model")), float(bundle.meta.get("flops", 0)))
+    network, model = dict(bundle.meta["network"]), dict(bundle.load("model"))
+    return State(table, network, model, float(bundle.meta.get("flops", 0)), int(bundle.meta.get("example_bytes", 0)))
 
 
 def send(state: State, device: DeviceView) -> Order:
     return order(state, {"model": state.model})
 
 
-def order(state: State, bundles: Mapping[str, Tensors], *, passes: int = 3, copies: int = 4) -> Order:
+def order(state: State, bundles: Mapping[str, Tensors], *, passes: int = 3, anchors: int = 0) -> Order:
     """The round's task of a method that trains the whole network by mini-batches.
 
     Args:
         passes: forward passes that one example's training costs; a backward pass takes about two.
-        copies: of the model that are held: weights, gradients, momentum and what is sent are 4.
-            Activations are the engine's to bound.
+        anchors: copies of the model that are held besides those of plain SGD. The peak is that of one
+            example at a time: with more room an engine takes more.
     """
     size = tensors.total_bytes([state.model])
     per_example = passes * state.flops * state.params["epochs"]
-    work = Work(flops_per_example=per_example, read_bytes=3 * size, peak_bytes=copies * size)
+    moments = 2 if state.params.get("optimizer") == "adam" else int(state.params.get("momentum", 0) > 0)
+    library = str(state.network.get("name", "")).partition("/")[0]
+    fixed = footprint.fixed_bytes(size, copies=footprint.COPIES + anchors + moments, library=library)
+    work = Work(flops_per_example=per_example, read_bytes=3 * size, peak_bytes=fixed + state.example_bytes)
     return Order({**state.params, "network": state.network}, bundles, work)
 
 

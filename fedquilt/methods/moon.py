@@ -68,7 +68,7 @@ class Contrast:
 
 
 def send(state: fedavg.State, device: DeviceView) -> Order:
-    return fedavg.order(state, {"model": state.model}, passes=5, copies=6)
+    return fedavg.order(state, {"model": state.model}, passes=5, anchors=2)
 
 
 def work(task: Task, site: Site) -> Answer:

@@ -33,6 +33,7 @@ class Params(fedavg.Params):
     devices: Annotated[int, Meta(ge=0)] = 0  # N: devices in the federation; 0: those that have taken part
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.optimizer != "sgd" or self.momentum:
             raise ValueError("control variates are differences of plain gradients: SCAFFOLD wants sgd and no momentum")
 
@@ -60,7 +61,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
 
 
 def send(state: State, device: DeviceView) -> Order:
-    return fedavg.order(state, {"model": state.model, "control": state.control}, copies=6)
+    return fedavg.order(state, {"model": state.model, "control": state.control}, anchors=2)
 
 
 def work(task: Task, site: Site) -> Answer:

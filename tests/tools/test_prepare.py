@@ -28,10 +28,11 @@ def job(*donors: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def test_a_model_table_becomes_first_weights_and_facts(tmp_path: Path) -> None:
-    """4 x 3 and 3 x 2 weights: 36 FLOPs; the network's table goes to the agents without weights and seed."""
+    """4 x 3 and 3 x 2 weights: 36 FLOPs; inputs of 4 and 3 floats kept for the backward pass, and 10 times the wider
+    at work. The network's table goes to the agents without weights and seed."""
     made = prepare({"model": {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2, "seed": 7}}, tmp_path)
     network = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
-    assert made.meta == {"network": network, "flops": 36.0}
+    assert made.meta == {"network": network, "flops": 36.0, "example_bytes": 4 * (4 + 3) + 10 * 4 * 4}
     wanted = {name: value.numpy() for name, value in zoo.load(network, seed=7).state_dict().items()}
     assert tensors.encode(made.load("model")) == tensors.encode(wanted)
 
