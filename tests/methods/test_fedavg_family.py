@@ -419,6 +419,7 @@ def test_moon_says_so_where_there_is_no_linear_layer() -> None:
         ("fedavg", {"nesterov": True}, "wants a momentum above 0"),
         ("fedavg", {"optimizer": "rmsprop"}, r"\$\.optimizer"),
         ("scaffold", {"momentum": 0.9}, "SCAFFOLD wants sgd and no momentum"),
+        ("scaffold", {"nesterov": True}, "wants a momentum above 0"),
         ("scaffold", {"optimizer": "adam"}, "SCAFFOLD wants sgd and no momentum"),
         ("fednova", {"optimizer": "adam"}, "not how far adam does"),
         ("fedopt", {"server": "lamb"}, r"\$\.server"),
