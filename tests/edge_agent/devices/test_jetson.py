@@ -232,8 +232,12 @@ def test_the_mode_is_known_by_name_whatever_its_number(tmp_path: Path):
 
 def test_in_a_mode_that_the_profile_does_not_have_all_its_points_are_told(tmp_path: Path):
     """Which of them is true of the board is then not known."""
-    device = planted(tmp_path, "jetson-tx2", 4, files={"var/lib/nvpmodel/status": "pmode:0044"})
+    device = planted(tmp_path / "one", "jetson-tx2", 4, files={"var/lib/nvpmodel/status": "pmode:0044"})
     assert device.mode is None
+    assert len(device.points) > 1
+    catalogue = {"etc/nvpmodel/nvpmodel.conf": "< POWER_MODEL ID=0 NAME=OWN_MODE >"}
+    device = planted(tmp_path / "two", "jetson-tx2", 4, files=catalogue)
+    assert device.mode == "OWN_MODE"
     assert len(device.points) > 1
 
 

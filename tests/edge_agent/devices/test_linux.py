@@ -278,6 +278,7 @@ def test_a_group_over_its_limit_has_nothing_left(tree: Tree):
 def test_a_group_outside_the_tree_is_not_followed(tree: Tree):
     """A process in another cgroup namespace sees its group as /../x."""
     tree.write("proc/self/cgroup", "0::/../../../proc")
+    tree.write("sys/fs/cgroup/memory.max", "max")
     tree.write("proc/memory.max", 1)
     assert LinuxDevice(tree.root).memory_bytes == 2000 * 1024
 

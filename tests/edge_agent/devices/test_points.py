@@ -90,6 +90,12 @@ def test_a_clock_of_the_model_that_the_board_does_not_list_is_taken_at_its_highe
     assert found["cpu1500"].flops_per_s == pytest.approx(1 / (0.5 / 1.5e9 + 1 / 1e9), rel=1e-3)
 
 
+def test_a_mode_and_a_point_of_the_grid_with_the_same_clocks_are_one():
+    """The mode keeps its name: MAXQ's cap of 1200 MHz is this board's 1113.6, and MAXN its 2000."""
+    own = {"cpu_hz": (1.1136e9, 2.0e9)}
+    assert [name for name, *_ in names(HEAD + GRID + MODES, own)] == ["MAXN", "MAXQ", "OWN"]
+
+
 def test_a_board_with_other_highest_clocks_gets_no_grid():
     """The model's power is in shares of the highest clock: of another board than the profile's it says nothing."""
     own = {"cpu_hz": (1.2e9, 2.0e9), "gpu_hz": (0.5e9, 0.7e9)}
