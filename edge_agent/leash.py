@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, Final
 
 import msgspec
@@ -37,10 +37,12 @@ class Child:
         OSError: it cannot be started.
     """
 
-    def __init__(self, command: Sequence[str], engine: str) -> None:
+    def __init__(
+        self, command: Sequence[str], engine: str, count_kills: Callable[[], int | None] = budget.oom_kills
+    ) -> None:
         self.engine = engine
         self.garbled = False
-        self._oom_kills = budget.oom_kills()
+        self._count_kills, self._oom_kills = count_kills, count_kills()
         self._process = subprocess.Popen(
             [*command, str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -115,7 +117,7 @@ class Child:
         if status != -signal.SIGKILL:
             name = signal.Signals(-status).name
             return Outcome(code="failed", reason=f"the task's process{held} died of {name}; it said: {self.words}")
-        kills = budget.oom_kills()
+        kills = self._count_kills()
         if kills is None or self._oom_kills is None:  # JetPack 4 (Linux 4.9) does not count, and nobody else kills it
             return self._starved(f"the task's process{held} was killed, most likely by the kernel for want of memory")
         if kills > self._oom_kills:

@@ -47,9 +47,9 @@ def test_predictions_grow_with_the_batch_by_the_same_for_each_example() -> None:
     assert sizes == sorted(set(sizes))
     assert sizes[3] - sizes[2] == 24 * footprint.example_bytes(network)
     assert sizes[0] == footprint.fixed_bytes(10) + footprint.example_bytes(network)
-    scored = [footprint.scoring_bytes(10, 3, n) for n in (1, 2, 8, 32)]
+    scored = [footprint.scoring_bytes(10, 5, n) for n in (1, 2, 8, 32)]
     assert scored == sorted(set(scored))
-    assert scored[3] - scored[0] == 31 * 3
+    assert scored[3] - scored[0] == 31 * 6  # 1.2 times 5
 
 
 def test_a_library_that_the_network_comes_from_is_counted() -> None:

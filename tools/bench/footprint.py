@@ -100,8 +100,7 @@ def measure(
                 rows.append(_row("training", name, batch, subject.training_bytes(batch), _trained(subject, batch)))
                 if batch > 1 and not subject.graph_bytes[1]:
                     continue  # a graph that does not say what an example takes is run on one at a time
-                foreseen = subject.scoring_bytes(batch)
-                rows.append(_row("scoring", name, batch, foreseen, _scored(subject, batch, foreseen)))
+                rows.append(_row("scoring", name, batch, subject.scoring_bytes(batch), _scored(subject, batch)))
             if name in tight:
                 stepped.append(_stepped(subject, max(batches), tight[name]))
             least[name] = {"torch": subject.training_bytes(1), "onnx": subject.scoring_bytes(1)}
@@ -243,28 +242,30 @@ def _train(subject: Subject, batch: int, budget_bytes: int) -> orders.Outcome:
             child.kill()
 
 
-def _scored(subject: Subject, batch: int, foreseen: int) -> int:
-    """The peak of the graph run on so many images at once, twice, with a budget of what is foreseen."""
-    command = [*SCORE, str(subject.graph), json.dumps([batch, *subject.graph_shape]), str(foreseen)]
+def _scored(subject: Subject, batch: int) -> int:
+    """The peak of the graph run on so many images at once, twice, by an engine with room for one.
+
+    With more room it lays maps and weights out anew, and takes up to twice as much: that is its own choice.
+    """
+    least = subject.scoring_bytes(1)
+    command = [*SCORE, str(subject.graph), json.dumps([batch, *subject.graph_shape]), str(least)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ModelError(f"{subject.name} cannot be run on {batch} images: {done.stderr.strip()[-300:]}")
     return int(json.loads(done.stdout)["peak_bytes"])
 
 
-def score(graph: Path, shape: Sequence[int], foreseen: int) -> int:
+def score(graph: Path, shape: Sequence[int], least_bytes: int) -> int:
     """The peak of running a graph twice on inputs of this shape, (n, ...), in this process."""
     from fedquilt.edge_agent.engines import onnx_engine
 
     me = os.getpid()
     budget.reset_peak(me)
     base = budget.resident_bytes(me) or 0
-    bare = footprint.need_bytes("onnx", 0)
-    room = foreseen - footprint.FIRST_USE_BYTES["onnx"]
-    engine = onnx_engine.OnnxEngine(bare + room, base_bytes=bare, micro_batch=shape[0])
-    draws = np.random.default_rng(0)
+    engine = onnx_engine.OnnxEngine(least_bytes, base_bytes=footprint.FIRST_USE_BYTES["onnx"], micro_batch=shape[0])
+    x = np.random.default_rng(0).random(shape, np.float32)
     for _ in range(2):
-        engine.run(graph, draws.normal(size=shape).astype(np.float32))
+        engine.run(graph, x)
     return (budget.peak_bytes(me) or 0) - base
 
 
