@@ -1,0 +1,212 @@
+"""FedSQ: which units are on is decided by the frozen pre-trained network, and only values are trained.
+
+Paper: FedSQ (arXiv 2604.02990), Algorithm 1; DualCopy: Duato et al. (10.1145/3721146.3721950). The
+pre-trained network is the structural copy w_SK; a second one, w_QK, begins equal to it. Its trained
+modules (the schedule sigma) move by h_l = 1[z_l(w_SK) > 0] * z_l(w_QK) (`fedquilt.models.gating`), and
+w_QK is averaged as in FedAvg, weighted by examples.
+
+Deviations: only what is trained travels each round, w_SK once. A device keeps what it needs of w_SK in
+its cache, features before the first trained tensor and gates in one bit each: w_SK is frozen, so they
+never change. What does not fit `cache_mb` is computed each time. ReLU6 keeps its upper border, leaky ReLU
+its slope. The result holds w_SK's trained tensors as "gates.NAME": the network that is deployed needs
+both copies. FedProx's term (`mu`) may be added; `gates = "own"` is FedAvg on the same part, which FedSQ
+is compared with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+from msgspec import Meta
+
+from fedquilt import tensors
+from fedquilt.core import (
+    Answer,
+    Artefact,
+    Bundle,
+    DeviceView,
+    Examples,
+    Hooks,
+    ModelError,
+    Order,
+    Site,
+    Task,
+    Tensors,
+    Turn,
+)
+from fedquilt.methods import fedavg
+from fedquilt.models import gate_rows
+
+if TYPE_CHECKING:
+    from fedquilt.models.gating import DualCopy
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(frozen=True)
+class Params(fedavg.Params):
+    batch: Annotated[int, Meta(ge=1)] = 64
+    lr: Annotated[float, Meta(gt=0)] = 0.01
+    weight_decay: Annotated[float, Meta(ge=0)] = 1e-4
+    trained: tuple[str, ...] = ()  # sigma: modules that are trained; (): the schedule found at `prepare`, else all
+    bn: Literal["frozen_stats", "train"] = (
+        "frozen_stats"  # in the trained part; frozen_stats trains gamma and beta only
+    )
+    pool: Literal["own", "sk"] = "own"  # whether max pooling, too, takes what w_SK takes
+    gates: Literal["frozen", "own"] = "frozen"  # own: no gates; FedAvg on the trained part
+    mu: Annotated[float, Meta(ge=0)] = 0.0  # mu of FedProx's term; 0: without
+    cache: Literal["float32", "float16", "off"] = "float32"  # what features are kept in
+    cache_mb: Annotated[int, Meta(ge=0)] = 1024  # most that a device keeps of one job, its own examples and held-out
+
+
+@dataclass(frozen=True)
+class State(fedavg.State):
+    """What is trained of w_QK as `model`, and the pre-trained network."""
+
+    frozen: dict[str, np.ndarray]  # w_SK, whole
+
+
+def init(bundle: Bundle, params: Params, seed: int) -> State:
+    begun = fedavg.init(bundle, params, seed)
+    schedule = bundle.meta.get("schedule") or {}
+    trained = list(params.trained or schedule.get("trained") or sorted({name.split(".")[0] for name in begun.model}))
+    for part in trained:
+        if not any(covers([part], name) for name in begun.model):
+            known = ", ".join(sorted({name.split(".")[0] for name in begun.model}))
+            raise ModelError(f"trained = {part!r}: the network has no such module; it has {known} and their parts")
+    model = travelling(begun.model, trained, params.bn)
+    if not model:
+        raise ModelError(f"trained = {', '.join(trained)}: there is nothing to train in it with bn = {params.bn!r}")
+    settled = replace(begun, model=model, params={**begun.params, "trained": trained})
+    return State(**vars(settled), frozen=begun.model)
+
+
+def covers(trained: list[str], name: str) -> bool:
+    """Whether a tensor belongs to one of these modules, or is one of these tensors."""
+    return any(name == part or name.startswith(part + ".") for part in trained)
+
+
+def travelling(model: Tensors, trained: list[str], bn: str) -> dict[str, np.ndarray]:
+    """What is sent in a round: the trained modules, batch norm's statistics only where they are trained too."""
+    inside = {name: array for name, array in model.items() if covers(trained, name)}
+    return {name: array for name, array in inside.items() if bn == "train" or name.rpartition(".")[2] not in STATISTICS}
+
+
+def send(state: State, device: DeviceView) -> Order:
+    whole = replace(state, model=state.frozen)  # what it weighs in memory
+    passes = 4 if state.params["gates"] == "frozen" else 3
+    return fedavg.order(whole, {"model": state.model, "frozen": state.frozen}, passes=passes, anchors=1)
+
+
+def work(task: Task, site: Site) -> Answer:
+    received, copies = site.load("model"), _Copies(task, site)
+    examples, start, hooks, kept_bytes = copies.ready(received, site.train, "train")
+    moved = {f"qk.{name}" for name in copies.dual.trained}
+    mu = task.params["mu"]
+    hooks = replace(
+        hooks,
+        correct=(lambda gradient, value, at: gradient + mu * (value - at["start"])) if mu else None,
+        turns=(Turn(rate=lambda name: float(name in moved)),),
+    )
+    given, metrics = site.engine.train(
+        task.params["network"], start, examples, fedavg.fit_of(task), site.rng, hooks=hooks, progress=site.progress
+    )
+    model = {name: given.get(f"qk.{name}", array) for name, array in received.items()}
+    return Answer({"model": model}, float(len(site.train)), {**metrics, "cached_bytes": float(kept_bytes)})
+
+
+def check(task: Task, site: Site) -> Mapping[str, float]:
+    if not len(site.held):
+        return {"examples": 0.0}
+    examples, start, hooks, _ = _Copies(task, site).ready(site.load("model"), site.held, "held")
+    return site.engine.evaluate(task.params["network"], start, examples, hooks=hooks)
+
+
+def result(state: State) -> Artefact:
+    gates = state.params["gates"] == "frozen"
+    structural = {f"gates.{name}": state.frozen[name] for name in state.model} if gates else {}
+    meta = {"network": state.network, "trained": state.params["trained"], "gates": state.params["gates"]}
+    return Artefact("weights", meta, {**state.frozen, **state.model, **structural})
+
+
+class _Copies:
+    """Both copies of a task's network on its board."""
+
+    def __init__(self, task: Task, site: Site) -> None:
+        from fedquilt.models.gating import DualCopy  # torch
+
+        self._task, self._site = task, site
+        params = task.params
+        self.dual: DualCopy = DualCopy(
+            params["network"], params["trained"], gates=params["gates"], bn=params["bn"], pool=params["pool"]
+        )
+        self._frozen = site.load("frozen")
+
+    def ready(self, received: Tensors, examples: Examples, what: str) -> tuple[Examples, Tensors, Hooks, int]:
+        """What to go through, tensors, the hooks that make the network of them, and bytes kept: 0 without cache."""
+        tensors.require_like(received, {name: self._frozen[name] for name in received if name in self._frozen})
+        own = {f"qk.{name}": received.get(name, self._frozen[name]) for name in self.dual.names}
+        kept = None if self._task.params["cache"] == "off" else self._kept(examples, what)
+        if kept is None:
+            start = {**own, **{f"frozen.{name}": self._frozen[name] for name in self.dual.frozen_names}}
+            return examples, start, Hooks(prepare=self.dual.pair), 0
+        layout = kept.layout
+        rows: Any = gate_rows.Rows(self._site.cache / f"{what}.rows", kept.rows, layout.row_bytes)
+        hooks = Hooks(prepare=lambda model: self.dual.tail(model, layout), inputs=lambda x: x)
+        return Examples(rows, examples.y), own, hooks, kept.rows * layout.row_bytes
+
+    def _kept(self, examples: Examples, what: str) -> gate_rows.Kept | None:
+        """Rows of these examples, looked up now if they have not been; None: there is no room for them."""
+        folder, params = self._site.cache, self._task.params
+        key = self._key(examples)
+        if (found := gate_rows.find(folder, what, key, len(examples))) is not None:
+            return found
+        others = sum(path.stat().st_size for path in folder.glob("*.rows") if path.stem != what)
+        writer = gate_rows.Writer(
+            folder,
+            what,
+            len(examples),
+            half=params["cache"] == "float16",
+            most_bytes=params["cache_mb"] * 10**6 - others,
+        )
+
+        def put(seen: gate_rows.Seen) -> None:
+            writer.put(seen)
+            self._site.progress(0.0)
+
+        start = {f"frozen.{name}": self._frozen[name] for name in self.dual.all_names}
+        try:
+            hooks = Hooks(prepare=lambda model: self.dual.looker(model, put))
+            self._site.engine.evaluate(params["network"], start, examples, hooks=hooks)
+            return writer.close(key)
+        except gate_rows.NoRoomError:
+            return None
+
+    def _key(self, examples: Examples) -> str:
+        """A digest of all that rows depend on."""
+        settings = {name: self._task.params[name] for name in ("network", "trained", "gates", "pool", "cache")}
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+        for name in sorted(self._frozen):
+            digest.update(np.ascontiguousarray(self._frozen[name]).data if self._frozen[name].size else b"")
+        digest.update(f"{examples.x.shape} {examples.x.dtype}".encode())
+        digest.update(np.ascontiguousarray(examples.x).data)
+        return digest.hexdigest()
+
+
+METHOD = replace(
+    fedavg.METHOD,
+    paper="arXiv 2604.02990",
+    params=Params,
+    state=State,
+    engines=("torch",),
+    init=init,
+    send=send,
+    work=work,
+    check=check,
+    result=result,
+)

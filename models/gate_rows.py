@@ -1,0 +1,233 @@
+"""What a frozen network has seen in examples, a row of bytes each, on disk: features, and gates in one bit each.
+
+A row is the values that enter the trained part (float32 or float16), then the indices of max pools
+(int32), then each mask in bits, least significant first, each part filled up to whole 4 or 1 bytes. The
+file is read row by row, never mapped: what the kernel keeps of it is no part of the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import numpy as np
+
+from fedquilt.core import ModelError, StoreError
+
+if TYPE_CHECKING:
+    import torch
+
+SPARE = 1.2  # times what a file takes has to be free on the disk
+VERSION = 1
+
+
+class Seen(NamedTuple):
+    """One batch: each tensor is (n, ...)."""
+
+    values: Sequence[torch.Tensor]  # float
+    indices: Sequence[torch.Tensor]  # integers
+    masks: Sequence[torch.Tensor]  # bool
+
+
+class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Shapes of what is in a row, without the batch, and what a value is stored in."""
+
+    values: tuple[tuple[int, ...], ...]
+    indices: tuple[tuple[int, ...], ...]
+    masks: tuple[tuple[int, ...], ...]
+    half: bool
+
+    @property
+    def value_bytes(self) -> int:
+        return _filled((2 if self.half else 4) * sum(map(prod, self.values)))
+
+    @property
+    def index_bytes(self) -> int:
+        return 4 * sum(map(prod, self.indices))
+
+    @property
+    def row_bytes(self) -> int:
+        return _filled(self.value_bytes + self.index_bytes + sum(-(-prod(shape) // 8) for shape in self.masks))
+
+
+class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Beside a file of rows, written last: whose rows they are, and how to read them."""
+
+    key: str
+    rows: int
+    layout: Layout
+    version: int = VERSION
+
+
+class NoRoomError(Exception):
+    """The rows would be larger than they may be."""
+
+
+def layout(seen: Seen, *, half: bool) -> Layout:
+    """The layout of rows of which this is a batch.
+
+    Raises:
+        ModelError: something is not one tensor with the examples first.
+    """
+    every = [*seen.values, *seen.indices, *seen.masks]
+    count = {len(each) if hasattr(each, "shape") and len(each.shape) else 0 for each in every}
+    if len(count) != 1 or not all(value.is_floating_point() for value in seen.values):
+        raise ModelError('what enters the trained part is not all tensors with the examples first: set cache = "off"')
+    values, indices, masks = (tuple(tuple(each.shape[1:]) for each in part) for part in seen)
+    return Layout(values, indices, masks, half)
+
+
+def pack(seen: Seen, like: Layout) -> np.ndarray:
+    """(n, row_bytes) uint8.
+
+    Raises:
+        ModelError: a value is too large for 16 bits.
+    """
+    count = len((*seen.values, *seen.masks)[0])
+    rows = np.zeros((count, like.row_bytes), np.uint8)
+    at = 0
+    for value in seen.values:
+        flat = value.detach().cpu().numpy().reshape(count, -1)
+        with np.errstate(over="ignore"):
+            kept = flat.astype(np.float16 if like.half else np.float32)
+        if like.half and np.isinf(kept).any():
+            raise ModelError(f'features of up to {np.abs(flat).max():.3g} do not fit 16 bits: set cache = "float32"')
+        at = _put(rows, at, kept)
+    at = like.value_bytes
+    for index in seen.indices:
+        at = _put(rows, at, index.cpu().numpy().reshape(count, -1).astype(np.int32))
+    for mask in seen.masks:
+        at = _put(rows, at, np.packbits(mask.cpu().numpy().reshape(count, -1), axis=1, bitorder="little"))
+    return rows
+
+
+def unpack(rows: torch.Tensor, like: Layout) -> list[torch.Tensor]:
+    """Values (float32), indices and masks (bool) from rows (n, row_bytes) uint8, in this order."""
+    import torch
+
+    count, at, found = len(rows), 0, []
+    held = rows[:, : like.value_bytes].view(torch.float16 if like.half else torch.float32)
+    for shape in like.values:
+        found.append(held[:, at : at + prod(shape)].reshape(count, *shape).float())
+        at += prod(shape)
+    held, at = rows[:, like.value_bytes : like.value_bytes + like.index_bytes].view(torch.int32), 0
+    for shape in like.indices:
+        found.append(held[:, at : at + prod(shape)].reshape(count, *shape))
+        at += prod(shape)
+    at = like.value_bytes + like.index_bytes
+    bits = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=rows.device)
+    for shape in like.masks:
+        size = -(-prod(shape) // 8)
+        each = (rows[:, at : at + size, None] & bits).view(count, 8 * size)[:, : prod(shape)]
+        found.append(each.ne(0).reshape(count, *shape))
+        at += size
+    return found
+
+
+class Rows:
+    """Rows in a file, as `fedquilt.core.Examples` takes them: `rows[[3, 1]]` reads two."""
+
+    dtype = np.dtype(np.uint8)
+
+    def __init__(self, path: Path, count: int, row_bytes: int) -> None:
+        self._path, self.shape = path, (count, row_bytes)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: np.ndarray) -> np.ndarray:
+        """Raises StoreError if the file is gone or was cut short."""
+        found = np.empty((len(rows), self.shape[1]), np.uint8)
+        try:
+            with self._path.open("rb", buffering=0) as file:
+                for place, row in enumerate(rows):
+                    if os.preadv(file.fileno(), [found[place]], int(row) * self.shape[1]) != self.shape[1]:
+                        raise StoreError(f"{self._path} was cut short while it was in use")
+        except OSError as error:
+            raise StoreError(f"cannot read {self._path}: {error.strerror}") from None
+        return found
+
+
+class Writer:
+    """Rows into `folder`/`name`.rows, whole or not at all; an older file of that name goes.
+
+    Args:
+        count: how many there will be.
+        most_bytes: no larger file is begun, nor one that would all but fill the disk.
+    """
+
+    def __init__(self, folder: Path, name: str, count: int, *, half: bool, most_bytes: int) -> None:
+        self._folder, self._name, self._count = folder, name, count
+        self._half, self._most = half, most_bytes
+        self._layout: Layout | None = None
+        self._part = folder / f"{name}.part"
+
+    def put(self, seen: Seen) -> None:
+        """The next batch.
+
+        Raises:
+            NoRoomError: there is no room for all.
+            ModelError: as `layout` and `pack`.
+        """
+        try:
+            if self._layout is None:
+                self._layout = layout(seen, half=self._half)
+                self._begin(self._count * self._layout.row_bytes)
+            with self._part.open("ab") as file:
+                file.write(pack(seen, self._layout).tobytes())
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._part.unlink()
+            raise NoRoomError(str(error)) from None
+
+    def close(self, key: str) -> Kept:
+        """All have been put.
+
+        Raises:
+            NoRoomError: it cannot be kept.
+        """
+        assert self._layout is not None
+        kept = Kept(key, self._count, self._layout)
+        try:
+            os.replace(self._part, self._folder / f"{self._name}.rows")
+            (self._folder / f"{self._name}.json").write_bytes(msgspec.json.encode(kept))
+        except OSError as error:
+            raise NoRoomError(str(error)) from None
+        return kept
+
+    def _begin(self, size: int) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for old in (f"{self._name}.json", f"{self._name}.rows", f"{self._name}.part"):
+            (self._folder / old).unlink(missing_ok=True)
+        if size > self._most:
+            raise NoRoomError(f"{size} bytes are more than {self._most}")
+        if SPARE * size > shutil.disk_usage(self._folder).free:
+            raise NoRoomError(f"the disk has no {size} bytes to spare")
+
+
+def find(folder: Path, name: str, key: str, count: int) -> Kept | None:
+    """What was kept under this key, if it is all there."""
+    try:
+        kept = msgspec.json.decode((folder / f"{name}.json").read_bytes(), type=Kept)
+        size = (folder / f"{name}.rows").stat().st_size
+    except (OSError, msgspec.MsgspecError):
+        return None
+    whole = (kept.key, kept.rows, kept.version) == (key, count, VERSION) and size == count * kept.layout.row_bytes
+    return kept if whole else None
+
+
+def _put(rows: np.ndarray, at: int, values: np.ndarray) -> int:
+    """Write values (n, k) into the bytes from `at` on; where they end."""
+    raw = np.ascontiguousarray(values).view(np.uint8)
+    rows[:, at : at + raw.shape[1]] = raw
+    return at + raw.shape[1]
+
+
+def _filled(size: int) -> int:
+    return -(-size // 4) * 4
