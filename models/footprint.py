@@ -82,6 +82,9 @@ FREED = 0.5
 WIDEST = 10
 """Times the widest activation is at work besides those kept: gradients in and out, scratch, and what glibc holds."""
 
+MARGIN = 1.1
+"""True peaks were up to so many times what was predicted: who is held to a budget plans with so much less."""
+
 
 def training_bytes(network: Trained, examples: int, *, copies: int = COPIES, library: str = "") -> int:
     """The peak of training steps on so many examples at once, above torch at work.

@@ -63,7 +63,7 @@ class TorchEngine:
 
     def __init__(self, budget_bytes: int, *, base_bytes: int = BASE_BYTES, half: torch.dtype | None = None) -> None:
         self.planned_bytes: int | None = None
-        self._room_bytes = budget_bytes - base_bytes - footprint.FIRST_USE_BYTES["torch"]
+        self._room_bytes = int((budget_bytes - base_bytes) / footprint.MARGIN) - footprint.FIRST_USE_BYTES["torch"]
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._half = half or _half(self._device)
         # a process held to some cores must not start a thread for each of the board's

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -13,7 +15,8 @@ NETWORK = {"name": "plain", "channels": 1, "classes": 2, "input": {"channels": 1
 
 
 def planned(room_bytes: int, fit: Fit) -> tuple[int, footprint.Trained]:
-    """What the engine plans for a training with so much room beside torch at work, and what the network takes."""
+    """What the engine plans for a training with so much room beside torch at work and its margin, and what the
+    network takes."""
     module = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine")  # before torch: it says how threads wait
     import torch
 
@@ -23,7 +26,8 @@ def planned(room_bytes: int, fit: Fit) -> tuple[int, footprint.Trained]:
     model = zoo.build(NETWORK)
     start = {name: value.numpy().copy() for name, value in model.state_dict().items()}
     examples = Examples(np.zeros((16, 16, 16), np.uint8), np.arange(16) % 2)
-    engine = module.TorchEngine(footprint.FIRST_USE_BYTES["torch"] + room_bytes, base_bytes=0)
+    whole = math.ceil(footprint.MARGIN * (footprint.FIRST_USE_BYTES["torch"] + room_bytes))
+    engine = module.TorchEngine(whole, base_bytes=0)
     assert engine.planned_bytes is None
     engine.train(NETWORK, start, examples, fit, tensors.rng(1))
     trained, _ = footprint.weigh(model, torch.zeros(2, 1, 16, 16))
