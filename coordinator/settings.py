@@ -70,6 +70,8 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     check: Check = Check()
     fleet: Fleet = Fleet()
     data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.edge_agent.data.DataSpec
+    test: dict[str, Any] = msgspec.field(default_factory=dict)  # likewise: what no device has; fedquilt.tools.evaluator
+    compare: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)  # method -> params; fedquilt.tools.compare
     model: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.tools.prepare
     input: dict[str, Any] = msgspec.field(default_factory=dict)
     labels: tuple[str, ...] = ()
@@ -135,22 +137,22 @@ def params(job: Job) -> Any:
 
 
 def _anchored(table: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The table with `path` and `weights` entries of data, int8 and donors made absolute."""
+    """The table with `path` and `weights` entries of data and its sources, test, int8 and donors made absolute."""
 
     def anchor(entry: Any) -> Any:
+        if isinstance(entry, list):
+            return [anchor(one) for one in entry]
         if not isinstance(entry, dict):
             return entry
         return {
             key: str((folder / value).resolve())
             if isinstance(value, str) and (key == "path" or (key == "weights" and (folder / value).exists()))
-            else value
+            else (anchor(value) if key == "sources" else value)
             for key, value in entry.items()
         }
 
     result = dict(table)
-    for key in ("data", "model", "int8"):
+    for key in ("data", "test", "model", "int8", "donors"):
         if key in result:
             result[key] = anchor(result[key])
-    if isinstance(result.get("donors"), list):
-        result["donors"] = [anchor(donor) for donor in result["donors"]]
     return result

@@ -1,18 +1,20 @@
-"""A board's own examples: where they lie, which share of them is this board's, and what is held out.
+"""A board's own examples: where they come from, which share of them is this board's, and what is held out.
 
-`DataSpec` is the `[data]` table of a job or an agent. Formats are read by `readers`, shares drawn by
-`partition`; both are imported when examples are loaded, so that the daemon, which only checks its
+`DataSpec` is the `[data]` table of a job or an agent. Files are read by `readers`, put together and
+brought to one shape by `mixture`, drawn rather than read by `synthetic`; shares are drawn by
+`partition`. All are imported when examples are loaded, so that the daemon, which only checks its
 table, holds no numpy. A share is drawn from the labels alone, and only its rows are then read.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from fedquilt.core import DataError, Examples
+from fedquilt.core import DataError, Examples, JobError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,31 +23,91 @@ if TYPE_CHECKING:
 
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
+Format = Literal["auto", "npz", "idx", "folder", "torchvision"]
+
+
+class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One of several places that examples come from."""
+
+    path: str
+    labels_from: Natural  # its class 0 is this class of the whole; two with the same number share their classes
+    format: Format = "auto"
+    x: str = ""
+    y: str = ""
+    dataset: str = ""
+    download: bool = False
 
 
 class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where examples are, and which are this device's.
 
-    A simulated fleet of n devices gives all the same table, and device i `share = i`, `shares = n`.
+    One of `path`, `sources` and `synthetic` says where from. A simulated fleet of n devices gives all the
+    same table, and device i `share = i`, `shares = n`.
     """
 
-    path: str  # file or folder; for torchvision its root
-    format: Literal["auto", "npz", "idx", "folder", "torchvision"] = "auto"  # auto: by what is at the path
+    path: str = ""  # file or folder; for torchvision its root
+    format: Format = "auto"  # auto: by what is at the path
     split: str = "train"
     x: str = ""  # npz: name of the array of inputs; default x_<split>, else x
     y: str = ""  # npz: name of the array of labels; default y_<split>, else y
     dataset: str = ""  # torchvision: name of the class, "CIFAR10"
     download: bool = False  # torchvision: fetch it if it is not there
-    size: Natural = 0  # image files: scale to size x size; 0: as they are, all alike
+    labels_from: Natural = 0  # what the path's class 0 is called: where a board has but one source of a mixture
+    sources: tuple[Source, ...] = ()  # a mixture, in this order
+    synthetic: Literal["", "fedpews-32k", "fedpews-3.2k"] = ""  # drawn by the seed: needs no file
+    size: Natural = 0  # scale images to size x size; 0: as they are, all alike
     limit: Natural = 0  # use so many of all examples, drawn by the seed; 0: all
+    per_class: Natural | dict[str, Natural] = 0  # instead, so many of each class at most; or by split
     held: Annotated[float, Meta(ge=0, lt=1)] = 0.2  # share of the device's own that is held out
-    partition: Literal["all", "iid", "dirichlet", "classes"] = "all"
+    groups: Literal["source"] | tuple[tuple[Natural, ...], ...] = ()
+    """Classes, or sources, that no two devices of different groups have in common: devices are split among the
+    groups in blocks as even as can be, and `partition` is then among the devices of each group."""
+    partition: Literal["all", "iid", "dirichlet", "classes", "shards"] = "all"
     share: Natural = 0  # this device's, counted from 0
     shares: Positive = 1
     alpha: Annotated[float, Meta(gt=0)] = 0.5  # dirichlet: concentration; small is unlike, large is like iid
     min_size: Positive = 2  # dirichlet: draw again until the smallest share has so many
     classes: Positive = 2  # classes: how many each device has
+    shards: Positive = 2  # shards: how many pieces of the examples in order of class each device has
     seed: Natural = 0
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("path", "sources", "synthetic") if getattr(self, name)]
+        if len(given) != 1:
+            raise ValueError(f"one of path, sources and synthetic is wanted, not {' and '.join(given) or 'none'}")
+        for name in ("format", "x", "y", "dataset", "download", "labels_from"):
+            if given != ["path"] and getattr(self, name) not in ("", "auto", 0):
+                raise ValueError(f"{name} goes with path{', or into each source' * (given == ['sources'])}")
+        if self.synthetic and self.size:
+            raise ValueError("size is for images, not for synthetic points")
+        if self.limit and self.per_class:
+            raise ValueError("limit and per_class: one of the two")
+        if self.groups == "source":
+            if len(self.sources) < 2:
+                raise ValueError('groups = "source" needs two sources or more')
+        elif self.groups:
+            named = [kind for group in self.groups for kind in group]
+            if not all(self.groups) or len(set(named)) < len(named):
+                raise ValueError("groups: each lists a class or more, and no class is in two")
+
+    @property
+    def where(self) -> str:
+        """Where examples come from, for messages."""
+        return self.path or self.synthetic or " + ".join(source.path for source in self.sources)
+
+
+def parse(table: Mapping[str, Any]) -> DataSpec:
+    """The spec in a `[data]` table.
+
+    Raises:
+        JobError: says which key is wrong, what is expected there, and which keys there are.
+    """
+    try:
+        return msgspec.convert(table, DataSpec)
+    except msgspec.ValidationError as error:
+        kind = Source if "$.sources[" in str(error) else DataSpec
+        keys = f"keys of {'a source' if kind is Source else '[data]'}: {', '.join(kind.__struct_fields__)}"
+        raise JobError(f"[data] {error}; {keys}") from None
 
 
 def load(spec: DataSpec) -> tuple[Examples, Examples]:
@@ -54,12 +116,9 @@ def load(spec: DataSpec) -> tuple[Examples, Examples]:
     Raises:
         DataError: unreadable, labels that do not match, or nothing in this share; names the file and the mend.
     """
-    from fedquilt.edge_agent import readers
-
-    reader = readers.open_(spec)
-    rows = _used(reader, spec)
-    train, held = _own(reader.y[rows], spec)
-    return _examples(reader, rows[train], spec), _examples(reader, rows[held], spec)
+    reader = open_(spec)
+    used = _used(reader, spec)
+    return _read(reader, used, _parts(reader, used, spec, [spec.share]), spec)[0]
 
 
 def load_shares(spec: DataSpec) -> list[tuple[Examples, Examples]]:
@@ -68,9 +127,9 @@ def load_shares(spec: DataSpec) -> list[tuple[Examples, Examples]]:
     Raises:
         DataError: as `load`.
     """
-    every = load_all(spec)
-    parts = (_own(every.y, msgspec.structs.replace(spec, share=share)) for share in range(spec.shares))
-    return [(Examples(every.x[train], every.y[train]), Examples(every.x[held], every.y[held])) for train, held in parts]
+    reader = open_(spec)
+    used = _used(reader, spec)
+    return _read(reader, used, _parts(reader, used, spec, range(spec.shares)), spec)
 
 
 def load_all(spec: DataSpec) -> Examples:
@@ -79,33 +138,90 @@ def load_all(spec: DataSpec) -> Examples:
     Raises:
         DataError: as `load`.
     """
-    from fedquilt.edge_agent import readers
-
-    reader = readers.open_(spec)
+    reader = open_(spec)
     return _examples(reader, _used(reader, spec), spec)
 
 
-def _own(y: np.ndarray, spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
-    """The share's rows of `y`, each ascending: to train on, and held out."""
+def label_counts(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
+    """How many of each class every share has: to train on, and held out, (shares, classes) each. Reads no inputs.
+
+    Raises:
+        DataError: as `load`.
+    """
+    import numpy as np
+
+    reader = open_(spec)
+    used = _used(reader, spec)
+    y = reader.y[used]
+    kinds = int(y.max()) + 1 if len(y) else 0
+    parts = _parts(reader, used, spec, range(spec.shares))
+    train, held = (
+        np.stack([np.bincount(y[part[which]], minlength=kinds) for part in parts]).astype(np.int64) for which in (0, 1)
+    )
+    return train, held
+
+
+def open_(spec: DataSpec) -> Reader:
+    """All labels of the split, and the means to read the inputs of some rows.
+
+    Raises:
+        DataError: nothing is there, or nothing that can be read; names the file and the mend.
+    """
+    from fedquilt.edge_agent import mixture, synthetic
+
+    if spec.synthetic:
+        return synthetic.open_(spec)
+    return mixture.open_(spec)
+
+
+def _parts(
+    reader: Reader, used: np.ndarray, spec: DataSpec, shares: Sequence[int]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of each of these shares the places in `used`, ascending: to train on, and held out."""
     from fedquilt.edge_agent import partition
 
-    if spec.share >= spec.shares:
-        raise DataError(f"[data] share {spec.share} of {spec.shares}: shares are counted from 0 to {spec.shares - 1}")
-    own = partition.rows(y, spec)
-    if not len(own):
-        raise DataError(
-            f"{spec.path}: share {spec.share} of {spec.shares} ({spec.partition!r}) is empty, of {len(y)} examples: "
-            "have fewer shares, or more examples in each"
-        )
-    train, held = partition.hold_out(y[own], spec)
-    return own[train], own[held]
+    for share in shares:
+        if share >= spec.shares:
+            raise DataError(f"[data] share {share} of {spec.shares}: shares are counted from 0 to {spec.shares - 1}")
+    y = reader.y[used]
+    found = []
+    origin = None if reader.origin is None else reader.origin[used]
+    owned = partition.shares(y, spec, origin, shares)
+    for share, own in zip(shares, owned, strict=True):
+        if not len(own):
+            raise DataError(
+                f"{spec.where}: share {share} of {spec.shares} ({spec.partition!r}) is empty, of {len(y)} examples: "
+                "have fewer shares, or more examples in each"
+            )
+        train, held = partition.hold_out(y[own], msgspec.structs.replace(spec, share=share))
+        found.append((own[train], own[held]))
+    return found
 
 
 def _used(reader: Reader, spec: DataSpec) -> np.ndarray:
-    """The rows the spec's `limit` leaves, in stored order."""
+    """The rows that the spec's `limit` or `per_class` leaves, in stored order."""
     from fedquilt.edge_agent import partition
 
+    each = spec.per_class.get(spec.split, 0) if isinstance(spec.per_class, dict) else spec.per_class
+    if each:
+        return partition.sample_each(reader.y, each, spec.seed)
     return partition.sample(len(reader.y), spec.limit, spec.seed)
+
+
+def _read(
+    reader: Reader, used: np.ndarray, parts: Sequence[tuple[np.ndarray, np.ndarray]], spec: DataSpec
+) -> list[tuple[Examples, Examples]]:
+    """The examples of each pair of parts, in one pass over the file; they are views of one array."""
+    import numpy as np
+
+    flat = [part for pair in parts for part in pair]
+    every = _examples(reader, used[np.concatenate(flat)], spec)
+    ends = np.cumsum([len(part) for part in flat])
+    cut = [
+        Examples(every.x[end - len(part) : end], every.y[end - len(part) : end])
+        for part, end in zip(flat, ends, strict=True)
+    ]
+    return list(zip(cut[::2], cut[1::2], strict=True))
 
 
 def _examples(reader: Reader, rows: np.ndarray, spec: DataSpec) -> Examples:
@@ -113,10 +229,10 @@ def _examples(reader: Reader, rows: np.ndarray, spec: DataSpec) -> Examples:
 
     x = reader.take(rows)
     if x.dtype.kind == "f":
-        odd = np.flatnonzero(~np.isfinite(x.reshape(len(x), -1)).all(axis=1))
+        odd = np.flatnonzero(~np.isfinite(x).all(axis=tuple(range(1, x.ndim))))
         if len(odd):
             raise DataError(
-                f"{spec.path}: example {rows[odd[0]]} holds NaN or infinity, as do {len(odd) - 1} others here: "
+                f"{spec.where}: example {rows[odd].min()} holds NaN or infinity, as do {len(odd) - 1} others here: "
                 "mend the file, or leave them out"
             )
     return Examples(x, reader.y[rows])

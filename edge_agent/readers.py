@@ -31,10 +31,13 @@ BROKEN = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.erro
 
 @dataclass(frozen=True)
 class Reader:
-    """Labels (n,) int64, and a function from ascending rows to their inputs (rows, ...)."""
+    """Labels (n,) int64, and a function from rows, in any order, to their inputs (rows, *shape)."""
 
     y: np.ndarray
     take: Callable[[np.ndarray], np.ndarray]
+    shape: tuple[int, ...]  # of one example
+    dtype: np.dtype[Any]
+    origin: np.ndarray | None = None  # (n,): which of several sources each is from
 
 
 def open_(spec: DataSpec) -> Reader:
@@ -68,16 +71,15 @@ def _npz(path: Path, spec: DataSpec) -> Reader:
         with archive.open(f"{y}.npy") as stream:
             labels = np.lib.format.read_array(stream, allow_pickle=False)
         with archive.open(f"{x}.npy") as stream:
-            count = _npy_header(stream, path)[0][:1]
-    if count != labels.shape[:1]:
-        raise DataError(f"{path}: {x} has shape {count}, {y} {labels.shape}: as many labels as examples are wanted")
+            shape, dtype = _npy_header(stream, path)
+    if shape[:1] != labels.shape[:1]:
+        raise DataError(f"{path}: {x} has shape {shape[:1]}, {y} {labels.shape}: as many labels as examples are wanted")
 
     def take(rows: np.ndarray) -> np.ndarray:
         with _reading(path), zipfile.ZipFile(path) as archive, archive.open(f"{x}.npy") as stream:
-            shape, dtype = _npy_header(stream, path)
-            return _rows(stream, shape, dtype, rows)
+            return _rows(stream, *_npy_header(stream, path), rows)
 
-    return Reader(_labels(labels, path), take)
+    return Reader(_labels(labels, path), take, shape[1:], dtype)
 
 
 def _key(path: Path, spec: DataSpec, letter: str, names: Sequence[str]) -> str:
@@ -131,7 +133,7 @@ def _idx(path: Path, spec: DataSpec) -> Reader:
         with _reading(path), _opened(path) as stream:
             return _rows(stream, _idx_header(stream, path, 3), np.dtype(np.uint8), rows)
 
-    return Reader(_labels(labels, beside), take)
+    return Reader(_labels(labels, beside), take, shape[1:], np.dtype(np.uint8))
 
 
 def _idx_files(path: Path) -> list[Path]:
@@ -185,7 +187,7 @@ def _folder(path: Path, spec: DataSpec) -> Reader:
         with _reading(file, SyntaxError, pillow.DecompressionBombError), pillow.open(file) as opened:
             return _pixels(opened.convert("RGB"), spec.size)
 
-    return Reader(labels, lambda rows: _stacked(root, image, rows))
+    return _images(labels, image, root)
 
 
 def _subfolders(path: Path) -> list[str]:
@@ -217,7 +219,14 @@ def _torchvision(path: Path, spec: DataSpec) -> Reader:
         opened = held[row][0]
         return _pixels(opened if opened.mode == "L" else opened.convert("RGB"), spec.size)
 
-    return Reader(_labels(np.asarray(labels), path), lambda rows: _stacked(path, image, rows))
+    return _images(_labels(np.asarray(labels), path), image, path)
+
+
+def _images(y: np.ndarray, image: Callable[[int], np.ndarray], path: Path) -> Reader:
+    """The reader of images one by one; the first of them tells the shape of all."""
+    if not len(y):
+        raise DataError(f"{path} holds no images of this split")
+    return Reader(y, lambda rows: _stacked(path, image, rows), image(0).shape, np.dtype(np.uint8))
 
 
 def _pillow() -> Any:
@@ -252,9 +261,11 @@ def _stacked(path: Path, image: Callable[[int], np.ndarray], rows: np.ndarray) -
 
 
 def _rows(stream: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any], rows: np.ndarray) -> np.ndarray:
-    """These ascending rows of the array that the stream holds from here on, read to its end in blocks."""
+    """These rows, in their order, of the array that the stream holds from here on, read to its end in blocks."""
     each = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
     result = np.empty((len(rows), *shape[1:]), dtype)
+    places = np.argsort(rows, kind="stable")
+    rows = rows[places]
     step = max(1, BLOCK_BYTES // max(1, each))
     for first in range(0, shape[0], step):
         count = min(step, shape[0] - first)
@@ -262,7 +273,7 @@ def _rows(stream: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any], rows: np.
         if len(block) < count * each:
             raise EOFError(f"cut short in row {first + len(block) // max(1, each)} of {shape[0]}")
         low, high = np.searchsorted(rows, (first, first + count))
-        result[low:high] = np.frombuffer(block, dtype).reshape(count, *shape[1:])[rows[low:high] - first]
+        result[places[low:high]] = np.frombuffer(block, dtype).reshape(count, *shape[1:])[rows[low:high] - first]
     return result
 
 

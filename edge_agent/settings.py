@@ -26,7 +26,7 @@ from msgspec import Meta
 
 from fedquilt import tables
 from fedquilt.core import JobError, Name
-from fedquilt.edge_agent.data import DataSpec
+from fedquilt.edge_agent import data
 from fedquilt.edge_agent.governor import Policy, Rule
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -117,10 +117,7 @@ def parse(table: Mapping[str, Any]) -> AgentSettings:
         where = f"[{within}]" if within else "an agent's settings"
         raise JobError(f"{error}; keys of {where}: {keys}") from None
     if settings.data:
-        try:
-            msgspec.convert(settings.data, DataSpec)
-        except msgspec.ValidationError as error:
-            raise JobError(f"[data] {error}; keys of [data]: {', '.join(DataSpec.__struct_fields__)}") from None
+        data.parse(settings.data)
     for key, size in (("budget", settings.budget), ("cache", settings.cache)):
         if size is not None:
             try:
@@ -137,6 +134,9 @@ def _anchored(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     for key, paths in (("broker", ("ca", "cert", "key", "password_file")), ("data", ("path",))):
         if isinstance(result.get(key), dict):
             result[key] = _anchor(result[key], paths, folder)
+    if isinstance(result.get("data"), dict) and isinstance(sources := result["data"].get("sources"), list):
+        anchored = [_anchor(one, ("path",), folder) if isinstance(one, dict) else one for one in sources]
+        result["data"] = {**result["data"], "sources": anchored}
     return result
 
 

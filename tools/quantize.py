@@ -52,7 +52,10 @@ from fedquilt.tools.local_run import Member, delivered
 INT8_DELTA = 0.01  # a CKA that changes by as much is another one
 LENGTHS = (1, 2)  # of the donors' beginnings that candidates are scored after
 ENGINE_BYTES = 2 << 30
-UNUSED = ("limit", "held", "partition", "share", "shares", "alpha", "min_size", "classes")  # no shares here
+UNUSED = (  # no shares here
+    *("limit", "per_class", "held", "groups", "partition"),
+    *("share", "shares", "alpha", "min_size", "classes", "shards"),
+)
 
 
 class Images(data.DataSpec, frozen=True, forbid_unknown_fields=True):
@@ -201,7 +204,7 @@ def _examples(wanted: Images) -> Examples:
     found = data.load_all(msgspec.structs.replace(wanted, limit=need))
     if len(found) < need:
         raise DataError(
-            f"{wanted.path} has {len(found)} images, [int8] images = {wanted.images} takes {need}: "
+            f"{wanted.where} has {len(found)} images, [int8] images = {wanted.images} takes {need}: "
             f"give more, or images = {len(found) // 3}"
         )
     order = tensors.rng("int8", wanted.seed).permutation(need)
@@ -310,7 +313,7 @@ def _fed(
             continue
         places = flow.positions(own.shape[0], block.in_shape, params.positions)
         x = flow.sample(flow.resized(maps, *block.in_shape[1:]), places)
-        ((weights, bias),) = projection.fit(x, [flow.sample(own, places)], params.ridge, params.bias)
+        weights, bias = projection.Fit(x, params.ridge, params.bias).weights(flow.sample(own, places))
         junction = {"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)}
         yield from (part for _, part in flow.pieces(flow.joined(maps, junction, block)))
 

@@ -33,6 +33,8 @@ PARTITIONS = {
     "iid": DataSpec("-", partition="iid", shares=7),
     "dirichlet": DataSpec("-", partition="dirichlet", shares=7, alpha=0.3),
     "classes": DataSpec("-", partition="classes", shares=7, classes=2),
+    "shards": DataSpec("-", partition="shards", shares=7, shards=3),
+    "groups": DataSpec("-", partition="dirichlet", shares=7, groups=((0, 3), (1, 2, 4))),
 }
 every_partition = pytest.mark.parametrize("kind", PARTITIONS)
 
@@ -65,7 +67,13 @@ def test_the_seed_decides_the_partition(kind):
 
 @pytest.mark.parametrize(
     ("kind", "digest"),
-    [("iid", "c31d85cffbca49ec"), ("dirichlet", "8b4e030b3c067170"), ("classes", "cf5c3de1cb002293")],
+    [
+        ("iid", "c31d85cffbca49ec"),
+        ("dirichlet", "8b4e030b3c067170"),
+        ("classes", "cf5c3de1cb002293"),
+        ("shards", "027d6d27aa575b03"),
+        ("groups", "742f144c649bde77"),
+    ],
 )
 def test_every_python_and_numpy_draws_the_same_partition(kind, digest):
     """Devices of one fleet may run different ones: the shares are pinned by their hash."""
@@ -180,10 +188,10 @@ def test_all_shares_at_once_are_those_of_each_device(tmp_path: Path):
 
 
 def test_large_arrays_are_read_in_blocks(tmp_path: Path):
-    """Rows on either side of every block border, in a file of several blocks."""
+    """Rows on either side of every block border, in any order and one of them twice, in a file of several blocks."""
     wide = np.arange(40, dtype=np.float32)[:, None] * np.ones((1, 30_000), np.float32)  # 120 kB a row, 8 a block
     path = small(tmp_path / "wide.npz", np.savez, x_train=wide, y_train=np.arange(40))
-    rows = np.array([0, 7, 8, 9, 23, 24, 39])
+    rows = np.array([23, 24, 39, 7, 8, 0, 9, 8])
     taken = readers.open_(DataSpec(str(path))).take(rows)
     assert taken.dtype == np.float32
     assert np.array_equal(taken, wide[rows])
@@ -448,6 +456,13 @@ def test_cifar_is_shared_out_exactly():
         assert any(np.array_equal(train.x[picked], image) for image in whole["x_train"][owned[3]])
     assert len(train) + len(held) == len(owned[3])
     assert (train.x.dtype, train.x.shape[1:]) == (np.uint8, (32, 32, 3))
+
+
+def test_nothing_held_out_of_floats_is_no_error(tmp_path: Path):
+    """An empty part has nothing that is not finite."""
+    np.savez(tmp_path / "x.npz", x=np.zeros((10, 2, 2), np.float32), y=np.arange(10) % 2)
+    train, held = data.load(DataSpec(str(tmp_path / "x.npz"), held=0))
+    assert (len(train), held.x.shape) == (10, (0, 2, 2))
 
 
 def test_examples_that_are_not_finite_are_named(tmp_path: Path):
