@@ -40,15 +40,18 @@ def gram(activations: np.ndarray, maps: Maps = "flatten") -> np.ndarray:
     (c features), "position" takes the cells of a GRID x GRID average as rows of c features.
     """
     x = rows(activations, maps)
-    return gram_of(lambda first, last: x[:, first:last], *x.shape)
+    return gram_of(lambda first, last: x[:, first:last].copy(), *x.shape)
 
 
 def gram_of(columns: Callable[[int, int], np.ndarray], n: int, features: int) -> np.ndarray:
-    """The Gram matrix (n, n) of features that are read a few at a time: `columns(first, last)` is (n, last - first)."""
+    """The Gram matrix (n, n) of features that are read a few at a time.
+
+    `columns(first, last)` is (n, last - first), a new array each time: it is centred in its place.
+    """
     total = np.zeros((n, n))
     for start in range(0, features, CHUNK):
         chunk = columns(start, min(start + CHUNK, features))
-        chunk = chunk - chunk[0]  # exactly zero where a feature is constant
+        chunk -= chunk[0].copy()  # exactly zero where a feature is constant
         chunk -= chunk.mean(axis=0)
         total += chunk @ chunk.T
     return total

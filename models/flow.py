@@ -21,7 +21,7 @@ from fedquilt.models.stitch import Block
 
 STACKS = 6  # one part in so many of the room is for stacks in memory
 KEPT_MOST_BYTES = 256 << 20  # of path outputs kept for later tasks; at most half of the budget
-PIECE_BYTES = 8 << 20  # of maps at hand where no graph says how many
+PIECE_BYTES = 2 << 20  # of maps at hand where no graph says how many
 
 Between = Sequence[Tensors | None]
 
@@ -67,6 +67,7 @@ class Flow:
             source, shift = InMemory.of(np.concatenate(parts)), first
         for y in self._stage(final, source, first - shift, last - shift, flops):
             made.put(y)
+            del y  # else it lies beside the next one's run
         return made
 
     def along(self, path: Sequence[Block], between: Between, source: Source, known: Outputs) -> Stack:
@@ -182,6 +183,7 @@ def sample(maps: Source, positions: np.ndarray) -> np.ndarray:
         here = slice(*np.searchsorted(positions, [start * h * w, (start + len(part)) * h * w]))
         image, position = np.divmod(positions[here] - start * h * w, h * w)
         found[here] = part.reshape(len(part), c, h * w)[image, :, position]
+        del part
     return found
 
 

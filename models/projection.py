@@ -16,7 +16,7 @@ devices should ever be stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,7 @@ from fedquilt.core import Tensors, UpdateError
 
 RIDGE = 1e-4  # lambda as a share of the mean variance of a channel
 ROWS = 1 << 14  # rows taken at a time
-BLOCK = 256  # rows of a matrix added at a time: no second matrix is held meanwhile
+BLOCK = 256  # rows or columns of a matrix done at a time: no second matrix is held meanwhile
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,9 @@ def solve(sums: Moments, ridge: float = RIDGE) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fit_bytes(channels: int, positions: int) -> int:
-    """What a fit of so many channels on so many rows holds at most, both of its forms considered."""
+    """What a `Fit` of so many channels on so many rows holds at most, both of its forms considered."""
     side = min(channels, positions)
-    return 8 * (3 * side * side + 2 * positions * channels)
+    return 24 * side * side + 12 * positions * channels + 8 * BLOCK * (3 * positions + 2 * channels)
 
 
 def moments_bytes(channels: int) -> int:
@@ -127,34 +127,43 @@ def moments_bytes(channels: int) -> int:
     return 16 * channels * channels
 
 
-def fit(
-    x: np.ndarray, ys: Iterable[np.ndarray], ridge: float = RIDGE, centred: bool = True
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """`solve` for rows at hand, x (n, p) and each of several y (n, q), with one inverse for all.
+class Fit:
+    """`solve` for rows at hand, with one inverse for any number of targets, some columns of them at a time.
 
     Of its two equal forms the cheaper is taken: with fewer rows than channels the dual inverts n x n
     instead of p x p, and ridge = 0 takes the singular value decomposition, whose cut-off is max(n, p) * eps.
+
+    Args:
+        x: (n, p).
     """
-    n, p = x.shape
-    x = x.astype(np.float64)
-    mean_x = x.mean(axis=0) * centred
-    x -= mean_x
-    if ridge > 0:
-        inner = x.T @ x if n >= p else x @ x.T
-        lam = ridge * np.trace(inner) / p
-        inner[np.diag_indices(len(inner))] += lam
-        inverse = np.linalg.inv(inner) if lam > 0 else np.zeros_like(inner)
-        del inner
-    else:
-        inverse = np.linalg.pinv(x, rcond=max(x.shape) * np.finfo(np.float64).eps)
-    for y in ys:
-        mean_y = y.mean(axis=0, dtype=np.float64) * centred
-        centred_y = y - mean_y
-        if ridge == 0:
-            weights = inverse @ centred_y
+
+    def __init__(self, x: np.ndarray, ridge: float = RIDGE, centred: bool = True) -> None:
+        n, p = x.shape
+        x = x.astype(np.float64)
+        self._centred, self._primal = centred, n >= p
+        self._mean = x.mean(axis=0) * centred
+        x -= self._mean
+        self._x: np.ndarray | None = None
+        if ridge > 0:
+            inner = x.T @ x if self._primal else x @ x.T
+            lam = ridge * np.trace(inner) / p
+            inner[np.diag_indices(len(inner))] += lam
+            self._inverse = np.linalg.inv(inner) if lam > 0 else np.zeros_like(inner)
+            self._x = x
         else:
-            weights = inverse @ (x.T @ centred_y) if n >= p else x.T @ (inverse @ centred_y)
-        yield weights.T, mean_y - weights.T @ mean_x
+            self._inverse = np.linalg.pinv(x, rcond=max(x.shape) * np.finfo(np.float64).eps)
+
+    def weights(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """W (q, p) and b (q,), float64, of y (n, q)."""
+        mean = y.mean(axis=0, dtype=np.float64) * self._centred
+        y = y - mean
+        if self._x is None:
+            found = self._inverse @ y
+        elif self._primal:
+            found = self._inverse @ (self._x.T @ y)
+        else:
+            found = self._x.T @ (self._inverse @ y)
+        return found.T, mean - found.T @ self._mean
 
 
 # -- how well it does elsewhere -------------------------------------------------------------------

@@ -217,20 +217,25 @@ class _Scorer:
         strange = [block for block in blocks if not stitch.continues(self._path[-1], block)]
         self._flow.reserve(projection.fit_bytes(self._path[-1].out_shape[0], self._ask.positions))
         for size in sorted({block.in_shape[1:] for block in strange}):
-            group = [block for block in strange if block.in_shape[1:] == size]
             x = flow.sample(flow.resized(self._fitted(self._output()), *size), self._positions((0, *size)))
-            solved = projection.fit(x, map(self._aim, group), self._ask.ridge, self._ask.bias)
-            for block, (weights, bias) in zip(group, solved, strict=True):
-                kept = self._flow.shelf.make(weights.shape)
-                kept.put(weights.astype(np.float32))
-                found[block.id] = kept, bias.astype(np.float32)
+            fit = projection.Fit(x, self._ask.ridge, self._ask.bias)
+            for block in strange:
+                if block.in_shape[1:] == size:
+                    found[block.id] = self._junction(fit, block)
+            del x, fit  # before the next ones are made
         return found
 
-    def _aim(self, block: Block) -> np.ndarray:
-        """What a junction in front of a block is to yield: (positions, channels)."""
+    def _junction(self, fit: projection.Fit, block: Block) -> tuple[Stack, np.ndarray]:
+        """Its weights and bias, made from some of the block's channels at a time."""
         target = self._target(self._ask.blocks[f"{block.donor}.{block.index - 1}"])
         assert target is not None
-        return target.rows(0, target.shape[0])
+        rows, channels = target.shape
+        weights, bias = self._flow.shelf.make((channels, self._path[-1].out_shape[0])), np.empty(channels, np.float32)
+        for first in range(0, channels, projection.BLOCK):
+            last = min(first + projection.BLOCK, channels)
+            part, bias[first:last] = fit.weights(target.columns(first, last, rows))
+            weights.put(part.astype(np.float32))
+        return weights, bias
 
     def _flops(self) -> float:
         """About what the task takes."""

@@ -58,7 +58,7 @@ class Stack(Source, Protocol):
     def nbytes(self) -> int: ...
 
     def columns(self, first: int, last: int, examples: int) -> np.ndarray:
-        """Features [first, last) of the first so many examples: (examples, last - first) float32."""
+        """Features [first, last) of the first so many examples: (examples, last - first) float32, a new array."""
         ...
 
     def put(self, values: np.ndarray) -> None:

@@ -45,10 +45,11 @@ def test_the_ridge_is_relative_to_the_mean_variance() -> None:
 @pytest.mark.parametrize("centred", [True, False])
 @pytest.mark.parametrize("rows", [8, 50])
 def test_fits_at_hand_equal_those_from_sums(rows: int, centred: bool, ridge: float) -> None:
-    """With fewer rows than the 20 channels and with more, and for each of several targets at once."""
+    """With fewer rows than the 20 channels and with more, and for each of several targets."""
     x, ys = RNG.normal(size=(rows, 20)), [RNG.normal(size=(rows, 3)), RNG.normal(size=(rows, 5)) + 4.0]
-    for found, y in zip(p.fit(x, ys, ridge, centred), ys, strict=True):
-        for one, other in zip(found, p.solve(p.moments(x, y, centred), ridge), strict=True):
+    fit = p.Fit(x, ridge, centred)
+    for y in ys:
+        for one, other in zip(fit.weights(y), p.solve(p.moments(x, y, centred), ridge), strict=True):
             assert np.abs(one - other).max() < 1e-9
 
 
@@ -66,7 +67,7 @@ def test_features_that_do_not_vary_predict_the_mean(ridge: float) -> None:
     """Nothing to regress on: weights 0, bias the mean of y."""
     for weights, bias in (
         p.solve(p.moments(np.full((5, 2), 7.0), Y[:5]), ridge),
-        *p.fit(np.full((1, 9), 7.0), [Y[:1]], ridge),
+        p.Fit(np.full((1, 9), 7.0), ridge).weights(Y[:1]),
     ):
         assert np.allclose(weights, 0.0)
         assert np.allclose(bias, Y[: 5 if len(weights[0]) == 2 else 1].mean(axis=0))

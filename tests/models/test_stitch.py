@@ -57,7 +57,7 @@ def test_a_fitted_junction_recovers_a_linear_map() -> None:
     true = {"weights": RNG.normal(size=(5, 3)).astype(np.float32), "bias": np.arange(5, dtype=np.float32)}
     target = stitch.join(maps, true, B1)
     rows = [each.transpose(0, 2, 3, 1).reshape(-1, each.shape[1]) for each in (images.resize(maps, 4, 4), target)]
-    [(weights, bias)] = projection.fit(rows[0], rows[1:], ridge=1e-9)
+    weights, bias = projection.Fit(rows[0], ridge=1e-9).weights(rows[1])
     assert np.allclose(weights, true["weights"], atol=1e-4)
     assert np.allclose(bias, true["bias"], atol=1e-4)
 

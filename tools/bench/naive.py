@@ -43,7 +43,7 @@ def output_score(
     if not stitch.continues(path[-1], candidate):
         x = images.resize(here[n:], *candidate.in_shape[1:])
         rows = [maps.transpose(0, 2, 3, 1).reshape(-1, maps.shape[1])[positions] for maps in (x, there[n:])]
-        [(weights, bias)] = projection.fit(rows[0], rows[1:], ridge)
+        weights, bias = projection.Fit(rows[0], ridge).weights(rows[1])
         junction = {"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)}
     output = run(candidate, stitch.join(here[:n], junction, candidate))
     return cka.cka(cka.gram(output), cka.gram(run(candidate, there[:n]))).value
