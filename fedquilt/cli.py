@@ -89,6 +89,12 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("job", type=Path)
     one.add_argument("--out", type=Path, help="the bundle's folder (default: JOB.bundle beside the job file)")
 
+    one = verb("partition", partition, "show how a job's [data] shares examples out among its devices")
+    one.add_argument("job", type=Path)
+    one.add_argument("--devices", type=_positive, help="how many (default: the job's fleet.devices)")
+    one.add_argument("--out", type=Path, metavar="FILE.svg", help="draw it: a dot for each device and class")
+    _format(one)
+
     one = verb("run", run, "run a job and follow it to its end, here or on the coordinator that serves --home")
     one.add_argument("job", type=Path)
     one.add_argument("--bundle", type=Path, help="default: JOB.bundle beside the job file")
@@ -303,6 +309,12 @@ def prepare(options: argparse.Namespace) -> int:
     size = sum(ref.size for ref in made.files.values())
     print(f"{out}: {len(made.files)} files, {size / 1e6:.1f} MB")
     return 0
+
+
+def partition(options: argparse.Namespace) -> int:
+    from fedquilt.tools import partition_plot as tool
+
+    return tool.main(options.job, options.devices, options.out, options.format)
 
 
 def run(options: argparse.Namespace) -> int:
