@@ -1,39 +1,49 @@
-"""A method's two halves in one process, without a network: baselines, ablations, tests.
+"""A method's two halves without a network: simulated fleets in one process or on a pool, baselines, ablations, tests.
 
 What travels is what would travel: a task's parameters go through JSON, bundles through safetensors
 bytes, and each is counted; a device gets the same content once. Who is asked is drawn as a coordinator
-draws. There is no deadline and no failure: whoever is asked answers.
+draws, and folded in sorted order. There is no deadline and no failure: whoever is asked answers.
 """
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from fedquilt import tensors
-from fedquilt.coordinator import cohort
+from fedquilt import bundle as bundles
+from fedquilt import methods, tensors
+from fedquilt.coordinator import cohort, settings
+from fedquilt.coordinator.settings import Job
 from fedquilt.core import (
+    Action,
+    Artefact,
     BlobRef,
     Bundle,
     Contribution,
+    Cost,
     DeviceView,
     Examples,
+    JobError,
     Method,
     Order,
     Site,
     Task,
     Tensors,
+    Work,
     derive_seed,
 )
+from fedquilt.edge_agent import devices as boards
+from fedquilt.edge_agent import engines
+from fedquilt.tools.contents import Contents
+from fedquilt.tools.pool import Ask, Pool
 
 BUDGET_BYTES = 1 << 40  # nothing is refused here
 
@@ -68,6 +78,9 @@ class _Device:
     blobs: set[str] = field(default_factory=set)  # sha256 of what it has been sent
 
 
+# -- in this process ------------------------------------------------------------------------------
+
+
 def search_alone(*args: Any, **options: Any) -> Any:
     """The last of `states`: with one member the baseline "Local"."""
     *_, last = states(*args, **options)
@@ -90,6 +103,8 @@ def states(
 ) -> Iterator[Any]:
     """The method's state before the first round and after each, until it is done or after so many rounds.
 
+    Everything happens in this process, on the engine that is given, one device after the other.
+
     Args:
         path: finds a bundle's file on disk.
         per_round: devices asked in a round; 0: all.
@@ -105,7 +120,7 @@ def states(
         for number in range(rounds):
             if method.done(state):
                 return
-            total = None
+            total, contents = None, Contents()
             for name in cohort.sample(seed, number, devices, per_round or len(devices)):
                 device, cache = devices[name], Path(caches) / name
                 order = method.send(state, DeviceView(name, None, device.rounds))
@@ -119,7 +134,7 @@ def states(
                 answer = method.work(task, site)
                 spent.cpu_s += time.process_time() - began_s
                 spent.tasks += 1
-                spent.down_bytes += _received(device, order)
+                spent.down_bytes += _received(device, order, contents)
                 device.local, device.rounds = answer.local, (*device.rounds, number)
                 encoded = {what: tensors.encode(value) for what, value in answer.bundles.items()}
                 spent.up_bytes += sum(map(len, encoded.values()))
@@ -130,17 +145,13 @@ def states(
             yield state
 
 
-def _received(device: _Device, order: Order) -> int:
+def _received(device: _Device, order: Order, contents: Contents) -> int:
     """Bytes that an order takes to the device: its parameters, and content that the device does not have yet."""
     size = len(msgspec.json.encode(order.params))
     for value in order.bundles.values():
-        if isinstance(value, BlobRef):
-            sha256, length = value.sha256, value.size
-        else:
-            payload = tensors.encode(value)
-            sha256, length = hashlib.sha256(payload).hexdigest(), len(payload)
-        size += length * (sha256 not in device.blobs)
-        device.blobs.add(sha256)
+        ref = value if isinstance(value, BlobRef) else contents.ref(value)
+        size += ref.size * (ref.sha256 not in device.blobs)
+        device.blobs.add(ref.sha256)
     return size
 
 
@@ -182,3 +193,197 @@ def delivered(
 
     rng = tensors.rng(task.seed)
     return task, Site(member.device, BUDGET_BYTES, engine, rng, member.train, member.held, local, load, find, cache)
+
+
+# -- on a pool ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Check:
+    """How good the model is after a round: on devices' own held-out shares, and on a test set."""
+
+    devices: Mapping[str, Mapping[str, float]]  # of each device that has held-out examples: what `Method.check` told
+    test: Mapping[str, float] | None = None  # "accuracy", "loss", "examples"; None: no test set, or no such network
+
+    @property
+    def accuracy(self) -> float | None:
+        """Over all held-out examples; None: nobody has any."""
+        told = [each for each in self.devices.values() if "accuracy" in each]
+        count = sum(each["examples"] for each in told)
+        return sum(each["accuracy"] * each["examples"] for each in told) / count if count else None
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of a simulated fleet. Evaluation is not part of its bytes, seconds and joules."""
+
+    number: int  # from 0
+    devices: tuple[str, ...]  # that were asked and answered, sorted
+    metrics: Mapping[str, float]  # devices' means by weight, of those metrics that all told
+    down_bytes: int
+    up_bytes: int
+    wall_s: float  # on this machine
+    duration_s: float | None  # of the slowest simulated board, without transfers; None: its profile does not tell
+    energy_j: float | None  # of all boards' work, without their waiting; None: one's profile does not tell
+    check: Check | None  # after it
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to."""
+
+    rounds: tuple[Round, ...]
+    artefact: Artefact
+    start_s: float  # until the pool was warm
+    wall_s: float  # of all, that included
+
+
+def run(
+    job: Job,
+    folder: Path,
+    members: Sequence[Member],
+    *,
+    workers: int = 1,
+    observe: Callable[[Round, Any], None] = lambda round, state: None,
+    test: Examples | None = None,
+) -> Outcome:
+    """A job on a simulated fleet, without messages: the method's own code, tasks and answers.
+
+    The same bits for any number of workers. Of the job, `method`, `params`, `seed`, `rounds`, `engine`,
+    `cohort.size`, `check.every` and `fleet.boards` count; nobody is late, refuses or runs short of memory.
+
+    Args:
+        folder: the job's bundle, as `fedquilt prepare` writes it.
+        members: in the order in which they take the job's boards in turn.
+        observe: told after every round: what it took, and the method's state. What it raises ends the run.
+        test: evaluated with every check, if the method's result is a network's weights.
+
+    Raises:
+        FedquiltError: what a device's work raised, with the device's name.
+    """
+    began_s = time.perf_counter()
+    method, bundle = methods.load(job.method), bundles.load(folder)
+    fleet = _Fleet(job, members, lambda name: folder / "blobs" / bundle.files[name].sha256)
+    state = method.init(bundle, settings.params(job), job.seed)
+    records: list[Round] = []
+    with Pool(job.method, _engine_of(job, method), members, workers=workers, test=test) as pool:
+        pool.warm()
+        start_s = time.perf_counter() - began_s
+        for number in range(job.rounds):
+            if method.done(state):
+                break
+            state, record = fleet.round(pool, method, state, number)
+            last = number == job.rounds - 1 or method.done(state)
+            if job.check.every and (last or (number + 1) % job.check.every == 0):
+                record = replace(record, check=fleet.check(pool, method, state, number + 1))
+            records.append(record)
+            observe(record, state)
+        return Outcome(tuple(records), method.result(state), start_s, time.perf_counter() - began_s)
+
+
+class _Fleet:
+    """The devices of one run, and what they are asked."""
+
+    def __init__(self, job: Job, members: Sequence[Member], path: Callable[[str], Path]) -> None:
+        self._job, self._path = job, path
+        self._devices = {member.device: _Device(member) for member in members}
+        taken = job.fleet.boards
+        self._boards = {each.device: boards.make(taken[index % len(taken)]) for index, each in enumerate(members)}
+
+    def round(self, pool: Pool, method: Method, state: Any, number: int) -> tuple[Any, Round]:
+        """The state after it, and what it took."""
+        began_s, contents = time.perf_counter(), pool.contents()
+        asks: list[Ask] = []
+        works: list[Work] = []
+        down = up = 0
+        asked = cohort.sample(self._job.seed, number, self._devices, self._job.cohort.size or len(self._devices))
+        for name in asked:
+            device = self._devices[name]
+            order = method.send(state, DeviceView(name, None, device.rounds))
+            if order is not None:
+                down += _received(device, order, contents)
+                asks.append(self._ask(order, contents, name, number, "work"))
+                works.append(order.work)
+        total, told = None, []
+        costs: list[Cost] = []
+        for work, done in zip(works, pool.carry_out(asks), strict=True):
+            sent = {what: tensors.decode(payload) for what, payload in done.bundles.items()}
+            up += sum(map(len, done.bundles.values()))
+            device = self._devices[done.device]
+            device.rounds = (*device.rounds, number)
+            costs.append(self._boards[done.device].cost(work.on(done.examples), Cost(duration_s=done.wall_s)))
+            told.append((done.weight, done.metrics))
+            total = method.fold(state, total, Contribution(done.device, number, done.weight, done.metrics, sent))
+        state = method.step(state, total)
+        contents.drop()
+        known = [cost.energy_j for cost in costs if cost.energy_j is not None]
+        return state, Round(
+            number=number,
+            devices=tuple(ask.device for ask in asks),
+            metrics=_means(told),
+            down_bytes=down,
+            up_bytes=up,
+            wall_s=time.perf_counter() - began_s,
+            duration_s=max((cost.duration_s for cost in costs), default=0.0),
+            energy_j=sum(known) if len(known) == len(costs) else None,
+            check=None,
+        )
+
+    def check(self, pool: Pool, method: Method, state: Any, number: int) -> Check:
+        """Everybody with held-out examples evaluates what it would be sent next."""
+        if method.check is None:
+            raise JobError(f"[check] every: {self._job.method} has no evaluation of its own; leave it 0")
+        contents, asks = pool.contents(), []
+        for name in sorted(self._devices):
+            device = self._devices[name]
+            order = method.send(state, DeviceView(name, None, device.rounds)) if len(device.member.held) else None
+            if order is not None:
+                asks.append(self._ask(order, contents, name, number, "check"))
+        devices = {done.device: done.metrics for done in pool.carry_out(asks)}
+        found, tested = method.result(state), None
+        if pool.tests and found.kind == "weights" and "network" in found.meta:
+            ref = contents.ref(found.tensors)
+            tested = pool.evaluate(found.meta["network"], contents.path(ref))
+        contents.drop()
+        return Check(devices, tested)
+
+    def _ask(self, order: Order, contents: Contents, name: str, number: int, action: Action) -> Ask:
+        refs, files = {}, {}
+        for what, value in order.bundles.items():
+            refs[what] = value if isinstance(value, BlobRef) else contents.ref(value)
+            files[what] = str(self._path(what) if isinstance(value, BlobRef) else contents.path(refs[what]))
+        task = Task(
+            job=self._job.name,
+            round=number,
+            attempt=0,
+            method=self._job.method,
+            engine=_engine_of(self._job, methods.load(self._job.method)),
+            actions=(action,),
+            params=dict(order.params),
+            bundles=refs,
+            work=order.work,
+            seed=derive_seed(self._job.seed, self._job.name, number, name),
+            deadline_s=0.0,
+        )
+        return Ask(name, task, files)
+
+
+def _engine_of(job: Job, method: Method) -> str:
+    """The one that the job names, or the first of the method's that is installed.
+
+    Raises:
+        JobError: none is.
+    """
+    there = engines.available()
+    for name in [job.engine] if job.engine else method.engines:
+        if name in there:
+            return name
+    raise JobError(f"{job.method} runs on {' or '.join(method.engines)}; installed here: {', '.join(there)}")
+
+
+def _means(told: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
+    names = set.intersection(*(set(metrics) for _, metrics in told)) if told else set()
+    total = sum(weight for weight, _ in told)
+    if not total:
+        return {}
+    return {name: sum(weight * metrics[name] for weight, metrics in told) / total for name in sorted(names)}

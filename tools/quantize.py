@@ -313,7 +313,7 @@ def _fed(
             continue
         places = flow.positions(own.shape[0], block.in_shape, params.positions)
         x = flow.sample(flow.resized(maps, *block.in_shape[1:]), places)
-        ((weights, bias),) = projection.fit(x, [flow.sample(own, places)], params.ridge, params.bias)
+        weights, bias = projection.Fit(x, params.ridge, params.bias).weights(flow.sample(own, places))
         junction = {"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)}
         yield from (part for _, part in flow.pieces(flow.joined(maps, junction, block)))
 

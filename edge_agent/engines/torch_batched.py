@@ -1,0 +1,286 @@
+"""Several devices trained in one graph: for simulated fleets, where steps are small and calls are what costs.
+
+Parameters are stacked, (devices, ...), and one forward pass goes through all of them (`torch.func.vmap`);
+the losses are added up, so that each device's gradient is its own. Same order of examples and same steps as
+`torch_engine`'s loop, equal to float tolerance (products are summed in another order), and not to the bit.
+
+What goes this way: plain SGD with momentum, weight decay and clipping, with or without `Hooks.correct`, on
+networks of linear layers and functions without parameters. All else takes the loop: what a method does to
+the network or its turns, Adam, batch norm and dropout, whose state differs by device, and convolutions,
+which become grouped ones and gain nothing (measured: 13 ms a step of 32 images either way).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fedquilt.core import Examples, Fit, Hooks, Tensors, Turn
+from fedquilt.edge_agent.engines import training
+from fedquilt.edge_agent.engines.torch_engine import TorchEngine
+from fedquilt.models import zoo
+
+PLAIN = (
+    nn.Sequential,
+    nn.Flatten,
+    nn.Identity,
+    nn.Linear,
+    nn.ReLU,
+    nn.LeakyReLU,
+    nn.GELU,
+    nn.Tanh,
+    nn.Sigmoid,
+)
+"""Modules without a state of their own beside their parameters, of which one product for all is faster than many."""
+
+Trained = tuple[Tensors, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of `Trainer.train` that waits for others. Those of one `kind` go through one graph."""
+
+    network: Mapping[str, Any]
+    start: Tensors
+    examples: Examples
+    fit: Fit
+    rng: np.random.Generator
+    hooks: Hooks
+    progress: Callable[[float], None]
+    kind: Hashable
+
+    def alone(self, engine: TorchEngine) -> Trained | Exception:
+        try:
+            return engine.train(
+                self.network,
+                self.start,
+                self.examples,
+                self.fit,
+                self.rng,
+                hooks=self.hooks,
+                progress=self.progress,
+            )
+        except Exception as error:
+            return error
+
+
+class BatchedTorchEngine(TorchEngine):
+    """A `TorchEngine` that also trains several devices at once."""
+
+    def __init__(self, budget_bytes: int, **options: Any) -> None:
+        super().__init__(budget_bytes, **options)
+        self._plain: dict[str, nn.Module | None] = {}  # by table: the network, if it can go this way
+
+    def call(
+        self,
+        network: Mapping[str, Any],
+        start: Tensors,
+        examples: Examples,
+        fit: Fit,
+        rng: np.random.Generator,
+        *,
+        hooks: Hooks = Hooks(),
+        progress: Callable[[float], None] = lambda fraction: None,
+    ) -> Call | None:
+        """The arguments of `train` as a call for `train_together`; None: this one takes the loop."""
+        if hooks.prepare or hooks.inputs or hooks.turns != (Turn(),) or fit.optimizer != "sgd" or fit.mixed:
+            return None
+        table = json.dumps(dict(network), sort_keys=True, default=str)
+        if not len(examples) or fit.batch < 1 or self._network(table, network) is None:
+            return None
+        each = math.ceil(len(examples) / fit.batch)
+        kind = (table, fit, examples.x.shape[1:], examples.x.dtype.str, each)
+        return Call(network, start, examples, fit, rng, hooks, progress, kind)
+
+    def train_together(self, calls: Sequence[Call]) -> list[Trained | Exception]:
+        """What `train` would return or raise for each call."""
+        found: list[Trained | Exception | None] = [None] * len(calls)
+        kinds: dict[Hashable, list[int]] = {}
+        for index, call in enumerate(calls):
+            kinds.setdefault(call.kind, []).append(index)
+        for members in kinds.values():
+            some = [calls[index] for index in members]
+            for index, value in zip(members, self._batch_of(some), strict=True):
+                found[index] = value
+        return [value for value in found if value is not None]
+
+    def _batch_of(self, calls: Sequence[Call]) -> Sequence[Trained | Exception]:
+        """Calls of one kind. If they do not fit the network, each is told so by the loop."""
+        before = [call.rng.bit_generator.state for call in calls]
+        try:
+            graph = _Graph(self._plain[calls[0].kind[0]], calls, self._device)  # type: ignore[index]
+        except Exception:
+            for call, state in zip(calls, before, strict=True):
+                call.rng.bit_generator.state = state
+            return [call.alone(self) for call in calls]
+        return graph.trained()
+
+    def _network(self, table: str, network: Mapping[str, Any]) -> nn.Module | None:
+        if table not in self._plain:
+            model = zoo.build({key: value for key, value in network.items() if key != "input"}).to(self._device)
+            plain = all(type(module) in PLAIN for module in model.modules()) and any(True for _ in model.parameters())
+            hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+            self._plain[table] = model if plain and not hooked else None
+        return self._plain[table]
+
+
+class _Graph:
+    """The devices of one batch: their stacked parameters, and where each is in its examples.
+
+    Raises:
+        FedquiltError, RuntimeError: something does not fit the network; nothing has been trained yet.
+    """
+
+    def __init__(self, model: nn.Module, calls: Sequence[Call], place: torch.device) -> None:
+        self._model, self._calls, self._place, self._fit = model, calls, place, calls[0].fit
+        shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        for call in calls:
+            training.require_fit(call.start, shapes)
+            training.require_anchors(call.hooks.anchors, shapes)
+        self._names = list(shapes)
+        self._values = [self._stacked([call.start[name] for call in calls]) for name in self._names]  # (devices, ...)
+        self._anchors = [self._anchored(index) for index in range(len(calls))]
+        self._moments: list[torch.Tensor] = []
+        self._failed: dict[int, Exception] = {}
+        self._accounts = [training.Steps(len(call.examples), self._fit, call.progress) for call in calls]
+        # (epochs, examples) each, drawn as the loop draws; so is the seed that it then takes
+        self._orders = [training.orders(len(call.examples), self._fit.epochs, call.rng) for call in calls]
+        for call in calls:
+            call.rng.integers(2**53)
+        self._forward = torch.func.vmap(lambda values, x: torch.func.functional_call(model, values, (x,)))
+        classes = self._scores(self._inputs([np.zeros(1, np.int64)] * len(calls))).shape[-1]
+        for call in calls:
+            training.require_labels(call.examples, classes)
+
+    def trained(self) -> list[Trained | Exception]:
+        """Go through all epochs."""
+        each = math.ceil(len(self._calls[0].examples) / self._fit.batch)
+        for epoch in range(self._fit.epochs):
+            for step in range(each):
+                first = step * self._fit.batch
+                self._step([orders[epoch][first : first + self._fit.batch] for orders in self._orders])
+        arrays = [value.detach().cpu().numpy() for value in self._values]
+        return [
+            self._failed.get(index)
+            or (
+                {name: array[index].copy() for name, array in zip(self._names, arrays, strict=True)},
+                account.metrics(),
+            )
+            for index, account in enumerate(self._accounts)
+        ]
+
+    def _step(self, rows: Sequence[np.ndarray]) -> None:
+        """One mini-batch of every device: rows of its own examples, where the last may be shorter than others'."""
+        counts = [len(some) for some in rows]
+        longest = max(counts)
+        y = np.zeros((len(rows), longest), np.int64)
+        for index, (call, some) in enumerate(zip(self._calls, rows, strict=True)):
+            y[index, : len(some)] = call.examples.y[some]
+        labels = torch.from_numpy(y).to(self._place)
+        scores = self._scores(self._inputs([np.resize(some, longest) for some in rows]), track=True)
+        losses = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="none").view(len(rows), longest)
+        if min(counts) < longest:  # what is padded counts for nothing
+            mask = torch.arange(longest)[None, :] < torch.tensor(counts)[:, None]
+            losses = torch.where(mask.to(self._place), losses, losses.new_zeros(()))
+        means = losses.sum(dim=1) / torch.tensor(counts, device=self._place)  # (devices,)
+        gradients = torch.autograd.grad(means.sum(), self._values)
+        with torch.no_grad():
+            self._move(self._clipped(self._corrected(list(gradients))))
+        self._account(means.detach().tolist(), counts)
+
+    def _account(self, losses: Sequence[float], counts: Sequence[int]) -> None:
+        """A device whose loss leads nowhere is told so; the others go on."""
+        for index, (account, loss, count) in enumerate(zip(self._accounts, losses, counts, strict=True)):
+            if index not in self._failed:
+                try:
+                    account.took(loss, count)
+                except Exception as error:
+                    self._failed[index] = error
+
+    def _corrected(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Each device's by its own hook, on its own slice: whatever a hook does there, it does as in the loop."""
+        if not any(call.hooks.correct for call in self._calls):
+            return gradients
+        for number, (name, gradient) in enumerate(zip(self._names, gradients, strict=True)):
+            parts = [
+                call.hooks.correct(gradient[index], self._values[number][index], self._anchors[index][name])
+                if call.hooks.correct
+                else gradient[index]
+                for index, call in enumerate(self._calls)
+            ]
+            gradients[number] = torch.stack(parts)
+        return gradients
+
+    def _clipped(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """By each device's own norm, as `torch.nn.utils.clip_grad_norm_` does."""
+        if self._fit.clip <= 0:
+            return gradients
+        squares = [gradient.flatten(1).square().sum(dim=1) for gradient in gradients]
+        norms = torch.stack(squares).sum(dim=0).sqrt()
+        shrink = (self._fit.clip / (norms + 1e-6)).clamp(max=1.0)  # (devices,)
+        return [gradient * shrink.view(-1, *[1] * (gradient.ndim - 1)) for gradient in gradients]
+
+    def _move(self, gradients: list[torch.Tensor]) -> None:
+        """One step of SGD, as `torch.optim.SGD` takes it."""
+        fit = self._fit
+        if fit.weight_decay:
+            gradients = [
+                gradient.add(value, alpha=fit.weight_decay)
+                for gradient, value in zip(gradients, self._values, strict=True)
+            ]
+        if fit.momentum:
+            if self._moments:
+                for moment, gradient in zip(self._moments, gradients, strict=True):
+                    moment.mul_(fit.momentum).add_(gradient)
+            else:
+                self._moments = [gradient.clone() for gradient in gradients]
+            gradients = (
+                [g.add(m, alpha=fit.momentum) for g, m in zip(gradients, self._moments, strict=True)]
+                if fit.nesterov
+                else self._moments
+            )
+        for value, gradient in zip(self._values, gradients, strict=True):
+            value.add_(gradient, alpha=-fit.lr)
+
+    def _scores(self, x: torch.Tensor, *, track: bool = False) -> torch.Tensor:
+        """(devices, n, classes) for x (devices, n, ...)."""
+        with torch.set_grad_enabled(track):
+            scores: torch.Tensor = self._forward(dict(zip(self._names, self._values, strict=True)), x)
+        if scores.ndim != 3:
+            raise RuntimeError("the network does not give one score per class")
+        return scores
+
+    def _inputs(self, rows: Sequence[np.ndarray]) -> torch.Tensor:
+        """(devices, n, ...): the same number of each device's examples, prepared in one go."""
+        x = np.concatenate([call.examples.x[some] for call, some in zip(self._calls, rows, strict=True)])
+        ready = training.features(x, self._calls[0].network)
+        return torch.from_numpy(ready).to(self._place).unflatten(0, (len(rows), -1))
+
+    def _anchored(self, index: int) -> dict[str, dict[str, torch.Tensor]]:
+        """By tensor: the anchors that this device's hook may look at."""
+        call = self._calls[index]
+        if not call.hooks.correct:
+            return {}
+        start = {name: value[index].detach().clone() for name, value in zip(self._names, self._values, strict=True)}
+        held = {
+            key: {name: self._placed(anchor[name]) for name in self._names}
+            for key, anchor in call.hooks.anchors.items()
+        }
+        return {name: {"start": start[name], **{key: each[name] for key, each in held.items()}} for name in self._names}
+
+    def _placed(self, array: np.ndarray) -> torch.Tensor:
+        value = torch.tensor(array, device=self._place)
+        return value.float() if value.is_floating_point() else value
+
+    def _stacked(self, arrays: Sequence[np.ndarray]) -> torch.Tensor:
+        """Float32, as the network's own parameters are; every array's own copy."""
+        value = torch.from_numpy(np.stack([np.asarray(array, np.float32) for array in arrays]))
+        return value.to(self._place).requires_grad_()

@@ -1,0 +1,313 @@
+"""Warm worker processes that carry out many devices' tasks: imports once, weights shared, the same bits for 1 or N.
+
+One process imports the engine's library and forks the others, so that they share its memory. A task
+names its bundles by content; a content lies once in a folder and each worker reads it once, however
+many devices get it. Private state and caches of devices lie in that folder too.
+
+Which tasks are carried out together (`fedquilt.tools.halves`) follows from their order alone, never
+from the number of workers, as training in one graph decides the last bits of a result. Whether they can
+be is learnt as it goes: the first task of a run goes alone, and each round's first answer speaks for the next.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import selectors
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+
+from fedquilt import core
+from fedquilt.core import Examples, FedquiltError, Task
+from fedquilt.tools.contents import Contents
+
+if TYPE_CHECKING:
+    from fedquilt.tools.local_run import Member
+
+TOGETHER: Final = 16  # tasks at most that go to a worker at once; more are hardly faster, and keep others waiting
+LENGTH: Final = struct.Struct("<Q")
+# one thread a worker, so that sums have one order; no thread of a numerical library is alive when the first one forks
+SINGLE: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+TEST: Final = ""  # in place of a device's name: the test set
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """An array in the file of examples."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Share(msgspec.Struct, frozen=True, array_like=True):
+    """One device's examples: x and y to train on, x and y held out."""
+
+    train: tuple[Place, Place]
+    held: tuple[Place, Place]
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What a worker is told first."""
+
+    method: str
+    engine: str
+    folder: str
+    shares: dict[str, Share]
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """One task for one device. `files`: bundle name -> where its content is."""
+
+    device: str
+    task: Task
+    files: dict[str, str]
+
+
+class Rate(msgspec.Struct, frozen=True):
+    """A network to be evaluated on the test set."""
+
+    network: dict[str, Any]
+    model: str  # a file
+
+
+class Done(msgspec.Struct, frozen=True):
+    """What came of a task."""
+
+    device: str
+    weight: float = 0.0
+    metrics: dict[str, float] = {}
+    bundles: dict[str, bytes] = {}  # safetensors
+    examples: int = 0  # the device's own
+    wall_s: float = 0.0  # of its own; what is trained together is shared out evenly
+    joint: bool = False  # trained in one graph with others, or could have been
+    error: tuple[str, str] | None = None  # its type's name, and the sentence
+
+
+class Work(msgspec.Struct, frozen=True, tag="work"):
+    """To a worker: carry these out."""
+
+    asks: tuple[Ask, ...] = ()
+    rate: Rate | None = None
+
+
+class PoolError(FedquiltError):
+    """A worker that has died, or could not start."""
+
+
+class Pool:
+    """Workers for one method on one fleet, alive within `with`.
+
+    Args:
+        engine: "torch", "numpy" or "onnx".
+        test: a test set that no device has, for `evaluate`.
+
+    Raises:
+        PoolError: a worker ends unasked; says its last words.
+    """
+
+    def __init__(
+        self, method: str, engine: str, members: Sequence[Member], *, workers: int = 1, test: Examples | None = None
+    ) -> None:
+        if workers < 1:
+            raise core.JobError(f"{workers} workers: at least 1 is needed")
+        self._method, self._engine, self._members, self._test = method, engine, members, test
+        self._count = workers
+        self._sockets: list[socket.socket] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._joint = False
+        self.folder = Path()
+
+    def __enter__(self) -> Pool:
+        self._scratch = tempfile.TemporaryDirectory(prefix="fedquilt-")
+        self.folder = Path(self._scratch.name)
+        ends: list[socket.socket] = []
+        for _ in range(self._count):
+            ours, theirs = socket.socketpair()
+            self._sockets.append(ours)
+            ends.append(theirs)
+        numbers = [end.fileno() for end in ends]
+        command = [sys.executable, "-m", "fedquilt.tools.pool_worker", str(os.getpid()), self._engine]
+        with (self.folder / "said").open("wb") as said:
+            self._process = subprocess.Popen(
+                [*command, *map(str, numbers)],
+                pass_fds=numbers,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                env={**os.environ, **SINGLE},
+            )
+        for end in ends:
+            end.close()
+        setup = msgspec.msgpack.encode(Setup(self._method, self._engine, str(self.folder), self._lay_out()))
+        for each in self._sockets:
+            self._send(each, setup)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for each in self._sockets:
+            each.close()  # the end of its orders is the end of a worker
+        if self._process is not None:
+            if kind is not None:
+                self._process.kill()
+            self._process.wait()
+        self._scratch.cleanup()
+
+    @property
+    def tests(self) -> bool:
+        """Whether it has a test set."""
+        return self._test is not None
+
+    def warm(self) -> None:
+        """Wait until every worker is ready."""
+        for each in self._sockets:
+            self._send(each, msgspec.msgpack.encode(Work()))
+        for each in self._sockets:
+            self._receive(each)
+
+    @property
+    def pid(self) -> int:
+        """Of the first worker, whose children the others are."""
+        assert self._process is not None
+        return self._process.pid
+
+    def contents(self) -> Contents:
+        """Contents that the workers can read."""
+        return Contents(self.folder)
+
+    def carry_out(self, asks: Sequence[Ask]) -> Iterator[Done]:
+        """What comes of the tasks, in their order.
+
+        Raises:
+            FedquiltError: of its own kind, when a client half raises one; with its type's name for any other.
+        """
+        if not asks:
+            return
+        if not self._joint:  # whether more go together is not known, or was not so when asked last
+            groups = [[ask] for ask in asks]
+        else:
+            parts = np.array_split(np.arange(len(asks)), math.ceil(len(asks) / TOGETHER))
+            groups = [[asks[index] for index in part] for part in parts]
+        first = True
+        for answers in self._spread([msgspec.msgpack.encode(Work(tuple(group))) for group in groups]):
+            for done in msgspec.msgpack.decode(answers, type=list[Done]):
+                if done.error is not None:
+                    raise _raised(done)
+                if first:
+                    self._joint, first = done.joint, False
+                yield done
+
+    def evaluate(self, network: Mapping[str, Any], model: Path) -> dict[str, float]:
+        """What `fedquilt.core.Trainer.evaluate` tells of the network on the test set."""
+        order = msgspec.msgpack.encode(Work(rate=Rate(dict(network), str(model))))
+        (answer,) = self._spread([order])
+        (done,) = msgspec.msgpack.decode(answer, type=list[Done])
+        if done.error is not None:
+            raise _raised(done)
+        return dict(done.metrics)
+
+    # -- within -----------------------------------------------------------------------------------
+
+    def _spread(self, orders: Sequence[bytes]) -> Iterator[bytes]:
+        """Each order to whichever worker is free; answers in the order of the orders.
+
+        A worker has one order at a time: it reads when we write, so neither side waits for the other to read.
+        """
+        given: dict[socket.socket, int] = {}
+        answers: dict[int, bytes] = {}
+        following, wanted = 0, 0
+        with selectors.DefaultSelector() as selector:
+            for index, each in enumerate(self._sockets[: len(orders)]):
+                selector.register(each, selectors.EVENT_READ, index)
+                self._send(each, orders[following])
+                given[each] = following
+                following += 1
+            while wanted < len(orders):
+                while wanted in answers:
+                    yield answers.pop(wanted)
+                    wanted += 1
+                if wanted == len(orders):
+                    break
+                for key, _ in selector.select():
+                    each = self._sockets[key.data]
+                    answers[given.pop(each)] = self._receive(each)
+                    if following < len(orders):
+                        self._send(each, orders[following])
+                        given[each] = following
+                        following += 1
+
+    def _send(self, to: socket.socket, payload: bytes) -> None:
+        try:
+            to.sendall(LENGTH.pack(len(payload)) + payload)
+        except OSError:
+            raise self._dead() from None
+
+    def _receive(self, of: socket.socket) -> bytes:
+        try:
+            answer = receive(of)
+        except OSError:
+            answer = None
+        if answer is None:
+            raise self._dead()
+        return answer
+
+    def _dead(self) -> PoolError:
+        said = (self.folder / "said").read_text(errors="replace").strip().splitlines()
+        return PoolError(f"a worker of the pool has ended; it said: {said[-1][-500:] if said else '(nothing)'}")
+
+    def _lay_out(self) -> dict[str, Share]:
+        """Write everybody's examples into one file; where they are."""
+        shares: dict[str, Share] = {}
+        with (self.folder / "examples").open("wb") as file:
+
+            def put(array: np.ndarray) -> Place:
+                if array.dtype.kind not in "uifb":
+                    raise core.DataError(f"examples of type {array.dtype}: expected numbers")
+                place = Place(file.tell(), array.shape, array.dtype.str)
+                file.write(np.ascontiguousarray(array).data)
+                return place
+
+            for member in self._members:
+                train, held = member.train, member.held
+                shares[member.device] = Share((put(train.x), put(train.y)), (put(held.x), put(held.y)))
+            if self._test is not None:
+                place = (put(self._test.x), put(self._test.y))
+                shares[TEST] = Share(place, place)
+        return shares
+
+
+def receive(of: socket.socket) -> bytes | None:
+    """One message; None: there are no more."""
+    head = _exactly(of, LENGTH.size)
+    return None if head is None else _exactly(of, LENGTH.unpack(head)[0])
+
+
+def _exactly(of: socket.socket, size: int) -> bytes | None:
+    payload = bytearray(size)
+    view, have = memoryview(payload), 0
+    while have < size:
+        count = of.recv_into(view[have:])
+        if not count:
+            return None
+        have += count
+    return bytes(payload)
+
+
+def _raised(done: Done) -> FedquiltError:
+    assert done.error is not None
+    name, sentence = done.error
+    kind = getattr(core, name, None)
+    if isinstance(kind, type) and issubclass(kind, FedquiltError):
+        return kind(f"{done.device}: {sentence}" if done.device else sentence)
+    return FedquiltError(f"{done.device}: {name}: {sentence}")
