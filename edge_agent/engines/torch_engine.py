@@ -182,12 +182,12 @@ def _tensors(model: nn.Module) -> dict[str, np.ndarray]:
 @contextmanager
 def _repeatable(seed: int) -> Iterator[None]:
     """Equal bits again: torch's own draws (dropout) from `seed`, and deterministic kernels where there are some."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = torch.get_deterministic_debug_mode()  # `use_deterministic_algorithms` imports torch's compiler, 70 MB
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for to be deterministic
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_deterministic_debug_mode("warn")
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            torch.set_deterministic_debug_mode(before)
