@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from fedquilt import link as links
-from fedquilt import methods, profiles, wire
+from fedquilt import methods, profiles, systemd, wire
 from fedquilt.core import (
     BlobRef,
     Device,
@@ -117,7 +117,7 @@ class Agent:
         self._begin_anew(now_s)
 
     def _begin_anew(self, now_s: float) -> None:
-        self._patience_s = RETELL_S
+        self._patience_s, self._telemetry_s = RETELL_S, -math.inf
         self._tell(now_s)
         self._feed(Connected(), now_s)
 
@@ -348,9 +348,12 @@ def run_agent(settings: AgentSettings) -> None:
     stopped: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, frame: stopped.append(signum))
+    online = f"online as {settings.device} of fleet {settings.fleet}, through {broker}"
+    watched = systemd.Watched(agent, lambda: link.problem or (online if link.connected else f"asks for {broker}"))
     try:
-        links.run(agent, link, lambda: bool(stopped))
+        links.run(watched, link, lambda: bool(stopped))
     finally:
+        systemd.notify("STOPPING=1")
         agent.goodbye()
         os.close(lock)
 

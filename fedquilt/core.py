@@ -115,7 +115,7 @@ class Work(Wired, frozen=True):
     flops_per_example: Amount = 0.0  # besides, for each of the device's own examples; how many only it knows
     read_bytes: Amount = 0.0  # weights and activations read from memory
     examples: Count = 0
-    peak_bytes: Count = 0  # predicted peak above the runtime's own baseline; 0: not predicted
+    peak_bytes: Count = 0  # the least it can be done with, above an engine at work; 0: not predicted
 
     def on(self, examples: int) -> Work:
         """The same work for a device with so many examples of its own: `flops` is all of it."""
@@ -282,7 +282,7 @@ class Contribution:
 class Artefact:
     """What a finished job yields: facts (JSON) and tensors; `fedquilt export` turns it into a file."""
 
-    kind: str  # "weights" | "stitched"
+    kind: str  # "weights" | "stitched" | "dualcopy"
     meta: Mapping[str, Any]
     tensors: Tensors
 
@@ -393,6 +393,20 @@ class Trainer(Engine, Protocol):
         self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, hooks: Hooks = Hooks()
     ) -> dict[str, float]:
         """{"examples", "accuracy" (0..1), "loss" (mean)}. Of the hooks, `prepare` and `inputs` count."""
+        ...
+
+    def fisher(
+        self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, each: int = 1, hooks: Hooks = Hooks()
+    ) -> Tensors:
+        """Of every parameter the mean squared gradient of log p(y | x): the empirical Fisher information's diagonal.
+
+        In evaluation mode, `each` examples' gradients averaged before the square. Of the hooks, `prepare` and
+        `inputs` count.
+
+        Raises:
+            DataError: there are no examples.
+            ModelError: as `train`.
+        """
         ...
 
 

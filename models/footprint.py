@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 ASSUMED_BASE_BYTES: Mapping[str, int] = {"numpy": 38 * 10**6, "onnx": 57 * 10**6, "torch": 233 * 10**6}
 """What a task's process holds once its engine is imported: measured on x86-64, until a board's own is known."""
-FIRST_USE_BYTES: Mapping[str, int] = {"onnx": 12 * 10**6, "torch": 100 * 10**6}
-"""What an engine loads and compiles when it is first used, whatever the work. Of torch's, torch.optim imports 75 MB."""
+FIRST_USE_BYTES: Mapping[str, int] = {"onnx": 12 * 10**6, "torch": 27 * 10**6}
+"""What an engine loads and compiles when it is first used, whatever the work."""
 
 
 def need_bytes(engine: str, peak_bytes: int, base_bytes: int | None = None) -> int:

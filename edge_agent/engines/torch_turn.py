@@ -12,6 +12,7 @@ from torch import nn
 
 from fedquilt.core import Fit, Hooks, ModelError, Tensors, Turn
 from fedquilt.edge_agent.engines import training
+from fedquilt.edge_agent.engines.torch_moves import Moves
 
 FIRST_SCALE = 2.0**10  # of float16's loss: torch's own 2**16 overflows, and skips, the first steps of a short task
 
@@ -41,7 +42,7 @@ class Stepper:
         groups: dict[float, list[torch.Tensor]] = {}
         for name, value in self._moved.items():
             groups.setdefault(rates[name], []).append(value)
-        self._optimizer = _optimizer([{"params": some, "lr": fit.lr * rate} for rate, some in groups.items()], fit)
+        self._moves: Any = Moves({fit.lr * rate: some for rate, some in groups.items()}, fit)
         place = next(iter(self._moved.values())).device.type
         self._scaler = torch.amp.GradScaler(place, init_scale=FIRST_SCALE, enabled=half is torch.float16)
         self._autocast = torch.autocast(place, dtype=half) if half else contextlib.nullcontext()
@@ -56,7 +57,7 @@ class Stepper:
             self._claim()
         if self._turn.begin:
             self._turn.begin(self._model)
-        self._optimizer.zero_grad()
+        self._moves.zero_grad()
         total = 0.0
         for x, y in parts:
             with self._autocast:
@@ -68,14 +69,14 @@ class Stepper:
                     total += 0.0 * float(extra.detach())  # 0 unless it is not finite
                     loss = loss + extra
             self._scaler.scale(loss).backward()
-        self._scaler.unscale_(self._optimizer)
+        self._scaler.unscale_(self._moves)
         if correct := self._correct:
             for name, value in self._moved.items():
                 if value.grad is not None:
                     value.grad = correct(value.grad, value.detach(), self._at[name])
         if self._fit.clip > 0:
             nn.utils.clip_grad_norm_(self._moved.values(), self._fit.clip)
-        self._scaler.step(self._optimizer)
+        self._scaler.step(self._moves)
         self._scaler.update()
         return total
 
@@ -111,9 +112,3 @@ def anchored(model: nn.Module, hooks: Hooks) -> Anchors:
 
     start = {name: value.detach().clone() for name, value in held.items()}
     return {"start": start, **{name: placed(anchor) for name, anchor in hooks.anchors.items()}}
-
-
-def _optimizer(groups: list[dict[str, Any]], fit: Fit) -> torch.optim.Optimizer:
-    if fit.optimizer == "adam":
-        return torch.optim.Adam(groups, weight_decay=fit.weight_decay)
-    return torch.optim.SGD(groups, momentum=fit.momentum, nesterov=fit.nesterov, weight_decay=fit.weight_decay)
