@@ -165,6 +165,43 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--out", type=Path, required=True)
     _home(one)
 
+    one = verb("evaluate", evaluate, "a run's global model on the job's test set, which no device has")
+    one.add_argument("run", help="a run's id, or a job's name for its latest run")
+    one.add_argument("--follow", action="store_true", help="every round's as it comes, until the run has ended")
+    _home(one)
+    _format(one)
+
+    one = verb("report", report, "write one HTML page about a run: accuracy, time, energy, memory, who took part")
+    one.add_argument("run", help="a run's id, or a job's name for its latest run")
+    one.add_argument("--out", type=Path, metavar="FILE", help="default: RUN.html")
+    _home(one)
+
+    one = verb("compare", compare, "run several methods with several seeds on a simulated fleet, beside each other")
+    one.add_argument("job", type=Path)
+    one.add_argument("--bundle", type=Path, help="default: JOB.bundle beside the job file")
+    one.add_argument(
+        "--methods", nargs="+", metavar="METHOD", help="default: the job's own and those of its [compare] tables"
+    )
+    one.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
+    one.add_argument("--rounds", type=_positive, help="of every run (default: the job's)")
+    one.add_argument("--target", type=_share, metavar="A", help="accuracy, 0 to 1, to which costs are counted")
+    one.add_argument(
+        "--set", nargs="+", default=[], metavar="METHOD.PARAM=VALUE", help="parameters, over [compare.METHOD]"
+    )
+    one.add_argument("--workers", type=_positive, help="processes (default: one for each core)")
+    one.add_argument(
+        "--out", type=Path, default=Path("fedquilt-compare"), help="finished runs, plots, page (default: %(default)s)"
+    )
+    _format(one)
+
+    one = verb("reproduce", reproduce, "run a paper's table again, its numbers beside ours; without one, list them")
+    one.add_argument("table", nargs="?", metavar="TABLE")
+    one.add_argument("--data", type=Path, metavar="FOLDER", help="where a table wants real data")
+    one.add_argument("--seeds", type=int, nargs="+", help="default: the table's own")
+    one.add_argument("--rounds", type=_positive, help="fewer than the paper's")
+    one.add_argument("--out", type=Path, metavar="FILE", help="the result as JSON, every curve in it")
+    _format(one)
+
     one = verb("run-model", run_model, "classify a folder of images, or an .npz, with an exported ONNX network")
     one.add_argument("model", type=Path)
     one.add_argument("images", type=Path)
@@ -218,6 +255,13 @@ def _above_0(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
     return value
 
 
@@ -446,6 +490,59 @@ def export(options: argparse.Namespace) -> int:
     with _existing(options) as store:
         print(tool.export(store, options.run, options.out))
     return 0
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    from fedquilt.tools import evaluator
+
+    def say(score: evaluator.Score) -> None:
+        if options.format == "text":
+            print(evaluator.line(score), flush=True)
+
+    with _existing(options) as store:
+        found = evaluator.evaluate(store, options.run, follow=options.follow, say=say)
+    if options.format == "json":
+        _print(options, found, [])
+    return 0
+
+
+def report(options: argparse.Namespace) -> int:
+    from fedquilt.tools import report as tool
+
+    with _existing(options) as store:
+        print(tool.main(store, options.run, options.out))
+    return 0
+
+
+def compare(options: argparse.Namespace) -> int:
+    from fedquilt.coordinator import settings
+    from fedquilt.tools import compare as tool
+
+    return tool.main(
+        settings.load(options.job),
+        _bundle(options.job, options.bundle),
+        options.out,
+        names=options.methods or (),
+        seeds=options.seeds,
+        rounds=options.rounds,
+        target=options.target,
+        changes=tool.parse_changes(options.set),
+        workers=options.workers,
+        format=options.format,
+    )
+
+
+def reproduce(options: argparse.Namespace) -> int:
+    from fedquilt.tools import reproduce as tool
+
+    return tool.main(
+        options.table,
+        seeds=options.seeds,
+        rounds=options.rounds,
+        folder=options.data,
+        out=options.out,
+        format=options.format,
+    )
 
 
 def run_model(options: argparse.Namespace) -> int:

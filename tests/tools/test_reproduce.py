@@ -1,0 +1,100 @@
+"""Tables of the papers: found by their files, listed, and run with what they want."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from fedquilt.cli import main
+from fedquilt.core import JobError
+from fedquilt.tools import reproduce
+
+
+def module(data: bool = False) -> ModuleType:
+    """Two tables that remember what they were run with."""
+    made: Any = ModuleType("made", "What it is.\n\nWhat differs from the paper.")
+    made.TABLES = {"t1": 1, "t2": 2}
+    made.SEEDS = (4, 5)
+    made.lines = lambda result: [f"ours {result['ours']}, the paper's 3"]
+
+    def run(table: str, seeds: Any, rounds: int | None, say: Any) -> dict[str, Any]:
+        say(f"running {table}")
+        return {"ours": 2, "seeds": list(seeds), "rounds": rounds}
+
+    def run_with_data(table: str, seeds: Any, rounds: int | None, data: Path, say: Any) -> dict[str, Any]:
+        return {"folder": str(data), "seeds": list(seeds)}
+
+    made.run = run_with_data if data else run
+    return made
+
+
+def known(data: bool = False) -> dict[str, ModuleType]:
+    return dict.fromkeys(("t1", "t2"), module(data))
+
+
+def test_every_module_of_the_folder_is_a_table_that_can_be_run() -> None:
+    """Names are unique, each has its module's docstring, and takes what the verb gives."""
+    found = reproduce.modules()
+    assert {"fedpews-table2", "fedpews-table6"} <= set(found)
+    for row in reproduce.catalogue(found):
+        assert row["about"].endswith((".", "?", ":"))
+    for each in found.values():
+        assert {"table", "seeds", "rounds", "say"} <= reproduce._takes(each)
+        assert callable(each.lines)
+
+
+def test_a_table_gets_its_modules_seeds_unless_others_are_given() -> None:
+    """And the result carries what the module says of how it differs from the paper."""
+    said: list[str] = []
+    result = reproduce.run("t1", known(), say=said.append)
+    assert (result["seeds"], result["rounds"], said) == ([4, 5], None, ["running t1"])
+    assert "differs from the paper" in result["about"]
+    assert reproduce.run("t2", known(), seeds=[1], rounds=3)["rounds"] == 3
+
+
+def test_data_is_asked_for_where_it_is_wanted_and_refused_where_not() -> None:
+    """Each says what to do."""
+    with pytest.raises(JobError, match="--data FOLDER"):
+        reproduce.run("t1", known(data=True))
+    with pytest.raises(JobError, match="leave --data out"):
+        reproduce.run("t1", known(), folder=Path("x"))
+    assert reproduce.run("t1", known(data=True), folder=Path("x"))["folder"] == "x"
+
+
+def test_an_unknown_table_names_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the exit code of a wrong command line."""
+    assert main(["reproduce", "table-99"]) == 2
+    assert "fedpews-table2" in capsys.readouterr().err
+
+
+def test_without_a_table_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """For people and for programs."""
+    assert main(["reproduce"]) == 0
+    assert "fedpews-table2" in capsys.readouterr().out
+    assert main(["reproduce", "--format", "json"]) == 0
+    rows = {row["table"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["fedpews-table2"]["needs_data"] is False
+
+
+def test_a_claim_that_does_not_come_out_is_told_by_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The result is printed and written all the same; figures are as in a bench."""
+    for reached in (True, False):
+        made = module()
+        figures = {"rounds saved": {"value": 1.0, "at_least": 2.0, "unit": "", "reached": reached}}
+        run = made.run
+        made.run = lambda table, seeds, rounds, say, run=run, figures=figures: {  # type: ignore[attr-defined]
+            **run(table, seeds, rounds, say),
+            "figures": figures,
+        }
+        monkeypatch.setattr(reproduce, "modules", lambda made=made: {"t1": made})
+        out = tmp_path / "result.json"
+        options = {"seeds": None, "rounds": None, "folder": None}
+        assert reproduce.main("t1", **options, out=out, format="text") == (0 if reached else 1)
+        assert "ours 2, the paper's 3" in capsys.readouterr().out
+        assert json.loads(out.read_text())["figures"] == figures

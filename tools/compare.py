@@ -1,0 +1,350 @@
+"""`fedquilt compare`: several methods on one simulated fleet with several seeds, beside each other.
+
+A seed draws the partition, the cohorts and the order of examples, the same for every method; all begin with the
+bundle's weights. Runs go through `fedquilt.tools.local_run`: the methods' own code, no messages. Seconds and joules
+are those of the simulated boards, by their profiles. Finished runs are kept in a folder and are not repeated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fedquilt import bundle, methods, tables
+from fedquilt.coordinator import progress
+from fedquilt.coordinator import settings as jobs
+from fedquilt.coordinator.settings import Job
+from fedquilt.core import DataError, Examples, FedquiltError, JobError, StoreError
+from fedquilt.edge_agent import data
+from fedquilt.tools import evaluator, fleet, local_run
+from fedquilt.tools.evaluator import Evaluator
+from fedquilt.tools.local_run import Member
+
+FORMAT = 1  # of a finished run on disk
+
+
+class Mark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a run stood after so many rounds. Costs are of all of them; None: not known."""
+
+    rounds: int
+    test: float | None  # accuracy on the test set, 0..1
+    held: float | None  # on all held-out shares together
+    mean: float | None  # likewise, of devices
+    worst_decile: float | None
+    seconds: float | None  # of the slowest simulated board of each round
+    real_s: float  # on this machine, evaluation aside
+    down_bytes: int
+    up_bytes: int
+    energy_j: float | None
+
+    @property
+    def accuracy(self) -> float | None:
+        """On the test set, or where there is none on held-out shares."""
+        return self.held if self.test is None else self.test
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One method with one seed."""
+
+    method: str
+    seed: int
+    params: dict[str, Any]
+    devices: int
+    tested: int  # examples of the test set; 0: there is none
+    marks: tuple[Mark, ...]
+    format: int = FORMAT
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One run to be made: its job as JSON, exactly."""
+
+    job: bytes
+    folder: str  # of the bundle
+
+    @property
+    def key(self) -> str:
+        """What the run depends on."""
+        index = (Path(self.folder) / "bundle.json").read_bytes()
+        parts = (str(FORMAT).encode(), self.job, index)
+        return hashlib.sha256(b"".join(hashlib.sha256(each).digest() for each in parts)).hexdigest()[:24]
+
+    @property
+    def settings(self) -> Job:
+        return jobs.parse(msgspec.json.decode(self.job))
+
+
+Player = Callable[[Case, Callable[[int], None]], Run]
+
+
+# -- what is to be run ----------------------------------------------------------------------------
+
+
+def cases(
+    job: Job,
+    folder: Path,
+    names: Sequence[str] = (),
+    seeds: Sequence[int] = (0, 1, 2),
+    *,
+    rounds: int | None = None,
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[Case]:
+    """One for each seed and method, seed by seed, so that an interrupted comparison has whole rows.
+
+    Args:
+        names: of methods; (): the job's own and those of its [compare] tables.
+        rounds: of every run; None: the job's.
+        changes: method -> parameters, over the job's [params] and [compare.METHOD].
+
+    Raises:
+        JobError: an unknown method or parameter, or no [data] or bundle; says what there is.
+    """
+    bundle.load(folder)
+    if not job.data:
+        raise JobError(f"job {job.name!r} has no [data] table: what is shared out among its devices")
+    chosen = list(dict.fromkeys(names or (job.method, *job.compare)))
+    changes = changes or {}
+    for name in (*chosen, *job.compare, *changes):
+        methods.load(name)
+    if idle := sorted(changes.keys() - set(chosen)):
+        raise JobError(f"--set {idle[0]}...: {idle[0]} is not compared; --methods {' '.join([*chosen, idle[0]])}")
+    found = []
+    for seed in sorted(set(seeds)):
+        for name in chosen:
+            method = methods.load(name)
+            every = 0 if method.check is None else job.check.every or 1
+            table = {
+                **msgspec.to_builtins(job),
+                "method": name,
+                "params": params_of(job, name, changes.get(name, {})),
+                "seed": seed,
+                "data": {**job.data, "seed": seed},
+                "engine": job.engine if job.engine in method.engines else None,
+                "rounds": rounds or job.rounds,
+                "check": {"every": every},
+            }
+            for unused in ("compare", "stop"):
+                table.pop(unused)
+            jobs.parse(table)
+            found.append(Case(msgspec.json.encode(table, order="sorted"), str(folder)))
+    return found
+
+
+def params_of(job: Job, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A method's parameters: what it knows of [params], over it its own table, over it the changes.
+
+    Another method's parameters in [params] are not its; in its own table an unknown one is an error.
+    """
+    known = {field.name for field in dataclasses.fields(methods.load(name).params)}
+    shared = {key: value for key, value in job.params.items() if key in known or name == job.method}
+    return {**shared, **job.compare.get(name, {}), **changes}
+
+
+def parse_changes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """From "fedprox.mu=0.1"; values are TOML's, a bare word is a string.
+
+    Raises:
+        JobError: not of this form.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        where, equals, value = text.partition("=")
+        name, dot, key = where.strip().partition(".")
+        if not (equals and dot and name and key and value.strip()):
+            raise JobError(f"--set {text}: wanted METHOD.PARAMETER=VALUE, as in fedprox.mu=0.1")
+        try:
+            read = tables.parse(f"value = {value}", text)["value"]
+        except JobError:
+            read = value.strip()
+        found.setdefault(name, {})[key] = read
+    return found
+
+
+# -- one run --------------------------------------------------------------------------------------
+
+
+def play(case: Case, tell: Callable[[int], None], workers: int = 1) -> Run:
+    """Make one run. `tell` hears how many rounds are done."""
+    job, folder = case.settings, Path(case.folder)
+    members, test = shares(job, folder)
+    marks: list[Mark] = []
+    spent = _Spent()
+    with Evaluator(job, folder, test=test or _nothing(members)) as judge:
+
+        def observe(round: local_run.Round, state: Any) -> None:
+            spent.add(round)
+            done = round.number + 1
+            if round.check is not None or done == job.rounds or judge.method.done(state):
+                score = judge.score(state, done) if test is not None else None
+                marks.append(spent.mark(done, round.check, None if score is None else score.accuracy))
+            tell(done)
+
+        local_run.run(job, folder, members, workers=workers, observe=observe)
+    return Run(
+        method=job.method,
+        seed=job.seed,
+        params=job.params,
+        devices=len(members),
+        tested=len(test) if test is not None else 0,
+        marks=tuple(marks),
+    )
+
+
+def shares(job: Job, folder: Path) -> tuple[list[Member], Examples | None]:
+    """What each device has, and the test set; None: the job names none and its [data] has no split "test".
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    agents = fleet.Plan(job, folder, Path()).agents()
+    split = data.load_shares(data.parse(agents[0]["data"]))
+    members = [Member(agent["device"], *share) for agent, share in zip(agents, split, strict=True)]
+    try:
+        return members, evaluator.test_set(job)
+    except (DataError, JobError):
+        if job.test:
+            raise
+        return members, None
+
+
+def _nothing(members: Sequence[Member]) -> Examples:
+    some = members[0].train
+    return Examples(some.x[:0], some.y[:0])
+
+
+@dataclasses.dataclass
+class _Spent:
+    """What the rounds so far have taken."""
+
+    seconds: float | None = 0.0
+    real_s: float = 0.0
+    down_bytes: int = 0
+    up_bytes: int = 0
+    energy_j: float | None = 0.0
+
+    def add(self, round: local_run.Round) -> None:
+        self.seconds = _plus(self.seconds, round.duration_s)
+        self.energy_j = _plus(self.energy_j, round.energy_j)
+        self.real_s += round.wall_s
+        self.down_bytes += round.down_bytes
+        self.up_bytes += round.up_bytes
+
+    def mark(self, rounds: int, check: local_run.Check | None, test: float | None) -> Mark:
+        told = {} if check is None else check.devices
+        own = progress.of_devices({name: (m["accuracy"], m["examples"]) for name, m in told.items() if "accuracy" in m})
+        return Mark(
+            rounds=rounds,
+            test=test,
+            held=None if own is None else own.weighted,
+            mean=None if own is None else own.mean,
+            worst_decile=None if own is None else own.worst_decile,
+            **vars(self),
+        )
+
+
+def _plus(total: float | None, value: float | None) -> float | None:
+    return None if total is None or value is None else total + value
+
+
+# -- all runs -------------------------------------------------------------------------------------
+
+
+def played(todo: Sequence[Case], out: Path, player: Player, say: Callable[[str], None]) -> tuple[list[Run], list[str]]:
+    """The runs of all cases, in their order, and what failed. Finished ones lie in `out`/runs."""
+    folder = out / "runs"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"cannot write {folder}: {error.strerror}") from None
+    files = {case: folder / f"{case.key}.json" for case in todo}
+    found = {case: run for case, file in files.items() if (run := _read(file)) is not None}
+    missing = [case for case in todo if case not in found]
+    if found:
+        say(f"{len(found)} of {len(todo)} runs are in {folder} already")
+    failed: list[str] = []
+    began_s = time.monotonic()
+    for count, case in enumerate(missing, 1):
+        job = case.settings
+        name = f"{job.method}, seed {job.seed}"
+        live = _live(f"[{count}/{len(missing)}] {name}", job.rounds)
+        try:
+            run = player(case, live)
+        except FedquiltError as error:
+            failed.append(f"{name}: {error}")
+            say(f"[{count}/{len(missing)}] {name} failed: {error}")
+            continue
+        found[case] = run
+        _write(files[case], run)
+        left_s = (time.monotonic() - began_s) / count * (len(missing) - count)
+        last = run.marks[-1].accuracy if run.marks else None
+        told = "" if last is None else f": {100 * last:.1f} %"
+        say(f"[{count}/{len(missing)}, about {left_s / 60:.0f} min left] {name}{told}")
+    return [found[case] for case in todo if case in found], failed
+
+
+def _live(name: str, rounds: int) -> Callable[[int], None]:
+    """On a terminal a line that is overwritten."""
+    if not sys.stderr.isatty():
+        return lambda done: None
+
+    def tell(done: int) -> None:
+        print(f"\r\x1b[K{name}: round {done} of {rounds}", end="", file=sys.stderr, flush=True)
+
+    return tell
+
+
+def _read(file: Path) -> Run | None:
+    """None: there is no such run, or not one of this version."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Run)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def _write(file: Path, run: Run) -> None:
+    part = file.with_suffix(".part")
+    part.write_bytes(msgspec.json.format(msgspec.json.encode(run)))
+    os.replace(part, file)
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def main(
+    job: Job,
+    folder: Path,
+    out: Path,
+    *,
+    names: Sequence[str] = (),
+    seeds: Sequence[int] = (0, 1, 2),
+    rounds: int | None = None,
+    target: float | None = None,
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+    workers: int | None = None,
+    format: str = "text",
+) -> int:
+    """Make the runs that are missing, print the table, write plots, page and JSON to `out`; 1 when a run failed."""
+    from fedquilt.tools import compare_table
+
+    count = workers or len(os.sched_getaffinity(0))
+    todo = cases(job, folder, names, seeds, rounds=rounds, changes=changes)
+    runs, failed = played(todo, out, lambda case, tell: play(case, tell, count), _say)
+    result = compare_table.result(job.name, runs, target, failed)
+    files = compare_table.write(result, runs, out)
+    if format == "json":
+        print(msgspec.json.format(msgspec.json.encode(result)).decode())
+    else:
+        print("\n".join([*compare_table.lines(result), *(f"failed: {each}" for each in failed), *files]))
+    return 1 if failed else 0
+
+
+def _say(line: str) -> None:
+    clear = "\r\x1b[K" if sys.stderr.isatty() else ""
+    print(f"{clear}{line}", file=sys.stderr, flush=True)

@@ -1,0 +1,114 @@
+"""`fedquilt reproduce`: tables of the papers run again here, the paper's numbers beside ours.
+
+One module for each paper, found by its file: `TABLES` (names of tables as keys), `run` and `lines`. Its docstring
+says how it is done and what differs from the paper; that is printed with every table.
+
+    run(table, seeds, rounds, say, ...) -> dict   # and `data`, where it needs a folder; `figures` in it are claims
+    lines(result) -> list[str]
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+from fedquilt.core import JobError, StoreError
+
+
+def modules() -> dict[str, ModuleType]:
+    """Table -> the module that runs it, in order of names."""
+    found: dict[str, ModuleType] = {}
+    for each in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{each.name}")
+        found |= dict.fromkeys(getattr(module, "TABLES", ()), module)
+    return dict(sorted(found.items()))
+
+
+def catalogue(known: dict[str, ModuleType]) -> list[dict[str, Any]]:
+    """What there is, and whether it wants a folder of data."""
+    return [
+        {"table": name, "about": _about(module).partition("\n")[0], "needs_data": "data" in _takes(module)}
+        for name, module in known.items()
+    ]
+
+
+def run(
+    table: str,
+    known: dict[str, ModuleType],
+    *,
+    seeds: Sequence[int] | None = None,
+    rounds: int | None = None,
+    folder: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """One table's result, with what its module says of itself as "about".
+
+    Args:
+        seeds: None: the module's own.
+        rounds: fewer than the paper's; None: as many. Claims are checked only then.
+        folder: data, where the table wants some.
+
+    Raises:
+        JobError: an unknown table, or data missing or not wanted.
+        FedquiltError: what the runs raise.
+    """
+    if table not in known:
+        raise JobError(f"table {table!r} is unknown; there are: {', '.join(known) or 'none'}")
+    module = known[table]
+    given: dict[str, Any] = {"rounds": rounds, "say": say}
+    if "data" in _takes(module):
+        if folder is None:
+            raise JobError(f"{table} needs real data: --data FOLDER")
+        given["data"] = folder
+    elif folder is not None:
+        raise JobError(f"{table} makes its own data: leave --data out")
+    chosen = tuple(seeds) if seeds else tuple(getattr(module, "SEEDS", (0, 1, 2)))
+    return {**module.run(table, chosen, **given), "about": _about(module)}
+
+
+def main(
+    table: str | None,
+    *,
+    seeds: Sequence[int] | None,
+    rounds: int | None,
+    folder: Path | None,
+    out: Path | None,
+    format: str,
+) -> int:
+    """List the tables, or run one and print it; 1 when one of its claims did not come out."""
+    known = modules()
+    if table is None:
+        rows = catalogue(known)
+        told = [f"{row['table']:20} {row['about']}{' [--data]' * row['needs_data']}" for row in rows]
+        print(msgspec.json.encode(rows).decode() if format == "json" else "\n".join(told or ["there are no tables"]))
+        return 0
+    result = run(table, known, seeds=seeds, rounds=rounds, folder=folder, say=_say)
+    text = msgspec.json.format(msgspec.json.encode(result)).decode()
+    if out is not None:
+        try:
+            out.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise StoreError(f"cannot write {out}: {error.strerror}") from None
+    print(text if format == "json" else "\n".join([*known[table].lines(result), "", result["about"]]))
+    claims = result.get("figures") or {}
+    return 0 if all(claim["reached"] for claim in claims.values()) else 1
+
+
+def _takes(module: ModuleType) -> set[str]:
+    return set(inspect.signature(module.run).parameters)
+
+
+def _about(module: ModuleType) -> str:
+    return inspect.getdoc(module) or ""
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
