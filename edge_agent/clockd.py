@@ -30,6 +30,7 @@ from fedquilt.edge_agent import levers
 from fedquilt.edge_agent.clamp import Clamp
 from fedquilt.edge_agent.clocks import REQUEST_MOST_BYTES, SOCKET, Answer, Ask, Clock, Hold, Keepalive, Request, Status
 from fedquilt.edge_agent.levers import Lever
+from fedquilt.systemd import notify
 
 log = logging.getLogger("fedquilt.clocks")
 
@@ -312,15 +313,6 @@ def serve(
     finally:
         notify("STOPPING=1")
         helper.close()
-
-
-def notify(word: str, to: str | None = None) -> None:
-    """Tell systemd, if it started this process (sd_notify(3))."""
-    address = to or os.environ.get("NOTIFY_SOCKET")
-    if address:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line, contextlib.suppress(OSError):
-            line.setblocking(False)
-            line.sendto(word.encode(), "\0" + address[1:] if address.startswith("@") else address)
 
 
 def _lock(path: Path) -> int:

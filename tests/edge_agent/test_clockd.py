@@ -338,16 +338,6 @@ def test_a_helper_that_cannot_have_its_socket_says_so(place: Place):
         clockd.serve(place.root, place.socket, place.state, group="no-such-group")
 
 
-def test_systemd_is_told(tmp_path: Path):
-    """One datagram; without systemd, or with one that is gone, nothing happens."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
-        heard.bind(str(tmp_path / "n"))
-        clockd.notify("READY=1", str(tmp_path / "n"))
-        assert heard.recv(100) == b"READY=1"
-    clockd.notify("READY=1", str(tmp_path / "n"))
-    clockd.notify("READY=1", "")
-
-
 # -- real processes -------------------------------------------------------------------------------
 
 

@@ -1,0 +1,24 @@
+"""Secrets that systemd hands to the agent alone: LoadCredential (systemd.exec(5))."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from fedquilt.edge_agent.settings import AgentSettings
+
+FILES = ("ca", "cert", "key", "password_file")
+
+
+def taken(settings: AgentSettings, folder: Path | None) -> AgentSettings:
+    """The settings, with each of the broker's files that is in `folder` by its name taken from there.
+
+    So agent.toml names /etc/fedquilt/device.key, which only root reads, and the unit's user reads its copy.
+    """
+    if folder is None:
+        return settings
+    named = {key: getattr(settings.broker, key) for key in FILES}
+    found = {key: str(folder / Path(path).name) for key, path in named.items() if path is not None}
+    found = {key: path for key, path in found.items() if Path(path).is_file()}
+    return msgspec.structs.replace(settings, broker=msgspec.structs.replace(settings.broker, **found))

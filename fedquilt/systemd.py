@@ -1,0 +1,61 @@
+"""What a service tells systemd that started it with Type=notify: sd_notify(3), without its library."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from fedquilt.link import Endpoint
+
+BEAT_S: Final = 1.0  # between words to the watchdog
+
+
+def notify(word: str, to: str | None = None) -> None:
+    """Tell systemd, if it started this process."""
+    address = to or os.environ.get("NOTIFY_SOCKET")
+    if address:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line, contextlib.suppress(OSError):
+            line.setblocking(False)
+            line.sendto(word.encode(), "\0" + address[1:] if address.startswith("@") else address)
+
+
+class Watched:
+    """An endpoint whose steps systemd hears of: ready after the first, alive by each, and in words how things are.
+
+    It is ready before it has a broker: a board starts without a network, and waits for one.
+
+    Args:
+        status: one sentence for `systemctl status`.
+    """
+
+    def __init__(self, endpoint: Endpoint, status: Callable[[], str], tell: Callable[[str], None] = notify) -> None:
+        self._endpoint, self._status, self._tell = endpoint, status, tell
+        self._told_s: float | None = None
+        self._said = ""
+
+    @property
+    def finished(self) -> bool:
+        return self._endpoint.finished
+
+    def fds(self) -> Sequence[int]:
+        return self._endpoint.fds()
+
+    def step(self, now_s: float) -> float:
+        """One step of the endpoint; then systemd is told, not more often than it has to be."""
+        due_s = self._endpoint.step(now_s)
+        words = []
+        if self._told_s is None:
+            words.append("READY=1")
+        if self._told_s is None or not 0 <= now_s - self._told_s < BEAT_S:
+            self._told_s = now_s
+            words.append("WATCHDOG=1")
+        said = " ".join(self._status().split())
+        if said != self._said:
+            self._said = said
+            words.append(f"STATUS={said}")
+        if words:
+            self._tell("\n".join(words))
+        return due_s

@@ -1,0 +1,34 @@
+"""Secrets from systemd take the place of files that only root reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedquilt.edge_agent import credentials, settings
+
+
+def told(**broker: str) -> settings.AgentSettings:
+    return settings.parse({"device": "orin-1", "home": "/var/lib/fedquilt", "broker": broker})
+
+
+def test_a_file_that_systemd_handed_over_is_taken_by_its_name(tmp_path: Path) -> None:
+    """The others stay where they are."""
+    (tmp_path / "device.key").write_text("key")
+    before = told(ca="/etc/fedquilt/ca.crt", cert="/etc/fedquilt/device.crt", key="/etc/fedquilt/device.key")
+    after = credentials.taken(before, tmp_path)
+    assert after.broker.key == str(tmp_path / "device.key")
+    assert (after.broker.ca, after.broker.cert) == (before.broker.ca, before.broker.cert)
+    assert (after.device, after.home) == (before.device, before.home)
+
+
+def test_a_password_too(tmp_path: Path) -> None:
+    """Of a broker that asks for one."""
+    (tmp_path / "password").write_text("secret")
+    after = credentials.taken(told(password_file="/etc/fedquilt/password"), tmp_path)
+    assert after.broker.password_file == str(tmp_path / "password")
+
+
+def test_without_such_a_folder_nothing_changes() -> None:
+    """An agent started by hand."""
+    before = told(key="/etc/fedquilt/device.key")
+    assert credentials.taken(before, None) is before

@@ -1,0 +1,114 @@
+"""What systemd hears of a service, and when."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fedquilt import systemd
+
+
+@pytest.fixture
+def heard(tmp_path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    """An address as systemd gives it, and the next datagram there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
+        line.bind(str(tmp_path / "n"))
+        line.settimeout(5)
+        yield str(tmp_path / "n"), lambda: line.recv(1000)
+
+
+def test_systemd_is_told(heard: tuple[str, Callable[[], bytes]], tmp_path: Path) -> None:
+    """One datagram; without systemd, or with one that is gone, nothing happens."""
+    address, read = heard
+    systemd.notify("READY=1", address)
+    assert read() == b"READY=1"
+    systemd.notify("READY=1", str(tmp_path / "gone"))
+    systemd.notify("READY=1", "")
+
+
+def test_an_abstract_address_is_understood() -> None:
+    """systemd writes its first byte, which is 0, as "@"."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
+        line.bind(b"\0fedquilt-test-of-notify")
+        line.settimeout(5)
+        systemd.notify("WATCHDOG=1", "@fedquilt-test-of-notify")
+        assert line.recv(100) == b"WATCHDOG=1"
+
+
+class Steps:
+    """An endpoint that counts."""
+
+    finished = False
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def fds(self) -> tuple[int, ...]:
+        return (7,)
+
+    def step(self, now_s: float) -> float:
+        self.count += 1
+        return now_s + 3
+
+
+class Case:
+    """A watched endpoint; what was told since last asked."""
+
+    def __init__(self) -> None:
+        self.steps, self.status = Steps(), "asks for a broker"
+        self._told: list[str] = []
+        self.watched = systemd.Watched(self.steps, lambda: self.status, self._told.append)
+
+    def at(self, now_s: float) -> list[str]:
+        self._told.clear()
+        assert self.watched.step(now_s) == now_s + 3
+        return list(self._told)
+
+
+def test_it_is_ready_after_its_first_step_without_any_broker() -> None:
+    """Otherwise a board without a network would be restarted for ever."""
+    case = Case()
+    assert case.at(100.0) == ["READY=1\nWATCHDOG=1\nSTATUS=asks for a broker"]
+    assert case.steps.count == 1
+    assert case.watched.fds() == (7,)
+
+
+def test_a_step_that_fails_is_never_ready() -> None:
+    """systemd then says so, and starts it again."""
+    told: list[str] = []
+    steps = Steps()
+    steps.step = lambda now_s: 1 / 0  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        systemd.Watched(steps, lambda: "", told.append).step(0.0)
+    assert told == []
+
+
+def test_the_watchdog_hears_of_it_once_a_second() -> None:
+    """However many steps there are; and of a clock that jumped back at once, not when it has caught up."""
+    case = Case()
+    case.at(100.0)
+    assert case.at(100.5) == []
+    assert case.at(100.9) == []
+    assert case.at(101.0) == ["WATCHDOG=1"]
+    assert case.at(5.0) == ["WATCHDOG=1"]
+    assert case.at(5.5) == []
+
+
+def test_a_new_status_is_told_at_once_and_an_old_one_never_again() -> None:
+    """On one line, as lines are words of their own there."""
+    case = Case()
+    case.at(100.0)
+    case.status = "online as orin-1\nREADY=1"
+    assert case.at(100.1) == ["STATUS=online as orin-1 READY=1"]
+    assert case.at(100.2) == []
+
+
+def test_it_is_finished_when_what_it_watches_is() -> None:
+    """So the loop ends."""
+    case = Case()
+    assert not case.watched.finished
+    case.steps.finished = True
+    assert case.watched.finished
