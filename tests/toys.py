@@ -10,7 +10,7 @@ import numpy as np
 
 from fedquilt.core import BlobRef, Bundle, Examples
 from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.models import images
+from fedquilt.models import images, masks
 from fedquilt.tools.local_run import Member
 
 SMALL = {"subrounds": 1, "expansions": 8, "samples": 16, "fit_samples": 24, "screen": 3, "k": 2, "depth": 5}
@@ -117,13 +117,23 @@ def members(count: int = 4, examples: int = 60) -> list[Member]:
 
 
 MLP = {"name": "mlp", "inputs": 6, "hidden": [5], "classes": 3}
+MLP_MASKS = masks.Plan(  # fedquilt.models.mask_trace.plan of it
+    {"1": 5},
+    {},
+    {
+        "1.weight": masks.Follow((5, 6), ("1",)),
+        "1.bias": masks.Follow((5,), ("1",)),
+        "3.weight": masks.Follow((3, 5), (), ("1",)),
+    },
+)
 
 
 def to_train(network: dict[str, Any] | None = None, model: dict[str, np.ndarray] | None = None) -> Bundle:
     """A network and what it begins with; none: a small one that the numpy engine trains."""
     start = numpy_engine.init(MLP, 0) if model is None else model
+    parts = {"model": start, **({} if network else {"masks": {"json": masks.to_array(MLP_MASKS)}})}
     meta = {"network": network or MLP, "flops": 100.0}
-    return Bundle(meta, {"model": BlobRef(sha256="0" * 64, size=1)}, lambda name: start)
+    return Bundle(meta, {name: BlobRef(sha256="0" * 64, size=1) for name in parts}, lambda name: parts[name])
 
 
 def learners(count: int = 3, examples: int = 16) -> list[Member]:
