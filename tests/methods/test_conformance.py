@@ -23,8 +23,9 @@ from toys import SMALL, build, learners, members, to_train
 ROUNDS = 4
 TRAINING = {"epochs": 2, "batch": 8, "lr": 0.1}
 AMPLE = 1 << 40
-# FedStitch keeps every device's ballot, and apart from each other the sums of devices up to a bound of its own
-FOR_EACH_BYTES = {"fedstitch": 1500}
+# FedStitch keeps every device's ballot, and apart from each other the sums of devices up to a bound of its own;
+# FedPeWS what every device has published of its mask: of the toy network's 5 neurons two bytes each, and their header
+FOR_EACH_BYTES = {"fedstitch": 1500, "fedpews": 160}
 
 every = pytest.mark.parametrize("name", methods.names())
 

@@ -1,0 +1,279 @@
+"""FedPeWS: in the first rounds each device trains a subnetwork of its own, which it finds by itself.
+
+Paper: Tastan et al., FedPeWS: Personalized Warmup via Subnetworks for Enhanced Heterogeneous Federated
+Learning (arXiv 2410.03042), Algorithm 1, Eq. 4 to 8. In each of W warm-up rounds a device takes turns on
+every mini-batch: a step on its mask scores s (Procedure I), then one on the weights (Procedure II), each
+under newly drawn masks m ~ Bernoulli(theta), theta = sigmoid(s), one entry per hidden neuron:
+
+    L_s = f(x m) - lambda ||theta_i - theta_{g without i}||^2        s <- s - eta_s grad L_s
+    L_x = f(x m) [+ mu/2 ||(x - x_g) m||^2, over FedProx]            x <- x - eta_l grad L_x
+    x_g <- x_g - eta_g (x_g - sum_i x_i m_i / sum_i m_i)   where anybody's mask covers, else as it is
+
+After that it is FedAvg (mu = 0) or FedProx with eta_g. The scores stay on the device. What is sent in
+a warm-up round: the mask drawn after the last step, in bits; covered entries of the weights; and theta_i in
+16 bits unless `publish` is "bits": then the others' masks stand for their probabilities.
+
+Deviations and what the paper leaves open: s begins at `first_score` = 0; a weight is covered where
+both its ends are; an uncovered entry is kept, where the paper divides by 0. Devices count by their examples
+(`weigh`), the paper's all alike. theta_{g without i} is taken from what each device has last published; in the
+first round all are at 0.5, and a device that remains the only one has no term of diversity. Procedure I leaves the
+statistics of batch normalisation alone. W counts rounds that were answered; K is `epochs` over the device's examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+import numpy as np
+from msgspec import Meta
+
+from fedquilt import tensors
+from fedquilt.core import Answer, Bundle, Contribution, DeviceView, Hooks, ModelError, Order, Site, Task, UpdateError
+from fedquilt.methods import fedavg
+from fedquilt.models import masks
+from fedquilt.models.masks import Plan
+
+
+@dataclass(frozen=True)
+class Warmup(fedavg.Params):
+    """What FedPeWS and FedPeWS-Fixed have in common."""
+
+    warmup: Annotated[int, Meta(ge=0)] = 25  # W: rounds with masks; the paper's tau is W over all rounds. 0: none
+    server_lr: Annotated[float, Meta(gt=0, le=2)] = 1.0  # eta_g: 1 takes the devices' mean
+    mu: Annotated[float, Meta(ge=0)] = 0.0  # mu of FedProx; 0 is over FedAvg
+    weigh: Literal["examples", "devices"] = "examples"  # what a device counts by; the paper's count alike
+
+
+@dataclass(frozen=True)
+class Params(Warmup):
+    mask_lr: Annotated[float, Meta(gt=0)] = 0.1  # eta_s: learning rate of the scores; does not decay
+    diversity: Annotated[float, Meta(ge=0)] = 2.0  # lambda: how much it is worth to differ from the others
+    publish: Literal["theta", "bits"] = "theta"  # what others learn of a device's mask
+    first_score: Annotated[float, Meta(ge=-100, le=100)] = 0.0  # s_g^0; 0: every neuron is used half of the time
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.optimizer != "sgd" or self.momentum or self.weight_decay or self.clip:
+            raise ValueError(
+                "mask scores are learnt by plain steps: FedPeWS wants sgd without momentum, weight_decay and clip"
+            )
+
+
+@dataclass(frozen=True)
+class State(fedavg.State):
+    """The global model, how its neurons hang together, and what devices have published of their masks."""
+
+    plan: Plan
+    round: int  # rounds that were answered
+    reached: float  # share of the model's entries that somebody's mask covered in the last warm-up round
+    published: dict[str, np.ndarray]  # by device, (h,) float16 or (ceil(h/8),) uint8: the last of each
+
+
+@dataclass(frozen=True)
+class Covered:
+    """A warm-up round's sums over devices: of weighted covered entries, and of the weights that they have."""
+
+    total: Mapping[str, np.ndarray]  # sum_i n_i x_i m_i; counters: the largest
+    cover: Mapping[str, np.ndarray]  # sum_i n_i m_i, in the tensor's shape; (1,) where all is covered
+    published: Mapping[str, np.ndarray]
+
+
+def init(bundle: Bundle, params: Warmup, seed: int) -> State:
+    begun = fedavg.init(bundle, params, seed)
+    plan = Plan({}, {}, {})
+    if params.warmup:
+        if "masks" not in bundle.files:
+            raise ModelError(
+                "the bundle has no plan of the network's masks: run `fedquilt prepare` anew. If there is none still, "
+                "torch.fx cannot trace the network: set warmup = 0, or take another one"
+            )
+        plan = masks.from_array(bundle.load("masks")["json"])
+        masks.require(plan, begun.model)
+        if not plan.neurons:
+            raise ModelError("this network has no hidden neurons that masks could choose from: set warmup = 0")
+    return State(**vars(begun), plan=plan, round=0, reached=0.0, published={})
+
+
+def warm(state: State) -> bool:
+    """Whether the coming round is one with masks."""
+    return state.round < int(state.params["warmup"])
+
+
+def send(state: State, device: DeviceView) -> Order:
+    if not warm(state):
+        return full(state)
+    others, anchors = _others(state, device.device), int(state.params["mu"] > 0)
+    bundles = {"model": state.model, "plan": {"json": masks.to_array(state.plan)}}
+    if others is not None:
+        bundles["others"] = {"theta": others}
+    order = fedavg.order(state, bundles, passes=6, anchors=anchors)
+    return replace(order, params={**order.params, "masked": True, "alone": others is None})
+
+
+def full(state: State) -> Order:
+    """A round of the whole network."""
+    return fedavg.order(state, {"model": state.model}, anchors=int(state.params["mu"] > 0))
+
+
+def _others(state: State, device: str) -> np.ndarray | None:
+    """theta_{g without i}: the mean of what the others have published, float32 (h,)."""
+    if not state.published:
+        return np.full(state.plan.neurons, 0.5, np.float32)
+    given = [value for name, value in sorted(state.published.items()) if name != device]
+    if not given:
+        return None
+    total = np.zeros(state.plan.neurons)
+    for value in given:
+        total += value if value.dtype.kind == "f" else masks.from_bits(value, state.plan.neurons)
+    return (total / len(given)).astype(np.float32)
+
+
+# -- on the device --------------------------------------------------------------------------------
+
+
+def proximal(task: Task) -> Hooks:
+    """FedProx's pull towards the received model; nothing with mu = 0."""
+    mu = task.params["mu"]
+    return Hooks(correct=lambda gradient, value, at: gradient + mu * (value - at["start"])) if mu else Hooks()
+
+
+def work(task: Task, site: Site) -> Answer:
+    if not task.params.get("masked"):
+        return fedavg.work(task, site, proximal(task))
+    import torch
+
+    from fedquilt.models.masking import SCORES, Gates
+
+    plan, received = masks.from_array(site.load("plan")["json"]), site.load("model")
+    others = None if task.params["alone"] else torch.from_numpy(site.load("others")["theta"])
+    gates = Gates(plan, others, task.params["diversity"], task.params["mu"])
+    hooks = Hooks(prepare=gates.prepare, turns=gates.turns(task.params["mask_lr"] / fedavg.fit_of(task).lr))
+    first = np.full(plan.neurons, task.params["first_score"], np.float32)
+    answer = fedavg.trained(task, site, {**received, SCORES: site.local.get("scores", first)}, hooks)
+    model = dict(answer.bundles["model"])
+    scores = model.pop(SCORES)
+    theta = (1 / (1 + np.exp(-scores.astype(np.float64)))).astype(np.float32)
+    neurons = site.rng.random(plan.neurons) < theta
+    told = {"bits": masks.to_bits(neurons)}
+    if task.params["publish"] == "theta":
+        told["theta"] = theta.astype(np.float16)
+    sent = masks.take(model, masks.covered(plan, neurons))
+    return replace(
+        answer,
+        bundles={"model": sent, "mask": told},
+        metrics={**answer.metrics, "used": float(neurons.mean()), "theta": float(theta.mean())},
+        local={"scores": scores},
+    )
+
+
+# -- on the coordinator ---------------------------------------------------------------------------
+
+
+def weight_of(state: State, update: Contribution) -> float:
+    """What a device counts by."""
+    return update.weight if state.params["weigh"] == "examples" else 1.0
+
+
+def fold(state: State, so_far: Covered | fedavg.Sum | None, update: Contribution) -> Covered | fedavg.Sum:
+    if not warm(state):
+        assert not isinstance(so_far, Covered)
+        return fold_full(state, so_far, update)
+    assert not isinstance(so_far, fedavg.Sum)
+    told, wanted = update.bundles.get("mask", {}), {"bits", "theta"}
+    if state.params["publish"] == "bits":
+        wanted = {"bits"}
+    if told.keys() != wanted:
+        raise UpdateError(f"{update.device} told {sorted(told)} of its mask, this warm-up wants {sorted(wanted)}")
+    count = state.plan.neurons
+    neurons = masks.from_bits(told["bits"], count)
+    value = told.get("theta", told["bits"])
+    if "theta" in told and not (value.dtype == np.float16 and value.shape == (count,) and _probable(value)):
+        raise UpdateError(f"{update.device} told as theta what are not {count} float16 probabilities")
+    return add(state, so_far, update, neurons, {update.device: value})
+
+
+def fold_full(state: State, so_far: fedavg.Sum | None, update: Contribution) -> fedavg.Sum:
+    """Of a round of the whole network."""
+    return fedavg.fold(state, so_far, replace(update, weight=weight_of(state, update)))
+
+
+def _probable(values: np.ndarray) -> bool:
+    return bool(((values >= 0) & (values <= 1)).all())  # NaN is neither
+
+
+def add(
+    state: State, so_far: Covered | None, update: Contribution, neurons: np.ndarray, told: Mapping[str, np.ndarray]
+) -> Covered:
+    """The sums with one device's covered entries; `neurons` is its mask (h,).
+
+    Raises:
+        UpdateError: what it sent is not what its mask covers, or not finite.
+    """
+    sent = update.bundles.get("model", {})
+    if odd := sorted(sent.keys() ^ state.model.keys()):
+        raise UpdateError(f"tensor names differ: {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}")
+    marks = masks.covered(state.plan, neurons)
+    model, weight = masks.put(sent, marks), weight_of(state, update)
+    tensors.require_like(model, state.model)
+    total = {k: v if v.dtype.kind in "iu" else v.astype(np.float64) * weight for k, v in model.items()}
+    cover = {k: marks[k] * weight if k in marks else np.full(1, weight) for k in model}
+    if so_far is None:
+        return Covered(total, cover, dict(told))
+    total = {name: fedavg.join(so_far.total[name], array) for name, array in total.items()}
+    cover = {name: so_far.cover[name] + array for name, array in cover.items()}
+    return Covered(total, cover, {**so_far.published, **told})
+
+
+def step(state: State, total: Covered | fedavg.Sum | None) -> State:
+    if total is None or (isinstance(total, fedavg.Sum) and total.weight == 0):
+        return state
+    rate = state.params["server_lr"]
+    if isinstance(total, fedavg.Sum):
+        found = {name: _towards(state.model[name], array, rate) for name, array in fedavg.mean(total).items()}
+        return replace(state, model=fedavg.cast(found, state.model), round=state.round + 1, published={})
+    found, reached, entries = {}, 0, 0
+    for name, before in state.model.items():
+        cover, given = total.cover[name], total.total[name]
+        if before.dtype.kind in "iu":
+            found[name] = given
+            continue
+        some = np.broadcast_to(cover > 0, before.shape)
+        mean = np.divide(given, cover, out=before.astype(np.float64), where=some)
+        found[name] = np.where(some, _towards(before, mean, rate), before)
+        reached, entries = reached + int(some.sum()), entries + before.size
+    return replace(
+        state,
+        model=fedavg.cast(found, state.model),
+        round=state.round + 1,
+        reached=reached / entries,
+        published={**state.published, **total.published} if total.published else {},
+    )
+
+
+def _towards(before: np.ndarray, mean: np.ndarray, rate: float) -> np.ndarray:
+    """x - eta (x - mean), written so that eta = 1 gives the mean to the last bit; counters are taken."""
+    return mean if mean.dtype.kind in "iu" else (1 - rate) * before.astype(np.float64) + rate * mean
+
+
+def story(state: State) -> list[str]:
+    if not state.round or state.round > int(state.params["warmup"]):
+        return []
+    of = f"warm-up round {state.round} of {state.params['warmup']}"
+    return [f"{of}: the devices' masks together covered {100 * state.reached:.0f} % of the network"]
+
+
+METHOD = replace(
+    fedavg.METHOD,
+    paper="arXiv 2410.03042",
+    params=Params,
+    state=State,
+    engines=("torch",),
+    init=init,
+    send=send,
+    work=work,
+    fold=fold,
+    step=step,
+    story=story,
+)

@@ -1,0 +1,452 @@
+"""FedPeWS and FedPeWS-Fixed: what they are without masks, what masks change, and what stays on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedquilt import methods, tensors
+from fedquilt.coordinator import settings
+from fedquilt.core import Answer, BlobRef, Bundle, Contribution, DeviceView, JobError, ModelError, UpdateError
+from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
+from fedquilt.methods import fedavg, fedpews, fedpews_fixed
+from fedquilt.models import masks
+from fedquilt.tools.local_run import Member, states
+from toys import MLP, MLP_MASKS, learners, to_train
+
+SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
+ALL_ONES = {"warmup": 3, "first_score": 100.0, "diversity": 0.0}  # theta is 1 and stays it: its slope is 0
+PLAN = MLP_MASKS
+H = 5
+
+
+def numpy_one() -> NumpyEngine:
+    return NumpyEngine(1 << 40, base_bytes=0)
+
+
+def torch_one(budget_bytes: int = 1 << 40) -> Any:
+    module = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine")
+    return module.TorchEngine(budget_bytes, base_bytes=0)
+
+
+def play(name: str, engine: Any = None, members: list[Member] | None = None, **params: Any) -> list[Any]:
+    """The states of three rounds on toy devices."""
+    method, kept = methods.load(name), params.pop("work", None)
+    method = replace(method, work=kept) if kept else method
+    chosen = method.params(**{**SMALL, **params})
+    return list(states(method, to_train(), Path, engine or torch_one(), members or learners(), chosen, rounds=3))
+
+
+def models(run: list[Any]) -> list[bytes]:
+    return [tensors.encode(state.model) for state in run]
+
+
+def begun(name: str = "fedpews", **params: Any) -> Any:
+    method = methods.load(name)
+    return method.init(to_train(), method.params(**params), 0)
+
+
+def told(device: str, mask: list[int], value: float, weight: float = 1.0, theta: Any = None) -> Contribution:
+    """What a device sends whose weights are all `value`."""
+    neurons = np.array(mask, bool)
+    marks = masks.covered(PLAN, neurons)
+    model = {name: np.full(array.shape, value, np.float32) for name, array in begun().model.items()}
+    given = np.array(mask if theta is None else theta, np.float16)
+    return Contribution(
+        device,
+        0,
+        weight,
+        {},
+        {"model": masks.take(model, marks), "mask": {"bits": masks.to_bits(neurons), "theta": given}},
+    )
+
+
+# -- identities -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mu", "base"), [(0.0, "fedavg"), (0.3, "fedprox")])
+def test_with_all_ones_masks_it_is_its_base_bit_for_bit(mu: float, base: str) -> None:
+    """Three warm-up rounds with devices of 13 examples, so uneven batches; masks are drawn and sent all the same."""
+    devices = learners(3, examples=13)
+    ours = play("fedpews", members=devices, mu=mu, **ALL_ONES)
+    theirs = play(base, torch_one(), devices, **({"mu": mu} if mu else {}))
+    assert models(ours) == models(theirs)
+    assert len(set(models(ours))) == 4
+    assert [fedpews.warm(state) for state in ours] == [True, True, True, False]
+    assert ours[2].reached == 1.0
+
+
+@pytest.mark.parametrize("name", ["fedpews", "fedpews_fixed"])
+@pytest.mark.parametrize(
+    ("params", "base", "theirs"),
+    [
+        ({}, "fedavg", {}),
+        ({"mu": 0.3}, "fedprox", {"mu": 0.3}),
+        ({"server_lr": 0.5}, "fedopt", {"server": "sgd", "beta1": 0.0, "server_lr": 0.5}),
+    ],
+)
+def test_without_warm_up_it_is_its_base_bit_for_bit(
+    name: str, params: dict[str, Any], base: str, theirs: dict[str, Any]
+) -> None:
+    """W = 0."""
+    assert models(play(name, warmup=0, **params)) == models(play(base, torch_one(), **theirs))
+
+
+@pytest.mark.parametrize("engine", [numpy_one, torch_one])
+@pytest.mark.parametrize(
+    ("fit", "base"),
+    [
+        ({"momentum": 0.9, "weight_decay": 0.01}, "fedavg"),
+        ({"optimizer": "adam", "lr": 0.01}, "fedavg"),
+        ({"mu": 0.3}, "fedprox"),
+    ],
+)
+def test_fixed_with_one_part_is_its_base_bit_for_bit(engine: Any, fit: dict[str, Any], base: str) -> None:
+    """That part is the whole network; in either engine, with any optimizer."""
+    ours = play("fedpews_fixed", engine(), parts=1, warmup=3, **fit)
+    assert models(ours) == models(play(base, engine(), **fit))
+
+
+def test_micro_batches_take_the_same_steps() -> None:
+    """One example at a time: draws are made for the mini-batch, not for its parts."""
+    params = {"warmup": 3, "mu": 0.3, "diversity": 0.5}
+    ours, theirs = play("fedpews", torch_one(1), **params), play("fedpews", **params)
+    for name, array in theirs[-1].model.items():
+        np.testing.assert_allclose(ours[-1].model[name], array, atol=1e-5)
+
+
+# -- on the coordinator ---------------------------------------------------------------------------
+
+
+def test_a_warm_up_round_is_what_it_is_on_paper() -> None:
+    """By hand. x is all 1, eta_g = 1/2. a: neurons 0 1, all 3, 1 example; b: neurons 1 2, all 6, 2 examples.
+
+    The mean is 3 where a alone covers, (3 + 12) / 3 = 5 where both, 6 where b alone; half of the way is
+    2, 3 and 3.5. Neurons 3 and 4 are nobody's: 1 stays.
+    """
+    state = begun(server_lr=0.5)
+    state = replace(state, model={name: np.ones_like(array) for name, array in state.model.items()})
+    total = fedpews.fold(state, None, told("a", [1, 1, 0, 0, 0], 3.0))
+    total = fedpews.fold(state, total, told("b", [0, 1, 1, 0, 0], 6.0, weight=2.0))
+    after = fedpews.step(state, total)
+    by_neuron = np.array([2.0, 3.0, 3.5, 1.0, 1.0], np.float32)
+    np.testing.assert_array_equal(after.model["1.bias"], by_neuron)
+    np.testing.assert_array_equal(after.model["1.weight"], np.repeat(by_neuron[:, None], 6, axis=1))
+    np.testing.assert_array_equal(after.model["3.weight"], np.repeat(by_neuron[None], 3, axis=0))
+    np.testing.assert_array_equal(after.model["3.bias"], np.full(3, 3.0, np.float32))  # never masked
+    assert after.reached == pytest.approx((3 * 10 + 3) / 53)
+    assert fedpews.story(after) == ["warm-up round 1 of 25: the devices' masks together covered 62 % of the network"]
+
+
+def test_devices_may_all_count_alike() -> None:
+    """The same round as the paper has it: (3 + 6) / 2 where both cover."""
+    state = begun(weigh="devices")
+    total = fedpews.fold(state, None, told("a", [1, 1, 0, 0, 0], 3.0))
+    total = fedpews.fold(state, total, told("b", [0, 1, 1, 0, 0], 6.0, weight=2.0))
+    assert fedpews.step(state, total).model["1.bias"][:3].tolist() == [3.0, 4.5, 6.0]
+
+
+def test_uncovered_entries_stay_to_the_last_bit() -> None:
+    """Also where x is no round number and eta_g is not 1."""
+    state = begun(server_lr=0.7)
+    after = fedpews.step(state, fedpews.fold(state, None, told("a", [0, 1, 0, 0, 1], 3.0)))
+    mark = masks.covered(PLAN, np.array([0, 1, 0, 0, 1], bool))
+    for name, held in mark.items():
+        assert (after.model[name][~held] == state.model[name][~held]).all()
+        assert (after.model[name][held] != state.model[name][held]).all()
+
+
+def test_the_others_probabilities_are_those_last_published() -> None:
+    """theta_{g without i} of three devices of which one has not answered in the second round; before, all are 0.5."""
+    state = begun()
+
+    def others(device: str) -> list[float]:
+        found = fedpews.send(state, DeviceView(device, None)).bundles["others"]
+        assert isinstance(found, Mapping)
+        return found["theta"].tolist()
+
+    assert others("a") == [0.5] * H
+    for values in ({"a": 0.0, "b": 0.5, "c": 1.0}, {"a": 0.25, "b": 0.75}):
+        total = None
+        for device, theta in values.items():
+            total = fedpews.fold(state, total, told(device, [1] * H, 1.0, theta=[theta] * H))
+        state = fedpews.step(state, total)
+    assert others("a") == [0.875] * H  # b 0.75, c 1
+    assert others("c") == [0.5] * H
+    assert others("new") == pytest.approx([2 / 3] * H)
+
+
+def test_bits_stand_for_probabilities_where_only_they_are_published() -> None:
+    """And where one device is alone there is nothing to differ from."""
+    state = begun(publish="bits")
+    first = told("a", [1, 0, 1, 0, 1], 1.0)
+    first = replace(first, bundles={**first.bundles, "mask": {"bits": first.bundles["mask"]["bits"]}})
+    state = fedpews.step(state, fedpews.fold(state, None, first))
+    assert state.published["a"].nbytes == 1
+    seen = fedpews.send(state, DeviceView("b", None)).bundles["others"]
+    assert isinstance(seen, Mapping)
+    assert seen["theta"].tolist() == [1, 0, 1, 0, 1]
+    own = fedpews.send(state, DeviceView("a", None))
+    assert "others" not in own.bundles
+    assert own.params["alone"] is True
+
+
+def test_when_the_warm_up_is_over_nothing_of_masks_is_left() -> None:
+    """In the order, the update, the device's private state and the coordinator's."""
+    answers: list[Answer] = []
+
+    def work(task: Any, site: Any) -> Answer:
+        answers.append(fedpews.work(task, site))
+        return answers[-1]
+
+    run = play("fedpews", work=work, warmup=2)
+    assert [sorted(answer.bundles) for answer in answers] == [["mask", "model"]] * 6 + [["model"]] * 3
+    assert [sorted(answer.local) for answer in answers] == [["scores"]] * 6 + [[]] * 3
+    assert [len(state.published) for state in run] == [0, 3, 3, 0]
+    order = fedpews.send(run[2], DeviceView("a", None))
+    assert sorted(order.bundles) == ["model"]
+    assert "masked" not in order.params
+    assert fedpews.story(run[3]) == []
+    assert answers[-1].bundles["model"]["1.weight"].shape == (5, 6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"theta": np.full(H, 1.5, np.float16)}, "not 5 float16 probabilities"),
+        ({"theta": np.full(H, np.nan, np.float16)}, "not 5 float16 probabilities"),
+        ({"theta": np.full(H, 0.5, np.float32)}, "not 5 float16 probabilities"),
+        ({"theta": np.full(4, 0.5, np.float16)}, "not 5 float16 probabilities"),
+        ({"bits": np.zeros(2, np.uint8)}, "a mask of 5 neurons is 1 bytes"),
+        ({"bits": np.full(1, 255, np.uint8)}, "its mask covers 30 entries"),
+        ({"more": np.zeros(1)}, "told .* of its mask"),
+    ],
+)
+def test_a_mask_that_is_none_is_refused(change: dict[str, np.ndarray], message: str) -> None:
+    """Probabilities beyond 1 would draw all the others away; bits have to tell what was sent."""
+    state, good = begun(), told("a", [1, 1, 0, 0, 0], 3.0)
+    odd = replace(good, bundles={**good.bundles, "mask": {**good.bundles["mask"], **change}})
+    with pytest.raises(UpdateError, match=message):
+        fedpews.fold(state, None, odd)
+
+
+def test_an_update_of_another_phase_is_refused() -> None:
+    """A whole model in the warm-up, a masked one after it."""
+    state = begun(warmup=1)
+    whole = Contribution("a", 0, 1.0, {}, {"model": state.model})
+    with pytest.raises(UpdateError, match="told \\[\\] of its mask"):
+        fedpews.fold(state, None, whole)
+    masked = told("a", [1, 1, 0, 0, 0], 3.0)
+    after = fedpews.step(state, fedpews.fold(state, None, masked))
+    with pytest.raises(UpdateError, match="shape"):
+        fedpews.fold(after, None, masked)
+    assert fedpews.step(after, fedpews.fold(after, None, whole)).round == 2
+
+
+# -- on the device --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("publish", ["theta", "bits"])
+def test_an_upload_is_its_formula(publish: str) -> None:
+    """ceil(h/8) bytes of mask, 2 h of theta if it is published, 4 for each covered entry; every mask is another."""
+    sizes = []
+
+    def work(task: Any, site: Any) -> Answer:
+        answer = fedpews.work(task, site)
+        neurons = masks.from_bits(answer.bundles["mask"]["bits"], H)
+        used = int(neurons.sum())
+        covered = used * 6 + used + used * 3 + 3  # rows of the first layer, its biases, columns of the second, scores
+        wanted = 1 + 4 * covered + (2 * H if publish == "theta" else 0)
+        assert tensors.total_bytes(answer.bundles.values()) == wanted
+        assert answer.metrics["used"] == used / H
+        sizes.append(wanted)
+        return answer
+
+    play("fedpews", work=work, warmup=3, publish=publish)
+    assert len(set(sizes)) > 1
+
+
+@pytest.mark.parametrize("publish", ["theta", "bits"])
+def test_mask_scores_stay_on_the_device(publish: str) -> None:
+    """Neither they nor their probabilities in 32 bits are in the bytes that are sent; with bits none in 16 either."""
+
+    def work(task: Any, site: Any) -> Answer:
+        answer = fedpews.work(task, site)
+        assert answer.local.keys() == {"scores"}
+        scores = answer.local["scores"]
+        theta = 1 / (1 + np.exp(-scores.astype(np.float64)))
+        sent = b"".join(tensors.encode(bundle) for bundle in answer.bundles.values())
+        for kind in (np.float16, np.float32, np.float64):
+            assert scores.astype(kind).tobytes() not in sent
+            if kind != np.float16:
+                assert theta.astype(kind).tobytes() not in sent
+        assert (theta.astype(np.float32).astype(np.float16).tobytes() in sent) == (publish == "theta")
+        assert len(np.unique(scores)) == H
+        return answer
+
+    play("fedpews", work=work, warmup=3, publish=publish)
+
+
+def test_scores_are_kept_from_round_to_round_and_begun_anew_where_they_are_lost() -> None:
+    """With a mask learning rate so small that scores hardly move from where they are."""
+    first: list[float] = []
+
+    def work(task: Any, site: Any) -> Answer:
+        if site.local:
+            site = replace(site, local={"scores": np.full(H, 3.0, np.float32)} if site.device != "dev-0" else {})
+        answer = fedpews.work(task, site)
+        first.append(round(float(answer.local["scores"].mean()), 2))
+        return answer
+
+    play("fedpews", work=work, warmup=3, mask_lr=1e-6, first_score=-1.0)
+    assert first == [-1.0] * 3 + [-1.0, 3.0, 3.0] * 2
+
+
+def test_devices_that_are_to_differ_do() -> None:
+    """Two devices with the same examples: with lambda their probabilities part, without they stay closer."""
+    same = [replace(learners(1)[0], device=name) for name in ("dev-0", "dev-1")]
+    apart = []
+    for diversity in (0.0, 5.0):
+        run = play("fedpews", members=same, warmup=3, diversity=diversity, mask_lr=1.0)
+        one, other = run[-1].published.values()
+        apart.append(float(np.abs(one.astype(np.float32) - other.astype(np.float32)).mean()))
+    assert apart[0] < 0.3 < 0.6 < apart[1]
+
+
+def test_the_mask_learning_rate_does_not_decay() -> None:
+    """eta_s = 0.1 at eta_l = 0.1 * 0.5^r: the scores' turn takes place at 1, 2, 4 times the weights' rate."""
+    rates = []
+
+    class Listens:
+        name = "torch"
+
+        def train(self, network, start, examples, fit, rng, *, hooks, progress):  # type: ignore[no-untyped-def]
+            rates.append([turn.rate(name) * fit.lr for turn in hooks.turns for name in ("mask_scores", "1.weight")])
+            return dict(start), {"loss": 0.0, "steps": 1.0}
+
+    pytest.importorskip("torch")
+    play("fedpews", Listens(), learners(1), warmup=3, lr_decay=0.5)
+    np.testing.assert_allclose(rates, [[0.1, 0, 0, 0.1 * 0.5**r] for r in range(3)])
+
+
+# -- fixed ----------------------------------------------------------------------------------------
+
+
+def test_fixed_masks_of_all_devices_sum_to_one() -> None:
+    """Two named devices; a third begins again with the first part."""
+    state = begun("fedpews_fixed", devices=("x", "y", "z"))
+    held = [fedpews_fixed.mask_of(state, device).astype(int) for device in ("x", "y")]
+    assert sum(held).tolist() == [1] * H
+    assert fedpews_fixed.mask_of(state, "z").tolist() == held[0].astype(bool).tolist()
+    assert fedpews_fixed.part_of(state, "nobody knows") in (0, 1)
+
+
+@pytest.mark.parametrize("engine", [numpy_one, torch_one])
+def test_a_fixed_part_is_trained_by_itself_and_nothing_else_moves(engine: Any) -> None:
+    """One device with neurons 0 and 1: the others' entries stay, its own move, as in a network that has no others."""
+    params = {"devices": ["dev-0"], "warmup": 3, "mu": 0.2}
+    run = play("fedpews_fixed", engine(), learners(1), **params)
+    mark = masks.covered(PLAN, np.array([1, 1, 0, 0, 0], bool))
+    first, last = run[0].model, run[-1].model
+    for name, held in mark.items():
+        assert (last[name][~held] == first[name][~held]).all()
+        assert (last[name][held] != first[name][held]).any()
+    narrow = {
+        "1.weight": first["1.weight"][:2],
+        "1.bias": first["1.bias"][:2],
+        "3.weight": first["3.weight"][:, :2],
+        "3.bias": first["3.bias"],
+    }
+    bundle = Bundle(
+        {"network": {**MLP, "hidden": [2]}}, {"model": BlobRef(sha256="0" * 64, size=1)}, lambda name: narrow
+    )
+    prox = methods.load("fedprox")
+    *_, small = states(prox, bundle, Path, engine(), learners(1), prox.params(**SMALL, mu=0.2), rounds=3)
+    np.testing.assert_allclose(small.model["1.weight"], last["1.weight"][:2], atol=1e-6)
+    np.testing.assert_allclose(small.model["3.bias"], last["3.bias"], atol=1e-6)
+
+
+def test_of_a_fixed_part_only_its_entries_travel_both_ways() -> None:
+    """Neurons 0 and 1 of 5: 2 (6 + 1 + 3) + 3 entries of 4 bytes; the plan goes once."""
+    state = begun("fedpews_fixed", devices=("dev-0",))
+    order = fedpews_fixed.send(state, DeviceView("dev-0", None))
+    down = order.bundles["model"]
+    assert isinstance(down, Mapping)
+    assert tensors.total_bytes([down]) == 4 * 23
+    assert "mask_scores" not in down
+    sent: list[int] = []
+
+    def work(task: Any, site: Any) -> Answer:
+        answer = fedpews_fixed.work(task, site)
+        sent.append(tensors.total_bytes(answer.bundles.values()))
+        return answer
+
+    play("fedpews_fixed", numpy_one(), learners(1), devices=["dev-0"], warmup=2, work=work)
+    assert sent == [4 * 23, 4 * 23, 4 * 53]
+
+
+def test_a_device_is_judged_by_what_it_has() -> None:
+    """In the warm-up by its own part, which is all that it was sent; then by the whole network."""
+    checked: list[float] = []
+
+    def work(task: Any, site: Any) -> Answer:
+        checked.append(fedpews_fixed.check(task, site)["accuracy"])
+        return fedpews_fixed.work(task, site)
+
+    run = play("fedpews_fixed", numpy_one(), learners(1), devices=["dev-0"], warmup=2, work=work)
+    mark = masks.covered(PLAN, np.array([1, 1, 0, 0, 0], bool))
+    held = learners(1)[0].held
+    own = [{n: a * mark[n] if n in mark else a for n, a in state.model.items()} for state in run[:2]]
+    wanted = [numpy_one().evaluate(MLP, model, held)["accuracy"] for model in [*own, run[2].model]]
+    assert checked == wanted
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("fedpews", {"momentum": 0.9}, "FedPeWS wants sgd without momentum"),
+        ("fedpews", {"weight_decay": 0.1}, "FedPeWS wants sgd without momentum"),
+        ("fedpews", {"optimizer": "adam"}, "FedPeWS wants sgd without momentum"),
+        ("fedpews", {"clip": 1.0}, "FedPeWS wants sgd without momentum"),
+        ("fedpews", {"publish": "scores"}, r"\$\.publish"),
+        ("fedpews", {"diversity": -1.0}, r"\$\.diversity"),
+        ("fedpews", {"first_score": 1e9}, r"\$\.first_score"),
+        ("fedpews_fixed", {"parts": 0}, r"\$\.parts"),
+        ("fedpews_fixed", {"warmup": -1}, r"\$\.warmup"),
+        ("fedpews_fixed", {"nesterov": True}, "wants a momentum above 0"),
+    ],
+)
+def test_parameters_that_make_no_sense_are_refused_in_the_job(name: str, params: dict[str, Any], message: str) -> None:
+    """When the job is read, not on a board."""
+    with pytest.raises(JobError, match=message):
+        settings.parse({"name": "j", "method": name, "params": params})
+
+
+def test_a_bundle_without_a_plan_of_masks_is_refused_where_one_is_wanted() -> None:
+    """Without a warm-up none is."""
+    bundle = to_train()
+    bare = replace(bundle, files={"model": bundle.files["model"]})
+    with pytest.raises(ModelError, match="run `fedquilt prepare` anew"):
+        fedpews.init(bare, fedpews.Params(), 0)
+    assert fedpews.init(bare, fedpews.Params(warmup=0), 0).plan.neurons == 0
+    empty = {"json": masks.to_array(masks.Plan({}, {}, {}))}
+    none = replace(bundle, load=lambda name: empty if name == "masks" else bundle.load(name))
+    with pytest.raises(ModelError, match="no hidden neurons"):
+        fedpews.init(none, fedpews.Params(), 0)
+
+
+def test_a_round_nobody_answered_changes_nothing() -> None:
+    """Nor does it count as a round of the warm-up."""
+    for name in ("fedpews", "fedpews_fixed"):
+        state = begun(name)
+        assert methods.load(name).step(state, None) is state
+    state = begun(warmup=0)
+    assert fedpews.step(state, fedavg.Sum({}, 0.0)) is state
