@@ -8,14 +8,17 @@ What lies before the first trained tensor is the same in both copies and runs on
 ReLU6 and leaky ReLU are piecewise linear as ReLU is, with another border or slope: these are kept, so
 that two equal copies are the network itself. GELU, SiLU, Hardswish, ELU and Mish are replaced by the
 binary gate, as the paper says: the copy is then another function than the network from the start.
-Sigmoid, tanh, softmax and PReLU are no gates and stay as they are.
+Sigmoid, tanh, softmax and PReLU are no gates and stay as they are, and so does a nonlinearity behind the
+last layer with weights: it is part of the head, which for new classes has nothing pre-trained to go by.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -88,32 +91,39 @@ class DualCopy:
                 f"network {self._name!r} uses no tensor of {', '.join(trained) or 'nothing'}: none is trained"
             )
         frozen = gates == "frozen"
-        self._gates = {node: found for node in self._late if frozen and (found := _gate(self._traced, node))}
+        inner = _before_weights(self._traced)
+        self._gates = {
+            node: found for node in self._late if frozen and node in inner and (found := _gate(self._traced, node))
+        }
         self._pools = [node for node in self._late if frozen and pool == "sk" and _pools(self._traced, node)]
         self._entries = self._boundary()
-        tail = _module(model, self._trailing())
+        tail, frozen, whole = (
+            _module(model, graph)
+            for graph in (self._trailing(), self._looking(scores=False), self._looking(scores=True))
+        )
+        self._tail, self._look, self._look_scores = tail.graph, frozen.graph, whole.graph
         self.names = tuple(tail.state_dict())
         """Tensors of the part behind the first trained one: what the quantitative copy holds."""
         self.trained = tuple(name for name, _ in tail.named_parameters() if covers(trained, name))
         """Of these, what gradients move."""
-        self.frozen_names = tuple(_module(model, self._looking(scores=False)).state_dict())
+        self.frozen_names = tuple(frozen.state_dict())
         """Tensors that the structural copy needs for gates and features."""
-        self.all_names = tuple(_module(model, self._looking(scores=True)).state_dict())
+        self.all_names = tuple(whole.state_dict())
         """And for scores."""
 
     def pair(self, model: nn.Module) -> nn.Module:
         """Both copies: examples in, scores out. Holds "frozen.NAME" of `frozen_names` and "qk.NAME" of `names`."""
-        frozen = _module(copy.deepcopy(model), self._looking(scores=False))
-        return Pair(frozen, _module(model, self._trailing()), self._keep_statistics)
+        frozen = fx.GraphModule(_still(copy.deepcopy(model)), self._look)
+        return Pair(frozen, fx.GraphModule(_still(model), self._tail), self._keep_statistics)
 
     def tail(self, model: nn.Module, layout: gate_rows.Layout) -> nn.Module:
         """The quantitative copy alone: rows that were looked up earlier in, scores out. Holds "qk.NAME"."""
-        return Tail(layout, _module(model, self._trailing()), self._keep_statistics)
+        return Tail(layout, fx.GraphModule(_still(model), self._tail), self._keep_statistics)
 
     def looker(self, model: nn.Module, sink: Callable[[gate_rows.Seen], None]) -> nn.Module:
         """The frozen network: scores out, and to `sink` what the tail will want. Holds "frozen.NAME" of `all_names`."""
         counts = len(self._entries), len(self._pools)
-        return Looker(_module(model, self._looking(scores=True)), counts, sink)
+        return Looker(fx.GraphModule(_still(model), self._look_scores), counts, sink)
 
     def _boundary(self) -> list[fx.Node]:
         """Values of the frozen part that the trained one takes, in the order they arise."""
@@ -177,6 +187,17 @@ class DualCopy:
         return graph
 
 
+def planned(network: Mapping[str, Any], trained: Sequence[str], **options: str) -> DualCopy:
+    """A `DualCopy`, the same one again in later tasks of this process."""
+    return _planned(json.dumps([network, list(trained), options], sort_keys=True))
+
+
+@lru_cache(maxsize=8)
+def _planned(settings: str) -> DualCopy:
+    network, trained, options = json.loads(settings)
+    return DualCopy(network, trained, **options)
+
+
 class _Trained(nn.Module):  # type: ignore[misc]
     """Batch norm may keep its statistics, and a frozen copy is never in training mode."""
 
@@ -236,16 +257,20 @@ class Looker(nn.Module):  # type: ignore[misc]
         return scores
 
 
-def _module(model: nn.Module, graph: fx.Graph) -> nn.Module:
-    """The graph over the model's own modules, without those it has no use for."""
-    for module in model.modules():
-        if getattr(module, "inplace", False):
-            module.inplace = False  # a gate looks at what went in
+def _module(model: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """The graph over the model's own modules, without those and operations it has no use for."""
     made = fx.GraphModule(model, graph)
     made.graph.eliminate_dead_code()
     made.delete_all_unused_submodules()
-    made.recompile()
     return made
+
+
+def _still(model: nn.Module) -> nn.Module:
+    """No nonlinearity in place: a gate looks at what went in."""
+    for module in model.modules():
+        if getattr(module, "inplace", False):
+            module.inplace = False
+    return model
 
 
 # -- taking apart ---------------------------------------------------------------------------------
@@ -319,12 +344,24 @@ def _depending(traced: fx.GraphModule, trained: Sequence[str]) -> dict[fx.Node, 
     return late
 
 
-def _uses(traced: fx.GraphModule, node: fx.Node, trained: Sequence[str]) -> bool:
+def _before_weights(traced: fx.GraphModule) -> set[fx.Node]:
+    """Operations whose value goes on into a layer with weights."""
+    found: set[fx.Node] = set()
+    for node in reversed(traced.graph.nodes):
+        if node in found or _uses(traced, node, None):
+            found.update(node.all_input_nodes)
+    return found
+
+
+def _uses(traced: fx.GraphModule, node: fx.Node, trained: Sequence[str] | None) -> bool:
+    """Whether it has a tensor of the trained ones of its own; None: any."""
     if node.op == "get_attr":
-        return covers(trained, str(node.target))
-    if node.op != "call_module":
-        return False
-    return any(covers(trained, f"{node.target}.{name}") for name in traced.get_submodule(str(node.target)).state_dict())
+        names = [str(node.target)]
+    elif node.op == "call_module":
+        names = [f"{node.target}.{name}" for name in traced.get_submodule(str(node.target)).state_dict()]
+    else:
+        names = []
+    return any(trained is None or covers(trained, name) for name in names)
 
 
 def _trace(model: nn.Module, name: str) -> fx.GraphModule:

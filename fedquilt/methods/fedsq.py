@@ -8,8 +8,8 @@ w_QK is averaged as in FedAvg, weighted by examples.
 Deviations: only what is trained travels each round, w_SK once. A device keeps what it needs of w_SK in
 its cache, features before the first trained tensor and gates in one bit each: w_SK is frozen, so they
 never change. What does not fit `cache_mb` is computed each time. ReLU6 keeps its upper border, leaky ReLU
-its slope. The result holds w_SK's trained tensors as "gates.NAME": the network that is deployed needs
-both copies. FedProx's term (`mu`) may be added; `gates = "own"` is FedAvg on the same part, which FedSQ
+its slope. The result ("dualcopy") holds w_SK's trained tensors as "gates.NAME": the network that is
+deployed needs both copies. FedProx's term (`mu`) may be added; `gates = "own"` is FedAvg on the same part, which FedSQ
 is compared with.
 """
 
@@ -128,21 +128,22 @@ def check(task: Task, site: Site) -> Mapping[str, float]:
 
 
 def result(state: State) -> Artefact:
-    gates = state.params["gates"] == "frozen"
-    structural = {f"gates.{name}": state.frozen[name] for name in state.model} if gates else {}
-    meta = {"network": state.network, "trained": state.params["trained"], "gates": state.params["gates"]}
-    return Artefact("weights", meta, {**state.frozen, **state.model, **structural})
+    meta = {"network": state.network, "trained": state.params["trained"]}
+    trained = {**state.frozen, **state.model}
+    if state.params["gates"] == "own":
+        return Artefact("weights", meta, trained)
+    return Artefact("dualcopy", meta, {**trained, **{f"gates.{name}": state.frozen[name] for name in state.model}})
 
 
 class _Copies:
     """Both copies of a task's network on its board."""
 
     def __init__(self, task: Task, site: Site) -> None:
-        from fedquilt.models.gating import DualCopy  # torch
+        from fedquilt.models import gating  # torch
 
         self._task, self._site = task, site
         params = task.params
-        self.dual: DualCopy = DualCopy(
+        self.dual: DualCopy = gating.planned(
             params["network"], params["trained"], gates=params["gates"], bn=params["bn"], pool=params["pool"]
         )
         self._frozen = site.load("frozen")

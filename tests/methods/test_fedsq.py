@@ -1,0 +1,291 @@
+"""FedSQ: identities with FedAvg, what travels, and a cache that changes nothing but the time it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedquilt import tensors
+from fedquilt.coordinator import settings
+from fedquilt.core import (
+    Answer,
+    BlobRef,
+    Bundle,
+    DeviceView,
+    Examples,
+    Hooks,
+    JobError,
+    ModelError,
+    Site,
+    Task,
+    Turn,
+    UpdateError,
+)
+from fedquilt.methods import fedavg, fedprox, fedsq
+from fedquilt.tools.local_run import Member, delivered, states
+
+torch = pytest.importorskip("torch", reason="FedSQ's client half trains torch networks")
+
+from fedquilt.edge_agent.engines.torch_engine import TorchEngine  # noqa: E402
+from fedquilt.models import zoo  # noqa: E402
+
+RESIDUAL = {"name": "residual", "channels": 1, "classes": 3, "width": 4, "input": {"channels": 1, "size": 8}}
+TAIL = ("3", "6")
+METHOD = fedsq.METHOD
+
+
+def bundle(network: dict[str, Any] = RESIDUAL, **meta: Any) -> Bundle:
+    start = {name: value.numpy() for name, value in zoo.load(network, seed=1).state_dict().items()}
+    files = {"model": BlobRef(sha256="0" * 64, size=1)}
+    return Bundle({"network": network, "flops": 100.0, **meta}, files, lambda name: dict(start))
+
+
+def members(count: int = 3, examples: int = 20) -> list[Member]:
+    """Pictures whose brightest third tells the label; every device has its own mixture."""
+    found = []
+    for i in range(count):
+        draws = np.random.default_rng(i)
+        y = draws.choice(3, size=examples + 6, p=np.roll([0.6, 0.3, 0.1], i))
+        x = draws.integers(0, 100, size=(examples + 6, 8, 8)).astype(np.uint8)
+        for each, label in zip(x, y, strict=True):
+            each[:, 3 * label : 3 * label + 3] += 120
+        found.append(Member(f"dev-{i}", Examples(x[6:], y[6:]), Examples(x[:6], y[:6])))
+    return found
+
+
+def params(**changes: Any) -> fedsq.Params:
+    return fedsq.Params(**{"batch": 8, "lr": 0.1, "epochs": 2, "trained": TAIL, **changes})
+
+
+def engine() -> TorchEngine:
+    return TorchEngine(1 << 40, base_bytes=0)
+
+
+def played(
+    given: fedsq.Params, rounds: int = 3, job: Bundle | None = None, work: Callable[[Task, Site], Answer] = fedsq.work
+) -> list[Any]:
+    method = replace(METHOD, work=work)
+    return list(states(method, job or bundle(), Path, engine(), members(), given, seed=5, rounds=rounds))
+
+
+def one_task(given: fedsq.Params, cache: Path, member: Member | None = None, state: Any = None) -> tuple[Task, Site]:
+    state = state or METHOD.init(bundle(), given, 0)
+    order = METHOD.send(state, DeviceView("dev-0", None))
+    assert order is not None
+    return delivered(METHOD, order, 0, 5, member or members()[0], engine(), Path, {}, cache)
+
+
+def assert_close(one: Any, other: Any) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        np.testing.assert_allclose(one[name], other[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+# -- identities -----------------------------------------------------------------------------------
+
+
+def test_with_the_last_linear_layer_alone_it_is_fedavg_bit_for_bit() -> None:
+    """There is no gate behind it: weights after every round are those of FedAvg with all else held still."""
+
+    def fedavg_work(task: Task, site: Site) -> Answer:
+        held = Hooks(turns=(Turn(rate=lambda name: float(name.startswith("6."))),))
+        whole = {**site.load("frozen"), **site.load("model")}
+        answer = fedavg.trained(task, site, whole, held)
+        return replace(answer, bundles={"model": {name: answer.bundles["model"][name] for name in site.load("model")}})
+
+    given = params(trained=("6",), cache="off")
+    for ours, theirs in zip(played(given), played(given, work=fedavg_work), strict=True):
+        assert tensors.pack(ours) == tensors.pack(theirs)
+
+
+@pytest.mark.parametrize(("mu", "work"), [(0.0, fedavg.work), (0.5, fedprox.work)])
+def test_with_gates_of_its_own_it_is_the_baseline_bit_for_bit(mu: float, work: Callable[[Task, Site], Answer]) -> None:
+    """Everything trained, batch norm too: FedAvg, and with mu FedProx."""
+    every = tuple(sorted({name.split(".")[0] for name in bundle().load("model")}))
+    given = params(trained=every, gates="own", bn="train", cache="off", mu=mu)
+    for ours, theirs in zip(played(given), played(given, work=work), strict=True):
+        assert tensors.pack(ours) == tensors.pack(theirs)
+
+
+def test_frozen_gates_are_not_fedavg_where_there_is_a_gate() -> None:
+    """The test above could pass otherwise."""
+    assert tensors.pack(played(params())[-1]) != tensors.pack(played(params(gates="own"))[-1])
+
+
+def test_at_its_start_it_tells_what_the_pre_trained_network_tells(tmp_path: Path) -> None:
+    """Accuracy and loss on the held-out share, cached and not."""
+    held = members()[0].held
+    wanted = engine().evaluate(RESIDUAL, bundle().load("model"), held)
+    for cache in ("float32", "off"):
+        told = fedsq.check(*one_task(params(cache=cache), tmp_path))
+        assert told == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("bn", ["frozen_stats", "train"])
+@pytest.mark.parametrize("pool", ["own", "sk"])
+@pytest.mark.parametrize("gates", ["frozen", "own"])
+def test_a_cache_changes_nothing(bn: Any, pool: Any, gates: Any) -> None:
+    """Weights after three rounds to float tolerance: features are looked up in other batches than trained on."""
+    given = params(bn=bn, pool=pool, gates=gates)
+    cached, plain = played(given)[-1], played(replace(given, cache="off"))[-1]
+    assert_close(cached.model, plain.model)
+
+
+def test_a_cache_of_16_bits_is_near(tmp_path: Path) -> None:
+    """To the precision of its features, in half the bytes and a little."""
+    whole, half = (fedsq.work(*one_task(params(cache=kind), tmp_path / kind)) for kind in ("float32", "float16"))
+    for name, array in whole.bundles["model"].items():
+        np.testing.assert_allclose(half.bundles["model"][name], array, atol=5e-3)
+    assert half.metrics["cached_bytes"] < 0.6 * whole.metrics["cached_bytes"]
+
+
+# -- the cache ------------------------------------------------------------------------------------
+
+
+class Counting(TorchEngine):
+    """Counts what is looked up."""
+
+    looked_up = 0
+
+    def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+        self.looked_up += 1
+        return super().evaluate(*args, **options)
+
+
+def test_features_are_looked_up_once_and_again_when_they_are_gone(tmp_path: Path) -> None:
+    """A second task finds them; a lost file, other examples or other weights make them anew."""
+    counting = Counting(1 << 40, base_bytes=0)
+
+    def worked(member: Member | None = None, state: Any = None) -> Answer:
+        task, site = one_task(params(), tmp_path, member, state)
+        return fedsq.work(task, replace(site, engine=counting))
+
+    first = worked()
+    assert tensors.encode(worked().bundles["model"]) == tensors.encode(first.bundles["model"])
+    assert counting.looked_up == 1
+    (tmp_path / "train.rows").unlink()
+    assert tensors.encode(worked().bundles["model"]) == tensors.encode(first.bundles["model"])
+    assert counting.looked_up == 2
+    worked(member=members()[1])
+    assert counting.looked_up == 3
+    state = METHOD.init(bundle(), params(), 0)
+    worked(
+        member=members()[1],
+        state=replace(state, frozen={k: v * 1 + (k == "0.0.weight") for k, v in state.frozen.items()}),
+    )
+    assert counting.looked_up == 4
+
+
+def test_without_room_for_a_cache_it_works_without(tmp_path: Path) -> None:
+    """cache_mb = 0 keeps nothing, and says so."""
+    task, site = one_task(params(cache_mb=0), tmp_path)
+    answer = fedsq.work(task, site)
+    assert answer.metrics["cached_bytes"] == 0
+    assert list(tmp_path.glob("*")) == []
+    plain = fedsq.work(*one_task(params(cache="off"), tmp_path))
+    assert tensors.encode(answer.bundles["model"]) == tensors.encode(plain.bundles["model"])
+
+
+def test_the_bound_is_for_both_shares_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 rows of some bytes to train on, 6 held out: room for the first alone leaves none for the other."""
+    task, site = one_task(params(), tmp_path)
+    kept = fedsq.work(task, site).metrics["cached_bytes"]
+    (tmp_path / "other.rows").write_bytes(bytes(10**6 - int(kept)))
+    task, site = one_task(params(cache_mb=1), tmp_path)
+    fedsq.check(task, site)
+    assert not (tmp_path / "held.rows").exists()
+
+
+def test_a_cancelled_task_leaves_no_half_a_cache(tmp_path: Path) -> None:
+    """What is there afterwards is not taken for whole."""
+
+    def cancel(share: float) -> None:
+        raise InterruptedError
+
+    task, site = one_task(params(), tmp_path)
+    with pytest.raises(InterruptedError):
+        fedsq.work(task, replace(site, progress=cancel))
+    assert not (tmp_path / "train.json").exists()
+    assert fedsq.work(task, site).metrics["cached_bytes"] > 0
+
+
+# -- what travels ---------------------------------------------------------------------------------
+
+
+def test_only_what_is_trained_is_sent_back(tmp_path: Path) -> None:
+    """Batch norm's statistics with bn = train alone; nothing of the frozen copy, and no feature, is among it."""
+    for bn in ("frozen_stats", "train"):
+        given = params(bn=bn)
+        state = METHOD.init(bundle(), given, 0)
+        answer = fedsq.work(*one_task(given, tmp_path, state=state))
+        names = {name for name in state.frozen if name.startswith(("3.", "6."))}
+        statistics = {name for name in names if name.rpartition(".")[2] in fedsq.STATISTICS}
+        assert statistics
+        assert answer.bundles.keys() == {"model"}
+        assert answer.bundles["model"].keys() == (names if bn == "train" else names - statistics)
+        sent = tensors.encode(answer.bundles["model"])
+        assert not any(
+            state.frozen[k].tobytes() in sent for k in state.frozen.keys() - names if state.frozen[k].size > 2
+        )
+        rows = (tmp_path / "train.rows").read_bytes()
+        assert rows[:64] not in sent
+        assert answer.local == {}
+
+
+def test_the_frozen_copy_stays_as_it_was_and_is_in_every_checkpoint() -> None:
+    """The deployed network is both copies: the result has them."""
+    run = played(params())
+    begun = bundle().load("model")
+    assert all(tensors.encode(state.frozen) == tensors.encode(begun) for state in run)
+    found = METHOD.result(run[-1])
+    assert found.kind == "dualcopy"
+    assert found.tensors.keys() == begun.keys() | {f"gates.{name}" for name in run[-1].model}
+    np.testing.assert_array_equal(found.tensors["gates.6.weight"], begun["6.weight"])
+    np.testing.assert_array_equal(found.tensors["6.weight"], run[-1].model["6.weight"])
+    assert METHOD.result(played(params(gates="own"), rounds=1)[-1]).kind == "weights"
+
+
+def test_the_schedule_of_the_bundle_is_taken_where_the_job_names_none() -> None:
+    """Else all is trained."""
+    with_schedule = METHOD.init(bundle(schedule={"trained": ["6"], "tried": []}), params(trained=()), 0)
+    assert with_schedule.params["trained"] == ["6"]
+    assert with_schedule.model.keys() == {"6.weight", "6.bias"}
+    assert METHOD.init(bundle(), params(trained=()), 0).params["trained"] == ["0", "1", "2", "3", "6"]
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+def test_a_module_that_is_not_there_is_refused_with_those_that_are() -> None:
+    """When the job begins, not on a board."""
+    with pytest.raises(ModelError, match=r"trained = 'layer4': the network has no such module; it has 0, 1, 2, 3, 6"):
+        METHOD.init(bundle(), params(trained=("layer4",)), 0)
+    with pytest.raises(ModelError, match="nothing to train in it with bn = 'frozen_stats'"):
+        METHOD.init(bundle(), params(trained=("0.1.running_mean",)), 0)
+
+
+@pytest.mark.parametrize("odd", [{"gates": "soft"}, {"bn": "no"}, {"pool": "avg"}, {"mu": -1.0}, {"cache": "int8"}])
+def test_parameters_that_make_no_sense_are_refused_in_the_job(odd: dict[str, Any]) -> None:
+    """When the job is read."""
+    with pytest.raises(JobError, match=rf"\$\.{next(iter(odd))}"):
+        settings.parse({"name": "j", "method": "fedsq", "params": odd})
+
+
+def test_a_device_without_held_out_examples_tells_that(tmp_path: Path) -> None:
+    """There is nothing to look up."""
+    member = members()[0]
+    task, site = one_task(params(), tmp_path, replace(member, held=Examples(member.held.x[:0], member.held.y[:0])))
+    assert fedsq.check(task, site) == {"examples": 0.0}
+
+
+def test_a_received_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
+    """Before anything is trained."""
+    state = METHOD.init(bundle(), params(), 0)
+    odd = replace(state, model={**state.model, "6.bias": np.zeros(4, np.float32)})
+    with pytest.raises(UpdateError, match=r"'6\.bias' has shape"):
+        fedsq.work(*one_task(params(), tmp_path, state=odd))
