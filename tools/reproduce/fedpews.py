@@ -1,0 +1,302 @@
+"""FedPeWS's tables on Synthetic-32K and 3.2K (arXiv 2410.03042, Table 2 and 6) beside the paper's numbers.
+
+`python -m fedquilt.tools.reproduce.fedpews fedpews-table2 --seeds 0 1 2 --columns 32k-1.0`
+
+Two devices, each with the two interleaved classes of one side. With and without warm-up start from the
+same weights on the same points, drawn by the seed, and go through the methods' own halves
+(`fedquilt.tools.local_run`). The baseline is FedPeWS with warmup = 0, which is FedAvg, or FedProx with
+mu = 0.01, to the last bit. The local steps K, the points and the network's first weights are ours, since the
+paper does not tell them: K is one epoch, the weights are torch's default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from fedquilt.core import BlobRef, Bundle, JobError
+from fedquilt.tools.bench import at_least, figure, figure_lines
+
+NETWORK: Final = {"name": "mlp", "inputs": 5, "hidden": [32, 64, 128, 32], "classes": 4}  # the paper's Table 4
+SEEDS: Final = (0, 1, 2)
+
+
+@dataclass(frozen=True)
+class Paper:
+    """What the paper tells of one method: mean and deviation over three seeds; None: not reached."""
+
+    rounds: float | None  # to the target
+    final: float  # percent, after all rounds
+    rounds_sd: float | None = None  # None: one seed alone got there
+    final_sd: float = 0.0
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table."""
+
+    data: str
+    batch: int
+    lr: float  # eta_l
+    server_lr: float  # eta_g
+    diversity: float  # lambda
+    tau: float  # share of the rounds that is warm-up
+    rounds: int  # T
+    target: float  # percent
+    base: Paper
+    pews: Paper
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns, and what they are over."""
+
+    base: str
+    mu: float
+    columns: Mapping[str, Column]
+
+
+def _columns(diversities: Sequence[float], told: Sequence[tuple[Paper, Paper]]) -> dict[str, Column]:
+    rows = (
+        ("fedpews-32k", 32, 0.001, 1.0, 0.125, 200, 99.0),
+        ("fedpews-32k", 32, 0.001, 0.5, 0.2, 250, 90.0),
+        ("fedpews-32k", 32, 0.001, 0.25, 0.1875, 400, 75.0),
+        ("fedpews-3.2k", 8, 0.01, 0.1, 0.1, 500, 99.0),
+    )
+    return {
+        f"{data.removeprefix('fedpews-')}-{eta}": Column(data, batch, lr, eta, diversity, tau, rounds, target, *papers)
+        for (data, batch, lr, eta, tau, rounds, target), diversity, papers in zip(rows, diversities, told, strict=True)
+    }
+
+
+TABLES: Final = {
+    "fedpews-table2": Table(
+        "FedAvg",
+        0.0,
+        _columns(
+            (5.0, 2.0, 1.0, 2.0),
+            (
+                (Paper(148, 99.94, 3.79, 0.05), Paper(115, 99.96, 7.21, 0.01)),
+                (Paper(199, 91.40, None, 7.25), Paper(182, 99.49, 6.81, 0.60)),
+                (Paper(None, 67.64, None, 0.90), Paper(286, 83.50, 7.93, 3.52)),
+                (Paper(371, 97.33, None, 3.89), Paper(301, 99.66, 10.59, 0.19)),
+            ),
+        ),
+    ),
+    "fedpews-table6": Table(
+        "FedProx",
+        0.01,
+        _columns(
+            (0.1, 0.1, 1.0, 1.0),
+            (
+                (Paper(138, 99.95, 13.22, 0.02), Paper(115, 99.96, 5.29, 0.01)),
+                (Paper(None, 82.43, None, 7.98), Paper(211, 98.40, 16.52, 1.84)),
+                (Paper(None, 69.26, None, 6.03), Paper(314, 90.40, 27.83, 3.91)),
+                (Paper(362, 99.92, 20.00, 0.06), Paper(344, 99.92, 27.30, 0.07)),
+            ),
+        ),
+    ),
+}
+
+
+def play(column: Column, mu: float, seed: int, warmup: int, rounds: int) -> dict[str, Any]:
+    """One run: accuracy (0..1) on the test set after each round, bytes both ways and seconds on this machine."""
+    from fedquilt.edge_agent.engines.torch_engine import TorchEngine  # before torch: it says how threads wait
+
+    # isort: split
+    import torch
+
+    from fedquilt.edge_agent import data
+    from fedquilt.methods import fedpews
+    from fedquilt.models import mask_trace, masks, zoo
+    from fedquilt.tools.local_run import BUDGET_BYTES, Member, Spent, states
+
+    began_s = time.monotonic()
+    spec = data.DataSpec(
+        synthetic=column.data,  # type: ignore[arg-type]
+        groups=((0, 1), (2, 3)),
+        partition="iid",
+        shares=2,
+        held=0.0,
+        seed=seed,
+    )
+    members = [Member(f"dev-{i}", *share) for i, share in enumerate(data.load_shares(spec))]
+    test = data.load_all(msgspec.structs.replace(spec, split="test"))
+    network = zoo.load(NETWORK, seed=seed)
+    parts = {
+        "model": {name: value.numpy() for name, value in network.state_dict().items()},
+        "masks": {"json": masks.to_array(mask_trace.plan(network))},
+    }
+    bundle = Bundle({"network": NETWORK}, {name: BlobRef(sha256="0" * 64, size=1) for name in parts}, parts.__getitem__)
+    params = fedpews.Params(
+        batch=column.batch,
+        lr=column.lr,
+        warmup=warmup,
+        server_lr=column.server_lr,
+        mu=mu,
+        diversity=column.diversity,
+    )
+    engine, spent, curve, reached = TorchEngine(BUDGET_BYTES), Spent(), [], 0.0
+    torch.set_num_threads(1)  # of so small a network no thread has a share
+    for state in states(fedpews.METHOD, bundle, Path, engine, members, params, seed=seed, rounds=rounds, spent=spent):
+        curve.append(engine.evaluate(NETWORK, state.model, test)["accuracy"])
+        reached = state.reached
+    return {
+        "accuracy": [round(value, 5) for value in curve[1:]],  # the first is before any round
+        "covered": round(reached, 4),
+        "up_bytes": spent.up_bytes,
+        "down_bytes": spent.down_bytes,
+        "seconds": round(time.monotonic() - began_s, 1),
+    }
+
+
+def first_reached(accuracy: Sequence[float], target: float) -> int | None:
+    """The first round, counted from 1, after which the accuracy (0..1) is `target` percent or more."""
+    return next((number for number, value in enumerate(accuracy, 1) if 100 * value >= target), None)
+
+
+def run(
+    table: str,
+    seeds: Sequence[int] = SEEDS,
+    rounds: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    columns: Sequence[str] = (),
+    workers: int | None = None,
+) -> dict[str, Any]:
+    """A table, as far as wanted.
+
+    Args:
+        rounds: of every run; None: as many as the paper's. The warm-up is the same share of them.
+        columns: names of `TABLES[table].columns`; none: all.
+        workers: processes; None: one for each core. Results do not depend on it.
+
+    Raises:
+        JobError: there is no such table or column.
+    """
+    if table not in TABLES:
+        raise JobError(f"table {table!r} is unknown; there are: {', '.join(TABLES)}")
+    chosen = TABLES[table]
+    if odd := sorted(set(columns) - chosen.columns.keys()):
+        raise JobError(f"{table} has no column {odd[0]!r}; it has: {', '.join(chosen.columns)}")
+    wanted = {name: column for name, column in chosen.columns.items() if name in columns or not columns}
+    runs: dict[tuple[str, int, bool], dict[str, Any]] = {}
+    with ProcessPoolExecutor(workers or len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
+        waiting = {}
+        for name, column in wanted.items():
+            last = rounds or column.rounds
+            for seed in seeds:
+                for pews in (False, True):
+                    warmup = round(column.tau * last) if pews else 0
+                    waiting[pool.submit(play, column, chosen.mu, seed, warmup, last)] = (name, seed, pews)
+        for done in as_completed(waiting):
+            key = name, seed, pews = waiting[done]
+            runs[key] = done.result()
+            accuracy, target = runs[key]["accuracy"], wanted[name].target
+            at = first_reached(accuracy, target)
+            when = f"{target:g} % after {at} rounds" if at else f"{target:g} % not reached"
+            say(
+                f"[{len(runs)}/{len(waiting)}] {name} seed {seed} {chosen.base}{'+PeWS' if pews else ''}: {when}, "
+                f"ends at {100 * accuracy[-1]:.2f} % ({runs[key]['seconds']:.0f} s)"
+            )
+    found: dict[str, Any] = {}
+    for name, column in wanted.items():
+        by_method = {
+            label: _account(column, paper, [runs[name, seed, pews] for seed in seeds])
+            for label, paper, pews in (
+                (chosen.base, column.base, False),
+                (f"{chosen.base}+PeWS", column.pews, True),
+            )
+        }
+        settings = {key: value for key, value in msgspec.to_builtins(column).items() if key not in ("base", "pews")}
+        found[name] = {"settings": {**settings, "rounds": rounds or column.rounds}, "methods": by_method}
+    return {
+        "reproduce": table,
+        "seeds": list(seeds),
+        "mu": chosen.mu,
+        "columns": found,
+        "figures": _figures(chosen, found) if rounds is None else {},
+    }
+
+
+def _account(column: Column, paper: Paper, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        "rounds_to_target": [first_reached(each["accuracy"], column.target) for each in runs],
+        "final_percent": [round(100 * each["accuracy"][-1], 2) for each in runs],
+        "paper": msgspec.to_builtins(paper),
+        "runs": list(runs),
+    }
+
+
+def _figures(table: Table, found: Mapping[str, Any]) -> dict[str, Any]:
+    """What is claimed: the target is reached, earlier on average than the baseline, and in no seed later."""
+    figures = {}
+    for name, column in found.items():
+        base, pews = column["methods"].values()
+        never = column["settings"]["rounds"] + 1  # for the mean, of what was not reached
+        ours, theirs = ([at or never for at in each["rounds_to_target"]] for each in (pews, base))
+        earlier = statistics.mean(theirs) - statistics.mean(ours)
+        figures[f"{name}: rounds saved by PeWS, mean"] = at_least(earlier, 1, "")
+        latest = max(our - their for our, their in zip(ours, theirs, strict=True))
+        figures[f"{name}: rounds later by PeWS, worst seed"] = figure(latest, 0, "")
+        if column["settings"]["server_lr"] == 1.0:
+            final = min(base["final_percent"])
+            figures[f"{name}: {table.base} ends at, worst seed"] = at_least(final, 99.7, "%")
+    return figures
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+    """The table as text."""
+    found = [f"{result['reproduce']}: seeds {', '.join(map(str, result['seeds']))}; the paper's in brackets"]
+    for name, column in result["columns"].items():
+        settings = column["settings"]
+        found.append(
+            f"{name}: eta_g {settings['server_lr']:g}, lambda {settings['diversity']:g}, tau {settings['tau']:g}, "
+            f"{settings['rounds']} rounds, target {settings['target']:g} %"
+        )
+        for method, told in column["methods"].items():
+            paper, final = told["paper"], told["final_percent"]
+            rounds = ", ".join("-" if at is None else str(at) for at in told["rounds_to_target"])
+            theirs = "never" if paper["rounds"] is None else f"{paper['rounds']:g} ± {paper['rounds_sd'] or 'NA'}"
+            found.append(
+                f"  {method:13} rounds to target {rounds:15} ({theirs:12})   final {_spread(final):15} "
+                f"({paper['final']:.2f} ± {paper['final_sd']:.2f})"
+            )
+    return [*found, *figure_lines({"figures": result["figures"]})]
+
+
+def _spread(values: Sequence[float]) -> str:
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):.2f} ± {deviation:.2f} %"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 when every figure was reached."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=list(TABLES))
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--rounds", type=int, help="fewer than the paper's")
+    parser.add_argument("--columns", nargs="+", default=[])
+    parser.add_argument("--workers", type=int)
+    parser.add_argument("--out", type=Path, help="JSON with every curve")
+    chosen = parser.parse_args(argv)
+    result = run(
+        chosen.table, chosen.seeds, chosen.rounds, lambda line: print(line, flush=True), chosen.columns, chosen.workers
+    )
+    print("\n".join(lines(result)))
+    if chosen.out:
+        chosen.out.write_bytes(msgspec.json.format(msgspec.json.encode(result)))
+    return 0 if all(each["reached"] for each in result["figures"].values()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
