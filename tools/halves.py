@@ -1,99 +1,77 @@
 """Many client halves at once: each stops where it trains, and those that can are trained in one graph.
 
-A half is a plain function that calls `site.engine.train` as ever. Here it runs on a thread of its own, of
-which one at a time is awake, in order: they are coroutines, not parallel, so that a method needs no locks.
+A half is a plain function that calls `site.engine.train` as ever. One that can be trained together with
+others is broken off there; when all have come so far they are trained, and each half is called again, with
+what its calls gave at hand, up to its next call or its end. So what a half does before a call it does twice,
+with the same outcome: a half is a function of its Task and Site, its generator keyed, and a cache is a cache.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+Given = tuple[Any, Any]  # what a call gave, or raises, and where its generator was after it
+
+
+class Wait(BaseException):
+    """A half has come to a call that waits for others."""
+
+    def __init__(self, call: Any) -> None:
+        super().__init__()
+        self.call = call
 
 
 class Joint:
-    """An engine as one client half sees it: `train` waits for the others' where it can be done with theirs."""
+    """An engine as one client half sees it."""
 
-    def __init__(self, engine: Any, half: _Half[Any]) -> None:
-        self._engine, self._half = engine, half
-        self.joint = False  # whether anything was, or could have been, trained together
+    def __init__(self, engine: Any, given: Sequence[Given]) -> None:
+        self._engine, self._given = engine, iter(given)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def train(self, *args: Any, **options: Any) -> Any:
-        """See `fedquilt.core.Trainer`."""
-        call = self._engine.call(*args, **options)
+    def train(self, network: Any, start: Any, examples: Any, fit: Any, rng: Any, **options: Any) -> Any:
+        """See `fedquilt.core.Trainer`.
+
+        Raises:
+            Wait: it can be done together with others'.
+        """
+        call = self._engine.call(network, start, examples, fit, rng, **options)
         if call is None:
-            return self._engine.train(*args, **options)
-        self.joint = True
-        return self._half.wait_for(call)
-
-
-class _Half(Generic[T]):
-    """One half on its thread. `on` and `off` are the baton."""
-
-    def __init__(self, function: Callable[[Joint], T], engine: Any) -> None:
-        self.joint = Joint(engine, self)
-        self.call: Any = None  # what it waits for
-        self.value: T | Exception | None = None
-        self.over = False
-        self._function, self._reply = function, None
-        self._on, self._off = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def begin(self) -> None:
-        self._thread.start()
-        self._off.acquire()
-
-    def resume(self, reply: Any) -> None:
-        """Go on with what the call gave, to the next call or the end."""
-        self.call, self._reply = None, reply
-        self._on.release()
-        self._off.acquire()
-
-    def wait_for(self, call: Any) -> Any:
-        self.call = call
-        self._off.release()
-        self._on.acquire()
-        reply, self._reply = self._reply, None
+            return self._engine.train(network, start, examples, fit, rng, **options)
+        before = next(self._given, None)
+        if before is None:
+            raise Wait(call)
+        reply, rng.bit_generator.state = before
         if isinstance(reply, Exception):
             raise reply
         return reply
 
-    def _run(self) -> None:
-        try:
-            self.value = self._function(self.joint)
-        except Exception as error:
-            self.value = error
-        finally:
-            self.over = True
-            self._off.release()
-
 
 def together(functions: Sequence[Callable[[Any], T]], engine: Any) -> list[tuple[T | Exception, bool]]:
-    """Each function called with an engine; what it returned or raised, and whether it trained together.
+    """Each function called with an engine: what it returned or raised, and whether it could train with others.
 
     Args:
         engine: one with `call` and `train_together` (`edge_agent.engines.torch_batched`), or any other,
-            with which they are called one after the other.
+            with which each is called once, one after the other.
     """
-    if not hasattr(engine, "train_together"):
-        return [(_tried(function, engine), False) for function in functions]
-    halves = [_Half(function, engine) for function in functions]
-    for half in halves:
-        half.begin()
-    while waiting := [half for half in halves if not half.over]:
-        replies = engine.train_together([half.call for half in waiting])
-        for half, reply in zip(waiting, replies, strict=True):
-            half.resume(reply)
-    return [(half.value, half.joint.joint) for half in halves]  # type: ignore[misc]
-
-
-def _tried(function: Callable[[Any], T], engine: Any) -> T | Exception:
-    try:
-        return function(engine)
-    except Exception as error:
-        return error
+    given: list[list[Given]] = [[] for _ in functions]
+    found: list[Any] = [None] * len(functions)
+    left = list(range(len(functions)))
+    joint = hasattr(engine, "train_together")
+    while left:
+        calls: dict[int, Any] = {}
+        for index in left:
+            try:
+                found[index] = functions[index](Joint(engine, given[index]) if joint else engine)
+            except Wait as wait:
+                calls[index] = wait.call
+            except Exception as error:
+                found[index] = error
+        left = list(calls)
+        replies = engine.train_together(list(calls.values())) if calls else []
+        for (index, call), reply in zip(calls.items(), replies, strict=True):
+            given[index].append((reply, call.rng.bit_generator.state))
+    return [(value, bool(before)) for value, before in zip(found, given, strict=True)]

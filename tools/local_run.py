@@ -29,6 +29,7 @@ from fedquilt.core import (
     Bundle,
     Contribution,
     Cost,
+    Device,
     DeviceView,
     Examples,
     JobError,
@@ -286,9 +287,12 @@ class _Fleet:
 
     def __init__(self, job: Job, members: Sequence[Member], path: Callable[[str], Path]) -> None:
         self._job, self._path = job, path
+        self._engine = _engine_of(job, methods.load(job.method))
         self._devices = {member.device: _Device(member) for member in members}
         taken = job.fleet.boards
-        self._boards = {each.device: boards.make(taken[index % len(taken)]) for index, each in enumerate(members)}
+        self._names = {each.device: taken[index % len(taken)] for index, each in enumerate(members)}
+        self._boards: dict[str, Device] = {}  # of those that have been asked
+        self._next: tuple[int, tuple[str, ...]] | None = None  # who is asked in the next round
 
     def round(self, pool: Pool, method: Method, state: Any, number: int) -> tuple[Any, Round]:
         """The state after it, and what it took."""
@@ -296,8 +300,7 @@ class _Fleet:
         asks: list[Ask] = []
         works: list[Work] = []
         down = up = 0
-        asked = cohort.sample(self._job.seed, number, self._devices, self._job.cohort.size or len(self._devices))
-        for name in asked:
+        for name in self._asked(number):
             device = self._devices[name]
             order = method.send(state, DeviceView(name, None, device.rounds))
             if order is not None:
@@ -306,12 +309,12 @@ class _Fleet:
                 works.append(order.work)
         total, told = None, []
         costs: list[Cost] = []
-        for work, done in zip(works, pool.carry_out(asks), strict=True):
+        for work, done in zip(works, pool.carry_out(asks, lambda: self._asked(number + 1)), strict=True):
             sent = {what: tensors.decode(payload) for what, payload in done.bundles.items()}
             up += sum(map(len, done.bundles.values()))
             device = self._devices[done.device]
             device.rounds = (*device.rounds, number)
-            costs.append(self._boards[done.device].cost(work.on(done.examples), Cost(duration_s=done.wall_s)))
+            costs.append(self._board(done.device).cost(work.on(done.examples), Cost(duration_s=done.wall_s)))
             told.append((done.weight, done.metrics))
             total = method.fold(state, total, Contribution(done.device, number, done.weight, done.metrics, sent))
         state = method.step(state, total)
@@ -347,6 +350,18 @@ class _Fleet:
         contents.drop()
         return Check(devices, tested)
 
+    def _asked(self, number: int) -> tuple[str, ...]:
+        """Who takes part in a round, drawn once: the next round's while workers are busy with this one."""
+        if self._next is None or self._next[0] != number:
+            count = self._job.cohort.size or len(self._devices)
+            self._next = number, cohort.sample(self._job.seed, number, self._devices, count)
+        return self._next[1]
+
+    def _board(self, name: str) -> Device:
+        if name not in self._boards:
+            self._boards[name] = boards.make(self._names[name])
+        return self._boards[name]
+
     def _ask(self, order: Order, contents: Contents, name: str, number: int, action: Action) -> Ask:
         refs, files = {}, {}
         for what, value in order.bundles.items():
@@ -357,7 +372,7 @@ class _Fleet:
             round=number,
             attempt=0,
             method=self._job.method,
-            engine=_engine_of(self._job, methods.load(self._job.method)),
+            engine=self._engine,
             actions=(action,),
             params=dict(order.params),
             bundles=refs,

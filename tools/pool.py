@@ -19,7 +19,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
@@ -34,7 +34,7 @@ from fedquilt.tools.contents import Contents
 if TYPE_CHECKING:
     from fedquilt.tools.local_run import Member
 
-TOGETHER: Final = 16  # tasks at most that go to a worker at once; more are hardly faster, and keep others waiting
+TOGETHER: Final = 32  # tasks at most that go to a worker at once; more are hardly faster, and keep others waiting
 LENGTH: Final = struct.Struct("<Q")
 # one thread a worker, so that sums have one order; no thread of a numerical library is alive when the first one forks
 SINGLE: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -186,8 +186,8 @@ class Pool:
         """Contents that the workers can read."""
         return Contents(self.folder)
 
-    def carry_out(self, asks: Sequence[Ask]) -> Iterator[Done]:
-        """What comes of the tasks, in their order.
+    def carry_out(self, asks: Sequence[Ask], meanwhile: Callable[[], object] = lambda: None) -> Iterator[Done]:
+        """What comes of the tasks, in their order. `meanwhile` is called once while workers are at it.
 
         Raises:
             FedquiltError: of its own kind, when a client half raises one; with its type's name for any other.
@@ -200,7 +200,7 @@ class Pool:
             parts = np.array_split(np.arange(len(asks)), math.ceil(len(asks) / TOGETHER))
             groups = [[asks[index] for index in part] for part in parts]
         first = True
-        for answers in self._spread([msgspec.msgpack.encode(Work(tuple(group))) for group in groups]):
+        for answers in self._spread([msgspec.msgpack.encode(Work(tuple(group))) for group in groups], meanwhile):
             for done in msgspec.msgpack.decode(answers, type=list[Done]):
                 if done.error is not None:
                     raise _raised(done)
@@ -219,7 +219,7 @@ class Pool:
 
     # -- within -----------------------------------------------------------------------------------
 
-    def _spread(self, orders: Sequence[bytes]) -> Iterator[bytes]:
+    def _spread(self, orders: Sequence[bytes], meanwhile: Callable[[], object] = lambda: None) -> Iterator[bytes]:
         """Each order to whichever worker is free; answers in the order of the orders.
 
         A worker has one order at a time: it reads when we write, so neither side waits for the other to read.
@@ -233,6 +233,7 @@ class Pool:
                 self._send(each, orders[following])
                 given[each] = following
                 following += 1
+            meanwhile()
             while wanted < len(orders):
                 while wanted in answers:
                     yield answers.pop(wanted)

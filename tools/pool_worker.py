@@ -160,6 +160,7 @@ def main() -> None:
     serve(socket.socket(fileno=mine))
     for pid in children:
         os.waitpid(pid, 0)
+    os._exit(0)  # torch takes a second to go in good order, and everything has been said
 
 
 def _module(engine: str) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from functools import lru_cache
 from urllib.parse import parse_qsl
 
 from fedquilt import predict, profiles
@@ -96,7 +97,7 @@ class SimulatedDevice:
         """
         place, _, traits = board.partition("?")
         name, _, point = place.partition(":")
-        return cls(profiles.load(name), point or None, Traits.parse(traits))
+        return cls(_shipped(name), point or None, Traits.parse(traits))
 
     def read(self, now_s: float) -> Reading:
         """Battery and temperature, where it has them; the sensors of this host are not the board's."""
@@ -175,6 +176,11 @@ class SimulatedDevice:
     def _drain(self, joules: float) -> None:
         if self._charge_j is not None:
             self._charge_j = max(0.0, self._charge_j - joules)
+
+
+@lru_cache(maxsize=64)  # a fleet of a thousand boards is of a few kinds
+def _shipped(name: str) -> profiles.Board:
+    return profiles.load(name)
 
 
 def _lognormal(sigma: float, *keys: object) -> float:

@@ -1,0 +1,288 @@
+"""`fedquilt bench sim`: simulated fleets beside a bare PyTorch loop of the same steps, and others' simulators.
+
+Two workloads, FedAvg with SGD 0.05 and batches of 32 on 28x28 images: `compute` (100 clients with 600 images, 10 a
+round, 30 rounds, a CNN 16-32-128-10), where arithmetic is all, and `overhead` (1,000 clients with 60 images, 50 a
+round, 20 rounds, logistic regression), where everything else is. All contestants begin with the same weights,
+take turns on the same cores, are given as many processes as there are cores (but for the bare loop on one), and
+each says how good its model got. A rate is client-rounds a second over all rounds but the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+
+from fedquilt import bundle, tensors
+from fedquilt.coordinator import cohort
+from fedquilt.core import DataError, FedquiltError
+from fedquilt.edge_agent import data
+from fedquilt.tools.bench import at_least, figure, figure_lines
+from fedquilt.tools.bench.sim import others
+
+HERE = Path(__file__).parent
+SAMPLE_S = 0.02  # between two looks at a contestant's memory
+NAME = "client-{:04d}"
+SEED = 1
+
+
+@dataclass(frozen=True)
+class Workload:
+    name: str
+    clients: int
+    each: int  # examples of a client
+    asked: int  # clients in a round
+    rounds: int
+    network: dict[str, Any]
+
+
+INPUT = {"channels": 1, "size": 28, "mean": [0.0], "std": [1.0]}
+COMPUTE = Workload(
+    "compute", 100, 600, 10, 30, {"name": "cnn", "channels": 1, "size": 28, "classes": 10, "input": INPUT}
+)
+OVERHEAD = Workload("overhead", 1000, 60, 50, 20, {"name": "mlp", "inputs": 784, "hidden": [], "classes": 10})
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """What runs a workload: its command, less the folder and the number of processes."""
+
+    name: str
+    title: str
+    command: tuple[str, ...]
+    processes: int
+
+
+def measure(
+    path: Path | str = "",
+    beside: Sequence[str] = (),
+    repeats: int = 3,
+    workloads: Sequence[Workload] = (COMPUTE, OVERHEAD),
+    processes: int | None = None,
+) -> dict[str, Any]:
+    """Run all contestants on all workloads, in turns.
+
+    Args:
+        path: IDX images of 28x28, such as MNIST's `raw` folder.
+        beside: other simulators, of `others.OTHERS`; each runs once.
+        repeats: how often ours and the bare loops run.
+
+    Raises:
+        DataError: no such images.
+        JobError: another simulator that there is not.
+    """
+    for name in beside:
+        others.named(name)
+    processes = processes or len(os.sched_getaffinity(0))
+    contestants, absent = _contestants(beside, processes)
+    found: dict[str, Any] = {
+        "processes": processes,
+        "load": os.getloadavg()[0],
+        "repeats": repeats,
+        "absent": absent,
+        "workloads": {},
+        "figures": {},
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        for work in workloads:
+            folder = Path(scratch) / work.name
+            lay_out(work, path, folder)
+            runs: dict[str, list[dict[str, Any]]] = {each.name: [] for each in contestants}
+            for turn in range(repeats):
+                for each in contestants:
+                    if turn == 0 or each.name in ("ours", *BARE):
+                        runs[each.name].append(_run(each, folder, work))
+            found["workloads"][work.name] = _summary(work, runs, contestants)
+    found["figures"] = _figures(found)
+    return found
+
+
+BARE = ("bare_1", "bare_n")
+
+
+def _contestants(beside: Sequence[str], processes: int) -> tuple[list[Contestant], dict[str, str]]:
+    """Those there are, and why others are not."""
+    bare = (sys.executable, str(HERE / "bare.py"))
+    found = [
+        Contestant("ours", "fedquilt", (sys.executable, "-m", "fedquilt.tools.bench.sim.ours"), processes),
+        Contestant("bare_n", f"bare loop, {processes} processes", bare, processes),
+        Contestant("bare_1", "bare loop, 1 process", bare, 1),
+    ]
+    absent = {}
+    for name in beside:
+        try:
+            python, version = others.environment(name)
+        except others.AbsentError as error:
+            absent[name] = str(error)
+            continue
+        other = others.OTHERS[name]
+        found.append(Contestant(name, f"{other.title} {version}", (str(python), str(HERE / other.script)), processes))
+    return found, absent
+
+
+def lay_out(work: Workload, path: Path | str, folder: Path) -> None:
+    """Write what contestants are given (see `workload`), and our bundle and job.
+
+    Raises:
+        DataError: no such images, or too few.
+    """
+    table = {"path": str(path), "held": 0.0, "seed": SEED}
+    train, test = (
+        data.load_all(msgspec.convert({**table, "split": split}, data.DataSpec)) for split in ("train", "test")
+    )
+    wanted = work.clients * work.each
+    if train.x.shape[1:] != (28, 28) or len(train) < wanted:
+        raise DataError(f"{path}: {wanted} images of 28x28 are needed, not {len(train)} of {train.x.shape[1:]}")
+    rows = np.random.default_rng(SEED).permutation(len(train))[:wanted]
+    folder.mkdir(parents=True)
+    for name, array in (("x", train.x[rows]), ("y", train.y[rows]), ("test_x", test.x), ("test_y", test.y)):
+        np.save(folder / f"{name}.npy", array)
+    names = {NAME.format(index): index for index in range(work.clients)}
+    asked = [[names[name] for name in cohort.sample(SEED, number, names, work.asked)] for number in range(work.rounds)]
+    np.save(folder / "cohorts.npy", np.array(asked))
+    start = _weights(work.network)
+    np.savez(folder / "start.npz", **start)
+    job = {
+        "name": "bench",
+        "method": "fedavg",
+        "engine": "torch",
+        "rounds": work.rounds,
+        "seed": SEED,
+        "cohort": {"size": work.asked},
+        "check": {"every": work.rounds},
+        "params": {"lr": 0.05, "batch": 32},
+    }
+    table = {"clients": work.clients, "each": work.each, "network": work.network, "lr": 0.05, "batch": 32, "seed": SEED}
+    (folder / "spec.json").write_text(json.dumps({**table, "name": NAME, "job": job}))
+    bundle.write(folder / "bundle", {"network": work.network}, {"model": tensors.encode(start)})
+
+
+def _weights(network: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Drawn in a process of its own, so that this one does not hold torch."""
+    code = (
+        "import json, sys\n"
+        "from fedquilt import tensors\n"
+        "from fedquilt.models import zoo\n"
+        f"model = zoo.load(json.loads(sys.argv[1]), seed={SEED})\n"
+        "held = {name: value.numpy() for name, value in model.state_dict().items()}\n"
+        "sys.stdout.buffer.write(tensors.encode(held))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code, json.dumps(network)], capture_output=True, check=True)
+    return tensors.decode(shown.stdout)
+
+
+def _run(each: Contestant, folder: Path, work: Workload) -> dict[str, Any]:
+    """One contestant once: what it tells, and what its processes hold together at most.
+
+    Raises:
+        FedquiltError: it failed; says its last words.
+    """
+    env = {**os.environ, "BENCH_BEGAN": repr(time.time()), "PYTHONWARNINGS": "ignore"}
+    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as told:
+        began_s = time.perf_counter()
+        process = subprocess.Popen(
+            [*each.command, str(folder), str(each.processes)], stdout=told, stderr=said, env=env, cwd=folder
+        )
+        rss, pss, spent_s = 0, 0, _children_s()
+        while process.poll() is None:
+            now_rss, now_pss = _held(process.pid)
+            rss, pss = max(rss, now_rss), max(pss, now_pss)
+            time.sleep(SAMPLE_S)
+        wall_s, cpu_s = time.perf_counter() - began_s, _children_s() - spent_s
+        said.seek(0), told.seek(0)
+        last = [line for line in told.read().decode(errors="replace").splitlines() if line.startswith('{"start_s"')]
+        if process.returncode or not last:
+            words = said.read().decode(errors="replace").strip().splitlines()
+            raise FedquiltError(f"{each.title} failed on {work.name}: {words[-1] if words else 'it said nothing'}")
+    found = json.loads(last[-1])
+    steady = found["rounds_s"][1:]
+    return {
+        **found,
+        "wall_s": wall_s,
+        "cpu_s": cpu_s,
+        "rate": work.asked * len(steady) / sum(steady),
+        "rss_mb": rss / 1e6,
+        "pss_mb": pss / 1e6,
+    }
+
+
+def _children_s() -> float:
+    """Processor seconds of all processes that this one has started and that are over."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
+def _held(pid: int) -> tuple[int, int]:
+    """Resident bytes of a process and all its children: added up, and with shared pages shared out."""
+    rss = pss = 0
+    try:
+        root = psutil.Process(pid)
+        for process in [root, *root.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error, OSError):
+                held = process.memory_full_info()
+                rss, pss = rss + held.rss, pss + held.pss
+    except psutil.Error:
+        pass
+    return rss, pss
+
+
+def _summary(
+    work: Workload, runs: dict[str, list[dict[str, Any]]], contestants: Sequence[Contestant]
+) -> dict[str, Any]:
+    """Medians of each contestant's runs."""
+    kept = ("rate", "start_s", "wall_s", "cpu_s", "accuracy", "rss_mb", "pss_mb")
+    return {
+        each.name: {
+            "title": each.title,
+            **{key: statistics.median(run[key] for run in runs[each.name]) for key in kept},
+            "rates": [run["rate"] for run in runs[each.name]],
+        }
+        for each in contestants
+    }
+
+
+def _figures(found: dict[str, Any]) -> dict[str, Any]:
+    """What is to be reached, of the workloads and contestants there were. Ratios are of the runs of one turn."""
+    figures: dict[str, Any] = {}
+    for name, limit in (("compute", 0.95), ("overhead", 1.0)):
+        if name not in found["workloads"]:
+            continue
+        told = found["workloads"][name]
+        ratio = statistics.median(a / b for a, b in zip(told["ours"]["rates"], told["bare_n"]["rates"], strict=True))
+        figures[f"{name}_of_bare_loop"] = at_least(ratio, limit, "x")
+        figures[f"{name}_memory"] = figure(told["ours"]["rss_mb"], 600, "MB")
+        best = max(each["accuracy"] for each in told.values())
+        figures[f"{name}_accuracy_behind_best"] = figure(100 * (best - told["ours"]["accuracy"]), 1.0, "points")
+        if name == "overhead":
+            figures["overhead_whole_run"] = figure(told["ours"]["wall_s"], 6.0, "s")
+            if "flower" in told:
+                figures["overhead_of_flower"] = at_least(told["ours"]["rate"] / told["flower"]["rate"], 15, "x")
+    return figures
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """For people."""
+    shown = [f"{result['processes']} processes each, load {result['load']:.1f} when it began"]
+    for name, told in result["workloads"].items():
+        shown.append(f"{name:24} client-rounds/s   of bare   start s   whole s   CPU s   RSS MB   PSS MB   accuracy")
+        floor = told["bare_n"]["rate"]
+        for each in told.values():
+            shown.append(
+                f"  {each['title']:22} {each['rate']:15.1f} {each['rate'] / floor:9.2f} {each['start_s']:9.1f} "
+                f"{each['wall_s']:9.1f} {each['cpu_s']:7.1f} {each['rss_mb']:8.0f} {each['pss_mb']:8.0f} {100 * each['accuracy']:9.2f}%"
+            )
+    shown += [f"  not here: {why}" for why in result["absent"].values()]
+    return [*shown, *figure_lines(result)]

@@ -1,0 +1,54 @@
+"""fedquilt's simulated fleet on a workload: `python -m fedquilt.tools.bench.sim.ours FOLDER WORKERS`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedquilt.coordinator import settings
+from fedquilt.core import Examples
+from fedquilt.tools import local_run
+from fedquilt.tools.local_run import Member, Round
+
+
+def main() -> None:
+    folder, workers = Path(sys.argv[1]), int(sys.argv[2])
+    spec = json.loads((folder / "spec.json").read_text())
+    x, y = np.load(folder / "x.npy"), np.load(folder / "y.npy")
+    test = Examples(np.load(folder / "test_x.npy"), np.load(folder / "test_y.npy"))
+    none, each = Examples(x[:0], y[:0]), spec["each"]
+    members = [
+        Member(spec["name"].format(index), Examples(x[first : first + each], y[first : first + each]), none)
+        for index, first in enumerate(range(0, len(y), each))
+    ]
+    rounds: list[Round] = []
+    job = settings.parse(spec["job"])
+    began_s, before_s = time.perf_counter(), time.time() - float(os.environ["BENCH_BEGAN"])
+
+    def observe(round: Round, state: Any) -> None:
+        rounds.append(round)
+
+    outcome = local_run.run(job, folder / "bundle", members, workers=workers, observe=observe, test=test)
+    check = outcome.rounds[-1].check
+    assert check is not None
+    assert check.test is not None
+    print(
+        json.dumps(
+            {
+                "start_s": before_s + outcome.start_s,
+                "rounds_s": [round.wall_s for round in rounds],
+                "accuracy": check.test["accuracy"],
+                "run_s": time.perf_counter() - began_s,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
