@@ -73,6 +73,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     test: dict[str, Any] = msgspec.field(default_factory=dict)  # likewise: what no device has; fedquilt.tools.evaluator
     compare: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)  # method -> params; fedquilt.tools.compare
     model: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.tools.prepare
+    schedule: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.tools.schedule
     input: dict[str, Any] = msgspec.field(default_factory=dict)
     labels: tuple[str, ...] = ()
     donors: tuple[dict[str, Any], ...] = ()
@@ -152,7 +153,7 @@ def _anchored(table: dict[str, Any], folder: Path) -> dict[str, Any]:
         }
 
     result = dict(table)
-    for key in ("data", "test", "model", "int8", "donors"):
+    for key in ("data", "test", "model", "int8", "donors", "schedule"):
         if key in result:
             result[key] = anchor(result[key])
     return result

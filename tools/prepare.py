@@ -6,6 +6,7 @@ the same job twice gives the same bytes.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,9 @@ import msgspec
 
 from fedquilt import bundle, tensors
 from fedquilt.core import Bundle, JobError, ModelError, Name
-from fedquilt.models import footprint, zoo
+from fedquilt.models import footprint, masks, zoo
 from fedquilt.models.images import Input
+from fedquilt.tools import schedule
 
 if TYPE_CHECKING:
     from fedquilt.tools.quantize import Trial
@@ -57,7 +59,10 @@ ALIGNMENTS: Mapping[str, Callable[[int], tuple[tuple[int, ...], ...]]] = {
 def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lambda line: None) -> Bundle:
     """Write the bundle of a job (a job file's table) into the folder `out`.
 
-    From `[model]`: the file "model" (safetensors), and meta "network" and "flops" of one example.
+    From `[model]`: the files "model" and "masks" (`fedquilt.models.masks`), if it can be masked, both safetensors,
+    and meta "network" and "flops" of one example.
+    With `weights_classes`, the number of classes that the weights are for, the last layer is a new one.
+    From `[schedule]`: meta "schedule", which part of it to train (`fedquilt.tools.schedule`).
     From `[input]`, `labels` and `[[donors]]`: files "<block>.onnx" and "<block>.data", and meta "input",
     "labels", "donors", "blocks" (`fedquilt.models.stitch.stock` reads them). A block's id is
     "<donor>.<index>".
@@ -76,9 +81,13 @@ def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lamb
     wanted = _input(job["input"]) if job.get("input") else None
     trial = _trial(job) if job.get("int8") else None
     if job.get("model"):
-        facts, files["model"] = _model(job["model"], wanted)
+        facts, parts = _model(job["model"], wanted)
         meta |= facts
+        files |= parts
         say(f"model {facts['network']['name']}: {len(files['model']) / 1e6:.1f} MB")
+        if job.get("schedule"):
+            model = tensors.decode(files["model"])
+            meta["schedule"] = schedule.at_prepare(job["schedule"], facts["network"], model, say)
     if job.get("donors"):
         meta |= _stock(job, wanted, files, say)
     if trial is not None:
@@ -96,17 +105,26 @@ def _input(table: Mapping[str, Any]) -> Input:
     return wanted
 
 
-def _model(table: Mapping[str, Any], wanted: Input | None) -> tuple[dict[str, Any], bytes]:
-    network = {key: value for key, value in table.items() if key not in ("weights", "seed")}
+def _model(table: Mapping[str, Any], wanted: Input | None) -> tuple[dict[str, Any], dict[str, bytes]]:
+    network = {key: value for key, value in table.items() if key not in ("weights", "weights_classes", "seed")}
     if wanted is not None:
         network["input"] = msgspec.to_builtins(wanted)
     import torch
 
-    model = zoo.load(network, table.get("weights"), seed=int(table.get("seed", 0)))
+    from fedquilt.models import mask_trace
+
+    if "weights_classes" in table:
+        model = schedule.warm(
+            network, str(table.get("weights")), int(table["weights_classes"]), int(table.get("seed", 0))
+        )
+    else:
+        model = zoo.load(network, table.get("weights"), seed=int(table.get("seed", 0)))
     flops = zoo.cost(model, zoo.input_shape(network)).flops
-    weights = tensors.encode({name: value.numpy() for name, value in model.state_dict().items()})
+    parts = {"model": tensors.encode({name: value.numpy() for name, value in model.state_dict().items()})}
+    with contextlib.suppress(ModelError):  # it cannot be traced: a method that wants masks will say so
+        parts["masks"] = tensors.encode({"json": masks.to_array(mask_trace.plan(model))})
     trained, _ = footprint.weigh(model, torch.zeros(2, *zoo.input_shape(network)))  # last: it moves batch norm
-    return {"network": network, "flops": flops, "example_bytes": footprint.example_bytes(trained)}, weights
+    return {"network": network, "flops": flops, "example_bytes": footprint.example_bytes(trained)}, parts
 
 
 def _trial(job: Mapping[str, Any]) -> Trial:

@@ -1,0 +1,307 @@
+"""FedSQ beside FedAvg and FedProx on small pre-trained networks (after arXiv 2604.02990, Table I and Fig. 2).
+
+`python -m fedquilt.tools.reproduce.fedsq fedsq --data FOLDER --seeds 0 1 2`
+
+The paper's ResNet-18 on CIFAR-100 and AlexNet on CINIC-10 take GPUs and data that are not everywhere, so
+no figure here is one of the paper's: what is compared is what it claims. Ten clients, all in every
+round, one epoch, plain SGD; all three train the same modules from the same weights with the same new head, and see
+the same examples in the same order. FedAvg and FedProx are `fedsq` with gates = "own" (a test holds it against
+`fedavg`). The clients' rate and batch are ours: the shares are a fiftieth of the paper's.
+
+fedsq            networks pre-trained on MNIST, federated on the UCI digits
+fedsq-weak       pre-trained on the UCI digits (1,347 images of 8 x 8), federated on a part of MNIST
+fedsq-imagenet   SqueezeNet 1.1 with ImageNet weights on CIFAR-10, head and last block trained
+fedsq-cost       seconds of a round of FedSQ by those of FedAvg on the same part, with and without cache
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from fedquilt import tensors
+from fedquilt.core import BlobRef, Bundle, DataError, DeviceView, Examples, Fit, JobError
+from fedquilt.edge_agent import data as shares
+from fedquilt.edge_agent.data import DataSpec
+from fedquilt.methods import fedsq
+from fedquilt.tools import schedule
+from fedquilt.tools.local_run import Member, delivered, states
+
+TABLES: Final = ("fedsq", "fedsq-weak", "fedsq-imagenet", "fedsq-cost")
+DIGITS: Final = Path(__file__).parents[1] / "demo" / "digits.npz"
+CLIENTS: Final = 10
+SPLITS: Final[Mapping[str, dict[str, Any]]] = {
+    "iid": {"partition": "iid"},
+    "dirichlet 0.5": {"partition": "dirichlet", "alpha": 0.5},
+    "dirichlet 0.1": {"partition": "dirichlet", "alpha": 0.1},
+}
+ARMS: Final[Mapping[str, dict[str, Any]]] = {
+    "fedavg": {"gates": "own"},
+    "fedprox": {"gates": "own", "mu": 0.1},
+    "fedsq": {},
+}
+SMALL: Final = {"channels": 1, "size": 16}
+IMAGENET: Final = {"channels": 3, "size": 64, "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One network, and what of it is trained how."""
+
+    network: Mapping[str, Any]
+    trained: tuple[str, ...]
+    bn: str
+    lr: float = 0.1
+    batch: int = 16
+
+
+RESIDUAL: Final = {"name": "residual", "channels": 1, "classes": 10, "input": SMALL}
+CNN: Final = {"name": "cnn", "channels": 1, "size": 16, "classes": 10, "input": SMALL}
+SQUEEZE: Final = {"name": "torchvision/squeezenet1_1", "classes": 10, "input": IMAGENET}
+DIGIT_SETTINGS: Final = {
+    "residual, bn frozen": Setting(RESIDUAL, ("3", "6"), "frozen_stats"),
+    "residual, bn trained": Setting(RESIDUAL, ("3", "6"), "train"),
+    "cnn": Setting(CNN, ("7", "9"), "frozen_stats"),
+}
+EXAMPLES: Final = 256  # of the client whose rounds are timed
+TURNS: Final = 7
+COSTS: Final = {
+    "resnet20-cifar, layer3 and linear, 32 x 32": (
+        {"name": "resnet20-cifar", "classes": 10, "input": {"channels": 3, "size": 32}},
+        ("layer3", "linear"),
+    ),
+    "resnet18, layer4 and fc, 64 x 64": (
+        {"name": "torchvision/resnet18", "classes": 10, "input": {"channels": 3, "size": 64}},
+        ("layer4", "fc"),
+    ),
+    "squeezenet1_1, last fire and classifier, 64 x 64": (SQUEEZE, ("features.12", "classifier")),
+}
+
+
+def run(
+    table: str,
+    seeds: Sequence[int],
+    rounds: int | None = None,
+    data: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """The table's figures, ready for JSON: by setting, split and arm, "accuracy" by seed and round (0: the start).
+
+    Raises:
+        JobError: no such table.
+        DataError: what it needs is not in the folder `data`.
+    """
+    from fedquilt.edge_agent.engines.torch_engine import TorchEngine
+
+    if table not in TABLES:
+        raise JobError(f"table {table!r} is unknown; there are: {', '.join(TABLES)}")
+    engine = TorchEngine(1 << 40)
+    if table == "fedsq-cost":
+        return {"table": table, "costs": {name: _cost(engine, *each, say) for name, each in COSTS.items()}}
+    if data is None:
+        raise DataError(f"{table} needs --data: a folder with MNIST (for fedsq-imagenet: CIFAR-10 and weights/)")
+    found: dict[str, Any] = {"table": table, "seeds": list(seeds), "settings": {}}
+    settings = {"squeezenet1_1": Setting(SQUEEZE, ("features.12", "classifier"), "frozen_stats", 0.01, 32)}
+    settings = settings if table == "fedsq-imagenet" else DIGIT_SETTINGS
+    for name, setting in settings.items():
+        by_split: dict[str, Any] = {}
+        starts = {seed: _pretrained(table, setting, data, seed, engine) for seed in seeds}
+        for split, table_of in SPLITS.items():
+            spec, test = _task(table, data)
+            curves: dict[str, list[list[float]]] = {arm: [] for arm in ARMS}
+            for seed in seeds:
+                members = _members(msgspec.structs.replace(spec, **table_of, seed=seed))
+                for arm, changes in ARMS.items():
+                    params = _params(setting, **changes)
+                    curve = _curve(engine, setting, starts[seed], members, test, params, seed, rounds or 10)
+                    curves[arm].append(curve)
+            by_split[split] = curves
+            say(f"{name}, {split}: " + ", ".join(f"{arm} {_mean(curve, -1):.1%}" for arm, curve in curves.items()))
+        found["settings"][name] = by_split
+    return found
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+    """The figures as text: mean accuracy over the seeds by round, percent, and who leads in how many seeds."""
+    if "costs" in result:
+        return [
+            f"{name}: cached {cost['cached']:.2f} x FedAvg cached (<= 1.15), "
+            f"uncached {cost['uncached']:.2f} x FedAvg uncached (<= 1.4)"
+            for name, cost in result["costs"].items()
+        ]
+    told = [f"{result['table']}: accuracy in percent, mean of {len(result['seeds'])} seeds, by round"]
+    for name, by_split in result["settings"].items():
+        for split, curves in by_split.items():
+            count = len(curves["fedsq"][0])
+            shown = [0, *(n for n in (1, 2, 3, 5, 10, 20, 30) if n < count - 1), count - 1]
+            told += ["", f"{name}, {split}", "round    " + "".join(f"{n:>7}" for n in shown)]
+            told += [
+                f"{arm:<9}" + "".join(f"{100 * _mean(curve, n):7.1f}" for n in shown) for arm, curve in curves.items()
+            ]
+            ahead = [sum(a[n] > b[n] for a, b in zip(curves["fedsq"], curves["fedavg"], strict=True)) for n in shown]
+            told.append("sq > avg " + "".join(f"{n:>7}" for n in ahead))
+    return told
+
+
+def _mean(curves: Sequence[Sequence[float]], number: int) -> float:
+    return statistics.fmean(curve[number] for curve in curves)
+
+
+# -- what is run ----------------------------------------------------------------------------------
+
+
+def _params(setting: Setting, **changes: Any) -> fedsq.Params:
+    return fedsq.Params(lr=setting.lr, batch=setting.batch, trained=setting.trained, bn=setting.bn, **changes)  # type: ignore[arg-type]
+
+
+def _curve(
+    engine: Any,
+    setting: Setting,
+    start: Mapping[str, np.ndarray],
+    members: Sequence[Member],
+    test: Examples,
+    params: fedsq.Params,
+    seed: int,
+    rounds: int,
+) -> list[float]:
+    """Accuracy on the test set before the first round and after each, by the method's own halves."""
+    bundle = Bundle({"network": dict(setting.network)}, {"model": BlobRef(sha256="0" * 64, size=1)}, lambda name: start)
+    judge = Member("judge", Examples(test.x[:1], test.y[:1]), test)
+    method, found = fedsq.METHOD, []
+    with tempfile.TemporaryDirectory() as cache:
+        for state in states(method, bundle, Path, engine, members, params, seed=seed, rounds=rounds):
+            order = method.send(state, DeviceView("judge", None))
+            assert order is not None
+            assert method.check is not None
+            told = method.check(*delivered(method, order, 0, seed, judge, engine, Path, {}, Path(cache)))
+            found.append(told["accuracy"])
+    return found
+
+
+def _pretrained(table: str, setting: Setting, data: Path, seed: int, engine: Any) -> dict[str, np.ndarray]:
+    """The pre-trained network with a new last layer, drawn from the seed."""
+    if table == "fedsq-imagenet":
+        architecture = setting.network["name"].removeprefix("torchvision/")
+        files = sorted((data / "weights").glob(f"{architecture}*.pt*"))
+        if not files:
+            raise DataError(f"no {architecture}*.pt in {data / 'weights'}: put torchvision's weights there")
+        model = schedule.warm(setting.network, str(files[0]), 1000, seed)
+        return {name: value.numpy() for name, value in model.state_dict().items()}
+    from fedquilt.models import zoo
+
+    network = setting.network
+    before = _all(DataSpec(path=_mnist(data), limit=6000)) if table == "fedsq" else _all(DataSpec(path=str(DIGITS)))
+    first = {name: value.numpy() for name, value in zoo.load(network, seed=seed).state_dict().items()}
+    fit = Fit(epochs=3 if table == "fedsq" else 12, batch=32, lr=0.05, momentum=0.9, weight_decay=1e-4)
+    given, _ = engine.train(network, first, before, fit, tensors.rng("pre-trained", seed))
+    last = max((name for name in first if name.endswith(".weight") and first[name].ndim == 2), key=_place)
+    fresh = {name: value.numpy() for name, value in zoo.load(network, seed=seed + 1000).state_dict().items()}
+    return {name: fresh[name] if name.startswith(last.rpartition(".")[0] + ".") else given[name] for name in first}
+
+
+def _place(name: str) -> int:
+    return int(name.split(".")[0])
+
+
+def _task(table: str, data: Path) -> tuple[DataSpec, Examples]:
+    """What is federated, and the test set."""
+    if table == "fedsq":
+        spec, test = DataSpec(path=str(DIGITS)), _all(DataSpec(path=str(DIGITS), split="test"))
+    elif table == "fedsq-weak":
+        spec = DataSpec(path=_mnist(data), limit=3000)
+        test = _all(DataSpec(path=_mnist(data), split="test", limit=1000))
+    else:
+        files = sorted(data.glob("cifar10*.npz"))
+        where = DataSpec(path=str(files[0])) if files else DataSpec(path=str(data), dataset="CIFAR10")
+        spec = msgspec.structs.replace(where, limit=2000)
+        test = _all(msgspec.structs.replace(where, split="test", limit=500))
+    return msgspec.structs.replace(spec, shares=CLIENTS, held=0.0), test
+
+
+def _mnist(data: Path) -> str:
+    """The folder of MNIST's files: `data` itself, or where torchvision puts them below it."""
+    nested = data / "MNIST" / "raw"
+    return str(nested if nested.is_dir() else data)
+
+
+def _members(spec: DataSpec) -> list[Member]:
+    return [Member(f"client-{i}", train, held) for i, (train, held) in enumerate(shares.load_shares(spec))]
+
+
+def _all(spec: DataSpec) -> Examples:
+    return shares.load_all(spec)
+
+
+# -- cost -----------------------------------------------------------------------------------------
+
+
+def _cost(engine: Any, network: Mapping[str, Any], trained: tuple[str, ...], say: Callable[[str], None]) -> Any:
+    """Seconds of a client's round in each of four ways, taken in turn, and what FedSQ takes by what FedAvg does.
+
+    Features are looked up before the clock starts. A ratio is the median of those of the turns.
+    """
+    from fedquilt.models import zoo
+
+    start = {name: value.numpy() for name, value in zoo.load(network, seed=0).state_dict().items()}
+    bundle = Bundle({"network": dict(network)}, {"model": BlobRef(sha256="0" * 64, size=1)}, lambda name: start)
+    size = network["input"]["size"]
+    draws = np.random.default_rng(0)
+    examples = Examples(draws.integers(0, 256, (EXAMPLES, size, size, 3), np.uint8), draws.integers(0, 10, EXAMPLES))
+    member = Member("client", examples, Examples(examples.x[:0], examples.y[:0]))
+    base = fedsq.Params(batch=32, trained=trained, lr=0.001)
+    arms: dict[str, dict[str, Any]] = {"fedavg": {"gates": "own"}, "fedsq": {}}
+    caches: tuple[dict[str, Any], ...] = ({"cache": "float32"}, {"cache": "off"})
+    ways = {(arm, cache["cache"]): replace(base, **arms[arm], **cache) for arm in arms for cache in caches}
+    times: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(TURNS + 1):
+            for way, params in ways.items():
+                times[way] += [_round(engine, bundle, member, params, Path(folder) / "-".join(way))] if turn else []
+                if not turn:  # looked up, and warm
+                    _round(engine, bundle, member, params, Path(folder) / "-".join(way))
+    found: dict[str, Any] = {
+        what: statistics.median(a / b for a, b in zip(times["fedsq", cache], times["fedavg", cache], strict=True))
+        for what, cache in (("cached", "float32"), ("uncached", "off"))
+    }
+    found["seconds"] = {" ".join(way): each for way, each in times.items()}
+    say(f"{trained}: cached {found['cached']:.2f}, uncached {found['uncached']:.2f}")
+    return found
+
+
+def _round(engine: Any, bundle: Bundle, member: Member, params: fedsq.Params, cache: Path) -> float:
+    method = fedsq.METHOD
+    order = method.send(method.init(bundle, params, 0), DeviceView(member.device, None))
+    assert order is not None
+    task, site = delivered(method, order, 0, 0, member, engine, Path, {}, cache)
+    began_s = time.process_time()  # of this process: others on the machine do not count
+    method.work(task, site)
+    return time.process_time() - began_s
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    arguments.add_argument("table", choices=TABLES)
+    arguments.add_argument("--data", type=Path, help="folder with MNIST's *-ubyte files; cifar10*.npz and weights/")
+    arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    arguments.add_argument("--rounds", type=int, help="default 10")
+    arguments.add_argument("--out", type=Path, help="write the figures here, as JSON")
+    given = arguments.parse_args()
+    result = run(given.table, given.seeds, given.rounds, given.data, lambda line: print(line, file=sys.stderr))
+    if given.out:
+        given.out.write_bytes(msgspec.json.encode(result))
+    print("\n".join(lines(result)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
