@@ -33,6 +33,7 @@ class Gates:
         self._plan, self._others, self._diversity, self._mu = plan, others, diversity, mu
         self._draws = torch.zeros(plan.neurons)  # uniform, (h,): neuron l is used where its draw is below theta_l
         self._masks: dict[str, torch.Tensor] = {}
+        self._norms: list[nn.Module] = []
 
     def turns(self, rate: float) -> tuple[Turn, Turn]:
         """One on the scores, at `rate` times the weights' learning rate, then one on the weights."""
@@ -60,14 +61,15 @@ class Gates:
                 raise ModelError(f"the plan of masks is another network's: this one has no layer {path!r}")
             inner[path].register_forward_pre_hook(self._gate(follow))
         module.register_forward_pre_hook(self._sample)
+        norms = (each for each in inner.values() if isinstance(each, nn.modules.batchnorm._BatchNorm))
+        self._norms = [each for each in norms if each.running_mean is not None]
         return module
 
     def _begin(self, module: nn.Module, weights: bool) -> None:
         """New draws for the step. One on the scores leaves the statistics of batch normalisation alone."""
         self._draws = torch.rand(self._plan.neurons)  # on the CPU: the same draws wherever the network is
-        for each in module.modules():
-            if isinstance(each, nn.modules.batchnorm._BatchNorm) and each.running_mean is not None:
-                each.track_running_stats = weights
+        for each in self._norms:
+            each.track_running_stats = weights
 
     def _sample(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """m = 1 where the draw is below theta; backwards the gradient reaches theta as if m were theta."""
@@ -87,7 +89,9 @@ class Gates:
         return gate
 
     def _along(self, names: Sequence[str], repeat: int = 1) -> torch.Tensor:
-        return torch.cat([self._masks[name] for name in names]).repeat_interleave(repeat)
+        found = [self._masks[name] for name in names]
+        mask = found[0] if len(found) == 1 else torch.cat(found)
+        return mask if repeat == 1 else mask.repeat_interleave(repeat)
 
     def _closeness(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> torch.Tensor:
         """-lambda ||theta_i - theta_{g without i}||^2, summed over neurons."""
