@@ -54,6 +54,7 @@ def _missing(module: str) -> str:
         "torchvision": "train",
         "amqtt": "demo",
         "matplotlib": "plot",
+        "packaging": "flash",
     }
     extra = extras.get(module.split(".")[0], "images" if module.startswith("PIL") else "")
     return f"this needs {module}, which is not installed: pip install 'fedquilt{f'[{extra}]' if extra else ''}'"
@@ -112,6 +113,11 @@ def parser() -> argparse.ArgumentParser:
 
     one = verb("agent", agent, "be the agent of this board, as agent.toml says")
     one.add_argument("settings", type=Path)
+    one.add_argument(
+        "--credentials", type=Path, metavar="DIR", help="take the broker's files from here, by their names (systemd's)"
+    )
+
+    _flash(verb("flash", flash, "put an agent onto a board: a mounted root, over SSH, or as an archive to take there"))
 
     one = verb("fleet", fleet, "run a job on simulated boards that run the agents' own code")
     one.add_argument("job", type=Path)
@@ -301,6 +307,34 @@ def _clocks(verb: argparse.ArgumentParser) -> None:
         one.add_argument("--root", type=Path, default=Path("/"), help="where sys is (default: %(default)s)")
 
 
+def _flash(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("settings", type=Path, nargs="?", help="the board's agent.toml, with the files that it names")
+    verb.add_argument("--target", help="jetpack6, jetpack7, raspberry-pi-os, arm64 or amd64")
+    verb.add_argument("--device", type=_name, help="another name than agent.toml's, which then does for many boards")
+    where = verb.add_mutually_exclusive_group()
+    where.add_argument("--rootfs", type=Path, metavar="DIR", help="a mounted root, or L4T's rootfs before flashing")
+    where.add_argument("--ssh", metavar="USER@HOST", help="a running board")
+    where.add_argument("--tar", type=Path, metavar="FILE", help="an archive (default: fedquilt-DEVICE.tar)")
+    verb.add_argument(
+        "--ssh-option", action="append", default=[], metavar="OPTION", help="for ssh, as --ssh-option=-p22"
+    )
+    verb.add_argument("--dry-run", action="store_true", help="say what would be written, and write nothing there")
+    verb.add_argument("--token", type=Path, metavar="FILE", help="one-time token, for a board that enrols")
+    verb.add_argument(
+        "--extras", nargs="*", default=["onnx"], metavar="EXTRA", help="what the board can run (default: onnx)"
+    )
+    verb.add_argument("--python", metavar="3.N", help="of the board (default: the target's)")
+    verb.add_argument("--interpreter", metavar="PATH", help="on the board (default: /usr/bin/python3.N)")
+    verb.add_argument(
+        "--system-packages", action="store_true", help="let the agent see the board's own packages too: NVIDIA's torch"
+    )
+    verb.add_argument("--wheels", type=Path, metavar="DIR", help="where downloads are kept (default: in ~/.cache)")
+    verb.add_argument("--index", metavar="URL", help="one more package index")
+    verb.add_argument("--refresh", action="store_true", help="look for newer packages than were downloaded before")
+    verb.add_argument("--uninstall", action="store_true", help="take it out again, from --rootfs or --ssh")
+    verb.add_argument("--purge", action="store_true", help="with --uninstall: settings, identity and state as well")
+
+
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0 < value < 1e9:
@@ -395,9 +429,37 @@ def serve(options: argparse.Namespace) -> int:
 
 def agent(options: argparse.Namespace) -> int:
     from fedquilt.edge_agent import agent as side
-    from fedquilt.edge_agent import settings
+    from fedquilt.edge_agent import credentials, settings
 
-    side.run_agent(settings.load(options.settings))
+    side.run_agent(credentials.taken(settings.load(options.settings), options.credentials))
+    return 0
+
+
+def flash(options: argparse.Namespace) -> int:
+    from fedquilt.tools import flash as tool
+
+    where = tool.Where(options.rootfs, options.ssh, options.tar, tuple(options.ssh_option), options.dry_run)
+    if options.uninstall:
+        tool.take_out(where, purge=options.purge)
+        return 0
+    if options.purge:
+        raise JobError("--purge goes with --uninstall")
+    if options.settings is None or options.target is None:
+        raise JobError("flash needs a --target and the board's agent.toml; the README shows one")
+    what = tool.What(
+        target=options.target,
+        settings=options.settings,
+        device=options.device,
+        token=options.token,
+        extras=tuple(options.extras),
+        python=options.python,
+        interpreter=options.interpreter,
+        system_packages=options.system_packages,
+        wheels=options.wheels,
+        index=options.index,
+        refresh=options.refresh,
+    )
+    tool.flash(what, where)
     return 0
 
 

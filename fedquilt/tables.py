@@ -43,11 +43,19 @@ def parse(text: str, where: str) -> dict[str, Any]:
 
 
 def text(table: Mapping[str, Any]) -> str:
-    """A table of scalars, lists of scalars and tables of the same, as TOML; None is left out."""
-    plain = [f"{key} = {json.dumps(value)}" for key, value in table.items() if not isinstance(value, dict | None)]
+    """A table of scalars, lists and tables, as TOML; None is left out of it and of its own tables."""
+    plain = [f"{key} = {_value(value)}" for key, value in table.items() if not isinstance(value, dict | None)]
     parts = ["\n".join(plain)]
     for key, value in table.items():
         if isinstance(value, dict):
-            inner = [f"{k} = {json.dumps(v)}" for k, v in value.items() if v is not None]
+            inner = [f"{k} = {_value(v)}" for k, v in value.items() if v is not None]
             parts.append("\n".join([f"\n[{key}]", *inner]))
     return "\n".join(parts) + "\n"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{json.dumps(key)} = {_value(each)}" for key, each in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    return json.dumps(value)  # JSON's strings and numbers are TOML's

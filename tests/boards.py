@@ -1,0 +1,66 @@
+"""Boards made of files, and bundles of packages made of one line."""
+
+from __future__ import annotations
+
+import struct
+import sys
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from fedquilt.tools.flash import targets
+from fedquilt.tools.flash.targets import Target
+
+PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
+AARCH64, X86_64, ARM = 0xB7, 0x3E, 0x28
+
+
+def elf(machine: int, big: bool = False) -> bytes:
+    """As much of a program as says which machine it is for."""
+    return b"\x7fELF\x02" + (b"\x02" if big else b"\x01") + bytes(12) + struct.pack(">H" if big else "<H", machine)
+
+
+def plant(root: Path, machine: int = AARCH64, python: str = "/usr/bin/python3.10") -> Path:
+    """A board's root: a shell and a Python."""
+    for name in ("bin/sh", python.lstrip("/")):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(elf(machine))
+    return root
+
+
+def wheel(
+    folder: Path,
+    name: str,
+    version: str = "1.0",
+    *requires: str,
+    extras: tuple[str, ...] = (),
+    tag: str = "py3-none-any",
+    files: Mapping[str, str] | None = None,
+) -> Path:
+    """A wheel of one module."""
+    folder.mkdir(parents=True, exist_ok=True)
+    info = f"{name}-{version}.dist-info"
+    lines = [f"Requires-Dist: {each}\n" for each in requires] + [f"Provides-Extra: {each}\n" for each in extras]
+    path = folder / f"{name}-{version}-{tag}.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for inside, text in {f"{name}.py": f"version = {version!r}\n", **(files or {})}.items():
+            archive.writestr(inside, text)
+        archive.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{''.join(lines)}"
+        )
+        archive.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return path
+
+
+JETSON = targets.find("jetpack6")
+HERE = Target("here", "aarch64", PYTHON, 27, sys.executable)  # a board whose interpreter is this one
+
+
+def snapshot(folder: Path) -> dict[str, bytes | str]:
+    """Everything in a folder."""
+    return {
+        str(path.relative_to(folder)): f"link to {path.readlink()}" if path.is_symlink() else path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_symlink() or path.is_file()
+    }

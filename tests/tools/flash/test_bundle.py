@@ -1,0 +1,255 @@
+"""What an operator's agent.toml becomes on a board, its units, and the archive of all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+from boards import JETSON, wheel
+
+from fedquilt import tables
+from fedquilt.core import JobError
+from fedquilt.edge_agent import settings as agents
+from fedquilt.tools.flash import bundle
+from fedquilt.tools.flash.bundle import Board, board
+
+URL = '[broker]\nurl = "mqtts://broker.site:8883"\n'
+ENROL = '[enrol]\nurl = "https://hub.site:8884"\n'
+
+
+@pytest.fixture
+def site(tmp_path: Path, authority) -> Path:
+    """An operator's folder: the broker's CA, a board's certificate and key, a password."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    cert, key = authority.issue("orin-1")
+    for source, name in ((authority.ca, "ca.crt"), (cert, "orin-1.crt"), (key, "orin-1.key")):
+        shutil.copy(source, folder / name)
+    (folder / "pw").write_text("secret\n")
+    return folder
+
+
+def told(site: Path, text: str, *given: object) -> Board:
+    (site / "agent.toml").write_text('device = "orin-1"\nhome = "agent-home"\n' + text)
+    return board(site / "agent.toml", *given)
+
+
+def test_files_go_with_the_settings_that_name_them(site: Path) -> None:
+    """And on the board they have names of their own; the board's settings are read by its agent as meant."""
+    made = told(site, f'budget = "1GB"\n{URL}ca = "ca.crt"\ncert = "orin-1.crt"\nkey = "orin-1.key"\n')
+    assert set(made.files) == {"agent.toml", "ca.crt", "device.crt", "device.key"}
+    assert made.files["device.key"] == (site / "orin-1.key").read_bytes()
+    table = tables.parse(made.files["agent.toml"].decode(), "")
+    known = agents.parse(table)
+    assert known.home == "/var/lib/fedquilt"
+    assert (known.broker.ca, known.broker.cert) == ("/etc/fedquilt/ca.crt", "/etc/fedquilt/device.crt")
+    assert known.broker.key == "/etc/fedquilt/device.key"
+    assert (made.device, made.budget_bytes, made.enrols) == ("orin-1", 10**9, False)
+
+
+def test_one_file_does_for_many_boards(site: Path) -> None:
+    """Each under its own name."""
+    made = told(site, "", "orin-2")
+    assert made.device == tables.parse(made.files["agent.toml"].decode(), "")["device"] == "orin-2"
+
+
+def test_everything_else_in_the_settings_stays(site: Path) -> None:
+    """Mixtures of data too, whose sources are tables in a list."""
+    text = """budget = "512MB"
+[governor]
+policy = "max"
+margin = 0.2
+[data]
+partition = "dirichlet"
+groups = [[0, 1], [2]]
+sources = [{ path = "/srv/a \\"b\\"", labels_from = 0 }, { path = "/srv/c", labels_from = 1 }]
+"""
+    text = text.replace('policy = "max"\n', "")
+    made = told(site, text)
+    before, after = tables.read(site / "agent.toml"), tables.parse(made.files["agent.toml"].decode(), "")
+    assert after == {**before, "home": "/var/lib/fedquilt"}
+
+
+def test_a_board_that_enrols_makes_its_own_key(site: Path) -> None:
+    """It gets the authority, a token and the names of files that will be there."""
+    (site / "token").write_text("one-time\n")
+    made = told(
+        site, f'{URL}ca = "ca.crt"\ncert = "not-made-yet.crt"\nkey = "not-made-yet.key"\n{ENROL}', None, site / "token"
+    )
+    assert set(made.files) == {"agent.toml", "ca.crt", "token"}
+    assert made.enrols
+    known = agents.parse(tables.parse(made.files["agent.toml"].decode(), ""))
+    assert (known.broker.cert, known.broker.key) == ("/etc/fedquilt/device.crt", "/etc/fedquilt/device.key")
+    assert (known.enrol.url, known.enrol.token) == ("https://hub.site:8884", None)
+
+
+def test_a_board_may_bring_its_certificate_and_renew_it(site: Path) -> None:
+    """The way of a factory."""
+    made = told(site, f'{URL}ca = "ca.crt"\ncert = "orin-1.crt"\nkey = "orin-1.key"\n{ENROL}')
+    assert {"device.crt", "device.key"} <= set(made.files)
+    assert made.enrols
+
+
+def test_a_password_is_a_secret_of_its_own(site: Path) -> None:
+    """For brokers that ask for one."""
+    made = told(site, '[broker]\nurl = "mqtt://orin@broker.site"\npassword_file = "pw"\n')
+    assert made.files["password"] == b"secret\n"
+    assert b'password_file = "/etc/fedquilt/password"' in made.files["agent.toml"]
+
+
+def test_a_profile_that_was_recorded_goes_along(site: Path) -> None:
+    """Whole, or not at all."""
+    ours = Path(bundle.__file__).parents[2] / "profiles" / "jetson-orin-nano.toml"
+    shutil.copy(ours, site / "mine.toml")
+    made = told(site, 'profile = "mine.toml"\n')
+    assert made.files["profile.toml"] == ours.read_bytes()
+    assert b'profile = "/etc/fedquilt/profile.toml"' in made.files["agent.toml"]
+    (site / "mine.toml").write_text("board = 1")
+    with pytest.raises(JobError):
+        told(site, 'profile = "mine.toml"\n')
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (f'{URL}ca = "none.crt"\n', r"none\.crt cannot be read"),
+        (f'{URL}ca = "ca.crt"\ncert = "orin-1.crt"\n', "a certificate needs its key"),
+        (f'{URL}ca = "ca.crt"\ncert = "ca.crt"\nkey = "orin-1.key"\n', "cannot be used together"),
+        ('[data]\npath = "images"\n', r"'images' is on the board.*/srv/images"),
+        ('[data]\nsources = [{ path = "a", labels_from = 0 }]\n', r"'a' is on the board"),
+        ('budget = "lots"\n', r"agent\.toml: budget: 'lots' is no size"),
+        ("colour = 1\n", r"agent\.toml: .*colour"),
+        (f"{URL}{ENROL}", "needs a ca"),
+        ('profile = "none.toml"\n', r"none\.toml cannot be read"),
+        ("[broker\n", "not TOML"),
+    ],
+)
+def test_what_would_not_work_on_the_board_is_said_here(site: Path, text: str, says: str) -> None:
+    """Before anything is built."""
+    with pytest.raises(JobError, match=says):
+        told(site, text)
+
+
+def test_a_token_needs_to_know_where_it_is_taken(site: Path) -> None:
+    """The mend is a table in agent.toml."""
+    (site / "token").write_text("t")
+    with pytest.raises(JobError, match=r"under \[enrol\]"):
+        told(site, URL, None, site / "token")
+
+
+# -- units ----------------------------------------------------------------------------------------
+
+
+def unit(board: Board, name: str = "fedquilt-agent.service") -> list[str]:
+    return bundle.units(board)[name].decode().splitlines()
+
+
+def test_the_agents_memory_is_its_budget_and_what_the_daemon_takes() -> None:
+    """Without a budget, which is then half of the board's memory, three quarters."""
+    assert f"MemoryMax={10**9 + bundle.DAEMON_BYTES}" in unit(Board("d", {}, 10**9))
+    assert "MemoryMax=75%" in unit(Board("d", {}, None))
+
+
+def test_secrets_reach_the_agent_as_credentials() -> None:
+    """None without one: systemd would look for it in vain."""
+    keyed = unit(Board("d", {"device.key": b"", "password": b""}, None))
+    assert "LoadCredential=device.key:/etc/fedquilt/device.key" in keyed
+    assert "LoadCredential=password:/etc/fedquilt/password" in keyed
+    (start,) = [line for line in keyed if line.startswith("ExecStart=")]
+    assert start.endswith("agent /etc/fedquilt/agent.toml --credentials ${CREDENTIALS_DIRECTORY}")
+    plain = unit(Board("d", {}, None))
+    assert not [line for line in plain if "redential" in line.split("=")[0] or "--credentials" in line]
+
+
+def test_a_board_that_enrols_starts_its_agent_when_it_has() -> None:
+    """The unit for that is there for no other board; nowhere is a word left to fill in."""
+    enrols, other = Board("d", {"token": b""}, None, enrols=True), Board("d", {}, None)
+    assert "ConditionPathExists=/etc/fedquilt/device.crt" in unit(enrols)
+    assert "LoadCredential=device.key:/etc/fedquilt/device.key" in unit(enrols)
+    assert "ExecStartPost=+systemctl start --no-block fedquilt-agent.service" in unit(enrols, "fedquilt-enrol.service")
+    assert set(bundle.units(enrols)) - set(bundle.units(other)) == {"fedquilt-enrol.service", "fedquilt-enrol.timer"}
+    assert "ConditionPathExists" not in "\n".join(unit(other))
+    for text in (*bundle.units(enrols).values(), *bundle.units(other).values()):
+        assert not [word for word in (b"@MEM", b"@ARG", b"@CRED", b"@COND") if word in text]
+
+
+def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path) -> None:
+    """Every directive is one, every value is understood; and no unit is more exposed than it says in docs/boards.md."""
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed: apt install systemd")
+    folder = tmp_path / "etc/systemd/system"
+    folder.mkdir(parents=True)
+    made = bundle.units(Board("d", {"device.key": b"", "token": b""}, 10**9, enrols=True))
+    programs = ("opt/fedquilt/current/bin/python", "usr/bin/systemd-sysusers", "usr/bin/systemctl", "usr/bin/touch")
+    for name in programs:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    for name, text in made.items():
+        (folder / name).write_bytes(text)
+    for target in (
+        "multi-user",
+        "timers",
+        "sysinit",
+        "basic",
+        "shutdown",
+        "local-fs",
+        "network",
+        "umount",
+        "time-sync",
+        "time-set",
+    ):
+        (folder / f"{target}.target").write_text("[Unit]\nDefaultDependencies=no\n")
+    for slice in ("-", "system"):
+        (folder / f"{slice}.slice").write_text("[Unit]\nDefaultDependencies=no\n")
+    checked = subprocess.run(
+        ["systemd-analyze", "verify", f"--root={tmp_path}", "--man=no", *made], capture_output=True, text=True
+    )
+    complaints = [line for line in checked.stderr.splitlines() if "fedquilt" in line]
+    assert complaints == []
+    assert checked.returncode == 0, checked.stderr
+    for name in made:
+        if name.endswith(".service"):
+            rated = subprocess.run(
+                ["systemd-analyze", "security", "--offline=true", f"--root={tmp_path}", "--threshold=25", name],
+                capture_output=True,
+                text=True,
+            )
+            assert rated.returncode == 0, rated.stdout[-200:] + rated.stderr
+
+
+# -- the archive ----------------------------------------------------------------------------------
+
+
+def test_an_archive_is_the_same_for_the_same_board_and_its_readers_are_few(tmp_path: Path) -> None:
+    """Its secrets stay so when it is unpacked."""
+    house = [wheel(tmp_path, "toy")]
+    files = bundle.contents(Board("orin-1", {"agent.toml": b"", "device.key": b"k"}, None), JETSON, house, "toy==1.0\n")
+    sizes = [bundle.pack(files, tmp_path / name, "fedquilt-orin-1") for name in ("a.tar", "b.tar")]
+    assert (tmp_path / "a.tar").read_bytes() == (tmp_path / "b.tar").read_bytes()
+    assert sizes[0] == (tmp_path / "a.tar").stat().st_size
+    assert stat.S_IMODE((tmp_path / "a.tar").stat().st_mode) == 0o600
+    with tarfile.open(tmp_path / "a.tar") as archive:
+        modes = {entry.name: entry.mode for entry in archive}
+        manifest = json.load(archive.extractfile("fedquilt-orin-1/bundle.json"))  # type: ignore[arg-type]
+        assert archive.extractfile("fedquilt-orin-1/wheels/toy-1.0-py3-none-any.whl").read() == house[0].read_bytes()  # type: ignore[union-attr]
+    assert modes["fedquilt-orin-1/etc/device.key"] == 0o600
+    assert set(manifest["files"]) | {"bundle.json"} == {name.split("/", 1)[1] for name in modes}
+    assert manifest["secret"] == ["etc/device.key"]
+    assert manifest["unpacked_bytes"] > 0
+
+
+def test_the_software_has_one_name_whatever_the_settings(tmp_path: Path) -> None:
+    """So that a new agent.toml does not unpack everything again."""
+    house = [wheel(tmp_path, "toy")]
+
+    def id(board: Board, **others: bool) -> str:
+        return json.loads(bundle.contents(board, JETSON, house, "", **others)["bundle.json"])["id"]
+
+    assert id(Board("a", {}, None)) == id(Board("b", {"agent.toml": b"x"}, 5))
+    assert id(Board("a", {}, None)) != id(Board("a", {}, None), system_packages=True)

@@ -1,0 +1,233 @@
+"""`fedquilt flash` as typed: into a root, over SSH, as an archive, and out again. SSH is a script that stays here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from boards import AARCH64, PYTHON, X86_64, plant, snapshot, wheel
+
+from fedquilt import cli
+
+MACHINE = {"x86_64": ("amd64", X86_64), "aarch64": ("arm64", AARCH64)}
+TARGET, ELF = MACHINE.get(platform.machine(), ("", 0))
+pytestmark = pytest.mark.skipif(not TARGET, reason=f"no target is a {platform.machine()}")
+
+SSH = """#!/bin/sh
+# a host that is here: options and the host's name first, then one command
+while [ "${1#-}" != "$1" ]; do shift; done
+echo "$1" >> "$FAKE/hosts"
+shift
+echo "$*" >> "$FAKE/commands"
+test -e "$FAKE/down" && { echo "ssh: connect to host orin port 22: No route to host" >&2; exit 255; }
+PATH="$FAKE/there:$PATH" exec sh -c "$*"
+"""
+SUDO = """#!/bin/sh
+# root of a board that is a folder
+for word; do
+    shift
+    case "$word" in /opt/*) word="$FAKE/board$word" ;; esac
+    set -- "$@" "$word"
+done
+exec "$@" --root "$FAKE/board"
+"""
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An index of tiny wheels, and what has been downloaded from it."""
+    folder = tmp_path_factory.mktemp("shop")
+    for line in importlib.metadata.metadata("fedquilt").get_all("Requires-Dist") or []:
+        name = line.split(";")[0].split(">")[0].split("[")[0].strip()
+        if name != "fedquilt":
+            wheel(folder / "index", name.replace("-", "_"), "99.0")
+    return folder
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shop: Path) -> Path:
+    """A folder with agent.toml, an index of tiny wheels as all that pip knows, ssh, and a board."""
+    (tmp_path / "agent.toml").write_text('device = "orin-1"\nhome = "x"\nbudget = "1GB"\n')
+    (tmp_path / "there").mkdir()
+    (tmp_path / "tmp").mkdir()
+    for path, text in (("ssh", SSH), ("there/sudo", SUDO), ("there/id", "#!/bin/sh\necho 1000\n")):
+        (tmp_path / path).write_text(text)
+        (tmp_path / path).chmod(0o755)
+    plant(tmp_path / "board", ELF, sys.executable)
+    for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(shop / "index"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shop / "cache"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setenv("FAKE", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def flash(*arguments: str) -> int:
+    board = ["--target", TARGET, "--python", PYTHON, "--interpreter", sys.executable]
+    return cli.main(["flash", "agent.toml", *board, *arguments])
+
+
+def test_a_mounted_root_twice(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second time there is nothing to do."""
+    assert flash("--rootfs", "board") == 0
+    assert "write /etc/fedquilt/agent.toml" in capsys.readouterr().out
+    before = snapshot(place / "board")
+    assert flash("--rootfs", "board") == 0
+    assert capsys.readouterr().out.endswith("nothing to do: all is so already\n")
+    assert snapshot(place / "board") == before
+    assert (place / "board/opt/fedquilt/current/bin/fedquilt").stat().st_mode & 0o777 == 0o755
+
+
+def test_a_dry_run_into_a_root_leaves_it_empty(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And says so."""
+    before = snapshot(place / "board")
+    assert flash("--rootfs", "board", "--dry-run") == 0
+    assert "would write /etc/fedquilt/agent.toml" in capsys.readouterr().out
+    assert snapshot(place / "board") == before
+
+
+def test_a_running_board(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Copied over, installed as root, and nothing of the copy stays."""
+    assert flash("--ssh", "me@orin", "--ssh-option=-p2222") == 0
+    assert (place / "board/etc/fedquilt/agent.toml").is_file()
+    assert "write /etc/fedquilt/agent.toml" in capfd.readouterr().out
+    assert set((place / "hosts").read_text().split()) == {"me@orin"}
+    assert list((place / "tmp").iterdir()) == []
+    assert flash("--ssh", "me@orin") == 0
+    assert capfd.readouterr().out.endswith("nothing to do: all is so already\n")
+
+
+def test_a_dry_run_on_a_running_board_leaves_it_as_it_is(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Not even the copy stays."""
+    before = snapshot(place / "board")
+    assert flash("--ssh", "orin", "--dry-run") == 0
+    assert "would write /etc/fedquilt/agent.toml" in capfd.readouterr().out
+    assert snapshot(place / "board") == before
+    assert list((place / "tmp").iterdir()) == []
+
+
+def test_a_running_board_of_another_kind_is_refused_before_anything_is_copied(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By what it says of itself."""
+    (place / "there/uname").write_text("#!/bin/sh\necho riscv64\n")
+    (place / "there/uname").chmod(0o755)
+    assert flash("--ssh", "orin") == 2
+    assert f"orin is riscv64, and the target {platform.machine()}" in capsys.readouterr().err
+    assert len((place / "hosts").read_text().split()) == 1
+
+
+def test_a_running_board_without_that_python_is_refused(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before wheels are fetched."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+    code = cli.main(
+        ["flash", "agent.toml", "--target", TARGET, "--python", "3.10", "--interpreter", "/no/python", "--ssh", "o"]
+    )
+    assert code == 2
+    assert "o has no /no/python" in capsys.readouterr().err
+    assert not (place / "cache").exists()
+
+
+def test_a_board_that_does_not_answer(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """ssh's own reason, and what to try."""
+    (place / "down").touch()
+    assert flash("--ssh", "orin") == 5
+    error = capsys.readouterr().err
+    assert "No route to host" in error
+    assert "does `ssh orin true` work?" in error
+
+
+def test_an_installation_that_fails_over_there_is_told_and_cleaned_up(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The board's own words stand above ours."""
+    (place / "board/bin/sh").unlink()
+    (place / "board" / sys.executable.lstrip("/")).unlink()
+    assert flash("--ssh", "orin") == 5
+    error = capfd.readouterr().err
+    assert "holds no system" in error
+    assert "orin: it ended with 2" in error
+    assert list((place / "tmp").iterdir()) == []
+
+
+def test_a_host_that_is_an_option_is_none(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--ssh=-oProxyCommand=...` would run a program here."""
+    assert flash("--ssh=-oProxyCommand=touch x") == 5
+    assert "is no host" in capsys.readouterr().err
+    assert not (place / "hosts").exists()
+
+
+def test_an_archive_and_its_one_command(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command that is printed works where there is neither pip nor a network."""
+    assert flash() == 0
+    said = capsys.readouterr().out
+    assert "tar -xf fedquilt-orin-1.tar && sudo sh fedquilt-orin-1/install.sh" in said
+    with tarfile.open(place / "fedquilt-orin-1.tar") as archive:
+        archive.extractall(place / "there")
+    script = ["sh", "there/fedquilt-orin-1/install.sh", "--root", "board"]
+    subprocess.run(script, check=True, env={"PATH": "/usr/bin:/bin"}, stdout=subprocess.DEVNULL)
+    assert (place / "board/etc/fedquilt/agent.toml").is_file()
+
+
+def test_a_dry_archive_is_none(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """But its contents are told."""
+    assert flash("--tar", "out.tar", "--dry-run") == 0
+    assert "would pack units/fedquilt-agent.service" in capsys.readouterr().out
+    assert not (place / "out.tar").exists()
+
+
+def test_taking_it_out_again(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """From a root, and over SSH with what it has brought there itself."""
+    before = snapshot(place / "board")
+    flash("--rootfs", "board")
+    assert cli.main(["flash", "--uninstall", "--purge", "--rootfs", "board", "--dry-run"]) == 0
+    assert (place / "board/opt/fedquilt/current").is_symlink()
+    assert cli.main(["flash", "--uninstall", "--purge", "--rootfs", "board"]) == 0
+    assert snapshot(place / "board") == before
+    flash("--ssh", "me@orin")
+    assert cli.main(["flash", "--uninstall", "--purge", "--ssh", "me@orin"]) == 0
+    assert snapshot(place / "board") == before
+    assert cli.main(["flash", "--uninstall"]) == 2
+    assert "sudo sh install.sh --uninstall" in capfd.readouterr().err
+
+
+def test_this_machines_own_root_is_no_target(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor what is no folder, nor / by another name."""
+    (place / "self").symlink_to("/")
+    for name in ("/", "self", "/../"):
+        assert flash("--rootfs", name) == 2
+        assert "is this machine itself" in capsys.readouterr().err
+    assert flash("--rootfs", "agent.toml") == 2
+    assert "is no folder" in capsys.readouterr().err
+
+
+def test_a_wrong_root_is_refused_before_wheels_are_fetched(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes no network to see that."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+    plant(place / "other", AARCH64 if ELF == X86_64 else X86_64, sys.executable)
+    assert flash("--rootfs", "other") == 2
+    assert "build one with the --target of that board" in capsys.readouterr().err
+    assert not (place / "cache").exists()
+
+
+def test_what_is_missing_on_the_command_line_is_said(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A target, the settings, or what goes with what."""
+    assert cli.main(["flash", "agent.toml"]) == 2
+    assert "needs a --target" in capsys.readouterr().err
+    assert flash("--purge") == 2
+    assert "--purge goes with --uninstall" in capsys.readouterr().err

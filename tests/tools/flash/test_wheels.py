@@ -1,0 +1,225 @@
+"""Which wheels a board gets: by its own Python and machine, not by those of who flashes it; and their hashes."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from boards import wheel
+
+import fedquilt
+from fedquilt.core import JobError, StoreError
+from fedquilt.tools.flash import targets, wheels
+from fedquilt.tools.flash.wheels import Wheel
+
+JP6, JP7 = targets.find("jetpack6"), targets.find("jetpack7")
+
+
+def known(*paths: Path) -> dict[str, Wheel]:
+    return {read.name: read for read in map(Wheel.read, paths)}
+
+
+# -- what is needed -------------------------------------------------------------------------------
+
+
+def test_markers_are_the_boards_not_this_machines(tmp_path: Path) -> None:
+    """tomli is wanted on JetPack 6 whatever Python flashes it, and an x86-64 library on neither."""
+    app = wheel(tmp_path, "app", "1.0", 'tomli; python_version < "3.11"', 'mkl; platform_machine == "x86_64"')
+    tomli = wheel(tmp_path, "tomli")
+    assert wheels.closure("app", known(app), JP6) == ({"app"}, ["tomli"])
+    assert wheels.closure("app", known(app, tomli), JP6) == ({"app", "tomli"}, [])
+    assert wheels.closure("app", known(app, tomli), JP7) == ({"app"}, [])
+    assert wheels.closure("app", known(app), targets.find("amd64", "3.12")) == ({"app"}, ["mkl"])
+
+
+def test_extras_bring_what_they_need_and_nothing_else(tmp_path: Path) -> None:
+    """Also one that is asked for later, by another package, and one that names an extra of its own package."""
+    app = wheel(tmp_path, "app", "1.0", 'web; extra == "site"', 'app[site]; extra == "all"', extras=("site", "all"))
+    other = wheel(tmp_path, "other", "1.0", "app", "app[all]")
+    web = wheel(tmp_path, "web")
+    every = known(app, other, web)
+    assert wheels.closure("app", every, JP6) == ({"app"}, [])
+    assert wheels.closure("app[site]", every, JP6) == ({"app", "web"}, [])
+    assert wheels.closure("other", every, JP6) == ({"app", "other", "web"}, [])
+
+
+def test_a_version_that_does_not_fit_counts_as_missing(tmp_path: Path) -> None:
+    """With the requirement as it stands, so that pip can look for both at once. Names are the same however written."""
+    app = wheel(tmp_path, "app", "1.0", "My.Lib>=2,<3")
+    assert wheels.closure("app", known(app, wheel(tmp_path, "my_lib", "1.9")), JP6) == ({"app"}, ["My.Lib<3,>=2"])
+    assert wheels.closure("app", known(app, wheel(tmp_path, "my_lib", "2.1")), JP6) == ({"app", "my-lib"}, [])
+
+
+def test_packages_that_need_each_other_come_to_an_end(tmp_path: Path) -> None:
+    """Each once."""
+    one, two = wheel(tmp_path, "one", "1", "two"), wheel(tmp_path, "two", "1", "one")
+    assert wheels.closure("one", known(one, two), JP6) == ({"one", "two"}, [])
+
+
+def test_what_is_no_wheel_is_named(tmp_path: Path) -> None:
+    """A download that broke off."""
+    (tmp_path / "half-1.0-py3-none-any.whl").write_bytes(b"PK")
+    with pytest.raises(StoreError, match=r"half-1\.0.* is no wheel .*delete it"):
+        Wheel.read(tmp_path / "half-1.0-py3-none-any.whl")
+
+
+# -- our own --------------------------------------------------------------------------------------
+
+
+def test_our_own_wheel_is_whole_and_always_the_same(tmp_path: Path) -> None:
+    """It imports from where it is unpacked, with the units that flash needs and nothing compiled."""
+    (tmp_path / "again").mkdir()
+    path = wheels.own(tmp_path)
+    assert wheels.own(tmp_path / "again").read_bytes() == path.read_bytes()
+    read = Wheel.read(path)
+    assert (read.name, read.version) == ("fedquilt", fedquilt.__version__)
+    assert any(line.startswith("msgspec") for line in read.requires)
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path / "site")
+        record = archive.read(f"fedquilt-{fedquilt.__version__}.dist-info/RECORD").decode()
+    assert {line.split(",")[0] for line in record.splitlines()} == set(names)
+    assert {name.split("/")[0] for name in names} == {"fedquilt", f"fedquilt-{fedquilt.__version__}.dist-info"}
+    assert not [name for name in names if name.endswith(".pyc") or "__pycache__" in name]
+    for wanted in (
+        "fedquilt/edge_agent/agent.py",
+        "fedquilt/tools/flash/units/fedquilt-agent.service",
+        "fedquilt/py.typed",
+    ):
+        assert wanted in names
+    ran = subprocess.run(
+        [sys.executable, "-c", "import fedquilt.edge_agent.agent as a, fedquilt.cli; print(a.__file__)"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.stdout.startswith(str(tmp_path / "site")), ran.stderr
+
+
+# -- the house ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of wheels that is all pip knows of: every direct requirement of fedquilt's, for both JetPacks."""
+    folder = tmp_path / "index"
+    for line in importlib.metadata.metadata("fedquilt").get_all("Requires-Dist") or []:
+        name = line.split(";")[0].split(">")[0].split("[")[0].strip()
+        if name != "fedquilt":
+            wheel(folder, name.replace("-", "_"), "99.0")
+    (folder / "numpy-99.0-py3-none-any.whl").unlink()
+    for tag in ("cp310-cp310-manylinux_2_28_aarch64", "cp312-cp312-manylinux_2_34_aarch64", "cp310-cp310-win_amd64"):
+        wheel(folder, "numpy", "99.0", tag=tag)
+    wheel(folder, "numpy", "100.0", tag="cp310-cp310-manylinux_2_99_aarch64")  # of a newer glibc than JetPack 6's
+    for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_CERT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def names(house: list[Path]) -> list[str]:
+    return sorted(path.name.split("-")[0] for path in house)
+
+
+def test_a_house_holds_what_the_target_can_load(index: Path, tmp_path: Path) -> None:
+    """numpy for JetPack 6's Python, machine and glibc; tomli as its Python is 3.10; no torch."""
+    house, lock = wheels.house(JP6, ["onnx"], tmp_path / "cache")
+    assert house[0].name == f"fedquilt-{fedquilt.__version__}-py3-none-any.whl"
+    assert "numpy-99.0-cp310-cp310-manylinux_2_28_aarch64.whl" in [path.name for path in house]
+    assert {"tomli", "onnxruntime", "paho_mqtt"} <= set(names(house))
+    assert not {"torch", "amqtt"} & set(names(house))
+    lines = dict(line.split(" --hash=sha256:") for line in lock.splitlines())
+    assert len(lines) == len(house)
+    assert lines["numpy==99.0"] == hashlib.sha256((house[names_at(house, "numpy")]).read_bytes()).hexdigest()
+    house, _ = wheels.house(JP7, [], tmp_path / "cache")
+    assert "numpy-99.0-cp312-cp312-manylinux_2_34_aarch64.whl" in [path.name for path in house]
+    assert not {"tomli", "onnxruntime"} & set(names(house))
+
+
+def names_at(house: list[Path], name: str) -> int:
+    return next(place for place, path in enumerate(house) if path.name.startswith(f"{name}-"))
+
+
+def test_every_board_gets_the_same_versions_without_a_network(index: Path, tmp_path: Path) -> None:
+    """Newer ones only when they are asked for; a damaged one is fetched again."""
+    first = wheels.house(JP7, [], tmp_path / "cache")
+    wheel(index, "paho_mqtt", "100.0")
+    assert wheels.house(JP7, [], tmp_path / "cache") == first
+    newer, _ = wheels.house(JP7, [], tmp_path / "cache", refresh=True)
+    paho = newer[names_at(newer, "paho_mqtt")]
+    assert paho.name.startswith("paho_mqtt-100.0")
+    assert not list(paho.parent.glob("paho_mqtt-99.0*"))
+    paho.write_bytes(b"")
+    mended, _ = wheels.house(JP7, [], tmp_path / "cache")
+    assert mended == newer
+    assert Wheel.read(paho).version == "100.0"
+
+
+def test_the_lock_is_one_that_pip_takes(index: Path, tmp_path: Path) -> None:
+    """Who prefers pip on the board can have it, hashes checked."""
+    house, lock = wheels.house(JP7, [], tmp_path / "cache")
+    (tmp_path / "requirements.txt").write_text(lock)
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--require-hashes", "--only-binary", ":all:"]
+    command += ["--platform", "manylinux_2_34_aarch64", "--python-version", "3.12", "-d", str(tmp_path / "got")]
+    command += ["--find-links", str(house[0].parent), "-r", str(tmp_path / "requirements.txt")]
+    subprocess.run(command, check=True, capture_output=True)
+    assert sorted(path.name for path in (tmp_path / "got").iterdir()) == sorted(path.name for path in house)
+
+
+def test_what_there_is_no_wheel_for_is_told(index: Path, tmp_path: Path) -> None:
+    """With the target, and what may be wrong."""
+    for path in index.glob("numpy-*"):
+        path.unlink()
+    with pytest.raises(JobError, match=r"no wheels for jetpack6 \(Python 3\.10, aarch64\): .*numpy.*--index"):
+        wheels.house(JP6, [], tmp_path / "cache")
+
+
+def test_an_unknown_extra_is_refused_before_anything_is_fetched(tmp_path: Path) -> None:
+    """And the known ones are named."""
+    with pytest.raises(JobError, match=r"no extra 'onx': fedquilt has .*onnx"):
+        wheels.house(JP6, ["onx"], tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+# -- targets --------------------------------------------------------------------------------------
+
+
+def test_wheels_for_an_older_glibc_run_and_for_a_newer_do_not() -> None:
+    """PEP 600: JetPack 6 is Ubuntu 22.04, glibc 2.35."""
+    assert JP6.platforms[0] == "manylinux_2_35_aarch64"
+    assert {"manylinux_2_28_aarch64", "manylinux_2_17_aarch64", "manylinux2014_aarch64"} <= set(JP6.platforms)
+    assert not [tag for tag in JP6.platforms if "2_36" in tag or "x86" in tag]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("jetpack5",), r"JetPack 5 ships Python 3\.8.*move an Orin to JetPack 6"),
+        (("jetpack4",), r"JetPack 4 .*Python 3\.6.*--interpreter /opt/python3\.10"),
+        (("jetpack8",), r"no target 'jetpack8': one of jetpack6, "),
+        (("arm64",), r"--python 3\.11"),
+        (("arm64", "3.8"), r"needs 3\.10 or newer"),
+        (("arm64", "2.7"), r"needs 3\.10 or newer"),
+        (("arm64", "3.11", "python3"), r"the whole path on the board"),
+        (("arm64", "3.11", "/usr/bin/$(x)"), r"of plain letters"),
+    ],
+)
+def test_boards_that_cannot_get_a_clear_answer(arguments: tuple[str, ...], says: str) -> None:
+    """And what to do instead."""
+    with pytest.raises(JobError, match=says):
+        targets.find(*arguments)
+
+
+def test_a_board_may_bring_its_own_python() -> None:
+    """As JetPack 5's Xavier has to."""
+    target = targets.find("arm64", "3.10", "/opt/python3.10/bin/python3.10")
+    assert (target.python, target.interpreter) == ("3.10", "/opt/python3.10/bin/python3.10")
+    assert targets.find("raspberry-pi-os", "3.13").interpreter == "/usr/bin/python3.13"

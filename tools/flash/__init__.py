@@ -1,0 +1,133 @@
+"""`fedquilt flash`: an agent onto a board, from the operator's machine.
+
+One bundle is built (`bundle`), and installed by what travels in it (`install`): into a mounted root file
+system from here, onto a running board through ssh (`remote`), or by whoever unpacks the archive there.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedquilt.core import JobError
+from fedquilt.disk import doing
+from fedquilt.tools.flash import bundle, install, targets, wheels
+from fedquilt.tools.flash.remote import TOP, Host
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Where:
+    """One of the three: a mounted root, a running board, an archive."""
+
+    rootfs: Path | None = None
+    ssh: str | None = None
+    tar: Path | None = None
+    ssh_options: tuple[str, ...] = ()
+    dry_run: bool = False
+
+
+@dataclass(frozen=True)
+class What:
+    """One board's bundle. See `bundle.board`, `targets.find`, `wheels.house`."""
+
+    target: str
+    settings: Path
+    device: str | None = None
+    token: Path | None = None
+    extras: tuple[str, ...] = ("onnx",)
+    python: str | None = None
+    interpreter: str | None = None
+    system_packages: bool = False
+    wheels: Path | None = None
+    index: str | None = None
+    refresh: bool = False
+
+
+def flash(what: What, where: Where, say: Say = print) -> None:
+    """Build a board's bundle and put it where it goes.
+
+    Raises:
+        JobError: a target, setting or place that cannot be used.
+        LinkError: the board cannot be reached, or its installation failed.
+        StoreError: a folder here cannot be used.
+    """
+    target = targets.find(what.target, what.python, what.interpreter)
+    board = bundle.board(what.settings, what.device, what.token)
+    try:
+        root = None if where.rootfs is None else _mounted(where, say)
+        if root is not None:
+            install.check(root, {"interpreter": target.interpreter, "machine": target.machine})
+        host = None if where.ssh is None else Host(where.ssh, where.ssh_options)
+        user_is_root = host is not None and host.check(target.machine, target.interpreter)
+        cache = what.wheels or _cache()
+        extras = sorted({*what.extras, *(["identity"] if board.enrols else [])})
+        house, lock = wheels.house(target, extras, cache, what.index, refresh=what.refresh)
+        files = bundle.contents(board, target, house, lock, system_packages=what.system_packages)
+        size = sum(len(data) if isinstance(data, bytes) else data.stat().st_size for data in files.values())
+        say(
+            f"{board.device}: {len(house)} wheels for {target.name}, Python {target.python}; {size / 1e6:.1f} MB in all"
+        )
+        with doing("make a folder for the bundle"), tempfile.TemporaryDirectory(prefix="fedquilt-") as scratch:
+            if root is not None:
+                bundle.write(files, Path(scratch) / TOP)
+                changes = install.install(Path(scratch) / TOP, root)
+                say(
+                    f"{changes} things {'would change' if where.dry_run else 'changed'}"
+                    if changes
+                    else "nothing to do: all is so already"
+                )
+            elif host is not None:
+                bundle.pack(files, Path(scratch) / "bundle.tar", TOP)
+                host.install(Path(scratch) / "bundle.tar", user_is_root, ["--dry-run"] if where.dry_run else [])
+            else:
+                _archive(files, where, f"fedquilt-{board.device}", say)
+    except install.Refused as error:
+        raise JobError(str(error)) from None
+
+
+def take_out(where: Where, *, purge: bool = False, say: Say = print) -> None:
+    """Take fedquilt out of a mounted root or a running board.
+
+    Raises:
+        JobError: no such place.
+        LinkError: the board cannot be reached, or has no fedquilt.
+    """
+    arguments = ["--uninstall", *["--purge"] * purge, *["--dry-run"] * where.dry_run]
+    try:
+        if where.rootfs is not None:
+            changes = install.uninstall(_mounted(where, say), purge=purge)
+            say(f"{changes} things {'would be' if where.dry_run else 'were'} removed")
+        elif where.ssh is not None:
+            Host(where.ssh, where.ssh_options).uninstall(arguments)
+        else:
+            raise JobError("--uninstall is for --rootfs or --ssh; on the board it is `sudo sh install.sh --uninstall`")
+    except install.Refused as error:
+        raise JobError(str(error)) from None
+
+
+def _mounted(where: Where, say: Say) -> install.Root:
+    assert where.rootfs is not None
+    if not where.rootfs.is_dir():
+        raise JobError(f"--rootfs {where.rootfs} is no folder: mount the board's root file system there")
+    if where.rootfs.resolve() == Path("/") or os.path.samefile(where.rootfs, "/"):
+        raise JobError("--rootfs / is this machine itself: use --tar, and `sudo sh install.sh` from it, to put it here")
+    return install.Root(where.rootfs, where.dry_run, say)
+
+
+def _archive(files: dict[str, bytes | Path], where: Where, top: str, say: Say) -> None:
+    path = where.tar or Path(f"{top}.tar")
+    if where.dry_run:
+        for name in sorted(files):
+            say(f"would pack {name}")
+        return
+    size = bundle.pack(files, path, top)
+    say(f"{path}: {size / 1e6:.1f} MB. On the board: tar -xf {path.name} && sudo sh {top}/install.sh")
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedquilt" / "wheels"

@@ -1,0 +1,229 @@
+"""A bundle: one folder, or tar archive, with all that a board needs. Nothing is fetched when it is installed.
+
+bundle.json  install.sh  install.py  sysusers.conf  requirements.txt
+wheels/      etc/ -> /etc/fedquilt      units/ -> /etc/systemd/system
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import fedquilt
+from fedquilt import profiles, tables
+from fedquilt.core import JobError
+from fedquilt.dial import Broker
+from fedquilt.disk import doing
+from fedquilt.edge_agent import settings as agents
+from fedquilt.tools.flash import install, wheels
+from fedquilt.tools.flash.targets import Target
+
+HERE: Final = Path(__file__).parent
+ETC: Final = "/etc/fedquilt"
+HOME: Final = "/var/lib/fedquilt"
+DAEMON_BYTES: Final = 256 << 20  # of the agent itself, its libraries and what the kernel counts with it, beside a task
+NAMES: Final = {"ca": "ca.crt", "cert": "device.crt", "key": "device.key", "password_file": "password"}
+SECRET: Final = frozenset({"etc/device.key", "etc/password", "etc/token"})
+
+
+@dataclass(frozen=True)
+class Board:
+    """What goes to /etc/fedquilt of one board, by name, and what its units have to know."""
+
+    device: str
+    files: Mapping[str, bytes]
+    budget_bytes: int | None  # None: half of the board's memory
+    enrols: bool = False  # it gets or renews its certificate by itself
+
+
+def board(path: Path, device: str | None = None, token: Path | None = None) -> Board:
+    """One board's settings, from the agent.toml that its operator wrote and the files that are named in it.
+
+    With a `url` under [enrol], a certificate and key that are not here are the board's to make.
+
+    Args:
+        device: another name than the file's: one file then does for many boards.
+        token: one-time enrolment token.
+
+    Raises:
+        JobError: settings, a file or certificates that cannot be used, or would not be found on the board.
+    """
+    table = {**tables.read(path), **({} if device is None else {"device": device}), "home": HOME}
+    known = _parsed(path, table)
+    enrols = known.enrol.url is not None
+    broker = dict(table.get("broker", {}))
+    here: dict[str, Any] = {key: str(path.parent / value) if key in NAMES else value for key, value in broker.items()}
+    if enrols:
+        if known.broker.ca is None:
+            raise JobError(f"{path}: [broker] needs a ca, by which the board knows who enrols it")
+        if not all(key in here and Path(here[key]).is_file() for key in ("cert", "key")):
+            here = {key: value for key, value in here.items() if key not in ("cert", "key")}
+        table["enrol"] = {"url": known.enrol.url}
+        broker |= {key: f"{ETC}/{NAMES[key]}" for key in ("cert", "key")}
+    elif token is not None:
+        raise JobError(f'{path}: a token is for a board that enrols: write url = "https://HOST:8884" under [enrol]')
+    Broker.parse(**{"url": known.broker.url, **here})
+    files: dict[str, bytes] = {}
+    for key, name in NAMES.items():
+        if key in here:
+            files[name], broker[key] = _read(Path(here[key])), f"{ETC}/{name}"
+    if known.profile is not None:
+        files["profile.toml"], table["profile"] = _read(path.parent / known.profile), f"{ETC}/profile.toml"
+        profiles.parse(files["profile.toml"].decode(errors="replace"), known.profile)
+    if token is not None:
+        files["token"] = _read(token)
+    for place in _places(table.get("data", {})):
+        if not place.startswith("/"):
+            raise JobError(f"{path}: [data] {place!r} is on the board, so its whole path is wanted: /srv/{place}, say")
+    files["agent.toml"] = tables.text({**table, **({"broker": broker} if broker else {})}).encode()
+    budget = None if known.budget is None else agents.size_bytes(known.budget)
+    return Board(known.device, files, budget, enrols)
+
+
+def _parsed(path: Path, table: Mapping[str, Any]) -> agents.AgentSettings:
+    try:
+        return agents.parse(table)
+    except JobError as error:
+        raise JobError(f"{path}: {error}") from None
+
+
+def _places(data: Any) -> list[str]:
+    return [one["path"] for one in (data, *data.get("sources", ())) if isinstance(one.get("path"), str) and one["path"]]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise JobError(f"{path} cannot be read: {error.strerror}") from None
+
+
+# -- units ----------------------------------------------------------------------------------------
+
+
+def units(board: Board) -> dict[str, bytes]:
+    """The systemd units of one board."""
+    secrets = [
+        name for name in ("device.key", "password") if name in board.files or (board.enrols and name == "device.key")
+    ]
+    words = {
+        "CONDITIONS": f"ConditionPathExists={ETC}/device.crt" if board.enrols else "",
+        "ARGUMENTS": " --credentials ${CREDENTIALS_DIRECTORY}" if secrets else "",
+        "CREDENTIALS": "\n".join(f"LoadCredential={name}:{ETC}/{name}" for name in secrets),
+        "MEMORY_MAX": "75%" if board.budget_bytes is None else str(board.budget_bytes + DAEMON_BYTES),
+    }
+    made = {}
+    for path in sorted((HERE / "units").iterdir()):
+        if path.stem == "fedquilt-enrol" and not board.enrols:
+            continue
+        made[path.name] = fill(path.read_text(encoding="utf-8"), words).encode()
+    return made
+
+
+def fill(text: str, words: Mapping[str, str]) -> str:
+    """A template with each @WORD@ in place; a line of nothing but an empty one is left out."""
+    lines = []
+    for line in text.splitlines():
+        filled = line
+        for word, value in words.items():
+            filled = filled.replace(f"@{word}@", value)
+        if filled or not line:
+            lines.append(filled)
+    return "\n".join(lines) + "\n"
+
+
+# -- the whole ------------------------------------------------------------------------------------
+
+
+def contents(
+    board: Board, target: Target, house: Sequence[Path], lock: str, *, system_packages: bool = False
+) -> dict[str, bytes | Path]:
+    """Every file of a bundle by its name: its bytes, or where they are."""
+    digests = {path.name: wheels.sha256(path) for path in house}
+    files: dict[str, bytes | Path] = {f"wheels/{path.name}": path for path in house}
+    files |= {f"etc/{name}": data for name, data in board.files.items()}
+    files |= {f"units/{name}": data for name, data in units(board).items()}
+    files["requirements.txt"] = lock.encode()
+    files["sysusers.conf"] = (HERE / "sysusers.conf").read_bytes()
+    files["install.py"] = (HERE / "install.py").read_bytes()
+    script = fill((HERE / "install.sh").read_text(encoding="utf-8"), {"INTERPRETER": target.interpreter})
+    files["install.sh"] = script.encode()
+    names = (*sorted(digests.items()), target.interpreter, system_packages, files["install.py"], files["sysusers.conf"])
+    manifest = {
+        "format": install.FORMAT,
+        "id": hashlib.sha256(repr(names).encode()).hexdigest()[:12],
+        "version": fedquilt.__version__,
+        "device": board.device,
+        "target": target.name,
+        "machine": target.machine,
+        "python": target.python,
+        "interpreter": target.interpreter,
+        "system_packages": system_packages,
+        "wheels": [path.name for path in house],
+        "unpacked_bytes": sum(_unpacked(path) for path in house),
+        "secret": sorted(SECRET & set(files)),
+        "files": {name: _digest(name, data, digests) for name, data in sorted(files.items())},
+    }
+    files["bundle.json"] = (json.dumps(manifest, indent=1) + "\n").encode()
+    return files
+
+
+def _digest(name: str, data: bytes | Path, digests: Mapping[str, str]) -> str:
+    return hashlib.sha256(data).hexdigest() if isinstance(data, bytes) else digests[name.removeprefix("wheels/")]
+
+
+def _unpacked(path: Path) -> int:
+    with zipfile.ZipFile(path) as archive:
+        return sum(entry.file_size for entry in archive.infolist())
+
+
+def write(files: Mapping[str, bytes | Path], folder: Path) -> None:
+    """The bundle as a folder, its secrets for this user alone.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    with doing(f"write {folder}"):
+        for name, data in files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(data, Path):
+                path.symlink_to(data.resolve())
+            else:
+                path.touch(mode=0o600 if name in SECRET else 0o644)
+                path.write_bytes(data)
+
+
+def pack(files: Mapping[str, bytes | Path], path: Path, top: str) -> int:
+    """The bundle as a tar archive of one folder; its size. The same files make the same bytes.
+
+    It may hold a key or a token, so only this user reads it.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    with doing(f"write {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(path.name + ".new")
+        new.unlink(missing_ok=True)
+        new.touch(mode=0o600)
+        with tarfile.open(new, "w", format=tarfile.USTAR_FORMAT) as archive:
+            for name in sorted(files):
+                data = files[name]
+                entry = tarfile.TarInfo(f"{top}/{name}")
+                entry.mode = 0o600 if name in SECRET else 0o644
+                entry.size = len(data) if isinstance(data, bytes) else data.stat().st_size
+                if isinstance(data, bytes):
+                    archive.addfile(entry, io.BytesIO(data))
+                else:
+                    with data.open("rb") as file:
+                        archive.addfile(entry, file)
+        new.replace(path)
+    return path.stat().st_size

@@ -1,0 +1,377 @@
+"""Puts a bundle into a root file system: the board's own, or one that is mounted. Standard library only.
+
+It travels in the bundle and runs with the board's Python, which needs neither pip nor a network: a wheel is
+an archive, and a virtual environment a few links. Everything is in folders of fedquilt's own, and units:
+
+    /opt/fedquilt/ID/       Python packages, ID made of what is in them; `current` is a link to one
+    /etc/fedquilt/          agent.toml, what its broker asks for, the board's identity
+    /etc/systemd/system/    fedquilt-*.service, fedquilt-enrol.timer
+
+A second time it changes nothing. What somebody has edited on the board is kept beside the new file as NAME.old.
+"""
+
+from __future__ import annotations
+
+import argparse
+import compileall
+import hashlib
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+OPT, ETC, UNITS, STATE = (
+    "opt/fedquilt",
+    "etc/fedquilt",
+    "etc/systemd/system",
+    ("var/lib/fedquilt", "var/lib/fedquilt-clocks"),
+)
+WANTS = {".service": f"{UNITS}/multi-user.target.wants", ".timer": f"{UNITS}/timers.target.wants"}
+INSTALLED = f"{OPT}/installed.json"
+MACHINES = {0xB7: "aarch64", 0x3E: "x86_64", 0x28: "armv7l", 0x03: "i686"}  # e_machine, elf(5)
+FORMAT = 1
+
+
+class Refused(Exception):
+    """Nothing was changed; the text says why, and the mend."""
+
+
+class Root:
+    """A root file system. Paths are relative to it; whatever is done is said.
+
+    Args:
+        dry_run: say it only.
+    """
+
+    def __init__(self, path: str | Path, dry_run: bool = False, say: Callable[[str], None] = print) -> None:
+        self.path, self.dry_run, self.say = Path(path).resolve(), dry_run, say
+        self.changes = 0
+
+    def real(self, name: str | PurePosixPath, links: int = 20) -> Path:
+        """Where a path leads when this is the root: links in it are followed within."""
+        done, waiting = self.path, list(PurePosixPath(name).parts)
+        while waiting:
+            part = waiting.pop(0)
+            if part == "/":
+                done = self.path
+            elif part == "..":
+                done = done.parent if done != self.path else done
+            elif (done / part).is_symlink():
+                links -= 1
+                if links < 0:
+                    raise Refused(f"links go in circles at /{name} in {self.path}")
+                waiting = list(PurePosixPath(os.readlink(done / part)).parts) + waiting
+            else:
+                done = done / part
+        return done
+
+    def at(self, name: str) -> Path:
+        """The path to write to: its folder's links are followed within the root, its own is not."""
+        path = PurePosixPath(name)
+        return self.real(path.parent) / path.name
+
+    def did(self, what: str) -> bool:
+        self.changes += 1
+        self.say(f"would {what}" if self.dry_run else what)
+        return not self.dry_run
+
+    def write(self, name: str, data: bytes, mode: int = 0o644) -> bool:
+        """A file with these bytes and mode, whole or not at all. Whether it was another before."""
+        path = self.at(name)
+        if (
+            path.is_file()
+            and not path.is_symlink()
+            and path.read_bytes() == data
+            and path.stat().st_mode & 0o777 == mode
+        ):
+            return False
+        if self.did(f"write /{name}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new = path.with_name(path.name + ".new")
+            new.unlink(missing_ok=True)
+            with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fchmod(file.fileno(), mode)
+                os.fsync(file.fileno())
+            new.replace(path)
+        return True
+
+    def link(self, name: str, to: str) -> bool:
+        path = self.at(name)
+        if path.is_symlink() and os.readlink(path) == to:
+            return False
+        if self.did(f"link /{name} to {to}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new = path.with_name(path.name + ".new")
+            new.unlink(missing_ok=True)
+            new.symlink_to(to)
+            new.replace(path)
+        return True
+
+    def remove(self, name: str) -> bool:
+        path = self.at(name)
+        if not path.is_symlink() and not path.exists():
+            return False
+        if self.did(f"remove /{name}"):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        return True
+
+    def json(self, name: str) -> dict[str, Any]:
+        try:
+            return json.loads(self.at(name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+
+
+# -- what is asked of a board ---------------------------------------------------------------------
+
+
+def machine(path: Path) -> str | None:
+    """Which machine a program is for, by its ELF header; None: it is none."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(20)
+    except OSError:
+        return None
+    if len(head) < 20 or head[:4] != b"\x7fELF":
+        return None
+    number = struct.unpack("<H" if head[5] == 1 else ">H", head[18:20])[0]
+    return MACHINES.get(number, f"machine {number} of elf.h")
+
+
+def check(root: Root, manifest: Mapping[str, Any]) -> None:
+    """Whether the bundle is for what is in this root.
+
+    Raises:
+        Refused: another machine, no such Python.
+    """
+    python, wanted = manifest["interpreter"], manifest["machine"]
+    where = "this board" if root.path == Path("/") else str(root.path)
+    shells = [root.real(name) for name in (python.lstrip("/"), "bin/sh", "usr/bin/env", "sbin/init")]
+    found = next((name for name in map(machine, shells) if name is not None), None)
+    if found is None:
+        raise Refused(f"{where} holds no system: neither {python} nor /bin/sh is a program; mount it first")
+    if found != wanted:
+        raise Refused(f"{where} is {found}, and this bundle for {wanted}: build one with the --target of that board")
+    if machine(root.real(python.lstrip("/"))) is None:
+        others = sorted(path.name for path in root.real("usr/bin").glob("python3.[0-9]*") if "-" not in path.name)
+        raise Refused(
+            f"{where} has no {python}{' but ' + ', '.join(others) if others else ''}: build the bundle with the "
+            "--python, or the --interpreter, that is there"
+        )
+
+
+def read(bundle: Path) -> dict[str, Any]:
+    """The bundle's manifest; every file of it is whole.
+
+    Raises:
+        Refused: it is no bundle, another release's, or damaged.
+    """
+    try:
+        manifest = json.loads((bundle / "bundle.json").read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise Refused(f"{bundle} is of another release of fedquilt: install it with its own install.sh")
+        for name, digest in manifest["files"].items():
+            if hashlib.sha256((bundle / name).read_bytes()).hexdigest() != digest:
+                raise Refused(f"{name} of the bundle is damaged: copy it again")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Refused(f"{bundle} is no whole bundle ({error}): copy it again") from None
+    return manifest
+
+
+# -- install and uninstall ------------------------------------------------------------------------
+
+
+def install(bundle: Path, root: Root, *, start: bool = True) -> int:
+    """Make the root as the bundle says; how many things changed.
+
+    Raises:
+        Refused: see `read`, `check`; too little space. Nothing is changed then.
+        OSError: it cannot be written.
+    """
+    manifest = read(bundle)
+    check(root, manifest)
+    before = root.changes
+    _packages(bundle, root, manifest)
+    _settings(bundle, root, manifest)
+    units = sorted(name.split("/")[1] for name in manifest["files"] if name.startswith("units/"))
+    for unit in units:
+        root.write(f"{UNITS}/{unit}", (bundle / "units" / unit).read_bytes())
+        root.link(f"{WANTS[Path(unit).suffix]}/{unit}", f"../{unit}")
+    for unit in set(root.json(INSTALLED).get("units", ())) - set(units):
+        _drop(root, unit)
+    note = {"version": manifest["version"], "device": manifest["device"], "id": manifest["id"], "units": units}
+    note["settings"] = {name: digest for name, digest in manifest["files"].items() if name.startswith("etc/")}
+    root.write(INSTALLED, (json.dumps(note, indent=1, sort_keys=True) + "\n").encode())
+    changes = root.changes - before
+    if root.path == Path("/") and start and not root.dry_run:
+        _start(units, root.say, changed=changes > 0)
+    return changes
+
+
+def _packages(bundle: Path, root: Root, manifest: Mapping[str, Any]) -> None:
+    home = f"{OPT}/{manifest['id']}"
+    if not (root.at(home) / "bundle.json").is_file():
+        _room(root, manifest["unpacked_bytes"])
+        if root.did(f"unpack {len(manifest['wheels'])} wheels into /{home}"):
+            _unpack(bundle, root.at(home), manifest)
+    root.link(f"{OPT}/current", manifest["id"])
+    keep = {"current", "installed.json", manifest["id"]}
+    folder = root.at(OPT)
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.name not in keep:
+            root.remove(f"{OPT}/{path.name}")
+
+
+def _unpack(bundle: Path, home: Path, manifest: Mapping[str, Any]) -> None:
+    """A virtual environment by hand: so it can be made for a board whose Python does not run here."""
+    new = home.with_name(home.name + ".new")
+    shutil.rmtree(new, ignore_errors=True)
+    packages = new / "lib" / f"python{manifest['python']}" / "site-packages"
+    packages.mkdir(parents=True)
+    for name in manifest["wheels"]:
+        with zipfile.ZipFile(bundle / "wheels" / name) as archive:
+            for entry in archive.infolist():
+                inside = PurePosixPath(entry.filename)
+                if inside.is_absolute() or ".." in inside.parts:
+                    raise Refused(f"{name} would write to {entry.filename}")
+                if inside.parts[0].endswith(".data"):  # scripts, headers: a library path is what is meant here
+                    if inside.parts[1] not in ("purelib", "platlib"):
+                        continue
+                    inside = PurePosixPath(*inside.parts[2:])
+                if not entry.is_dir():
+                    target = packages / inside
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    with archive.open(entry) as source, target.open("wb") as file:
+                        shutil.copyfileobj(source, file, 1 << 20)
+    python = manifest["interpreter"]
+    (new / "bin").mkdir()
+    for name in ("python", "python3"):
+        (new / "bin" / name).symlink_to(python)
+    see = str(manifest["system_packages"]).lower()
+    text = (
+        f"home = {PurePosixPath(python).parent}\ninclude-system-site-packages = {see}\nversion = {manifest['python']}\n"
+    )
+    (new / "pyvenv.cfg").write_text(text)
+    command = new / "bin" / "fedquilt"
+    command.write_text('#!/bin/sh\nexec "$(dirname "$(readlink -f "$0")")/python" -m fedquilt.cli "$@"\n')
+    command.chmod(0o755)
+    for name in ("install.py", "sysusers.conf"):
+        shutil.copy(bundle / name, new / name)
+    if manifest["python"] == f"{sys.version_info[0]}.{sys.version_info[1]}":
+        compileall.compile_dir(str(packages), quiet=2, stripdir=str(new), prependdir=f"/{OPT}/current", workers=1)
+        (new / "compiled").touch()  # else fedquilt-compile.service does it at the first boot
+    shutil.copy(bundle / "bundle.json", new / "bundle.json")
+    for folder, folders, names in os.walk(new):
+        for name in (*folders, *names):
+            path = Path(folder, name)
+            if not path.is_symlink():
+                path.chmod(path.stat().st_mode & 0o755 | (0o755 if path.is_dir() else 0o644))
+    new.chmod(0o755)
+    new.replace(home)
+
+
+def _room(root: Root, needed: int) -> None:
+    folder = root.real(OPT)
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise Refused(f"{folder} has {free / 1e6:.0f} MB free, and {needed / 1e6:.0f} MB are needed: make room")
+
+
+def _settings(bundle: Path, root: Root, manifest: Mapping[str, Any]) -> None:
+    if not root.at(ETC).is_dir() and root.did(f"make /{ETC}"):
+        root.at(ETC).mkdir(parents=True)
+        root.at(ETC).chmod(0o755)
+    was = root.json(INSTALLED).get("settings", {})
+    for name, digest in sorted(manifest["files"].items()):
+        if not name.startswith("etc/"):
+            continue
+        data, at = (bundle / name).read_bytes(), f"{ETC}/{name[4:]}"
+        if name == "etc/token" and was.get(name) == digest:
+            continue  # it was brought before, and works once
+        path, mode = root.at(at), 0o600 if name in manifest["secret"] else 0o644
+        if path.is_file() and name in was and hashlib.sha256(path.read_bytes()).hexdigest() not in (was[name], digest):
+            root.write(f"{at}.old", path.read_bytes(), mode)
+        root.write(at, data, mode)
+
+
+def uninstall(root: Root, *, purge: bool = False) -> int:
+    """Take out what `install` put in; with `purge` the settings, the identity and the agent's state as well."""
+    before = root.changes
+    units = {path.name for path in root.at(UNITS).glob("fedquilt-*")} if root.at(UNITS).is_dir() else set()
+    if root.path == Path("/") and units and not root.dry_run:
+        _systemctl("stop", *sorted(units))
+    for unit in sorted(units):
+        _drop(root, unit)
+    for name in (OPT, *((ETC, *STATE) if purge else ())):
+        root.remove(name)
+    if root.path == Path("/") and units and not root.dry_run:
+        _systemctl("daemon-reload")
+    if not purge and root.at(ETC).is_dir():
+        root.say(f"kept: /{ETC} and /{STATE[0]}, with the board's identity (--purge removes them)")
+    return root.changes - before
+
+
+def _drop(root: Root, unit: str) -> None:
+    root.remove(f"{WANTS[Path(unit).suffix]}/{unit}")
+    root.remove(f"{UNITS}/{unit}")
+
+
+def _start(units: Sequence[str], say: Callable[[str], None], *, changed: bool) -> None:
+    if not Path("/run/systemd/system").is_dir():
+        say("systemd does not run here: /opt/fedquilt/current/bin/fedquilt agent /etc/fedquilt/agent.toml is the agent")
+        return
+    _systemctl("daemon-reload")
+    _systemctl("restart" if changed else "start", "--no-block", *units)
+    say("started; `journalctl -fu fedquilt-agent` shows what it does")
+
+
+def _systemctl(*arguments: str) -> None:
+    subprocess.run(["systemctl", *arguments], check=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="install.sh", description="Put fedquilt's agent onto this board.")
+    parser.add_argument("--root", default="/", help="a mounted root file system instead of this board's")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done")
+    parser.add_argument("--no-start", action="store_true", help="start nothing now")
+    parser.add_argument("--uninstall", action="store_true", help="take fedquilt out again")
+    parser.add_argument("--purge", action="store_true", help="with --uninstall: settings, identity and state as well")
+    options = parser.parse_args(arguments)
+    root = Root(options.root, options.dry_run)
+    if root.path == Path("/") and os.geteuid() != 0 and not options.dry_run:
+        print("fedquilt: this needs root: sudo sh install.sh", file=sys.stderr)
+        return 6
+    try:
+        if options.uninstall:
+            changes = uninstall(root, purge=options.purge)
+        else:
+            changes = install(Path(__file__).resolve().parent, root, start=not options.no_start)
+    except Refused as error:
+        print(f"fedquilt: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"fedquilt: {error.strerror}: {error.filename}", file=sys.stderr)
+        return 6
+    print(
+        f"{changes} things {'would change' if options.dry_run else 'changed'}"
+        if changes
+        else "nothing to do: all is so already"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Boards that a bundle can be made for: which Python they ship, which wheels they take; and those that cannot."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Final
+
+from fedquilt.core import JobError
+
+
+@dataclass(frozen=True)
+class Target:
+    """What decides which wheels run.
+
+    Args:
+        python: "3.10"; "" where it depends on the board's system.
+        glibc: minor version of the oldest glibc 2 there.
+    """
+
+    name: str
+    machine: str  # as `uname -m` says
+    python: str
+    glibc: int
+    interpreter: str = ""  # its path on the board
+
+    @property
+    def platforms(self) -> tuple[str, ...]:
+        """Tags of wheels that run there, newest first (PEP 600)."""
+        return (
+            *(f"manylinux_2_{minor}_{self.machine}" for minor in range(self.glibc, 16, -1)),
+            f"manylinux2014_{self.machine}",
+        )
+
+    def environment(self) -> dict[str, str]:
+        """What markers are evaluated in (PEP 508)."""
+        return {
+            "implementation_name": "cpython",
+            "implementation_version": f"{self.python}.0",
+            "os_name": "posix",
+            "platform_machine": self.machine,
+            "platform_python_implementation": "CPython",
+            "platform_release": "",
+            "platform_system": "Linux",
+            "platform_version": "",
+            "python_full_version": f"{self.python}.0",
+            "python_version": self.python,
+            "sys_platform": "linux",
+        }
+
+
+# Python and glibc of Ubuntu 22.04 and 24.04, on which JetPack 6 and 7 are built, and of Debian 12 and 13
+KNOWN: Final = {
+    "jetpack6": Target("jetpack6", "aarch64", "3.10", 35),
+    "jetpack7": Target("jetpack7", "aarch64", "3.12", 39),
+    "raspberry-pi-os": Target("raspberry-pi-os", "aarch64", "3.11", 36),  # bookworm; trixie has 3.13
+    "arm64": Target("arm64", "aarch64", "", 27),
+    "amd64": Target("amd64", "x86_64", "", 27),
+}
+OWN_PYTHON: Final = (
+    "bring a Python of its own (3.10 or newer, built for that board, /opt/python3.10 say) and use "
+    "`--target arm64 --python 3.10 --interpreter /opt/python3.10/bin/python3.10`: stitching then runs on the CPU"
+)
+TOO_OLD: Final = {
+    "jetpack4": f"JetPack 4 (Nano, TX2) ships Python 3.6, and fedquilt needs 3.10: {OWN_PYTHON}",
+    "jetpack5": "JetPack 5 ships Python 3.8, and fedquilt needs 3.10: move an Orin to JetPack 6, which has it; "
+    f"on a Xavier, {OWN_PYTHON}",
+}
+
+
+def find(name: str, python: str | None = None, interpreter: str | None = None) -> Target:
+    """A target by its name, with another Python or interpreter than its own if given.
+
+    Raises:
+        JobError: unknown, or too old; a version that fedquilt does not run on.
+    """
+    if name in TOO_OLD:
+        raise JobError(TOO_OLD[name])
+    if name not in KNOWN:
+        raise JobError(f"no target {name!r}: one of {', '.join(KNOWN)}")
+    target = KNOWN[name]
+    python = python or target.python
+    if not python:
+        raise JobError(f"--target {name} is any system: say which Python it has, `--python 3.11` (`python3 -V` there)")
+    found = re.fullmatch(r"3\.(\d+)", python)
+    if found is None or int(found[1]) < 10:
+        raise JobError(f"--python {python}: fedquilt needs 3.10 or newer; {OWN_PYTHON}")
+    if interpreter is not None and not re.fullmatch(r"(/[A-Za-z0-9._+-]+)+", interpreter):
+        raise JobError(f"--interpreter {interpreter}: the whole path on the board is wanted, of plain letters")
+    return replace(target, python=python, interpreter=interpreter or f"/usr/bin/python{python}")

@@ -1,0 +1,239 @@
+"""The wheels a board needs: resolved for its Python and machine on the operator's, and locked by their hashes.
+
+pip finds versions; but it reads the markers of a foreign target ("tomli; python_version < '3.11'") as this
+machine's Python, so what is needed is worked out here from the wheels' own metadata.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from email.parser import HeaderParser
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import fedquilt
+from fedquilt.core import JobError, StoreError
+from fedquilt.disk import doing
+from fedquilt.tools.flash.targets import Target
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+LOCK: Final = "requirements.txt"
+ROUNDS_MOST: Final = 6  # of finding that something more is needed
+STAMP: Final = (2020, 1, 1, 0, 0, 0)  # of every file in our own wheel: the same files, the same bytes
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """What a wheel says of itself."""
+
+    name: str  # canonical
+    version: str
+    requires: tuple[str, ...]
+    path: Path
+
+    @classmethod
+    def read(cls, path: Path) -> Wheel:
+        """Raises StoreError where it is no wheel."""
+        from packaging.utils import canonicalize_name
+
+        try:
+            with zipfile.ZipFile(path) as archive:
+                (name,) = [n for n in archive.namelist() if n.count("/") == 1 and n.endswith(".dist-info/METADATA")]
+                said = HeaderParser().parsestr(archive.read(name).decode())
+        except (OSError, ValueError, zipfile.BadZipFile) as error:
+            raise StoreError(f"{path} is no wheel ({error}): delete it, and run this again") from None
+        return cls(canonicalize_name(said["Name"]), said["Version"], tuple(said.get_all("Requires-Dist") or ()), path)
+
+
+# -- our own --------------------------------------------------------------------------------------
+
+
+def own(folder: Path, package: Path | None = None) -> Path:
+    """fedquilt itself as a wheel, from the files that run now: no build tool, and the same bytes each time.
+
+    Raises:
+        StoreError: the folder cannot be written.
+    """
+    package = package or Path(fedquilt.__file__).parent
+    said = metadata.metadata("fedquilt")
+    info = f"fedquilt-{fedquilt.__version__}.dist-info"
+    described = str(said).encode()  # as installed; the version may be an older one's, where a clone went on
+    described = described.replace(
+        f"\nVersion: {said['Version']}\n".encode(), f"\nVersion: {fedquilt.__version__}\n".encode(), 1
+    )
+    files = dict(_files(package))
+    files[f"{info}/METADATA"] = described
+    files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: fedquilt\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files[f"{info}/entry_points.txt"] = b"[console_scripts]\nfedquilt = fedquilt.cli:main\n"
+    record = "".join(f"{name},sha256={_urlsafe(data)},{len(data)}\n" for name, data in files.items())
+    files[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n".encode()
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        for name, data in files.items():
+            entry = zipfile.ZipInfo(name, STAMP)
+            entry.external_attr = 0o644 << 16
+            archive.writestr(entry, data, zipfile.ZIP_DEFLATED)
+    path = folder / f"fedquilt-{fedquilt.__version__}-py3-none-any.whl"
+    with doing(f"write {path}"):
+        path.write_bytes(made.getvalue())
+    return path
+
+
+def _files(package: Path) -> Iterable[tuple[str, bytes]]:
+    """The package's files by their names in a wheel. Its folders may be links, as they are in a clone."""
+    for folder, folders, names in os.walk(package, followlinks=True):
+        folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
+        for name in sorted(names):
+            if not name.startswith(".") and not name.endswith((".pyc", "~", ".orig", ".rej")):
+                path = Path(folder, name)
+                yield f"fedquilt/{path.relative_to(package).as_posix()}", path.read_bytes()
+
+
+def _urlsafe(data: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+
+
+# -- everything it needs --------------------------------------------------------------------------
+
+
+def house(
+    target: Target, extras: Sequence[str], cache: Path, index: str | None = None, *, refresh: bool = False
+) -> tuple[list[Path], str]:
+    """All wheels of an agent with these extras for a target, and the lock of their hashes, fedquilt's own first.
+
+    The others are downloaded once, into `cache`, and so all boards of a fleet get the same ones.
+
+    Raises:
+        JobError: an extra that fedquilt does not have; no such wheels.
+        StoreError: the cache cannot be used.
+    """
+    known = metadata.metadata("fedquilt").get_all("Provides-Extra") or []
+    for extra in extras:
+        if extra not in known:
+            raise JobError(f"no extra {extra!r}: fedquilt has {', '.join(sorted(known))}")
+    what = "-".join([target.name, f"py{target.python}", *sorted(extras)])
+    with doing(f"use {cache}", "free some space or name another folder with --wheels"):
+        folder = cache / what
+        folder.mkdir(parents=True, exist_ok=True)
+        mine = own(folder)
+        asked = hashlib.sha256(repr((Wheel.read(mine).requires, target, sorted(extras), index)).encode()).hexdigest()
+        found = None if refresh else _kept(folder, asked)
+        if found is None:
+            found = _resolved(mine, target, extras, folder, index)
+            _keep(folder, found, asked)
+        for other in folder.glob("*.whl"):
+            if other != mine and other not in found:
+                other.unlink()
+        return [mine, *found], lock([mine, *found])
+
+
+def lock(wheels: Sequence[Path]) -> str:
+    """A requirements file that `pip install --require-hashes --no-index --find-links wheels -r` takes."""
+    read = sorted((Wheel.read(path) for path in wheels), key=lambda wheel: wheel.name)
+    return "".join(f"{wheel.name}=={wheel.version} --hash=sha256:{sha256(wheel.path)}\n" for wheel in read)
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while some := file.read(1 << 20):
+            digest.update(some)
+    return digest.hexdigest()
+
+
+def _kept(folder: Path, asked: str) -> list[Path] | None:
+    """What an earlier call downloaded for the same question, if it is all there and whole."""
+    try:
+        first, *lines = (folder / "kept.txt").read_text().splitlines()
+    except (OSError, ValueError):
+        return None
+    named = [line.split("  ", 1) for line in lines]
+    paths = [folder / name for _, name in named]
+    if first != asked or not all(path.is_file() for path in paths):
+        return None
+    return paths if [sha256(path) for path in paths] == [digest for digest, _ in named] else None
+
+
+def _keep(folder: Path, wheels: Sequence[Path], asked: str) -> None:
+    lines = [asked, *(f"{sha256(path)}  {path.name}" for path in wheels)]
+    (folder / "kept.txt").write_text("\n".join(lines) + "\n")
+
+
+def _resolved(mine: Path, target: Target, extras: Sequence[str], folder: Path, index: str | None) -> list[Path]:
+    """Download with pip until nothing is missing; then only what the target needs is kept."""
+    root = f"fedquilt[{','.join(extras)}]" if extras else "fedquilt"
+    more: list[str] = []
+    for _ in range(ROUNDS_MOST):
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            _download([f"{root} @ {mine.resolve().as_uri()}", *more], Path(scratch), target, index)
+            got = {wheel.name: wheel for wheel in map(Wheel.read, sorted(Path(scratch).glob("*.whl")))}
+            needed, missing = closure(root, got, target)
+            if not missing:
+                kept = [got[name].path for name in sorted(needed - {"fedquilt"})]
+                return [Path(shutil.copy(path, folder / path.name)) for path in kept]
+            more += missing
+    raise JobError(f"wheels for {target.name} cannot be resolved: {', '.join(more)} asks for more each time")
+
+
+def closure(root: str, wheels: Mapping[str, Wheel], target: Target) -> tuple[set[str], list[str]]:
+    """Names of the wheels that `root` needs on the target, and the requirements that none of them meets."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    needed: dict[str, set[str]] = {}
+    missing: list[str] = []
+    waiting = [Requirement(root)]
+    while waiting:
+        wanted = waiting.pop()
+        name = canonicalize_name(wanted.name)
+        wheel = wheels.get(name)
+        if wheel is None or not wanted.specifier.contains(wheel.version, prereleases=True):
+            wanted.marker = None
+            missing.append(str(wanted))
+            continue
+        fresh = ({"", *wanted.extras}) - needed.get(name, set())
+        needed.setdefault(name, set()).update(fresh)
+        for extra in sorted(fresh):
+            waiting += [one for one in map(Requirement, wheel.requires) if _applies(one, target, extra)]
+    return set(needed), sorted(set(missing))
+
+
+def _applies(one: Requirement, target: Target, extra: str) -> bool:
+    """Whether a line of metadata is meant for this target, for the sake of this extra ("": in any case)."""
+    if one.marker is None:
+        return not extra
+    environment = target.environment()
+    if not extra:
+        return one.marker.evaluate({**environment, "extra": ""})
+    return one.marker.evaluate({**environment, "extra": extra}) and not one.marker.evaluate(
+        {**environment, "extra": ""}
+    )
+
+
+def _download(what: Sequence[str], folder: Path, target: Target, index: str | None) -> None:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", target.python]
+    for platform in target.platforms:
+        command += ["--platform", platform]
+    command += ["--extra-index-url", index] if index else []
+    done = subprocess.run([*command, "--dest", str(folder), *what], capture_output=True, text=True, check=False)
+    if done.returncode:
+        told = [line.strip() for line in done.stderr.splitlines() if "error" in line.lower()]
+        why = "; ".join(told[-2:]) or done.stderr.strip()[-300:] or "pip said nothing"
+        raise JobError(
+            f"no wheels for {target.name} (Python {target.python}, {target.machine}): {why}; is there a network, "
+            "does this Python have pip, do these packages have wheels for that board (--index names another index)?"
+        )
