@@ -116,6 +116,24 @@ class NumpyEngine:
             loss += float(_loss(scores, examples.y[rows])[0].sum())
         return training.measured(len(examples), right, loss)
 
+    @np.errstate(invalid="ignore", over="ignore")
+    def fisher(
+        self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, each: int = 1, hooks: Hooks = Hooks()
+    ) -> Tensors:
+        """See `fedquilt.core.Trainer`."""
+        _require_able(hooks)
+        training.require_examples(examples, each)
+        mlp, held = _load(network, model)
+        training.require_labels(examples, mlp.classes)
+        at_once = self._at_once(mlp, each, copies=4)
+        total = {name: np.zeros_like(array) for name, array in held.items()}
+        groups = list(training.batches(np.arange(len(examples)), each))
+        for rows in groups:
+            _, gradient = _gradient(network, held, examples, rows, at_once, hooks)
+            for name, array in gradient.items():
+                total[name] += np.square(array)
+        return {name: array / np.float32(len(groups)) for name, array in total.items()}
+
     def _at_once(self, mlp: Mlp, wanted: int, copies: int) -> int:
         """Examples whose activations fit beside the weights, their gradients, momentum, and what is received."""
         weights = 4 * sum(math.prod(shape) for shape in mlp.shapes.values())

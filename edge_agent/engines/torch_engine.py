@@ -27,7 +27,7 @@ from torch import nn
 
 from fedquilt.core import DataError, Examples, Fit, Hooks, ModelError, Tensors
 from fedquilt.edge_agent.engines import torch_turn, training
-from fedquilt.models import footprint, zoo
+from fedquilt.models import fisher, footprint, zoo
 
 EVALUATED_AT_ONCE = 256
 # Resident after the import, on x86-64: torch 2.13 for the CPU, 2.15 with its CUDA libraries.
@@ -128,6 +128,22 @@ class TorchEngine:
                     right += int((scores.argmax(dim=1) == y).sum())
                     loss += float(F.cross_entropy(scores, y, reduction="sum"))
         return training.measured(len(examples), right, loss)
+
+    def fisher(
+        self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, each: int = 1, hooks: Hooks = Hooks()
+    ) -> Tensors:
+        """See `fedquilt.core.Trainer`."""
+        training.require_examples(examples, each)
+        with _repeatable(0):
+            module, probe = self._load(network, model, examples, hooks)
+            module.eval()
+            room = probe.room(self._room_bytes, 3)
+            # a group is one gradient of all weights, and its examples' activations
+            group = probe.trained.weights_bytes + each * probe.example_bytes
+            groups = training.fitting(room, group, fisher.TOGETHER)
+            rows = training.batches(np.arange(len(examples)), groups * each)
+            found = fisher.diagonal(module, (self._batch(network, examples, some, hooks) for some in rows), each)
+        return {name: value.cpu().numpy() for name, value in found.items()}
 
     def _load(
         self, network: Mapping[str, Any], start: Tensors, examples: Examples, hooks: Hooks

@@ -75,6 +75,14 @@ def require_labels(examples: Examples, classes: int) -> None:
         raise DataError(f"labels run from {low} to {high}, the network tells {classes} classes (0 to {classes - 1})")
 
 
+def require_examples(examples: Examples, each: int) -> None:
+    """Raises DataError unless there is something to take gradients of, JobError unless `each` is 1 or more."""
+    if not len(examples):
+        raise DataError("no examples: this device has nothing to take gradients of")
+    if each < 1:
+        raise JobError(f"groups of {each} examples: at least 1 is wanted")
+
+
 def require_fit(start: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raises ModelError unless the tensors have exactly these names and shapes."""
     if odd := sorted(start.keys() ^ shapes.keys()):

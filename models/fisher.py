@@ -1,0 +1,44 @@
+"""The diagonal of the empirical Fisher information, from squared gradients of single examples. Imports torch.
+
+F_j = mean over examples of (d log p(y | x) / d theta_j)^2, with the labels that the examples have. A mean
+over gradients of mini-batches would be another figure: squares are taken first, example by example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+TOGETHER = 32  # gradients that are held at once, where there is room
+
+
+def diagonal(
+    model: nn.Module, parts: Iterable[tuple[torch.Tensor, torch.Tensor]], each: int = 1
+) -> dict[str, torch.Tensor]:
+    """F in each parameter's own shape, float32; `model` is in evaluation mode, and so has one answer per example.
+
+    Args:
+        parts: inputs (n, ...) and labels (n,), the gradients of which fit into memory at once.
+        each: so many examples' gradients are averaged before the square is taken: cheaper, and smaller values.
+    """
+    values = {name: value.detach() for name, value in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+
+    def loss(given: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(torch.func.functional_call(model, (given, buffers), (x,)), y)
+
+    gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
+    total, count = {name: torch.zeros_like(value) for name, value in values.items()}, 0
+    for x, y in parts:
+        whole = len(y) - len(y) % each
+        stacks = [(x[:whole].unflatten(0, (-1, each)), y[:whole].unflatten(0, (-1, each)))] if whole else []
+        if whole < len(y):
+            stacks.append((x[None, whole:], y[None, whole:]))
+        for some, labels in stacks:  # (groups, each, ...)
+            for name, found in gradients(values, some, labels).items():
+                total[name] += found.square().sum(dim=0)
+            count += len(labels)
+    return {name: value / max(count, 1) for name, value in total.items()}
