@@ -11,10 +11,11 @@ import msgspec
 
 from fedquilt.core import StoreError
 from fedquilt.tools import plots
-from fedquilt.tools.compare import Mark, Run
+from fedquilt.tools.compare_run import Mark, Run
 from fedquilt.tools.report import page
 
 COSTS: Final = ("rounds", "bytes", "energy_j", "seconds", "real_s")
+FILES: Final = {"energy_j": "energy", "seconds": "board-time", "real_s": "real-time"}
 
 
 def result(job: str, runs: Sequence[Run], target: float | None, failed: Sequence[str] = ()) -> dict[str, Any]:
@@ -154,6 +155,7 @@ def drawn(runs: Sequence[Run], target: float | None) -> dict[str, str]:
         ("bytes", "by bytes", "B, down and up"),
         ("energy_j", "by energy", "J of the boards"),
         ("seconds", "by the boards' time", "s of the slowest board"),
+        ("real_s", "by this machine's time", "s"),
     ):
         lines, largest = [], 0.0
         for name in dict.fromkeys(run.method for run in runs):
@@ -163,10 +165,10 @@ def drawn(runs: Sequence[Run], target: float | None) -> dict[str, str]:
                 largest = max([largest, *line.x])
         if not lines:
             continue
-        whole = cost == "rounds" or (cost == "seconds" and largest >= 1)
+        whole = cost == "rounds" or (cost in ("seconds", "real_s") and largest >= 1)
         scale, prefix = (1.0, "") if whole else plots.unit(largest)
         scaled = [plots.Line(each.name, [x / scale for x in each.x], each.y, each.low, each.high) for each in lines]
-        name = cost.removesuffix("_j")
+        name = FILES.get(cost, cost)
         found[f"accuracy-{name}.svg"] = plots.lines(scaled, f"Accuracy {title}", prefix + unit, label, level=level)
     ends = [
         plots.Dots(name, [100 * value for run in runs if run.method == name and (value := _last(run)) is not None])

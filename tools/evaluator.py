@@ -41,6 +41,7 @@ from fedquilt.edge_agent import data, engines
 BUDGET_BYTES = 1 << 40  # nothing is refused here
 LOOK_S = 1.0  # between looks at a store that has nothing new
 NOBODY = "evaluator"
+ENDED = ("done", "failed", "stopped")
 
 
 class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -203,46 +204,55 @@ def evaluate(
         JobError, DataError: it cannot be tested.
     """
     row = store.job(run)
-    found = read(store.home, row)
+    found, states = read(store.home, row), _States(store, row)
     with make(row.job, row.bundle) as evaluator:
         while True:
-            ended = store.status(row.id) in ("done", "failed", "stopped")  # before its states are looked at
-            found, news = _look(store, row, evaluator, found, say)
-            if not news and (ended or not follow):
+            ended = store.status(row.id) in ENDED  # before its states are looked at
+            score = _latest(states, evaluator, {score.state for score in found.scores}, ended)
+            if score is not None:
+                say(score)
+                found = msgspec.structs.replace(found, scores=(*found.scores, score))
+                _write(file(store.home, row.id), found)
+            elif ended or not follow:
                 return found
-            if not news:
+            else:
                 sleep(LOOK_S)
 
 
-def _look(
-    store: Store, row: Row, evaluator: Evaluator, found: Scores, say: Callable[[Score], None]
-) -> tuple[Scores, bool]:
-    """The scores with that of the latest state, if it is new; whether it was."""
-    states: list[tuple[int, BlobRef]] = []
-    for _, _, fact in store.facts(row.id):
-        if isinstance(fact, Started):
-            states.append((0, fact.state))
-        elif isinstance(fact, Committed) and fact.state != (states[-1][1] if states else None):
-            states.append((fact.round + 1, fact.state))
-    if not states or states[-1][1].sha256 in {score.state for score in found.scores}:
-        return found, False
-    rounds, ref = states[-1]
-    path = store.depot.path(ref.sha256)
+class _States:
+    """The latest state of a run; each look reads what the log has got since the one before."""
+
+    def __init__(self, store: Store, row: Row) -> None:
+        self.store, self._run, self._seen = store, row.id, 0
+        self._latest: tuple[int, BlobRef] | None = None
+
+    def look(self) -> tuple[int, BlobRef] | None:
+        """(rounds, state); None: the run has none yet. A closing evaluation leaves the state as it was."""
+        for seq, _, fact in self.store.facts(self._run, self._seen):
+            self._seen = seq
+            if isinstance(fact, Started):
+                self._latest = (0, fact.state)
+            elif isinstance(fact, Committed) and (self._latest is None or fact.state != self._latest[1]):
+                self._latest = (fact.round + 1, fact.state)
+        return self._latest
+
+
+def _latest(states: _States, evaluator: Evaluator, known: set[str], ended: bool) -> Score | None:
+    """The latest state's score; None: there is no new one, or it is gone already as the next has been committed."""
+    latest = states.look()
+    if latest is None or latest[1].sha256 in known:
+        return None
+    rounds, ref = latest
+    path = states.store.depot.path(ref.sha256)
     try:
         payload = None if path is None else path.read_bytes()
     except FileNotFoundError:
         payload = None
-    if payload is None:  # the next round has been committed meanwhile, or the store has lost it
-        if store.status(row.id) == "running":
-            return found, False
-        raise StoreError(f"the state of {row.id} ({ref.sha256[:12]}) is gone from {store.home}")
-    score = evaluator.score(tensors.unpack(payload, evaluator.method.state), rounds, ref.sha256)
-    if score is None:
-        return found, False
-    say(score)
-    found = msgspec.structs.replace(found, scores=(*found.scores, score))
-    _write(file(store.home, row.id), found)
-    return found, True
+    if payload is None:
+        if ended:
+            raise StoreError(f"the state after {rounds} rounds ({ref.sha256[:12]}) is gone from {states.store.home}")
+        return None
+    return evaluator.score(tensors.unpack(payload, evaluator.method.state), rounds, ref.sha256)
 
 
 def file(home: Path, run: str) -> Path:

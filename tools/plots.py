@@ -48,13 +48,13 @@ class Dots:
 
 
 def lines(found: Sequence[Line], title: str, x: str, y: str, *, level: float | None = None) -> str:
-    """Lines over common axes; values that are not finite are left out. `level`: a dotted line at this height."""
+    """Lines over common axes, x from 0 on; a value that is not finite is left out. `level`: where a dotted line is."""
     found = [_finite(line) for line in found]
     across = [value for line in found for value in line.x]
     up = [value for line in found for values in (line.y, line.low, line.high) for value in values]
     if not across:
         return empty(title)
-    xs, ys = ticks(min(across), max(across)), _range([*up, *([] if level is None else [level])])
+    xs, ys = ticks(min([0.0, *across]), max(across)), _range([*up, *([] if level is None else [level])])
     named = [line.name for line in found if line.name]
     rows = _wrapped(named)
     top = TOP + LINE * len(rows) + 4

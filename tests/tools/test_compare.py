@@ -17,8 +17,9 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import JobError, UpdateError
 from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.tools import compare, compare_table, fleet
-from fedquilt.tools.compare import Case, Mark, Run
+from fedquilt.tools import compare, compare_run, compare_table, fleet
+from fedquilt.tools.compare import Case
+from fedquilt.tools.compare_run import Mark, Run
 
 DIGITS = Path(fleet.__file__).parent / "demo" / "digits.npz"
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [8], "classes": 10}
@@ -292,11 +293,11 @@ def test_data_without_a_test_split_is_compared_on_held_out_shares(folder: Path, 
     data = {"path": str(tmp_path / "own.npz"), "partition": "iid"}
     job = settings.parse({**TABLE, "data": data, "rounds": 1, "compare": {}})
     (case,) = compare.cases(job, folder, seeds=[0])
-    run = compare.play(case, lambda done: None)
+    run = compare_run.play(case.settings, folder, lambda done: None)
     assert (run.tested, run.marks[0].test) == (0, None)
     assert run.marks[0].held is not None
     from fedquilt.core import DataError
 
     odd = msgspec.structs.replace(job, test={"path": str(tmp_path / "none.npz")})
     with pytest.raises(DataError, match=r"none\.npz"):
-        compare.play(compare.cases(odd, folder, seeds=[0])[0], lambda done: None)
+        compare_run.play(odd, folder, lambda done: None)

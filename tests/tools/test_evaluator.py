@@ -137,6 +137,15 @@ def test_the_test_set_is_the_jobs_own_or_the_data_s_test_split() -> None:
     assert evaluator.table(job) == {"path": "b.npz", "split": "val"}
 
 
+def test_a_test_set_beside_the_job_file_is_found_from_anywhere(tmp_path: Path) -> None:
+    """Its path is taken from the job file's folder."""
+    write_test_set(tmp_path / "points.npz")
+    (tmp_path / "job.toml").write_text('name = "points"\nmethod = "fedavg"\n[test]\npath = "points.npz"\n')
+    job = settings.load(tmp_path / "job.toml")
+    assert evaluator.table(job)["path"] == str(tmp_path / "points.npz")
+    assert len(evaluator.test_set(job)) == 4
+
+
 def test_arrays_that_are_named_for_training_are_no_test_set() -> None:
     """[data] x = "pictures" would be what was trained on; nor is there one without any table."""
     job = settings.parse({**TABLE, "data": {"path": "a.npz", "x": "pictures", "y": "names"}})

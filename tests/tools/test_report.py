@@ -28,7 +28,7 @@ from fedquilt.coordinator.store import Store
 from fedquilt.core import BlobRef, Update, Usage
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.tools import evaluator, fleet, report
-from fedquilt.tools.report import matrix
+from fedquilt.tools.report import matrix, sections
 
 BLOB = BlobRef(sha256="a" * 64, size=1)
 DIGITS = Path(fleet.__file__).parent / "demo" / "digits.npz"
@@ -149,7 +149,7 @@ def test_where_the_time_went_adds_up(tmp_path: Path) -> None:
     """Both rounds: 2 s at the task, 1 s moving, 1 s waiting, of 4 s."""
     _, page = page_of(tmp_path, FACTS)
     shown = " ".join(page.shown)
-    assert "50 % at its task, 25 % fetching and sending, 25 % waiting" in shown
+    assert "50 % at its task, 25 % fetching, starting and sending, 25 % waiting" in shown
 
 
 def test_what_a_run_says_is_text_and_no_html(tmp_path: Path) -> None:
@@ -232,11 +232,30 @@ def test_a_fleets_run_is_reported_with_its_partition_and_its_test_accuracy(
     shown = " ".join(page.shown)
     with Store(plan.home) as store:
         (score,) = evaluator.read(store.home, store.job("digits")).scores
-    assert report.percent(score.accuracy) in shown
+    assert sections.percent(score.accuracy) in shown
     assert "accuracy on the test set" in shown
     assert "jetson-nano-02" in shown
     assert "Who has which examples" in shown
     assert "Accuracy by energy" in shown
+
+
+def test_the_partition_is_drawn_for_the_devices_that_took_part_and_for_no_others(tmp_path: Path) -> None:
+    """Two of a job for eight, when two were started; boards of one's own have data that nobody here knows."""
+    changes: dict[str, Any] = {
+        "data": {"path": str(DIGITS), "partition": "iid"},
+        "fleet": {"devices": 8, "boards": ["jetson-nano"]},
+    }
+
+    def picture(*devices: str) -> str:
+        with Store(tmp_path) as store:
+            facts: list[AnyFact] = [Started(BLOB), Surveyed(0, devices), Asked(0, 0, devices)]
+            return report.gather(store, run_of(store, facts, **changes)).partition
+
+    two = picture("jetson-nano-00", "jetson-nano-01")
+    assert "jetson-nano-01" in two
+    assert "jetson-nano-02" not in two
+    assert "jetson-nano-07" in picture("jetson-nano-00", "jetson-nano-07")
+    assert picture("kitchen", "cellar") == ""
 
 
 def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

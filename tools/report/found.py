@@ -1,0 +1,72 @@
+"""All that a run's page tells, taken from the coordinator's store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+
+from fedquilt.coordinator import ledger, progress, rounds, why
+from fedquilt.coordinator.ledger import Account
+from fedquilt.coordinator.progress import Dated, Point
+from fedquilt.coordinator.store import Row, Store
+from fedquilt.core import FedquiltError
+from fedquilt.tools import evaluator
+
+
+@dataclass(frozen=True)
+class Found:
+    """All that is told of one run."""
+
+    row: Row
+    facts: tuple[Dated, ...]
+    account: Account
+    points: tuple[Point, ...]
+    splits: tuple[progress.Split, ...]
+    parts: Mapping[int, Mapping[str, why.Part]]
+    scores: tuple[evaluator.Score, ...]
+    partition: str  # SVG; "": the data is not at hand
+
+    @property
+    def checks(self) -> list[Point]:
+        return [point for point in self.points if point.personal is not None]
+
+
+def gather(store: Store, run: str) -> Found:
+    """What there is to tell of a run, by its id or its job's name.
+
+    Raises:
+        StoreError: there is no such run, or it cannot be read.
+    """
+    row = store.job(run)
+    facts = tuple((at, fact) for _, at, fact in store.facts(row.id))
+    plain = [fact for _, fact in facts]
+    parts = why.parts(plain, rounds.Plan.of(row.job))
+    return Found(
+        row,
+        facts,
+        ledger.account(plain),
+        tuple(progress.points(facts, row.job.rounds)),
+        tuple(progress.splits(facts)),
+        parts,
+        evaluator.read(store.home, row).scores,
+        _partition(row, {device for devices in parts.values() for device in devices}),
+    )
+
+
+def _partition(row: Row, devices: Set[str]) -> str:
+    """The picture of who has what, if these are the job's simulated devices and the data can be read here.
+
+    Boards of one's own have data of their own, which a coordinator never sees.
+    """
+    if not row.job.data or not devices:
+        return ""
+    try:
+        from fedquilt.tools import partition_plot
+
+        for count in (len(devices), row.job.fleet.devices):  # all were heard of; or some never came
+            counts = partition_plot.of_job(row.job, count)
+            if devices <= set(counts.devices):
+                return partition_plot.svg(counts)
+    except (FedquiltError, ModuleNotFoundError):
+        pass
+    return ""

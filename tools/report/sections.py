@@ -1,0 +1,290 @@
+"""The parts of a run's page, each made of what there is to tell; one that has nothing to tell is empty."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from fedquilt.coordinator import ledger, rounds
+from fedquilt.coordinator import story as stories
+from fedquilt.coordinator.ledger import Ledger
+from fedquilt.coordinator.rounds import AnyFact, Asked, Surveyed
+from fedquilt.coordinator.store import Row
+from fedquilt.tools import plots
+from fedquilt.tools.report import matrix, page
+from fedquilt.tools.report.found import Found
+
+T = TypeVar("T")
+
+MOST_DEVICES = 40  # bars of one picture
+MOST_ROUNDS = 40  # likewise
+MOST_LINES = 1000  # of the story
+
+
+def tiles(found: Found) -> list[tuple[str, str]]:
+    whole, tiles = found.account.whole, []
+    if found.scores:
+        tiles.append((percent(found.scores[-1].accuracy), "accuracy on the test set"))
+    if found.checks and (last := found.checks[-1].personal) is not None:
+        tiles.append((percent(last.weighted), "accuracy on held-out shares"))
+        tiles.append((percent(last.worst_decile), "worst tenth of the devices"))
+    done = found.points[-1] if found.points else None
+    tiles.append((str(done.rounds if done else 0), "rounds"))
+    tiles.append((str(len(found.account.devices)), "devices"))
+    if done is not None:
+        tiles.append((seconds(done.clock_s), "on the coordinator's clock"))
+    tiles.append((_size(whole.down_bytes + whole.up_bytes), "down and up"))
+    if whole.energy_j is not None:
+        some = "" if whole.metered == whole.tasks else f", {whole.metered} of {whole.tasks} tasks"
+        tiles.append((f"{ledger.short(whole.energy_j)} J", f"of the boards{some}"))
+    return tiles
+
+
+def accuracy(found: Found) -> list[str]:
+    if not found.checks and not found.scores:
+        return [page.text("Not measured: the job has [check] every = 0, and `fedquilt evaluate` has found nothing.")]
+    at = {point.rounds: point for point in found.points}
+    axes = [("rounds", "by round", {point.rounds: float(point.rounds) for point in found.points})]
+    for title, label, taken in (
+        ("by time", "coordinator's clock", {r: point.clock_s for r, point in at.items()}),
+        ("by the boards' time", "slowest board of each round", _known({r: p.boards_s for r, p in at.items()})),
+    ):
+        scale, name = _seconds_unit(max(taken.values(), default=0.0))
+        if any(taken.values()):
+            axes.append((f"{label}, {name}", title, {r: value / scale for r, value in taken.items()}))
+    moved = {r: float(p.down_bytes + p.up_bytes) for r, p in at.items()}
+    scale, prefix = plots.unit(max(moved.values(), default=0.0))
+    axes.append((f"{prefix}B, down and up", "by bytes", {r: value / scale for r, value in moved.items()}))
+    joules = _known({r: p.energy_j for r, p in at.items()})
+    if any(joules.values()):
+        scale, prefix = plots.unit(max(joules.values()))
+        axes.append((f"{prefix}J of the boards, gross", "by energy", {r: v / scale for r, v in joules.items()}))
+    drawn = [
+        plots.lines(_lines(found, places), f"Accuracy {title}", label, "accuracy, %") for label, title, places in axes
+    ]
+    return [page.plots(drawn), *_personal(found)]
+
+
+def _lines(found: Found, places: Mapping[int, float]) -> list[plots.Line]:
+    """Each kind of accuracy, over what `places` tells of a number of rounds."""
+    kinds: dict[str, dict[int, float]] = {
+        "test set": {score.rounds: score.accuracy for score in found.scores},
+        "held-out shares": {},
+        "worst tenth": {},
+    }
+    for point in found.checks:
+        assert point.personal is not None
+        kinds["held-out shares"][point.rounds] = point.personal.weighted
+        kinds["worst tenth"][point.rounds] = point.personal.worst_decile
+    lines = []
+    for name, values in kinds.items():
+        known = sorted(number for number in values if number in places)
+        if known:
+            lines.append(plots.Line(name, [places[n] for n in known], [100 * values[n] for n in known]))
+    return lines
+
+
+def _personal(found: Found) -> list[str]:
+    checks = found.checks
+    if not checks:
+        return []
+    last = checks[-1].personal
+    assert last is not None
+    rows = [
+        [str(point.rounds), percent(own.weighted), percent(own.mean), percent(own.worst_decile), str(len(own.devices))]
+        for point in (checks if len(checks) <= 6 else [*checks[:2], *checks[-4:]])
+        if (own := point.personal) is not None
+    ]
+    head = ["after rounds", "weighted by examples", "mean of devices", "worst tenth", "devices"]
+    note = f"Held-out shares: the devices' own examples that are not trained on; {len(last.devices)} devices told last."
+    return [page.text(note), page.table(head, rows)]
+
+
+def time(found: Found) -> list[str]:
+    splits = found.splits
+    if not splits:
+        return []
+    chosen = _spread(splits, MOST_ROUNDS)
+    lasted_s = sum(split.lasted_s for split in splits)
+    scale, prefix = plots.unit(max(split.lasted_s for split in splits)) if lasted_s < 100 else (1.0, "")
+    bars = [
+        plots.Bar(f"round {split.round}", (split.compute_s / scale, split.transfer_s / scale, split.wait_s / scale))
+        for split in chosen
+    ]
+    shares = {
+        name: 100 * sum(getattr(split, f"{name}_s") for split in splits) / lasted_s if lasted_s else 0.0
+        for name in ("compute", "transfer", "wait")
+    }
+    some = "" if len(chosen) == len(splits) else f" {len(chosen)} of {len(splits)} rounds are drawn."
+    note = (
+        f"A round seen from a device that answered, on average: {shares['compute']:.0f} % at its task, "
+        f"{shares['transfer']:.0f} % fetching, starting and sending, {shares['wait']:.0f} % waiting for others and "
+        f"for the round to begin.{some}"
+    )
+    points = found.points
+    clocks = []
+    if points:
+        last = points[-1]
+        clocks.append(f"The coordinator's clock counted {seconds(last.clock_s)}, this machine's {seconds(last.real_s)}")
+        if last.boards_s is not None:
+            clocks[-1] += f"; the slowest board of each round says {seconds(last.boards_s)} in all"
+        clocks[-1] += (
+            ". Simulated boards tell what their profiles predict: what their tasks really took here counts as fetching "
+            "and sending; on virtual time the coordinator's clock is virtual too."
+        )
+    names = ("task", "down, start and up", "waiting")
+    return [
+        page.text(note),
+        page.plots([plots.bars(bars, "Time per round, mean over its devices", f"{prefix}s", names)]),
+        *map(page.text, clocks),
+    ]
+
+
+def devices(found: Found) -> list[str]:
+    known = found.account.devices
+    if not known:
+        return []
+    own: dict[str, float] = {}
+    for point in found.checks:
+        own |= point.personal.devices if point.personal is not None else {}
+    rows = [[name, *_device(of), percent(own[name]) if name in own else "-"] for name, of in known.items()]
+    head = ["device", "tasks", "refused", "task s", "J", "J above idle", "peak MB", "MB down", "MB up", "last accuracy"]
+    shown = dict(sorted(known.items(), key=lambda each: -(each[1].energy_j or 0.0))[:MOST_DEVICES])
+    drawn = []
+    if any(of.energy_j is not None for of in shown.values()):
+        scale, prefix = plots.unit(max(of.energy_j or 0.0 for of in shown.values()))
+        joules = [plots.Bar(name, [each and each / scale for each in _energy(of)]) for name, of in shown.items()]
+        drawn.append(
+            plots.bars(joules, "Energy of each device", f"{prefix}J", ("idle", "above idle", "not told apart"))
+        )
+    if any(of.peak_bytes is not None for of in shown.values()):
+        peaks = [plots.Bar(name, _peak(of)) for name, of in shown.items()]
+        drawn.append(plots.bars(peaks, "Highest memory of a task", "MB", ("runtime", "task")))
+    some = [] if len(shown) == len(known) else [page.text(f"Drawn: {len(shown)} of {len(known)} devices.")]
+    sources = sorted({of.energy_source for of in known.values() if of.energy_source})
+    told = [page.text(f"Joules by: {'; '.join(sources)}.")] if sources else []
+    return [page.plots(drawn), *some, *told, page.table(head, rows)]
+
+
+def _device(of: Ledger) -> list[str]:
+    return [
+        str(of.tasks),
+        str(of.declined),
+        f"{of.wall_s / of.tasks:.3g}" if of.tasks else "-",
+        "-" if of.energy_j is None else ledger.short(of.energy_j),
+        "-" if of.net_j is None else ledger.short(of.net_j),
+        "-" if of.peak_bytes is None else f"{of.peak_bytes / 1e6:.0f}",
+        f"{of.down_bytes / 1e6:.2f}",
+        f"{of.up_bytes / 1e6:.2f}",
+    ]
+
+
+def _energy(of: Ledger) -> tuple[float | None, float | None, float | None]:
+    if of.energy_j is None or of.net_j is None:
+        return (None, None, of.energy_j)
+    return (of.energy_j - of.net_j, of.net_j, None)
+
+
+def _peak(of: Ledger) -> tuple[float | None, float | None]:
+    """Of the process before its task, and what the task took besides."""
+    if of.peak_bytes is None:
+        return (None, None)
+    base = min(of.base_bytes or 0, of.peak_bytes)
+    return (base / 1e6, (of.peak_bytes - base) / 1e6)
+
+
+def bytes(found: Found) -> list[str]:
+    per_round = found.account.rounds
+    if not per_round:
+        return []
+    scale, prefix = plots.unit(max(of.down_bytes + of.up_bytes for of in per_round.values()))
+    chosen = _spread(list(per_round.items()), MOST_ROUNDS)
+    bars = [plots.Bar(f"round {n}", (of.down_bytes / scale, of.up_bytes / scale)) for n, of in chosen]
+    whole = found.account.whole
+    note = f"In all {_size(whole.down_bytes)} down and {_size(whole.up_bytes)} up: tensors and models, no protocol."
+    return [
+        page.text(note),
+        page.plots([plots.bars(bars, "Bytes per round, all devices", f"{prefix}B", ("down", "up"))]),
+    ]
+
+
+def parts(found: Found) -> list[str]:
+    if not found.parts:
+        return []
+    codes = Counter(part.code for devices in found.parts.values() for part in devices.values())
+    reasons = Counter(
+        (name, matrix.reason(part))
+        for devices in found.parts.values()
+        for name, part in devices.items()
+        if part.code not in ("answered", "drawn", "asked")
+    )
+    rows = [[name, text, str(count)] for (name, text), count in reasons.most_common(20)]
+    table = [page.table(["device", "why not", "rounds"], rows)] if rows else []
+    told = ", ".join(f"{matrix.MEANINGS.get(code, code)}: {count}" for code, count in codes.most_common())
+    return [page.text(f"Over all rounds and devices: {told}."), page.wide(matrix.svg(found.parts)), *table]
+
+
+def story(found: Found) -> list[str]:
+    if not found.facts:
+        return [page.text("Nothing yet.")]
+    began = found.facts[0][0]
+    brief, whole = [], []
+    for at, fact in found.facts:
+        first, *more = stories.sentences(fact)
+        lines = [f"{at - began:9.1f} s  {first}", *(f"{'':13}{line}" for line in more)]
+        whole += lines
+        if not isinstance(fact, Surveyed | Asked) and _news(fact):
+            brief += lines
+    cut = [f"... {len(whole) - MOST_LINES} more lines: fedquilt logs {found.row.id}"]
+    detail = whole if len(whole) <= MOST_LINES else [*whole[:MOST_LINES], *cut]
+    told = brief if len(brief) <= MOST_LINES else [*brief[:MOST_LINES], *cut]
+    energy = [page.text(line) for line in ledger.lines(found.account)]
+    return [page.story(told), *energy, page.story(detail, "every fact of the log", open_=False)]
+
+
+def _news(fact: AnyFact) -> bool:
+    """Whether it belongs to the story as it is told first: not each answer."""
+    return not isinstance(fact, rounds.Answered | rounds.Closed)
+
+
+def settings(row: Row) -> list[str]:
+    table = msgspec.to_builtins(row.job)
+    return [f"{name} = {msgspec.json.encode(value).decode()}" for name, value in table.items() if value not in ({}, [])]
+
+
+# -- figures --------------------------------------------------------------------------------------
+
+
+def _spread(items: Sequence[T], most: int) -> list[T]:
+    """At most so many, evenly from the first to the last."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def seconds(value: float) -> str:
+    scale, name = _seconds_unit(value)
+    return f"{value / scale:.3g} {name}" if value / scale < 100 else f"{value / scale:.0f} {name}"
+
+
+def _seconds_unit(largest: float) -> tuple[float, str]:
+    if 0 < largest < 1:
+        scale, prefix = plots.unit(largest)
+        return scale, f"{prefix}s"
+    return next(((s, n) for s, n in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")) if largest >= 3 * s), (1.0, "s"))
+
+
+def _known(values: Mapping[int, float | None]) -> dict[int, float]:
+    return {number: value for number, value in values.items() if value is not None}
+
+
+def _size(count: int) -> str:
+    scale, prefix = plots.unit(count)
+    return f"{count / scale:.3g} {prefix}B"
