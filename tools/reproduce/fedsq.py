@@ -11,7 +11,6 @@ the same examples in the same order. FedAvg and FedProx are `fedsq` with gates =
 fedsq            networks pre-trained on MNIST, federated on the UCI digits
 fedsq-weak       pre-trained on the UCI digits (1,347 images of 8 x 8), federated on a part of MNIST
 fedsq-imagenet   SqueezeNet 1.1 with ImageNet weights on CIFAR-10, head and last block trained
-fedsq-cost       seconds of a round of FedSQ by those of FedAvg on the same part, with and without cache
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ import argparse
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,9 +35,12 @@ from fedquilt.methods import fedsq
 from fedquilt.tools import schedule
 from fedquilt.tools.local_run import Member, delivered, states
 
-TABLES: Final = ("fedsq", "fedsq-weak", "fedsq-imagenet", "fedsq-cost")
+TABLES: Final = ("fedsq", "fedsq-weak", "fedsq-imagenet")
+SEEDS: Final = (0, 1, 2)
 DIGITS: Final = Path(__file__).parents[1] / "demo" / "digits.npz"
 CLIENTS: Final = 10
+ROUNDS: Final = 8
+PRETRAINED_ON: Final = 6000  # of MNIST's images
 SPLITS: Final[Mapping[str, dict[str, Any]]] = {
     "iid": {"partition": "iid"},
     "dirichlet 0.5": {"partition": "dirichlet", "alpha": 0.5},
@@ -73,24 +74,11 @@ DIGIT_SETTINGS: Final = {
     "residual, bn trained": Setting(RESIDUAL, ("3", "6"), "train"),
     "cnn": Setting(CNN, ("7", "9"), "frozen_stats"),
 }
-EXAMPLES: Final = 256  # of the client whose rounds are timed
-TURNS: Final = 7
-COSTS: Final = {
-    "resnet20-cifar, layer3 and linear, 32 x 32": (
-        {"name": "resnet20-cifar", "classes": 10, "input": {"channels": 3, "size": 32}},
-        ("layer3", "linear"),
-    ),
-    "resnet18, layer4 and fc, 64 x 64": (
-        {"name": "torchvision/resnet18", "classes": 10, "input": {"channels": 3, "size": 64}},
-        ("layer4", "fc"),
-    ),
-    "squeezenet1_1, last fire and classifier, 64 x 64": (SQUEEZE, ("features.12", "classifier")),
-}
 
 
 def run(
     table: str,
-    seeds: Sequence[int],
+    seeds: Sequence[int] = SEEDS,
     rounds: int | None = None,
     data: Path | None = None,
     say: Callable[[str], None] = print,
@@ -106,8 +94,6 @@ def run(
     if table not in TABLES:
         raise JobError(f"table {table!r} is unknown; there are: {', '.join(TABLES)}")
     engine = TorchEngine(1 << 40)
-    if table == "fedsq-cost":
-        return {"table": table, "costs": {name: _cost(engine, *each, say) for name, each in COSTS.items()}}
     if data is None:
         raise DataError(f"{table} needs --data: a folder with MNIST (for fedsq-imagenet: CIFAR-10 and weights/)")
     found: dict[str, Any] = {"table": table, "seeds": list(seeds), "settings": {}}
@@ -123,7 +109,7 @@ def run(
                 members = _members(msgspec.structs.replace(spec, **table_of, seed=seed))
                 for arm, changes in ARMS.items():
                     params = _params(setting, **changes)
-                    curve = _curve(engine, setting, starts[seed], members, test, params, seed, rounds or 10)
+                    curve = _curve(engine, setting, starts[seed], members, test, params, seed, rounds or ROUNDS)
                     curves[arm].append(curve)
             by_split[split] = curves
             say(f"{name}, {split}: " + ", ".join(f"{arm} {_mean(curve, -1):.1%}" for arm, curve in curves.items()))
@@ -133,12 +119,6 @@ def run(
 
 def lines(result: Mapping[str, Any]) -> list[str]:
     """The figures as text: mean accuracy over the seeds by round, percent, and who leads in how many seeds."""
-    if "costs" in result:
-        return [
-            f"{name}: cached {cost['cached']:.2f} x FedAvg cached (<= 1.15), "
-            f"uncached {cost['uncached']:.2f} x FedAvg uncached (<= 1.4)"
-            for name, cost in result["costs"].items()
-        ]
     told = [f"{result['table']}: accuracy in percent, mean of {len(result['seeds'])} seeds, by round"]
     for name, by_split in result["settings"].items():
         for split, curves in by_split.items():
@@ -200,7 +180,9 @@ def _pretrained(table: str, setting: Setting, data: Path, seed: int, engine: Any
     from fedquilt.models import zoo
 
     network = setting.network
-    before = _all(DataSpec(path=_mnist(data), limit=6000)) if table == "fedsq" else _all(DataSpec(path=str(DIGITS)))
+    before = (
+        _all(DataSpec(path=_mnist(data), limit=PRETRAINED_ON)) if table == "fedsq" else _all(DataSpec(path=str(DIGITS)))
+    )
     first = {name: value.numpy() for name, value in zoo.load(network, seed=seed).state_dict().items()}
     fit = Fit(epochs=3 if table == "fedsq" else 12, batch=32, lr=0.05, momentum=0.9, weight_decay=1e-4)
     given, _ = engine.train(network, first, before, fit, tensors.rng("pre-trained", seed))
@@ -223,7 +205,7 @@ def _task(table: str, data: Path) -> tuple[DataSpec, Examples]:
     else:
         files = sorted(data.glob("cifar10*.npz"))
         where = DataSpec(path=str(files[0])) if files else DataSpec(path=str(data), dataset="CIFAR10")
-        spec = msgspec.structs.replace(where, limit=2000)
+        spec = msgspec.structs.replace(where, limit=1000)
         test = _all(msgspec.structs.replace(where, split="test", limit=500))
     return msgspec.structs.replace(spec, shares=CLIENTS, held=0.0), test
 
@@ -242,58 +224,12 @@ def _all(spec: DataSpec) -> Examples:
     return shares.load_all(spec)
 
 
-# -- cost -----------------------------------------------------------------------------------------
-
-
-def _cost(engine: Any, network: Mapping[str, Any], trained: tuple[str, ...], say: Callable[[str], None]) -> Any:
-    """Seconds of a client's round in each of four ways, taken in turn, and what FedSQ takes by what FedAvg does.
-
-    Features are looked up before the clock starts. A ratio is the median of those of the turns.
-    """
-    from fedquilt.models import zoo
-
-    start = {name: value.numpy() for name, value in zoo.load(network, seed=0).state_dict().items()}
-    bundle = Bundle({"network": dict(network)}, {"model": BlobRef(sha256="0" * 64, size=1)}, lambda name: start)
-    size = network["input"]["size"]
-    draws = np.random.default_rng(0)
-    examples = Examples(draws.integers(0, 256, (EXAMPLES, size, size, 3), np.uint8), draws.integers(0, 10, EXAMPLES))
-    member = Member("client", examples, Examples(examples.x[:0], examples.y[:0]))
-    base = fedsq.Params(batch=32, trained=trained, lr=0.001)
-    arms: dict[str, dict[str, Any]] = {"fedavg": {"gates": "own"}, "fedsq": {}}
-    caches: tuple[dict[str, Any], ...] = ({"cache": "float32"}, {"cache": "off"})
-    ways = {(arm, cache["cache"]): replace(base, **arms[arm], **cache) for arm in arms for cache in caches}
-    times: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
-    with tempfile.TemporaryDirectory() as folder:
-        for turn in range(TURNS + 1):
-            for way, params in ways.items():
-                times[way] += [_round(engine, bundle, member, params, Path(folder) / "-".join(way))] if turn else []
-                if not turn:  # looked up, and warm
-                    _round(engine, bundle, member, params, Path(folder) / "-".join(way))
-    found: dict[str, Any] = {
-        what: statistics.median(a / b for a, b in zip(times["fedsq", cache], times["fedavg", cache], strict=True))
-        for what, cache in (("cached", "float32"), ("uncached", "off"))
-    }
-    found["seconds"] = {" ".join(way): each for way, each in times.items()}
-    say(f"{trained}: cached {found['cached']:.2f}, uncached {found['uncached']:.2f}")
-    return found
-
-
-def _round(engine: Any, bundle: Bundle, member: Member, params: fedsq.Params, cache: Path) -> float:
-    method = fedsq.METHOD
-    order = method.send(method.init(bundle, params, 0), DeviceView(member.device, None))
-    assert order is not None
-    task, site = delivered(method, order, 0, 0, member, engine, Path, {}, cache)
-    began_s = time.process_time()  # of this process: others on the machine do not count
-    method.work(task, site)
-    return time.process_time() - began_s
-
-
 def main() -> int:
     arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     arguments.add_argument("table", choices=TABLES)
     arguments.add_argument("--data", type=Path, help="folder with MNIST's *-ubyte files; cifar10*.npz and weights/")
-    arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    arguments.add_argument("--rounds", type=int, help="default 10")
+    arguments.add_argument("--seeds", type=int, nargs="+", default=[*SEEDS])
+    arguments.add_argument("--rounds", type=int, help=f"default {ROUNDS}")
     arguments.add_argument("--out", type=Path, help="write the figures here, as JSON")
     given = arguments.parse_args()
     result = run(given.table, given.seeds, given.rounds, given.data, lambda line: print(line, file=sys.stderr))
