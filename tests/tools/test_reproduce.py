@@ -25,7 +25,7 @@ def module(data: bool = False) -> ModuleType:
         say(f"running {table}")
         return {"ours": 2, "seeds": list(seeds), "rounds": rounds}
 
-    def run_with_data(table: str, seeds: Any, rounds: int | None, data: Path, say: Any) -> dict[str, Any]:
+    def run_with_data(table: str, seeds: Any, rounds: int | None, data: Path | None, say: Any) -> dict[str, Any]:
         return {"folder": str(data), "seeds": list(seeds)}
 
     made.run = run_with_data if data else run
@@ -56,13 +56,21 @@ def test_a_table_gets_its_modules_seeds_unless_others_are_given() -> None:
     assert reproduce.run("t2", known(), seeds=[1], rounds=3)["rounds"] == 3
 
 
-def test_data_is_asked_for_where_it_is_wanted_and_refused_where_not() -> None:
-    """Each says what to do."""
-    with pytest.raises(JobError, match="--data FOLDER"):
-        reproduce.run("t1", known(data=True))
+def test_data_goes_where_it_is_taken_and_is_refused_where_not() -> None:
+    """A table that makes its own says so; one that wants some says that itself."""
     with pytest.raises(JobError, match="leave --data out"):
         reproduce.run("t1", known(), folder=Path("x"))
     assert reproduce.run("t1", known(data=True), folder=Path("x"))["folder"] == "x"
+    assert reproduce.run("t1", known(data=True))["folder"] == "None"
+
+
+def test_the_list_has_each_paper_once_with_its_tables() -> None:
+    """And says which take data."""
+    assert reproduce.listed(reproduce.catalogue(known(data=True))) == [
+        "What it is.",
+        "  t1 (--data FOLDER)",
+        "  t2 (--data FOLDER)",
+    ]
 
 
 def test_an_unknown_table_names_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +85,7 @@ def test_without_a_table_they_are_listed(capsys: pytest.CaptureFixture[str]) -> 
     assert "fedpews-table2" in capsys.readouterr().out
     assert main(["reproduce", "--format", "json"]) == 0
     rows = {row["table"]: row for row in json.loads(capsys.readouterr().out)}
-    assert rows["fedpews-table2"]["needs_data"] is False
+    assert rows["fedpews-table2"]["takes_data"] is False
 
 
 def test_a_claim_that_does_not_come_out_is_told_by_the_exit_code(

@@ -33,11 +33,19 @@ def modules() -> dict[str, ModuleType]:
 
 
 def catalogue(known: dict[str, ModuleType]) -> list[dict[str, Any]]:
-    """What there is, and whether it wants a folder of data."""
+    """What there is, and whether it can take a folder of data."""
     return [
-        {"table": name, "about": _about(module).partition("\n")[0], "needs_data": "data" in _takes(module)}
+        {"table": name, "about": _about(module).partition("\n")[0], "takes_data": "data" in _takes(module)}
         for name, module in known.items()
     ]
+
+
+def listed(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The catalogue for people, by papers."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        found.setdefault(row["about"], []).append(row["table"] + " (--data FOLDER)" * row["takes_data"])
+    return [line for about, names in found.items() for line in (about, *(f"  {name}" for name in names))]
 
 
 def run(
@@ -54,19 +62,17 @@ def run(
     Args:
         seeds: None: the module's own.
         rounds: fewer than the paper's; None: as many. Claims are checked only then.
-        folder: data, where the table wants some.
+        folder: data; a table that wants some says so.
 
     Raises:
-        JobError: an unknown table, or data missing or not wanted.
-        FedquiltError: what the runs raise.
+        JobError: an unknown table, or data for one that makes its own.
+        FedquiltError: what the runs raise, also that data is wanted.
     """
     if table not in known:
         raise JobError(f"table {table!r} is unknown; there are: {', '.join(known) or 'none'}")
     module = known[table]
     given: dict[str, Any] = {"rounds": rounds, "say": say}
     if "data" in _takes(module):
-        if folder is None:
-            raise JobError(f"{table} needs real data: --data FOLDER")
         given["data"] = folder
     elif folder is not None:
         raise JobError(f"{table} makes its own data: leave --data out")
@@ -87,8 +93,7 @@ def main(
     known = modules()
     if table is None:
         rows = catalogue(known)
-        told = [f"{row['table']:20} {row['about']}{' [--data]' * row['needs_data']}" for row in rows]
-        print(msgspec.json.encode(rows).decode() if format == "json" else "\n".join(told or ["there are no tables"]))
+        print(msgspec.json.encode(rows).decode() if format == "json" else "\n".join(listed(rows)))
         return 0
     result = run(table, known, seeds=seeds, rounds=rounds, folder=folder, say=_say)
     text = msgspec.json.format(msgspec.json.encode(result)).decode()
