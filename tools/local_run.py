@@ -75,6 +75,7 @@ class _Device:
 
     member: Member
     local: Tensors = field(default_factory=dict)
+    private: bool = False  # on a pool: whether a worker holds something of its own for it
     rounds: tuple[int, ...] = ()
     blobs: set[str] = field(default_factory=set)  # sha256 of what it has been sent
 
@@ -313,7 +314,7 @@ class _Fleet:
             sent = {what: tensors.decode(payload) for what, payload in done.bundles.items()}
             up += sum(map(len, done.bundles.values()))
             device = self._devices[done.device]
-            device.rounds = (*device.rounds, number)
+            device.rounds, device.private = (*device.rounds, number), done.private
             costs.append(self._board(done.device).cost(work.on(done.examples), Cost(duration_s=done.wall_s)))
             told.append((done.weight, done.metrics))
             total = method.fold(state, total, Contribution(done.device, number, done.weight, done.metrics, sent))
@@ -380,7 +381,7 @@ class _Fleet:
             seed=derive_seed(self._job.seed, self._job.name, number, name),
             deadline_s=0.0,
         )
-        return Ask(name, task, files)
+        return Ask(name, task, files, self._devices[name].private)
 
 
 def _engine_of(job: Job, method: Method) -> str:

@@ -38,6 +38,8 @@ TOGETHER: Final = 32  # tasks at most that go to a worker at once; more are hard
 LENGTH: Final = struct.Struct("<Q")
 # one thread a worker, so that sums have one order; no thread of a numerical library is alive when the first one forks
 SINGLE: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# arrays of some MB come and go with every step: what glibc hands back, the kernel clears when it is asked for anew
+KEPT: Final = {"MALLOC_MMAP_THRESHOLD_": str(1 << 28), "MALLOC_TRIM_THRESHOLD_": str(1 << 28)}
 TEST: Final = ""  # in place of a device's name: the test set
 
 
@@ -71,6 +73,7 @@ class Ask(msgspec.Struct, frozen=True):
     device: str
     task: Task
     files: dict[str, str]
+    private: bool = False  # whether the device has kept something
 
 
 class Rate(msgspec.Struct, frozen=True):
@@ -88,6 +91,7 @@ class Done(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}
     bundles: dict[str, bytes] = {}  # safetensors
     examples: int = 0  # the device's own
+    private: bool = False  # whether it has kept something
     wall_s: float = 0.0  # of its own; what is trained together is shared out evenly
     joint: bool = False  # trained in one graph with others, or could have been
     error: tuple[str, str] | None = None  # its type's name, and the sentence
@@ -144,7 +148,7 @@ class Pool:
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,
-                env={**os.environ, **SINGLE},
+                env={**KEPT, **os.environ, **SINGLE},
             )
         for end in ends:
             end.close()

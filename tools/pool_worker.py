@@ -5,13 +5,14 @@ The first imports all that is heavy and forks one more for each further socket.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import math
 import os
 import socket
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ class Worker:
 
     def __init__(self, setup: Setup) -> None:
         self._setup, self._folder = setup, Path(setup.folder)
+        self._caches = self._folder / "caches"
         self._method = methods.load(setup.method)
         self._engine = _engine(setup.engine)
         self._examples = os.open(self._folder / "examples", os.O_RDONLY)
@@ -43,7 +45,7 @@ class Worker:
         if work.rate is not None:
             return [self._rated(work.rate)]
         began_s = time.perf_counter()
-        found = halves.together([partial(self._carry_out, ask) for ask in work.asks], self._engine)
+        found = halves.together([Half(self, ask) for ask in work.asks], self._engine)
         each_s = (time.perf_counter() - began_s) / max(len(found), 1)
         return [
             _failed(ask.device, value)
@@ -52,36 +54,45 @@ class Worker:
             for ask, (value, joint) in zip(work.asks, found, strict=True)
         ]
 
-    def _carry_out(self, ask: Ask, engine: Any) -> Done:
-        task, share = ask.task, self._setup.shares[ask.device]
-        private = self._folder / f"{ask.device}.private"
-        site = Site(
+    def site(self, ask: Ask) -> Site:
+        """What the device has, less its engine."""
+        share = self._setup.shares[ask.device]
+        return Site(
             device=ask.device,
             budget_bytes=BUDGET_BYTES,
-            engine=engine,
-            rng=tensors.rng(task.seed),
+            engine=None,
+            rng=tensors.rng(ask.task.seed),
             train=self._read(share.train),
             held=self._read(share.held),
-            local=tensors.read(private) if private.exists() else {},
+            local=tensors.read(Path(self._private(ask.device))) if ask.private else {},
             load=lambda name: self._load(ask.files[name]),
             path=lambda name: Path(ask.files[name]),
-            cache=self._folder / "caches" / ask.device,
+            cache=Path(f"{self._caches}/{ask.device}"),
         )
-        if "check" in task.actions:
-            assert self._method.check is not None
-            checked = self._method.check(task, site)
-            return Done(ask.device, metrics={name: float(value) for name, value in checked.items()})
-        answer = self._method.work(task, site)
-        self._keep(answer, private)
-        bundles = {name: tensors.encode(bundle) for name, bundle in answer.bundles.items()}
-        metrics = {name: float(value) for name, value in answer.metrics.items()}
-        return Done(ask.device, float(answer.weight), metrics, bundles, len(site.train))
 
-    def _keep(self, answer: Answer, private: Path) -> None:
+    def done(self, ask: Ask, site: Site) -> Done:
+        """Carry it out."""
+        if "check" in ask.task.actions:
+            assert self._method.check is not None
+            checked = self._method.check(ask.task, site)
+            return Done(ask.device, metrics={name: float(value) for name, value in checked.items()})
+        answer = self._method.work(ask.task, site)
+        self._keep(answer, ask)
+        return Done(
+            device=ask.device,
+            weight=float(answer.weight),
+            metrics={name: float(value) for name, value in answer.metrics.items()},
+            bundles={name: tensors.encode(bundle) for name, bundle in answer.bundles.items()},
+            examples=len(site.train),
+            private=bool(answer.local),
+        )
+
+    def _keep(self, answer: Answer, ask: Ask) -> None:
         if answer.local:
-            tensors.write(private, answer.local)
-        else:
-            private.unlink(missing_ok=True)
+            tensors.write(Path(self._private(ask.device)), answer.local)
+
+    def _private(self, device: str) -> str:
+        return f"{self._folder}/{device}.private"
 
     def _rated(self, rate: Rate) -> Done:
         try:
@@ -107,11 +118,28 @@ class Worker:
 
     def _array(self, place: Place) -> np.ndarray:
         dtype = np.dtype(place.dtype)
-        payload = bytearray(dtype.itemsize * int(np.prod(place.shape, dtype=np.int64)))
+        payload = bytearray(dtype.itemsize * math.prod(place.shape))
         view, have = memoryview(payload), 0
         while have < len(payload):
             have += os.preadv(self._examples, [view[have:]], place.offset + have)
         return np.frombuffer(payload, dtype).reshape(place.shape)
+
+
+class Half:
+    """A client half, to be called with an engine, once or again: what it is given is read once."""
+
+    def __init__(self, worker: Worker, ask: Ask) -> None:
+        self._worker, self._ask = worker, ask
+        self._site: Site | None = None
+        self._begun: Any = None  # where its generator begins
+
+    def __call__(self, engine: Any) -> Done:
+        if self._site is None:
+            self._site = self._worker.site(self._ask)
+            self._begun = self._site.rng.bit_generator.state
+        else:
+            self._site.rng.bit_generator.state = self._begun
+        return self._worker.done(self._ask, dataclasses.replace(self._site, engine=engine))
 
 
 def _failed(device: str, error: Exception) -> Done:

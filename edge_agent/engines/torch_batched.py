@@ -12,12 +12,12 @@ core: 13 ms a device's step of 32 images either way).
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -56,7 +56,7 @@ class Call:
     rng: np.random.Generator
     hooks: Hooks
     progress: Callable[[float], None]
-    table: str  # the network's, as one key
+    table: bytes  # the network's, as one key
     kind: Hashable
 
     def alone(self, engine: TorchEngine) -> Trained | Exception:
@@ -79,7 +79,7 @@ class BatchedTorchEngine(TorchEngine):
 
     def __init__(self, budget_bytes: int, **options: Any) -> None:
         super().__init__(budget_bytes, **options)
-        self._plain: dict[str, nn.Module | None] = {}  # by table: the network, if it can go this way
+        self._plain: dict[bytes, nn.Module | None] = {}  # by table: the network, if it can go this way
 
     def call(
         self,
@@ -95,7 +95,7 @@ class BatchedTorchEngine(TorchEngine):
         """The arguments of `train` as a call for `train_together`; None: this one takes the loop."""
         if hooks.prepare or hooks.inputs or hooks.turns != (Turn(),) or fit.mixed:
             return None
-        table = json.dumps(dict(network), sort_keys=True, default=str)
+        table = msgspec.json.encode(network)
         if not len(examples) or fit.batch < 1 or self._network(table, network) is None:
             return None
         each = math.ceil(len(examples) / fit.batch)
@@ -124,7 +124,7 @@ class BatchedTorchEngine(TorchEngine):
                 call.rng.bit_generator.state = state
             return [call.alone(self) for call in calls]
 
-    def _network(self, table: str, network: Mapping[str, Any]) -> nn.Module | None:
+    def _network(self, table: bytes, network: Mapping[str, Any]) -> nn.Module | None:
         if table not in self._plain:
             model = zoo.build({key: value for key, value in network.items() if key != "input"}).to(self._device)
             plain = all(type(module) in PLAIN for module in model.modules()) and any(True for _ in model.parameters())
@@ -185,7 +185,9 @@ class _Graph:
         for index, (call, some) in enumerate(zip(self._calls, rows, strict=True)):
             y[index, : len(some)] = call.examples.y[some]
         labels = torch.from_numpy(y).to(self._place)
-        scores = self._scores(self._inputs([np.resize(some, longest) for some in rows]))
+        scores = self._scores(
+            self._inputs([some if len(some) == longest else np.resize(some, longest) for some in rows])
+        )
         losses = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="none").view(len(rows), longest)
         if min(counts) < longest:  # what is padded counts for nothing
             mask = torch.arange(longest)[None, :] < torch.tensor(counts)[:, None]
