@@ -192,6 +192,12 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--rounds", type=_positive, help="of every run (default: the job's)")
     one.add_argument("--target", type=_share, metavar="A", help="accuracy, 0 to 1, to which costs are counted")
     one.add_argument(
+        "--on",
+        choices=("test", "held"),
+        default="test",
+        help="accuracy on the test set, or on held-out shares, for methods that leave each device its own network",
+    )
+    one.add_argument(
         "--set", nargs="+", default=[], metavar="METHOD.PARAM=VALUE", help="parameters, over [compare.METHOD]"
     )
     one.add_argument("--workers", type=_positive, help="processes (default: one for each core)")
@@ -206,6 +212,16 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--seeds", type=int, nargs="+", help="default: the table's own")
     one.add_argument("--rounds", type=_positive, help="fewer than the paper's")
     one.add_argument("--out", type=Path, metavar="FILE", help="the result as JSON, every curve in it")
+    _format(one)
+
+    one = verb("audit", audit, "rebuild a device's pictures from what methods have it upload, and tell how well")
+    one.add_argument("--data", type=Path, required=True, help="images: a folder, .npz or IDX files")
+    one.add_argument("--images", type=_positive, default=4, metavar="N", help="(default: %(default)s)")
+    one.add_argument("--size", type=_positive, help="pixels to scale images to (default: as they are)")
+    one.add_argument("--steps", type=_positive, default=300, help="of the attack at most (default: %(default)s)")
+    one.add_argument("--noise", type=_above_0, default=0.001, help="on FedAvg's gradients (default: %(default)s)")
+    one.add_argument("--seed", type=int, default=0)
+    one.add_argument("--out", type=Path, default=Path("fedquilt-audit.svg"), metavar="FILE.svg")
     _format(one)
 
     one = verb("run-model", run_model, "classify a folder of images, or an .npz, with an exported ONNX network")
@@ -588,6 +604,7 @@ def compare(options: argparse.Namespace) -> int:
         seeds=options.seeds,
         rounds=options.rounds,
         target=options.target,
+        on=options.on,
         changes=tool.parse_changes(options.set),
         workers=options.workers,
         format=options.format,
@@ -604,6 +621,21 @@ def reproduce(options: argparse.Namespace) -> int:
         folder=options.data,
         out=options.out,
         format=options.format,
+    )
+
+
+def audit(options: argparse.Namespace) -> int:
+    from fedquilt.tools import audit as tool
+
+    wanted = {
+        "count": options.images,
+        "size": options.size or 0,
+        "steps": options.steps,
+        "noise": options.noise,
+        "seed": options.seed,
+    }
+    return tool.main(
+        options.data, options.out, options.format, wanted, lambda line: print(line, file=sys.stderr, flush=True)
     )
 
 

@@ -202,6 +202,7 @@ def main(
     seeds: Sequence[int] = (0, 1, 2),
     rounds: int | None = None,
     target: float | None = None,
+    on: str = "test",
     changes: Mapping[str, Mapping[str, Any]] | None = None,
     workers: int | None = None,
     format: str = "text",
@@ -212,6 +213,8 @@ def main(
     count = workers or len(os.sched_getaffinity(0))
     todo = cases(job, folder, names, seeds, rounds=rounds, changes=changes)
     runs, failed = played(todo, out, lambda case, tell: play(case.settings, Path(case.folder), tell, count), _say)
+    if on == "held":
+        runs = compare_table.personal(runs)
     result = compare_table.result(job.name, runs, target, failed)
     files = compare_table.write(result, runs, out)
     if format == "json":

@@ -34,6 +34,16 @@ def result(job: str, runs: Sequence[Run], target: float | None, failed: Sequence
     }
 
 
+def personal(runs: Sequence[Run]) -> list[Run]:
+    """The runs without their test set: accuracy is then that on the devices' held-out shares."""
+    return [
+        msgspec.structs.replace(
+            run, tested=0, marks=tuple(msgspec.structs.replace(mark, test=None) for mark in run.marks)
+        )
+        for run in runs
+    ]
+
+
 def table(runs: Sequence[Run], target: float | None) -> list[dict[str, Any]]:
     """A row for each method: means over its seeds. "sd" is None of one seed; a cost is None where one run's is."""
     return [
@@ -169,7 +179,9 @@ def drawn(runs: Sequence[Run], target: float | None) -> dict[str, str]:
         scale, prefix = (1.0, "") if whole else plots.unit(largest)
         scaled = [plots.Line(each.name, [x / scale for x in each.x], each.y, each.low, each.high) for each in lines]
         name = FILES.get(cost, cost)
-        found[f"accuracy-{name}.svg"] = plots.lines(scaled, f"Accuracy {title}", prefix + unit, label, level=level)
+        found[f"accuracy-{name}.svg"] = plots.lines(
+            scaled, f"Accuracy {title}", prefix + unit, label, level=level, most=100.0
+        )
     ends = [
         plots.Dots(name, [100 * value for run in runs if run.method == name and (value := _last(run)) is not None])
         for name in dict.fromkeys(run.method for run in runs)

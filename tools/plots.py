@@ -47,14 +47,21 @@ class Dots:
     values: Sequence[float]
 
 
-def lines(found: Sequence[Line], title: str, x: str, y: str, *, level: float | None = None) -> str:
-    """Lines over common axes, x from 0 on; a value that is not finite is left out. `level`: where a dotted line is."""
+def lines(
+    found: Sequence[Line], title: str, x: str, y: str, *, level: float | None = None, most: float = math.inf
+) -> str:
+    """Lines over common axes, x from 0 on; a value that is not finite is left out.
+
+    Args:
+        level: where a dotted line is.
+        most: where the upward axis ends at the latest, if no value is above.
+    """
     found = [_finite(line) for line in found]
     across = [value for line in found for value in line.x]
     up = [value for line in found for values in (line.y, line.low, line.high) for value in values]
     if not across:
         return empty(title)
-    xs, ys = ticks(min([0.0, *across]), max(across)), _range([*up, *([] if level is None else [level])])
+    xs, ys = ticks(min([0.0, *across]), max(across)), _range([*up, *([] if level is None else [level])], most)
     named = [line.name for line in found if line.name]
     rows = _wrapped(named)
     top = TOP + LINE * len(rows) + 4
@@ -175,8 +182,10 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [number * step for number in range(first, last + 1)]
 
 
-def _range(values: Sequence[float]) -> list[float]:
-    return ticks(min(values), max(values))
+def _range(values: Sequence[float], most: float) -> list[float]:
+    found = ticks(min(values), max(values))
+    within = [value for value in found if value <= most]
+    return within if len(within) > 1 and within[-1] >= max(values) else found
 
 
 def unit(largest: float) -> tuple[float, str]:

@@ -115,7 +115,7 @@ def test_another_methods_parameters_are_left_out_and_its_own_unknown_ones_refuse
 @pytest.mark.parametrize(
     ("job", "names", "changes", "said"),
     [
-        (JOB, ["fedavgg"], {}, "there are: fedavg"),
+        (JOB, ["fedavgg"], {}, "is unknown; there are: "),
         (msgspec.structs.replace(JOB, compare={"nosuch": {}}), ["fedavg"], {}, "'nosuch' is unknown"),
         (msgspec.structs.replace(JOB, data={}), ["fedavg"], {}, r"no \[data\]"),
         (JOB, ["fedavg"], {"fedprox": {"mu": 1.0}}, "fedprox is not compared"),
@@ -236,6 +236,12 @@ def test_without_a_test_set_accuracy_is_on_held_out_shares() -> None:
     assert (found["table"][0]["accuracy"], found["accuracy_on"]) == (0.6, "held-out shares")
 
 
+def test_on_held_out_shares_a_test_set_does_not_count() -> None:
+    """What is compared of methods that leave each device a network of its own: here 0.5 of 0.9."""
+    (row,) = compare_table.table(compare_table.personal([made("local", 0, 0.9)]), 0.8)
+    assert (row["accuracy"], row["reached"]) == (0.5, 0)
+
+
 def test_nothing_that_ended_is_a_table_of_nothing(tmp_path: Path) -> None:
     """All runs failed: files are written all the same."""
     found = compare_table.result("j", [], None, ["fedavg, seed 0: no"])
@@ -276,12 +282,14 @@ def test_the_command_compares_on_a_real_fleet_and_goes_on_where_it_was(
     for plot in (tmp_path / "out").glob("*.svg"):
         ElementTree.fromstring(plot.read_text())
     assert json.loads((tmp_path / "out" / "compare.json").read_text()) == result
+    assert main([*words, "--on", "held", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["accuracy_on"] == "held-out shares"
     assert main(words) == 0
     shown = capsys.readouterr()
     assert "2 of 2 runs are in" in shown.err
     assert "fedprox" in shown.out
     assert main(["compare", str(job), "--bundle", str(folder), "--methods", "fedsgd"]) == 2
-    assert "there are: fedavg" in capsys.readouterr().err
+    assert "is unknown; there are: " in capsys.readouterr().err
 
 
 def test_data_without_a_test_split_is_compared_on_held_out_shares(folder: Path, tmp_path: Path) -> None:

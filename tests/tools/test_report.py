@@ -239,6 +239,13 @@ def test_a_fleets_run_is_reported_with_its_partition_and_its_test_accuracy(
     assert "Accuracy by energy" in shown
 
 
+def test_one_evaluation_is_told_and_not_drawn(tmp_path: Path) -> None:
+    """A stitched network has an accuracy when it is there, and none before."""
+    text, page = page_of(tmp_path, FACTS[:7], rounds=5)
+    assert "Accuracy by round" not in text
+    assert "25.0 %" in " ".join(page.shown)
+
+
 def test_the_partition_is_drawn_for_the_devices_that_took_part_and_for_no_others(tmp_path: Path) -> None:
     """Two of a job for eight, when two were started; boards of one's own have data that nobody here knows."""
     changes: dict[str, Any] = {

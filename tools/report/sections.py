@@ -46,6 +46,8 @@ def tiles(found: Found) -> list[tuple[str, str]]:
 def accuracy(found: Found) -> list[str]:
     if not found.checks and not found.scores:
         return [page.text("Not measured: the job has [check] every = 0, and `fedquilt evaluate` has found nothing.")]
+    if len({*(point.rounds for point in found.checks), *(score.rounds for score in found.scores)}) < 2:
+        return [*map(page.text, _last(found)), *_personal(found)]
     at = {point.rounds: point for point in found.points}
     axes = [("rounds", "by round", {point.rounds: float(point.rounds) for point in found.points})]
     for title, label, taken in (
@@ -63,9 +65,18 @@ def accuracy(found: Found) -> list[str]:
         scale, prefix = plots.unit(max(joules.values()))
         axes.append((f"{prefix}J of the boards, gross", "by energy", {r: v / scale for r, v in joules.items()}))
     drawn = [
-        plots.lines(_lines(found, places), f"Accuracy {title}", label, "accuracy, %") for label, title, places in axes
+        plots.lines(_lines(found, places), f"Accuracy {title}", label, "accuracy, %", most=100.0)
+        for label, title, places in axes
     ]
     return [page.plots(drawn), *_personal(found)]
+
+
+def _last(found: Found) -> list[str]:
+    """One evaluation is no curve."""
+    return [
+        f"After {score.rounds} rounds: {percent(score.accuracy)} of {score.examples} examples of the test set."
+        for score in found.scores
+    ]
 
 
 def _lines(found: Found, places: Mapping[int, float]) -> list[plots.Line]:
