@@ -16,7 +16,7 @@ pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
-from fedquilt.models import blocks, stitch, zoo
+from fedquilt.models import blocks, masks, stitch, zoo
 from fedquilt.tools.prepare import prepare
 
 PLAIN = {"name": "plain", "channels": 1, "classes": 3}
@@ -35,6 +35,7 @@ def test_a_model_table_becomes_first_weights_and_facts(tmp_path: Path) -> None:
     assert made.meta == {"network": network, "flops": 36.0, "example_bytes": 4 * (4 + 3) + 10 * 4 * 4}
     wanted = {name: value.numpy() for name, value in zoo.load(network, seed=7).state_dict().items()}
     assert tensors.encode(made.load("model")) == tensors.encode(wanted)
+    assert masks.from_array(made.load("masks")["json"]).widths == {"1": 3}  # the hidden neurons
 
 
 def test_the_input_table_goes_with_the_model(tmp_path: Path) -> None:
@@ -161,7 +162,7 @@ def test_a_table_that_cannot_be_prepared_is_refused_before_anything_is_written(
 def test_a_folder_that_was_prepared_before_is_replaced(tmp_path: Path) -> None:
     """Another job in the same folder: its index stands alone."""
     prepare(job({"name": "p", "network": PLAIN}), tmp_path)
-    assert set(prepare({"model": PLAIN, "input": {"channels": 1, "size": 28}}, tmp_path).files) == {"model"}
+    assert set(prepare({"model": PLAIN, "input": {"channels": 1, "size": 28}}, tmp_path).files) == {"model", "masks"}
 
 
 def _torch(x: np.ndarray) -> Any:
