@@ -23,7 +23,7 @@ from fedquilt.methods import fedsq
 from fedquilt.tools.bench import figure, figure_lines
 from fedquilt.tools.local_run import Member, delivered
 
-EXAMPLES: Final = 256  # of the client whose rounds are timed
+EXAMPLES: Final = 128  # of the client whose rounds are timed
 TURNS: Final = 7
 LIMITS: Final = {"float32": ("cached", 1.15), "off": ("uncached", 1.4)}
 CASES: Final = {
