@@ -124,7 +124,7 @@ def test_ticks_are_round_and_enclose_the_values(low: float, high: float, expecte
 def test_an_axis_of_per_cent_ends_at_100() -> None:
     """Of one value of 96 the ticks would go on; where values are above, they do."""
     assert "120" not in texts(plots.lines([plots.Line("", [1], [96])], "t", "x", "y", most=100.0))
-    assert "120" in texts(plots.lines([plots.Line("", [1, 2], [0, 110])], "t", "x", "y", most=100.0))
+    assert "125" in texts(plots.lines([plots.Line("", [1, 2], [0, 110])], "t", "x", "y", most=100.0))
 
 
 def test_units_are_those_of_the_largest() -> None:
