@@ -55,6 +55,13 @@ class GovernorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Rule(self.policy, self.margin)
 
 
+class EnrolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where this board gets and renews its certificate. See `fedquilt.edge_agent.enrol`."""
+
+    url: str | None = None  # of `fedquilt enrol serve`
+    token: str | None = None  # file with the one-time token; None: "token" beside broker.key
+
+
 class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One agent."""
 
@@ -68,6 +75,7 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     warm_s: Annotated[float, Meta(ge=0)] = 60.0  # how long a task's process waits for the next one
     telemetry_s: Annotated[float, Meta(gt=0)] = 30.0
     broker: BrokerSettings = BrokerSettings()
+    enrol: EnrolSettings = EnrolSettings()
     governor: GovernorSettings = GovernorSettings()
     data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.edge_agent.data.DataSpec
 
@@ -111,7 +119,11 @@ def parse(table: Mapping[str, Any]) -> AgentSettings:
     try:
         settings = msgspec.convert(table, AgentSettings)
     except msgspec.ValidationError as error:
-        kinds: dict[str, type[msgspec.Struct]] = {"broker": BrokerSettings, "governor": GovernorSettings}
+        kinds: dict[str, type[msgspec.Struct]] = {
+            "broker": BrokerSettings,
+            "enrol": EnrolSettings,
+            "governor": GovernorSettings,
+        }
         within = next((name for name in kinds if f"$.{name}" in str(error)), None)
         keys = ", ".join((kinds[within] if within else AgentSettings).__struct_fields__)
         where = f"[{within}]" if within else "an agent's settings"
@@ -131,7 +143,7 @@ def _anchored(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The table with its paths made absolute."""
 
     result = _anchor(table, ("home", "profile"), folder)
-    for key, paths in (("broker", ("ca", "cert", "key", "password_file")), ("data", ("path",))):
+    for key, paths in (("broker", ("ca", "cert", "key", "password_file")), ("enrol", ("token",)), ("data", ("path",))):
         if isinstance(result.get(key), dict):
             result[key] = _anchor(result[key], paths, folder)
     if isinstance(result.get("data"), dict) and isinstance(sources := result["data"].get("sources"), list):

@@ -20,6 +20,11 @@ TOO_LARGE: Final = 149
 NOT_AUTHORIZED: Final = 135
 _CREDENTIALS: Final = frozenset({134, NOT_AUTHORIZED})
 _TRANSIENT: Final = frozenset({136, 137, 151, 159})  # unavailable, busy, quota, rate
+_OUT_OF_DATE: Final = frozenset({9, 10})  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
+_REFUSED: Final = {
+    "certificate expired": "renew it: `fedquilt enrol board` on a board, `fedquilt ca issue` for the coordinator",
+    "certificate revoked": "it was revoked on purpose; if this side is to come back, enrol it with a new key",
+}
 _OTHER_NAME: Final = frozenset({62, 64})  # OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
 
 
@@ -46,6 +51,9 @@ def unreachable(broker: Broker, error: Exception) -> DialError:
     if isinstance(error, ssl.SSLCertVerificationError):
         if error.verify_code in _OTHER_NAME:
             return DialError(f"the certificate of {broker} is for another name: use the name it was made for", True)
+        if error.verify_code in _OUT_OF_DATE:
+            said = f"the certificate of {broker} is out of date by this machine's clock ({error.verify_message})"
+            return DialError(f"{said}: set the clock, or renew the broker's certificate")
         given = f"{broker.ca} did not sign it" if broker.ca else "no authority of this system signed it"
         reason = f"the certificate of {broker} is not to be trusted ({error.verify_message}): {given}"
         return DialError(f"{reason}; give the CA file that did", True)
@@ -68,7 +76,8 @@ def tls_failed(broker: Broker, said: str) -> DialError:
         return DialError(f"TLS with {broker} failed ({said}): check that it is an MQTT broker's TLS port")
     if broker.cert is None:
         return DialError(f"{broker} wants a certificate of ours ({said}): give cert and key", True)
-    return DialError(f"{broker} refuses {broker.cert} ({said}): have one signed by the broker's CA", True)
+    mend = next((mend for word, mend in _REFUSED.items() if word in said), "have one signed by the broker's CA")
+    return DialError(f"{broker} refuses {broker.cert} ({said}): {mend}", True)
 
 
 def refused(broker: Broker, client_id: str, code: int, reason: str) -> DialError:

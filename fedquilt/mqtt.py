@@ -377,7 +377,8 @@ class MqttLink:
         """A QoS-1 message was acknowledged, or a QoS-0 message written."""
         message = self._queue.done(mid)
         if message is not None and reason.is_failure:
-            mend = "allow it in the broker's ACL" if reason.value == NOT_AUTHORIZED else "see the broker's log"
+            mine = "its certificate or user may have no right there: see the broker's ACL"
+            mend = mine if reason.value == NOT_AUTHORIZED else "see the broker's log"
             self._drop(1, f"{self.broker} refuses messages to {message.topic} ({reason}): {mend}")
 
     def _on_message(self, client: Any, userdata: Any, message: paho.MQTTMessage) -> None:

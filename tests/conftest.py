@@ -7,6 +7,7 @@ import getpass
 import ipaddress
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -63,6 +64,16 @@ class Mosquitto:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+
+    def reload(self) -> None:
+        """SIGHUP, and wait until its log says that it was heard."""
+        assert self._process is not None
+        before = self.log().count("Reloading config")
+        self._process.send_signal(signal.SIGHUP)
+        until = time.monotonic() + LIMIT_S
+        while self.log().count("Reloading config") == before:
+            assert time.monotonic() < until, "Mosquitto does not reload"
+            time.sleep(0.01)
 
     def log(self) -> str:
         return (self.folder / "mosquitto.log").read_text()

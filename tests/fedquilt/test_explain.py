@@ -29,6 +29,8 @@ USER = Broker("host", 1883, user="me", password_file=Path("secret"))
         (unreachable(TLS, ssl.SSLError(1, "wrong version number")), "does not speak TLS there", True),
         (tls_failed(TLS, "tlsv13 alert certificate required"), "give cert and key", True),
         (tls_failed(MUTUAL, "tlsv1 alert unknown ca"), "refuses dev.crt (tlsv1 alert unknown ca)", True),
+        (tls_failed(MUTUAL, "sslv3 alert certificate expired"), "renew it: `fedquilt enrol board`", True),
+        (tls_failed(MUTUAL, "sslv3 alert certificate revoked"), "it was revoked on purpose", True),
         (tls_failed(TLS, "unexpected eof while reading"), "check that it is an MQTT broker's TLS port", False),
         (refused(PLAIN, "id", 135, "Not authorized"), "a client without a user (Not authorized): write mqtt", True),
         (refused(USER, "id", 134, "Bad"), "refuses user 'me' (Bad): check the user and the password in secret", True),

@@ -1,0 +1,114 @@
+"""What a board and the enrolment endpoint say to each other, and how either keeps a secret on disk.
+
+One JSON object each way over HTTPS: a `Request` (a signing request; with a one-time token to enrol,
+without one to renew) and an `Answer` (a certificate, or a sentence that says why not). Both are
+bounded and strictly decoded. Keys never travel.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import secrets
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from fedquilt import disk
+from fedquilt.core import Name, WireError
+
+PORT: Final = 8884  # beside MQTT's 8883
+ENROL, RENEW, CRL = "/v1/enrol", "/v1/renew", "/crl.pem"
+MAX_BODY: Final = 16 * 1024  # bytes, either way
+DUE_SHARE: Final = 1 / 3  # a certificate is renewed in the last third of its life
+
+Pem = Annotated[str, Meta(max_length=8 * 1024)]
+
+
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Sign this. `csr`: PKCS#10, PEM, for the common name `device`; `token` only to enrol."""
+
+    device: Name
+    csr: Pem
+    token: Annotated[str, Meta(max_length=200)] | None = None
+
+
+class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A certificate, PEM, or None and the reason in a sentence that names the mend."""
+
+    certificate: Pem | None = None
+    reason: Annotated[str, Meta(max_length=1000)] = ""
+
+
+M = TypeVar("M", bound=msgspec.Struct)
+
+
+def decode(body: bytes, kind: type[M]) -> M:
+    """The message in `body`.
+
+    Raises:
+        WireError: too large, not JSON, or not of that kind. It quotes nothing: a token may be in there.
+    """
+    if len(body) > MAX_BODY:
+        raise WireError(f"{len(body)} bytes are more than the {MAX_BODY} of an enrolment message")
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"this is no enrolment {kind.__name__.lower()}: {error}") from None
+
+
+def due(begins: datetime.datetime, ends: datetime.datetime, now: datetime.datetime) -> bool:
+    """Whether a certificate should be renewed now: in the last third of its life, or where the clock is before it.
+
+    A certificate is made before it is used, so a clock that is before its beginning is wrong (a board
+    without a battery says 1970): the endpoint, whose clock is right, then decides.
+    """
+    return now < begins or now >= ends - (ends - begins) * DUE_SHARE
+
+
+def keep(path: Path, data: bytes, mode: int) -> None:
+    """Write a file at once or not at all; nobody else can read a secret (mode 0o600) at any moment.
+
+    Raises:
+        StoreError: the folder cannot be written.
+    """
+    with disk.doing(f"write {path}"):
+        part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        try:
+            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+                os.fchmod(file.fileno(), mode)  # whatever the umask
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+# -- certificates, where the cryptography library is installed -------------------------------------
+
+
+def key_id(public: Any) -> str:
+    """The SHA-256 of a public key (SubjectPublicKeyInfo, DER) in hex: what people compare."""
+    import hashlib
+
+    from cryptography.hazmat.primitives import serialization
+
+    der = public.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    return hashlib.sha256(der).hexdigest()
+
+
+def common_name(named: Any) -> str | None:
+    """The one common name of a certificate or signing request; None where there is none, or several."""
+    from cryptography.x509.oid import NameOID
+
+    found = named.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(found[0].value) if len(found) == 1 else None

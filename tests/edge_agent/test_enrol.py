@@ -1,0 +1,199 @@
+"""The board's side of enrolment: what is due, what is kept on disk, what is believed."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+
+from fedquilt.core import JobError, LinkError, StoreError
+from fedquilt.edge_agent import enrol, settings
+from fedquilt.edge_agent.enrol import Held, Paths, next_step
+from fedquilt.enrolment import Answer, Request
+from fedquilt.tools.identity.authority import Authority, clock_s
+from fedquilt.tools.identity.desk import Desk
+
+
+def day(number: int) -> datetime.datetime:
+    return datetime.datetime(2027, 1, 1, tzinfo=datetime.timezone.utc) + datetime.timedelta(days=number)
+
+
+@pytest.mark.parametrize(
+    ("held", "token", "now", "step"),
+    [
+        (None, False, 0, None),
+        (None, True, 0, "enrol"),
+        (Held(day(0), day(90)), False, 1, "keep"),
+        (Held(day(0), day(90)), False, 59, "keep"),
+        (Held(day(0), day(90)), False, 60, "renew"),
+        (Held(day(0), day(90)), False, 89, "renew"),
+        (Held(day(0), day(90)), False, 90, None),
+        (Held(day(0), day(90)), True, 90, "enrol"),
+        (Held(day(0), day(90)), True, 1, "enrol"),
+        (Held(day(0), day(90)), False, -20000, "renew"),
+    ],
+)
+def test_the_next_step_follows_from_certificate_token_and_clock(
+    held: Held | None, token: bool, now: int, step: str | None
+) -> None:
+    """A token is a wish to enrol; a clock before the certificate's beginning is wrong, so the endpoint is asked."""
+    assert next_step(held, token, day(now)) == step
+
+
+class Site:
+    """An authority whose desk answers without a network, and one board."""
+
+    def __init__(self, folder: Path) -> None:
+        self.authority = Authority.create(folder / "ca", "site", clock_s())
+        self.desk = Desk(self.authority)
+        self.asked: list[tuple[str, Request]] = []
+        (folder / "etc").mkdir()
+        (folder / "etc" / "ca.crt").write_bytes((folder / "ca" / "ca.crt").read_bytes())
+        (folder / "etc" / "agent.toml").write_text(
+            'device = "orin-7"\nhome = "home"\n[broker]\nurl = "mqtts://broker"\nca = "ca.crt"\ncert = "device.crt"\n'
+            'key = "device.key"\n[enrol]\nurl = "https://site:8884"\n'
+        )
+        self.board = settings.load(folder / "etc" / "agent.toml")
+        self.files = enrol.paths(self.board)
+
+    def give_token(self) -> None:
+        self.files.token.write_text(self.authority.register.make_token("orin-7", 3600.0, clock_s()))
+
+    def post(self, url: str, files: Paths, path: str, request: Request, certified: bool) -> Answer:
+        self.asked.append((path, request))
+        return Answer(certificate=self.desk.enrol(request).pem)
+
+    def enrol(self) -> str:
+        return enrol.enrol(self.board, datetime.datetime.now(datetime.timezone.utc), self.post)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    """A board that was flashed and not yet enrolled."""
+    return Site(tmp_path)
+
+
+def test_files_lie_where_agent_toml_says_and_the_token_beside_the_key(site: Site) -> None:
+    """As flash puts them."""
+    assert [path.name for path in site.files] == ["ca.crt", "device.crt", "device.key", "token"]
+    assert site.files.token.parent == site.files.key.parent
+    with pytest.raises(JobError, match="must name ca"):
+        enrol.paths(settings.parse({"device": "a", "home": "b"}))
+
+
+def test_an_answer_that_is_lost_is_asked_for_again_with_the_same_key(site: Site) -> None:
+    """The board has kept key and token; the authority gives the same certificate."""
+    site.give_token()
+
+    def lost(url: str, files: Paths, path: str, request: Request, certified: bool) -> Answer:
+        site.post(url, files, path, request, certified)
+        raise LinkError("reset")
+
+    with pytest.raises(LinkError):
+        enrol.enrol(site.board, datetime.datetime.now(datetime.timezone.utc), lost)
+    assert site.files.token.exists()
+    assert not site.files.cert.exists()
+    assert "is enrolled" in site.enrol()
+    assert len(site.authority.register.certificates("orin-7")) == 1
+
+
+def test_waiting_tries_until_the_endpoint_answers_and_a_refusal_ends_it(site: Site) -> None:
+    """Pauses grow to a minute; nothing is lost between."""
+    site.give_token()
+    pauses: list[float] = []
+    tries = iter([LinkError("down")] * 8)
+
+    def flaky(*args: object) -> Answer:
+        for error in tries:
+            raise error
+        return site.post(*args)  # type: ignore[arg-type]
+
+    def clock() -> datetime.datetime:
+        return datetime.datetime.now(datetime.timezone.utc)
+
+    assert "is enrolled" in enrol.wait(site.board, clock, pauses.append, flaky)
+    assert len(pauses) == 8
+    assert max(pauses) <= 60.0
+    assert pauses[0] <= 2.0
+    site.files.cert.unlink()
+    with pytest.raises(JobError, match="no token"):
+        enrol.wait(site.board, clock, pauses.append, flaky)
+
+
+def test_a_certificate_that_is_not_this_boards_is_not_kept(site: Site, tmp_path: Path) -> None:
+    """Another id, another key, another authority, no certificate: what was there stays."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    other = Authority.create(tmp_path / "other", "site", clock_s())
+    own = enrol.own_key(site.files).public_key()
+    cases = (
+        (site.authority.sign("orin-8", "device", own, clock_s()).pem, "for 'orin-8', and agent.toml says"),
+        (site.authority.sign("orin-7", "device", key.public_key(), clock_s()).pem, "for another key"),
+        (other.sign("orin-7", "device", own, clock_s()).pem, "did not sign it"),
+        ("text", "damaged"),
+    )
+    for pem, said in cases:
+        with pytest.raises(JobError, match=said):
+            enrol.accept(site.board, pem.encode())
+    assert not site.files.cert.exists()
+
+
+def test_a_certificate_on_disk_that_cannot_serve_counts_as_none(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """A device that was renamed says so, and enrols anew once it has a token."""
+    site.files.cert.write_text(site.authority.sign("old", "device", enrol.own_key(site.files).public_key(), 0.0).pem)
+    with pytest.raises(JobError, match="no certificate and no token"):
+        site.enrol()
+    assert "it is for 'old'" in caplog.text
+    site.give_token()
+    assert "is enrolled" in site.enrol()
+
+
+def test_a_key_that_others_could_read_is_closed_and_told(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """The mend is a new identity, which only the operator can decide."""
+    enrol.own_key(site.files)
+    site.files.key.chmod(0o644)
+    enrol.own_key(site.files)
+    assert site.files.key.stat().st_mode & 0o777 == 0o600
+    assert "others could read" in caplog.text
+
+
+def test_key_token_and_ca_files_that_cannot_be_used_say_which(site: Site) -> None:
+    """Each with its path and the mend."""
+    rsa_pem = rsa.generate_private_key(65537, 2048).private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    for data in (b"", b"text", rsa_pem):
+        site.files.key.write_bytes(data)
+        site.files.key.chmod(0o600)
+        with pytest.raises(JobError, match=r"device\.key holds no ECDSA P-256 key"):
+            site.enrol()
+    site.files.key.unlink()
+    site.files.token.mkdir()
+    with pytest.raises(StoreError, match=r"token .*cannot be read"):
+        site.enrol()
+    site.files.token.rmdir()
+    site.give_token()
+    site.files.ca.write_text("text")
+    with pytest.raises(JobError, match="holds no certificate in PEM"):
+        site.enrol()
+
+
+def test_without_an_endpoint_it_says_how_to_name_one(site: Site) -> None:
+    """Or to carry a request by hand."""
+    site.give_token()
+    table = {
+        "device": "orin-7",
+        "home": "h",
+        "broker": {k: str(v) for k, v in site.files._asdict().items() if k != "token"},
+    }
+    with pytest.raises(JobError, match=r"under \[enrol\], or carry a request"):
+        enrol.enrol(settings.parse(table), day(0))
+
+
+@pytest.mark.parametrize("url", ["http://site", "https://", "https://site/path", "https://site:99999", "site"])
+def test_an_address_that_is_none_is_refused(site: Site, url: str) -> None:
+    """Above all one without TLS: a token would be sent in the clear."""
+    with pytest.raises(JobError, match=r"\[enrol\] url"):
+        enrol._post(url, site.files, "/v1/enrol", Request("orin-7", "csr"), False)

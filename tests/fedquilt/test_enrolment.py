@@ -1,0 +1,69 @@
+"""What both sides of enrolment share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from fedquilt import enrolment
+from fedquilt.core import StoreError, WireError
+from fedquilt.enrolment import Answer, Request
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"\xff",
+        b'{"device":"a"}',
+        b'{"device":"a","csr":1}',
+        b'{"device":"../a","csr":""}',
+        b"[" * 9999,
+    ],
+)
+def test_a_body_that_is_no_request_is_one_named_error(body: bytes) -> None:
+    """Whatever the bytes."""
+    with pytest.raises(WireError, match="no enrolment request"):
+        enrolment.decode(body, Request)
+
+
+def test_an_error_never_quotes_a_token() -> None:
+    """Not even where the token itself is what is wrong."""
+    with pytest.raises(WireError) as caught:
+        enrolment.decode(b'{"device":"a","csr":"b","token":"' + b"secret" * 99 + b'"}', Request)
+    assert "secret" not in str(caught.value)
+    with pytest.raises(WireError, match="more than the 16384"):
+        enrolment.decode(b" " * 16385, Answer)
+
+
+def test_a_secret_is_never_readable_by_others_and_a_file_is_whole_or_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its mode is set before the first byte; a write that fails leaves nothing beside."""
+    path, modes = tmp_path / "key", []
+    sync = os.fsync
+
+    def watched(number: int) -> None:
+        modes.append(os.fstat(number).st_mode & 0o777)
+        sync(number)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    before = os.umask(0)
+    try:
+        enrolment.keep(path, b"one", 0o600)
+    finally:
+        os.umask(before)
+    assert modes[0] == path.stat().st_mode & 0o777 == 0o600
+
+    def full(number: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StoreError, match=r"cannot write .*key"):
+        enrolment.keep(path, b"two", 0o600)
+    assert path.read_bytes() == b"one"
+    assert os.listdir(tmp_path) == ["key"]

@@ -1,0 +1,171 @@
+"""The authority: what it signs, what it never signs, and what it leaves on disk."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.x509.oid import NameOID
+
+from fedquilt.core import JobError, StoreError
+from fedquilt.edge_agent.enrol import signing_request
+from fedquilt.tools.identity.authority import DAY_S, Authority
+
+NOW_S = 1_800_000_000.0
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    """A new authority."""
+    return Authority.create(tmp_path / "ca", "site", NOW_S)
+
+
+def new_key() -> ec.EllipticCurvePrivateKey:
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def verify(authority: Authority, cert: Path, purpose: str, at_s: float) -> subprocess.CompletedProcess[str]:
+    """What OpenSSL, which both brokers and boards use, says of a certificate at a moment."""
+    program = shutil.which("openssl")
+    if program is None:
+        pytest.skip("the openssl program is not installed: apt install openssl")
+    command = [program, "verify", "-CAfile", str(authority.folder / "ca.crt"), "-purpose", purpose]
+    return subprocess.run([*command, "-attime", str(int(at_s)), str(cert)], capture_output=True, text=True)
+
+
+def test_secrets_are_readable_by_their_owner_alone(authority: Authority) -> None:
+    """The key, the register and the folder."""
+    modes = {path.name: path.stat().st_mode & 0o777 for path in [authority.folder, *authority.folder.iterdir()]}
+    assert modes == {"ca": 0o700, "ca.key": 0o600, "register.db": 0o600, "ca.crt": 0o644, "crl.pem": 0o644}
+
+
+def test_an_authority_is_never_made_over_another(authority: Authority) -> None:
+    """And what is opened is what was made."""
+    with pytest.raises(JobError, match="holds an authority already"):
+        Authority.create(authority.folder, "other", NOW_S)
+    assert Authority(authority.folder).cert == authority.cert
+
+
+@pytest.mark.parametrize(("name", "url"), [("", None), ("x" * 65, None), ("a\nb", None), ("site", "file:///crl")])
+def test_a_name_or_address_that_cannot_be_used_is_refused(tmp_path: Path, name: str, url: str | None) -> None:
+    """Before anything is written."""
+    with pytest.raises(JobError):
+        Authority.create(tmp_path / "ca", name, NOW_S, url)
+    assert not (tmp_path / "ca").exists()
+
+
+def test_a_missing_damaged_or_mixed_up_authority_says_so(authority: Authority, tmp_path: Path) -> None:
+    """Which folder, and the mend."""
+    with pytest.raises(StoreError, match="ca init"):
+        Authority(tmp_path)
+    other = Authority.create(tmp_path / "other", "other", NOW_S)
+    shutil.copy(other.folder / "ca.crt", authority.folder / "ca.crt")
+    with pytest.raises(StoreError, match="not of one pair"):
+        Authority(authority.folder)
+    (authority.folder / "ca.key").write_text("nothing")
+    with pytest.raises(StoreError, match="damaged"):
+        Authority(authority.folder)
+
+
+def test_a_server_is_trusted_by_a_clock_that_says_1970(authority: Authority, tmp_path: Path) -> None:
+    """In full: OpenSSL checks the chain, the use and the dates, a day after the epoch as today."""
+    issued, _ = authority.issue("broker", "server", NOW_S, hosts=["broker.site", "10.0.0.1"])
+    (tmp_path / "broker.crt").write_text(issued.pem)
+    for at_s in (DAY_S, NOW_S):
+        assert verify(authority, tmp_path / "broker.crt", "sslserver", at_s).returncode == 0
+    assert "expired" in verify(authority, tmp_path / "broker.crt", "sslserver", NOW_S + 731 * DAY_S).stderr
+    names = x509.load_pem_x509_certificate(issued.pem.encode()).extensions
+    hosts = names.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert [str(one.value) for one in hosts] == ["broker.site", "10.0.0.1"]
+
+
+def test_a_devices_certificate_cannot_pose_as_a_server_nor_a_servers_as_a_device(
+    authority: Authority, tmp_path: Path
+) -> None:
+    """Its use is in it: a stolen board cannot be the broker for others."""
+    server, _ = authority.issue("broker", "server", NOW_S, hosts=["broker.site"])
+    device = authority.sign("orin-7", "device", new_key().public_key(), NOW_S)
+    for one, purpose, right in (
+        (device, "sslclient", True),
+        (device, "sslserver", False),
+        (server, "sslserver", True),
+        (server, "sslclient", False),
+    ):
+        (tmp_path / "one.crt").write_text(one.pem)
+        assert (verify(authority, tmp_path / "one.crt", purpose, NOW_S).returncode == 0) is right, (one.name, purpose)
+
+
+def test_a_devices_certificate_begins_a_day_before_and_never_outlives_the_authority(authority: Authority) -> None:
+    """A broker's clock may be behind; a board whose clock is before the beginning knows that it is wrong."""
+    issued = authority.sign("orin-7", "device", new_key().public_key(), NOW_S, days=99999)
+    cert = x509.load_pem_x509_certificate(issued.pem.encode())
+    assert cert.not_valid_before_utc.timestamp() == NOW_S - DAY_S
+    assert cert.not_valid_after_utc == authority.cert.not_valid_after_utc
+
+
+def request(name: str, key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey) -> str:
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    csr = x509.CertificateSigningRequestBuilder(subject).sign(key, hashes.SHA256())
+    return csr.public_bytes(serialization.Encoding.PEM).decode()
+
+
+def test_requests_that_are_broken_for_others_or_of_other_kinds_are_refused(authority: Authority) -> None:
+    """Each with its own sentence; nothing is ever signed of them."""
+    good = signing_request(new_key(), "orin-7")
+    lines = good.splitlines()
+    swapped = signing_request(new_key(), "orin-7").splitlines()
+    forged = "\n".join([*lines[:-3], *swapped[-3:]])
+    cases = (
+        ("text", "orin-7", "no signing request"),
+        (good, "orin-8", "for 'orin-7', not for orin-8"),
+        (request("orin-7", rsa.generate_private_key(65537, 2048)), "orin-7", "another key than ECDSA P-256"),
+        (request("orin-7", ec.generate_private_key(ec.SECP384R1())), "orin-7", "another key than ECDSA P-256"),
+        (forged, "orin-7", "changed on its way|no signing request"),
+        (signing_request(new_key(), "coordinator"), "coordinator", "rename the device"),
+    )
+    for pem, device, said in cases:
+        with pytest.raises(JobError, match=said):
+            authority.read_request(pem, device)
+    assert authority.register.certificates() == []
+
+
+def test_a_name_is_a_devices_or_a_servers_never_both(authority: Authority) -> None:
+    """Or a board could ask for the name that has the coordinator's rights."""
+    authority.sign("orin-7", "device", new_key().public_key(), NOW_S)
+    with pytest.raises(JobError, match="device's name"):
+        authority.issue("orin-7", "coordinator", NOW_S)
+    authority.issue("watcher", "coordinator", NOW_S)
+    with pytest.raises(JobError, match="rename the device"):
+        authority.read_request(signing_request(new_key(), "watcher"), "watcher")
+
+
+@pytest.mark.parametrize("host", ["", "a b", "-x", "x/y", "*"])
+def test_a_host_that_is_none_is_refused(authority: Authority, host: str) -> None:
+    """Also a star: no server of the fleet is any server."""
+    with pytest.raises(JobError, match="neither a host's name"):
+        authority.issue("broker", "server", NOW_S, hosts=[host])
+    assert authority.register.certificates() == []
+
+
+@pytest.mark.parametrize("url", [None, "http://site/crl.pem"])
+def test_revoking_lists_what_is_still_valid_and_forgets_tokens(tmp_path: Path, url: str | None) -> None:
+    """Expired certificates need no listing; a name that nobody knows is an error."""
+    authority = Authority.create(tmp_path / "ca", "site", NOW_S, url)
+    old = authority.sign("orin-7", "device", new_key().public_key(), NOW_S - 400 * DAY_S)
+    new = authority.sign("orin-7", "device", new_key().public_key(), NOW_S)
+    token = authority.register.make_token("orin-7", 60.0, NOW_S)
+    assert [one.serial for one in authority.revoke("orin-7", NOW_S)] == [new.serial]
+    crl = x509.load_pem_x509_crl((authority.folder / "crl.pem").read_bytes())
+    assert crl.is_signature_valid(authority.cert.public_key())  # type: ignore[arg-type]
+    assert [f"{one.serial_number:x}" for one in crl] == [new.serial] != [old.serial]
+    assert crl.next_update_utc == authority.cert.not_valid_after_utc
+    assert "not known" in str(authority.register.take_token(token, "orin-7", "k", NOW_S))
+    assert authority.crl_url == url
+    assert len(crl.extensions) == (2 if url is None else 3)
+    with pytest.raises(JobError, match="nothing was issued to 'orin-9'"):
+        authority.revoke("orin-9", NOW_S)

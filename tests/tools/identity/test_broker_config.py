@@ -1,0 +1,198 @@
+"""The configuration that is written, on a real Mosquitto: who is let in, and how far they reach."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedquilt.core import JobError, LinkError
+from fedquilt.mqtt import Broker, MqttLink
+from fedquilt.tools.identity import broker_config
+from fedquilt.tools.identity.authority import DAY_S, Authority, clock_s, pem_of_key
+
+
+class Site:
+    """An authority, a broker with the configuration as written, and certificates."""
+
+    def __init__(self, folder: Path, start: Callable[..., Any], crl_url: str | None = None) -> None:
+        self.folder = folder
+        self.authority = Authority.create(folder / "ca", "site", clock_s(), crl_url)
+        self.out = folder / "etc"
+        broker_config.write(self.authority, "mosquitto", ["127.0.0.1"], self.out, clock_s(), installed=str(self.out))
+        lines = (self.out / "fedquilt.conf").read_text().splitlines()
+        assert lines[1] == "listener 8883"  # the fixture's own takes a free port instead
+        self.mosquitto = start(*lines[2:])
+        self.url = self.mosquitto.url.replace("mqtt://", "mqtts://")
+
+    def broker(self, name: str, *, days_ago: float = 0.0, kind: Any = "device") -> Broker:
+        key = ec.generate_private_key(ec.SECP256R1())
+        with self.authority.register.together():
+            at_s = clock_s() - days_ago * DAY_S
+            issued = self.authority.sign(name, kind, key.public_key(), at_s, hosts=["x"] if kind == "server" else ())
+        (self.folder / f"{name}.crt").write_text(issued.pem)
+        (self.folder / f"{name}.key").write_bytes(pem_of_key(key))
+        return Broker.parse(
+            self.url,
+            ca=self.authority.folder / "ca.crt",
+            cert=self.folder / f"{name}.crt",
+            key=self.folder / f"{name}.key",
+        )
+
+
+@pytest.fixture
+def site(tmp_path: Path, mosquitto: Callable[..., Any]) -> Site:
+    """A site whose broker runs."""
+    return Site(tmp_path, mosquitto)
+
+
+def refusal(broker: Broker, stage: Any) -> str:
+    """Why a broker lets nobody in, in the words that an agent's or a coordinator's log has."""
+    link = stage.join(broker, "client")
+    with pytest.raises(LinkError) as caught:
+        link.connect(timeout_s=5.0)
+    return str(caught.value)
+
+
+def test_a_device_reaches_its_own_branch_and_the_coordinator_the_fleets(site: Site, stage: Any) -> None:
+    """Another device's branch, another fleet, the coordinator's topics: refused, and the device says so."""
+    root = "fq/1/fleet"
+    coordinator = stage.join(site.broker("coordinator", kind="coordinator"), "coordinator", f"{root}/dev/+/up/#")
+    one = stage.join(site.broker("dev-a"), "one", f"{root}/dev/dev-a/dn/#", f"{root}/coord/state")
+    spy = stage.join(site.broker("dev-b"), "spy", f"{root}/dev/dev-a/dn/#", f"{root}/dev/dev-a/up/#", "#")
+    stage.until(lambda: coordinator.connected and one.connected and spy.connected)
+    coordinator.publish(f"{root}/coord/state", b"state", retain=True)
+    coordinator.publish(f"{root}/dev/dev-a/dn/task", b"task")
+    one.publish(f"{root}/dev/dev-a/up/claim", b"claim")
+    stage.until(lambda: stage.payloads("coordinator") == [b"claim"])
+    stage.until(lambda: sorted(stage.payloads("one")) == [b"state", b"task"])
+    for topic in (
+        f"{root}/dev/dev-a/up/claim",
+        f"{root}/dev/dev-b/dn/task",
+        f"{root}/coord/state",
+        f"{root}/job/j/round",
+        "fq/1/other/dev/dev-b/up/claim",
+    ):
+        before = spy.dropped
+        spy.publish(topic, b"forged")
+        stage.until(lambda before=before: spy.dropped > before)
+        assert f"refuses messages to {topic}" in spy.problem
+        assert "its certificate or user may have no right there" in spy.problem
+    spy.publish(f"{root}/dev/dev-b/up/claim", b"own")
+    stage.until(lambda: stage.payloads("coordinator") == [b"claim", b"own"])
+    assert stage.payloads("spy") == [b"state"]
+    assert sorted(stage.payloads("one")) == [b"state", b"task"]
+
+
+def test_who_has_no_certificate_or_one_that_is_not_good_stays_out_and_is_told_why(
+    site: Site, stage: Any, stranger: Any
+) -> None:
+    """None, expired, a server's, a stranger's: each in a plain sentence that names the file."""
+    none = Broker.parse(site.url, ca=site.authority.folder / "ca.crt")
+    assert "wants a certificate of ours" in refusal(none, stage)
+    expired = refusal(site.broker("dev-a", days_ago=400), stage)
+    assert "dev-a.crt" in expired
+    assert "certificate expired" in expired
+    assert "renew it" in expired
+    assert "server.crt" in refusal(site.broker("server", kind="server"), stage)
+    cert, key = stranger.issue("dev-c")
+    strange = Broker.parse(site.url, ca=site.authority.folder / "ca.crt", cert=cert, key=key)
+    assert "signed by the broker's CA" in refusal(strange, stage)
+
+
+@pytest.mark.parametrize("crl_url", [None, "http://site/crl.pem"])
+def test_a_revoked_device_is_refused_once_the_broker_has_the_list(
+    tmp_path: Path, mosquitto: Callable[..., Any], stage: Any, crl_url: str | None
+) -> None:
+    """After a reload for new connections, after a restart for all; others go on."""
+    site = Site(tmp_path, mosquitto, crl_url)
+    lost, kept = site.broker("dev-a"), site.broker("dev-b")
+    first: MqttLink = stage.join(lost, "first")
+    first.connect(timeout_s=5.0)
+    site.authority.revoke("dev-a", clock_s())
+    shutil.copy(site.authority.folder / "crl.pem", site.out / "crl.pem")
+    site.mosquitto.reload()
+    first.close()
+    said = refusal(lost, stage)
+    assert "certificate revoked" in said
+    assert "it was revoked on purpose" in said
+    site.mosquitto.kill()
+    site.mosquitto.restart()
+    assert "certificate revoked" in refusal(lost, stage)
+    stage.join(kept, "kept").connect(timeout_s=5.0)
+
+
+def test_a_device_cannot_take_over_anothers_session_by_its_client_id(site: Site, stage: Any) -> None:
+    """The broker knows clients by their certificates' names, whatever id they give."""
+    mine = stage.join(site.broker("dev-a"), "fedquilt-fleet-dev-a")
+    mine.connect(timeout_s=5.0)
+    thief = stage.join(site.broker("dev-b"), "fedquilt-fleet-dev-a")
+    thief.connect(timeout_s=5.0)
+    before = mine.session
+    mine.publish("fq/1/fleet/dev/dev-a/up/claim", b"still here")
+    stage.until(lambda: mine.backlog == 0)
+    assert (mine.connected, mine.session, mine.problem) == (True, before, None)
+
+
+def test_the_broker_announces_its_packet_limit(site: Site, stage: Any) -> None:
+    """So blobs are cut to fit; a chunk of 256 KiB does."""
+    link = stage.join(site.broker("dev-a"), "one")
+    link.connect(timeout_s=5.0)
+    assert 256 * 1024 < link.max_payload < broker_config.MAX_PACKET
+
+
+def test_writing_again_keeps_the_brokers_certificate_while_it_is_good(tmp_path: Path) -> None:
+    """Other hosts, a revoked one, or one in its last third: a new one is made. The key is 0600."""
+    authority = Authority.create(tmp_path / "ca", "site", 0.0)
+    out = tmp_path / "out"
+
+    def written(hosts: list[str], at_s: float) -> bytes:
+        broker_config.write(authority, "mosquitto", hosts, out, at_s)
+        return (out / "broker.crt").read_bytes()
+
+    first = written(["broker.site"], 0.0)
+    assert (out / "broker.key").stat().st_mode & 0o777 == 0o600
+    assert written(["broker.site"], DAY_S) == first
+    second = written(["broker.site", "10.0.0.1"], DAY_S)
+    assert second != first
+    third = written(["10.0.0.1", "broker.site"], 600 * DAY_S)
+    assert third != second
+    authority.revoke("broker", 601 * DAY_S)
+    assert written(["10.0.0.1", "broker.site"], 601 * DAY_S) != third
+
+
+@pytest.mark.parametrize("crl_url", [None, "http://site/crl.pem"])
+def test_emqx_gets_the_same_rights_and_limits_in_its_own_words(tmp_path: Path, crl_url: str | None) -> None:
+    """Denied unless allowed, by the certificate's name; without an address of the list it says what is missing."""
+    authority = Authority.create(tmp_path / "ca", "site", clock_s(), crl_url)
+    said = broker_config.write(authority, "emqx", ["b"], tmp_path / "out", clock_s(), fleet="lab", installed="/x/y/")
+    conf, acl = ((tmp_path / "out" / name).read_text() for name in ("fedquilt.conf", "acl.conf"))
+    for line in (
+        "verify = verify_peer",
+        "fail_if_no_peer_cert = true",
+        f"enable_crl_check = {'false' if crl_url is None else 'true'}",
+        "peer_cert_as_username = cn",
+        "no_match = deny",
+        'path = "/x/y/acl.conf"',
+        "max_packet_size = 1MB",
+    ):
+        assert line in conf
+    assert conf.count("{") == conf.count("}")
+    assert '{allow, all, publish, ["fq/1/lab/dev/${username}/up/#"]}.' in acl
+    assert acl.endswith("{deny, all}.\n")
+    assert any("no revocation" in line for line in said) == (crl_url is None)
+
+
+def test_hosts_and_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    """Before anything is written."""
+    authority = Authority.create(tmp_path / "ca", "site", clock_s())
+    for hosts, installed, match in ((["b"], "etc", "full path"), (["b"], '/a"b', "full path"), ([], None, "--host")):
+        with pytest.raises(JobError, match=match):
+            broker_config.write(authority, "mosquitto", hosts, tmp_path / "out", clock_s(), installed=installed)
+    with pytest.raises(JobError, match="neither a host's name"):
+        broker_config.write(authority, "mosquitto", ["a b"], tmp_path / "out", clock_s())
+    assert not (tmp_path / "out" / "fedquilt.conf").exists()

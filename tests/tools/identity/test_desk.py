@@ -1,0 +1,176 @@
+"""Who gets a certificate: tokens that serve once, boards that lose an answer, renewal and its refusals."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedquilt.core import JobError
+from fedquilt.edge_agent.enrol import signing_request
+from fedquilt.enrolment import Request
+from fedquilt.tools.identity.authority import DAY_S, Authority
+from fedquilt.tools.identity.desk import Desk, answer
+from fedquilt.tools.identity.register import Issued
+
+NOW_S = 1_800_000_000.0
+
+
+class Office:
+    """A desk with a clock that is set by hand, and its tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now_s = NOW_S
+        self.authority = Authority.create(folder, "site", NOW_S)
+        self.desk = Desk(self.authority, days=90, clock=lambda: self.now_s)
+
+    def token(self, pattern: str) -> str:
+        return self.authority.register.make_token(pattern, DAY_S, self.now_s)
+
+    def enrol(self, device: str, token: str | None, key: ec.EllipticCurvePrivateKey | None = None) -> Issued:
+        return self.desk.enrol(Request(device, signing_request(key or new_key(), device), token))
+
+    def revoked(self) -> set[str]:
+        crl = x509.load_pem_x509_crl((self.authority.folder / "crl.pem").read_bytes())
+        return {f"{one.serial_number:x}" for one in crl}
+
+
+@pytest.fixture
+def office(tmp_path: Path) -> Office:
+    """An authority's desk."""
+    return Office(tmp_path / "ca")
+
+
+def new_key() -> ec.EllipticCurvePrivateKey:
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def test_a_token_serves_one_board_once(office: Office) -> None:
+    """The certificate is for the board's id and key; a second board is refused, and nothing is signed for it."""
+    token, key = office.token("orin-*"), new_key()
+    made = office.enrol("orin-7", token, key)
+    cert = x509.load_pem_x509_certificate(made.pem.encode())
+    assert cert.public_key() == key.public_key()
+    assert cert.subject.rfc4514_string() == "CN=orin-7"
+    for device in ("orin-7", "orin-8"):
+        with pytest.raises(JobError, match="serves once"):
+            office.enrol(device, token)
+    assert len(office.authority.register.certificates()) == 1
+
+
+def test_a_board_that_lost_the_answer_gets_the_same_certificate_again(office: Office) -> None:
+    """Same token, same key: no second certificate is made."""
+    token, key = office.token("orin-7"), new_key()
+    assert office.enrol("orin-7", token, key) == office.enrol("orin-7", token, key)
+    office.now_s += DAY_S
+    with pytest.raises(JobError, match="ended at 2027-01-16"):
+        office.enrol("orin-7", token, key)
+
+
+def test_tokens_that_are_unknown_late_missing_or_for_others_are_refused(office: Office) -> None:
+    """And stay as they were: a refusal uses no token up."""
+    token = office.token("orin-?")
+    for device, given, said in (
+        ("orin-7", "guess", "not known"),
+        ("orin-7", None, "takes a token"),
+        ("orin-10", token, r"for orin-\?, not for orin-10"),
+    ):
+        with pytest.raises(JobError, match=said):
+            office.enrol(device, given)
+    with pytest.raises(JobError, match="no signing request"):
+        office.desk.enrol(Request("orin-7", "text", token))
+    assert office.enrol("orin-7", token).name == "orin-7"
+
+
+@pytest.mark.parametrize("pattern", ["", "Orin", "a b", "x" * 65, "../x", "[ab]"])
+def test_a_pattern_that_matches_no_id_makes_no_token(office: Office, pattern: str) -> None:
+    """The error shows what a pattern is."""
+    with pytest.raises(JobError, match=r"orin-\*"):
+        office.token(pattern)
+
+
+def test_tokens_are_nowhere_on_disk(office: Office) -> None:
+    """Their digests are."""
+    token = office.token("orin-7")
+    office.enrol("orin-7", token)
+    for path in office.authority.folder.iterdir():
+        assert token.encode() not in path.read_bytes()
+    with sqlite3.connect(office.authority.folder / "register.db") as db:
+        assert len(db.execute("SELECT digest FROM token").fetchone()[0]) == 64
+    db.close()
+
+
+def test_a_flashed_board_with_its_own_token_takes_its_name_back(office: Office) -> None:
+    """What the name had before is revoked; a token for many boards may not do that."""
+    first = office.enrol("orin-7", office.token("orin-7"))
+    with pytest.raises(JobError, match="enrolled with another key"):
+        office.enrol("orin-7", office.token("orin-*"))
+    second = office.enrol("orin-7", office.token("orin-7"))
+    assert office.revoked() == {first.serial} != {second.serial}
+
+
+def test_renewal_takes_a_valid_certificate_and_is_only_done_when_due(office: Office) -> None:
+    """Before the last third the same one comes back; an answer that was lost comes again."""
+    key = new_key()
+    first = office.enrol("orin-7", office.token("orin-7"), key)
+    request = Request("orin-7", signing_request(key, "orin-7"))
+    office.now_s += 59 * DAY_S
+    assert office.desk.renew(request, first.serial) == first
+    office.now_s += 2 * DAY_S
+    second = office.desk.renew(request, first.serial)
+    assert second.ends_s == office.now_s + 90 * DAY_S
+    assert office.desk.renew(request, first.serial) == office.desk.renew(request, second.serial) == second
+
+
+def test_renewal_is_refused_without_a_certificate_for_others_and_when_revoked(office: Office) -> None:
+    """Each with its own sentence."""
+    key = new_key()
+    held = office.enrol("orin-7", office.token("orin-7"), key)
+    server, _ = office.authority.issue("broker", "server", NOW_S, hosts=["site"])
+    own = Request("orin-7", signing_request(key, "orin-7"))
+    other = Request("orin-8", signing_request(key, "orin-8"))
+    rekeyed = Request("orin-7", signing_request(new_key(), "orin-7"))
+    for request, serial, said in (
+        (own, None, "own certificate"),
+        (own, "beef", "own certificate"),
+        (own, server.serial, "own certificate"),
+        (other, held.serial, "orin-7 cannot renew the certificate of orin-8"),
+        (rekeyed, held.serial, "renews with the key it has"),
+    ):
+        with pytest.raises(JobError, match=said):
+            office.desk.renew(request, serial)
+    office.now_s += 91 * DAY_S
+    with pytest.raises(JobError, match="expired at 2027-04-15"):
+        office.desk.renew(own, held.serial)
+    office.now_s = NOW_S
+    office.authority.revoke("orin-7", NOW_S)
+    with pytest.raises(JobError, match="was revoked at 2027-01-15"):
+        office.desk.renew(own, held.serial)
+    with pytest.raises(JobError, match="this key of orin-7 was revoked"):
+        office.enrol("orin-7", office.token("orin-7"), key)
+    assert office.enrol("orin-7", office.token("orin-7")).revoked_s is None
+
+
+def test_a_request_carried_by_hand_is_signed_for_the_device_that_the_operator_names(office: Office) -> None:
+    """Naming it stands for a token; another's request is refused."""
+    csr = signing_request(new_key(), "orin-7")
+    with pytest.raises(JobError, match="not for orin-8"):
+        office.desk.sign(csr, "orin-8")
+    assert office.desk.sign(csr, "orin-7").kind == "device"
+
+
+def test_the_log_says_who_and_why_and_no_secret(office: Office, caplog: pytest.LogCaptureFixture) -> None:
+    """A refusal is a sentence in the operator's log and in the board's answer."""
+    token = office.token("orin-7")
+    with caplog.at_level(logging.DEBUG):
+        office.enrol("orin-7", token)
+        status, said = answer(lambda: office.enrol("orin-7", token), "orin-7 at 10.0.0.7")
+    assert (status, said.certificate) == (403, None)
+    assert "serves once" in said.reason
+    assert "enrolled orin-7" in caplog.text
+    assert "refused orin-7 at 10.0.0.7: this token was used" in caplog.text
+    assert token not in caplog.text + said.reason

@@ -1,0 +1,265 @@
+"""The endpoint over real TLS, with the board's own code on the other side."""
+
+from __future__ import annotations
+
+import datetime
+import http.client
+import json
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from fedquilt import enrolment
+from fedquilt.core import JobError, LinkError
+from fedquilt.edge_agent import enrol, settings
+from fedquilt.tools.identity.authority import DAY_S, Authority, clock_s
+from fedquilt.tools.identity.endpoint import Allowance, Endpoint
+
+
+class Site:
+    """An authority, its endpoint in a thread, and boards."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ahead_s = 0.0  # of the endpoint's clock
+        self.authority = Authority.create(folder / "ca", "site", clock_s())
+        self._stop = threading.Event()
+        ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(ready,))
+        self._thread.start()
+        ready.wait()
+
+    def _run(self, ready: threading.Event) -> None:
+        # SQLite's connection belongs to the thread that opened it
+        authority = Authority(self.folder / "ca")
+        self.endpoint = Endpoint(
+            authority, "127.0.0.1", 0, ["localhost", "127.0.0.1"], clock=lambda: clock_s() + self.ahead_s
+        )
+        self.endpoint.timeout = 0.05
+        ready.set()
+        while not self._stop.is_set():
+            self.endpoint.handle_request()
+            self.endpoint.service_actions()
+        self.endpoint.server_close()
+        authority.register.close()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.authority.register.close()
+
+    def board(self, device: str, token: str | None = None, url: str | None = None) -> settings.AgentSettings:
+        folder = self.folder / device
+        folder.mkdir(exist_ok=True)
+        (folder / "ca.crt").write_bytes((self.authority.folder / "ca.crt").read_bytes())
+        if token is not None:
+            (folder / "token").write_text(token + "\n")
+        files = {
+            key: str(folder / name) for key, name in (("ca", "ca.crt"), ("cert", "device.crt"), ("key", "device.key"))
+        }
+        table = {
+            "device": device,
+            "home": str(folder / "home"),
+            "broker": {"url": "mqtts://localhost", **files},
+            "enrol": {"url": url or f"https://localhost:{self.endpoint.port}"},
+        }
+        return settings.parse(table)
+
+    def token(self, pattern: str) -> str:
+        return self.authority.register.make_token(pattern, DAY_S, clock_s())
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    """An endpoint on a free port."""
+    made = Site(tmp_path)
+    yield made
+    made.close()
+
+
+def now(days: float = 0.0) -> datetime.datetime:
+    return datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(days=days)
+
+
+def serial(board: settings.AgentSettings) -> int:
+    assert board.broker.cert is not None
+    return x509.load_pem_x509_certificate(Path(board.broker.cert).read_bytes()).serial_number
+
+
+def test_a_board_enrols_once_renews_when_due_and_is_otherwise_left_alone(site: Site) -> None:
+    """The key is made on the board, mode 0600; the token is gone; a renewal keeps the key."""
+    board = site.board("orin-7", site.token("orin-*"))
+    files = enrol.paths(board)
+    assert "orin-7 is enrolled, until" in enrol.enrol(board, now())
+    assert files.key.stat().st_mode & 0o777 == 0o600
+    assert not files.token.exists()
+    key, first = files.key.read_bytes(), serial(board)
+    for path in site.authority.folder.iterdir():
+        assert b"".join(key.split(b"\n")[1:-2]) not in path.read_bytes()
+    assert "is enrolled" in enrol.enrol(board, now())
+    assert serial(board) == first
+    site.ahead_s = 300 * DAY_S
+    assert "orin-7 is renewed" in enrol.enrol(board, now(300))
+    assert files.key.read_bytes() == key
+    assert serial(board) != first
+
+
+def test_a_board_whose_clock_says_1970_asks_and_the_endpoint_decides(site: Site) -> None:
+    """It cannot know whether its certificate is due; one that is not comes back as it is."""
+    board = site.board("orin-7", site.token("orin-7"))
+    epoch = datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)
+    enrol.enrol(board, epoch)
+    first = serial(board)
+    assert "is renewed" in enrol.enrol(board, epoch)
+    assert serial(board) == first
+    site.ahead_s = 300 * DAY_S
+    enrol.enrol(board, epoch)
+    assert serial(board) != first
+
+
+def test_a_refusal_is_the_endpoints_sentence_and_the_token_stays(site: Site) -> None:
+    """Used, unknown, another's; the board that has a valid certificate keeps it."""
+    token = site.token("orin-7")
+    enrol.enrol(site.board("orin-7", token), now())
+    thief = site.board("orin-8", token)
+    with pytest.raises(JobError, match="refuses orin-8: this token is for orin-7"):
+        enrol.enrol(thief, now())
+    assert enrol.paths(thief).token.exists()
+    again = site.board("orin-7", "guess")
+    assert "is enrolled" in enrol.enrol(again, now())
+
+
+def test_a_revoked_board_is_told_so_when_it_renews(site: Site) -> None:
+    """Though the chain and the dates of its certificate are in order."""
+    board = site.board("orin-7", site.token("orin-7"))
+    enrol.enrol(board, now())
+    site.authority.revoke("orin-7", clock_s())
+    with pytest.raises(JobError, match="refuses orin-7: the certificate of orin-7 was revoked at"):
+        enrol.enrol(board, now(300))
+
+
+def test_an_expired_certificate_is_refused_by_tls_and_the_board_says_what_to_do(site: Site) -> None:
+    """By its own clock it would be due only; the endpoint's OpenSSL knows better."""
+    board = site.board("orin-7", site.token("orin-7"))
+    enrol.enrol(board, now())
+    files = enrol.paths(board)
+    held = site.authority.register.certificates("orin-7")[-1]
+    key = enrol.own_key(files).public_key()
+    with site.authority.register.together():
+        gone = site.authority.sign("orin-7", "device", key, clock_s() - 400 * DAY_S, days=30)
+    assert gone.ends_s < held.ends_s
+    files.cert.write_text(gone.pem)
+    with pytest.raises(LinkError, match="has expired: put a new token into"):
+        enrol.enrol(board, datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc))
+    with pytest.raises(JobError, match=r"its certificate expired on .* and no token is in"):
+        enrol.enrol(board, now())
+
+
+def test_an_endpoint_of_another_authority_or_name_gets_no_token(site: Site, tmp_path: Path) -> None:
+    """The board trusts what it was flashed with, and checks the name it calls."""
+    (tmp_path / "elsewhere").mkdir()
+    other = Site(tmp_path / "elsewhere")
+    try:
+        board = site.board("orin-7", "token", f"https://localhost:{other.endpoint.port}")
+        with pytest.raises(LinkError, match="is not to be trusted"):
+            enrol.enrol(board, now())
+        elsewhere = site.board("orin-7", "token", f"https://127.0.0.2:{site.endpoint.port}")
+        with pytest.raises(LinkError, match=r"cannot be reached|not to be trusted"):
+            enrol.enrol(elsewhere, now())
+    finally:
+        other.close()
+
+
+def ask(site: Site, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
+    context = ssl.create_default_context(cafile=str(site.authority.folder / "ca.crt"))
+    connection = http.client.HTTPSConnection("localhost", site.endpoint.port, timeout=10, context=context)
+    try:
+        connection.request(method, path, body, headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def test_what_is_no_request_is_answered_and_never_ends_the_endpoint(site: Site) -> None:
+    """Wrong paths, no JSON, unknown keys, too many bytes; the list of what is revoked is public."""
+    assert ask(site, "GET", "/")[0] == 404
+    assert ask(site, "POST", "/v1/other", b"{}")[0] == 404
+    assert ask(site, "PUT", enrolment.ENROL, b"{}")[0] == 501
+    assert ask(site, "POST", enrolment.ENROL, b"no json")[0] == 400
+    assert ask(site, "POST", enrolment.ENROL, b'{"device":"a","csr":"b","more":1}')[0] == 400
+    assert ask(site, "POST", enrolment.ENROL, b'{"device":"A/B","csr":"b"}')[0] == 400
+    assert ask(site, "POST", enrolment.ENROL, b"", **{"Content-Length": "99999999"})[0] == 413
+    assert ask(site, "POST", enrolment.ENROL, b"", **{"Content-Length": "-1"})[0] == 413
+    status, body = ask(site, "POST", enrolment.RENEW, json.dumps({"device": "orin-7", "csr": "x"}).encode())
+    assert (status, "own certificate" in json.loads(body)["reason"]) == (403, True)
+    status, body = ask(site, "GET", enrolment.CRL)
+    assert (status, body) == (200, (site.authority.folder / "crl.pem").read_bytes())
+
+
+def test_a_client_that_says_nothing_holds_the_endpoint_no_longer_than_its_time(site: Site) -> None:
+    """Neither before the handshake nor after: the next one is answered."""
+    site.endpoint.seconds = 0.3
+    with socket.create_connection(("127.0.0.1", site.endpoint.port)):
+        assert ask(site, "GET", "/")[0] == 404
+    context = ssl.create_default_context(cafile=str(site.authority.folder / "ca.crt"))
+    with (
+        socket.create_connection(("127.0.0.1", site.endpoint.port)) as raw,
+        context.wrap_socket(raw, server_hostname="localhost") as slow,
+    ):
+        slow.sendall(b"POST /v1/enrol HTTP/1.1\r\nContent-Length: 10\r\n\r\n{")
+        assert ask(site, "GET", "/")[0] == 404
+
+
+def test_plain_http_and_garbage_are_dropped_quietly(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """One line without a traceback."""
+    with caplog.at_level(logging.INFO), socket.create_connection(("127.0.0.1", site.endpoint.port)) as raw:
+        raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        while raw.recv(4096):
+            pass
+        assert ask(site, "GET", "/")[0] == 404
+    assert "Traceback" not in caplog.text
+    assert "a connection of 127.0.0.1 ended early" in caplog.text
+
+
+def test_an_address_connects_only_so_often() -> None:
+    """A burst, then one each refill; others are not held back; only so many addresses are remembered."""
+    allowance = Allowance(burst=2, refill_s=10, most=2)
+    assert [allowance.take("a", 0.0) for _ in range(3)] == [True, True, False]
+    assert allowance.take("b", 0.0)
+    assert [allowance.take("a", at_s) for at_s in (9.0, 10.0, 11.0)] == [False, True, False]
+    allowance.take("c", 11.0)
+    allowance.take("d", 11.0)
+    assert allowance.take("a", 11.0)  # forgotten meanwhile
+
+
+def test_a_connection_beyond_the_allowance_is_closed_before_tls(site: Site) -> None:
+    """It costs the endpoint no handshake."""
+    site.endpoint._allowance = Allowance(burst=1, refill_s=1e9)
+    assert ask(site, "GET", "/")[0] == 404
+    with pytest.raises((OSError, http.client.HTTPException)):
+        ask(site, "GET", "/")
+
+
+def test_a_port_in_use_says_so(site: Site) -> None:
+    """And names it."""
+    with pytest.raises(LinkError, match=f"cannot listen on 127.0.0.1:{site.endpoint.port}"):
+        Endpoint(site.authority, "127.0.0.1", site.endpoint.port, ["localhost"])
+
+
+def test_the_endpoints_own_certificate_is_made_anew_while_it_runs(site: Site) -> None:
+    """Long before it ends; who connects next sees the new one."""
+
+    def shown() -> bytes:
+        return ssl.get_server_certificate(("127.0.0.1", site.endpoint.port)).encode()
+
+    first = shown()
+    site.ahead_s = 31 * DAY_S
+    ask(site, "GET", "/")
+    assert shown() != first

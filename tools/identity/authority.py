@@ -1,0 +1,312 @@
+"""A fleet's certificate authority: a folder with its key, certificate, revocation list and register.
+
+ECDSA on P-256 throughout. What a certificate may be used for is in it: a device's and the
+coordinator's only to be a client, a server's only to be a server, so that a board's own certificate
+cannot pose as the broker. The authority and servers are valid since 1970, so that a board whose clock
+says 1970 can check them in full; everything else of the check (chain, name, use) is never left out.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fedquilt import disk, enrolment
+from fedquilt.core import JobError, StoreError
+from fedquilt.tools.identity.register import Issued, Kind, Register, stamp
+
+DAY_S: Final = 86400.0
+EPOCH: Final = datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)
+AUTHORITY_DAYS: Final = 3650
+DAYS: dict[Kind, int] = {"device": 365, "coordinator": 730, "server": 730}
+RESERVED: Final = frozenset({"coordinator"})  # the user that the broker gives the coordinator's rights
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}\Z")
+_USE = {
+    "device": ExtendedKeyUsageOID.CLIENT_AUTH,
+    "coordinator": ExtendedKeyUsageOID.CLIENT_AUTH,
+    "server": ExtendedKeyUsageOID.SERVER_AUTH,
+}
+
+
+class Authority:
+    """An authority that `create` made.
+
+    Raises:
+        StoreError: there is none in the folder, or it cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if not (folder / "ca.key").is_file() or not (folder / "ca.crt").is_file():
+            raise StoreError(f"no authority in {folder}: `fedquilt ca init --ca {folder}` makes one")
+        with disk.doing(f"read {folder}"):
+            key, cert = (folder / "ca.key").read_bytes(), (folder / "ca.crt").read_bytes()
+        try:
+            self.cert = x509.load_pem_x509_certificate(cert)
+            loaded = serialization.load_pem_private_key(key, None)
+        except (ValueError, TypeError, UnsupportedAlgorithm):
+            raise StoreError(f"ca.key or ca.crt in {folder} is damaged: bring back a copy of the folder") from None
+        if not isinstance(loaded, ec.EllipticCurvePrivateKey) or loaded.public_key() != self.cert.public_key():
+            raise StoreError(f"ca.key and ca.crt in {folder} are not of one pair: bring back a copy of the folder")
+        self._key = loaded
+        self.register = Register(folder / "register.db")
+
+    @classmethod
+    def create(cls, folder: Path, name: str, now_s: float, crl_url: str | None = None) -> Authority:
+        """Make one: key 0600 in a folder 0700.
+
+        `crl_url`: where the revocation list will be fetched from (EMQX); it is written into certificates.
+
+        Raises:
+            JobError: there is one already, or the name or URL cannot be used.
+            StoreError: the folder cannot be written.
+        """
+        if (folder / "ca.key").exists():
+            raise JobError(f"{folder} holds an authority already: every certificate of the fleet hangs on it")
+        if not 0 < len(name) <= 64 or not name.isprintable():
+            raise JobError(f"{name!r} is no name for an authority: up to 64 printable characters")
+        if crl_url is not None and not re.match(r"https?://[!-~]{1,200}\Z", crl_url):
+            raise JobError(f"{crl_url!r} is no address of a revocation list: write http://HOST/crl.pem")
+        with disk.doing(f"make {folder}"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.chmod(0o700)
+        key, subject = ec.generate_private_key(ec.SECP256R1()), _subject(name)
+        builder = (
+            x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number())
+            .not_valid_before(EPOCH)
+            .not_valid_after(_date(now_s + AUTHORITY_DAYS * DAY_S))
+            .add_extension(x509.BasicConstraints(True, 0), critical=True)
+            .add_extension(_usage(signs_certificates=True), critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        )
+        if crl_url is not None:
+            builder = builder.add_extension(_points(crl_url), critical=False)
+        enrolment.keep(folder / "ca.crt", _pem(builder.sign(key, hashes.SHA256())), 0o644)
+        enrolment.keep(folder / "ca.key", pem_of_key(key), 0o600)
+        made = cls(folder)
+        made.write_crl(now_s)
+        return made
+
+    @property
+    def crl_url(self) -> str | None:
+        try:
+            points = self.cert.extensions.get_extension_for_class(x509.CRLDistributionPoints).value
+        except x509.ExtensionNotFound:
+            return None
+        return str(next(iter(points)).full_name[0].value)  # as `create` wrote it
+
+    # -- signing ----------------------------------------------------------------------------------
+
+    def read_request(self, pem: str, device: str) -> ec.EllipticCurvePublicKey:
+        """The key of a signing request that may be signed for this device: checked, but not yet signed.
+
+        Raises:
+            JobError: not a request for it, a bad signature, another kind of key, or a name that no device may have.
+        """
+        try:
+            csr = x509.load_pem_x509_csr(pem.encode())
+            sound, key, name = csr.is_signature_valid, csr.public_key(), enrolment.common_name(csr)
+        except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature):
+            raise JobError("this is no signing request (PKCS#10, PEM): `fedquilt enrol board` makes one") from None
+        if not sound:
+            raise JobError("the signing request was changed on its way: its signature does not fit it")
+        if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+            raise JobError("the signing request has another key than ECDSA P-256: let `fedquilt enrol board` make it")
+        if name != device:
+            raise JobError(f"the signing request is for {name!r}, not for {device}: each device asks for itself")
+        known = self.register.certificates(device)
+        if device in RESERVED or any(one.kind != "device" for one in known):
+            raise JobError(
+                f"{device!r} is no device's name here, but the coordinator's or a server's: rename the device"
+            )
+        if any(one.key_id == enrolment.key_id(key) and one.revoked_s is not None for one in known):
+            raise JobError(
+                f"this key of {device} was revoked: remove device.key on the board, which then makes another"
+            )
+        return key
+
+    def sign(
+        self,
+        name: str,
+        kind: Kind,
+        key: ec.EllipticCurvePublicKey,
+        now_s: float,
+        *,
+        hosts: Sequence[str] = (),
+        days: float | None = None,
+    ) -> Issued:
+        """A certificate for a key, noted in the register (call within `register.together`).
+
+        Raises:
+            JobError: a name or host that cannot be used.
+        """
+        if not _NAME.match(name):
+            raise JobError(f"{name!r} is no name: up to 64 of a-z, 0-9, '.', '_' and '-', beginning with a-z or 0-9")
+        begins = EPOCH if kind == "server" else _date(now_s - DAY_S)  # a broker's clock may be somewhat behind
+        ends = min(_date(now_s + (DAYS[kind] if days is None else days) * DAY_S), self.cert.not_valid_after_utc)
+        builder = (
+            x509.CertificateBuilder(self.cert.subject, _subject(name), key, x509.random_serial_number())
+            .not_valid_before(begins)
+            .not_valid_after(ends)
+            .add_extension(x509.BasicConstraints(False, None), critical=True)
+            .add_extension(_usage(), critical=True)
+            .add_extension(x509.ExtendedKeyUsage([_USE[kind]]), critical=False)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+            .add_extension(_authority_id(self.cert), critical=False)
+        )
+        if hosts:
+            builder = builder.add_extension(x509.SubjectAlternativeName([_host(one) for one in hosts]), critical=False)
+        if self.crl_url is not None:
+            builder = builder.add_extension(_points(self.crl_url), critical=False)
+        cert = builder.sign(self._key, hashes.SHA256())
+        made = Issued(
+            serial=f"{cert.serial_number:x}",
+            name=name,
+            kind=kind,
+            key_id=enrolment.key_id(key),
+            issued_s=now_s,
+            ends_s=ends.timestamp(),
+            revoked_s=None,
+            pem=_pem(cert).decode(),
+        )
+        self.register.add(made)
+        return made
+
+    def issue(
+        self, name: str, kind: Kind, now_s: float, *, hosts: Sequence[str] = (), days: float | None = None
+    ) -> tuple[Issued, bytes]:
+        """A certificate and its new private key, PEM: for the broker, the coordinator and the endpoint.
+
+        Raises:
+            JobError: a name or host that cannot be used, or a device's name.
+        """
+        key = ec.generate_private_key(ec.SECP256R1())
+        with self.register.together():
+            if any(one.kind == "device" for one in self.register.certificates(name)):
+                raise JobError(f"{name!r} is a device's name: take another, whose rights nobody else has")
+            return self.sign(name, kind, key.public_key(), now_s, hosts=hosts, days=days), pem_of_key(key)
+
+    # -- revoking ---------------------------------------------------------------------------------
+
+    def revoke(self, name: str, now_s: float) -> list[Issued]:
+        """Revoke all that is valid of a name, forget its tokens, and write the list; what was revoked.
+
+        Raises:
+            JobError: nothing was ever issued to the name.
+        """
+        with self.register.together():
+            known = self.register.certificates(name)
+            cancelled = self.register.cancel_tokens(name)
+            if not known and not cancelled:
+                raise JobError(f"nothing was issued to {name!r}: `fedquilt ca list` shows all")
+            ended = [one for one in known if one.revoked_s is None and one.ends_s > now_s]
+            for one in ended:
+                self.register.revoke(one.serial, now_s)
+        self.write_crl(now_s)
+        return ended
+
+    def write_crl(self, now_s: float) -> Path:
+        """Write crl.pem: what is revoked and would still be valid. It ends with the authority, as a broker
+        that refused everybody because its copy is old would be the worse failure."""
+        builder = (
+            x509.CertificateRevocationListBuilder()
+            .issuer_name(self.cert.subject)
+            .last_update(_date(now_s - DAY_S))  # for a broker whose clock is somewhat behind
+            .next_update(self.cert.not_valid_after_utc)
+            .add_extension(x509.CRLNumber(int(now_s * 1000)), critical=False)
+            .add_extension(_authority_id(self.cert), critical=False)
+        )
+        if self.crl_url is not None:  # EMQX heeds only a list that says where it belongs
+            point = x509.IssuingDistributionPoint(
+                full_name=[x509.UniformResourceIdentifier(self.crl_url)],
+                relative_name=None,
+                only_contains_user_certs=False,
+                only_contains_ca_certs=False,
+                only_some_reasons=None,
+                indirect_crl=False,
+                only_contains_attribute_certs=False,
+            )
+            builder = builder.add_extension(point, critical=True)
+        for one in self.register.certificates():
+            if one.revoked_s is not None and one.ends_s > now_s:
+                entry = x509.RevokedCertificateBuilder(int(one.serial, 16), _date(one.revoked_s)).build()
+                builder = builder.add_revoked_certificate(entry)
+        path = self.folder / "crl.pem"
+        pem = builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+        enrolment.keep(path, pem, 0o644)
+        return path
+
+
+def state(issued: Issued, now_s: float) -> str:
+    """What a certificate is worth now, in words."""
+    if issued.revoked_s is not None:
+        return f"revoked {stamp(issued.revoked_s)}"
+    return f"{'expired' if issued.ends_s <= now_s else 'valid until'} {stamp(issued.ends_s)}"
+
+
+def clock_s() -> float:
+    """The wall clock of whoever holds the authority."""
+    return time.time()
+
+
+def pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """A private key as PEM, not encrypted: a daemon has nobody to ask for a passphrase."""
+    plain = serialization.NoEncryption()
+    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
+
+
+def _pem(cert: x509.Certificate) -> bytes:
+    return cert.public_bytes(serialization.Encoding.PEM)
+
+
+def _subject(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _date(at_s: float) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(int(at_s), datetime.timezone.utc)
+
+
+def _usage(signs_certificates: bool = False) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _authority_id(cert: x509.Certificate) -> x509.AuthorityKeyIdentifier:
+    own = cert.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(own)
+
+
+def _points(url: str) -> x509.CRLDistributionPoints:
+    name = x509.UniformResourceIdentifier(url)
+    return x509.CRLDistributionPoints([x509.DistributionPoint([name], None, None, None)])
+
+
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    if not re.match(r"(?!-)[A-Za-z0-9-]{1,63}(\.(?!-)[A-Za-z0-9-]{1,63})*\Z", host):
+        raise JobError(f"{host!r} is neither a host's name nor an IP address")
+    return x509.DNSName(host)

@@ -1,0 +1,195 @@
+"""A broker's configuration for a fleet: TLS by the fleet's authority, rights by certificate, limits.
+
+A device's certificate names it, and the broker lets it write `dev/<its name>/up/#` and read
+`dev/<its name>/dn/#` and the coordinator's state: nothing else. The client id is made the certificate's
+name as well, or one device could take over another's session by using its id.
+Options and what they do on a real Mosquitto 2.0.11: tests/tools/identity. EMQX 5: by its documentation
+(docs.emqx.com: listener, acl.conf, CRL check), not run here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+from cryptography import x509
+
+from fedquilt import disk, enrolment
+from fedquilt.core import JobError
+from fedquilt.tools.identity.authority import Authority
+from fedquilt.wire import VERSION
+
+Broker = Literal["mosquitto", "emqx"]
+
+PORT: Final = 8883
+MAX_PACKET: Final = 1024 * 1024  # bytes; a chunk is at most 256 KiB, a message or manifest less
+MAX_QUEUED: Final = 1000  # messages for one client: blobs are pulled by windows, so far more than are ever due
+MAX_QUEUED_BYTES: Final = 32 * 1024 * 1024
+MAX_INFLIGHT: Final = 20
+ABSENT_DAYS: Final = 1  # how long a session outlives its client
+INSTALLED: dict[Broker, str] = {"mosquitto": "/etc/mosquitto/fedquilt", "emqx": "/etc/emqx/fedquilt"}
+
+
+def mosquitto(port: int, folder: str) -> str:
+    """mosquitto.conf, for /etc/mosquitto/conf.d; `folder`: where its files are on the broker's machine."""
+    return f"""# made by `fedquilt broker config --for mosquitto`
+listener {port}
+cafile {folder}/ca.crt
+certfile {folder}/broker.crt
+keyfile {folder}/broker.key
+crlfile {folder}/crl.pem
+require_certificate true
+use_identity_as_username true
+use_username_as_clientid true
+allow_anonymous false
+acl_file {folder}/acl
+set_tcp_nodelay true
+max_packet_size {MAX_PACKET}
+max_inflight_messages {MAX_INFLIGHT}
+max_queued_messages {MAX_QUEUED}
+max_queued_bytes {MAX_QUEUED_BYTES}
+persistent_client_expiration {ABSENT_DAYS}d
+persistence true
+"""
+
+
+def mosquitto_acl(fleet: str) -> str:
+    """The acl_file: a client's user is its certificate's name."""
+    root = f"fq/{VERSION}/{fleet}"
+    return f"""# made by `fedquilt broker config --for mosquitto`
+user coordinator
+topic read {root}/dev/+/up/#
+topic write {root}/dev/+/dn/#
+topic write {root}/job/#
+topic write {root}/coord/state
+
+pattern write {root}/dev/%u/up/#
+pattern read {root}/dev/%u/dn/#
+pattern read {root}/coord/state
+"""
+
+
+def emqx(port: int, folder: str, crl: bool) -> str:
+    """What is appended to emqx.conf; `crl`: certificates say where the revocation list is fetched."""
+    return f"""# made by `fedquilt broker config --for emqx`
+listeners.ssl.default {{
+  bind = "0.0.0.0:{port}"
+  ssl_options {{
+    cacertfile = "{folder}/ca.crt"
+    certfile = "{folder}/broker.crt"
+    keyfile = "{folder}/broker.key"
+    verify = verify_peer
+    fail_if_no_peer_cert = true
+    enable_crl_check = {str(crl).lower()}
+  }}
+}}
+listeners.tcp.default.enable = false
+listeners.ws.default.enable = false
+listeners.wss.default.enable = false
+mqtt {{
+  peer_cert_as_username = cn
+  peer_cert_as_clientid = cn
+  max_packet_size = {MAX_PACKET // 2**20}MB
+  max_inflight = {MAX_INFLIGHT}
+  max_mqueue_len = {MAX_QUEUED}
+  session_expiry_interval = {ABSENT_DAYS * 24}h
+}}
+authorization {{
+  no_match = deny
+  deny_action = ignore
+  sources = [{{ type = file, enable = true, path = "{folder}/acl.conf" }}]
+}}
+"""
+
+
+def emqx_acl(fleet: str) -> str:
+    """acl.conf: the first rule that matches decides."""
+    root = f"fq/{VERSION}/{fleet}"
+    return f"""%% made by `fedquilt broker config --for emqx`
+{{allow, {{username, "coordinator"}}, subscribe, ["{root}/dev/+/up/#"]}}.
+{{allow, {{username, "coordinator"}}, publish, ["{root}/dev/+/dn/#", "{root}/job/#", "{root}/coord/state"]}}.
+{{allow, all, publish, ["{root}/dev/${{username}}/up/#"]}}.
+{{allow, all, subscribe, ["{root}/dev/${{username}}/dn/#", "{root}/coord/state"]}}.
+{{deny, all}}.
+"""
+
+
+def write(
+    authority: Authority,
+    broker: Broker,
+    hosts: Sequence[str],
+    out: Path,
+    now_s: float,
+    *,
+    fleet: str = "fleet",
+    port: int = PORT,
+    installed: str | None = None,
+) -> list[str]:
+    """Write all that a broker needs into a folder; what was written and what to do next, as lines.
+
+    The broker's certificate and key stay as they are while they are good for these hosts; `installed`
+    is where the folder will be on the broker's machine.
+
+    Raises:
+        JobError: a host that cannot be used, or none.
+        StoreError: the folder cannot be written.
+    """
+    if not hosts:
+        raise JobError("a broker's certificate says by which names it is reached: give --host NAME or ADDRESS")
+    at = (installed or INSTALLED[broker]).rstrip("/")
+    if not at.startswith("/") or not at.isprintable() or '"' in at or " " in at:
+        raise JobError(f"--installed {installed!r} is no folder's full path without white space")
+    with disk.doing(f"make {out}"):
+        out.mkdir(mode=0o700, parents=True, exist_ok=True)
+    files = {
+        "ca.crt": (authority.folder / "ca.crt").read_bytes(),
+        "crl.pem": authority.write_crl(now_s).read_bytes(),
+    }
+    if broker == "mosquitto":
+        files |= {"fedquilt.conf": mosquitto(port, at).encode(), "acl": mosquitto_acl(fleet).encode()}
+        begin = f"link {at}/fedquilt.conf into /etc/mosquitto/conf.d"
+    else:
+        crl = authority.crl_url is not None
+        files |= {"fedquilt.conf": emqx(port, at, crl).encode(), "acl.conf": emqx_acl(fleet).encode()}
+        begin = f"append {at}/fedquilt.conf to /etc/emqx/emqx.conf"
+    said = []
+    if not _good(authority, out, hosts, now_s):
+        issued, key = authority.issue("broker", "server", now_s, hosts=hosts)
+        files |= {"broker.crt": issued.pem.encode()}
+        enrolment.keep(out / "broker.key", key, 0o600)
+        said.append(f"a new certificate of the broker, for {', '.join(hosts)}")
+    for name, data in files.items():
+        enrolment.keep(out / name, data, 0o644)
+    said += [
+        f"{out}: {', '.join(sorted([*files, 'broker.key']))}",
+        f"copy it to {at} on the broker's machine, its files owned by the broker's user ({broker}), broker.key 0600",
+        f"{begin}; then restart the broker",
+    ]
+    if broker == "emqx" and authority.crl_url is None:
+        said.append("EMQX will know no revocation: it fetches the list from where `fedquilt ca init --crl-url` says")
+    return said
+
+
+def _good(authority: Authority, out: Path, hosts: Sequence[str], now_s: float) -> bool:
+    """Whether the broker's certificate that is there already can stay."""
+    try:
+        cert = x509.load_pem_x509_certificate((out / "broker.crt").read_bytes())
+        names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (OSError, ValueError, x509.ExtensionNotFound):
+        return False
+    known = authority.register.by_serial(f"{cert.serial_number:x}")
+    if known is None or known.revoked_s is not None or not (out / "broker.key").is_file():
+        return False
+    has = {str(one.value) for one in names}
+    fresh = now_s < known.ends_s - (known.ends_s - known.issued_s) * enrolment.DUE_SHARE
+    return has == set(hosts) and fresh
+
+
+def reload_advice() -> list[str]:
+    """How a broker takes a new revocation list."""
+    return [
+        "Mosquitto: copy crl.pem to its folder and `systemctl reload mosquitto`: new connections are refused at once;",
+        "what is connected stays until it hangs up: `systemctl restart mosquitto` cuts it off now",
+        "EMQX: publish crl.pem at the address of --crl-url; it fetches the list every 15 minutes",
+    ]

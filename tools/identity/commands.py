@@ -1,0 +1,153 @@
+"""`fedquilt ca`, the operator's side of `fedquilt enrol`, and `fedquilt broker config`."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fedquilt import disk, enrolment
+from fedquilt.core import JobError
+from fedquilt.tools.identity import broker_config
+from fedquilt.tools.identity.authority import Authority, clock_s, state
+from fedquilt.tools.identity.desk import Desk
+from fedquilt.tools.identity.endpoint import Endpoint, serve
+from fedquilt.tools.identity.register import stamp
+
+HOUR_S = 3600.0
+
+
+def init(folder: Path, name: str, crl_url: str | None) -> int:
+    """Make an authority."""
+    made = Authority.create(folder, name, clock_s(), crl_url)
+    print(f"{folder}: authority {name!r}, until {made.cert.not_valid_after_utc:%Y-%m-%d}")
+    print(f"fingerprint of its key: {enrolment.key_id(made.cert.public_key())}")
+    print(
+        f"boards get {folder}/ca.crt; {folder}/ca.key is the fleet: keep a copy of the folder where nobody else reads"
+    )
+    return 0
+
+
+def issue(folder: Path, name: str, hosts: Sequence[str], out: Path, days: float | None) -> int:
+    """A certificate and key for a server (with hosts) or the coordinator, written into `out`."""
+    if not hosts and name != "coordinator":
+        raise JobError(f"{name}: a server's certificate needs --host; a device enrols (`fedquilt enrol token {name}`)")
+    authority = Authority(folder)
+    issued, key = authority.issue(name, "server" if hosts else "coordinator", clock_s(), hosts=hosts, days=days)
+    with disk.doing(f"make {out}"):
+        out.mkdir(parents=True, exist_ok=True)
+    enrolment.keep(out / f"{name}.key", key, 0o600)
+    enrolment.keep(out / f"{name}.crt", issued.pem.encode(), 0o644)
+    print(f"{out / name}.crt and .key, until {stamp(issued.ends_s)}")
+    return 0
+
+
+def listing(folder: Path, format: str) -> int:
+    """Every certificate and token."""
+    register, now_s = Authority(folder).register, clock_s()
+    issued, tokens = register.certificates(), register.tokens()
+    if format == "json":
+        rows: Any = {
+            "certificates": [{k: v for k, v in one._asdict().items() if k != "pem"} for one in issued],
+            "tokens": [one._asdict() for one in tokens],
+        }
+        print(msgspec.json.encode(rows).decode())
+        return 0
+    for one in issued:
+        print(f"{one.name:24} {one.kind:12} {state(one, now_s):34} key {one.key_id[:16]}")
+    for token in tokens:
+        if token.used_s is None:
+            until = f"{'expired' if token.ends_s <= now_s else 'until'} {stamp(token.ends_s)}"
+            print(f"{token.pattern:24} {'token':12} {until}")
+    return 0
+
+
+def revoke(folder: Path, name: str) -> int:
+    """Revoke whatever is valid of a name."""
+    ended = Authority(folder).revoke(name, clock_s())
+    print(f"{name}: {len(ended)} certificate{'' if len(ended) == 1 else 's'} revoked, its tokens forgotten")
+    print(f"{folder / 'crl.pem'} is written; brokers refuse {name} once they have it:")
+    for line in broker_config.reload_advice():
+        print(f"  {line}")
+    return 0
+
+
+def token(folder: Path, pattern: str, hours: float, out: Path | None) -> int:
+    """A one-time token on standard output, or into a file that only its owner reads."""
+    now_s = clock_s()
+    text = Authority(folder).register.make_token(pattern, hours * HOUR_S, now_s)
+    said = f"for one board named {pattern}, until {stamp(now_s + hours * HOUR_S)}; it is not shown again"
+    if out is None:
+        print(text)
+        print(said, file=sys.stderr)
+    else:
+        enrolment.keep(out, f"{text}\n".encode(), 0o600)
+        print(f"{out}: {said}")
+    return 0
+
+
+def listen(folder: Path, host: str, port: int, hosts: Sequence[str], days: float | None) -> int:
+    """Be the enrolment endpoint."""
+    names = tuple(hosts) or tuple(dict.fromkeys((socket.gethostname(), socket.getfqdn())))
+
+    def say(line: str) -> None:
+        print(f"{line}; boards call https://{names[0]}:{port}", flush=True)
+
+    serve(Endpoint(Authority(folder), host, port, names, days=days), say)
+    return 0
+
+
+def sign(folder: Path, csr: Path, device: str, out: Path | None, days: float | None) -> int:
+    """Sign a request that was carried here."""
+    with disk.doing(f"read {csr}"):
+        data = csr.read_bytes()[: enrolment.MAX_BODY]
+    issued = Desk(Authority(folder), days).sign(data.decode("ascii", "replace"), device)
+    out = out or csr.with_suffix(".crt")
+    enrolment.keep(out, issued.pem.encode(), 0o644)
+    print(f"{out}: for {device}, until {stamp(issued.ends_s)}; its key's fingerprint is {issued.key_id}")
+    print("compare it with what the board said, then there: fedquilt enrol board AGENT.toml --accept FILE")
+    return 0
+
+
+def board(settings: Path, *, url: str | None, waits: bool, request: Path | None, accept: Path | None) -> int:
+    """A board's own part."""
+    import datetime
+    import time
+
+    from fedquilt.edge_agent import enrol
+    from fedquilt.edge_agent import settings as agent
+
+    told = agent.load(settings)
+    if url is not None:
+        told = msgspec.structs.replace(told, enrol=msgspec.structs.replace(told.enrol, url=url))
+    if request is not None:
+        key = enrol.own_key(enrol.paths(told))
+        enrolment.keep(request, enrol.signing_request(key, told.device).encode(), 0o644)
+        print(f"{request}: for {told.device}; its key's fingerprint is {enrolment.key_id(key.public_key())}")
+        print(f"carry it to the authority: fedquilt enrol sign {request.name} --device {told.device}")
+        return 0
+    if accept is not None:
+        with disk.doing(f"read {accept}"):
+            pem = accept.read_bytes()
+        print(f"{told.device} is enrolled, until {enrol.accept(told, pem):%Y-%m-%d}")
+        return 0
+
+    def now() -> datetime.datetime:
+        return datetime.datetime.now(datetime.timezone.utc)
+
+    print(enrol.wait(told, now, time.sleep) if waits else enrol.enrol(told, now()))
+    return 0
+
+
+def config(
+    folder: Path, broker: Any, hosts: Sequence[str], out: Path, *, fleet: str, port: int, installed: str | None
+) -> int:
+    """Write a broker's configuration."""
+    authority, now_s = Authority(folder), clock_s()
+    made = broker_config.write(authority, broker, hosts, out, now_s, fleet=fleet, port=port, installed=installed)
+    print("\n".join(made))
+    return 0

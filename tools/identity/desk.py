@@ -1,0 +1,120 @@
+"""Who gets a certificate: the decisions of enrolment and renewal, without a network."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from collections.abc import Callable
+
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedquilt.core import FedquiltError, JobError
+from fedquilt.enrolment import Answer, Request, due, key_id
+from fedquilt.tools.identity.authority import Authority, clock_s
+from fedquilt.tools.identity.register import Issued, stamp
+
+log = logging.getLogger("fedquilt.enrol")
+
+
+class Desk:
+    """Signs for an authority. Everything refused is a JobError whose sentence the board may read."""
+
+    def __init__(self, authority: Authority, days: float | None = None, clock: Callable[[], float] = clock_s) -> None:
+        self.authority, self._days, self._clock = authority, days, clock
+
+    def enrol(self, request: Request) -> Issued:
+        """A certificate for a token. Whatever the device had before is revoked: its key may be on a lost board.
+
+        Raises:
+            JobError: the token or the request is refused.
+        """
+        now_s, register = self._clock(), self.authority.register
+        if request.token is None:
+            raise JobError("enrolling takes a token: ask the operator for one (`fedquilt enrol token`)")
+        with register.together():
+            key = self.authority.read_request(request.csr, request.device)
+            own = key_id(key)
+            token = register.take_token(request.token, request.device, own, now_s)
+            if isinstance(token, str):
+                raise JobError(token)
+            valid = _valid(register.certificates(request.device), now_s)
+            if token.used_s is not None and (again := [one for one in valid if one.key_id == own]):
+                return again[-1]  # the answer to the first time was lost
+            if token.used_s is not None:
+                raise JobError("what this token gave has ended: ask the operator for another")
+            if not token.exact and any(one.key_id != own for one in valid):
+                raise JobError(
+                    f"{request.device} is enrolled with another key: if that board is gone, revoke it (`fedquilt ca "
+                    f"revoke {request.device}`) or give a token for this very id; if not, give this board another id"
+                )
+            return self._grant(request.device, key, now_s)
+
+    def renew(self, request: Request, serial: str | None) -> Issued:
+        """A certificate for who holds a valid one, `serial`; what is not yet due is given again.
+
+        Raises:
+            JobError: no certificate, a revoked or unknown one, another device's, or a request that is refused.
+        """
+        now_s, register = self._clock(), self.authority.register
+        held = None if serial is None else register.by_serial(serial)
+        if held is None or held.kind != "device":
+            raise JobError("renewing takes the device's own certificate: enrol with a token instead")
+        if held.name != request.device:
+            raise JobError(f"{held.name} cannot renew the certificate of {request.device}")
+        if held.revoked_s is not None:
+            raise JobError(f"the certificate of {held.name} was revoked at {stamp(held.revoked_s)}: enrol it anew")
+        with register.together():
+            key = self.authority.read_request(request.csr, request.device)
+            own = key_id(key)
+            if own != held.key_id:
+                raise JobError(f"{held.name} renews with the key it has: with a new key it enrols by a token")
+            valid = [one for one in _valid(register.certificates(held.name), now_s) if one.key_id == own]
+            if not valid:
+                raise JobError(f"the certificate of {held.name} expired at {stamp(held.ends_s)}: enrol it anew")
+            newest = valid[-1]
+            begins, ends = (datetime.datetime.fromtimestamp(s, datetime.timezone.utc) for s in newest[4:6])
+            if not due(begins, ends, datetime.datetime.fromtimestamp(now_s, datetime.timezone.utc)):
+                return newest
+            made = self.authority.sign(held.name, "device", key, now_s, days=self._days)
+        log.info("renewed %s, certificate until %s", made.name, stamp(made.ends_s))
+        return made
+
+    def _grant(self, device: str, key: ec.EllipticCurvePublicKey, now_s: float) -> Issued:
+        others = [
+            one for one in _valid(self.authority.register.certificates(device), now_s) if one.key_id != key_id(key)
+        ]
+        for one in others:
+            self.authority.register.revoke(one.serial, now_s)
+        made = self.authority.sign(device, "device", key, now_s, days=self._days)
+        if others:
+            self.authority.write_crl(now_s)
+            log.warning("%s has a new key: its former certificate is revoked, give brokers the new crl.pem", device)
+        log.info("enrolled %s, certificate until %s", device, stamp(made.ends_s))
+        return made
+
+    def sign(self, csr: str, device: str) -> Issued:
+        """A certificate for a request that the operator carried here: naming the device stands for a token.
+
+        Raises:
+            JobError: the request is refused.
+        """
+        now_s, register = self._clock(), self.authority.register
+        with register.together():
+            key = self.authority.read_request(csr, device)
+            return self._grant(device, key, now_s)
+
+
+def answer(decide: Callable[[], Issued], who: str) -> tuple[int, Answer]:
+    """An HTTP status and what the board is told. The log names no token."""
+    try:
+        return 200, Answer(certificate=decide().pem)
+    except JobError as error:
+        log.warning("refused %s: %s", who, error)
+        return 403, Answer(reason=str(error))
+    except FedquiltError as error:
+        log.error("%s got no certificate: %s", who, error)
+        return 500, Answer(reason="the enrolment endpoint cannot write its register: see its log")
+
+
+def _valid(issued: list[Issued], now_s: float) -> list[Issued]:
+    return [one for one in issued if one.revoked_s is None and one.ends_s > now_s]
