@@ -54,6 +54,7 @@ def _missing(module: str) -> str:
         "torchvision": "train",
         "amqtt": "demo",
         "matplotlib": "plot",
+        "cryptography": "identity",
         "packaging": "flash",
     }
     extra = extras.get(module.split(".")[0], "images" if module.startswith("PIL") else "")
@@ -138,6 +139,10 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--host", default="127.0.0.1")
     one.add_argument("--port", type=int, default=1883)
     one.add_argument("--password-file", type=Path, help="required unless bound to loopback")
+    _broker_config(one.add_subparsers(dest="what", metavar="config"))
+
+    _ca(verb("ca", ca, "be a fleet's certificate authority: who may join it"))
+    _enrol(verb("enrol", enrol, "give a board its certificate: by a one-time token, or carried by hand"))
 
     one = verb("ls", ls, "list the runs in --home")
     _home(one)
@@ -351,6 +356,71 @@ def _flash(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--purge", action="store_true", help="with --uninstall: settings, identity and state as well")
 
 
+def _broker_config(whats: Any) -> None:
+    one = whats.add_parser("config", help="write the configuration of a broker of your own: TLS, rights, limits")
+    one.add_argument("--for", dest="kind", choices=("mosquitto", "emqx"), required=True)
+    one.add_argument("--host", dest="hosts", action="append", required=True, help="name or address that clients call")
+    one.add_argument("--out", type=Path, required=True, help="folder for all that the broker needs")
+    one.add_argument("--installed", metavar="DIR", help="where that folder will be (default: in /etc of the broker)")
+    one.add_argument("--listen", type=_positive, default=8883, metavar="PORT", help="its TLS port (default: 8883)")
+    one.add_argument("--fleet", type=_name, default="fleet", help="the fleet's name in topics (default: %(default)s)")
+    _authority(one)
+
+
+def _ca(verb: argparse.ArgumentParser) -> None:
+    whats = verb.add_subparsers(dest="what", metavar="WHAT", required=True)
+    one = whats.add_parser("init", help="make an authority: a key, a certificate, a revocation list")
+    one.add_argument("--name", default="fedquilt", help="of the authority, in its certificate (default: %(default)s)")
+    one.add_argument("--crl-url", metavar="URL", help="where brokers will fetch the revocation list (EMQX does)")
+    _authority(one)
+    one = whats.add_parser("issue", help="a certificate and key for the coordinator, or with --host for a server")
+    one.add_argument("name", type=_name)
+    one.add_argument("--host", dest="hosts", action="append", default=[], help="name or address of a server")
+    one.add_argument("--out", type=Path, default=Path(), help="folder (default: this one)")
+    one.add_argument("--days", type=_above_0, metavar="N", help="how long it is valid (default: 730)")
+    _authority(one)
+    one = whats.add_parser("list", help="every certificate, and the tokens not yet used")
+    _authority(one)
+    _format(one)
+    one = whats.add_parser("revoke", help="revoke what a device (or server) has, and write the revocation list")
+    one.add_argument("device", type=_name)
+    _authority(one)
+
+
+def _enrol(verb: argparse.ArgumentParser) -> None:
+    whats = verb.add_subparsers(dest="what", metavar="WHAT", required=True)
+    one = whats.add_parser("token", help="a one-time token for a board; printed once")
+    one.add_argument("device", help="the board's id, or a pattern such as 'orin-*'")
+    one.add_argument("--hours", type=_above_0, default=72.0, metavar="N", help="it ends after (default: %(default)g)")
+    one.add_argument("--out", type=Path, metavar="FILE", help="write it there, mode 0600, and do not show it")
+    _authority(one)
+    one = whats.add_parser("serve", help="answer boards that enrol or renew, over HTTPS")
+    one.add_argument("--listen", default="0.0.0.0", metavar="ADDRESS", help="default: %(default)s")  # noqa: S104
+    one.add_argument("--port", type=int, default=8884)
+    one.add_argument(
+        "--host", dest="hosts", action="append", default=[], help="name or address that boards call (default: ours)"
+    )
+    one.add_argument("--days", type=_above_0, metavar="N", help="how long certificates are valid (default: 365)")
+    _authority(one)
+    one = whats.add_parser("sign", help="sign a request that was carried here from a board")
+    one.add_argument("csr", type=Path)
+    one.add_argument("--device", type=_name, required=True, help="the board that you took it from")
+    one.add_argument("--out", type=Path, metavar="FILE", help="default: CSR with .crt")
+    one.add_argument("--days", type=_above_0, metavar="N", help="how long it is valid (default: 365)")
+    _authority(one)
+    one = whats.add_parser("board", help="on the board: get a certificate, or renew it when it is due")
+    one.add_argument("settings", type=Path, help="its agent.toml")
+    one.add_argument("--url", help="the endpoint (default: url under [enrol])")
+    one.add_argument("--wait", action="store_true", help="try until the endpoint answers")
+    how = one.add_mutually_exclusive_group()
+    how.add_argument("--request", type=Path, metavar="FILE", help="write a request to be carried to the authority")
+    how.add_argument("--accept", type=Path, metavar="FILE", help="keep the certificate that was carried back")
+
+
+def _authority(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--ca", type=Path, default=Path("fedquilt-ca"), help="the authority's folder (%(default)s)")
+
+
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0 < value < 1e9:
@@ -499,7 +569,48 @@ def fleet(options: argparse.Namespace) -> int:
     return _ended(options, *ended)
 
 
+def ca(options: argparse.Namespace) -> int:
+    from fedquilt.tools.identity import commands
+
+    match options.what:
+        case "init":
+            return commands.init(options.ca, options.name, options.crl_url)
+        case "issue":
+            return commands.issue(options.ca, options.name, options.hosts, options.out, options.days)
+        case "list":
+            return commands.listing(options.ca, options.format)
+    return commands.revoke(options.ca, options.device)
+
+
+def enrol(options: argparse.Namespace) -> int:
+    from fedquilt.tools.identity import commands
+
+    match options.what:
+        case "token":
+            return commands.token(options.ca, options.device, options.hours, options.out)
+        case "serve":
+            logging.getLogger("fedquilt.enrol").setLevel(min(logging.INFO, logging.getLogger().level))
+            return commands.listen(options.ca, options.listen, options.port, options.hosts, options.days)
+        case "sign":
+            return commands.sign(options.ca, options.csr, options.device, options.out, options.days)
+    return commands.board(
+        options.settings, url=options.url, waits=options.wait, request=options.request, accept=options.accept
+    )
+
+
 def broker(options: argparse.Namespace) -> int:
+    if options.what == "config":
+        from fedquilt.tools.identity import commands
+
+        return commands.config(
+            options.ca,
+            options.kind,
+            options.hosts,
+            options.out,
+            fleet=options.fleet,
+            port=options.listen,
+            installed=options.installed,
+        )
     from fedquilt.tools import broker as tool
 
     tool.serve(options.host, options.port, options.password_file)
