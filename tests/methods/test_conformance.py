@@ -24,8 +24,10 @@ ROUNDS = 4
 TRAINING = {"epochs": 2, "batch": 8, "lr": 0.1}
 AMPLE = 1 << 40
 # FedStitch keeps every device's ballot, and apart from each other the sums of devices up to a bound of its own;
-# FedPeWS what every device has published of its mask: of the toy network's 5 neurons two bytes each, and their header
-FOR_EACH_BYTES = {"fedstitch": 1500, "fedpews": 160}
+# FedPeWS what every device has published of its mask: of the toy network's 5 neurons two bytes each, and their header;
+# GENE-FL every fingerprint of the first round, and the sums of each of up to four clusters;
+# Krum and its like compare whole models, which take 212 bytes each here, up to a number of them (`most`)
+FOR_EACH_BYTES = {"fedstitch": 1500, "fedpews": 160, "genefl": 250, "krum": 500}
 
 every = pytest.mark.parametrize("name", methods.names())
 
@@ -190,7 +192,7 @@ def test_an_update_that_is_not_what_was_asked_for_is_refused(name: str) -> None:
             else:
                 assert "stranger" in what, f"folded, though {what}"
                 assert tensors.pack(total) == good, what
-    assert refused >= 6
+    assert refused >= 6 or not phases  # a method that sends no tensors has none to refuse
 
 
 @every

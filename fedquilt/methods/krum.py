@@ -1,0 +1,127 @@
+"""Robust aggregation: Krum, coordinate-wise trimmed mean, coordinate-wise median, in place of FedAvg's mean.
+
+Papers: Blanchard et al., Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent, NeurIPS 2017
+(arXiv 1703.02757), sections 4 and 5: with n updates of which f may be anything, Krum takes the one with the least
+sum of squared distances to its n - f - 2 nearest others; Multi-Krum the mean of the m best. Yin et al.,
+Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates, ICML 2018 (arXiv 1803.01498),
+Definitions 1 and 2: of every value the median, or the mean without the f largest and the f smallest.
+
+These rules need all updates of a round at once: the coordinator holds up to `most` models. Of more devices
+than that so many count, drawn by the job's seed.
+
+Deviations: models take the place of gradients, as usual with local epochs. f is a share of who answered, rounded
+down. No update counts more for the examples that it claims. Where Krum's n > 2 f + 2 does not hold, a round changes
+nothing, and says so. Counters of batch normalisation take the median: an attacker could set a largest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from msgspec import Meta
+
+from fedquilt import tensors
+from fedquilt.core import Bundle, Contribution, Tensors, derive_seed
+from fedquilt.methods import fedavg
+
+
+def wrong(share: float, updates: int) -> int:
+    """f: how many of so many updates may be anything."""
+    return int(share * updates + 1e-9)
+
+
+@dataclass(frozen=True)
+class Params(fedavg.Params):
+    rule: Literal["krum", "trimmed_mean", "median"] = "krum"
+    attackers: Annotated[float, Meta(ge=0, lt=0.5)] = 0.2  # f / n: updates of a round that may be anything
+    chosen: Annotated[int, Meta(ge=0)] = 1  # m: of the best, their mean is taken; 1: Krum; 0: all but f (Multi-Krum)
+    most: Annotated[int, Meta(ge=1)] = 32  # updates of a round that are held at once, each as large as the model
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rule == "krum" and self.most <= 2 * wrong(self.attackers, self.most) + 2:
+            raise ValueError("most: Krum wants more than 2 f + 2 updates, and f is `attackers` times as many")
+
+
+@dataclass(frozen=True)
+class State(fedavg.State):
+    """The global model, and what became of the last round."""
+
+    seed: int
+    told: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Held:
+    """A round's models by device, and how many more devices answered."""
+
+    models: Mapping[str, Mapping[str, np.ndarray]]
+    left_out: int = 0
+
+
+def init(bundle: Bundle, params: Any, seed: int) -> State:
+    return State(**vars(fedavg.init(bundle, params, seed)), seed=seed)
+
+
+def fold(state: State, so_far: Held | None, update: Contribution) -> Held:
+    model = update.bundles.get("model", {})
+    tensors.require_like(model, state.model)
+    models = {**(so_far.models if so_far else {}), update.device: model}
+    left_out = so_far.left_out if so_far else 0
+    if len(models) <= state.params["most"]:
+        return Held(models, left_out)
+    last = max(sorted(models), key=lambda device: derive_seed(state.seed, "held", update.round, device))
+    return Held({device: held for device, held in models.items() if device != last}, left_out + 1)
+
+
+def step(state: State, total: Held | None) -> State:
+    if total is None:
+        return state
+    devices, rule = sorted(total.models), state.params["rule"]
+    models = [total.models[device] for device in devices]
+    f = wrong(state.params["attackers"], len(models))
+    told = [f"{total.left_out} updates beyond the {len(models)} held at once were left out"] if total.left_out else []
+    if rule == "krum":
+        if len(models) <= 2 * f + 2:
+            few = f"{len(models)} updates are too few for Krum with {f} attackers: the round changed nothing"
+            return replace(state, told=(*told, few))
+        best = np.argsort(scores(models, f), kind="stable")[: state.params["chosen"] or len(models) - f]
+        told.append(f"Krum took {', '.join(devices[i] for i in sorted(best))}")
+        models = [models[i] for i in sorted(best)]
+    cut = {"krum": 0, "trimmed_mean": f, "median": (len(models) - 1) // 2}[rule]
+    merged = {name: middle(np.stack([model[name] for model in models]), cut) for name in state.model}
+    return replace(state, model=fedavg.cast(merged, state.model), told=tuple(told))
+
+
+def scores(models: Sequence[Tensors], f: int) -> np.ndarray:
+    """(n,): of each model the sum of its squared distances to its n - f - 2 nearest others."""
+    distances = np.zeros((len(models), len(models)))
+    for i, one in enumerate(models):
+        for j in range(i):
+            gaps = (one[name].astype(np.float64) - models[j][name] for name in one if one[name].dtype.kind == "f")
+            distances[i, j] = distances[j, i] = sum(float(np.square(gap).sum()) for gap in gaps)
+    near: np.ndarray = np.sort(distances, axis=1)[:, 1 : len(models) - f - 1]  # the first is to itself
+    return near.sum(axis=1)
+
+
+def middle(values: np.ndarray, cut: int) -> np.ndarray:
+    """The mean over axis 0 without the `cut` largest and smallest, value by value; of counters the upper median."""
+    ordered = np.sort(values, axis=0)
+    if values.dtype.kind in "iu":
+        return ordered[len(values) // 2]
+    return ordered[cut : len(values) - cut].mean(axis=0, dtype=np.float64)
+
+
+METHOD = replace(
+    fedavg.METHOD,
+    paper="arXiv 1703.02757, arXiv 1803.01498",
+    params=Params,
+    state=State,
+    init=init,
+    fold=fold,
+    step=step,
+    story=lambda state: state.told,
+)
