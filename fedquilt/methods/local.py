@@ -1,0 +1,71 @@
+"""Local: every device trains its own model by itself, and nothing is shared.
+
+No paper: the baseline that a federation has to beat. It is FedAvg without the mean: in a round a device trains
+as FedAvg's do, from its own last model. An update carries metrics and no tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fedquilt import tensors
+from fedquilt.core import Answer, Artefact, Bundle, Contribution, Site, Task, Tensors, UpdateError
+from fedquilt.methods import fedavg
+
+
+@dataclass(frozen=True)
+class State(fedavg.State):
+    """What everybody begins with as `model`; it stays as it is."""
+
+    rounds: int = 0  # in which somebody has trained
+
+
+def init(bundle: Bundle, params: Any, seed: int) -> State:
+    return State(**vars(fedavg.init(bundle, params, seed)))
+
+
+def work(task: Task, site: Site) -> Answer:
+    answer = fedavg.trained(task, site, _own(site))
+    return replace(answer, bundles={}, local=answer.bundles["model"])
+
+
+def check(task: Task, site: Site) -> Mapping[str, float]:
+    return site.engine.evaluate(task.params["network"], _own(site), site.held)
+
+
+def _own(site: Site) -> Tensors:
+    """The device's model; the job's first, until it has trained."""
+    first = site.load("model")
+    if site.local:
+        tensors.require_like(site.local, first)
+    return site.local or first
+
+
+def fold(state: State, so_far: int | None, update: Contribution) -> int:
+    if update.bundles:
+        raise UpdateError(f"{update.device} sent {', '.join(sorted(update.bundles))}: with this method nothing travels")
+    return (so_far or 0) + 1
+
+
+def step(state: State, total: int | None) -> State:
+    return replace(state, rounds=state.rounds + 1) if total else state
+
+
+def result(state: State) -> Artefact:
+    """What everybody began with: nobody's own model is known."""
+    return Artefact("weights", {"network": state.network, "private": sorted(state.model)}, state.model)
+
+
+METHOD = replace(
+    fedavg.METHOD,
+    paper="no paper: the baseline of all",
+    state=State,
+    init=init,
+    work=work,
+    check=check,
+    fold=fold,
+    step=step,
+    result=result,
+)

@@ -1,0 +1,112 @@
+"""pFedMe: personal models on the Moreau envelope of the global one.
+
+Paper: Dinh, Tran and Nguyen, Personalized Federated Learning with Moreau Envelopes, NeurIPS 2020
+(arXiv 2006.08848), Algorithm 1: for every mini-batch D of a device, with w its copy of the global model,
+
+    theta ~ argmin f(theta; D) + lambda/2 |theta - w|^2   by K gradient steps,     w <- w - eta lambda (w - theta)
+
+and at the end of a round w <- (1 - beta) w + beta mean_k w_k. theta stays on the device, and is what it is
+evaluated with.
+
+Deviations: K is a number of steps, not a wanted precision; theta goes on from one mini-batch to the next, and
+begins a round as w, as in the authors' own code. Statistics of batch normalisation are theta's and are averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import numpy as np
+from msgspec import Meta
+
+from fedquilt.core import Answer, Contribution, DeviceView, Hooks, Order, Site, Task, Tensors, Turn
+from fedquilt.methods import ditto, fedavg
+
+
+@dataclass(frozen=True)
+class Params(fedavg.Params):
+    """`lr` is the rate of theta's steps."""
+
+    pull: Annotated[float, Meta(gt=0)] = 15.0  # lambda: the smaller, the further theta goes from w
+    inner: Annotated[int, Meta(ge=1)] = 5  # K: steps of theta on a mini-batch
+    outer_lr: Annotated[float, Meta(gt=0)] = 0.005  # eta: of w
+    beta: Annotated[float, Meta(gt=0)] = 1.0  # beta: how far the global model goes to the mean, and beyond it
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.optimizer != "sgd" or self.momentum:
+            raise ValueError("theta is found by plain gradient steps: pFedMe wants sgd and no momentum")
+        if self.lr * self.pull >= 2 or self.outer_lr * self.pull >= 2:
+            raise ValueError("lr and outer_lr times pull have to be below 2: theta or w would swing ever further")
+
+
+class Envelope:
+    """The turns of training, and w as it moves: the anchor "w", which is this method's own."""
+
+    def __init__(self, pull: float, inner: int, outer_lr: float) -> None:
+        self._pull, self._rate = pull, outer_lr * pull
+        self._w: Mapping[str, Any] = {}  # as soon as there is one
+        self.turns = (Turn(penalty=self.penalty, begin=self._next), *[Turn(penalty=self.penalty)] * (inner - 1))
+
+    def penalty(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
+        """lambda/2 |theta - w|^2."""
+        self._w = anchors["w"]
+        return self._pull / 2 * sum((value - self._w[name]).square().sum() for name, value in module.named_parameters())
+
+    def _next(self, module: Any) -> None:
+        """Before a mini-batch: w takes its step to what theta came to on the last one."""
+        import torch
+
+        with torch.no_grad():
+            for name, value in module.named_parameters():
+                if self._w:
+                    self._w[name].sub_(self._rate * (self._w[name] - value))
+
+    def closed(self, theta: Tensors) -> dict[str, np.ndarray]:
+        """w after its last step, to `theta`; statistics are theta's."""
+        moved = {name: value.cpu().numpy() for name, value in self._w.items()}
+        return {
+            name: (moved[name] - self._rate * (moved[name] - array)).astype(array.dtype) if name in moved else array
+            for name, array in theta.items()
+        }
+
+
+def send(state: fedavg.State, device: DeviceView) -> Order:
+    return fedavg.order(state, {"model": state.model}, passes=3 * state.params["inner"], anchors=2)
+
+
+def work(task: Task, site: Site) -> Answer:
+    received = site.load("model")
+    envelope = Envelope(task.params["pull"], task.params["inner"], task.params["outer_lr"])
+    w = {name: received[name] for name in fedavg.learned(received)}
+    answer = fedavg.trained(task, site, received, Hooks(turns=envelope.turns, anchors={"w": w}))
+    theta = answer.bundles["model"]
+    return replace(answer, bundles={"model": envelope.closed(theta)}, weight=1.0, local=theta)
+
+
+def fold(state: fedavg.State, so_far: fedavg.Sum | None, update: Contribution) -> fedavg.Sum:
+    return fedavg.fold(state, so_far, replace(update, weight=1.0))
+
+
+def step(state: fedavg.State, total: fedavg.Sum | None) -> fedavg.State:
+    if total is None:
+        return state
+    model, beta = fedavg.mean(total), state.params["beta"]
+    for name in fedavg.learned(model):
+        model[name] = (1 - beta) * state.model[name] + beta * model[name]
+    return replace(state, model=fedavg.cast(model, state.model))
+
+
+METHOD = replace(
+    fedavg.METHOD,
+    paper="arXiv 2006.08848",
+    params=Params,
+    engines=("torch",),
+    send=send,
+    work=work,
+    check=ditto.check,
+    fold=fold,
+    step=step,
+)
