@@ -211,6 +211,11 @@ def parser() -> argparse.ArgumentParser:
     )
     _format(one)
 
+    one = verb("methods", cards, "list the methods, or tell one's paper, deviations and parameters")
+    one.add_argument("method", nargs="?", metavar="METHOD")
+    one.add_argument("--out", type=Path, metavar="FOLDER", help="write a page for each")
+    _format(one)
+
     one = verb("reproduce", reproduce, "run a paper's table again, its numbers beside ours; without one, list them")
     one.add_argument("table", nargs="?", metavar="TABLE")
     one.add_argument("--data", type=Path, metavar="FOLDER", help="where a table wants real data")
@@ -253,9 +258,13 @@ def parser() -> argparse.ArgumentParser:
 
     one = verb("bench", bench, "measure fedquilt on this machine")
     one.add_argument(
-        "what", choices=("idle", "blobs", "sensors", "energy", "stitch", "memory", "footprint", "deadlines")
+        "what", choices=("idle", "blobs", "sensors", "energy", "stitch", "memory", "footprint", "deadlines", "fedsq", "sim")
     )
     one.add_argument("--size", type=_positive, nargs="+", help="of stitch, memory: images of so many pixels")
+    one.add_argument("--data", type=Path, metavar="FOLDER", help="of sim: IDX images of 28x28, such as MNIST's raw folder")
+    one.add_argument(
+        "--with", dest="beside", nargs="+", metavar="NAME", help="of sim: flower, pfl; installed into a cache folder"
+    )
     group = one.add_argument_group("ablations", "of stitch: whole searches with and without parts of the method")
     group.add_argument(
         "--ablate", type=Path, nargs="?", const=Path(), metavar="JOB", help="a prepared job (default: the demo's)"
@@ -722,6 +731,13 @@ def compare(options: argparse.Namespace) -> int:
     )
 
 
+def cards(options: argparse.Namespace) -> int:
+    from fedquilt.tools import cards as tool
+
+    tool.main(options.method, options.out, options.format)
+    return 0
+
+
 def reproduce(options: argparse.Namespace) -> int:
     from fedquilt.tools import reproduce as tool
 
@@ -797,11 +813,19 @@ def bench(options: argparse.Namespace) -> int:
     for name, allowed, where in (
         ("size", options.what in ("stitch", "memory") and not ablating, "`bench stitch` and `bench memory`"),
         ("ablate", options.what == "stitch", "`bench stitch`"),
+        ("data", options.what == "sim", "`bench sim`"),
+        ("beside", options.what == "sim", "`bench sim`"),
         *((name, ablating, "`bench stitch --ablate`") for name in ("bundle", "alpha", "seeds", "only", "out")),
     ):
         if getattr(options, name) is not None and not allowed:
-            raise JobError(f"--{name} is an option of {where}: leave it out here")
-    return _ablate(options) if ablating else tool.main(options.what, options.format, options.size or ())
+            raise JobError(f"--{'with' if name == 'beside' else name} is an option of {where}: leave it out here")
+    if ablating:
+        return _ablate(options)
+    if options.what != "sim":
+        return tool.main(options.what, options.format, options.size or ())
+    if options.data is None:
+        raise JobError("bench sim wants --data: a folder of IDX images of 28x28, such as MNIST's raw folder")
+    return tool.main("sim", options.format, given={"path": options.data, "beside": options.beside or ()})
 
 
 def _ablate(options: argparse.Namespace) -> int:
