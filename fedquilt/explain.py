@@ -98,7 +98,7 @@ def unanswered(broker: Broker) -> DialError:
     elif broker.cert is None:
         mend = "it may want a certificate: give cert and key"
     else:
-        mend = "it may want another certificate than ours"
+        mend = f"it may want another certificate than ours, if {broker.cert} has expired or was revoked"
     return DialError(f"{broker} hung up without an answer: {mend}")
 
 

@@ -17,6 +17,12 @@ MUTUAL = Broker("host", 8883, tls=True, cert=Path("dev.crt"), key=Path("dev.key"
 USER = Broker("host", 1883, user="me", password_file=Path("secret"))
 
 
+def out_of_date(code: int, message: str) -> ssl.SSLCertVerificationError:
+    error = ssl.SSLCertVerificationError(1, "certificate verify failed")
+    error.verify_code, error.verify_message = code, message
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "says", "final"),
     [
@@ -27,6 +33,8 @@ USER = Broker("host", 1883, user="me", password_file=Path("secret"))
         (unreachable(PLAIN, OSError(113, "No route to host")), "(No route to host): check the address", False),
         (unreachable(TLS, ConnectionResetError()), "use its TLS port", False),
         (unreachable(TLS, ssl.SSLError(1, "wrong version number")), "does not speak TLS there", True),
+        (unreachable(TLS, out_of_date(9, "certificate is not yet valid")), "not yet valid): set the clock", False),
+        (unreachable(TLS, out_of_date(10, "certificate has expired")), "or renew the broker's certificate", False),
         (tls_failed(TLS, "tlsv13 alert certificate required"), "give cert and key", True),
         (tls_failed(MUTUAL, "tlsv1 alert unknown ca"), "refuses dev.crt (tlsv1 alert unknown ca)", True),
         (tls_failed(MUTUAL, "sslv3 alert certificate expired"), "renew it: `fedquilt enrol board`", True),

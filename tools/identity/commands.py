@@ -94,10 +94,8 @@ def listen(folder: Path, host: str, port: int, hosts: Sequence[str], days: float
     """Be the enrolment endpoint."""
     names = tuple(hosts) or tuple(dict.fromkeys((socket.gethostname(), socket.getfqdn())))
 
-    def say(line: str) -> None:
-        print(f"{line}; boards call https://{names[0]}:{port}", flush=True)
-
-    serve(Endpoint(Authority(folder), host, port, names, days=days), say)
+    endpoint = Endpoint(Authority(folder), host, port, names, days=days)
+    serve(endpoint, lambda line: print(line, flush=True))
     return 0
 
 

@@ -7,6 +7,7 @@ authority's key, so it belongs on a machine that boards reach and the world does
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import signal
@@ -80,9 +81,22 @@ class _Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         until_s = time.monotonic() + self.server.seconds
         self.request.settimeout(self.server.seconds)
-        self.request.do_handshake()
+        try:
+            self.request.do_handshake()
+        except ssl.SSLError:
+            self._linger(until_s)
+            raise
         super().setup()
         self.rfile = io.BufferedReader(_Bounded(self.connection, until_s))
+
+    def _linger(self, until_s: float) -> None:
+        """Let the other side read TLS's alert: closing with its request unread would reset the connection."""
+        with contextlib.suppress(OSError):
+            self.request.shutdown(socket.SHUT_WR)
+            while (left_s := min(until_s - time.monotonic(), 1.0)) > 0:
+                self.request.settimeout(left_s)
+                if not self.request.recv(4096):
+                    return
 
     def do_POST(self) -> None:
         if self.path not in (enrolment.ENROL, enrolment.RENEW):
@@ -146,7 +160,7 @@ class Endpoint(HTTPServer):
         clock: Callable[[], float] = clock_s,
     ) -> None:
         self.desk = Desk(authority, days, clock)
-        self._hosts, self._clock = hosts, clock
+        self.hosts, self._clock = tuple(hosts), clock
         self._allowance = Allowance()
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -166,7 +180,7 @@ class Endpoint(HTTPServer):
     def _certify(self) -> None:
         """A new certificate of the endpoint's own; its key is never kept longer than that."""
         authority = self.desk.authority
-        issued, key = authority.issue("enrolment", "server", self._clock(), hosts=self._hosts, days=3 * RENEW_S / DAY_S)
+        issued, key = authority.issue("enrolment", "server", self._clock(), hosts=self.hosts, days=3 * RENEW_S / DAY_S)
         self._certified_s = self._clock()
         for name, data in (("enrolment.crt", issued.pem.encode()), ("enrolment.key", key)):
             enrolment.keep(authority.folder / name, data, 0o600)
@@ -195,7 +209,7 @@ def serve(endpoint: Endpoint, say: Callable[[str], None]) -> None:
     """Answer until SIGTERM or SIGINT."""
     stopped = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda number, frame: stopped.set())
-    say(f"enrolling on port {endpoint.port}; Ctrl-C ends it")
+    say(f"enrolling on port {endpoint.port}: boards call https://{endpoint.hosts[0]}:{endpoint.port}; Ctrl-C ends it")
     try:
         while not stopped.is_set():
             endpoint.handle_request()

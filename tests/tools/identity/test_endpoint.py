@@ -176,6 +176,15 @@ def test_an_endpoint_of_another_authority_or_name_gets_no_token(site: Site, tmp_
         other.close()
 
 
+def test_a_clock_that_is_far_ahead_is_named_as_what_is_wrong(site: Site) -> None:
+    """Here the endpoint's certificate was made by a clock far behind, which looks the same to the board."""
+    board = site.board("orin-7", site.token("orin-7"))
+    site.ahead_s = -400 * DAY_S
+    ssl.get_server_certificate(("127.0.0.1", site.endpoint.port))  # after it, a new certificate is made
+    with pytest.raises(LinkError, match=r"out of date by this board's clock, which says 20.*: set the clock"):
+        enrol.enrol(board, now())
+
+
 def ask(site: Site, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
     context = ssl.create_default_context(cafile=str(site.authority.folder / "ca.crt"))
     connection = http.client.HTTPSConnection("localhost", site.endpoint.port, timeout=10, context=context)

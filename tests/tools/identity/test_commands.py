@@ -1,0 +1,181 @@
+"""The commands, as an operator types them; and a federation of boards that enrolled by them."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedquilt import bundle, tables, tensors
+from fedquilt.cli import main
+from fedquilt.coordinator import settings
+from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.tools import fleet
+
+LIMIT_S = 120.0
+DIGITS = Path(fleet.__file__).parent / "demo" / "digits.npz"
+NETWORK = {"name": "mlp", "inputs": 64, "hidden": [16], "classes": 10}
+JOB = """
+name = "digits"
+method = "fedavg"
+engine = "numpy"
+rounds = 1
+[params]
+lr = 0.1
+batch = 8
+epochs = 1
+[cohort]
+min_devices = 2
+deadline_s = 60.0
+[fleet]
+devices = 2
+boards = ["jetson-nano"]
+budgets = ["256MB"]
+[data]
+path = "{digits}"
+partition = "iid"
+"""
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert main([*words]) == code
+    both = capsys.readouterr()
+    return both.out + both.err
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where an operator is, with an authority."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["ca", "init"]) == 0
+    return tmp_path
+
+
+def agent_toml(folder: Path, **more: Any) -> Path:
+    files = {"ca": "ca.crt", "cert": "device.crt", "key": "device.key"}
+    folder.mkdir()
+    (folder / "ca.crt").write_bytes(Path("fedquilt-ca/ca.crt").read_bytes())
+    table = {"device": "orin-7", "home": "home", "broker": {"url": "mqtts://127.0.0.1", **files}, **more}
+    (folder / "agent.toml").write_text(tables.text(table))
+    return folder / "agent.toml"
+
+
+def test_a_board_without_a_network_enrols_by_hand(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The request and the certificate are carried, the key is not; both sides show its fingerprint."""
+    board = str(agent_toml(folder / "board"))
+    asked = said(capsys, "enrol", "board", board, "--request", "orin.csr")
+    signed = said(capsys, "enrol", "sign", "orin.csr", "--device", "orin-7")
+    (fingerprint,) = set(re.findall(r"[0-9a-f]{64}", asked + signed))
+    assert "orin-7 is enrolled, until" in said(capsys, "enrol", "board", board, "--accept", "orin.crt")
+    assert "orin-7 is enrolled, until" in said(capsys, "enrol", "board", board)
+    listed = json.loads(said(capsys, "ca", "list", "--format", "json"))["certificates"]
+    assert [(one["name"], one["kind"], one["key_id"]) for one in listed] == [("orin-7", "device", fingerprint)]
+    assert "for 'orin-7', not for orin-8" in said(capsys, "enrol", "sign", "orin.csr", "--device", "orin-8", code=2)
+
+
+def test_a_token_is_shown_once_or_written_for_its_owner_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On standard output there is nothing but the token, so that it can be piped."""
+    assert main(["enrol", "token", "orin-*", "--hours", "1"]) == 0
+    shown = capsys.readouterr()
+    assert re.fullmatch(r"[\w-]{32}\n", shown.out)
+    assert "for one board named orin-*" in shown.err
+    assert shown.out.strip() not in shown.err + said(capsys, "ca", "list")
+    told = said(capsys, "enrol", "token", "orin-7", "--out", "token")
+    assert Path("token").stat().st_mode & 0o777 == 0o600
+    assert Path("token").read_text().strip() not in told
+
+
+def test_revoking_says_how_brokers_hear_of_it_and_the_list_shows_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also for the coordinator's certificate; a device's is not issued but enrolled."""
+    assert "coordinator.crt" in said(capsys, "ca", "issue", "coordinator", "--out", "own")
+    assert Path("own/coordinator.key").stat().st_mode & 0o777 == 0o600
+    assert "systemctl reload mosquitto" in said(capsys, "ca", "revoke", "coordinator")
+    assert re.search(r"coordinator +coordinator +revoked 20", said(capsys, "ca", "list"))
+    assert "enrol token orin-7" in said(capsys, "ca", "issue", "orin-7", code=2)
+    assert "nothing was issued" in said(capsys, "ca", "revoke", "orin-9", code=2)
+    assert "holds an authority already" in said(capsys, "ca", "init", code=2)
+    assert "ca init --ca none" in said(capsys, "ca", "list", "--ca", "none", code=6)
+
+
+class Processes(list[subprocess.Popen[str]]):
+    """What was started, and is ended at the end."""
+
+    def start(self, log: Path, *words: str) -> subprocess.Popen[str]:
+        with log.open("w") as out:
+            self.append(subprocess.Popen([sys.executable, "-m", "fedquilt.cli", *words], stdout=out, stderr=out))
+        return self[-1]
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    """Nobody outlives the test."""
+    made = Processes()
+    yield made
+    for process in made:
+        process.kill()
+        process.wait()
+
+
+def listening(process: subprocess.Popen[str]) -> int:
+    """The port in the endpoint's first line."""
+    assert process.stdout is not None
+    found = re.search(r"on port (\d+)", process.stdout.readline())
+    assert found is not None
+    return int(found[1])
+
+
+def test_an_operator_brings_up_a_fleet_that_only_its_boards_can_join(
+    folder: Path, mosquitto: Callable[..., Any], processes: Processes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Authority, broker, tokens, endpoint, boards, a job: each by its command, on a real Mosquitto."""
+    etc = folder / "etc"
+    said(
+        capsys, "broker", "config", "--for", "mosquitto", "--host", "127.0.0.1", "--out", "etc", "--installed", str(etc)
+    )
+    said(capsys, "ca", "issue", "coordinator", "--out", "own")
+    url = mosquitto(*(etc / "fedquilt.conf").read_text().splitlines()[2:]).url.replace("mqtt://", "mqtts://")
+    serve = [sys.executable, "-m", "fedquilt.cli", "enrol", "serve", "--listen", "127.0.0.1", "--port", "0"]
+    with (folder / "enrol.log").open("w") as log:
+        endpoint = subprocess.Popen([*serve, "--host", "localhost"], stdout=subprocess.PIPE, stderr=log, text=True)
+    processes.append(endpoint)
+    port = listening(endpoint)
+
+    (folder / "job.toml").write_text(JOB.format(digits=DIGITS))
+    first = tensors.encode(numpy_engine.init(NETWORK, seed=0))
+    bundle.write(folder / "job.bundle", {"network": NETWORK, "flops": 9600}, {"model": first})
+    plan = fleet.Plan(settings.load(folder / "job.toml"), folder / "job.bundle", folder / "boards")
+    for table in plan.agents():
+        device = table["device"]
+        files = {"ca": "ca.crt", "cert": "device.crt", "key": "device.key"}
+        more = {**table, "home": "home", "broker": {"url": url, **files}, "enrol": {"url": f"https://localhost:{port}"}}
+        board = agent_toml(folder / device, **more)
+        said(capsys, "enrol", "token", device, "--out", f"{device}/token")
+        assert f"{device} is enrolled, until" in said(capsys, "enrol", "board", str(board), "--wait")
+        processes.start(folder / f"{device}.log", "agent", str(board))
+    endpoint.send_signal(signal.SIGTERM)
+    assert endpoint.wait(timeout=LIMIT_S) == 0
+    assert endpoint.stdout is not None
+    endpoint.stdout.close()
+    assert (folder / "enrol.log").read_text().count("enrolled jetson-nano-0") == 2
+
+    own = ("--ca", "fedquilt-ca/ca.crt", "--cert", "own/coordinator.crt", "--key", "own/coordinator.key")
+    run = processes.start(folder / "run.log", "run", "job.toml", "--broker", url, *own)
+    assert run.wait(timeout=LIMIT_S) == 0, (folder / "run.log").read_text()
+    stolen = ("--ca", "fedquilt-ca/ca.crt", "--cert", "jetson-nano-00/device.crt", "--key", "jetson-nano-00/device.key")
+    processes[1].kill()  # the board's own agent
+    thief = processes.start(folder / "thief.log", "run", "job.toml", "--new", "--broker", url, *stolen)
+    end = time.monotonic() + LIMIT_S
+    while "refuses messages to fq/1/fleet/coord/state" not in (folder / "thief.log").read_text():
+        assert time.monotonic() < end, (folder / "thief.log").read_text()
+        assert thief.poll() is None
+        time.sleep(0.02)
