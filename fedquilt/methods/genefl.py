@@ -1,0 +1,418 @@
+"""GENE-FL: devices keep their models and share the few layers that change least, by cluster of like data.
+
+Paper: GENE-FL: Gene-Driven Parameter-Efficient Dynamic Federated Learning (arXiv 2504.14628), Eq. 1 to 12,
+Algorithms 1 and 2. What a device does in a round, theta~ its model at the end of its last one, Theta_k its
+cluster's:
+
+    F^   = each tensor of the Fisher diagonal at theta~, scaled to 0..1                      (Eq. 5, 6)
+    el_j = theta~_j where F^_j < gamma, else Theta_k,j                                       (Eq. 6)
+    L    = CE + lambda1 sum_l a_l |theta^l - Theta_k^l|^2 + lambda2 |theta - el|^2           (Eq. 4, 7, 8)
+    S_l  = N_l / sum N * (1 - cos(theta^l, theta~^l)), the L_t lowest layers are sent        (Eq. 9)
+
+The coordinator averages each layer over those of the cluster who sent it (Eq. 10). A device is first asked
+for a subspace of its examples, its fingerprint (Eq. 11); the fingerprints of the first rounds are clustered
+by K-means, later ones go to the nearest cluster (Eq. 12). So a device that turns up in the middle of a job
+begins with its cluster's learnGene, the layers that are shared just then, and the job's first weights
+elsewhere; all over the wire, as a device without history.
+
+Privacy: a fingerprint's first vector is close to the mean of the device's examples, and layers tell of the
+examples that they were trained on: `fedquilt audit` measures both.
+
+Deviations. The paper's sentence on the mask takes the highest scores, its prose the lowest: `gene_order`.
+A layer is a weight tensor with its bias and normalisation; running statistics stay on the device. The last
+layer is not shared unless `share_head`: with the head of known classes unknown ones begin worse. Penalties
+count for layers that the cluster has had from somebody. Both losses are one step (the text's "total
+objective"), not two in turn. L_t is the coordinator's: one number for all, led by the mean accuracy that
+devices measure on their held-out shares. The fewest layers are a fifth of all, the paper tells no number.
+Who is asked for the first time after the fingerprints were clustered counts as a newcomer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from fedquilt import tensors
+from fedquilt.core import (
+    Answer,
+    Artefact,
+    Bundle,
+    Contribution,
+    DeviceView,
+    Examples,
+    Hooks,
+    Order,
+    Site,
+    Task,
+    Tensors,
+    UpdateError,
+)
+from fedquilt.methods import fedavg
+from fedquilt.models import fingerprint, learngene
+from fedquilt.models.layers import head, layers
+
+Natural = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+PREFIX = "layer."  # of bundles: one for each layer, so that only those that have changed are sent again
+
+
+@dataclass(frozen=True)
+class Params(fedavg.Params):
+    clusters: Positive = 4  # M
+    gather: Positive = 1  # rounds in which fingerprints are collected before they are clustered
+    directions: Annotated[int, Meta(ge=1, le=64)] = 5  # p: singular vectors of a fingerprint
+    fingerprint_samples: Positive = 512  # of a device's examples, at most
+    smooth: Annotated[float, Meta(ge=0)] = 0.5  # lambda_1
+    elastic: Annotated[float, Meta(ge=0)] = 0.05  # lambda_2
+    gamma: Annotated[float, Meta(ge=0, le=1)] = 0.5  # from which scaled Fisher value on the cluster's is wanted
+    strength: Literal["size", "sqrt", "one"] = "size"  # a_l: N_l / max N, 1 / sqrt(N_l) or 1
+    fisher_samples: Positive = 256  # of a device's examples, at most
+    fisher_group: Positive = 1  # so many examples' gradients are averaged before the square: cheaper, coarser
+    gene_order: Literal["lowest", "highest"] = "lowest"  # scores that make the learnGene
+    gene_norm: Literal["mul", "div_sqrt", "none"] = "mul"  # times N^, by its root, or as they are; N^ = N_l / sum N
+    share_head: bool = False
+    first_layers: Natural = 0  # L_t at the beginning; 0: all. All of them tell nearly as much as a whole model
+    min_layers: Natural = 0  # L_t at the end; 0: a fifth of all
+    shrink_every: Positive = 5  # rounds from one L_t to the next smaller
+    tolerance: Annotated[float, Meta(ge=0, le=1)] = 0.005  # what accuracy may be below its best to go on
+
+
+@dataclass(frozen=True)
+class State:
+    """Clusters of devices, and of each the layers that it has had."""
+
+    params: dict[str, Any]
+    network: dict[str, Any]
+    flops: float
+    example_bytes: int
+    seed: int
+    first: dict[str, dict[str, np.ndarray]]  # layer -> its tensors as the job began
+    statistics: dict[str, np.ndarray]  # tensors of no layer, as the job began
+    phase: str = "fingerprint"  # then "collaborate"
+    gathered: int = 0  # rounds in which fingerprints came
+    fingerprints: dict[str, np.ndarray] = field(default_factory=dict)  # (d, p) of each device, until clustered
+    centres: tuple[np.ndarray, ...] = ()  # of each cluster, (d, p): the mean of its members'
+    members: tuple[int, ...] = ()
+    assigned: dict[str, int] = field(default_factory=dict)  # device -> cluster
+    clusters: tuple[dict[str, dict[str, np.ndarray]], ...] = ()  # Theta_k: layer -> tensors, those it has had
+    genes: tuple[tuple[str, ...], ...] = ()  # layers that were sent last, most often first
+    size: int = 0  # L_t
+    shared: tuple[str, ...] = ()  # layers there are to choose from
+    recent: tuple[float, ...] = ()  # accuracy of each round since L_t has changed, of those that somebody told
+    waited: int = 0  # rounds since then
+    best: float = 0.0
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A round's sums by cluster, and the fingerprints that came."""
+
+    fingerprints: Mapping[str, np.ndarray]
+    totals: Mapping[str, Mapping[str, np.ndarray]]  # cluster -> tensor -> sum over devices
+    counts: Mapping[str, Mapping[str, int]]  # cluster -> layer -> devices that sent it
+    accuracy: float = 0.0  # summed over `told` devices
+    told: int = 0
+
+
+def init(bundle: Bundle, params: Params, seed: int) -> State:
+    begun = fedavg.init(bundle, params, seed)
+    found = layers(begun.model)
+    first = {layer: {name: begun.model[name] for name in names} for layer, names in found.items()}
+    known = {name for names in found.values() for name in names}
+    last = None if params.share_head else head(begun.model)
+    shared = tuple(layer for layer in found if layer != last) or tuple(found)
+    return State(
+        params=begun.params,
+        network=begun.network,
+        flops=begun.flops,
+        example_bytes=begun.example_bytes,
+        seed=seed,
+        first=first,
+        statistics={name: array for name, array in begun.model.items() if name not in known},
+        size=min(params.first_layers or len(shared), len(shared)),
+        shared=shared,
+    )
+
+
+def send(state: State, device: DeviceView) -> Order | None:
+    cluster = state.assigned.get(device.device)
+    if cluster is None:
+        if device.device in state.fingerprints:
+            return None  # it waits for the others'
+        wanted = {key: state.params[key] for key in ("directions", "fingerprint_samples")}
+        return Order({**wanted, "ask": "fingerprint"}, {})
+    told, newcomer = state.clusters[cluster], len(device.rounds) < 2
+    taken = state.genes[cluster] if newcomer else tuple(told)
+    parts = {layer: told[layer] if layer in taken else held for layer, held in state.first.items()}
+    bundles: dict[str, Tensors] = {PREFIX + layer: part for layer, part in parts.items()}
+    order = fedavg.order(_plain(state), {**bundles, "statistics": state.statistics}, anchors=2)
+    bound = [] if newcomer else list(taken)
+    asked = {"ask": "train", "all": list(parts), "bound": bound, "shared": list(state.shared), "layers": state.size}
+    work = order.work
+    if bound and state.params["elastic"]:
+        work = msgspec.structs.replace(work, flops=work.flops + 3 * state.flops * state.params["fisher_samples"])
+    return Order({**order.params, **asked}, order.bundles, work)
+
+
+def _plain(state: State) -> fedavg.State:
+    """What an order's size and cost is reckoned from."""
+    model = {name: array for part in state.first.values() for name, array in part.items()}
+    return fedavg.State(state.params, state.network, {**model, **state.statistics}, state.flops, state.example_bytes)
+
+
+# -- on the device --------------------------------------------------------------------------------
+
+
+def work(task: Task, site: Site) -> Answer:
+    if task.params["ask"] == "fingerprint":
+        some = _some(site, task.params["fingerprint_samples"])
+        found = fingerprint.subspace(some.x, task.params["directions"])
+        return Answer({"fingerprint": {"u": found}}, weight=float(len(site.train)), local=site.local)
+    received, parts = _received(task, site)
+    before = _own(site, received)
+    bound = [name for layer in task.params["bound"] for name in parts[layer]]
+    elastic = {name: before[name] for name in bound}
+    if bound and task.params["elastic"]:
+        elastic = _elastic(task, site, before, received, bound)
+    strengths = learngene.strengths(task.params["strength"], parts, received)
+    hooks = _hooks(task, before, received, elastic, {name: strengths[name] for name in bound})
+    answer = fedavg.trained(task, site, before, hooks)
+    model = answer.bundles["model"]
+    terms = {
+        "smooth": sum(strengths[name] * learngene.distance(model[name], received[name]) for name in bound),
+        "elastic": sum(learngene.distance(model[name], elastic[name]) for name in bound),
+    }
+    rated = site.engine.evaluate(task.params["network"], model, site.held) if len(site.held) else {}
+    told = {"personal": rated["accuracy"]} if rated else {}
+    gene = learngene.choose(
+        {layer: parts[layer] for layer in task.params["shared"]},
+        model,
+        before,
+        task.params["layers"],
+        task.params["gene_order"],
+        task.params["gene_norm"],
+    )
+    sent = {name: model[name] for layer in gene for name in parts[layer]}
+    return Answer({"gene": sent}, answer.weight, {**answer.metrics, **terms, **told}, local=model)
+
+
+def check(task: Task, site: Site) -> Mapping[str, float]:
+    """The device's own model; there is none while it is asked for its fingerprint."""
+    if task.params["ask"] == "fingerprint":
+        return {"examples": 0.0}
+    return site.engine.evaluate(task.params["network"], _own(site, _received(task, site)[0]), site.held)
+
+
+def _received(task: Task, site: Site) -> tuple[dict[str, np.ndarray], dict[str, tuple[str, ...]]]:
+    """All tensors of the order, and layer -> names of its tensors."""
+    model, parts = dict(site.load("statistics")), {}
+    for layer in task.params["all"]:
+        part = site.load(PREFIX + layer)
+        parts[layer] = tuple(sorted(part))
+        model.update(part)
+    return model, parts
+
+
+def _own(site: Site, received: Tensors) -> Tensors:
+    """theta~: the device's model; what was received, until it has one."""
+    if not site.local:
+        return received
+    tensors.require_like(site.local, received)
+    return site.local
+
+
+def _some(site: Site, most: int) -> Examples:
+    """So many of the device's examples at most, drawn without repetition, in stored order."""
+    rows = np.sort(site.rng.permutation(len(site.train))[:most])
+    return Examples(site.train.x[rows], site.train.y[rows])
+
+
+def _elastic(task: Task, site: Site, before: Tensors, received: Tensors, bound: list[str]) -> dict[str, np.ndarray]:
+    """The elastic learnGene: the device's own value where it matters little, the cluster's where it matters."""
+    some = _some(site, task.params["fisher_samples"])
+    found = site.engine.fisher(task.params["network"], before, some, each=task.params["fisher_group"])
+    gamma = task.params["gamma"]
+    return {name: np.where(learngene.scaled(found[name]) < gamma, before[name], received[name]) for name in bound}
+
+
+def _hooks(task: Task, before: Tensors, received: Tensors, elastic: Tensors, strengths: Mapping[str, float]) -> Hooks:
+    """Both penalties as one: 2 s (theta - Theta) + 2 e (theta - el) = pull (theta - aim). `strengths` are a_l."""
+    first = {name: 2 * task.params["smooth"] * value for name, value in strengths.items()}
+    second = 2 * task.params["elastic"]
+    pulls = {name: value + second for name, value in first.items() if value + second > 0}
+    if not pulls:
+        return Hooks()
+    aims = {
+        name: (first[name] * received[name] + second * elastic[name]) / pull if (pull := pulls.get(name)) else array
+        for name, array in before.items()
+    }
+    return Hooks(
+        correct=lambda gradient, value, at: gradient + at["pull"] * (value - at["aim"]),
+        anchors={
+            "pull": {name: np.full(array.shape, pulls.get(name, 0.0), np.float32) for name, array in before.items()},
+            "aim": {name: np.asarray(array, np.float32) for name, array in aims.items()},
+        },
+    )
+
+
+# -- on the coordinator ---------------------------------------------------------------------------
+
+
+def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
+    so_far = so_far or Sum({}, {}, {})
+    cluster = state.assigned.get(update.device)
+    if cluster is None:
+        return replace(so_far, fingerprints={**so_far.fingerprints, update.device: _fingerprint(state, update)})
+    gene, key = update.bundles.get("gene", {}), str(cluster)
+    sent = [layer for layer in state.shared if not state.first[layer].keys().isdisjoint(gene)]
+    if len(sent) != state.size:
+        raise UpdateError(f"{update.device} sent {len(sent)} layers, {state.size} are wanted")
+    like = {name: array for layer in sent for name, array in state.first[layer].items()}
+    tensors.require_like(gene, like)
+    accuracy = update.metrics.get("personal")
+    if accuracy is not None and not 0 <= accuracy <= 1:
+        raise UpdateError(f"{update.device} says that its accuracy is {accuracy:g}, not 0 to 1")
+    total, count = dict(so_far.totals.get(key, {})), dict(so_far.counts.get(key, {}))
+    for name, array in gene.items():
+        value = array.astype(np.float64)
+        total[name] = total[name] + value if name in total else value
+    for layer in sent:
+        count[layer] = count.get(layer, 0) + 1
+    return replace(
+        so_far,
+        totals={**so_far.totals, key: total},
+        counts={**so_far.counts, key: count},
+        accuracy=so_far.accuracy + (accuracy or 0.0),
+        told=so_far.told + (accuracy is not None),
+    )
+
+
+def _fingerprint(state: State, update: Contribution) -> np.ndarray:
+    """Raises UpdateError unless it is columns of length 1 or 0, as long as everybody's."""
+    told, directions = update.bundles.get("fingerprint", {}), state.params["directions"]
+    if told.keys() != {"u"} or told["u"].ndim != 2 or told["u"].shape[1] != directions or told["u"].dtype.kind != "f":
+        raise UpdateError(f"{update.device} did not send a fingerprint of {directions} vectors")
+    tensors.require_finite(told)
+    found = told["u"].astype(np.float32)
+    known = [*state.centres, *state.fingerprints.values()]
+    if known and known[0].shape != found.shape:
+        raise UpdateError(
+            f"{update.device}'s examples have {len(found)} values each, the others' {len(known[0])}: give all devices "
+            "examples of one size"
+        )
+    lengths = np.linalg.norm(found.astype(np.float64), axis=0)
+    if (np.minimum(lengths, np.abs(lengths - 1)) > 1e-3).any():
+        raise UpdateError(f"{update.device} sent vectors that are not of length 1")
+    return found
+
+
+def step(state: State, total: Sum | None) -> State:
+    if total is None:
+        return state
+    if state.phase == "fingerprint":
+        return _clustered(state, total)
+    return _shrunk(_averaged(_joined(state, total.fingerprints), total), total)
+
+
+def _clustered(state: State, total: Sum) -> State:
+    """With the round's fingerprints; after the last of those rounds, with clusters."""
+    shapes = [array.shape for array in (*state.fingerprints.values(), *total.fingerprints.values())]
+    usual = max(sorted(set(shapes)), key=shapes.count)  # devices of one round were not compared with each other
+    found = {k: v for k, v in sorted({**state.fingerprints, **total.fingerprints}.items()) if v.shape == usual}
+    state = replace(state, fingerprints=found, gathered=state.gathered + 1)
+    if state.gathered < state.params["gather"]:
+        return state
+    rng = tensors.rng("genefl clusters", state.seed)
+    owner, centres = fingerprint.cluster(np.stack(list(found.values())), state.params["clusters"], rng)
+    return replace(
+        state,
+        phase="collaborate",
+        fingerprints={},
+        centres=tuple(centres),
+        members=tuple(int((owner == k).sum()) for k in range(len(centres))),
+        assigned={device: int(k) for device, k in zip(found, owner, strict=True)},
+        clusters=({},) * len(centres),
+        genes=((),) * len(centres),
+    )
+
+
+def _joined(state: State, found: Mapping[str, np.ndarray]) -> State:
+    """With newcomers in the cluster nearest to them, whose centre moves to the mean of all its members."""
+    centres, members, assigned = list(state.centres), list(state.members), dict(state.assigned)
+    for device in sorted(found):
+        k = fingerprint.nearest(found[device], np.stack(centres))
+        centres[k] = (centres[k] * members[k] + found[device]) / (members[k] + 1)
+        members[k] += 1
+        assigned[device] = k
+    return replace(state, centres=tuple(centres), members=tuple(members), assigned=assigned)
+
+
+def _averaged(state: State, total: Sum) -> State:
+    """With each layer the mean over those of the cluster who sent it, and the others as they were."""
+    clusters, genes = list(state.clusters), list(state.genes)
+    for key, counts in total.counts.items():
+        k, sums = int(key), total.totals[key]
+        new = {
+            layer: {name: (sums[name] / count).astype(old.dtype) for name, old in state.first[layer].items()}
+            for layer, count in counts.items()
+        }
+        clusters[k] = {**clusters[k], **new}
+        most = sorted(counts, key=lambda layer: (-counts[layer], state.shared.index(layer)))
+        genes[k] = tuple(most[: state.size])
+    return replace(state, clusters=tuple(clusters), genes=tuple(genes))
+
+
+def _shrunk(state: State, total: Sum) -> State:
+    """L_t: every so many rounds one less, as long as the mean accuracy of those rounds is near its best."""
+    if not total.counts:
+        return state  # nobody trained
+    recent = (*state.recent, total.accuracy / total.told) if total.told else state.recent
+    state = replace(state, recent=recent, waited=state.waited + 1)
+    if state.waited < state.params["shrink_every"]:
+        return state
+    mean = sum(recent) / len(recent) if recent else state.best  # nobody has held-out examples: time alone tells
+    least = min(state.params["min_layers"] or math.ceil(len(state.shared) / 5), len(state.shared))
+    size = max(state.size - 1, min(least, state.size)) if mean >= state.best - state.params["tolerance"] else state.size
+    return replace(state, size=size, best=max(mean, state.best), recent=(), waited=0)
+
+
+def story(state: State) -> list[str]:
+    if state.phase == "fingerprint":
+        return [f"{len(state.fingerprints)} fingerprints so far"] if state.fingerprints else []
+    sizes = [f"{count}" for count in state.members]
+    told = [f"{len(sizes)} clusters of {', '.join(sizes)} devices; {state.size} of {len(state.shared)} layers are sent"]
+    return told + [f"cluster {k}: {', '.join(gene)}" for k, gene in enumerate(state.genes) if gene]
+
+
+def result(state: State) -> Artefact:
+    """Every cluster's layers, "0/conv1.weight" and so on. No network: the head is everybody's own."""
+    held = {
+        f"{k}/{name}": array
+        for k, told in enumerate(state.clusters)
+        for part in told.values()
+        for name, array in part.items()
+    }
+    genes = {str(k): list(gene) for k, gene in enumerate(state.genes)}
+    return Artefact("genes", {"network": state.network, "genes": genes, "members": list(state.members)}, held)
+
+
+METHOD = replace(
+    fedavg.METHOD,
+    paper="arXiv 2504.14628",
+    params=Params,
+    state=State,
+    init=init,
+    send=send,
+    work=work,
+    check=check,
+    fold=fold,
+    step=step,
+    result=result,
+    story=story,
+)

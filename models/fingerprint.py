@@ -1,0 +1,97 @@
+"""A few numbers that tell whose data are alike: subspaces of examples, and clusters of them. numpy.
+
+Paper: GENE-FL (arXiv 2504.14628), Eq. 11 and 12; the subspace is PACFL's (Vahidian et al., arXiv 2209.10526).
+
+What it gives away: u_1, the first singular vector of pictures that are not centred, is close to their mean
+picture. `mean_likeness` says how close; who does not want that known must not send a fingerprint.
+
+K-means is this file's own: a coordinator is to run on a small board, and scikit-learn would bring it some
+100 MB for a sum of squares.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+RESTARTS, STEPS = 10, 100
+
+
+def subspace(x: np.ndarray, directions: int) -> np.ndarray:
+    """U_p of X = U S V^T, (d, directions) float32, where column i of X (d, n) is example i's values as they are.
+
+    The largest entry of each column is positive. Examples of a smaller rank leave columns of zeros.
+
+    Args:
+        x: (n, ...); unsigned integers are taken as fractions of their largest.
+    """
+    flat = x.reshape(len(x), -1).astype(np.float64)
+    if x.dtype.kind == "u":
+        flat /= np.iinfo(x.dtype).max
+    left, values, _ = np.linalg.svd(flat.T, full_matrices=False)
+    rank = int((values > 1e-9 * values.max(initial=0.0)).sum())
+    kept = left[:, : min(rank, directions)]
+    kept = kept * np.where(kept[np.abs(kept).argmax(axis=0), np.arange(kept.shape[1])] < 0, -1.0, 1.0)
+    found = np.zeros((flat.shape[1], directions), np.float32)
+    found[:, : kept.shape[1]] = kept
+    return found
+
+
+def mean_likeness(x: np.ndarray, fingerprint: np.ndarray) -> float:
+    """Cosine of a fingerprint's first column and the examples' mean, 0..1: what u_1 tells of the mean picture."""
+    mean = x.reshape(len(x), -1).astype(np.float64).mean(axis=0)
+    size = float(np.linalg.norm(mean))
+    return float(abs(mean @ fingerprint[:, 0].astype(np.float64)) / size) if size else 0.0
+
+
+def nearest(point: np.ndarray, centres: np.ndarray) -> int:
+    """The cluster (Eq. 12): argmin_k ||v - c_k||_2, of centres (k, ...). The first of equals."""
+    return int(((centres - point) ** 2).reshape(len(centres), -1).sum(axis=1).argmin())
+
+
+def cluster(points: np.ndarray, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """K-means of points (n, ...): who is in which cluster (n,), and the centres (k, ...), the means of members.
+
+    k-means++ (Arthur and Vassilvitskii 2007), the best of RESTARTS. Fewer different points than `count`
+    give fewer clusters; none is empty. Clusters are numbered by their first member.
+    """
+    flat = points.reshape(len(points), -1).astype(np.float64)
+    count = min(count, len(np.unique(flat, axis=0)))
+    best: tuple[float, np.ndarray] | None = None
+    for _ in range(RESTARTS):
+        owner = _lloyd(flat, _spread(flat, count, rng))
+        cost = sum(float(((flat[owner == k] - flat[owner == k].mean(axis=0)) ** 2).sum()) for k in np.unique(owner))
+        if best is None or cost < best[0] - 1e-12:
+            best = cost, owner
+    assert best is not None
+    _, first, owner = np.unique(best[1], return_index=True, return_inverse=True)
+    owner = np.argsort(np.argsort(first))[owner]
+    centres = np.stack([flat[owner == k].mean(axis=0) for k in range(len(first))])
+    return owner, centres.reshape(len(first), *points.shape[1:])
+
+
+def _spread(flat: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    """First centres: each drawn in proportion to its squared distance from those before it."""
+    chosen = [int(rng.integers(len(flat)))]
+    while len(chosen) < count:
+        away = _squares(flat, flat[chosen]).min(axis=1)
+        ends = np.cumsum(away)
+        chosen.append(int(np.searchsorted(ends, rng.random() * ends[-1], side="right").clip(0, len(flat) - 1)))
+    return flat[chosen]
+
+
+def _lloyd(flat: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    """Members and means in turn, until nobody moves; a cluster that loses all its members is gone."""
+    owner = np.zeros(len(flat), int)
+    for step in range(STEPS):
+        moved = _squares(flat, centres).argmin(axis=1)
+        if step and (moved == owner).all():
+            break
+        owner = moved
+        centres = np.stack([flat[owner == k].mean(axis=0) for k in np.unique(owner)])
+        owner = np.unique(owner, return_inverse=True)[1]
+    return owner
+
+
+def _squares(flat: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    """Squared distances (n, k); one centre at a time, as n x k x d values would be many."""
+    return np.stack([((flat - centre) ** 2).sum(axis=1) for centre in centres], axis=1)

@@ -1,0 +1,53 @@
+"""What GENE-FL reckons on a device (arXiv 2504.14628): which layers to send, and how much each is held. numpy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from fedquilt.core import Tensors
+
+
+def choose(
+    parts: Mapping[str, tuple[str, ...]], model: Tensors, before: Tensors, count: int, order: str, norm: str
+) -> list[str]:
+    """The learnGene (Eq. 9): `count` layers by how far they have turned, in float64 as 1 - cos is of 1e-5."""
+    sizes = {layer: sum(model[name].size for name in names) for layer, names in parts.items()}
+    total = sum(sizes.values())
+
+    def score(layer: str) -> float:
+        now, then = (
+            np.concatenate([some[name].ravel() for name in parts[layer]]).astype(np.float64) for some in (model, before)
+        )
+        lengths = float(np.linalg.norm(now) * np.linalg.norm(then))
+        turned = 1.0 - float(now @ then) / lengths if lengths else 0.0
+        share = sizes[layer] / total
+        return turned * share if norm == "mul" else turned / math.sqrt(share) if norm == "div_sqrt" else turned
+
+    places = {layer: place for place, layer in enumerate(parts)}
+    sign = -1.0 if order == "highest" else 1.0
+    return sorted(parts, key=lambda layer: (sign * score(layer), places[layer]))[:count]
+
+
+def scaled(fisher: np.ndarray) -> np.ndarray:
+    """F^: from 0 for the least to 1 for the largest of a tensor; all 0 where they are alike (Eq. 6)."""
+    low, high = float(fisher.min()), float(fisher.max())
+    return (fisher - low) / (high - low) if high > low else np.zeros_like(fisher)
+
+
+def strengths(kind: str, parts: Mapping[str, tuple[str, ...]], model: Tensors) -> dict[str, float]:
+    """a_l of each tensor's layer (Eq. 4): N_l / max N for "size", 1 / sqrt(N_l) for "sqrt", else 1."""
+    sizes = {layer: sum(model[name].size for name in names) for layer, names in parts.items()}
+    largest = max(sizes.values())
+    if kind == "size":
+        each = {layer: size / largest for layer, size in sizes.items()}
+    else:
+        each = {layer: 1 / math.sqrt(size) if kind == "sqrt" else 1.0 for layer, size in sizes.items()}
+    return {name: each[layer] for layer, names in parts.items() for name in names}
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    """|a - b|^2, in float64."""
+    return float(np.square(a.astype(np.float64) - b).sum())

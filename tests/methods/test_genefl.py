@@ -1,0 +1,317 @@
+"""GENE-FL: its steps by hand, its identities, and a device that turns up in the middle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedquilt import methods, tensors
+from fedquilt.core import Answer, Contribution, DeviceView, Examples, Site, Task, UpdateError
+from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
+from fedquilt.methods import genefl
+from fedquilt.models import learngene
+from fedquilt.tools.local_run import Member, delivered, states
+from toys import learners, to_train
+
+AMPLE = 1 << 40
+ENGINE = NumpyEngine(AMPLE, base_bytes=0)
+DEEP = {"name": "mlp", "inputs": 6, "hidden": [5, 4], "classes": 3}
+
+
+def bundle() -> Any:
+    from fedquilt.edge_agent.engines import numpy_engine
+
+    return to_train(DEEP, numpy_engine.init(DEEP, 0))
+
+
+def play(devices: list[Member] | None = None, rounds: int = 4, **params: Any) -> tuple[list[Any], list[Any]]:
+    """The states, and what each task had and gave: (task, site, answer)."""
+    worked = []
+
+    def work(task: Task, site: Site) -> Answer:
+        answer = genefl.METHOD.work(task, site)
+        worked.append((task, site, answer))
+        return answer
+
+    wanted = genefl.Params(**{"batch": 8, "lr": 0.1, **params})
+    method = replace(genefl.METHOD, work=work)
+    run = list(states(method, bundle(), Path, ENGINE, devices or learners(4, 24), wanted, seed=1, rounds=rounds))
+    return run, worked
+
+
+def trained(worked: list[Any], device: str) -> list[Any]:
+    """A device's tasks but for its fingerprint."""
+    return [each for each in worked if each[1].device == device and each[0].params["ask"] == "train"]
+
+
+# -- what is sent ---------------------------------------------------------------------------------
+
+
+def test_the_first_round_asks_for_fingerprints_and_nothing_else() -> None:
+    """No model goes down or up; after it every device has a cluster."""
+    run, worked = play(rounds=1)
+    assert all(answer.bundles.keys() == {"fingerprint"} for _, _, answer in worked)
+    assert all(answer.bundles["fingerprint"]["u"].shape == (6, 5) for _, _, answer in worked)
+    assert run[1].phase == "collaborate"
+    assert sorted(run[1].assigned) == ["dev-0", "dev-1", "dev-2", "dev-3"]
+    assert sum(run[1].members) == 4
+
+
+def test_the_head_stays_and_layers_become_fewer() -> None:
+    """Two of three layers can be shared; with the schedule of one round there is one in the end."""
+    run, worked = play(rounds=4, shrink_every=1, tolerance=1.0)
+    assert run[0].shared == ("1", "3")
+    assert [state.size for state in run] == [2, 2, 1, 1, 1]
+    for _, _, answer in trained(worked, "dev-0"):
+        assert not any(name.startswith("5.") for name in answer.bundles["gene"])
+    assert len(trained(worked, "dev-0")[-1][2].bundles["gene"]) == 2
+    assert play(rounds=1, share_head=True)[0][0].shared == ("1", "3", "5")
+
+
+def test_accuracy_that_falls_holds_the_schedule() -> None:
+    """Below its best by more than the tolerance: as many layers as before; near it: one less."""
+    state = replace(play(rounds=1)[0][1], best=0.8, waited=4, recent=(0.7, 0.7, 0.7, 0.7))
+    fell = genefl._shrunk(state, genefl.Sum({}, {}, {"0": {"1": 1}}, accuracy=1.4, told=2))
+    assert (fell.size, fell.best, fell.waited, fell.recent) == (2, 0.8, 0, ())
+    rose = genefl._shrunk(replace(state, recent=(0.8, 0.8, 0.8, 0.8)), genefl.Sum({}, {}, {"0": {"1": 1}}, 1.6, 2))
+    assert (rose.size, rose.best) == (1, pytest.approx(0.8))
+    silent = genefl._shrunk(replace(state, recent=()), genefl.Sum({}, {}, {"0": {"1": 1}}))
+    assert silent.size == 1, "nobody has held-out examples: time alone counts"
+
+
+def test_the_least_turned_layers_are_chosen_weighed_by_their_size() -> None:
+    """Three layers by hand: 1 - cos of 0, 1 and 1, of 2, 2 and 8 values."""
+    parts = {"a": ("a.w",), "b": ("b.w",), "c": ("c.w",)}
+    before = {"a.w": np.array([1.0, 0]), "b.w": np.array([1.0, 0]), "c.w": np.array([1.0, 0] * 4)}
+    after = {"a.w": np.array([2.0, 0]), "b.w": np.array([0, 3.0]), "c.w": np.array([0, 1.0] * 4)}
+
+    def chosen(count: int, order: str, norm: str) -> list[str]:
+        return learngene.choose(parts, after, before, count, order, norm)
+
+    assert chosen(2, "lowest", "mul") == ["a", "b"]
+    assert chosen(2, "lowest", "div_sqrt") == ["a", "c"]
+    assert chosen(1, "highest", "mul") == ["c"]
+    assert chosen(1, "highest", "div_sqrt") == ["b"]
+    assert chosen(2, "highest", "none") == ["b", "c"]
+
+
+# -- what is trained ------------------------------------------------------------------------------
+
+
+def test_a_device_goes_on_from_its_own_model_and_not_from_the_cluster_s() -> None:
+    """Without penalties it is local training to the last bit, whatever the others send."""
+    _, worked = play(rounds=3, smooth=0.0, elastic=0.0)
+    first, second = trained(worked, "dev-0")
+    task, site, answer = second
+    model, _ = ENGINE.train(DEEP, first[2].local, site.train, genefl.fedavg.fit_of(task), tensors.rng(task.seed))
+    for name, array in model.items():
+        np.testing.assert_array_equal(answer.local[name], array)
+
+
+def test_strong_penalties_draw_the_model_to_the_cluster_s() -> None:
+    """lambda_1 large: the device's layers end near Theta_k; the head, which the cluster never had, is free."""
+    far, near = (
+        trained(play(rounds=3, smooth=value, elastic=0.0, strength="one", epochs=5)[1], "dev-0")[1]
+        for value in (0.0, 4.0)
+    )
+
+    def away(case: Any) -> float:
+        return sum(float(np.abs(case[2].local[n] - case[1].load("layer.1")[n]).sum()) for n in ("1.weight", "1.bias"))
+
+    assert near[0].params["bound"] == ["1", "3"]
+    assert away(near) < 0.5 * away(far)
+    assert near[2].metrics["smooth"] > 0
+    assert np.abs(near[2].local["5.weight"] - near[1].local["5.weight"]).sum() > 0
+
+
+def test_both_penalties_are_one_pull_to_one_aim() -> None:
+    """grad = 2 lambda1 a (v - Theta) + 2 lambda2 (v - el), against the two terms apart."""
+    task = play(rounds=2, smooth=0.3, elastic=0.2)[1][-1][0]
+    before, theta, elastic = ({"w": np.array([value], np.float32)} for value in (1.0, 5.0, 3.0))
+    hooks = genefl._hooks(task, before, theta, elastic, {"w": 0.5})
+    at = {key: anchor["w"] for key, anchor in hooks.anchors.items()}
+    value = np.array([2.0], np.float32)
+    assert hooks.correct is not None
+    found = hooks.correct(np.array([1.0], np.float32), value, at)
+    np.testing.assert_allclose(found, 1 + 2 * 0.3 * 0.5 * (2 - 5) + 2 * 0.2 * (2 - 3), rtol=1e-6)
+    free = genefl._hooks(task, before, theta, elastic, {})
+    assert free.correct is None
+
+
+def test_fisher_values_are_scaled_for_each_tensor() -> None:
+    """From 0 to 1, and a tensor whose values are alike is the device's own."""
+    np.testing.assert_allclose(learngene.scaled(np.array([2.0, 4.0, 3.0])), [0, 1, 0.5])
+    np.testing.assert_array_equal(learngene.scaled(np.full(3, 7.0)), np.zeros(3))
+
+
+def test_strengths_follow_the_size_of_a_layer() -> None:
+    """N_l / max N with weight and bias together."""
+    model = {"a.w": np.zeros(6), "a.b": np.zeros(2), "b.w": np.zeros(4)}
+    parts = {"a": ("a.b", "a.w"), "b": ("b.w",)}
+    assert learngene.strengths("size", parts, model) == {"a.w": 1.0, "a.b": 1.0, "b.w": 0.5}
+    assert learngene.strengths("sqrt", parts, model)["b.w"] == 0.5
+    assert learngene.strengths("one", parts, model)["b.w"] == 1.0
+
+
+# -- what is added up -----------------------------------------------------------------------------
+
+
+def one_cluster(size: int = 1) -> Any:
+    """A state with two devices in cluster 0 and one in cluster 1."""
+    state = play(rounds=1)[0][1]
+    return replace(
+        state,
+        assigned={"a": 0, "b": 0, "c": 1},
+        clusters=({}, {}),
+        genes=((), ()),
+        members=(2, 1),
+        centres=(np.zeros((6, 5), np.float32), np.ones((6, 5), np.float32)),
+        size=size,
+    )
+
+
+def gave(state: Any, device: str, layer: str, value: float) -> Contribution:
+    part = {name: np.full_like(array, value) for name, array in state.first[layer].items()}
+    return Contribution(device, 3, 10.0, {"personal": 0.5}, {"gene": part})
+
+
+def test_a_layer_is_the_mean_of_those_of_the_cluster_who_sent_it() -> None:
+    """Unweighted; a layer that nobody sent stays as it was, and no cluster hears of another's."""
+    state, total = one_cluster(), None
+    for device, layer, value in (("a", "1", 1.0), ("b", "1", 3.0), ("c", "3", 7.0)):
+        total = genefl.fold(state, total, gave(state, device, layer, value))
+    after = genefl.step(state, total)
+    assert (after.clusters[0]["1"]["1.weight"] == 2.0).all()
+    assert after.clusters[0].keys() == {"1"}
+    assert (after.clusters[1]["3"]["3.bias"] == 7.0).all()
+    assert after.genes == (("1",), ("3",))
+    again = genefl.step(after, genefl.fold(after, None, gave(after, "a", "3", 9.0)))
+    assert (again.clusters[0]["1"]["1.weight"] == 2.0).all()
+    assert (again.clusters[0]["3"]["3.weight"] == 9.0).all()
+    assert again.genes[0] == ("3",)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda state: {"gene": {**state.first["1"], **state.first["3"]}}, "sent 2 layers, 1"),
+        (lambda state: {"gene": state.first["5"]}, "sent 0 layers"),
+        (lambda state: {"gene": {"1.weight": state.first["1"]["1.weight"]}}, "names differ"),
+        (lambda state: {"fingerprint": {"u": np.zeros((6, 5), np.float32)}}, "sent 0 layers"),
+    ],
+)
+def test_what_is_no_learngene_of_the_size_wanted_is_refused(change: Any, said: str) -> None:
+    """Too many layers, the head, half a layer, and a fingerprint in place of a gene."""
+    state = one_cluster()
+    with pytest.raises(UpdateError, match=said):
+        genefl.fold(state, None, Contribution("a", 3, 1.0, {}, change(state)))
+
+
+@pytest.mark.parametrize(
+    ("u", "said"),
+    [
+        (np.eye(6, 5, dtype=np.float32) * 3, "not of length 1"),
+        (np.eye(6, 4, dtype=np.float32), "fingerprint of 5"),
+        (np.eye(7, 5, dtype=np.float32), "7 values each"),
+        (np.full((6, 5), np.nan, np.float32), "not finite"),
+    ],
+)
+def test_what_is_no_fingerprint_is_refused(u: np.ndarray, said: str) -> None:
+    """Long vectors would move a cluster's centre as far as a device likes."""
+    with pytest.raises(UpdateError, match=said):
+        genefl.fold(one_cluster(), None, Contribution("new", 3, 1.0, {}, {"fingerprint": {"u": u}}))
+
+
+def test_an_accuracy_that_is_none_is_refused() -> None:
+    """What devices say of their accuracy leads the schedule."""
+    state = one_cluster()
+    with pytest.raises(UpdateError, match="accuracy is 7"):
+        genefl.fold(state, None, replace(gave(state, "a", "1", 1.0), metrics={"personal": 7.0}))
+
+
+# -- who comes later ------------------------------------------------------------------------------
+
+
+def ask(state: Any, member: Member, rounds: tuple[int, ...], local: Any = None) -> tuple[Task, Site, Answer]:
+    """One device's task, as it gets it, and what it answers."""
+    order = genefl.METHOD.send(state, DeviceView(member.device, None, rounds))
+    assert order is not None
+    task, site = delivered(genefl.METHOD, order, len(rounds), 1, member, ENGINE, Path, local or {}, Path("cache"))
+    return task, site, genefl.METHOD.work(task, site)
+
+
+def take(state: Any, member: Member, number: int, answer: Answer) -> Any:
+    """The state after a round of this device alone."""
+    update = Contribution(member.device, number, answer.weight, answer.metrics, answer.bundles)
+    return genefl.METHOD.step(state, genefl.METHOD.fold(state, None, update))
+
+
+def test_a_device_that_turns_up_in_the_middle_inherits_the_nearest_cluster_s_learngene() -> None:
+    """First its fingerprint, then the layers of the cluster's gene, the job's first weights elsewhere."""
+    run, _ = play(rounds=4, clusters=2, first_layers=1)
+    newcomer = Member("late", *(vars(learners(4, 24)[2])[key] for key in ("train", "held")))
+    state = run[-1]
+    _, _, answer = ask(state, newcomer, ())
+    assert answer.bundles.keys() == {"fingerprint"}
+    state = take(state, newcomer, 4, answer)
+    cluster = state.assigned["late"]
+    assert cluster == state.assigned["dev-2"], "it has the same examples as dev-2"
+    assert sum(state.members) == 5
+    task, site, answer = ask(state, newcomer, (4,))
+    (gene,) = state.genes[cluster]
+    assert task.params["bound"] == [], "it is held by nothing in its first round"
+    for layer in state.first:
+        wanted = state.clusters[cluster][layer] if layer == gene else state.first[layer]
+        for name, array in site.load(f"layer.{layer}").items():
+            np.testing.assert_array_equal(array, wanted[name])
+    state = take(state, newcomer, 5, answer)
+    task, _, _ = ask(state, newcomer, (4, 5), answer.local)
+    assert gene in task.params["bound"], "from now on it is one of them"
+
+
+def test_fingerprints_can_be_gathered_for_several_rounds() -> None:
+    """With two devices a round; nobody is asked twice, and those who wait are told nothing."""
+    params = genefl.Params(gather=3)
+    run = list(states(genefl.METHOD, bundle(), Path, ENGINE, learners(4), params, seed=1, rounds=3, per_round=2))
+    assert [state.phase for state in run[:3]] == ["fingerprint"] * 3
+    known = run[2].fingerprints
+    assert genefl.METHOD.send(run[2], DeviceView(next(iter(known)), None, (0,))) is None
+
+
+def test_a_device_evaluates_its_own_model_and_nothing_before_it_has_one() -> None:
+    """Asked for a fingerprint there is no model yet; later it is the one it keeps."""
+    run, worked = play(rounds=3)
+    site = worked[0][1]
+    assert genefl.check(worked[0][0], site) == {"examples": 0.0}
+    task, site, answer = trained(worked, "dev-1")[-1]
+    found = genefl.check(task, replace(site, local=answer.local))
+    assert found["accuracy"] == answer.metrics["personal"]
+    assert genefl.story(run[-1])[0].endswith("2 of 2 layers are sent")
+
+
+def test_private_state_of_another_network_is_refused() -> None:
+    """With the names that differ."""
+    run, _ = play(rounds=1)
+    with pytest.raises(UpdateError, match="names differ"):
+        ask(run[-1], learners(4, 24)[0], (0,), {"x": np.zeros(2)})
+
+
+def test_without_held_out_examples_nobody_tells_an_accuracy() -> None:
+    """Unknown is not 0: the metric is absent, and the schedule goes by time."""
+    alone = [Member(m.device, m.train, Examples(m.held.x[:0], m.held.y[:0])) for m in learners(3)]
+    run, worked = play(alone, rounds=3, shrink_every=1)
+    assert all("personal" not in answer.metrics for _, _, answer in worked)
+    assert run[-1].size == 1
+
+
+def test_the_result_holds_every_cluster_s_layers() -> None:
+    """Named by cluster; which make its learnGene is in the facts."""
+    state = play(rounds=4, clusters=2)[0][-1]
+    found = genefl.result(state)
+    assert found.kind == "genes"
+    assert {name.partition("/")[0] for name in found.tensors} == set(found.meta["genes"])
+    assert methods.load("genefl").result is genefl.result
