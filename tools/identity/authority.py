@@ -9,7 +9,6 @@ says 1970 can check them in full; everything else of the check (chain, name, use
 from __future__ import annotations
 
 import datetime
-import ipaddress
 import re
 import time
 from collections.abc import Sequence
@@ -20,10 +19,11 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from fedquilt import disk, enrolment
 from fedquilt.core import JobError, StoreError
+from fedquilt.tools.identity import shapes
 from fedquilt.tools.identity.register import Issued, Kind, Register, stamp
 
 DAY_S: Final = 86400.0
@@ -81,19 +81,19 @@ class Authority:
         with disk.doing(f"make {folder}"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)
-        key, subject = ec.generate_private_key(ec.SECP256R1()), _subject(name)
+        key, subject = ec.generate_private_key(ec.SECP256R1()), shapes.subject(name)
         builder = (
             x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number())
             .not_valid_before(EPOCH)
-            .not_valid_after(_date(now_s + AUTHORITY_DAYS * DAY_S))
+            .not_valid_after(shapes.date(now_s + AUTHORITY_DAYS * DAY_S))
             .add_extension(x509.BasicConstraints(True, 0), critical=True)
-            .add_extension(_usage(signs_certificates=True), critical=True)
+            .add_extension(shapes.usage(signs_certificates=True), critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         )
         if crl_url is not None:
-            builder = builder.add_extension(_points(crl_url), critical=False)
-        enrolment.keep(folder / "ca.crt", _pem(builder.sign(key, hashes.SHA256())), 0o644)
-        enrolment.keep(folder / "ca.key", pem_of_key(key), 0o600)
+            builder = builder.add_extension(shapes.points(crl_url), critical=False)
+        enrolment.keep(folder / "ca.crt", shapes.pem(builder.sign(key, hashes.SHA256())), 0o644)
+        enrolment.keep(folder / "ca.key", shapes.pem_of_key(key), 0o600)
         made = cls(folder)
         made.write_crl(now_s)
         return made
@@ -153,22 +153,24 @@ class Authority:
         """
         if not _NAME.match(name):
             raise JobError(f"{name!r} is no name: up to 64 of a-z, 0-9, '.', '_' and '-', beginning with a-z or 0-9")
-        begins = EPOCH if kind == "server" else _date(now_s - DAY_S)  # a broker's clock may be somewhat behind
-        ends = min(_date(now_s + (DAYS[kind] if days is None else days) * DAY_S), self.cert.not_valid_after_utc)
+        begins = EPOCH if kind == "server" else shapes.date(now_s - DAY_S)  # a broker's clock may be somewhat behind
+        ends = min(shapes.date(now_s + (DAYS[kind] if days is None else days) * DAY_S), self.cert.not_valid_after_utc)
         builder = (
-            x509.CertificateBuilder(self.cert.subject, _subject(name), key, x509.random_serial_number())
+            x509.CertificateBuilder(self.cert.subject, shapes.subject(name), key, x509.random_serial_number())
             .not_valid_before(begins)
             .not_valid_after(ends)
             .add_extension(x509.BasicConstraints(False, None), critical=True)
-            .add_extension(_usage(), critical=True)
+            .add_extension(shapes.usage(), critical=True)
             .add_extension(x509.ExtendedKeyUsage([_USE[kind]]), critical=False)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-            .add_extension(_authority_id(self.cert), critical=False)
+            .add_extension(shapes.authority_id(self.cert), critical=False)
         )
         if hosts:
-            builder = builder.add_extension(x509.SubjectAlternativeName([_host(one) for one in hosts]), critical=False)
+            builder = builder.add_extension(
+                x509.SubjectAlternativeName([shapes.host(one) for one in hosts]), critical=False
+            )
         if self.crl_url is not None:
-            builder = builder.add_extension(_points(self.crl_url), critical=False)
+            builder = builder.add_extension(shapes.points(self.crl_url), critical=False)
         cert = builder.sign(self._key, hashes.SHA256())
         made = Issued(
             serial=f"{cert.serial_number:x}",
@@ -178,7 +180,7 @@ class Authority:
             issued_s=now_s,
             ends_s=ends.timestamp(),
             revoked_s=None,
-            pem=_pem(cert).decode(),
+            pem=shapes.pem(cert).decode(),
         )
         self.register.add(made)
         return made
@@ -195,7 +197,7 @@ class Authority:
         with self.register.together():
             if any(one.kind == "device" for one in self.register.certificates(name)):
                 raise JobError(f"{name!r} is a device's name: take another, whose rights nobody else has")
-            return self.sign(name, kind, key.public_key(), now_s, hosts=hosts, days=days), pem_of_key(key)
+            return self.sign(name, kind, key.public_key(), now_s, hosts=hosts, days=days), shapes.pem_of_key(key)
 
     # -- revoking ---------------------------------------------------------------------------------
 
@@ -222,10 +224,10 @@ class Authority:
         builder = (
             x509.CertificateRevocationListBuilder()
             .issuer_name(self.cert.subject)
-            .last_update(_date(now_s - DAY_S))  # for a broker whose clock is somewhat behind
+            .last_update(shapes.date(now_s - DAY_S))  # for a broker whose clock is somewhat behind
             .next_update(self.cert.not_valid_after_utc)
             .add_extension(x509.CRLNumber(int(now_s * 1000)), critical=False)
-            .add_extension(_authority_id(self.cert), critical=False)
+            .add_extension(shapes.authority_id(self.cert), critical=False)
         )
         if self.crl_url is not None:  # EMQX heeds only a list that says where it belongs
             point = x509.IssuingDistributionPoint(
@@ -240,7 +242,7 @@ class Authority:
             builder = builder.add_extension(point, critical=True)
         for one in self.register.certificates():
             if one.revoked_s is not None and one.ends_s > now_s:
-                entry = x509.RevokedCertificateBuilder(int(one.serial, 16), _date(one.revoked_s)).build()
+                entry = x509.RevokedCertificateBuilder(int(one.serial, 16), shapes.date(one.revoked_s)).build()
                 builder = builder.add_revoked_certificate(entry)
         path = self.folder / "crl.pem"
         pem = builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
@@ -258,55 +260,3 @@ def state(issued: Issued, now_s: float) -> str:
 def clock_s() -> float:
     """The wall clock of whoever holds the authority."""
     return time.time()
-
-
-def pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """A private key as PEM, not encrypted: a daemon has nobody to ask for a passphrase."""
-    plain = serialization.NoEncryption()
-    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
-
-
-def _pem(cert: x509.Certificate) -> bytes:
-    return cert.public_bytes(serialization.Encoding.PEM)
-
-
-def _subject(name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-
-
-def _date(at_s: float) -> datetime.datetime:
-    return datetime.datetime.fromtimestamp(int(at_s), datetime.timezone.utc)
-
-
-def _usage(signs_certificates: bool = False) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates,
-        encipher_only=False,
-        decipher_only=False,
-    )
-
-
-def _authority_id(cert: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    own = cert.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
-    return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(own)
-
-
-def _points(url: str) -> x509.CRLDistributionPoints:
-    name = x509.UniformResourceIdentifier(url)
-    return x509.CRLDistributionPoints([x509.DistributionPoint([name], None, None, None)])
-
-
-def _host(host: str) -> x509.GeneralName:
-    try:
-        return x509.IPAddress(ipaddress.ip_address(host))
-    except ValueError:
-        pass
-    if not re.match(r"(?!-)[A-Za-z0-9-]{1,63}(\.(?!-)[A-Za-z0-9-]{1,63})*\Z", host):
-        raise JobError(f"{host!r} is neither a host's name nor an IP address")
-    return x509.DNSName(host)
