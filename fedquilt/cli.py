@@ -258,10 +258,13 @@ def parser() -> argparse.ArgumentParser:
 
     one = verb("bench", bench, "measure fedquilt on this machine")
     one.add_argument(
-        "what", choices=("idle", "blobs", "sensors", "energy", "stitch", "memory", "footprint", "deadlines", "fedsq", "sim")
+        "what",
+        choices=("idle", "blobs", "sensors", "energy", "stitch", "memory", "footprint", "deadlines", "fedsq", "sim"),
     )
     one.add_argument("--size", type=_positive, nargs="+", help="of stitch, memory: images of so many pixels")
-    one.add_argument("--data", type=Path, metavar="FOLDER", help="of sim: IDX images of 28x28, such as MNIST's raw folder")
+    one.add_argument(
+        "--data", type=Path, metavar="FOLDER", help="of sim: IDX images of 28x28, such as MNIST's raw folder"
+    )
     one.add_argument(
         "--with", dest="beside", nargs="+", metavar="NAME", help="of sim: flower, pfl; installed into a cache folder"
     )

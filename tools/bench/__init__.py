@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -11,16 +11,16 @@ import msgspec
 SIZES = {"stitch": (64,), "memory": (224,)}  # pixels, of the benches on images
 
 
-def main(what: str, format: str, sizes: Sequence[int] = ()) -> int:
+def main(what: str, format: str, sizes: Sequence[int] = (), given: Mapping[str, Any] = {}) -> int:
     """Run one bench and print it; 0 when it reached its figures, 1 when not.
 
-    One on images is run for each size, and its JSON is a list.
+    One on images is run for each size, and its JSON is a list. `given` is what else its `measure` takes.
     """
     bench = importlib.import_module(f"fedquilt.tools.bench.{what}")
     sizes = sizes or SIZES.get(what, ())
     results: list[dict[str, Any]] = []
     for each in [{"size": size} for size in sizes] or [{}]:
-        results.append(bench.measure(**each))
+        results.append(bench.measure(**each, **given))
         if format == "text":
             print("\n".join(bench.lines(results[-1])), flush=True)
     if format == "json":

@@ -9,40 +9,17 @@ from typing import Any
 
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["BENCH_FOLDER"] = sys.argv[1]
+os.environ["PYTHONPATH"] = os.path.dirname(os.path.abspath(__file__))  # for the actors
 
-import torch
-import torch.nn.functional as F
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
+from flower_client import client
+from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 from workload import Workload, arguments, since_start, tell
 
-FOLDER = os.environ.setdefault("BENCH_FOLDER", sys.argv[1] if len(sys.argv) > 1 else "")
-held: dict[str, Any] = {}  # of this process: an actor keeps its workload and network from one client to the next
-
-client = ClientApp()
 server = ServerApp()
-
-
-@client.train()
-def train(message: Message, context: Context) -> Message:
-    """One epoch on the client's own examples."""
-    if not held:
-        torch.set_num_threads(1)
-        held["work"] = Workload(os.environ["BENCH_FOLDER"])
-        held["model"] = held["work"].network(begun=False)
-    work, model = held["work"], held["model"]
-    model.load_state_dict(message.content["arrays"].to_torch_state_dict())
-    x, y = work.client(int(context.node_config["partition-id"]))
-    optimizer = torch.optim.SGD(model.parameters(), lr=work.spec["lr"])
-    for rows in torch.randperm(len(y)).split(work.spec["batch"]):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x[rows]), y[rows]).backward()
-        optimizer.step()
-    content = {"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord({"num-examples": len(y)})}
-    return Message(content=RecordDict(content), reply_to=message)
 
 
 class Timed(FedAvg):  # type: ignore[misc]
@@ -51,15 +28,16 @@ class Timed(FedAvg):  # type: ignore[misc]
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.began_s: list[float] = []
+        self.start_s = 0.0
 
     def configure_train(self, *args: Any, **options: Any) -> Any:
         if not self.began_s:
-            held["start_s"] = since_start()
+            self.start_s = since_start()
         self.began_s.append(time.perf_counter())
         return super().configure_train(*args, **options)
 
 
-@server.main()
+@server.main()  # type: ignore[untyped-decorator]
 def serve(grid: Grid, context: Context) -> None:
     """All rounds, then the test set."""
     work = Workload(os.environ["BENCH_FOLDER"])
@@ -71,7 +49,7 @@ def serve(grid: Grid, context: Context) -> None:
     )
     times = [*strategy.began_s, time.perf_counter()]
     model.load_state_dict(result.arrays.to_torch_state_dict())
-    tell(held["start_s"], [b - a for a, b in zip(times, times[1:])], work.accuracy(model))  # noqa: B905, RUF007
+    tell(strategy.start_s, [b - a for a, b in zip(times, times[1:])], work.accuracy(model))  # noqa: B905, RUF007
 
 
 if __name__ == "__main__":

@@ -55,8 +55,9 @@ def environment(name: str, folder: Path | None = None) -> tuple[Path, str]:
     ready = home / "ready"
     if not ready.exists():
         torch = metadata.version("torch").partition("+")[0]
-        _done([sys.executable, "-m", "venv", "--clear", str(home)], other)
-        _done([str(python), "-m", "pip", "install", "--quiet", f"torch=={torch}", other.requirement], other)
+        _done([sys.executable, "-m", "venv", "--clear", "--without-pip", str(home)], other)
+        pip = [sys.executable, "-m", "pip", "--python", str(python)]
+        _done([*pip, "install", "--quiet", f"torch=={torch}", other.requirement], other)
         ready.touch()
     shown = [str(python), "-c", f"from importlib import metadata; print(metadata.version({other.package!r}))"]
     return python, _done(shown, other).strip()

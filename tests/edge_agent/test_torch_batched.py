@@ -1,0 +1,153 @@
+"""Several devices in one graph are what each is in the loop, to float tolerance; what cannot go that way says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedquilt import tensors
+from fedquilt.core import DataError, Examples, Fit, Hooks, JobError, ModelError, Turn, UpdateError
+
+batched = pytest.importorskip("fedquilt.edge_agent.engines.torch_batched")
+
+MLP = {"name": "mlp", "inputs": 6, "hidden": [5], "classes": 3}
+SIZES = (8, 7, 5, 13, 16, 3)  # with batches of 4: two to four steps, full and short last ones
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    return batched.BatchedTorchEngine(1 << 40, base_bytes=0)
+
+
+def start(seed: int = 0) -> dict[str, np.ndarray]:
+    rng = tensors.rng("start", seed)
+    shapes = {"1.weight": (5, 6), "1.bias": (5,), "3.weight": (3, 5), "3.bias": (3,)}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def examples(count: int, seed: int = 0) -> Examples:
+    rng = tensors.rng("examples", count, seed)
+    return Examples(rng.normal(size=(count, 6)).astype(np.float32), rng.integers(3, size=count))
+
+
+def arguments(seed: int, count: int, fit: Fit, network: dict[str, Any] = MLP) -> tuple[Any, ...]:
+    return network, start(seed), examples(count, seed), fit, tensors.rng("order", seed)
+
+
+def both(engine: Any, fit: Fit, hooks: list[Hooks] | None = None) -> tuple[list[Any], list[Any]]:
+    """What the graph and the loop give for devices of all sizes, each with a model and a hook of its own."""
+    hooks = hooks or [Hooks()] * len(SIZES)
+    given = list(enumerate(zip(SIZES, hooks, strict=True)))
+    calls = [engine.call(*arguments(seed, count, fit), hooks=hook) for seed, (count, hook) in given]
+    assert None not in calls
+    loop = [engine.train(*arguments(seed, count, fit), hooks=hook) for seed, (count, hook) in given]
+    return engine.train_together(calls), loop
+
+
+def assert_alike(ours: list[Any], theirs: list[Any]) -> None:
+    for (model, told), (other, wanted) in zip(ours, theirs, strict=True):
+        assert list(model) == list(other)
+        for name in model:
+            assert model[name].dtype == np.float32
+            np.testing.assert_allclose(model[name], other[name], rtol=2e-4, atol=2e-5)
+        assert told["steps"] == wanted["steps"]
+        assert told["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "fit",
+    [
+        Fit(epochs=2, batch=4, lr=0.1),
+        Fit(epochs=2, batch=4, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+        Fit(epochs=2, batch=4, lr=0.1, clip=0.5),
+        Fit(epochs=2, batch=4, lr=0.01, optimizer="adam"),
+        Fit(epochs=1, batch=64, lr=0.1),
+    ],
+)
+def test_each_device_comes_out_as_from_the_loop(engine: Any, fit: Fit) -> None:
+    """Unequal numbers of examples, short last batches, momentum, decay, clipping by each one's own norm, Adam."""
+    assert_alike(*both(engine, fit))
+
+
+def test_each_device_has_its_own_correction_and_anchors(engine: Any) -> None:
+    """FedProx's pull of different strength, a correction that is no arithmetic of elements, an anchor, and none."""
+
+    def pull(mu: float) -> Hooks:
+        return Hooks(correct=lambda gradient, value, at: gradient + mu * (value - at["start"]))
+
+    shifted = Hooks(correct=lambda gradient, value, at: gradient + at["shift"], anchors={"shift": start(9)})
+    scaled = Hooks(correct=lambda gradient, value, at: gradient / (1.0 + gradient.norm()))
+    hooks = [pull(0.1), pull(2.0), shifted, scaled, Hooks(), pull(0.0)]
+    ours, theirs = both(engine, Fit(epochs=2, batch=4, lr=0.1), hooks)
+    assert_alike(ours, theirs)
+    plain, _ = both(engine, Fit(epochs=2, batch=4, lr=0.1))
+    assert not np.allclose(ours[1][0]["1.weight"], plain[1][0]["1.weight"], atol=1e-3)
+
+
+def test_a_generator_is_left_where_the_loop_leaves_it(engine: Any) -> None:
+    """A client half may draw on after its training."""
+    fit = Fit(epochs=2, batch=4)
+    one, other = arguments(0, 8, fit), arguments(0, 8, fit)
+    engine.train_together([engine.call(*one)])
+    engine.train(*other)
+    assert one[4].integers(1 << 40) == other[4].integers(1 << 40)
+
+
+def test_one_device_that_diverges_is_refused_and_the_others_are_not(engine: Any) -> None:
+    """Its examples are a million times larger: the loss is no longer finite, or explodes."""
+    fit = Fit(epochs=3, batch=4, lr=0.5)
+    odd = Examples(examples(8).x * np.float32(1e18), examples(8).y)
+    network, begun, _, _, rng = arguments(0, 8, fit)
+    calls = [engine.call(*arguments(1, 8, fit)), engine.call(network, begun, odd, fit, rng)]
+    found = engine.train_together(calls)
+    assert isinstance(found[1], UpdateError)
+    assert_alike(found[:1], [engine.train(*arguments(1, 8, fit))])
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"start": {"1.weight": np.zeros((5, 6), np.float32)}}, ModelError),
+        ({"examples": Examples(np.zeros((4, 6), np.float32), np.full(4, 7))}, DataError),
+        ({"examples": Examples(np.zeros((4, 9), np.float32), np.zeros(4, np.int64))}, DataError),
+        ({"hooks": Hooks(correct=lambda g, v, at: g, anchors={"old": {}})}, ModelError),
+        ({"fit": Fit(epochs=-1)}, JobError),
+    ],
+)
+def test_what_does_not_fit_is_told_as_by_the_loop(engine: Any, change: dict[str, Any], kind: type) -> None:
+    """Tensors missing, labels beyond the classes, examples of another shape, an anchor without tensors, no epochs."""
+    given = {
+        "network": MLP,
+        "start": start(),
+        "examples": examples(4),
+        "fit": Fit(),
+        "rng": tensors.rng(0),
+        "hooks": Hooks(),
+        **change,
+    }
+    with pytest.raises(kind) as raised:
+        engine.train(**given)
+    (found,) = engine.train_together([engine.call(**{**given, "rng": tensors.rng(0)})])
+    assert type(found) is type(raised.value)
+    assert str(found) == str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"network": {"name": "cnn", "channels": 1, "size": 8, "classes": 3}},
+        {"network": {"name": "plain", "channels": 1, "classes": 3}},
+        {"hooks": Hooks(prepare=lambda module: module)},
+        {"hooks": Hooks(inputs=lambda x: x)},
+        {"hooks": Hooks(turns=(Turn(rate=lambda name: 0.5),))},
+        {"fit": Fit(mixed=True)},
+        {"examples": Examples(np.zeros((0, 6), np.float32), np.zeros(0, np.int64))},
+    ],
+)
+def test_what_cannot_go_through_one_graph_takes_the_loop(engine: Any, change: dict[str, Any]) -> None:
+    """Convolutions, batch norm, a method's own network, inputs or turns, 16 bits, and nobody's examples."""
+    given = {"network": MLP, "start": start(), "examples": examples(8), "fit": Fit(), "rng": tensors.rng(0)}
+    assert engine.call(**given) is not None
+    assert engine.call(**{**given, **change}) is None

@@ -1,0 +1,80 @@
+"""The bench of simulated fleets, small: every contestant of this environment takes the same steps."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedquilt.core import DataError, JobError
+from fedquilt.tools import bench
+from fedquilt.tools.bench import sim
+from fedquilt.tools.bench.sim import others
+
+TINY = replace(sim.OVERHEAD, clients=6, each=40, asked=4, rounds=8)
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """IDX files of 28x28 images: a bright row tells the class."""
+    folder = tmp_path / "raw"
+    folder.mkdir()
+    for split, count in (("train", 300), ("t10k", 100)):
+        draws = np.random.default_rng(count)
+        y = draws.integers(10, size=count).astype(np.uint8)
+        x = draws.integers(60, size=(count, 28, 28)).astype(np.uint8)
+        x[np.arange(count), 2 * y + 4] = 255
+        for kind, array in (("images-idx3", x), ("labels-idx1", y)):
+            head = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
+            (folder / f"{split}-{kind}-ubyte").write_bytes(head + array.tobytes())
+    return folder
+
+
+def test_ours_and_the_bare_loop_take_the_same_steps(images: Path) -> None:
+    """They end as good as each other, far above chance; the figures are of this run."""
+    pytest.importorskip("torch")
+    result = sim.measure(images, repeats=1, workloads=(TINY,), processes=2)
+    told = result["workloads"]["overhead"]
+    assert set(told) == {"ours", "bare_n", "bare_1"}
+    for each in told.values():
+        assert each["accuracy"] > 0.5
+        assert each["accuracy"] == pytest.approx(told["bare_1"]["accuracy"], abs=0.1)
+        assert each["rate"] > 0
+        assert 0 < each["start_s"] < each["wall_s"]
+        assert each["rss_mb"] >= each["pss_mb"] > 100
+    figures = result["figures"]
+    ratio = told["ours"]["rate"] / told["bare_n"]["rate"]
+    assert figures["overhead_of_bare_loop"]["value"] == pytest.approx(ratio, abs=0.001)
+    assert "overhead_of_flower" not in figures
+    assert sim.lines(result)[-len(figures) :] == bench.figure_lines(result)
+
+
+def test_images_that_do_not_do_are_refused(images: Path) -> None:
+    """Too few of them, and nothing at all."""
+    with pytest.raises(DataError, match="600 images of 28x28 are needed, not 300"):
+        sim.lay_out(replace(TINY, clients=15), images, images / "out")
+    with pytest.raises(DataError):
+        sim.lay_out(TINY, images / "nowhere", images / "out")
+
+
+def test_a_simulator_that_nobody_knows_is_refused_before_anything_runs(images: Path) -> None:
+    """And the known ones are named."""
+    with pytest.raises(JobError, match="--with abacus: there are flower, pfl"):
+        sim.measure(images, beside=("abacus",))
+
+
+def test_a_simulator_that_cannot_be_installed_is_told_in_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With pip's last words: here an index that is an empty folder."""
+    (tmp_path / "index").mkdir()
+    for name, value in (("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", str(tmp_path / "index"))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found, absent = sim._contestants(["pfl"], 2)
+    assert [each.name for each in found] == ["ours", "bare_n", "bare_1"]
+    assert absent["pfl"].startswith("pfl-research cannot be installed here: ")
+    assert not (others.cache() / "pfl" / "ready").exists()

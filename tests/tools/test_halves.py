@@ -1,0 +1,102 @@
+"""Client halves stop where they train, are trained together, and go on as if nothing had happened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedquilt.tools.halves import together
+
+
+@dataclass
+class Call:
+    start: float
+    rng: np.random.Generator
+
+
+class Doubling:
+    """Training doubles a number, and draws once; `batches` is what went together."""
+
+    def __init__(self, alone: float | None = None) -> None:
+        self.batches: list[list[float]] = []
+        self.alone = alone
+        self.name = "doubling"
+
+    def call(self, network: Any, start: float, examples: Any, fit: Any, rng: Any) -> Call | None:
+        return None if start == self.alone else Call(start, rng)
+
+    def train(self, network: Any, start: float, examples: Any, fit: Any, rng: Any) -> float:
+        self.batches.append([start])
+        rng.integers(10)
+        return 2 * start
+
+    def train_together(self, calls: list[Call]) -> list[float | Exception]:
+        self.batches.append([call.start for call in calls])
+        for call in calls:
+            call.rng.integers(10)
+        return [ValueError("no thirteens") if call.start == 13 else 2 * call.start for call in calls]
+
+
+def half(value: float, times: int) -> Any:
+    """Trains so often, each time on what came before; tells its last value, and draws once more."""
+
+    def run(engine: Any) -> tuple[float, int, str]:
+        rng, now = np.random.default_rng(int(value)), value
+        for _ in range(times):
+            now = engine.train(None, now, None, None, rng)
+        return now, int(rng.integers(1 << 30)), engine.name
+
+    return run
+
+
+def test_halves_that_train_are_trained_together() -> None:
+    """Once, twice and never: the second time two go together, no more."""
+    engine = Doubling()
+    found = together([half(1, 1), half(2, 2), half(3, 0), half(4, 2)], engine)
+    assert engine.batches == [[1, 2, 4], [4, 8]]
+    assert [value[0] for value, _ in found] == [2, 8, 3, 16]
+    assert [joint for _, joint in found] == [True, True, False, True]
+
+
+def test_a_half_draws_on_as_if_it_had_not_been_broken_off() -> None:
+    """What it draws after its trainings is what it draws with an engine that knows no others."""
+    plain = Doubling()
+    for times in range(3):
+        ((found, _),) = together([half(5, times)], Doubling())
+        assert found == half(5, times)(plain)
+
+
+def test_a_call_that_takes_the_loop_is_made_at_once() -> None:
+    """The engine does not want 4 among others."""
+    engine = Doubling(alone=4)
+    found = together([half(4, 1), half(6, 1)], engine)
+    assert engine.batches == [[4], [6]]
+    assert [joint for _, joint in found] == [False, True]
+
+
+def test_what_a_training_raises_is_raised_in_its_half_alone() -> None:
+    """A half may catch it; one that does not ends by it."""
+
+    def careful(engine: Any) -> str:
+        with pytest.raises(ValueError, match="thirteens"):
+            engine.train(None, 13, None, None, np.random.default_rng(0))
+        return "caught"
+
+    found = [value for value, _ in together([half(13, 1), careful, half(1, 1)], Doubling())]
+    assert isinstance(found[0], ValueError)
+    assert found[1] == "caught"
+    assert found[2][0] == 2
+
+
+def test_an_engine_that_trains_nobody_together_is_used_as_it_is() -> None:
+    """Each half is called once, and one's error is not another's."""
+
+    def bad(engine: Any) -> float:
+        raise KeyError("x")
+
+    found = together([lambda engine: engine + 1, bad], 41)
+    assert found[0] == (42, False)
+    assert isinstance(found[1][0], KeyError)
