@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedquilt.core import JobError
-from fedquilt.disk import doing
 from fedquilt.tools.flash import bundle, install, targets, wheels
 from fedquilt.tools.flash.remote import TOP, Host
 
@@ -72,7 +71,7 @@ def flash(what: What, where: Where, say: Say = print) -> None:
         say(
             f"{board.device}: {len(house)} wheels for {target.name}, Python {target.python}; {size / 1e6:.1f} MB in all"
         )
-        with doing("make a folder for the bundle"), tempfile.TemporaryDirectory(prefix="fedquilt-") as scratch:
+        with tempfile.TemporaryDirectory(prefix="fedquilt-") as scratch:
             if root is not None:
                 bundle.write(files, Path(scratch) / TOP)
                 changes = install.install(Path(scratch) / TOP, root)

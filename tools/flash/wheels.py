@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import fedquilt
+from fedquilt import tables
 from fedquilt.core import JobError, StoreError
 from fedquilt.disk import doing
 from fedquilt.tools.flash.targets import Target
@@ -61,21 +62,16 @@ class Wheel:
 # -- our own --------------------------------------------------------------------------------------
 
 
-def own(folder: Path, package: Path | None = None) -> Path:
+def own(folder: Path) -> Path:
     """fedquilt itself as a wheel, from the files that run now: no build tool, and the same bytes each time.
 
     Raises:
         StoreError: the folder cannot be written.
     """
-    package = package or Path(fedquilt.__file__).parent
-    said = metadata.metadata("fedquilt")
+    package = Path(fedquilt.__file__).parent
     info = f"fedquilt-{fedquilt.__version__}.dist-info"
-    described = str(said).encode()  # as installed; the version may be an older one's, where a clone went on
-    described = described.replace(
-        f"\nVersion: {said['Version']}\n".encode(), f"\nVersion: {fedquilt.__version__}\n".encode(), 1
-    )
     files = dict(_files(package))
-    files[f"{info}/METADATA"] = described
+    files[f"{info}/METADATA"] = "".join(f"{key}: {value}\n" for key, value in _said(package.parent)).encode()
     files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: fedquilt\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     files[f"{info}/entry_points.txt"] = b"[console_scripts]\nfedquilt = fedquilt.cli:main\n"
     record = "".join(f"{name},sha256={_urlsafe(data)},{len(data)}\n" for name, data in files.items())
@@ -90,6 +86,27 @@ def own(folder: Path, package: Path | None = None) -> Path:
     with doing(f"write {path}"):
         path.write_bytes(made.getvalue())
     return path
+
+
+def _said(clone: Path) -> list[tuple[str, str]]:
+    """The METADATA of the wheel: in a clone from its pyproject.toml, which an editable installation may lag behind."""
+    said = [("Metadata-Version", "2.1"), ("Name", "fedquilt"), ("Version", fedquilt.__version__)]
+    if not (clone / "pyproject.toml").is_file():
+        known = metadata.metadata("fedquilt")
+        return said + [
+            (key, value) for key in ("Requires-Dist", "Provides-Extra") for value in known.get_all(key) or ()
+        ]
+    from packaging.requirements import Requirement
+
+    project = tables.read(clone / "pyproject.toml")["project"]
+    said += [("Requires-Dist", line) for line in project["dependencies"]]
+    for extra, lines in project["optional-dependencies"].items():
+        said.append(("Provides-Extra", extra))
+        for one in map(Requirement, lines):
+            marker = f"({one.marker}) and " if one.marker else ""
+            one.marker = None
+            said.append(("Requires-Dist", f'{one}; {marker}extra == "{extra}"'))
+    return said
 
 
 def _files(package: Path) -> Iterable[tuple[str, bytes]]:
@@ -120,7 +137,7 @@ def house(
         JobError: an extra that fedquilt does not have; no such wheels.
         StoreError: the cache cannot be used.
     """
-    known = metadata.metadata("fedquilt").get_all("Provides-Extra") or []
+    known = {value for key, value in _said(Path(fedquilt.__file__).parents[1]) if key == "Provides-Extra"}
     for extra in extras:
         if extra not in known:
             raise JobError(f"no extra {extra!r}: fedquilt has {', '.join(sorted(known))}")
