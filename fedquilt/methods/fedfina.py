@@ -1,0 +1,36 @@
+"""FedFina: only the last convolutions are averaged, all else stays on the device.
+
+Paper: GENE-FL's comparison (arXiv 2504.14628, section 4) has it as the counterpart of ParFed: it shares the
+"last four convolution layers", of a ResNet18 the four 3x3 convolutions of its last stage, 31.50 MiB an upload.
+
+Deviations: the name stands in no other paper that we know; what is trained is everything, as with ParFed.
+There is one cluster. In a network without convolutions weight matrices other than the head's stand for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from msgspec import Meta
+
+from fedquilt.core import Bundle
+from fedquilt.methods import fedavg, fedrep, parfed
+
+
+@dataclass(frozen=True)
+class Params(fedavg.Params):
+    layers: Annotated[int, Meta(ge=1)] = 4  # convolutions that are shared
+
+
+def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
+    begun = fedavg.init(bundle, params, seed)
+    return fedrep.split(begun, begun.model.keys() - parfed.tail(begun.model, params.layers))
+
+
+METHOD = replace(
+    parfed.METHOD,
+    paper="as in arXiv 2504.14628",
+    params=Params,
+    init=init,
+)

@@ -1,0 +1,117 @@
+"""FedLG: the few convolutions whose gradients are smallest, a learnGene, are averaged; all else stays on the device.
+
+Papers: Wang et al., Learngene: From Open-World to Your Learning Task, AAAI 2022 (arXiv 2106.06788), which takes
+the layers that change least as an ancestor learns; as a baseline in GENE-FL's comparison (arXiv 2504.14628,
+section 4), "extracts information from gradient updates". There three convolutions of a ResNet18 are shared, 18.28 MiB
+an upload: two of 512x512x3x3 and one of 128x64x3x3, hence a convolution's weights are the unit.
+
+In the first round (`probe`) devices train and tell of each convolution only how large its gradient is in their
+mini-batches, as a root mean square over its values, by the Fisher diagonal with one group for each mini-batch
+(`Trainer.fisher`). The coordinator takes the mean and the `layers` smallest, which are shared from then on.
+
+Deviations: GENE-FL's paper tells no formula of the choice; the mean norm for each parameter is ours. It is made
+once. There is one cluster. In a network without convolutions weight matrices other than the head's stand for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from fedquilt import tensors
+from fedquilt.core import Answer, Bundle, Contribution, DeviceView, Order, Site, Task, UpdateError
+from fedquilt.methods import fedavg, fedrep, parfed
+
+
+@dataclass(frozen=True)
+class Params(fedavg.Params):
+    layers: Annotated[int, Meta(ge=1)] = 3  # convolutions in the learnGene
+    probe: Annotated[int, Meta(ge=1)] = 1  # rounds in which gradients are measured and no weights are sent
+
+
+@dataclass(frozen=True)
+class State(fedrep.State):
+    """All tensors as the job began as `own`, and what somebody has shared since as `model`."""
+
+    candidates: tuple[str, ...]
+    sizes: dict[str, float]  # sum over rounds of the devices' mean gradient size
+    probed: int = 0  # rounds
+    shared: tuple[str, ...] = ()  # the learnGene; (): not yet known
+
+    @property
+    def phase(self) -> str:
+        return "share" if self.shared else "probe"
+
+
+def init(bundle: Bundle, params: Params, seed: int) -> State:
+    begun = fedavg.init(bundle, params, seed)
+    names = tuple(parfed.weights(begun.model))
+    parts = fedrep.split(begun, begun.model.keys())
+    return State(**vars(parts), candidates=names, sizes=dict.fromkeys(names, 0.0))
+
+
+def send(state: State, device: DeviceView) -> Order:
+    sent = fedrep.send(state, device)
+    work = sent.work
+    if not state.shared:  # one more pass, forward and back, for the gradients of the trained network
+        work = msgspec.structs.replace(work, flops_per_example=work.flops_per_example + 3 * state.flops)
+    params = {**sent.params, "candidates": list(state.candidates), "shared": list(state.shared)}
+    return replace(sent, params=params, work=work)
+
+
+def work(task: Task, site: Site) -> Answer:
+    answer = fedrep.parted(fedavg.trained(task, site, fedrep.whole(site)), task.params["shared"])
+    if task.params["shared"]:
+        return answer
+    squares = site.engine.fisher(task.params["network"], answer.local, site.train, each=task.params["batch"])
+    sizes = {name: np.sqrt(np.mean(squares[name], dtype=np.float64)) for name in task.params["candidates"]}
+    return replace(answer, bundles={"sizes": {name: np.array([size], np.float64) for name, size in sizes.items()}})
+
+
+def fold(state: State, so_far: fedavg.Sum | None, update: Contribution) -> fedavg.Sum:
+    """A round's sum of models, or in the first rounds of gradients' sizes."""
+    if state.shared:
+        like = {name: state.own[name] for name in state.shared}
+        return fedavg.fold(replace(state, model=like), so_far, update)
+    sizes = update.bundles.get("sizes", {})
+    like = {name: np.zeros(1) for name in state.candidates}
+    tensors.require_like(sizes, like)
+    if any((size < 0).any() for size in sizes.values()):
+        raise UpdateError(f"{update.device} says that a gradient is smaller than nothing")
+    return fedavg.fold(replace(state, model=like), so_far, replace(update, bundles={"model": sizes}))
+
+
+def step(state: State, total: fedavg.Sum | None) -> State:
+    if total is None or total.weight == 0:
+        return state
+    if state.shared:
+        like: Mapping[str, np.ndarray] = {name: state.own[name] for name in state.shared}
+        return replace(state, model=fedavg.cast(fedavg.mean(total), like))
+    mean = fedavg.mean(total)
+    sizes = {name: size + float(mean[name][0]) for name, size in state.sizes.items()}
+    least = sorted(sizes, key=lambda name: (sizes[name], name))[: state.params["layers"]]
+    chosen = tuple(sorted(least)) if state.probed + 1 >= state.params["probe"] else ()
+    return replace(state, sizes=sizes, probed=state.probed + 1, shared=chosen)
+
+
+def story(state: State) -> list[str]:
+    return [f"the learnGene is {', '.join(state.shared)}"] if state.shared and not state.model else []
+
+
+METHOD = replace(
+    parfed.METHOD,
+    paper="arXiv 2106.06788, as in arXiv 2504.14628",
+    params=Params,
+    state=State,
+    init=init,
+    send=send,
+    work=work,
+    fold=fold,
+    step=step,
+    story=story,
+)

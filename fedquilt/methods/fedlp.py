@@ -1,0 +1,80 @@
+"""FedLP: each device sends each of its layers with a probability only, and a layer is averaged over who sent it.
+
+Paper: Zhu et al., FedLP: Layer-wise Pruning Mechanism for Communication-Computation Efficient Federated
+Learning, ICC 2023 (arXiv 2303.06360), the homogeneous scheme: layer l of device k is kept with probability p;
+
+    w^l = sum_k n_k w_k^l / sum_k n_k   over the devices that kept it; as it was where nobody did.
+
+Deviations: layers are left out on the device, before anything is sent (the authors' own code drops them on the
+server). A layer is a weight tensor with its bias, its normalisation and that one's statistics. Every device
+trains all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import numpy as np
+from msgspec import Meta
+
+from fedquilt.core import Answer, Contribution, Site, Task, Tensors, UpdateError
+from fedquilt.methods import fedavg
+from fedquilt.models import layers
+
+
+@dataclass(frozen=True)
+class Params(fedavg.Params):
+    keep: Annotated[float, Meta(gt=0, le=1)] = 0.5  # p: probability that a layer is sent; 1 is FedAvg
+
+
+@dataclass(frozen=True)
+class Sum(fedavg.Sum):
+    """sum_k n_k * w_k of the layers that came, and of each tensor sum_k n_k."""
+
+    weights: Mapping[str, float]
+
+
+def units(model: Tensors) -> dict[str, tuple[str, ...]]:
+    """`models.layers.layers`, each with the statistics of its normalisation; what is left over by module."""
+    found = {layer: set(names) for layer, names in layers.layers(model).items()}
+    of = {name.rpartition(".")[0]: layer for layer, names in found.items() for name in names}
+    for name in model.keys() - {name for names in found.values() for name in names}:
+        module = name.rpartition(".")[0]
+        found.setdefault(of.get(module, module), set()).add(name)
+    return {layer: tuple(sorted(names)) for layer, names in found.items()}
+
+
+def work(task: Task, site: Site) -> Answer:
+    answer = fedavg.work(task, site)
+    model = answer.bundles["model"]
+    kept = [names for names in units(model).values() if site.rng.random() < task.params["keep"]]
+    return replace(answer, bundles={"model": {name: model[name] for names in kept for name in names}})
+
+
+def fold(state: fedavg.State, so_far: Sum | None, update: Contribution) -> Sum:
+    if "model" not in update.bundles:
+        raise UpdateError(f"{update.device} sent no model, not even an empty one")
+    model = update.bundles["model"]
+    came = {name for names in units(state.model).values() if not model.keys().isdisjoint(names) for name in names}
+    like = replace(state, model={name: state.model[name] for name in sorted(came)})
+    one = fedavg.fold(like, None, update)
+    total, weights = (dict(so_far.total), dict(so_far.weights)) if so_far else ({}, {})
+    for name, array in one.total.items():
+        total[name] = fedavg.join(total[name], array) if name in total else array
+        weights[name] = weights.get(name, 0.0) + update.weight
+    return Sum(total, update.weight + (so_far.weight if so_far else 0.0), weights)
+
+
+def step(state: fedavg.State, total: Sum | None) -> fedavg.State:
+    if total is None:
+        return state
+    mean: dict[str, np.ndarray] = {}
+    for name, weight in total.weights.items():
+        if weight:
+            mean |= fedavg.mean(fedavg.Sum({name: total.total[name]}, weight))
+    return replace(state, model={**state.model, **fedavg.cast(mean, state.model)})
+
+
+METHOD = replace(fedavg.METHOD, paper="arXiv 2303.06360", params=Params, work=work, fold=fold, step=step)

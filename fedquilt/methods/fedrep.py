@@ -1,0 +1,151 @@
+"""FedRep: a representation that all devices learn together, and a head of each device's own.
+
+Paper: Collins et al., Exploiting Shared Representations for Personalized Federated Learning, ICML 2021
+(arXiv 2102.07078), Algorithm 1: in a round a device first takes steps on its head with the received
+representation held still, then on the representation with its head held still; the server averages the
+representations. The head stays on the device.
+
+Deviations: both parts are trained by whole epochs (`head_epochs`, then `epochs`), as in the authors' own code.
+The mean is weighted by examples, as FedAvg's, where the paper's devices all have as many. Normalisation layers that
+are held still keep their statistics too. A device's first head is the job's, not one fitted before round 0.
+
+The halves of a method that shares a part of the network are here for others too (`split`, `whole`): the part
+that is shared is `State.model`, what the rest begins with is `State.own`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from fedquilt import tensors
+from fedquilt.core import Answer, Artefact, Bundle, DeviceView, Fit, Hooks, ModelError, Order, Site, Task, Tensors, Turn
+from fedquilt.methods import fedavg
+from fedquilt.models import layers
+
+
+@dataclass(frozen=True)
+class Params(fedavg.Params):
+    """Of the representation: `epochs`, all else of both parts."""
+
+    head_epochs: Annotated[int, Meta(ge=0)] = 10  # tau: passes over the examples that move the head alone
+    head: tuple[str, ...] | None = None  # layers of the device's own; not given: the one that tells classes; []: FedAvg
+
+
+@dataclass(frozen=True)
+class State(fedavg.State):
+    """The shared tensors as `model`, and what the others begin with on every device."""
+
+    own: dict[str, np.ndarray]
+
+
+# -- sharing a part -------------------------------------------------------------------------------
+
+
+def split(begun: fedavg.State, own: Collection[str]) -> State:
+    """FedAvg's state with the tensors of these names left to the devices."""
+    shared = {name: array for name, array in begun.model.items() if name not in own}
+    rest = {name: array for name, array in begun.model.items() if name in own}
+    return State(**vars(replace(begun, model=shared)), own=rest)
+
+
+def send(state: State, device: DeviceView) -> Order:
+    """The shared part, and beside it what never changes and so is sent once."""
+    all_of_it = {**state.own, **state.model}
+    plain = fedavg.State(state.params, state.network, all_of_it, state.flops, state.example_bytes)
+    return fedavg.order(plain, {"model": state.model, "own": state.own})
+
+
+def whole(site: Site) -> dict[str, np.ndarray]:
+    """The device's network: the received part, and its own of the rest, the job's first until it has trained."""
+    own = site.load("own")
+    tensors.require_like(site.local, {name: own[name] for name in own if name in site.local})
+    return {**own, **site.local, **site.load("model")}
+
+
+def parted(answer: Answer, shared: Collection[str]) -> Answer:
+    """Of a whole network in an answer this part is sent, the rest stays."""
+    model = answer.bundles["model"]
+    sent = {name: model[name] for name in sorted(shared)}
+    return replace(answer, bundles={"model": sent}, local={name: model[name] for name in model if name not in sent})
+
+
+def work_on_all(task: Task, site: Site) -> Answer:
+    """Training of everything at once, of which the shared part is sent."""
+    return parted(fedavg.trained(task, site, whole(site)), site.load("model"))
+
+
+def check(task: Task, site: Site) -> Mapping[str, float]:
+    return site.engine.evaluate(task.params["network"], whole(site), site.held)
+
+
+def result(state: State) -> Artefact:
+    """The shared part within the network that the job began with: `meta["private"]` names what is nobody's."""
+    private = sorted(state.own.keys() - state.model.keys())
+    return Artefact("weights", {"network": state.network, "private": private}, {**state.own, **state.model})
+
+
+# -- the method -----------------------------------------------------------------------------------
+
+
+def init(bundle: Bundle, params: Params, seed: int) -> State:
+    begun = fedavg.init(bundle, params, seed)
+    found, last = layers.layers(begun.model), layers.head(begun.model)
+    chosen = params.head if params.head is not None else (last,) if last else ()
+    if params.head is None and last is None:
+        raise ModelError('this network has no last linear layer: name the layers that stay, as head = ["conv10"]')
+    if odd := sorted(set(chosen) - found.keys()):
+        raise ModelError(f"head: the network has no layer {odd[0]!r}; it has {', '.join(found)}")
+    if chosen and found.keys() == set(chosen):
+        raise ModelError("head: these are all layers, nothing would be shared; the method 'local' does that")
+    return split(begun, {name for layer in chosen for name in found[layer]})
+
+
+def order(state: State, device: DeviceView) -> Order:
+    sent = send(state, device)
+    work = sent.work  # the head's steps: a forward pass each, its backward pass is next to nothing
+    flops = work.flops_per_example + state.flops * state.params["head_epochs"] * bool(state.own)
+    return replace(sent, work=msgspec.structs.replace(work, flops_per_example=flops))
+
+
+def work(task: Task, site: Site) -> Answer:
+    head, model, steps = set(site.load("own")), whole(site), 0.0
+    body = model.keys() - head
+    fit, epochs = fedavg.fit_of(task), task.params["head_epochs"] if head else 0
+    first = epochs / (epochs + fit.epochs)  # share of the work
+    if epochs:
+        at = replace(site, progress=lambda done: site.progress(first * done))
+        model, told = _moved(task, at, model, replace(fit, epochs=epochs), head)
+        steps = told["steps"]
+    at = replace(site, progress=lambda done: site.progress(first + (1 - first) * done))
+    model, told = _moved(task, at, model, fit, body)
+    return parted(Answer({"model": model}, float(len(site.train)), {**told, "steps": steps + told["steps"]}), body)
+
+
+def _moved(
+    task: Task, site: Site, start: Tensors, fit: Fit, names: Collection[str]
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """The tensors after training those of these names only, and the engine's metrics."""
+    hooks = Hooks(turns=(Turn(rate=lambda name: float(name in names)),))
+    model, told = site.engine.train(
+        task.params["network"], start, site.train, fit, site.rng, hooks=hooks, progress=site.progress
+    )
+    return dict(model), told
+
+
+METHOD = replace(
+    fedavg.METHOD,
+    paper="arXiv 2102.07078",
+    params=Params,
+    state=State,
+    init=init,
+    send=order,
+    work=work,
+    check=check,
+    result=result,
+)

@@ -1,0 +1,63 @@
+"""ParFed: the last convolutions stay on the device, all else is averaged.
+
+Papers: Sun et al., PartialFed: Cross-Domain Personalized Federated Learning via Partial Initialization,
+NeurIPS 2021, in the form that GENE-FL's comparison gives it (arXiv 2504.14628, section 4): it "skips the
+four convolutional layers", of a ResNet18 the four 3x3 convolutions of its last stage, 31.50 of 42.65 MiB.
+
+Deviations: which layers a device loads is fixed here; PartialFed also learns it. Running statistics of batch
+normalisation stay on the device too, as GENE-FL counts no bytes for them. There is one cluster.
+In a network without convolutions weight matrices other than the head's stand for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from msgspec import Meta
+
+from fedquilt.core import Bundle, ModelError, Tensors
+from fedquilt.methods import fedavg, fedrep
+from fedquilt.models import layers
+
+
+@dataclass(frozen=True)
+class Params(fedavg.Params):
+    layers: Annotated[int, Meta(ge=0)] = 4  # convolutions that stay on the device; 0 shares all that is learned
+
+
+def weights(model: Tensors) -> list[str]:
+    """Weights of convolutions larger than 1x1, in natural order of their names; of linear layers where there are none.
+
+    Raises:
+        ModelError: there are neither, or only the head's.
+    """
+    names = sorted(fedavg.learned(model), key=layers.natural)
+    found = [name for name in names if model[name].ndim > 2 and max(model[name].shape[2:]) > 1]
+    if not found:
+        last = layers.layers(model).get(layers.head(model) or "", ())
+        found = [name for name in names if model[name].ndim == 2 and name not in last]
+    if not found:
+        raise ModelError("this network has no convolutions and one linear layer: there is no part of it to share")
+    return found
+
+
+def tail(model: Tensors, count: int) -> set[str]:
+    """The last so many of `weights`, or all that there are."""
+    return set(weights(model)[-count:]) if count else set()
+
+
+def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
+    begun = fedavg.init(bundle, params, seed)
+    shared = set(fedavg.learned(begun.model)) - tail(begun.model, params.layers)
+    return fedrep.split(begun, begun.model.keys() - shared)
+
+
+METHOD = replace(
+    fedrep.METHOD,
+    paper="NeurIPS 2021 (PartialFed), as in arXiv 2504.14628",
+    params=Params,
+    init=init,
+    send=fedrep.send,
+    work=fedrep.work_on_all,
+)

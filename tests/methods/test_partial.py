@@ -1,0 +1,264 @@
+"""Methods that share a part of the network: which part, how many bytes, and what becomes of the rest."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedquilt import methods, tensors
+from fedquilt.core import Answer, Contribution, DeviceView, Examples, ModelError, Site, Task, UpdateError
+from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
+from fedquilt.methods import fedavg, fedfina, fedlg, fedlp, fedrep, parfed
+from fedquilt.tools.local_run import Member, Spent, delivered, states
+from toys import learners, to_train
+
+SMALL = {"epochs": 1, "batch": 4, "lr": 0.1}
+MIB = 1 << 20
+BN = {"name": "residual", "channels": 1, "classes": 3, "width": 2, "input": {"channels": 1, "size": 8}}
+
+
+@cache
+def tensors_of(name: str = "residual") -> dict[str, np.ndarray]:
+    """A network's first tensors: a small one with batch norm, or torchvision's of ten classes."""
+    pytest.importorskip("torch")
+    from fedquilt.models import zoo
+
+    table = BN if name == "residual" else {"name": name, "classes": 10}
+    return {key: value.numpy() for key, value in zoo.build(table).state_dict().items()}
+
+
+def resnet18() -> dict[str, np.ndarray]:
+    if importlib.util.find_spec("torchvision") is None:
+        pytest.skip("torchvision is not installed")
+    return tensors_of("torchvision/resnet18")
+
+
+def pictures(count: int = 2) -> list[Member]:
+    found = []
+    for i in range(count):
+        draws = np.random.default_rng(i)
+        x, y = draws.integers(0, 255, (12, 8, 8)).astype(np.uint8), draws.integers(0, 3, 12)
+        found.append(Member(f"dev-{i}", Examples(x[4:], y[4:]), Examples(x[:4], y[:4])))
+    return found
+
+
+def mib(model: Mapping[str, np.ndarray]) -> float:
+    return sum(array.nbytes for array in model.values()) / MIB
+
+
+def play(name: str, rounds: int = 3, *, engine: Any = None, **params: Any) -> tuple[list[Any], list[Answer]]:
+    """States and answers of a run; with an engine of torch, of a small network with batch norm."""
+    method, answers = methods.load(name), []
+
+    def work(task: Task, site: Site) -> Answer:
+        answers.append(method.work(task, site))
+        return answers[-1]
+
+    bundle, members = (to_train(BN, tensors_of()), pictures()) if engine else (to_train(), learners(3))
+    chosen = method.params(**{**SMALL, **params})
+    engine = engine or NumpyEngine(1 << 40, base_bytes=0)
+    return list(states(replace(method, work=work), bundle, Path, engine, members, chosen, rounds=rounds)), answers
+
+
+def torch_one() -> Any:
+    module = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine")
+    return module.TorchEngine(1 << 40, base_bytes=0)
+
+
+# -- how much travels -----------------------------------------------------------------------------
+
+
+def test_of_a_resnet18_the_papers_bytes_travel() -> None:
+    """GENE-FL's table: FedFina 31.50 MiB, and ParFed what is left of the 42.65 MiB that are learned: 11.15."""
+    bundle = to_train({"name": "torchvision/resnet18", "classes": 10}, resnet18())
+    fina, par = fedfina.init(bundle, fedfina.Params(), 0), parfed.init(bundle, parfed.Params(), 0)
+    learned = fedavg.learned(resnet18())
+    assert mib(fina.model) == 31.5
+    assert mib(par.model) == pytest.approx(mib({name: resnet18()[name] for name in learned}) - 31.5)
+    assert f"{mib(par.model):.2f}" == "11.15"
+    four = {f"layer4.{block}.conv{i}.weight" for block in (0, 1) for i in (1, 2)}
+    assert fina.model.keys() == four == par.own.keys() & set(learned)
+
+
+def test_fedlgs_three_of_a_resnet18_are_18_28_mib_where_gradients_say_what_the_papers_did() -> None:
+    """Two of 512x512x3x3 and layer2.0.conv1 told to be the smallest."""
+    bundle = to_train({"name": "torchvision/resnet18", "classes": 10}, resnet18())
+    state = fedlg.init(bundle, fedlg.Params(), 0)
+    small = {"layer4.0.conv2.weight", "layer4.1.conv2.weight", "layer2.0.conv1.weight"}
+    sizes = {name: np.array([0.1 if name in small else 1.0]) for name in state.candidates}
+    total = fedlg.fold(state, None, Contribution("a", 0, 3.0, {}, {"sizes": sizes}))
+    after = fedlg.step(state, total)
+    assert set(after.shared) == small
+    assert f"{mib({name: resnet18()[name] for name in after.shared}):.2f}" == "18.28"
+    assert fedlg.METHOD.story(after) == [f"the learnGene is {', '.join(sorted(small))}"]
+    assert not any("downsample" in name or "fc" in name for name in state.candidates)
+
+
+@pytest.mark.parametrize("name", ["fedrep", "parfed", "fedfina", "fedlg", "local"])
+def test_what_is_not_shared_never_travels_up_and_down_once_only(name: str) -> None:
+    """A fourth round costs the shared part's bytes each way: less than the model's, where all of it is sent."""
+
+    def bytes_of(rounds: int) -> Spent:
+        spent, method = Spent(), methods.load(name)
+        engine = NumpyEngine(1 << 40, base_bytes=0)
+        list(states(method, to_train(), Path, engine, learners(1), method.params(**SMALL), rounds=rounds, spent=spent))
+        return spent
+
+    three, four = bytes_of(3), bytes_of(4)
+    state = play(name)[0][-1]
+    shared = len(tensors.encode(state.model)) if name != "local" else 0
+    assert four.up_bytes - three.up_bytes == shared
+    down = four.down_bytes - three.down_bytes - shared  # besides, the task's parameters
+    assert 0 < down < 700
+    assert shared < len(tensors.encode(to_train().load("model")))
+
+
+@pytest.mark.parametrize("name", ["fedrep", "parfed", "fedfina", "fedlg"])
+def test_a_networks_shared_part_and_the_rest_are_all_of_it(name: str) -> None:
+    """On every device after every round: nothing is lost, nothing is in both, and each device's rest is its own."""
+    run, answers = play(name, engine=torch_one())
+    shared = set(run[-1].model)
+    assert 0 < len(shared) < len(tensors_of())
+    for answer in answers[-2:]:
+        assert answer.bundles["model"].keys() == shared
+        assert answer.local.keys() == tensors_of().keys() - shared
+    first, second = (answer.local for answer in answers[-2:])
+    assert any(not np.array_equal(first[key], second[key]) for key in first)
+    assert methods.load(name).result(run[-1]).tensors.keys() == tensors_of().keys()
+
+
+@pytest.mark.parametrize("name", ["parfed", "fedfina", "fedlg"])
+def test_statistics_of_batch_norm_stay_on_the_device(name: str) -> None:
+    """Means, variances and counters; FedRep averages those of its representation, as FedAvg does."""
+    run, _ = play(name, engine=torch_one())
+    assert not any("running" in key or "num_batches" in key for key in run[-1].model)
+    averaged = play("fedrep", engine=torch_one())[0][-1].model
+    counters = {key: array for key, array in averaged.items() if "num_batches" in key}
+    assert counters
+    assert all(array.dtype == np.int64 for array in counters.values())
+
+
+# -- the identities -------------------------------------------------------------------------------
+
+
+def test_parfed_that_keeps_nothing_is_fedavg() -> None:
+    """In a network without statistics, bit for bit."""
+    ours, theirs = play("parfed", layers=0)[0], play("fedavg")[0]
+    assert [tensors.encode(state.model) for state in ours] == [tensors.encode(state.model) for state in theirs]
+
+
+def test_parfed_and_fedfina_share_what_the_other_keeps() -> None:
+    """Of all that is learned."""
+    bundle = to_train(BN, tensors_of())
+    par = parfed.init(bundle, parfed.Params(layers=2), 0).model.keys()
+    fina = fedfina.init(bundle, fedfina.Params(layers=2), 0).model.keys()
+    assert par.isdisjoint(fina)
+    assert par | fina == set(fedavg.learned(tensors_of()))
+
+
+def test_a_network_that_cannot_be_parted_is_refused() -> None:
+    """A single linear layer."""
+    bundle = to_train({"name": "x"}, {"1.weight": np.zeros((2, 3), np.float32), "1.bias": np.zeros(2, np.float32)})
+    for method in (parfed, fedfina, fedlg):
+        with pytest.raises(ModelError, match="no part of it to share"):
+            method.init(bundle, method.Params(), 0)
+
+
+# -- FedLG ----------------------------------------------------------------------------------------
+
+
+def test_fedlg_measures_for_so_many_rounds_and_sends_no_weights_in_them() -> None:
+    """Two rounds of sizes, one number for each candidate; then the smallest in the mean of both."""
+    run, answers = play("fedlg", rounds=4, engine=torch_one(), probe=2, layers=1)
+    assert [state.phase for state in run] == ["probe", "probe", "share", "share", "share"]
+    candidates = set(run[0].candidates)
+    for answer in answers[:4]:
+        assert answer.bundles.keys() == {"sizes"}
+        assert answer.bundles["sizes"].keys() == candidates
+        assert all(size.shape == (1,) and size[0] > 0 for size in answer.bundles["sizes"].values())
+        assert answer.local.keys() == tensors_of().keys()
+    mean = {name: sum(float(answer.bundles["sizes"][name][0]) for answer in answers[:4]) for name in candidates}
+    assert run[2].shared == (min(mean, key=lambda name: mean[name]),)
+    assert run[2].model == {}  # nobody has sent any
+    assert run[3].model.keys() == set(run[2].shared)
+
+
+def test_a_gradients_size_is_its_root_mean_square() -> None:
+    """By the engine's Fisher diagonal on the device's mini-batches, at the weights that the device came to."""
+    state = fedlg.init(to_train(), fedlg.Params(**SMALL), 0)
+    engine = NumpyEngine(1 << 40, base_bytes=0)
+    order = fedlg.send(state, DeviceView("dev-0", None))
+    task, site = delivered(fedlg.METHOD, order, 0, 0, learners(1)[0], engine, Path, {}, Path())
+    answer = fedlg.work(task, site)
+    squares = engine.fisher(task.params["network"], answer.local, site.train, each=4)
+    assert answer.bundles["sizes"]["1.weight"][0] == pytest.approx(np.sqrt(squares["1.weight"].mean()), rel=1e-6)
+
+
+def test_what_a_device_has_trained_is_not_lost_when_sharing_begins() -> None:
+    """Nobody has sent the learnGene yet: a device goes on from its own; a newcomer from the job's."""
+    run, answers = play("fedlg", rounds=2)
+    own = answers[0].local
+    order = fedlg.send(run[1], DeviceView("dev-0", None, (0,)))
+    engine = NumpyEngine(1 << 40, base_bytes=0)
+    _, site = delivered(fedlg.METHOD, order, 1, 0, learners(1)[0], engine, Path, own, Path())
+    assert tensors.encode(fedrep.whole(site)) == tensors.encode(own)
+    late = replace(site, local={})
+    assert tensors.encode(fedrep.whole(late)) == tensors.encode(to_train().load("model"))
+
+
+def test_a_size_below_nothing_is_refused() -> None:
+    """It would make its layer everybody's first."""
+    state = fedlg.init(to_train(), fedlg.Params(), 0)
+    sizes = {name: np.array([-1.0]) for name in state.candidates}
+    with pytest.raises(UpdateError, match="smaller than nothing"):
+        fedlg.fold(state, None, Contribution("a", 0, 1.0, {}, {"sizes": sizes}))
+
+
+# -- FedLP ----------------------------------------------------------------------------------------
+
+
+def test_fedlp_averages_each_layer_over_those_who_sent_it() -> None:
+    """Two devices send layer 1 (3 and 7 with weights 1 and 3: 6), one sends layer 3 (5); else it is as it was."""
+    start = {f"{layer}.{kind}": np.zeros((1, 1), np.float32) for layer in (1, 3, 5) for kind in ("weight",)}
+    state = fedavg.init(to_train({"name": "x"}, start), fedlp.Params(), 0)
+    total = None
+    for device, weight, sent in (("a", 1.0, {"1": 3.0}), ("b", 3.0, {"1": 7.0, "3": 5.0}), ("c", 2.0, {})):
+        model = {f"{layer}.weight": np.full((1, 1), value, np.float32) for layer, value in sent.items()}
+        total = fedlp.fold(state, total, Contribution(device, 0, weight, {}, {"model": model}))
+    after = fedlp.step(state, total).model
+    assert [float(after[f"{layer}.weight"][0, 0]) for layer in (1, 3, 5)] == [6.0, 5.0, 0.0]
+    assert fedlp.step(state, None) is state
+
+
+def test_fedlp_leaves_layers_out_before_they_are_sent() -> None:
+    """By a draw of the device's own for each, as often as p says: of 3 x 40 x 2 layers about half."""
+    _, answers = play("fedlp", rounds=40)
+    kept = [len(answer.bundles["model"]) for answer in answers]
+    assert set(kept) == {0, 2, 4}  # weight and bias go together
+    assert 0.4 < sum(kept) / (len(kept) * 4) < 0.6
+
+
+def test_half_a_layer_is_refused() -> None:
+    """It would be told from a layer that was left out by nobody."""
+    state = fedavg.init(to_train(), fedlp.Params(), 0)
+    half = {"1.weight": state.model["1.weight"]}
+    with pytest.raises(UpdateError, match=r"tensor names differ: 1\.bias"):
+        fedlp.fold(state, None, Contribution("a", 0, 1.0, {}, {"model": half}))
+    with pytest.raises(UpdateError, match="not even an empty one"):
+        fedlp.fold(state, None, Contribution("a", 0, 1.0, {}, {}))
+
+
+def test_fedlps_layers_are_all_of_the_network() -> None:
+    """Each tensor is in one; statistics go with the layer that they are of, counters as counters."""
+    model = tensors_of()
+    found = fedlp.units(model)
+    assert sorted(name for names in found.values() for name in names) == sorted(model)
+    for names in found.values():
+        assert any(model[name].ndim > 1 for name in names)

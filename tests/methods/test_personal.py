@@ -1,0 +1,386 @@
+"""Personalised methods: what each is with its knobs at zero, what it is on paper, and what never leaves a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedquilt import methods, tensors
+from fedquilt.coordinator import settings
+from fedquilt.core import (
+    Answer,
+    Contribution,
+    DeviceView,
+    Examples,
+    Fit,
+    JobError,
+    Method,
+    ModelError,
+    Site,
+    Task,
+    UpdateError,
+)
+from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
+from fedquilt.methods import ditto, fedavg, fedrep, local, perfedavg, pfedme
+from fedquilt.tools.local_run import delivered, states
+from toys import learners, to_train
+
+SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
+BN = {"name": "residual", "channels": 1, "classes": 3, "width": 2, "input": {"channels": 1, "size": 8}}
+
+
+def numpy_one() -> NumpyEngine:
+    return NumpyEngine(1 << 40, base_bytes=0)
+
+
+def torch_one() -> Any:
+    module = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine")
+    return module.TorchEngine(1 << 40, base_bytes=0)
+
+
+class Played:
+    """A run on toy devices: the states, and what each task gave, (device, answer), in order."""
+
+    def __init__(self, name: str, engine: Any = None, rounds: int = 3, **params: Any) -> None:
+        self.answers: list[tuple[str, Answer]] = []
+        method = methods.load(name)
+
+        def work(task: Task, site: Site) -> Answer:
+            answer = method.work(task, site)
+            self.answers.append((site.device, answer))
+            return answer
+
+        chosen = method.params(**{**SMALL, **params})
+        played = replace(method, work=work)
+        self.states = list(
+            states(played, to_train(), Path, engine or numpy_one(), learners(3, 13), chosen, rounds=rounds)
+        )
+
+    @property
+    def kept(self) -> list[bytes]:
+        """Of each task the private state after it."""
+        return [tensors.encode(answer.local) for _, answer in self.answers]
+
+    @property
+    def models(self) -> list[bytes]:
+        return [tensors.encode(state.model) for state in self.states]
+
+
+def one(method: Method, engine: Any, **params: Any) -> tuple[Task, Site]:
+    """The first round's task of one device."""
+    state = method.init(to_train(), method.params(**{**SMALL, **params}), 0)
+    order = method.send(state, DeviceView("dev-0", None))
+    assert order is not None
+    return delivered(method, order, 0, 0, learners(1, 13)[0], engine, Path, {}, Path())
+
+
+# -- identities -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "torch"),
+    [
+        ("ditto", {}, False),  # its global model, whatever the own ones do
+        ("fedrep", {"head": ()}, False),
+        ("fedrep", {"head": ()}, True),
+        ("perfedavg", {"alpha": 0.0}, True),
+        ("fedlp", {"keep": 1.0}, False),
+    ],
+)
+def test_with_its_knobs_at_zero_a_method_is_fedavg_bit_for_bit(name: str, params: dict[str, Any], torch: bool) -> None:
+    """Over three rounds of two epochs."""
+    engine = torch_one if torch else numpy_one
+    ours, theirs = Played(name, engine(), **params), Played("fedavg", engine())
+    assert ours.models == theirs.models
+    assert len(set(ours.models)) == 4
+
+
+@pytest.mark.parametrize("engine", [numpy_one, torch_one])
+def test_ditto_without_pull_trains_its_own_models_as_if_alone(engine: Callable[[], Any]) -> None:
+    """lambda = 0: what each device keeps is what it keeps with "local", in every bit; with lambda = 1 it is not."""
+    alone = Played("local", engine()).kept
+    assert Played("ditto", engine(), pull=0.0).kept == alone
+    assert Played("ditto", engine(), pull=1.0).kept != alone
+
+
+def test_dittos_own_model_stays_near_to_what_it_is_pulled_to() -> None:
+    """The stronger the pull, the nearer to what was received."""
+
+    def far(pull: float) -> float:
+        task, site = one(ditto.METHOD, numpy_one(), pull=pull)
+        mine, received = ditto.work(task, site).local, site.load("model")
+        return float(sum(np.square(mine[name] - received[name]).sum() for name in received))
+
+    assert far(0.0) > far(1.0) > far(9.0) > 0
+
+
+def test_perfedavg_with_a_tiny_step_ahead_is_next_to_fedavg() -> None:
+    """alpha = 1e-6: there and back by turns gives FedAvg's step to float tolerance; at 0.1 it is another."""
+    plain = Played("fedavg", torch_one()).states[-1].model
+    tiny, some = (Played("perfedavg", torch_one(), alpha=alpha).states[-1].model for alpha in (1e-6, 0.1))
+    for name, array in plain.items():
+        assert tiny[name] == pytest.approx(array, abs=1e-4)
+    assert max(np.abs(some[name] - plain[name]).max() for name in plain) > 1e-3
+
+
+def test_local_models_know_nothing_of_each_other() -> None:
+    """A device's model among three is the one that it trains by itself; the state holds what the job began with."""
+    run = Played("local")
+    method = methods.load("local")
+    chosen, apart = method.params(**SMALL), []
+    for member in learners(3, 13):
+        sites: list[Mapping[str, np.ndarray]] = []
+
+        def work(task: Task, site: Site, sites: list[Any] = sites) -> Answer:
+            answer = local.work(task, site)
+            sites.append(answer.local)
+            return answer
+
+        list(states(replace(method, work=work), to_train(), Path, numpy_one(), [member], chosen, rounds=3))
+        apart.append(tensors.encode(sites[-1]))
+    assert run.kept[-3:] == apart
+    assert len(set(apart)) == 3
+    assert len(set(run.models)) == 1
+    assert all(not answer.bundles for _, answer in run.answers)
+
+
+# -- on paper -------------------------------------------------------------------------------------
+
+
+def test_dittos_own_model_takes_the_papers_step() -> None:
+    """v <- v - eta (g + lambda (v - w)) for one step with all examples, g being what lambda = 0 went by.
+
+    From v = w + 1: with eta = 0.1 and lambda = 2 every value comes out 0.2 lower than without pull.
+    """
+    moved = {}
+    for pull in (0.0, 2.0):
+        task, site = one(ditto.METHOD, numpy_one(), pull=pull, epochs=1, batch=13)
+        start = {name: array + np.float32(1) for name, array in site.load("model").items()}
+        moved[pull] = ditto.work(task, replace(site, local=start)).local
+    for name in moved[0.0]:
+        assert moved[2.0][name] == pytest.approx(moved[0.0][name] - 0.2, abs=1e-6)
+
+
+def test_ditto_evaluates_the_own_model_and_sends_the_other() -> None:
+    """Once it has one; a newcomer is evaluated with what it received."""
+    task, site = one(ditto.METHOD, numpy_one(), pull=0.5)
+    answer = ditto.work(task, site)
+    own, plain = answer.local, fedavg.work(*one(fedavg.METHOD, numpy_one()))
+    assert tensors.encode(answer.bundles["model"]) == tensors.encode(plain.bundles["model"])
+    wanted = site.engine.evaluate(task.params["network"], own, site.held)
+    assert ditto.check(task, replace(site, local=own)) == wanted != ditto.check(task, site)
+    assert ditto.check(task, site) == fedavg.check(task, site)
+
+
+class Parabola:
+    """An engine in torch that goes down a/2 (x - b)^2 by a method's turns, `epochs` mini-batches of it."""
+
+    name = "parabola"
+
+    def __init__(self, curvature: float, place: float) -> None:
+        self.curvature, self.place = curvature, place
+
+    def train(self, network, start, examples, fit, rng, *, hooks, progress):  # type: ignore[no-untyped-def]
+        torch = pytest.importorskip("torch")
+        module = torch.nn.Module()
+        module.x = torch.nn.Parameter(torch.tensor(start["x"], dtype=torch.float64))
+        anchors = {key: {"x": torch.tensor(held["x"], dtype=torch.float64)} for key, held in hooks.anchors.items()}
+        for _ in range(fit.epochs):
+            for turn in hooks.turns:
+                if turn.begin:
+                    turn.begin(module)
+                loss = self.curvature / 2 * (module.x - self.place).square().sum()
+                if turn.penalty:
+                    loss = loss + turn.penalty(module, None, None, anchors)
+                (gradient,) = torch.autograd.grad(loss, [module.x])
+                if hooks.correct:
+                    gradient = hooks.correct(gradient, module.x.detach(), {k: v["x"] for k, v in anchors.items()})
+                with torch.no_grad():
+                    module.x -= fit.lr * turn.rate("x") * gradient
+        return {"x": module.x.detach().numpy().copy()}, {"loss": 0.0, "steps": float(fit.epochs)}
+
+
+def parabola(method: Any, curvature: float, place: float, **params: Any) -> Answer:
+    """The answer of a device whose loss this is, from x = 0."""
+    task, site = one(method.METHOD, numpy_one())
+    zero = {"x": np.zeros(1)}
+    task = Task(**{**{f: getattr(task, f) for f in task.__struct_fields__}, "params": {**task.params, **params}})
+    return method.work(task, replace(site, engine=Parabola(curvature, place), load=lambda name: zero))
+
+
+def test_pfedme_on_a_quadratic_comes_to_its_closed_form() -> None:
+    """theta = (a b + lambda w) / (a + lambda), then w <- w - eta lambda (w - theta), mini-batch by mini-batch.
+
+    a = 2, b = 3, lambda = 6 and eta lambda = 1/2, K large: theta = 0.75 from w = 0, w = 0.375;
+    then theta = (6 + 6 * 0.375) / 8 = 1.03125 and w = 0.703125.
+    """
+    for batches, theta, w in ((1, 0.75, 0.375), (2, 1.03125, 0.703125)):
+        answer = parabola(pfedme, 2.0, 3.0, pull=6.0, inner=200, outer_lr=0.5 / 6, epochs=batches, lr=0.1)
+        assert answer.local["x"] == pytest.approx([theta], rel=1e-9)
+        assert answer.bundles["model"]["x"] == pytest.approx([w], rel=1e-9)
+        assert answer.weight == 1.0
+
+
+def test_pfedmes_server_goes_by_beta_and_by_no_examples() -> None:
+    """From 0 to models 1 and 4 of devices with 1 and 99 examples: the mean is 2.5, with beta = 2 it is 5."""
+    start = {"x": np.zeros(1, np.float32)}
+    for beta, wanted in ((1.0, 2.5), (2.0, 5.0)):
+        state = pfedme.METHOD.init(to_train({"name": "x"}, start), pfedme.Params(beta=beta), 0)
+        total = None
+        for device, value, weight in (("a", 1.0, 1.0), ("b", 4.0, 99.0)):
+            model = {"model": {"x": np.full(1, value, np.float32)}}
+            total = pfedme.fold(state, total, Contribution(device, 0, weight, {}, model))
+        assert pfedme.step(state, total).model["x"] == pytest.approx([wanted])
+
+
+def test_perfedavg_on_a_quadratic_takes_the_gradient_from_one_step_ahead() -> None:
+    """a = 2, b = 3, w = 0, alpha = 1/4, beta = 1/10: u = 1.5, the gradient there is -3, so w = 0.3 (FedAvg: 0.6).
+
+    The second mini-batch: u = 0.3 + 1.35 = 1.65, gradient -2.7, w = 0.57.
+    """
+    for batches, w in ((1, 0.3), (2, 0.57)):
+        answer = parabola(perfedavg, 2.0, 3.0, alpha=0.25, lr=0.1, epochs=batches)
+        assert answer.bundles["model"]["x"] == pytest.approx([w], rel=1e-6)
+        assert not answer.local
+
+
+def test_perfedavg_is_evaluated_after_a_step_on_the_devices_own_examples() -> None:
+    """Of rate alpha; not at all without examples, without alpha, or without epochs for it."""
+    task, site = one(perfedavg.METHOD, torch_one(), alpha=0.2)
+    plain = fedavg.check(task, site)
+    fit = Fit(epochs=1, batch=4, lr=0.2)
+    rng = tensors.rng(task.seed)
+    adapted, _ = site.engine.train(task.params["network"], site.load("model"), site.train, fit, rng)
+    assert perfedavg.check(task, site) == site.engine.evaluate(task.params["network"], adapted, site.held) != plain
+    nobody = replace(site, train=Examples(site.train.x[:0], site.train.y[:0]))
+    assert perfedavg.check(task, nobody) == plain
+    for params in ({"alpha": 0.0}, {"adapt_epochs": 0}):
+        assert perfedavg.check(*one(perfedavg.METHOD, torch_one(), **{"alpha": 0.2, **params})) == plain
+
+
+# -- FedRep ---------------------------------------------------------------------------------------
+
+
+def test_fedrep_moves_the_head_first_and_then_what_it_stands_on() -> None:
+    """Without a pass over the representation's examples only the head moves; the metrics count both parts' steps."""
+    task, site = one(fedrep.METHOD, numpy_one(), head_epochs=3)
+    answer = fedrep.work(task, site)
+    first = fedrep.whole(site)
+    assert answer.local.keys() == {"3.weight", "3.bias"}
+    assert answer.bundles["model"].keys() == {"1.weight", "1.bias"}
+    assert answer.metrics["steps"] == (3 + 2) * 4  # 13 examples in fours
+    held: dict[str, Any] = {}
+
+    def seen(network: Any, start: Any, *rest: Any, **options: Any) -> Any:
+        held.setdefault("starts", []).append(start)
+        return site.engine.train(network, start, *rest, **options)
+
+    class Watched:
+        train = staticmethod(seen)
+
+    fedrep.work(task, replace(site, engine=Watched(), rng=tensors.rng(task.seed)))
+    begun, between = held["starts"]
+    assert tensors.encode(begun) == tensors.encode(first)
+    for name in ("1.weight", "1.bias"):
+        assert np.array_equal(between[name], first[name])
+        assert not np.array_equal(answer.bundles["model"][name], first[name])
+    for name in ("3.weight", "3.bias"):
+        assert not np.array_equal(between[name], first[name])
+        assert np.array_equal(between[name], answer.local[name])
+
+
+def test_fedreps_progress_goes_from_nothing_to_all_once() -> None:
+    """Through both parts."""
+    told: list[float] = []
+    task, site = one(fedrep.METHOD, numpy_one(), head_epochs=3)
+    fedrep.work(task, replace(site, progress=told.append))
+    assert told == sorted(told)
+    assert told[-1] == pytest.approx(1.0)
+    assert len(told) == 20
+
+
+def test_head_and_representation_are_all_of_the_network_and_have_nothing_in_common() -> None:
+    """No tensor is missing from both (a head that is not told by its own name) and none is in both."""
+    pytest.importorskip("torch")
+    torch_one()
+    from fedquilt.models import zoo
+
+    start = {name: value.numpy().copy() for name, value in zoo.build(BN).state_dict().items()}
+    state = fedrep.init(to_train(BN, start), fedrep.Params(), 0)
+    assert state.own.keys().isdisjoint(state.model)
+    assert state.own.keys() | state.model.keys() == start.keys()
+    assert {array.shape[0] for array in state.own.values()} == {3}  # the classifier of three classes
+    result = fedrep.result(state)
+    assert result.tensors.keys() == start.keys()
+    assert result.meta["private"] == sorted(state.own)
+
+
+def test_a_head_of_several_layers_is_named() -> None:
+    """And one that is not there, or is everything, is refused with what there is."""
+    state = fedrep.init(to_train(), fedrep.Params(head=("1",)), 0)
+    assert state.own.keys() == {"1.weight", "1.bias"}
+    with pytest.raises(ModelError, match=r"no layer 'fc'; it has 1, 3"):
+        fedrep.init(to_train(), fedrep.Params(head=("fc",)), 0)
+    with pytest.raises(ModelError, match="nothing would be shared"):
+        fedrep.init(to_train(), fedrep.Params(head=("1", "3")), 0)
+    convolutional = to_train({"name": "x"}, {"conv10.weight": np.zeros((3, 1, 1, 1), np.float32)})
+    with pytest.raises(ModelError, match="no last linear layer"):
+        fedrep.init(convolutional, fedrep.Params(), 0)
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("pfedme", {"momentum": 0.9}, "wants sgd and no momentum"),
+        ("pfedme", {"optimizer": "adam"}, "wants sgd and no momentum"),
+        ("pfedme", {"lr": 0.2}, "have to be below 2"),
+        ("pfedme", {"outer_lr": 1.0}, "have to be below 2"),
+        ("perfedavg", {"clip": 1.0}, "no momentum and no clip"),
+        ("perfedavg", {"momentum": 0.5}, "no momentum and no clip"),
+        ("ditto", {"pull": -1.0}, r"\$\.pull"),
+        ("fedrep", {"head": 3}, r"\$\.head"),
+        ("perfedavg", {"alpha": -0.1}, r"\$\.alpha"),
+    ],
+)
+def test_parameters_that_make_no_sense_are_refused_in_the_job(name: str, params: dict[str, Any], message: str) -> None:
+    """When the job is read, not on a board."""
+    with pytest.raises(JobError, match=message):
+        settings.parse({"name": "j", "method": name, "params": params})
+
+
+def test_nothing_travels_with_local() -> None:
+    """An update with tensors is refused, by name."""
+    state = local.init(to_train(), local.METHOD.params(), 0)
+    with pytest.raises(UpdateError, match="dev-7 sent model"):
+        local.fold(state, None, Contribution("dev-7", 0, 1.0, {}, {"model": dict(state.model)}))
+    assert local.step(state, None) is state
+
+
+@pytest.mark.parametrize("name", ["local", "ditto", "fedrep", "pfedme"])
+def test_a_private_model_of_another_network_is_refused(name: str) -> None:
+    """One that a job of the same name has left, say."""
+    method = methods.load(name)
+    task, site = one(method, torch_one())
+    odd = replace(site, local={"9.weight": np.zeros(2, np.float32)})
+    assert method.check is not None
+    with pytest.raises(UpdateError):
+        method.check(task, odd)
+    if name != "pfedme":  # its own model counts in evaluation only
+        with pytest.raises(UpdateError):
+            method.work(task, odd)
+
+
+@pytest.mark.parametrize("name", ["local", "fedrep", "ditto", "pfedme", "perfedavg"])
+def test_a_round_nobody_answered_changes_nothing(name: str) -> None:
+    """The very same state."""
+    method = methods.load(name)
+    state = method.init(to_train(), method.params(), 0)
+    assert method.step(state, None) is state
