@@ -101,7 +101,7 @@ class DualCopy:
             _module(model, graph)
             for graph in (self._trailing(), self._looking(scores=False), self._looking(scores=True))
         )
-        self._tail, self._look, self._look_scores = tail.graph, frozen.graph, whole.graph
+        self._tail, self._look, self._look_scores = tail, frozen, whole
         self.names = tuple(tail.state_dict())
         """Tensors of the part behind the first trained one: what the quantitative copy holds."""
         self.trained = tuple(name for name, _ in tail.named_parameters() if covers(trained, name))
@@ -113,17 +113,16 @@ class DualCopy:
 
     def pair(self, model: nn.Module) -> nn.Module:
         """Both copies: examples in, scores out. Holds "frozen.NAME" of `frozen_names` and "qk.NAME" of `names`."""
-        frozen = fx.GraphModule(_still(copy.deepcopy(model)), self._look)
-        return Pair(frozen, fx.GraphModule(_still(model), self._tail), self._keep_statistics)
+        return Pair(Part(self._look, copy.deepcopy(model)), Part(self._tail, model), self._keep_statistics)
 
     def tail(self, model: nn.Module, layout: gate_rows.Layout) -> nn.Module:
         """The quantitative copy alone: rows that were looked up earlier in, scores out. Holds "qk.NAME"."""
-        return Tail(layout, fx.GraphModule(_still(model), self._tail), self._keep_statistics)
+        return Tail(layout, Part(self._tail, model), self._keep_statistics)
 
     def looker(self, model: nn.Module, sink: Callable[[gate_rows.Seen], None]) -> nn.Module:
         """The frozen network: scores out, and to `sink` what the tail will want. Holds "frozen.NAME" of `all_names`."""
         counts = len(self._entries), len(self._pools)
-        return Looker(fx.GraphModule(_still(model), self._look_scores), counts, sink)
+        return Looker(Part(self._look_scores, model), counts, sink)
 
     def _boundary(self) -> list[fx.Node]:
         """Values of the frozen part that the trained one takes, in the order they arise."""
@@ -198,6 +197,42 @@ def _planned(settings: str) -> DualCopy:
     return DualCopy(network, trained, **options)
 
 
+class Part(nn.Module):  # type: ignore[misc]
+    """Operations of a network over its own modules, under their own names.
+
+    A new GraphModule would compile them again, and torch keeps the source of every one: a process that is
+    kept for many tasks would grow.
+    """
+
+    def __init__(self, operations: fx.GraphModule, model: nn.Module) -> None:
+        super().__init__()
+        self._forward = type(operations).forward
+        for node in operations.graph.nodes:
+            if node.op == "call_module":
+                module = model.get_submodule(str(node.target))
+                if getattr(module, "inplace", False):
+                    module.inplace = False  # a gate looks at what went in
+                self._place(str(node.target), module)
+            elif node.op == "get_attr":
+                owner, _, name = str(node.target).rpartition(".")
+                self._place(str(node.target), getattr(model.get_submodule(owner), name))
+
+    def forward(self, *values: torch.Tensor) -> Any:
+        return self._forward(self, *values)
+
+    def _place(self, path: str, value: Any) -> None:
+        *parents, name = path.split(".")
+        at: nn.Module = self
+        for parent in parents:
+            if not hasattr(at, parent):
+                at.add_module(parent, nn.Module())
+            at = getattr(at, parent)
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+            at.register_buffer(name, value)
+        else:
+            setattr(at, name, value)
+
+
 class _Trained(nn.Module):  # type: ignore[misc]
     """Batch norm may keep its statistics, and a frozen copy is never in training mode."""
 
@@ -262,15 +297,8 @@ def _module(model: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     made = fx.GraphModule(model, graph)
     made.graph.eliminate_dead_code()
     made.delete_all_unused_submodules()
+    made.recompile()
     return made
-
-
-def _still(model: nn.Module) -> nn.Module:
-    """No nonlinearity in place: a gate looks at what went in."""
-    for module in model.modules():
-        if getattr(module, "inplace", False):
-            module.inplace = False
-    return model
 
 
 # -- taking apart ---------------------------------------------------------------------------------
