@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from fedquilt import methods, tensors
 from fedquilt.coordinator import settings
-from fedquilt.core import Contribution, JobError
+from fedquilt.core import Answer, Contribution, JobError, Site, Task, UpdateError
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import krum
 from fedquilt.tools.local_run import states
@@ -98,6 +99,34 @@ def test_with_nobody_to_leave_out_it_is_the_mean(params: dict[str, Any]) -> None
     ours, theirs = model("krum", attackers=0.0, **params), model("fedavg")
     for name in theirs:
         assert ours[name] == pytest.approx(theirs[name], abs=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["krum", "trimmed_mean", "median"])
+def test_a_fleet_with_an_attacker_in_every_round_learns_all_the_same(rule: Any) -> None:
+    """One of seven sends ten times the opposite: FedAvg explodes, here the others' loss is below a guess (ln 3)."""
+    devices, engine = learners(7, 40), NumpyEngine(1 << 40, base_bytes=0)
+
+    def loss(name: str, **params: Any) -> float:
+        method = methods.load(name)
+
+        def work(task: Task, site: Site) -> Answer:
+            answer = method.work(task, site)
+            if site.device != "dev-3":
+                return answer
+            model = {key: -10 * array for key, array in answer.bundles["model"].items()}
+            return replace(answer, bundles={"model": model}, weight=1e6)
+
+        chosen = method.params(epochs=2, batch=8, lr=0.1, **params)
+        *_, last = states(replace(method, work=work), to_train(), Path, engine, devices, chosen, rounds=8)
+        held = [
+            engine.evaluate(last.network, last.model, each.held)["loss"] for each in devices if each.device != "dev-3"
+        ]
+        return float(np.mean(held))
+
+    assert loss("krum", rule=rule) < np.log(3)
+    if rule == "median":
+        with pytest.raises(UpdateError, match="explode"):
+            loss("fedavg")
 
 
 def test_claiming_many_examples_gains_nothing() -> None:
