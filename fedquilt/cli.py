@@ -19,7 +19,7 @@ ENDED = {"done": 0, "failed": 8, "stopped": 9}
 
 EPILOG = """exit codes: 0 done; 1 an error of fedquilt's own; 2 the job file, a setting or the command line; 3 data;
 4 a network or donor; 5 the broker; 6 a folder, the store or a full disk; 7 memory; 8 the job failed, or clocks;
-9 the job was stopped; 130 interrupted; 141 the reader of its output went away"""
+9 the job was stopped; 10 doctor has warnings, 11 errors; 130 interrupted; 141 the reader of its output went away"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -254,6 +254,8 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--dry-run", action="store_true", help="say which points would be measured, and set nothing")
     _format(one)
 
+    _doctor(verb("doctor", doctor, "find what is wrong on this board, coordinator or machine, and what mends it"))
+
     _clocks(verb("clocks", clocks, "hold a board's clocks at an operating point, and give them back"))
 
     one = verb("bench", bench, "measure fedquilt on this machine")
@@ -338,6 +340,14 @@ def _clocks(verb: argparse.ArgumentParser) -> None:
             "--socket", type=Path, default=Path("/run/fedquilt/clocks.sock"), help="the helper's (default: %(default)s)"
         )
         one.add_argument("--root", type=Path, default=Path("/"), help="where sys is (default: %(default)s)")
+
+
+def _doctor(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("settings", type=Path, nargs="?", help="a board's agent.toml: its agent, broker and machine")
+    verb.add_argument("--home", type=Path, help="a coordinator's folder")
+    verb.add_argument("--root", type=Path, default=Path("/"), help="where etc, proc and sys are (default: %(default)s)")
+    _broker(verb, default=None)
+    _format(verb)
 
 
 def _flash(verb: argparse.ArgumentParser) -> None:
@@ -450,13 +460,13 @@ def _format(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--format", choices=("text", "json"), default="text")
 
 
-def _broker(verb: argparse.ArgumentParser) -> None:
+def _broker(verb: argparse.ArgumentParser, default: str | None = "mqtt://127.0.0.1:1883") -> None:
     group = verb.add_argument_group("broker")
     group.add_argument(
         "--broker",
-        default="mqtt://127.0.0.1:1883",
+        default=default,
         metavar="URL",
-        help="mqtt[s]://[user@]host[:port] (default: %(default)s)",
+        help="mqtt[s]://[user@]host[:port]" + (" (default: %(default)s)" if default else ""),
     )
     group.add_argument("--ca", type=Path, help="certificate authority of the broker, PEM")
     group.add_argument("--cert", type=Path, help="this side's certificate, PEM")
@@ -786,6 +796,21 @@ def record(options: argparse.Namespace) -> int:
         dry_run=options.dry_run,
         format=options.format,
     )
+
+
+def doctor(options: argparse.Namespace) -> int:
+    from fedquilt.tools import doctor as tool
+
+    if options.broker is None and any((options.ca, options.cert, options.key, options.password_file)):
+        raise JobError("--ca, --cert, --key and --password-file go with --broker URL")
+    wanted = tool.Wanted(
+        settings=options.settings,
+        home=options.home,
+        broker=None if options.broker is None else _table(options),
+        fleet=options.fleet,
+        root=options.root,
+    )
+    return tool.main(wanted, options.format)
 
 
 def clocks(options: argparse.Namespace) -> int:

@@ -1,0 +1,94 @@
+"""A healthy board made of files, for tests to plant one fault each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedquilt import tables
+from fedquilt.tools import doctor, fake_boards
+from fedquilt.tools.doctor import Around, Wanted
+from fedquilt.tools.doctor.findings import Finding
+
+NOW_S = 1_795_000_000.0  # November 2026
+
+
+@dataclass
+class Board:
+    """An Orin Nano with JetPack 6 as `fedquilt flash` leaves it, and the broker that its agent.toml names."""
+
+    root: Path
+    table: dict[str, Any] = field(default_factory=dict)
+    clock_s: float = NOW_S
+    free: int = 100 * 10**9
+
+    @property
+    def settings(self) -> Path:
+        return self.root / "etc/fedquilt/agent.toml"
+
+    def write(self, name: str, text: object) -> Path:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+        return path
+
+    def package(self, name: str, version: str, *requires: str, **files: str) -> None:
+        """What pip leaves of a package, and files of it: `capi__x_so` is capi/x.so."""
+        site = "usr/lib/python3/dist-packages"
+        lines = "".join(f"Requires-Dist: {one}\n" for one in requires)
+        self.write(
+            f"{site}/{name}-{version}.dist-info/METADATA",
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{lines}",
+        )
+        for inside, text in files.items():
+            self.write(f"{site}/{name.replace('-gpu', '').replace('-', '_')}/{inside.replace('__', '/')}", text)
+
+    def shipped(self) -> Path:
+        """Write agent.toml."""
+        return self.write("etc/fedquilt/agent.toml", tables.text(self.table))
+
+    def examine(self, *names: str) -> list[Finding]:
+        """Findings of the groups named (all), without those that are ok."""
+        wanted = Wanted(settings=self.shipped(), root=self.root)
+        around = Around(clock_s=lambda: self.clock_s, free=lambda folder: self.free)
+        found = doctor.groups(wanted, around)
+        chosen = {name: group for name, group in found.items() if not names or name in names}
+        return [one for one in doctor.examine(chosen) if one.severity != "ok"]
+
+    def only(self, *names: str) -> Finding:
+        """The one finding there is."""
+        found = self.examine(*(names or ("machine",)))
+        assert len(found) == 1, found
+        return found[0]
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Board:
+    """All is well, but that nobody listens at its broker's port."""
+    made = Board(tmp_path / "root")
+    fake_boards.plant(made.root, "jetson-orin-nano", 6)
+    made.write("usr/bin/python3.10", "")
+    made.write("sys/fs/cgroup/cgroup.controllers", "cpuset cpu io memory hugetlb pids")
+    made.write("etc/systemd/system/fedquilt-agent.service", "[Service]\nDelegate=memory\nMemoryMax=75%")
+    made.write("srv/images/data.npz", "")
+    (made.root / "var/lib/fedquilt").mkdir(parents=True)
+    made.package("numpy", "1.26.4")
+    made.package("onnxruntime-gpu", "1.23.0", **{"capi__libonnxruntime_providers_cuda.so": ""})
+    made.table = {
+        "device": "orin-07",
+        "home": "/var/lib/fedquilt",
+        "broker": {"url": "mqtt://127.0.0.1:1"},
+        "data": {"path": "/srv/images"},
+        "governor": {"policy": "board"},
+    }
+    return made
+
+
+@pytest.fixture
+def numbered() -> Callable[[list[Finding]], list[str]]:
+    """Numbers of findings that are not ok."""
+    return lambda found: [one.number for one in found if one.severity != "ok"]

@@ -1,0 +1,181 @@
+"""One fault of an agent's settings, folder, identity or budget is planted, and that is what is found."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedquilt.tools.doctor import certificate, identity
+from fedquilt.tools.doctor.certificate import Certificate
+from fedquilt.tools.identity.authority import DAY_S, Authority
+from fedquilt.tools.identity.shapes import pem_of_key
+
+
+def enrol(board: Any, name: str, begins_s: float) -> Authority:
+    """Give the board a certificate, as an authority would have signed it then."""
+    authority = Authority.create(board.root / "ca", "site", begins_s)
+    key = ec.generate_private_key(ec.SECP256R1())
+    with authority.register.together():
+        issued = authority.sign(name, "device", key.public_key(), begins_s)
+    board.write("etc/fedquilt/device.crt", issued.pem)
+    board.write("etc/fedquilt/device.key", pem_of_key(key).decode()).chmod(0o600)
+    files = {"cert": "/etc/fedquilt/device.crt", "key": "/etc/fedquilt/device.key"}
+    ca = str(authority.folder / "ca.crt")
+    board.table["broker"] = {"url": "mqtts://127.0.0.1:1", "ca": ca, **files}
+    return authority
+
+
+def test_settings_with_a_fault_are_one_finding_and_the_machine_is_still_examined(board: Any) -> None:
+    """The sentence is the one that the agent itself would end with."""
+    board.table["budgit"] = "1GB"
+    found = board.only("settings", "machine")
+    assert (found.number, found.severity) == ("FQ301", "error")
+    assert "budgit" in found.sentence
+
+
+def test_a_home_that_cannot_be_made_is_found(board: Any) -> None:
+    """A file is where it would be."""
+    board.write("var/lib/taken", "")
+    board.table["home"] = "/var/lib/taken/home"
+    assert board.only().number == "FQ302"
+
+
+def test_a_full_disk_and_one_too_small_for_the_cache_are_found(board: Any) -> None:
+    """50 MB is an error, 1 GB beside a cache of 2 GB a warning."""
+    board.free = 50 * 10**6
+    assert (board.only().number, board.only().severity) == ("FQ303", "error")
+    board.free = 10**9
+    found = board.only()
+    assert (found.number, found.severity) == ("FQ303", "warning")
+    assert "2000 MB" in found.sentence
+
+
+def test_what_the_cache_holds_already_counts(board: Any) -> None:
+    """A blob of a gigabyte (with holes) leaves the cache another to grow by."""
+    blob = board.write("var/lib/fedquilt/blobs/ab/abcd", "")
+    os.truncate(blob, 10**9)
+    board.free = 11 * 10**8
+    assert board.examine("machine") == []
+
+
+@pytest.mark.parametrize(("budget", "number", "severity"), [("9GB", "FQ310", "error"), ("7GB", "FQ310", "warning")])
+def test_a_budget_beyond_the_memory_is_found(board: Any, budget: str, number: str, severity: str) -> None:
+    """8 GB of memory, half of it left: what is left is a warning of its own."""
+    board.table["budget"] = budget
+    first, second = board.examine("machine")
+    assert (first.number, first.severity) == (number, severity)
+    assert (second.number, second.severity) == ("FQ313", "warning")
+
+
+def test_a_budget_below_what_engines_hold_by_themselves_is_found(board: Any) -> None:
+    """30 MB is less than numpy's; 60 MB is enough for numpy's alone."""
+    board.table["budget"] = "30MB"
+    assert (board.only().number, board.only().severity) == ("FQ311", "error")
+    board.table["budget"] = "60MB"
+    assert (board.only().number, board.only().severity) == ("FQ312", "warning")
+
+
+def test_a_unit_that_may_hold_less_than_the_budget_is_found(board: Any) -> None:
+    """The kernel would kill its tasks."""
+    board.table["budget"] = "1GB"
+    board.write("etc/systemd/system/fedquilt-agent.service", "[Service]\nDelegate=yes\nMemoryMax=512M")
+    found = board.only()
+    assert (found.number, found.severity) == ("FQ314", "error")
+    assert "537 MB" in found.sentence
+
+
+def test_examples_that_are_not_there_are_found(board: Any) -> None:
+    """And settings without [data]."""
+    board.table["data"] = {"path": "/srv/elsewhere"}
+    assert (board.only().number, board.only().severity) == ("FQ309", "error")
+    del board.table["data"]
+    assert (board.only().number, board.only().severity) == ("FQ309", "warning")
+
+
+def test_a_profile_that_cannot_be_read_is_found(board: Any) -> None:
+    """So is a board that nobody knows."""
+    board.table["profile"] = "/etc/fedquilt/own.toml"
+    assert board.only().number == "FQ308"
+    del board.table["profile"]
+    board.table["board"] = "jetson-tx9"
+    assert board.only().number == "FQ308"
+
+
+def test_an_identity_that_is_well_is_no_finding(board: Any) -> None:
+    """The board's paths are found below its root."""
+    enrol(board, "orin-07", board.clock_s - DAY_S)
+    assert board.examine("machine") == []
+
+
+def test_a_certificate_of_another_device_is_found(board: Any) -> None:
+    """The broker would keep this one to the other's branch."""
+    enrol(board, "orin-08", board.clock_s - DAY_S)
+    found = board.only()
+    assert (found.number, found.severity) == ("FQ307", "error")
+    assert "'orin-08'" in found.sentence
+
+
+def test_a_certificate_that_has_ended_is_found(board: Any) -> None:
+    """The mend is to enrol anew."""
+    enrol(board, "orin-07", board.clock_s - 400 * DAY_S)
+    found = board.only()
+    assert (found.number, found.severity) == ("FQ306", "error")
+    assert "enrol board" in (found.mend or "")
+
+
+def test_a_certificate_that_ends_soon_or_begins_later_is_found() -> None:
+    """Renewal is due in the last third; in the last sixth it has failed. Before its beginning the clock is behind."""
+    held = Certificate("a", 100 * DAY_S, 160 * DAY_S)
+    path, file = Path("agent.toml"), "a.crt"
+    told = [identity.dates(held, file, path, at * DAY_S) for at in (99, 101, 149, 151, 161)]
+    assert [one.severity for one in told] == ["error", "ok", "ok", "warning", "error"]
+    assert "it is behind" in told[0].sentence
+
+
+def test_a_key_that_others_can_read_is_found(board: Any) -> None:
+    """With the command that shuts it."""
+    enrol(board, "orin-07", board.clock_s - DAY_S)
+    key = board.root / "etc/fedquilt/device.key"
+    key.chmod(0o644)
+    found = board.only()
+    assert found.number == "FQ305"
+    assert found.mend == f"chmod 600 {key.resolve()}"
+
+
+def test_an_identity_that_was_never_got_is_found(board: Any) -> None:
+    """A board that enrols is told to."""
+    enrol(board, "orin-07", board.clock_s - DAY_S)
+    (board.root / "etc/fedquilt/device.crt").unlink()
+    board.table["enrol"] = {"url": "https://coordinator:8884"}
+    found = board.only()
+    assert (found.number, found.severity) == ("FQ304", "error")
+    assert found.mend == f"sudo fedquilt enrol board {board.settings}"
+
+
+def test_a_certificates_name_and_dates_are_read_without_a_library(board: Any) -> None:
+    """As the cryptography library reads them; also one that is valid beyond 2050."""
+    from cryptography import x509
+
+    authority = enrol(board, "orin-07", board.clock_s - DAY_S)
+    for file in (board.root / "etc/fedquilt/device.crt", authority.folder / "ca.crt"):
+        known = x509.load_pem_x509_certificate(file.read_bytes())
+        own = certificate.load(file)
+        begins, ends = known.not_valid_before_utc.timestamp(), known.not_valid_after_utc.timestamp()
+        assert (own.begins_s, own.ends_s) == (begins, ends)
+        assert own.name == known.subject.rfc4514_string().removeprefix("CN=")
+
+
+@pytest.mark.parametrize("cut", range(0, 120, 7))
+def test_what_is_no_certificate_is_refused_in_one_way(board: Any, cut: int) -> None:
+    """However it is cut short, and whatever is in its place."""
+    import ssl
+
+    enrol(board, "orin-07", board.clock_s)
+    der = ssl.PEM_cert_to_DER_cert((board.root / "etc/fedquilt/device.crt").read_text())
+    for data in (der[:cut], der[:4] + bytes(cut), bytes(cut)):
+        with pytest.raises(ValueError):
+            certificate.parse(data)

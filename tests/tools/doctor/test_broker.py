@@ -1,0 +1,326 @@
+"""One fault of a broker is planted in a real one, and that is what is found."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedquilt import wire
+from fedquilt.cli import main
+from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.store import Store
+from fedquilt.mqtt import Broker, MqttLink
+from fedquilt.tools import doctor
+from fedquilt.tools.doctor import Wanted, reach, rights
+from fedquilt.tools.doctor.findings import Finding
+from fedquilt.tools.doctor.reach import Timer
+from fedquilt.tools.identity import broker_config
+from fedquilt.tools.identity.authority import DAY_S, Authority, clock_s
+from fedquilt.tools.identity.shapes import pem_of_key
+
+
+class Site:
+    """A fleet's own Mosquitto, as `fedquilt broker config` sets it up, and a device's settings."""
+
+    def __init__(self, folder: Path, start: Callable[..., Any]) -> None:
+        self.folder = folder
+        self.authority = Authority.create(folder / "ca", "site", clock_s())
+        self.out = folder / "etc"
+        broker_config.write(self.authority, "mosquitto", ["127.0.0.1"], self.out, clock_s(), installed=str(self.out))
+        self.lines = (self.out / "fedquilt.conf").read_text().splitlines()[2:]
+        self.start = start
+
+    def serve(self, **changed: str) -> str:
+        """Start it with some lines changed; its URL."""
+        lines = [f"{key} {changed.get(key, value)}" for key, _, value in (line.partition(" ") for line in self.lines)]
+        return self.start(*lines).url.replace("mqtt://", "mqtts://")
+
+    def certified(self, name: str, kind: Any = "device") -> dict[str, str]:
+        key = ec.generate_private_key(ec.SECP256R1())
+        with self.authority.register.together():
+            issued = self.authority.sign(name, kind, key.public_key(), clock_s())
+        (self.folder / f"{name}.crt").write_text(issued.pem)
+        (self.folder / f"{name}.key").write_bytes(pem_of_key(key))
+        (self.folder / f"{name}.key").chmod(0o600)
+        files = {"cert": str(self.folder / f"{name}.crt"), "key": str(self.folder / f"{name}.key")}
+        return {"ca": str(self.authority.folder / "ca.crt"), **files}
+
+
+@pytest.fixture
+def site(tmp_path: Path, mosquitto: Callable[..., Any]) -> Site:
+    """Not yet started."""
+    return Site(tmp_path, mosquitto)
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Callable[[Broker], None]]:
+    """Starts a coordinator on a broker, in a thread of its own; it ends with the test."""
+    over = threading.Event()
+    threads = []
+
+    def run(broker: Broker, ready: threading.Event) -> None:
+        will = (wire.Topics("fleet").coord, wire.encode(wire.CoordState(online=False)))
+        with Store(tmp_path / "runs") as store:
+            link = MqttLink(broker, "coordinator", will)
+            server = Server(link, "fleet", store)
+            while not over.is_set():
+                link.wait(0.05)
+                server.step(time.monotonic())
+                if link.connected and link.backlog == 0:
+                    ready.set()
+            server.goodbye()
+
+    def start(broker: Broker) -> None:
+        ready = threading.Event()
+        threads.append(threading.Thread(target=run, args=(broker, ready)))
+        threads[-1].start()
+        assert ready.wait(20.0)
+
+    yield start
+    over.set()
+    for thread in threads:
+        thread.join()
+
+
+def asked(board: Any, **broker: Any) -> list[Finding]:
+    """All that is found about the device's broker, in the order of the numbers."""
+    board.table |= {"broker": broker, "home": str(board.root / "var/lib/fedquilt")}
+    groups = doctor.groups(Wanted(settings=board.shipped()))
+    return doctor.examine({"broker": groups["broker"]}, limit_s=20.0)
+
+
+def bad(found: list[Finding]) -> list[tuple[str, str]]:
+    return [(one.number, one.severity) for one in found if one.severity != "ok"]
+
+
+def last(found: list[Finding]) -> Finding:
+    return [one for one in found if one.severity != "ok"][-1]
+
+
+# -- getting there --------------------------------------------------------------------------------
+
+
+def test_a_name_that_nobody_knows_is_found(board: Any) -> None:
+    """.invalid is reserved for names that do not exist (RFC 2606)."""
+    found = last(asked(board, url="mqtt://broker.invalid"))
+    assert (found.number, found.severity) == ("FQ401", "error")
+    assert found.mend == "getent hosts broker.invalid"
+
+
+def test_a_port_where_nobody_listens_is_found(board: Any) -> None:
+    """The name was all right, and that is said."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        found = asked(board, url=f"mqtt://127.0.0.1:{probe.getsockname()[1]}")
+    assert [(one.number, one.severity) for one in found] == [("FQ401", "ok"), ("FQ402", "error")]
+    assert "refused" in last(found).sentence
+
+
+def test_a_port_without_tls_is_found(board: Any, mosquitto: Callable[..., Any], authority: Any) -> None:
+    """mqtts:// to a plain port."""
+    url = mosquitto().url.replace("mqtt://", "mqtts://")
+    found = last(asked(board, url=url, ca=str(authority.ca)))
+    assert (found.number, found.severity) == ("FQ403", "error")
+
+
+def test_a_broker_of_another_authority_is_found(board: Any, site: Site, stranger: Any) -> None:
+    """The mend shows who signed it."""
+    found = last(asked(board, url=site.serve(), ca=str(stranger.ca)))
+    assert (found.number, found.severity) == ("FQ405", "error")
+    assert "openssl" in (found.mend or "")
+
+
+def test_a_broker_whose_certificate_has_ended_is_found(board: Any, site: Site) -> None:
+    """By this machine's clock, which may be what is wrong."""
+    issued, key = site.authority.issue("broker", "server", clock_s() - 900 * DAY_S, hosts=["127.0.0.1"])
+    (site.out / "broker.crt").write_text(issued.pem)
+    (site.out / "broker.key").write_bytes(key)
+    found = last(asked(board, url=site.serve(), ca=str(site.authority.folder / "ca.crt")))
+    assert (found.number, found.severity) == ("FQ404", "error")
+    assert "set the clock" in found.sentence
+
+
+def test_a_broker_whose_certificate_is_for_another_name_is_found(board: Any, site: Site) -> None:
+    """It was made for the address, and is called by a name."""
+    url = site.serve().replace("127.0.0.1", "localhost")
+    found = last(asked(board, url=url, ca=str(site.authority.folder / "ca.crt")))
+    assert (found.number, found.severity) == ("FQ406", "error")
+
+
+def test_a_brokers_certificate_that_ends_soon_is_found(authority: Any) -> None:
+    """The tests' own authority signs for a day. TLS alone is tried, against a server of three lines."""
+    cert, key = authority.issue("soon", "127.0.0.1")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            line, _ = server.accept()
+            with context.wrap_socket(line, server_side=True) as secure:
+                secure.recv(1)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        broker = Broker.parse(f"mqtts://127.0.0.1:{server.getsockname()[1]}", ca=authority.ca)
+        found = reach.way(broker, time.time(), Timer(time.monotonic() + 20))
+        thread.join()
+    assert bad(found) == [("FQ407", "warning")]
+
+
+def test_a_wrong_password_is_found_and_not_shown(
+    board: Any, mosquitto: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 11; the password is in no line of the JSON."""
+    (tmp_path / "users").write_text("")
+    url = mosquitto("allow_anonymous false", f"password_file {tmp_path / 'users'}").url
+    board.write("etc/fedquilt/password", "correct horse").chmod(0o600)
+    board.table["broker"] = {"url": url.replace("//", "//orin@"), "password_file": "/etc/fedquilt/password"}
+    assert main(["doctor", str(board.shipped()), "--root", str(board.root), "--format", "json"]) == 11
+    shown = capsys.readouterr()
+    assert "horse" not in shown.out + shown.err
+    told = json.loads(shown.out)
+    assert told["severity"] == "error"
+    (row,) = [one for one in told["findings"] if one["severity"] == "error"]
+    assert (row["number"], row["group"]) == ("FQ408", "broker")
+    assert "orin" in row["sentence"]
+    assert row["mend"]
+
+
+# -- its limits and rules -------------------------------------------------------------------------
+
+
+def test_a_fleets_own_broker_with_its_coordinator_has_no_finding(
+    board: Any, site: Site, serving: Callable[[Broker], None]
+) -> None:
+    """The coordinator's answer to a device's question is the proof; nothing on another's branch passes."""
+    url = site.serve()
+    serving(Broker.parse(url, **site.certified("coordinator", "coordinator")))
+    found = asked(board, url=url, **site.certified("orin-07"))
+    assert bad(found) == []
+    assert [one.number for one in found] == ["FQ401", "FQ402", "FQ403", "FQ408", "FQ409", "FQ411", "FQ412"]
+    assert "so does the answer" in found[-2].sentence
+
+
+def test_without_a_coordinator_the_brokers_word_has_to_do(board: Any, site: Site) -> None:
+    """And the finding says that it is no more than that."""
+    found = asked(board, url=site.serve(), **site.certified("orin-07"))
+    assert bad(found) == []
+    assert "while a coordinator is online" in found[-2].sentence
+
+
+def test_rules_that_shut_a_device_out_of_its_own_branch_are_found(board: Any, site: Site, tmp_path: Path) -> None:
+    """It may read but not write."""
+    (tmp_path / "acl").write_text("pattern read fq/1/fleet/dev/%u/dn/#\n")
+    found = asked(board, url=site.serve(acl_file=str(tmp_path / "acl")), **site.certified("orin-07"))
+    assert bad(found) == [("FQ411", "error")]
+    assert "refuses" in last(found).sentence
+
+
+def test_rules_that_keep_a_devices_answers_from_it_are_found(
+    board: Any, site: Site, serving: Callable[[Broker], None], tmp_path: Path
+) -> None:
+    """It may write but not read; the SUBACK said yes."""
+    rules = (site.out / "acl").read_text().replace("pattern read fq/1/fleet/dev/%u/dn/#", "")
+    (tmp_path / "acl").write_text(rules)
+    url = site.serve(acl_file=str(tmp_path / "acl"))
+    serving(Broker.parse(url, **site.certified("coordinator", "coordinator")))
+    found = asked(board, url=url, **site.certified("orin-07"))
+    assert bad(found) == [("FQ411", "error")]
+    assert "does not arrive" in last(found).sentence
+
+
+@pytest.mark.parametrize(
+    ("rule", "severity"), [("topic readwrite fq/#", "error"), ("topic write fq/1/fleet/dev/+/up/#", "warning")]
+)
+def test_rules_that_let_a_device_into_anothers_branch_are_found(
+    board: Any, site: Site, tmp_path: Path, rule: str, severity: str
+) -> None:
+    """What arrives is proof; what is only acknowledged is a warning."""
+    (tmp_path / "acl").write_text(f"user orin-07\n{rule}\npattern read fq/1/fleet/dev/%u/dn/#\n")
+    found = asked(board, url=site.serve(acl_file=str(tmp_path / "acl")), **site.certified("orin-07"))
+    assert bad(found) == [("FQ412", severity)]
+
+
+def test_a_packet_limit_below_what_messages_need_is_found(board: Any, mosquitto: Callable[..., Any]) -> None:
+    """40 kB is little, 8 kB too little; a max_payload of ours beyond it is found as well."""
+    url = mosquitto("max_packet_size 40000").url
+    assert bad(asked(board, url=url)) == [("FQ409", "warning")]
+    assert bad(asked(board, url=url, max_payload=100_000)) == [("FQ409", "warning"), ("FQ410", "error")]
+    assert bad(asked(board, url=mosquitto("max_packet_size 8000").url)) == [("FQ409", "error")]
+
+
+def test_an_embedded_broker_of_this_machine_has_no_finding(board: Any, embedded_broker: Any) -> None:
+    """It has no rules, and only this machine reaches it; MQTT 3.1.1 announces no limit."""
+    found = asked(board, url=embedded_broker.url)
+    assert bad(found) == []
+    assert "3.1.1" in found[2].sentence
+
+
+def test_an_open_broker_on_a_network_is_found() -> None:
+    """The same seen from another machine is a warning; with users or certificates it is an error."""
+    seen = rights.Seen(arrived=True, other_arrived=True)
+    told = [
+        rights.judge_device(seen, Broker(host, 1883, user=user), "a") for host, user in (("10.0.0.9", None), ("b", "u"))
+    ]
+    assert [bad(one) for one in told] == [[("FQ412", "warning")], [("FQ412", "error")]]
+
+
+def test_a_running_agent_is_not_disturbed(board: Any, mosquitto: Callable[..., Any]) -> None:
+    """While its home is held, nobody connects with its identity."""
+    from fedquilt.edge_agent.local import Local
+
+    broker = mosquitto()
+    lock = Local(board.root / "var/lib/fedquilt").lock()
+    found = asked(board, url=broker.url)
+    with open(lock, "rb"):
+        pass
+    assert bad(found) == []
+    assert "runs here" in found[-1].sentence
+    assert "fedquilt-doctor" not in broker.log()
+
+
+def test_a_coordinators_rights_are_tried_as_well(site: Site, tmp_path: Path) -> None:
+    """As the coordinator's certificate has them; and as a device's has not."""
+    url = site.serve()
+
+    def found(name: str, kind: str) -> list[tuple[str, str]]:
+        wanted = Wanted(broker={"url": url, **site.certified(name, kind)}, root=tmp_path)
+        return bad(doctor.examine({"broker": doctor.groups(wanted)["broker"]}, limit_s=20.0))
+
+    assert found("coordinator", "coordinator") == []
+    assert found("orin-07", "device") == [("FQ413", "error")]
+
+
+def test_a_group_that_hangs_or_breaks_is_a_finding_and_keeps_nobody_waiting() -> None:
+    """One waits for ever, one divides by zero, one is well."""
+    never = threading.Event()
+    groups: dict[str, doctor.Group] = {
+        "hangs": lambda: [Finding("FQ101", "ok", str(never.wait(60)))],
+        "breaks": lambda: [Finding("FQ101", "ok", str(1 // 0))],
+        "works": lambda: [Finding("FQ101", "ok", "well")],
+    }
+    found = doctor.examine(groups, limit_s=0.3)
+    never.set()
+    assert [one.number for one in found] == ["FQ001", "FQ002", "FQ101"]
+    assert "hangs was not examined within 0.3 s" in found[0].sentence
+    assert "ZeroDivisionError" in found[1].sentence
+
+
+def test_a_healthy_board_with_its_broker_leaves_by_0(
+    board: Any, mosquitto: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command as it is typed: this machine's clock and disk, the board's files, a real broker."""
+    board.table |= {"broker": {"url": mosquitto().url}, "cache": "1MB"}
+    assert main(["doctor", str(board.shipped()), "--root", str(board.root)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].endswith("checks: all is well")
+    assert {line.split()[0] for line in lines[:-1]} == {"ok"}

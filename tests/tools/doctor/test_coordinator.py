@@ -1,0 +1,146 @@
+"""One fault of a coordinator's folder is planted, and that is what is found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedquilt import bundle
+from fedquilt.cli import main
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.rounds import Asked, Started, Surveyed
+from fedquilt.coordinator.store import Store
+from fedquilt.core import BlobRef
+from fedquilt.tools.doctor import coordinator
+
+ROOM = 10**11
+
+
+def free(folder: Path) -> int:
+    return ROOM
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A coordinator's folder, with one job that was stopped."""
+    with Store(tmp_path / "runs") as store:
+        store.set_status(add(store, tmp_path), "stopped")
+    return tmp_path / "runs"
+
+
+def add(store: Store, folder: Path, **table: Any) -> str:
+    made = folder / "job.bundle"
+    if not made.is_dir():
+        bundle.write(made, {}, {})
+    return store.add(settings.parse({"name": "digits", "method": "fedavg", **table}), made)
+
+
+def bad(home: Path, free: Callable[[Path], int] = free) -> list[tuple[str, str]]:
+    return [(one.number, one.severity) for one in coordinator.check(home, free) if one.severity != "ok"]
+
+
+def test_a_healthy_folder_has_no_finding(home: Path) -> None:
+    """Served or not."""
+    assert bad(home) == []
+    with Store(home) as store:
+        assert store.lock()
+        assert bad(home) == []
+
+
+def test_a_folder_that_is_none_is_found_and_not_made(tmp_path: Path) -> None:
+    """Looking changes nothing."""
+    assert bad(tmp_path / "none") == [("FQ502", "warning")]
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_full_disk_is_found(home: Path) -> None:
+    """500 MB is little, 5 MB too little."""
+    assert bad(home, lambda folder: 5 * 10**8) == [("FQ505", "warning")]
+    assert bad(home, lambda folder: 5 * 10**6) == [("FQ505", "error")]
+
+
+@pytest.mark.parametrize("at", [0, 30])
+def test_a_damaged_database_is_found(home: Path, at: int) -> None:
+    """Its head, or pages in the middle."""
+    database = home / "fedquilt.db"
+    whole = database.read_bytes()
+    begin = at * len(whole) // 100
+    database.write_bytes(whole[:begin] + b"\xff" * 5000 + whole[begin + 5000 :])
+    assert bad(home) == [("FQ506", "error")]
+
+
+def test_a_job_of_another_version_is_found(home: Path) -> None:
+    """Its settings cannot be decoded any more."""
+    with Store(home) as store:
+        store._db.execute("update jobs set settings = '{}'")
+    assert bad(home) == [("FQ504", "error")]
+
+
+def test_jobs_that_nobody_runs_are_found(home: Path, tmp_path: Path) -> None:
+    """Queued, and no coordinator."""
+    with Store(home) as store:
+        id = add(store, tmp_path)
+    (found,) = [one for one in coordinator.check(home, free) if one.severity != "ok"]
+    assert (found.number, found.severity) == ("FQ507", "warning")
+    assert id in found.sentence
+    assert found.mend == f"fedquilt serve --home {home}"
+
+
+def test_a_job_that_waits_for_devices_is_found_with_the_reason(home: Path, tmp_path: Path) -> None:
+    """Three are needed; one is offline, two can be asked. Once they were asked it waits no more."""
+    with Store(home) as store:
+        id = add(store, tmp_path, cohort={"min_devices": 3})
+        store.set_status(id, "running")
+        other = add(store, tmp_path)
+        assert store.lock()
+        assert bad(home) == [("FQ509", "warning")]
+        store.append(id, Surveyed(0, ("a", "b"), {"offline": ("c",)}))
+        found = [one for one in coordinator.check(home, free) if one.number in ("FQ508", "FQ509")]
+        assert other in found[1].sentence or other in found[0].sentence
+        (stuck,) = [one for one in found if one.number == "FQ509"]
+        assert "waits for 3 devices" in stuck.sentence
+        assert "c: offline" in stuck.sentence
+        store.append(id, Asked(0, 0, ("a", "b", "d")))
+        assert bad(home) == []
+
+
+def test_a_bundle_or_a_state_that_is_gone_is_found(home: Path, tmp_path: Path) -> None:
+    """Both are what a run cannot go on without."""
+    with Store(home) as store:
+        id = add(store, tmp_path)
+        store.append(id, Started(BlobRef(sha256="ab" * 32, size=1)))
+        assert store.lock()
+        assert ("FQ511", "error") in bad(home)
+        assert ("FQ510", "error") not in bad(home)
+        (tmp_path / "job.bundle/bundle.json").unlink()
+        assert ("FQ510", "error") in bad(home)
+
+
+def test_the_command_says_the_worst_by_its_exit_code(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder that was never used is a warning: 10. Both kinds of settings at once: 2."""
+    arguments = ["doctor", "--home", str(tmp_path / "none"), "--format", "json"]
+    code = main(arguments)
+    told = json.loads(capsys.readouterr().out)
+    assert code == {"warning": 10, "error": 11}[told["severity"]]
+    assert {"FQ502"} <= {one["number"] for one in told["findings"]}
+    assert main(["doctor", "agent.toml", "--home", str(home)]) == 2
+    assert "leave --home and --broker out" in capsys.readouterr().err
+    assert main(["doctor", "--ca", "x"]) == 2
+
+
+def test_what_is_wrong_is_told_with_its_mend(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line each, the mend below it, the sum at the end."""
+    with Store(home) as store:
+        add(store, tmp_path)
+    main(["doctor", "--home", str(home)])
+    lines = capsys.readouterr().out.splitlines()
+    at = next(n for n, line in enumerate(lines) if "FQ507" in line)
+    assert lines[at].startswith("warning  FQ507  1 unfinished")
+    assert lines[at + 1].strip() == f"mend: fedquilt serve --home {home}"
+    assert "warning" in lines[-1]

@@ -1,0 +1,157 @@
+"""What a machine says of itself, read once: the checks in `machine` and `agent` only judge it."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from fedquilt.core import ClockError, Device, JobError, Reading
+from fedquilt.edge_agent import devices, levers
+from fedquilt.edge_agent.clocks import Clocks, Status
+from fedquilt.edge_agent.devices import jetson, sysfs
+
+ROOT: Final = Path("/")
+HELPER: Final = "run/fedquilt/clocks.sock"
+UNIT: Final = "etc/systemd/system/fedquilt-agent.service"
+JETPACK: Final = {32: 4, 35: 5, 36: 6, 38: 7, 39: 7}  # by the major number of Linux for Tegra
+SIZES: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}  # systemd's
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine as far as it tells. None: not known, or not there."""
+
+    clock_s: float  # since 1970
+    root: Path = ROOT
+    board: str = ""
+    bits: int = 64  # of its Python
+    python: tuple[int, int] | None = None
+    tegra: bool = False
+    jetpack: int | None = None
+    gpu: bool = False  # NVIDIA's, with its driver
+    memory_bytes: int | None = None
+    available_bytes: int | None = None
+    swap_bytes: int | None = None
+    swap_free_bytes: int | None = None
+    controllers: frozenset[str] | None = None  # of cgroup v2; None: there is none
+    unit: Mapping[str, str] | None = None  # settings of the agent's unit; None: it is not installed
+    power_w: float | None = None
+    temperature_c: float | None = None
+    undervoltage: bool | None = None
+    mode: str | None = None  # nvpmodel's
+    modes: tuple[str, ...] = ()
+    helper: Status | str | None = None  # the clock helper's; or why it does not answer; None: not there
+    paths: tuple[Path, ...] = field(default=())  # where its Python packages are
+
+
+def look(root: Path, clock_s: float, now_s: float) -> Machine:
+    """This machine, or one whose files are under `root`. `now_s` is a monotonic clock's."""
+    own = root == ROOT
+    release = re.search(r"# R(\d+)", sysfs.text(root / "etc/nv_tegra_release") or "")
+    compatible = sysfs.lines(root / "proc/device-tree/compatible")
+    tegra = release is not None or any(one.startswith("nvidia,tegra") for one in compatible)
+    device, reading = _device(root, now_s)
+    meminfo = sysfs.text(root / "proc/meminfo") or ""
+    controllers = sysfs.text(root / "sys/fs/cgroup/cgroup.controllers")
+    return Machine(
+        clock_s=clock_s,
+        root=root,
+        board=device.board if device is not None else "",
+        bits=8 * struct.calcsize("P") if own else 64,
+        python=sys.version_info[:2] if own else _python(root),
+        tegra=tegra,
+        jetpack=JETPACK.get(int(release[1])) if release else None,
+        gpu=tegra or (root / "proc/driver/nvidia/version").exists(),
+        memory_bytes=device.memory_bytes if device is not None else None,
+        available_bytes=reading.available_bytes if reading is not None else None,
+        swap_bytes=_kib(meminfo, "SwapTotal"),
+        swap_free_bytes=_kib(meminfo, "SwapFree"),
+        controllers=None if controllers is None else frozenset(controllers.split()),
+        unit=_unit(root / UNIT),
+        power_w=reading.power_w if reading is not None else None,
+        temperature_c=reading.temperature_c if reading is not None else None,
+        undervoltage=_undervoltage(root / "sys/class/hwmon"),
+        mode=jetson.mode(root) if tegra else None,
+        modes=tuple(mode.name for mode in levers.discover(root).modes) if tegra else (),
+        helper=_helper(root / HELPER),
+        paths=tuple(Path(path) for path in sys.path if path) if own else _packages(root),
+    )
+
+
+def size_bytes(text: str) -> int | None:
+    """systemd's "1536M"; None for "infinity" and what is no size."""
+    found = re.fullmatch(r"(\d+)([KMGT]?)", text.strip())
+    return int(found[1]) * SIZES[found[2]] if found else None
+
+
+def _device(root: Path, now_s: float) -> tuple[Device | None, Reading | None]:
+    """The board, read but never set; None for a root that does not run."""
+    try:
+        device = devices.make("auto", root, connect=lambda: None)
+    except JobError:
+        return None, None
+    return device, device.read(now_s)
+
+
+def _kib(meminfo: str, name: str) -> int | None:
+    found = re.search(rf"^{name}:\s+(\d+) kB$", meminfo, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def _python(root: Path) -> tuple[int, int] | None:
+    """Of a root that does not run: fedquilt's own Python there, else the newest of the system's."""
+    for places in ("opt/fedquilt/current/lib/python3.*", "usr/bin/python3.*"):
+        found = [re.fullmatch(r"python3\.(\d+)", path.name) for path in root.glob(places)]
+        minors = [int(one[1]) for one in found if one is not None]
+        if minors:
+            return 3, max(minors)
+    return None
+
+
+def _packages(root: Path) -> tuple[Path, ...]:
+    places = (
+        "opt/fedquilt/current/lib/python3*/site-packages",
+        "usr/local/lib/python3*/dist-packages",
+        "usr/lib/python3/dist-packages",
+    )
+    return tuple(path for place in places for path in sorted(root.glob(place)))
+
+
+def _unit(path: Path) -> dict[str, str] | None:
+    """The unit's settings, those of its drop-ins over its own (systemd.unit(5)); the last of each counts."""
+    texts = [sysfs.text(file) for file in (path, *sorted(path.with_name(f"{path.name}.d").glob("*.conf")))]
+    if texts[0] is None:
+        return None
+    told = [line.partition("=") for text in texts for line in (text or "").splitlines()]
+    return {key.strip(): value.strip() for key, sign, value in told if sign and not key.startswith(("#", ";"))}
+
+
+def _undervoltage(hwmon: Path) -> bool | None:
+    """The Raspberry Pi's firmware says so since it was started (kernel driver raspberrypi-hwmon)."""
+    for chip in sorted(hwmon.glob("hwmon*")):
+        if sysfs.line(chip / "name") == "rpi_volt":
+            alarm = sysfs.whole(chip / "in0_lcrit_alarm")
+            return None if alarm is None else bool(alarm)
+    return None
+
+
+def _helper(path: Path) -> Status | str | None:
+    if not path.exists():
+        return None
+    if not os.access(path, os.W_OK):
+        return f"this user may not speak to the clock helper at {path}"
+    clocks = Clocks.connect(path)
+    if clocks is None:
+        return f"nobody answers at {path}, the clock helper's socket"
+    try:
+        return clocks.status()
+    except ClockError as problem:
+        return str(problem)
+    finally:
+        clocks.close()

@@ -1,0 +1,76 @@
+"""What an examination says: one finding for each check, with a number that stays, and the command that mends it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, Literal
+
+import msgspec
+
+Severity = Literal["ok", "warning", "error"]
+
+EXIT: Final[dict[Severity, int]] = {"ok": 0, "warning": 10, "error": 11}
+GROUPS: Final = {
+    "0": "doctor",
+    "1": "machine",
+    "2": "packages",
+    "3": "agent",
+    "4": "broker",
+    "5": "coordinator",
+    "6": "operator",
+}
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One check's result. `mend` is a command where one mends it, else what to do; None where all is well."""
+
+    number: str  # "FQ110": the first digit is the group
+    severity: Severity
+    sentence: str  # what, and where
+    mend: str | None = None
+
+    @property
+    def group(self) -> str:
+        return GROUPS[self.number[2]]
+
+
+def ok(number: str, sentence: str) -> Finding:
+    return Finding(number, "ok", sentence)
+
+
+def warning(number: str, sentence: str, mend: str) -> Finding:
+    """It works, but worse than it could, or not for long."""
+    return Finding(number, "warning", sentence, mend)
+
+
+def error(number: str, sentence: str, mend: str) -> Finding:
+    """It will not work."""
+    return Finding(number, "error", sentence, mend)
+
+
+def there(found: Iterable[Finding | None]) -> list[Finding]:
+    """Without the checks that had nothing to look at here."""
+    return [one for one in found if one is not None]
+
+
+def worst(found: Iterable[Finding]) -> Severity:
+    severities = {one.severity for one in found}
+    return "error" if "error" in severities else "warning" if "warning" in severities else "ok"
+
+
+def table(found: Sequence[Finding]) -> dict[str, Any]:
+    """What `--format json` prints: `severity` is the worst of all."""
+    rows = [{**msgspec.to_builtins(one), "group": one.group} for one in found]
+    return {"severity": worst(found), "findings": rows}
+
+
+def lines(found: Sequence[Finding]) -> list[str]:
+    """For people: what is well in one line each, what is not with its mend, and the sum."""
+    told = []
+    for one in found:
+        told.append(f"{one.severity:<8} {one.number}  {one.sentence}")
+        if one.mend is not None:
+            told.append(f"{'':<16} mend: {one.mend}")
+    counts = [(sum(one.severity == kind for one in found), kind) for kind in ("error", "warning")]
+    parts = [f"{count} {kind}{'s' if count > 1 else ''}" for count, kind in counts if count]
+    return [*told, f"{len(found)} checks: {', '.join(parts) if parts else 'all is well'}"]

@@ -1,0 +1,35 @@
+"""Folders that an agent or a coordinator keeps: what is free there, and whether one is at work in it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+Free = Callable[[Path], int]  # folder -> bytes free on its disk
+
+
+def free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the one in which it would be made."""
+    return next(one for one in (folder, *folder.absolute().parents) if one.exists())
+
+
+def runs(home: Path) -> bool:
+    """Whether an agent, or a coordinator, holds the folder now. What cannot be opened counts as not held."""
+    try:
+        handle = os.open(home / "lock", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False

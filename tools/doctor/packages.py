@@ -1,0 +1,178 @@
+"""Checks of Python packages, by their files alone: importing torch would take longer than the whole examination."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from fedquilt.tools.doctor.facts import Machine
+from fedquilt.tools.doctor.findings import Finding, ok, there, warning
+
+CUDA: Final = {4: 10, 5: 11, 6: 12, 7: 13}  # JetPack -> major version of the CUDA that its driver runs
+NVIDIA_JP6: Final = "https://pypi.jetson-ai-lab.io/jp6/cu126"  # wheels for JetPack 6; PyPI has none
+CPU: Final = "https://download.pytorch.org/whl/cpu"
+_LIBRARY: Final = re.compile(rb"lib(?:torch|c10)\w*\.so\b")
+
+
+@dataclass(frozen=True)
+class Packages:
+    """What is installed, as its files tell."""
+
+    versions: Mapping[str, str] = field(default_factory=dict)  # name in small letters, "-" for "_" -> version
+    torch_cuda: str | None = None  # CUDA that torch was built with; None: without
+    onnx_cuda: bool = False  # onnxruntime has its CUDA provider
+    vision_torch: str | None = None  # the one version of torch that torchvision was built with
+    vision_lacks: tuple[str, ...] = ()  # libraries of torch that torchvision's operators need and torch has not
+
+
+def look(paths: Sequence[Path]) -> Packages:
+    """What is installed in these folders; as in an import, the first counts."""
+    versions: dict[str, str] = {}
+    vision_torch = None
+    for one in metadata.distributions(path=[str(path) for path in paths]):
+        name = (one.metadata["Name"] or "").lower().replace("_", "-")
+        if not name or name in versions:
+            continue
+        versions[name] = one.version
+        if name == "torchvision":
+            vision_torch = _exactly("torch", one.requires or ())
+    torch, vision, onnx = (_folder(paths, name) for name in ("torch", "torchvision", "onnxruntime"))
+    return Packages(
+        versions=versions,
+        torch_cuda=_literal(torch / "version.py", "cuda") if torch else None,
+        onnx_cuda=bool(onnx and (onnx / "capi/libonnxruntime_providers_cuda.so").is_file()),
+        vision_torch=vision_torch,
+        vision_lacks=_lacking(vision, torch) if torch and vision else (),
+    )
+
+
+def check(machine: Machine, packages: Packages) -> list[Finding]:
+    """All findings about packages, where there are any that run networks."""
+    return there([onnx(machine, packages), torch(machine, packages), vision(machine, packages)])
+
+
+def onnx(machine: Machine, packages: Packages) -> Finding | None:
+    plain, gpu = (packages.versions.get(name) for name in ("onnxruntime", "onnxruntime-gpu"))
+    if plain is not None and gpu is not None:
+        return warning(
+            "FQ201",
+            f"onnxruntime {plain} and onnxruntime-gpu {gpu} are both installed, each with some of the other's files",
+            f"pip uninstall -y onnxruntime onnxruntime-gpu && {_onnx_gpu(machine)}"
+            if machine.gpu
+            else "pip uninstall -y onnxruntime onnxruntime-gpu && pip install onnxruntime",
+        )
+    if plain is None and gpu is None:
+        return None
+    if expected(machine) and not packages.onnx_cuda:
+        return warning(
+            "FQ202",
+            f"onnxruntime {plain or gpu} runs on the CPU alone, and there is a GPU: stitching is slow",
+            f"pip uninstall -y onnxruntime && {_onnx_gpu(machine)}",
+        )
+    return ok("FQ201", f"onnxruntime {gpu or plain}" + (", with CUDA" if packages.onnx_cuda else ", on the CPU"))
+
+
+def torch(machine: Machine, packages: Packages) -> Finding | None:
+    version = packages.versions.get("torch")
+    if version is None:
+        return None
+    if expected(machine) and packages.torch_cuda is None:
+        return warning(
+            "FQ203",
+            f"torch {version} runs on the CPU alone, and there is a GPU: training is slow",
+            _torch_gpu(machine),
+        )
+    driver = CUDA.get(machine.jetpack or 0)
+    if driver is not None and packages.torch_cuda and packages.torch_cuda.split(".")[0] != str(driver):
+        return warning(
+            "FQ204",
+            f"torch {version} is for CUDA {packages.torch_cuda}, and JetPack {machine.jetpack} has CUDA {driver}: "
+            "it will not find the GPU",
+            _torch_gpu(machine),
+        )
+    return ok(
+        "FQ203", f"torch {version}" + (f", CUDA {packages.torch_cuda}" if packages.torch_cuda else ", on the CPU")
+    )
+
+
+def vision(machine: Machine, packages: Packages) -> Finding | None:
+    version, torch = packages.versions.get("torchvision"), packages.versions.get("torch")
+    if version is None or torch is None:
+        return None
+    wanted = packages.vision_torch
+    other = wanted is not None and wanted.split("+")[0] != torch.split("+")[0]
+    if not other and not packages.vision_lacks:
+        return ok("FQ205", f"torchvision {version} fits torch {torch}")
+    why = f"was built for torch {wanted}" if other else f"needs {', '.join(packages.vision_lacks)}, which it has not"
+    if expected(machine) and packages.torch_cuda is not None:
+        mend = _torch_gpu(machine)
+    else:
+        mend = f"pip install --force-reinstall torch torchvision --index-url {CPU}"
+    return warning(
+        "FQ205",
+        f"torchvision {version} does not fit torch {torch} ({why}): its operators do not load; "
+        "fedquilt's own networks do without them",
+        mend,
+    )
+
+
+def expected(machine: Machine) -> bool:
+    """Whether there is a GPU that wheels for a Python that fedquilt runs on can use: not so before JetPack 6."""
+    return machine.gpu and (not machine.tegra or (machine.jetpack or 0) >= 6)
+
+
+def _onnx_gpu(machine: Machine) -> str:
+    return f"pip install onnxruntime-gpu{f' --index-url {NVIDIA_JP6}' if machine.jetpack == 6 else ''}"
+
+
+def _torch_gpu(machine: Machine) -> str:
+    index = f" --index-url {NVIDIA_JP6}" if machine.jetpack == 6 else ""
+    return f"pip install --force-reinstall torch torchvision{index}"
+
+
+# -- reading --------------------------------------------------------------------------------------
+
+
+def _folder(paths: Sequence[Path], name: str) -> Path | None:
+    return next((path / name for path in paths if (path / name).is_dir()), None)
+
+
+def _exactly(name: str, requires: Iterable[str]) -> str | None:
+    """The version that a requirement as "torch (==2.13.0)" or "torch==2.13.0" pins."""
+    for one in requires:
+        found = re.match(rf"{name}\s*\(?==\s*([\w.+]+)", one)
+        if found:
+            return found[1]
+    return None
+
+
+def _literal(path: Path, name: str) -> str | None:
+    """The text that a Python file gives to a name, without running it."""
+    try:
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+    except (OSError, ValueError, SyntaxError):
+        return None
+    for one in body:
+        target = (
+            one.target if isinstance(one, ast.AnnAssign) else one.targets[0] if isinstance(one, ast.Assign) else None
+        )
+        if isinstance(target, ast.Name) and target.id == name and isinstance(one, (ast.Assign, ast.AnnAssign)):
+            value = one.value
+            return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
+    return None
+
+
+def _lacking(vision: Path, torch: Path) -> tuple[str, ...]:
+    """Names of torch's libraries in torchvision's compiled operators that are not among torch's files."""
+    wanted: set[str] = set()
+    for file in sorted(vision.glob("_C*.so")):
+        try:
+            wanted |= {name.decode() for name in _LIBRARY.findall(file.read_bytes())}
+        except OSError:
+            continue
+    return tuple(sorted(name for name in wanted if not (torch / "lib" / name).exists()))

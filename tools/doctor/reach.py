@@ -1,0 +1,153 @@
+"""Checks of the way to the broker, one step after another: name, port, TLS, the broker's word, its packet limit."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import logging
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from fedquilt.core import FedquiltError, LinkError
+from fedquilt.dial import Broker
+from fedquilt.explain import unreachable
+from fedquilt.mqtt import MqttLink
+from fedquilt.tools.doctor import certificate
+from fedquilt.tools.doctor.findings import Finding, error, ok, warning
+from fedquilt.tools.doctor.identity import day
+from fedquilt.wire import MAX_CONTROL
+
+STEP_S: Final = 3.0  # for a port, and for TLS
+WORD_S: Final = 4.0  # for the broker's answer
+SOON_S: Final = 14 * 86400.0
+LEAST_PAYLOAD: Final = 16 * 1024  # bytes: below it not even a task is sure to pass
+_NOT_YET, _EXPIRED = 9, 10  # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
+_OTHER_NAME: Final = frozenset({62, 64})
+
+
+@dataclass(frozen=True)
+class Timer:
+    """When the examination has to be over, on the monotonic clock."""
+
+    until_s: float
+
+    def left_s(self, most_s: float) -> float:
+        return max(min(most_s, self.until_s - time.monotonic()), 0.05)
+
+
+def way(broker: Broker, clock_s: float, timer: Timer) -> list[Finding]:
+    """Name, port and TLS, up to the first that fails."""
+    try:
+        found = socket.getaddrinfo(broker.host, broker.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as problem:
+        return [error("FQ401", str(unreachable(broker, problem)), f"getent hosts {broker.host}")]
+    addresses = sorted({str(one[4][0]) for one in found})
+    told = [ok("FQ401", f"{broker.host} is {', '.join(addresses)}")]
+    try:
+        line = socket.create_connection((broker.host, broker.port), timer.left_s(STEP_S))
+    except OSError as problem:
+        return [*told, error("FQ402", str(unreachable(broker, problem)), f"nc -vz {broker.host} {broker.port}")]
+    told.append(ok("FQ402", f"something listens at {broker}"))
+    with line:
+        if broker.tls:
+            told.append(_tls(broker, line, clock_s, timer))
+    return told
+
+
+def _tls(broker: Broker, line: socket.socket, clock_s: float, timer: Timer) -> Finding:
+    show = f"openssl s_client -connect {broker.host}:{broker.port} </dev/null"
+    try:
+        line.settimeout(timer.left_s(STEP_S))
+        with broker.context().wrap_socket(line, server_hostname=broker.host) as secure:
+            held = certificate.parse(secure.getpeercert(binary_form=True) or b"")
+    except ssl.SSLCertVerificationError as problem:
+        return _untrusted(broker, problem, show)
+    except OSError as problem:
+        return error("FQ403", str(unreachable(broker, problem)), show)
+    except FedquiltError as problem:
+        return error("FQ403", str(problem), "correct [broker]")
+    except ValueError as problem:
+        return warning("FQ403", f"the certificate of {broker} cannot be read: {problem}", show)
+    if held.ends_s - clock_s < SOON_S:
+        return warning(
+            "FQ407",
+            f"the certificate of {broker} ends on {day(held.ends_s)}",
+            "fedquilt broker config again on the authority's machine, and copy its files to the broker",
+        )
+    return ok("FQ403", f"the certificate of {broker} is to be trusted, until {day(held.ends_s)}")
+
+
+def _untrusted(broker: Broker, problem: ssl.SSLCertVerificationError, show: str) -> Finding:
+    said = str(unreachable(broker, problem))
+    if problem.verify_code == _NOT_YET:
+        return error("FQ404", said, "sudo timedatectl set-ntp true")
+    if problem.verify_code == _EXPIRED:
+        mend = "fedquilt broker config again on the authority's machine, and copy its files to the broker"
+        return error("FQ404", said, mend)
+    if problem.verify_code in _OTHER_NAME:
+        return error("FQ406", said, f"fedquilt broker config ... --host {broker.host}, on the authority's machine")
+    return error("FQ405", said, f"{show} | openssl x509 -noout -issuer; give that authority's file as ca")
+
+
+@contextmanager
+def spoken(broker: Broker, client: str, timer: Timer) -> Iterator[MqttLink | Finding]:
+    """A link whose broker has answered; or the finding that it did not, or refuses us. Leaves no session behind."""
+    log = logging.getLogger("fedquilt.mqtt")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # what is refused here is a finding, no warning
+    link = MqttLink(dataclasses.replace(broker, session_expiry_s=0, max_payload=None), client)
+    try:
+        try:
+            link.connect(timer.left_s(WORD_S))
+        except LinkError as problem:
+            yield error("FQ408", str(problem), _let_in(broker))
+        else:
+            yield link
+    finally:
+        link.close()
+        log.setLevel(level)
+
+
+def _let_in(broker: Broker) -> str:
+    if broker.cert is not None:
+        return f"openssl x509 -noout -subject -dates -in {broker.cert}; and see the broker's log"
+    if broker.user is not None:
+        return f"mosquitto_passwd, for user {broker.user}, on the broker's machine; and see the broker's log"
+    return "see the broker's log"
+
+
+def limits(broker: Broker, link: MqttLink) -> list[Finding]:
+    """What the broker takes at most, as it announced, beside what is set here."""
+    level = "5" if link.level == 5 else "3.1.1"
+    told = [ok("FQ408", f"{broker} lets us in, by MQTT {level}")]
+    most = link.max_payload
+    raise_it = "max_packet_size 1048576 in mosquitto.conf, or what your broker calls it"
+    if most < LEAST_PAYLOAD:
+        told.append(error("FQ409", f"{broker} takes no more than {most} bytes: tasks do not pass", raise_it))
+    elif most < MAX_CONTROL:
+        said = (
+            f"{broker} takes no more than {most} bytes: long lists of tensors (up to {MAX_CONTROL} bytes) do not pass"
+        )
+        told.append(warning("FQ409", said, raise_it))
+    else:
+        said = "announces no limit" if link.level < 5 else f"takes {most} bytes in a message"
+        told.append(ok("FQ409", f"{broker} {said}"))
+    if broker.max_payload is not None and link.level == 5 and broker.max_payload > most:
+        said = (
+            f"max_payload is {broker.max_payload}, and {broker} takes {most} bytes: it would hang up at larger messages"
+        )
+        told.append(error("FQ410", said, "leave max_payload out of [broker]"))
+    return told
+
+
+def local(broker: Broker) -> bool:
+    """Whether only this machine reaches it."""
+    try:
+        return ipaddress.ip_address(broker.host).is_loopback
+    except ValueError:
+        return broker.host == "localhost"

@@ -1,0 +1,187 @@
+"""What a broker's rules let this side do: tried by sending, and judged by what arrives. A SUBACK is no proof.
+
+A device asks the coordinator for a blob that nobody has, on its own branch; the answer, that it is missing, comes back
+on the same branch, so both ways are proven, through the coordinator itself. Without a coordinator only the
+broker's word on the message sent (PUBACK of MQTT 5) is to be had. Then it sends the same on the branch of
+a device that does not exist, where neither it nor an answer may go.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from fedquilt import wire
+from fedquilt.core import WireError
+from fedquilt.dial import Broker
+from fedquilt.link import Message
+from fedquilt.mqtt import MqttLink
+from fedquilt.tools.doctor import reach
+from fedquilt.tools.doctor.findings import Finding, error, ok, warning
+from fedquilt.tools.doctor.reach import Timer
+
+NOBODY: Final = "fedquilt-doctor"  # a device that does not exist
+ANSWER_S: Final = 2.5  # for the coordinator's
+GRACE_S: Final = 0.5  # for what may arrive after the broker's acknowledgement
+CHUNK: Final = 1024
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What came of trying."""
+
+    level: int = 5  # of MQTT: only 5 says that it refuses
+    coordinator: bool | None = None  # online by its own word; None: nothing heard of it
+    refused: bool = False  # our message on our own branch
+    arrived: bool = False  # it, or its answer
+    other_refused: bool = False
+    other_arrived: bool = False  # anything on another device's branch
+    broke: bool = False  # the broker hung up meanwhile
+
+
+def device(link: MqttLink, fleet: str, name: str, timer: Timer) -> Seen:
+    """Try as the device `name`."""
+    topics = wire.Topics(fleet)
+    own, other = (topics.device(one, "up", "") for one in (name, NOBODY))
+    heard: list[Message] = []
+    link.subscribe(topics.for_device(name))
+    refused = _ask(link, topics, name, timer, heard)
+    coordinator = _online(heard, topics)
+
+    def answered() -> bool:
+        return any("/blob/" in one.topic for one in heard)
+
+    _drive(link, heard, answered, timer.left_s(ANSWER_S if coordinator else 0.0))
+    if not answered() and not coordinator:  # where a broker has no rules, we hear ourselves
+        link.subscribe([f"{own}#"])
+        refused |= _ask(link, topics, name, timer, heard, answered)
+    arrived = answered()
+    strange: list[Message] = []
+    link.subscribe([f"{other}#", topics.device(NOBODY, "dn", "#")])
+
+    def leaked() -> bool:
+        return any(f"/dev/{NOBODY}/" in one.topic for one in strange)
+
+    other_refused = _ask(link, topics, NOBODY, timer, strange, leaked)
+    return Seen(
+        level=link.level,
+        coordinator=coordinator,
+        refused=refused,
+        arrived=arrived,
+        other_refused=other_refused or not link.connected,
+        other_arrived=leaked(),
+        broke=not link.connected and not arrived,
+    )
+
+
+def coordinator(link: MqttLink, fleet: str, timer: Timer) -> Seen:
+    """Try as the coordinator: it writes to all devices, and hears them all."""
+    topics = wire.Topics(fleet)
+    heard: list[Message] = []
+    link.subscribe(topics.for_coordinator())
+    before = link.dropped
+    digest = secrets.token_hex(32)
+    link.publish(
+        topics.blob(NOBODY, "dn", digest, "missing"),
+        wire.encode(wire.Missing(sha256=digest, reason="a self-test of fedquilt doctor")),
+    )
+    _drive(link, heard, lambda: link.backlog == 0, timer.left_s(ANSWER_S))
+    refused = link.dropped > before
+    _drive(link, heard, lambda: bool(heard), timer.left_s(GRACE_S))
+    if not heard:
+        _ask(link, topics, NOBODY, timer, heard, lambda: bool(heard))
+    return Seen(level=link.level, refused=refused, arrived=bool(heard), broke=not link.connected)
+
+
+def judge_device(seen: Seen, broker: Broker, name: str) -> list[Finding]:
+    """Findings of `device`."""
+    branch = f"dev/{name}"
+    rules = "fedquilt broker config --for mosquitto ..., which writes the rules that are needed"
+    if seen.broke:
+        return [error("FQ411", f"{broker} hung up while {branch} was tried: see the broker's log", rules)]
+    if seen.refused:
+        told = [error("FQ411", f"{broker} refuses what this device sends on its own branch, {branch}/up", rules)]
+    elif seen.arrived:
+        told = [ok("FQ411", f"what this device sends on {branch} arrives, and so does the answer")]
+    elif seen.coordinator:
+        told = [
+            error(
+                "FQ411",
+                f"a coordinator is online, but what it answers to this device does not arrive: {broker} does not "
+                f"let it read {branch}/dn, or drops what it sends on {branch}/up",
+                rules,
+            )
+        ]
+    else:
+        word = "acknowledges" if seen.level == 5 else "takes, without a word whether it passes them on,"
+        said = f"{broker} {word} messages on {branch}/up; whether answers arrive is seen while a coordinator is online"
+        told = [ok("FQ411", said)]
+    return [*told, _other(seen, broker, rules)]
+
+
+def _other(seen: Seen, broker: Broker, rules: str) -> Finding:
+    if seen.other_arrived:
+        said = f"{broker} lets this device reach another device's branch: what was sent on dev/{NOBODY} arrived"
+        if broker.tls or broker.user is not None:
+            return error("FQ412", said, rules)
+        if reach.local(broker):
+            return ok("FQ412", f"{broker} has no rules for devices; only this machine reaches it")
+        return warning("FQ412", f"{said}; it has neither encryption nor users", rules)
+    if seen.other_refused or seen.level < 5:
+        return ok("FQ412", f"nothing passes from this device to another's branch through {broker}")
+    return warning(
+        "FQ412",
+        f"{broker} acknowledges a message that this device sends on another's branch, dev/{NOBODY}; "
+        "whether it is passed on is not seen from here",
+        rules,
+    )
+
+
+def judge_coordinator(seen: Seen, broker: Broker) -> list[Finding]:
+    """Findings of `coordinator`."""
+    rules = "fedquilt broker config --for mosquitto ..., which writes the rules that are needed"
+    if seen.broke or seen.refused:
+        return [error("FQ413", f"{broker} refuses what a coordinator sends to devices (dev/+/dn)", rules)]
+    if seen.arrived:
+        return [ok("FQ413", f"{broker} lets a coordinator write to devices and hear them")]
+    return [ok("FQ413", f"{broker} lets a coordinator write to devices; none has said anything yet")]
+
+
+# -- trying ---------------------------------------------------------------------------------------
+
+
+def _ask(
+    link: MqttLink,
+    topics: wire.Topics,
+    name: str,
+    timer: Timer,
+    heard: list[Message],
+    enough: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Ask for a blob that nobody has; whether the broker refused the question."""
+    before = link.dropped
+    question = wire.Get(sha256=secrets.token_hex(32), chunk=CHUNK)
+    link.publish(topics.device(name, "up", "blob/get"), wire.encode(question))
+    _drive(link, heard, lambda: link.backlog == 0, timer.left_s(ANSWER_S))
+    _drive(link, heard, enough, timer.left_s(GRACE_S))
+    return link.dropped > before
+
+
+def _drive(link: MqttLink, heard: list[Message], enough: Callable[[], bool], limit_s: float) -> None:
+    until_s = time.monotonic() + limit_s
+    while not enough() and link.connected and (left_s := until_s - time.monotonic()) > 0:
+        link.wait(left_s)
+        heard += link.receive()
+
+
+def _online(heard: list[Message], topics: wire.Topics) -> bool | None:
+    for one in reversed(heard):
+        if one.topic == topics.coord:
+            try:
+                return wire.decode(one.payload, wire.CoordState).online
+            except WireError:
+                return None
+    return None
