@@ -37,13 +37,10 @@ ELSEWHERE = {
     "make demo",
     "make test",
     "fedquilt run-model fedquilt-demo/stitched.onnx fedquilt-demo/held-out.npz",
-    "fedquilt bench idle",
-    "fedquilt bench blobs",
-    "fedquilt bench stitch",
-    "fedquilt bench memory",
-    "fedquilt bench stitch --ablate",
-    "fedquilt bench stitch --ablate cifar.toml --alpha iid 1.0 --only default heads unmodified self-stitched alone",
-    "fedquilt bench stitch --ablate cifar.toml --alpha 0.1 --only default plain-vote",
+    "sudo fedquilt clocks serve --group fedquilt",
+    "fedquilt clocks status",
+    "fedquilt clocks hold cpu=1.2GHz,gpu=850MHz --dry-run",
+    "fedquilt record --minutes 5 --out board.toml",
 }
 
 
@@ -107,6 +104,11 @@ RESEARCHER = [
     "fedquilt ls",
     "fedquilt logs train",
     "fedquilt export train --out weights.safetensors",
+    "fedquilt partition train.toml --out partition.svg",
+    "fedquilt compare train.toml --methods fedavg fedprox scaffold --seeds 0 1 2 --set fedprox.mu=0.1 --target 0.8",
+    "fedquilt report train --out train.html",
+    "fedquilt methods fedpews",
+    "fedquilt reproduce",
 ]
 OPERATOR = [
     "fedquilt serve --home runs --broker mqtts://broker.site:8883 --ca ca.crt --cert coordinator.crt "
@@ -117,6 +119,7 @@ OPERATOR = [
     "fedquilt stop train --home runs",
     "fedquilt resume train --home runs",
     "fedquilt broker --port 1883",
+    "fedquilt why train --home runs",
 ]
 CIFAR = [
     "fedquilt prepare cifar.toml",
@@ -135,7 +138,7 @@ def test_every_file_of_the_readme_is_valid(tmp_path: Path) -> None:
     """Jobs and agents are parsed strictly."""
     from fedquilt.edge_agent import settings as agents
 
-    assert set(FILES) == {"train.toml", "agent.toml", "cifar.toml"}
+    assert set(FILES) == {"train.toml", "agent.toml", "careful.toml", "cifar.toml"}
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
         table = tables.read(tmp_path / name)
@@ -149,6 +152,10 @@ def test_the_researchers_way_in(shell: Shell) -> None:
     assert shown[3].count("done") == 2
     assert "check.accuracy" in shown[4]
     assert (shell.folder / "weights.safetensors").stat().st_size > 1000
+    assert "<svg" in (shell.folder / "partition.svg").read_text()
+    assert all(method in shown[7] for method in ("fedavg", "fedprox", "scaffold"))
+    assert "</html>" in (shell.folder / "train.html").read_text()
+    assert "fedpews-table2" in shown[10]
 
 
 def test_the_operators_way_in(shell: Shell) -> None:
@@ -177,6 +184,7 @@ def test_the_operators_way_in(shell: Shell) -> None:
 
     until(answered, "the first answer")
     assert "asked orin-07" in shell.run(OPERATOR[3])
+    assert "orin-07" in shell.run(OPERATOR[7])
     shell.run(OPERATOR[4])
     assert run.wait(timeout=LIMIT_S) == 9, (shell.folder / "background.log").read_text()
     assert "done" in shell.run(OPERATOR[5])
