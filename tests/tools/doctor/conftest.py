@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,9 +85,3 @@ def board(tmp_path: Path) -> Board:
         "governor": {"policy": "board"},
     }
     return made
-
-
-@pytest.fixture
-def numbered() -> Callable[[list[Finding]], list[str]]:
-    """Numbers of findings that are not ok."""
-    return lambda found: [one.number for one in found if one.severity != "ok"]
