@@ -37,6 +37,9 @@ ELSEWHERE = {
     "make demo",
     "make test",
     "fedquilt run-model fedquilt-demo/stitched.onnx fedquilt-demo/held-out.npz",
+    "fedquilt doctor agent.toml",
+    "fedquilt doctor --home runs --broker mqtts://broker.site:8883 --ca ca.crt --cert coordinator.crt "
+    "--key coordinator.key",
     "sudo fedquilt clocks serve --group fedquilt",
     "fedquilt clocks status",
     "fedquilt clocks hold cpu=1.2GHz,gpu=850MHz --dry-run",
