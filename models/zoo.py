@@ -1,7 +1,7 @@
 """Networks by name, their weights, and what they cost. torch is imported when a network is built.
 
 A network is a table, `{"name": "mlp", "inputs": 64, "hidden": [32], "classes": 10}`. Names are the
-functions of `fedquilt.models.nets`, `resnet20-cifar` (32, 44, 56), `torchvision/<architecture>`, and,
+functions of `fedquilt.models.nets`, `vit`, `resnet20-cifar` (32, 44, 56), `torchvision/<architecture>`, and,
 on the operator's own machine only, `module:function` of a user's own code. A key "input" (see
 `fedquilt.models.images.Input`) says what images it expects; building does not look at it.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-SMALL = ("cnn", "mlp", "plain", "residual", "separable")
+SMALL = ("cnn", "lenet", "mlp", "plain", "residual", "separable", "vit")
 CIFAR_DEPTHS = (20, 32, 44, 56)
 
 
@@ -124,10 +124,10 @@ def _factory(name: str, local_code: bool) -> Callable[..., nn.Module]:
         return _own(name, local_code)
     if name.startswith("torchvision/"):
         return _torchvision(name)
-    from fedquilt.models import nets
+    from fedquilt.models import nets, vit
 
     if name in SMALL:
-        return getattr(nets, name)
+        return getattr(vit if name == "vit" else nets, name)
     cifar = {f"resnet{depth}-cifar": depth for depth in CIFAR_DEPTHS}
     if name in cifar:
         return lambda classes=10: nets.CifarResNet(cifar[name], classes)

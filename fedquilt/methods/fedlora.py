@@ -1,0 +1,133 @@
+"""FedLoRA: the pre-trained network is held still, low-rank adapters and the head are averaged.
+
+Papers: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (arXiv 2106.09685), on the attention's and the
+feed-forward part's output projections as in FedSDG's comparison (seed paper, section 3.4), averaged as McMahan et al.
+(arXiv 1602.05629). With `mu` above 0 the adapters and the head are drawn to the received ones, FedProx
+(arXiv 1812.06127), Eq. 2.
+
+Deviations: in a network without attention every linear layer before the head is adapted. The result is the plain
+network with the adapters added into its weights. A and B are averaged each, as usual, although the mean of products
+is not the product of means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from msgspec import Meta
+
+from fedquilt import tensors
+from fedquilt.core import Answer, Artefact, Bundle, DeviceView, Hooks, ModelError, Order, Site, Task, Tensors, Turn
+from fedquilt.methods import fedavg
+from fedquilt.models import layers, lora
+
+
+@dataclass(frozen=True)
+class Params(fedavg.Params):
+    lr: Annotated[float, Meta(gt=0)] = 1e-3
+    optimizer: Literal["sgd", "adam"] = "adam"
+    clip: Annotated[float, Meta(ge=0)] = 1.0  # largest gradient norm, over all that is trained; 0: no clipping
+    rank: Annotated[int, Meta(ge=1)] = 8  # r
+    alpha: Annotated[float, Meta(gt=0)] = 16.0  # adapters count alpha / r
+    mu: Annotated[float, Meta(ge=0)] = 0.0  # of the pull towards what was received; above 0: FedProx
+
+
+@dataclass(frozen=True)
+class State(fedavg.State):
+    """The adapters and the head as `model`, and the network as the job began with it."""
+
+    backbone: dict[str, np.ndarray]
+
+
+def init(bundle: Bundle, params: Any, seed: int) -> State:
+    begun = fedavg.init(bundle, params, seed)
+    return State(**vars(replace(begun, model=shared(begun.model, params.rank, seed))), backbone=begun.model)
+
+
+def shared(backbone: Tensors, rank: int, seed: int) -> dict[str, np.ndarray]:
+    """The adapters at first, and the head."""
+    return {
+        **lora.shared(backbone, lora.spots(backbone), rank, tensors.rng(seed, "lora")),
+        **{name: backbone[name] for name in head(backbone)},
+    }
+
+
+def head(backbone: Tensors) -> tuple[str, ...]:
+    """Names of the tensors that tell the classes.
+
+    Raises:
+        ModelError: the network ends in something else than a linear layer.
+    """
+    last = layers.head(backbone)
+    if last is None:
+        raise ModelError("this network has no last linear layer that tells the classes: LoRA trains it too")
+    return layers.layers(backbone)[last]
+
+
+def send(state: State, device: DeviceView) -> Order:
+    """The shared part; the backbone never changes and so is sent once."""
+    plain = fedavg.State(
+        state.params, state.network, {**state.backbone, **state.model}, state.flops, state.example_bytes
+    )
+    anchors = 1 if state.params.get("mu", 1.0) else 0
+    # a backward pass through weights that are held still costs as much as the forward one, not twice
+    return fedavg.order(plain, {"model": state.model, "backbone": state.backbone}, passes=2, anchors=anchors)
+
+
+def scale(params: Mapping[str, Any]) -> float:
+    """s = alpha / r."""
+    return float(params["alpha"] / params["rank"])
+
+
+def hooks(task: Task, backbone: Tensors, moved: Tensors) -> Hooks:
+    """Adapters in the network; these tensors are trained, all others held still."""
+    places, rank, mu = lora.spots(backbone), task.params["rank"], task.params["mu"]
+
+    def prepare(module: Any) -> Any:
+        from fedquilt.models import lora_layers
+
+        return lora_layers.insert(module, places, rank, scale(task.params))
+
+    pull = (lambda gradient, value, at: gradient + mu * (value - at["start"])) if mu else None
+    return Hooks(prepare=prepare, correct=pull, turns=(Turn(rate=lambda name: float(name in moved)),))
+
+
+def work(task: Task, site: Site) -> Answer:
+    backbone, received = site.load("backbone"), site.load("model")
+    answer = fedavg.trained(task, site, {**backbone, **received}, hooks(task, backbone, received))
+    model = answer.bundles["model"]
+    return replace(answer, bundles={"model": {name: model[name] for name in received}})
+
+
+def check(task: Task, site: Site) -> Mapping[str, float]:
+    backbone, received = site.load("backbone"), site.load("model")
+    adapted = hooks(task, backbone, received)
+    return site.engine.evaluate(task.params["network"], {**backbone, **received}, site.held, hooks=adapted)
+
+
+def result(state: State) -> Artefact:
+    """The job's own network, with the adapters in its weights."""
+    return Artefact("weights", {"network": state.network}, plain(state))
+
+
+def plain(state: State) -> dict[str, np.ndarray]:
+    """The shared model as the network's own tensors."""
+    whole = {**state.backbone, **{name: state.model[name] for name in state.model if name in state.backbone}}
+    return lora.merged(whole, state.model, lora.spots(state.backbone), scale(state.params))
+
+
+METHOD = replace(
+    fedavg.METHOD,
+    paper="arXiv 2106.09685",
+    params=Params,
+    state=State,
+    engines=("torch",),
+    init=init,
+    send=send,
+    work=work,
+    check=check,
+    result=result,
+)

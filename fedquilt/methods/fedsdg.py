@@ -1,0 +1,310 @@
+"""FedSDG: shared adapters, a branch of each device's own beside them, and a gate per block for how much of it counts.
+
+Paper: FedSDG: Structure Decoupled Gating for Personalized Federated Finetuning (anonymous submission), sections 3.2
+to 3.4. The network is held still. Beside the attention's output projection and the feed-forward part's output
+projection of block l there are a shared adapter and one of the device's own, of the same shape (Eq. 3 and 4):
+
+    y = W x + s x A_g B_g + m_l s x A_p B_p,   m_l = sigmoid(a_l).
+
+A device minimises its loss + lambda_1 sum_l m_l + lambda_2 ||theta_p||^2 (Eq. 5) over the shared part, its own branch
+and the gates, each at a rate of its own (Eq. 6 to 8), and sends the change of the shared part alone (Eq. 9). The
+server weighs each change by its cosine with the mean change, where that is above 0 (Eq. 10 and 11).
+
+Deviations: Eq. 4 is applied to outputs, a sum of products, as in the authors' own code. B_p begins as small noise,
+with B_p = 0 the gates would have no gradient. Where no change agrees with the mean, the plain mean is taken. Shared
+weight decay (`official` only) is part of the loss, hence clipped with it. In a network without attention every linear
+layer before the head is a block. Alignment wants all changes of a round at once: the coordinator holds up to `most` of
+them; of more devices so many count, drawn by the job's seed. The result is the shared model, all gates shut, with the
+adapters added into its weights.
+
+`preset = "official"` takes the authors' code where it is at odds with the paper: a gate for every layer, shut further
+at first and quicker, other penalties, the plain mean. `tell_gates` lets a device report its gates, rounded; the paper
+keeps them on the device, and so does the default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Final, Literal
+
+import numpy as np
+from msgspec import Meta
+
+from fedquilt import tensors
+from fedquilt.core import (
+    Answer,
+    Artefact,
+    Bundle,
+    Contribution,
+    Hooks,
+    ModelError,
+    Site,
+    Task,
+    Tensors,
+    Turn,
+    derive_seed,
+)
+from fedquilt.methods import fedavg, fedlora
+from fedquilt.models import lora
+
+EPS = 1e-8
+LEAST = 1e-6  # of the sum of alignments: below it nothing agrees with the mean
+TEMPERATURE = 0.05  # of "others"
+
+PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "paper": {
+        "epochs": 1,
+        "batch": 32,
+        "lr_gates": 1e-2,
+        "gate": 0.0,
+        "gates": "block",
+        "sparsity": 1e-3,
+        "own_decay": 1e-4,
+        "shared_decay": 0.0,
+        "aggregation": "aligned",
+    },
+    "official": {
+        "epochs": 5,
+        "batch": 128,
+        "lr_gates": 0.1,
+        "gate": -2.0,
+        "gates": "layer",
+        "sparsity": 0.01,
+        "own_decay": 0.001,
+        "shared_decay": 1e-4,
+        "aggregation": "mean",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Params:
+    """What is not given is the preset's.
+
+    `aggregation`: "aligned" is Eq. 10, and the paper's; "others" the softmax of the cosines of a device's adapters with
+    the mean of all others; "mean", each counts as much, the official default.
+    """
+
+    preset: Literal["paper", "official"] = "paper"
+    epochs: Annotated[int, Meta(ge=1)] | None = None  # E: 1; official 5
+    batch: Annotated[int, Meta(ge=1)] | None = None  # 32; official 128
+    lr: Annotated[float, Meta(gt=0)] = 1e-3  # eta_g, of adapters and head, by Adam
+    lr_decay: Annotated[float, Meta(gt=0, le=1)] = 1.0  # times all three rates after every round
+    lr_own: Annotated[float, Meta(gt=0)] = 1e-3  # eta_p, of the device's own branch
+    lr_gates: Annotated[float, Meta(gt=0)] | None = None  # eta_m: 0.01; official 0.1
+    clip: Annotated[float, Meta(ge=0)] = 1.0  # largest gradient norm, over all that is trained; 0: no clipping
+    rank: Annotated[int, Meta(ge=1)] = 8  # r
+    alpha: Annotated[float, Meta(gt=0)] = 16.0  # adapters count alpha / r
+    gate: float | None = None  # a at first: 0, hence m = 0.5; official -2; -100 shuts them: FedLoRA
+    gates: Literal["block", "layer"] | None = None  # what has a gate of its own: block; official layer
+    sparsity: Annotated[float, Meta(ge=0)] | None = None  # lambda_1: 0.001; official 0.01
+    own_decay: Annotated[float, Meta(ge=0)] | None = None  # lambda_2: 0.0001; official 0.001
+    shared_decay: Annotated[float, Meta(ge=0)] | None = None  # weight decay of the shared part: 0; official 0.0001
+    head: Literal["shared", "private"] = "shared"
+    aggregation: Literal["aligned", "others", "mean"] | None = (
+        None  # aligned: Eq. 10; others: by the mean of the others
+    )
+    most: Annotated[int, Meta(ge=1)] = 64  # changes of a round that are held at once
+    tell_gates: bool = False  # report every gate, to two decimals
+
+    def __post_init__(self) -> None:
+        for name, value in PRESETS[self.preset].items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True)
+class State(fedlora.State):
+    """The shared part as `model`, the network the job began with, and what became of the last round."""
+
+    seed: int
+    told: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Held:
+    """A round's changes by device, and how many more devices answered."""
+
+    deltas: Mapping[str, Mapping[str, np.ndarray]]
+    left_out: int = 0
+
+
+# -- on the coordinator ---------------------------------------------------------------------------
+
+
+def init(bundle: Bundle, params: Params, seed: int) -> State:
+    begun = fedavg.init(bundle, params, seed)
+    model = fedlora.shared(begun.model, params.rank, seed)
+    if params.head == "private":
+        model = {name: array for name, array in model.items() if name not in begun.model}
+    table = {**begun.params, "optimizer": "adam", "own_seed": derive_seed(seed, "own")}
+    begun_with = vars(replace(begun, params=table, model=model))
+    return State(**begun_with, backbone=begun.model, seed=seed)
+
+
+def fold(state: State, so_far: Held | None, update: Contribution) -> Held:
+    delta = update.bundles.get("delta", {})
+    tensors.require_like(delta, state.model)
+    deltas = {**(so_far.deltas if so_far else {}), update.device: delta}
+    left_out = so_far.left_out if so_far else 0
+    if len(deltas) <= state.params["most"]:
+        return Held(deltas, left_out)
+    last = max(sorted(deltas), key=lambda device: derive_seed(state.seed, "held", update.round, device))
+    return Held({device: held for device, held in deltas.items() if device != last}, left_out + 1)
+
+
+def step(state: State, total: Held | None) -> State:
+    if total is None:
+        return state
+    devices = sorted(total.deltas)
+    shares, agreed = weights([total.deltas[device] for device in devices], state.params["aggregation"])
+    model = {
+        name: array + sum(share * total.deltas[device][name] for share, device in zip(shares, devices, strict=True))
+        for name, array in state.model.items()
+    }
+    told = [f"{total.left_out} changes beyond the {len(devices)} held at once were left out"] if total.left_out else []
+    if not agreed:
+        told.append("no change agreed with the mean change: the plain mean was taken")
+    elif apart := [device for device, share in zip(devices, shares, strict=True) if share == 0]:
+        told.append(f"against the mean change, and so left aside: {', '.join(apart)}")
+    return replace(state, model=fedavg.cast(model, state.model), told=tuple(told))
+
+
+def weights(deltas: Sequence[Tensors], rule: str) -> tuple[np.ndarray, bool]:
+    """(n,): how much each change counts, adding up to 1; and False where nothing agreed and all count as much.
+
+    "aligned" is Eq. 10, whose sums of weights fall short of 1 by less than EPS / LEAST.
+    """
+    count = len(deltas)
+    alike = np.full(count, 1.0 / count)
+    if rule == "mean" or (rule == "others" and count == 1):
+        return alike, True
+    rows = np.stack([_row(delta, adapters_only=rule == "others") for delta in deltas])  # (n, values)
+    total = rows.sum(axis=0)
+    if rule == "others":
+        cosines = np.array([_cosine(row, (total - row) / (count - 1)) for row in rows])
+        grown = np.exp((cosines - cosines.max()) / TEMPERATURE)
+        return grown / grown.sum(), True
+    aligned = np.array([max(0.0, _cosine(row, total / count)) for row in rows])
+    if aligned.sum() < LEAST:
+        return alike, False
+    return aligned / (aligned.sum() + EPS), True
+
+
+def _row(delta: Tensors, adapters_only: bool) -> np.ndarray:
+    names = [name for name in sorted(delta) if not adapters_only or name.rpartition(".")[2] in lora.SHARED]
+    return np.concatenate([delta[name].astype(np.float64).ravel() for name in names])
+
+
+def _cosine(a: np.ndarray, b: np.ndarray) -> float:
+    return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b) + EPS))
+
+
+def result(state: State) -> Artefact:
+    """The network with the shared adapters in its weights: every gate shut."""
+    private = list(fedlora.head(state.backbone)) if state.params["head"] == "private" else []
+    return Artefact("weights", {"network": state.network, "private": private}, fedlora.plain(state))
+
+
+# -- on the device --------------------------------------------------------------------------------
+
+
+def work(task: Task, site: Site) -> Answer:
+    backbone, received = site.load("backbone"), site.load("model")
+    mine = own(task, site, backbone)
+    answer = fedavg.trained(task, site, {**backbone, **received, **mine}, hooks(task, backbone, received, mine))
+    model = answer.bundles["model"]
+    delta = {name: model[name] - received[name] for name in received}
+    kept = {name: model[name] for name in mine}
+    return replace(
+        answer, bundles={"delta": delta}, metrics={**answer.metrics, **_gates(task, backbone, kept)}, local=kept
+    )
+
+
+def check(task: Task, site: Site) -> Mapping[str, float]:
+    backbone, received = site.load("backbone"), site.load("model")
+    mine = own(task, site, backbone)
+    adapted = hooks(task, backbone, received, mine)
+    return site.engine.evaluate(task.params["network"], {**backbone, **received, **mine}, site.held, hooks=adapted)
+
+
+def own(task: Task, site: Site, backbone: Tensors) -> dict[str, np.ndarray]:
+    """The device's branch, gates and, if private, head: as it last left them, or what it begins with.
+
+    Raises:
+        ModelError: what it has kept is of another network, rank or choice of gates.
+    """
+    rng = tensors.rng(task.params["own_seed"], site.device)
+    first = lora.own(backbone, gated(task, backbone), task.params["rank"], rng, task.params["gate"])
+    if task.params["head"] == "private":
+        first.update({name: backbone[name] for name in fedlora.head(backbone)})
+    if not site.local:
+        return first
+    shapes = {name: array.shape for name, array in first.items()}
+    if {name: array.shape for name, array in site.local.items()} != shapes:
+        raise ModelError(
+            f"{site.device} keeps a branch of another network, rank or choice of gates: give the job a new name"
+        )
+    return dict(site.local)
+
+
+def gated(task: Task, backbone: Tensors) -> tuple[lora.Spot, ...]:
+    """What has a gate, and the layers that it is for."""
+    spots = lora.spots(backbone)
+    return lora.by_layer(spots) if task.params["gates"] == "layer" else spots
+
+
+def hooks(task: Task, backbone: Tensors, received: Tensors, mine: Tensors) -> Hooks:
+    """Both branches in the network, three rates, and what Eq. 5 adds to the loss."""
+    places, params = gated(task, backbone), task.params
+
+    def prepare(module: Any) -> Any:
+        from fedquilt.models import lora_layers
+
+        return lora_layers.insert(module, places, params["rank"], fedlora.scale(params), own=True)
+
+    def rate(name: str) -> float:
+        leaf = name.rpartition(".")[2]
+        if leaf == lora.GATE:
+            return float(params["lr_gates"] / params["lr"])
+        if leaf in lora.OWN:
+            return float(params["lr_own"] / params["lr"])
+        return float(name in received or name in mine)  # a private head learns as a shared one
+
+    def penalty(module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
+        added = 0.0 * scores.sum()
+        for name, value in module.named_parameters():
+            leaf = name.rpartition(".")[2]
+            if leaf == lora.GATE and params["sparsity"]:
+                added = added + params["sparsity"] * value.sigmoid()
+            elif leaf in lora.OWN and params["own_decay"]:
+                added = added + params["own_decay"] * value.square().sum()
+            elif name in received and params["shared_decay"]:
+                added = added + params["shared_decay"] / 2 * value.square().sum()
+        return added
+
+    return Hooks(prepare=prepare, turns=(Turn(rate=rate, penalty=penalty),))
+
+
+def _gates(task: Task, backbone: Tensors, held: Tensors) -> dict[str, float]:
+    """ "gate.00", ... -> m, 0..1: by block, if it is to be told."""
+    if not task.params["tell_gates"]:
+        return {}
+    opened = lora.openness(held, gated(task, backbone))
+    return {f"gate.{index:02}": round(m, 2) for index, m in enumerate(opened)}
+
+
+METHOD = replace(
+    fedlora.METHOD,
+    paper="FedSDG (anonymous submission)",
+    params=Params,
+    state=State,
+    init=init,
+    work=work,
+    check=check,
+    fold=fold,
+    step=step,
+    result=result,
+    story=lambda state: state.told,
+)

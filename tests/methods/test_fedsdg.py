@@ -1,0 +1,363 @@
+"""FedSDG and FedLoRA: what is shared and what stays, what they are at zero, and the weights by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedquilt import methods, tensors
+from fedquilt.core import Answer, Contribution, DeviceView, Fit, ModelError, Site, Task
+from fedquilt.methods import fedsdg
+from fedquilt.models import lora
+from fedquilt.tools.local_run import Spent, delivered, states
+from toys import members, to_train
+
+torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine", reason="adapters are trained with torch")
+
+from fedquilt.models import zoo  # noqa: E402
+
+NETWORK = {
+    "name": "vit",
+    "channels": 1,
+    "size": 8,
+    "patch": 4,
+    "width": 8,
+    "depth": 2,
+    "heads": 2,
+    "classes": 3,
+    "input": {"channels": 1, "size": 8},
+}
+WEIGHTS = {name: value.numpy().copy() for name, value in zoo.load(NETWORK, seed=1).state_dict().items()}
+QUICK = {"epochs": 1, "batch": 16, "rank": 2, "alpha": 4.0}
+ENGINE = torch_engine.TorchEngine(1 << 40, base_bytes=0)
+LAYERS = [f"blocks.{block}.{leaf}" for block in (0, 1) for leaf in ("attention.out_proj", "mlp.2")]
+HEAD = {"head.weight", "head.bias"}
+
+
+def bundle() -> Any:
+    return to_train(NETWORK, WEIGHTS)
+
+
+class Played:
+    """A run on toy devices: the states, what each task had and gave, in order, and the bytes."""
+
+    def __init__(self, name: str, rounds: int = 2, devices: int = 2, **params: Any) -> None:
+        self.method, self.worked, self.spent = methods.load(name), list[tuple[Site, Answer]](), Spent()
+
+        def work(task: Task, site: Site) -> Answer:
+            answer = self.method.work(task, site)
+            self.worked.append((site, answer))
+            return answer
+
+        self.states = list(
+            states(
+                replace(self.method, work=work),
+                bundle(),
+                Path,
+                ENGINE,
+                members(devices, 40),
+                self.method.params(**{**QUICK, **params}),
+                rounds=rounds,
+                spent=self.spent,
+            )
+        )
+
+
+def asked(state: Any, local: Any = None, device: int = 0) -> tuple[Task, Site]:
+    """What one device gets now, with what it has kept."""
+    member = members(4, 40)[device]
+    method = methods.load("fedsdg")
+    order = method.send(state, DeviceView(member.device, None))
+    assert order is not None
+    return delivered(method, order, 0, 0, member, ENGINE, Path, local or {}, Path("unused"))
+
+
+def began(**params: Any) -> Any:
+    return fedsdg.init(bundle(), fedsdg.Params(**{**QUICK, **params}), 0)
+
+
+# -- what travels ---------------------------------------------------------------------------------
+
+
+def test_only_the_change_of_the_shared_part_is_in_the_bytes_that_are_sent() -> None:
+    """Adapters A (in, 2) and B (2, out) of four layers and the head: 160 + 27 values, and nothing else.
+
+    Of the four layers two are 8 -> 8 and two 16 -> 8: 2 * 32 + 2 * 48 values. A public implementation uploads
+    the whole state dict.
+    """
+    for _, answer in Played("fedsdg").worked:
+        payload = tensors.encode(answer.bundles["delta"])
+        header = 8 + int.from_bytes(payload[:8], "little")
+        names = set(json.loads(payload[8:header])) - {"__metadata__"}
+        assert answer.bundles.keys() == {"delta"}
+        assert names == {f"{layer}.{leaf}" for layer in LAYERS for leaf in lora.SHARED} | HEAD
+        assert len(payload) - header == 4 * (160 + 27)
+        assert all(array.tobytes() not in payload for array in answer.local.values())
+        assert answer.local.keys() == {f"{layer}.{leaf}" for layer in LAYERS for leaf in lora.OWN} | {
+            "blocks.0.gate",
+            "blocks.1.gate",
+        }
+        assert not [name for name in answer.metrics if name.startswith("gate")]
+
+
+@pytest.mark.parametrize("name", ["fedsdg", "fedlora"])
+def test_a_head_that_is_called_head_is_aggregated(name: str) -> None:
+    """A public implementation forgets it among the aggregated keys: it would stay as it began."""
+    played = Played(name, rounds=1)
+    found = played.method.result(played.states[-1]).tensors
+    for key in HEAD:
+        assert not np.array_equal(found[key], WEIGHTS[key])
+    sent = [answer.bundles.get("delta") or answer.bundles["model"] for _, answer in played.worked]
+    assert all(each.keys() >= HEAD for each in sent)
+
+
+@pytest.mark.parametrize("name", ["fedsdg", "fedlora"])
+def test_the_backbone_is_sent_once_and_never_changes(name: str) -> None:
+    """A second round costs a device the shared part alone; LayerNorm too is held still."""
+    one, two = Played(name, rounds=1), Played(name, rounds=2)
+    again = two.spent.down_bytes - one.spent.down_bytes
+    assert again < one.spent.down_bytes / 2
+    whole = two.method.result(two.states[-1]).tensors
+    assert whole.keys() == WEIGHTS.keys()
+    moved = {key for key in WEIGHTS if not np.array_equal(whole[key], WEIGHTS[key])}
+    assert moved == {f"{layer}.weight" for layer in LAYERS} | HEAD  # the adapters are in the weights now
+
+
+def test_a_private_head_stays_on_the_device() -> None:
+    """Neither sent nor aggregated: the device keeps its own, the result has the job's first and says so."""
+    played = Played("fedsdg", rounds=1, head="private")
+    for _, answer in played.worked:
+        assert answer.bundles["delta"].keys().isdisjoint(HEAD)
+        assert all(not np.array_equal(answer.local[key], WEIGHTS[key]) for key in HEAD)
+    found = played.method.result(played.states[-1])
+    assert set(found.meta["private"]) == HEAD
+    assert all(np.array_equal(found.tensors[key], WEIGHTS[key]) for key in HEAD)
+
+
+def test_gates_are_told_when_the_job_asks_for_it() -> None:
+    """One for each block, to two decimals, near the 0.5 that they begin with."""
+    for _, answer in Played("fedsdg", rounds=1, tell_gates=True).worked:
+        gates = {name: m for name, m in answer.metrics.items() if name.startswith("gate.")}
+        assert gates.keys() == {"gate.00", "gate.01"}
+        assert all(0.4 < m < 0.6 and round(m, 2) == m for m in gates.values())
+
+
+# -- what it is with its knobs at zero ------------------------------------------------------------
+
+
+def test_with_all_gates_shut_it_is_fedlora() -> None:
+    """m = 0, no penalties, the plain mean, devices with as many examples: the same shared part after two rounds."""
+    shut = Played("fedsdg", gate=-100.0, sparsity=0.0, own_decay=0.0, aggregation="mean").states[-1]
+    plain = Played("fedlora").states[-1]
+    assert shut.model.keys() == plain.model.keys()
+    for name, array in plain.model.items():
+        np.testing.assert_allclose(shut.model[name], array, rtol=1e-4, atol=1e-6)
+
+
+def test_the_result_is_the_model_with_all_gates_shut() -> None:
+    """The job's plain network with the result's tensors has the loss of the adapted one at m = 0."""
+    played = Played("fedsdg", rounds=2, lr=0.02)
+    state = played.states[-1]
+    found = played.method.result(state)
+    task, site = asked(state)
+    mine = {
+        name: np.full_like(array, -100) if name.endswith("gate") else array
+        for name, array in played.worked[-1][1].local.items()
+    }
+    whole = ENGINE.evaluate(found.meta["network"], found.tensors, site.held)
+    shut = fedsdg.check(task, replace(site, local=mine))
+    assert shut["loss"] == pytest.approx(whole["loss"], rel=1e-4)
+    assert shut["accuracy"] == whole["accuracy"]
+
+
+def test_fedlora_with_mu_stays_nearer_to_what_it_received() -> None:
+    """FedProx's pull at 100 against 0: by plain gradient steps the adapters and the head move less."""
+    options = {"optimizer": "sgd", "lr": 0.005, "clip": 0.0, "rounds": 1, "epochs": 3}
+    ways = []
+    for mu in (0.0, 100.0):
+        first, last = Played("fedlora", mu=mu, **options).states
+        ways.append(sum(float(np.square(last.model[name] - first.model[name]).sum()) for name in first.model))
+    assert 0 < ways[1] < 0.5 * ways[0]
+
+
+# -- on the device --------------------------------------------------------------------------------
+
+
+def test_the_three_groups_move_at_their_own_rates() -> None:
+    """Adam's first step is its rate, whatever the gradient: 0.001 shared, 0.002 own, 0.03 gates, 0 the backbone."""
+    task, site = asked(began(lr=0.001, lr_own=0.002, lr_gates=0.03, batch=1000))
+    before = fedsdg.own(task, site, site.load("backbone"))
+    answer = fedsdg.work(task, site)
+    steps = {"shared": list(answer.bundles["delta"].values())}
+    for name, leaves in (("own", lora.OWN), ("gate", (lora.GATE,))):
+        keys = [key for key in before if key.rpartition(".")[2] in leaves]
+        steps[name] = [answer.local[key] - before[key] for key in keys]
+    longest = {name: max(float(np.abs(step).max()) for step in some) for name, some in steps.items()}
+    assert longest == pytest.approx({"shared": 0.001, "own": 0.002, "gate": 0.03}, rel=1e-2)
+
+
+def test_penalties_shut_gates_and_shrink_the_own_branch() -> None:
+    """lambda_1 = 100 drives every gate down; lambda_2 = 100 makes the branch's norm smaller than without."""
+
+    def after(**params: Any) -> dict[str, np.ndarray]:
+        task, site = asked(began(epochs=5, lr_own=0.01, **params))
+        return dict(fedsdg.work(task, site).local)
+
+    shut = after(sparsity=100.0)
+    assert all(shut[name] < -0.05 for name in shut if name.endswith("gate"))
+    free, small = after(own_decay=0.0), after(own_decay=100.0)
+    norms = [sum(float(np.square(a).sum()) for k, a in some.items() if "own_" in k) for some in (free, small)]
+    assert norms[1] < 0.9 * norms[0]
+
+
+def test_a_device_goes_on_with_its_own_branch_and_is_evaluated_with_it() -> None:
+    """What it had before its second task is what it kept after its first; another branch gives another loss."""
+    worked = Played("fedsdg", rounds=2, devices=1).worked
+    assert tensors.encode(worked[1][0].local) == tensors.encode(worked[0][1].local)
+    state = began()
+    grown = {name: array + 1 for name, array in worked[1][1].local.items()}
+    losses = [fedsdg.check(*asked(state, local))["loss"] for local in (None, grown)]
+    assert losses[0] != pytest.approx(losses[1], rel=1e-3)
+
+
+def test_a_device_that_never_trained_begins_with_noise_of_its_own() -> None:
+    """The same whenever it is asked, another for another device; B_p small, so that gates have a gradient."""
+    state = began()
+    first, again, other = (fedsdg.own(*asked(state, None, device), WEIGHTS) for device in (0, 0, 1))
+    assert tensors.encode(first) == tensors.encode(again) != tensors.encode(other)
+    noise = np.concatenate([first[name].ravel() for name in first if name.endswith("own_b")])
+    assert 0.005 < noise.std() < 0.02
+    assert all(first[f"blocks.{block}.gate"] == 0 for block in (0, 1))
+
+
+def test_a_branch_of_another_rank_is_refused() -> None:
+    """It was kept by a job of the same name with rank 2."""
+    kept = dict(Played("fedsdg", rounds=1, devices=1).worked[0][1].local)
+    with pytest.raises(ModelError, match="dev-0 keeps a branch of another network, rank or choice of gates"):
+        fedsdg.work(*asked(began(rank=3), kept))
+
+
+def test_training_makes_the_devices_better() -> None:
+    """Three rounds at a quick rate: a lower loss on the devices' own held-out examples than before."""
+    played = Played("fedsdg", rounds=3, lr=0.02, lr_own=0.02)
+    first = fedsdg.check(*asked(played.states[0]))
+    last = fedsdg.check(*asked(played.states[-1], played.worked[-2][1].local))
+    assert played.worked[-2][0].device == "dev-0"
+    assert last["loss"] < 0.9 * first["loss"]
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+def changes(*rows: tuple[float, float]) -> list[dict[str, np.ndarray]]:
+    return [{"one.lora_a": np.array(row[:1], np.float32), "two.lora_b": np.array(row[1:], np.float32)} for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected", "agreed"),
+    [
+        ([(1, 0), (0, 1)], [0.5, 0.5], True),  # the mean is (0.5, 0.5), both cosines 0.7071
+        ([(1, 0), (1, 0), (-1, 0)], [0.5, 0.5, 0.0], True),  # cosines 1, 1, -1 with (1/3, 0)
+        ([(9, 0), (0, 3)], [0.75, 0.25], True),  # cosines 3/sqrt(10) and 1/sqrt(10) with (4.5, 1.5)
+        ([(1, 0), (0, 0)], [1.0, 0.0], True),  # of no length: no direction
+        ([(1, 0), (-1, 0)], [0.5, 0.5], False),  # the mean is 0: nothing agrees with it
+        ([(0, 0), (0, 0), (0, 0)], [1 / 3, 1 / 3, 1 / 3], False),
+        ([(3, 4)], [1.0], True),
+    ],
+)
+def test_a_change_counts_by_its_cosine_with_the_mean(rows: Any, expected: list[float], agreed: bool) -> None:
+    """Eq. 10 by hand, and its fall-backs."""
+    found, said = fedsdg.weights(changes(*rows), "aligned")
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert said is agreed
+
+
+def test_the_official_rule_compares_with_the_others() -> None:
+    """(1,0), (1,0), (-1,0): cosines 0, 0 and -1 with the mean of the others, softmax at 0.05: 1/2, 1/2, e^-20 / 2.
+
+    The head does not count in it; a device alone counts fully.
+    """
+    rows = changes((1, 0), (1, 0), (-1, 0))
+    with_heads = [{**row, "head.weight": np.full(5, 100.0 * i, np.float32)} for i, row in enumerate(rows)]
+    for some in (rows, with_heads):
+        np.testing.assert_allclose(fedsdg.weights(some, "others")[0], [0.5, 0.5, np.exp(-20) / 2], atol=1e-9)
+    assert fedsdg.weights(rows[:1], "others")[0] == [1.0]
+
+
+def folded(state: Any, rows: dict[str, float], examples: float = 7.0) -> Any:
+    """The state after a round in which each device's change is this value everywhere."""
+    total = None
+    for device, value in rows.items():
+        delta = {name: np.full_like(array, value) for name, array in state.model.items()}
+        total = fedsdg.fold(state, total, Contribution(device, 0, examples, {}, {"delta": delta}))
+        examples += 100  # Eq. 10 does not look at it
+    return fedsdg.step(state, total)
+
+
+def test_a_round_moves_the_shared_part_by_the_weighted_changes() -> None:
+    """Changes 1, 3 and -1: the last is against the mean and left aside, (1 + 3) / 2 = 2 is added."""
+    state = began()
+    after = folded(state, {"a": 1.0, "b": 3.0, "c": -1.0})
+    for name, array in state.model.items():
+        np.testing.assert_allclose(after.model[name], array + 2, rtol=1e-5)
+    assert after.told == ("against the mean change, and so left aside: c",)
+    assert fedsdg.step(state, None) is state
+
+
+def test_changes_that_cancel_fall_back_to_the_plain_mean() -> None:
+    """1 and -1: nothing is added, and the round says why."""
+    state = began()
+    after = folded(state, {"a": 1.0, "b": -1.0})
+    assert all(np.array_equal(after.model[name], array) for name, array in state.model.items())
+    assert after.told == ("no change agreed with the mean change: the plain mean was taken",)
+
+
+def test_no_more_changes_are_held_than_asked_for_and_in_any_order() -> None:
+    """`most` = 2 of 4 devices: the same two whoever comes first."""
+    state = began(most=2)
+    rows = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
+    one, two = folded(state, rows), folded(state, dict(reversed(rows.items())))
+    assert tensors.pack(one) == tensors.pack(two)
+    assert one.told == ("2 changes beyond the 2 held at once were left out",)
+
+
+# -- settings -------------------------------------------------------------------------------------
+
+
+def test_the_presets_are_the_papers_and_the_official_codes_values() -> None:
+    """What is given stands; all else is the preset's."""
+    paper, official = fedsdg.Params(), fedsdg.Params(preset="official", epochs=2)
+    assert (paper.gate, paper.gates, paper.lr_gates, paper.sparsity, paper.own_decay) == (
+        0.0,
+        "block",
+        0.01,
+        1e-3,
+        1e-4,
+    )
+    assert (official.gate, official.gates, official.lr_gates) == (-2.0, "layer", 0.1)
+    assert (official.sparsity, official.own_decay, official.shared_decay) == (0.01, 0.001, 1e-4)
+    assert (paper.aggregation, official.aggregation, official.batch) == ("aligned", "mean", 128)
+    assert (paper.epochs, official.epochs) == (1, 2)
+
+
+def test_the_official_preset_has_a_gate_for_every_layer() -> None:
+    """Two for each block, at -2 first; the run goes through, and decays its shared part."""
+    played = Played("fedsdg", rounds=1, preset="official", tell_gates=True)
+    for _, answer in played.worked:
+        gates = [name for name in answer.local if name.endswith(".gate")]
+        assert sorted(gates) == sorted(f"{layer}.gate" for layer in LAYERS)
+        assert len([name for name in answer.metrics if name.startswith("gate.")]) == 4
+        assert 0.05 < answer.metrics["gate.00"] < 0.25  # sigmoid(-2) is 0.12
+
+
+def test_the_trainers_settings_are_the_methods() -> None:
+    """Adam and the clip reach the engine; the shared part's decay does not, as it is not the other parts'."""
+    task, _ = asked(began(preset="official", lr=0.004))
+    from fedquilt.methods import fedavg
+
+    assert fedavg.fit_of(task) == Fit(epochs=1, batch=16, lr=0.004, optimizer="adam", clip=1.0)
