@@ -39,7 +39,7 @@ LENGTH: Final = struct.Struct("<Q")
 # one thread a worker, so that sums have one order; no thread of a numerical library is alive when the first one forks
 SINGLE: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # arrays of some MB come and go with every step: what glibc hands back, the kernel clears when it is asked for anew
-KEPT: Final = {"MALLOC_MMAP_THRESHOLD_": str(1 << 28), "MALLOC_TRIM_THRESHOLD_": str(1 << 28)}
+KEPT: Final = {"MALLOC_MMAP_THRESHOLD_": str(4 << 20), "MALLOC_TRIM_THRESHOLD_": str(32 << 20)}
 TEST: Final = ""  # in place of a device's name: the test set
 
 
