@@ -35,6 +35,21 @@ def cnn(channels: int, size: int, classes: int, width: int = 16) -> nn.Module:
     )
 
 
+def lenet(channels: int, size: int, classes: int, width: int = 12) -> nn.Module:
+    """Three 5x5 convolutions with sigmoids, and linear: smooth, as attacks on gradients want it (arXiv 1906.08935)."""
+    small = (size + 3) // 4
+    return nn.Sequential(
+        nn.Conv2d(channels, width, 5, stride=2, padding=2),
+        nn.Sigmoid(),
+        nn.Conv2d(width, width, 5, stride=2, padding=2),
+        nn.Sigmoid(),
+        nn.Conv2d(width, width, 5, padding=2),
+        nn.Sigmoid(),
+        nn.Flatten(),
+        nn.Linear(width * small * small, classes),
+    )
+
+
 def plain(channels: int, classes: int, width: int = 16) -> nn.Module:
     """Four 3x3 convolutions, max pooling, average pool, linear."""
     return nn.Sequential(

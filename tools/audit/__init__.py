@@ -1,0 +1,210 @@
+"""`fedquilt audit`: what a coordinator could see of a device's examples in what a method has it upload.
+
+One example is trained on by the method's own two halves; what the device then uploads is all that the
+reconstruction gets, beside what the attacker is granted: the network, the device's weights before the step
+(GENE-FL's never leave the device; in its first round they are the job's), the learning rate and the label.
+So the figures tell of the worst case: one step, one example, one device. The network is LeNet with sigmoids,
+weights U(-0.5, 0.5), as in the attack's papers: ReLU's gradients have no slope for it to follow.
+
+Attack: iDLG (Zhao et al., arXiv 2001.02610) as GENE-FL has it (arXiv 2504.14628, Eq. 13): find x' whose
+gradient of the uploaded layers is the uploaded one. PSNR is over pixels of 0 to 1.
+
+A fingerprint (GENE-FL's Eq. 11) is no gradient: of it, the likeness of its first vector to the mean picture
+is told, for as many examples as devices have and for a single one, which it gives away but for its brightness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from fedquilt import methods, tensors
+from fedquilt.core import Answer, BlobRef, Bundle, DataError, Examples, JobError, Site, StoreError, Task, Tensors
+from fedquilt.models import fingerprint, images
+from fedquilt.models.layers import head
+from fedquilt.tools.audit import picture
+from fedquilt.tools.local_run import BUDGET_BYTES, Member, states
+
+RATE: Final = 1.0  # of the one step: its length is the gradient itself
+PLAIN: Final = {"epochs": 1, "batch": 1, "lr": RATE}
+SIZES: Final = (16, 64, 256)  # examples that a fingerprint is of
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to upload: a method, its parameters, and what is done to its gradient on the way."""
+
+    label: str
+    method: str
+    params: Mapping[str, Any]
+    noise: float = 0.0  # deviation of the normal noise on every value of the gradient
+
+
+def rows(noise: float) -> list[Row]:
+    """What is compared. ParFed keeps one of LeNet's three convolutions to itself, or all; of a ResNet's 20 it keeps 4."""
+    return [
+        Row("FedAvg", "fedavg", {}),
+        Row(f"FedAvg, noise {noise:g}", "fedavg", {}, noise),
+        Row("ParFed, 1 layer kept", "parfed", {"layers": 1}),
+        Row("ParFed, 3 layers kept", "parfed", {"layers": 3}),
+        Row("GENE-FL, all layers", "genefl", {}),
+        Row("GENE-FL, 1 layer", "genefl", {"first_layers": 1}),
+    ]
+
+
+def uploaded(row: Row, network: Mapping[str, Any], start: Tensors, example: Examples, engine: Any) -> Tensors:
+    """The gradient in what the device sends of one step: tensors under the network's own names.
+
+    Raises:
+        JobError: the method sends none.
+    """
+    sent: list[Mapping[str, Tensors]] = []
+    method = methods.load(row.method)
+
+    def work(task: Task, site: Site) -> Answer:
+        answer = method.work(task, site)
+        sent.append(answer.bundles)
+        return answer
+
+    bundle = Bundle({"network": dict(network)}, {"model": BlobRef(sha256="0" * 64, size=1)}, lambda name: start)
+    known = {field.name for field in fields(method.params)}
+    params = method.params(**{key: value for key, value in {**PLAIN, **row.params}.items() if key in known})
+    nobody = Examples(example.x[:0], example.y[:0])
+    for _ in states(
+        replace(method, work=work), bundle, Path, engine, [Member("victim", example, nobody)], params, rounds=3
+    ):
+        found = [(name, array) for each in sent for some in each.values() for name, array in some.items()]
+        kept = {
+            name: (start[name].astype(np.float64) - array) / RATE
+            for name, array in found
+            if name in start and array.shape == start[name].shape
+        }
+        if kept:
+            return kept
+    raise JobError(f"{row.method} uploads no tensors of the network: there is no gradient to audit")
+
+
+def measure(
+    data: Path,
+    *,
+    count: int = 4,
+    steps: int = 300,
+    noise: float = 0.001,
+    seed: int = 0,
+    size: int = 0,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """The audit of all rows on `count` examples; the pictures are under "pictures", (h, w, channels) in 0..1.
+
+    Args:
+        data: a file or folder of images, as a job's [data] path.
+        steps: of the attack at most.
+        size: pixels that images are scaled to; 0: as they are.
+
+    Raises:
+        DataError: no images, or not square ones.
+    """
+    from fedquilt.edge_agent import data as shares
+    from fedquilt.edge_agent.engines.torch_engine import TorchEngine
+    from fedquilt.tools.audit import attack
+
+    most = max(count, *SIZES)
+    drawn = shares.load_all(shares.DataSpec(path=str(data), limit=most, size=size, seed=seed))
+    if drawn.x.ndim not in (3, 4) or drawn.x.shape[1] != drawn.x.shape[2]:
+        raise DataError(f"{data}: examples of shape {drawn.x.shape[1:]}: square images are wanted, --size scales them")
+    channels, side = (1 if drawn.x.ndim == 3 else drawn.x.shape[3]), drawn.x.shape[1]
+    table = {"channels": channels, "size": side}
+    network = {"name": "lenet", **table, "classes": max(10, int(drawn.y.max()) + 1), "input": table}
+    start = attack.weights(network, seed)
+    engine = TorchEngine(BUDGET_BYTES)
+    attack.single()
+    chosen = rows(noise)
+    found: dict[str, Any] = {row.label: {"psnr_db": [], "values": 0, "label_read": []} for row in chosen}
+    pictures: list[list[np.ndarray]] = []
+    for index in range(min(count, len(drawn))):
+        example = Examples(drawn.x[index : index + 1], drawn.y[index : index + 1])
+        truth = images.prepare(example.x, table)[0]
+        line = [truth]
+        for row in chosen:
+            gradient = uploaded(row, network, start, example, engine)
+            rng = tensors.rng("audit", seed, index, row.label)
+            if row.noise:
+                gradient = {name: array + rng.normal(0, row.noise, array.shape) for name, array in gradient.items()}
+            label = int(example.y[0])
+            guess = attack.reconstruct(network, start, gradient, label, truth.shape, rng, steps)
+            account = found[row.label]
+            account["psnr_db"].append(round(psnr(guess, truth), 2))
+            account["values"] = sum(array.size for array in gradient.values())
+            account["label_read"].append(attack.label_of(gradient, head(start)) == label)
+            line.append(guess)
+            say(f"[{index + 1}/{count}] {row.label}: {account['psnr_db'][-1]:.1f} dB")
+        pictures.append([np.moveaxis(each, 0, -1) for each in line])
+    return {
+        "rows": {
+            label: {**each, "mean_db": round(float(np.mean(each["psnr_db"])), 2)} for label, each in found.items()
+        },
+        "fingerprints": fingerprints(drawn),
+        "settings": {"network": network, "steps": steps, "noise": noise, "seed": seed, "examples": len(pictures)},
+        "pictures": pictures,
+    }
+
+
+def fingerprints(examples: Examples) -> list[dict[str, float]]:
+    """How like the mean picture a fingerprint's first vector is, for several numbers of examples."""
+    found = []
+    for size in (1, *SIZES):
+        if size <= len(examples):
+            some = examples.x[:size]
+            likeness = fingerprint.mean_likeness(some, fingerprint.subspace(some, 5))
+            found.append({"examples": size, "cosine": round(likeness, 4)})
+    return found
+
+
+def psnr(guess: np.ndarray, truth: np.ndarray) -> float:
+    """In decibels, of pixels of 0 to 1; at most 100, for pictures that are the same."""
+    error = float(np.square(guess.astype(np.float64) - truth).mean())
+    return min(100.0, float(-10 * np.log10(error))) if error > 0 else 100.0
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+    """The audit as text."""
+    settings = result["settings"]
+    found = [
+        f"iDLG on {settings['examples']} examples, up to {settings['steps']} steps; a high PSNR is a picture given away"
+    ]
+    for label, row in result["rows"].items():
+        each = ", ".join(f"{value:.1f}" for value in row["psnr_db"])
+        read = f"label read off {sum(row['label_read'])} of {len(row['label_read'])}"
+        found.append(f"  {label:24} {row['mean_db']:6.2f} dB ({each})   {row['values']} values, {read}")
+    found.append("GENE-FL's fingerprint: cosine of its first vector and the mean picture")
+    told = [
+        f"{each['cosine']:.3f} of {each['examples']} example{'s' * (each['examples'] > 1)}"
+        for each in result["fingerprints"]
+    ]
+    return [*found, f"  {', '.join(told)}"]
+
+
+def main(data: Path, out: Path, format: str, options: Mapping[str, Any], say: Callable[[str], None]) -> int:
+    """Measure, write the pictures beside each other, and tell.
+
+    Raises:
+        StoreError: the pictures cannot be written.
+    """
+    result = measure(data, **options, say=say)
+    titles = ["original", *result["rows"]]
+    notes = [
+        ["", *(f"{row['psnr_db'][i]:.1f} dB" for row in result["rows"].values())]
+        for i in range(len(result["pictures"]))
+    ]
+    try:
+        out.write_text(picture.sheet(titles, result.pop("pictures"), notes), encoding="utf-8")
+    except OSError as error:
+        raise StoreError(f"cannot write {out}: {error.strerror}") from None
+    told: Sequence[str] = [*lines(result), f"{out}: the pictures"]
+    print(msgspec.json.format(msgspec.json.encode(result)).decode() if format == "json" else "\n".join(told))
+    return 0
