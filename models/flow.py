@@ -44,8 +44,9 @@ class Flow:
             flops: of the whole task, for its progress.
         """
         self._site, self._flops, self._done = site, max(flops, 1.0), 0.0
-        room = site.engine.room_bytes
+        room, blocks = site.engine.room_bytes, list(blocks)
         largest = max(block.resident_bytes + block.activation_bytes for block in blocks)
+        largest += 4 * max(prod(block.out_shape) for block in blocks)  # one example at hand, to be resized for it
         self._stacks_bytes = int(max(min(room // STACKS, room - largest), 0))
         self.shelf = Shelf(site.cache, self._stacks_bytes, min(site.budget_bytes // 2, KEPT_MOST_BYTES))
 

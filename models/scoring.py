@@ -183,7 +183,9 @@ class _Scorer:
                 if _gram_name(block) not in self.local:
                     self.local[_gram_name(block)] = self._gram(maps, self.count)
                 if feeds:
-                    target = flow.sample(self._fitted(maps), self._positions(block.out_shape))
+                    positions = self._positions(block.out_shape)
+                    self._flow.reserve(8 * len(positions) * block.out_shape[0])
+                    target = flow.sample(self._fitted(maps), positions)
                     self._flow.shelf.keep(self._target_name(block), InMemory.of(target), spare=False)
 
     def _is_known(self, block: Block, feeds: bool) -> bool:
