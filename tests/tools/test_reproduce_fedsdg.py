@@ -1,0 +1,81 @@
+"""FedSDG beside FedLoRA and local training: one small run on drawn pictures, and what is claimed of runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedquilt.core import DataError, Fit, JobError
+
+pytest.importorskip("torch", reason="a transformer is pre-trained and federated")
+
+from fedquilt.tools.reproduce import fedsdg
+
+
+def pictures(path: Path) -> Path:
+    """Ten noisy templates of 28 x 28 pixels, for training and for a test."""
+    draws = np.random.default_rng(0)
+    templates, found = draws.uniform(0, 255, size=(10, 28, 28)), {}
+    for split in ("train", "test"):
+        y = draws.integers(0, 10, 80)
+        noisy = templates[y] + draws.normal(0, 40, size=(80, 28, 28))
+        found |= {f"x_{split}": np.clip(noisy, 0, 255).astype(np.uint8), f"y_{split}": y}
+    np.savez(path, **found)
+    return path
+
+
+def test_a_small_run_of_all_methods_tells_accuracy_bytes_and_gates(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two devices, one round: only the shared part goes up, four gates of each device are told, and it repeats."""
+    monkeypatch.setattr(fedsdg, "DEVICES", 2)
+    monkeypatch.setattr(fedsdg, "ALPHAS", (0.3,))
+    monkeypatch.setattr(fedsdg, "BEFORE", Fit(epochs=1, batch=16, lr=1e-3, optimizer="adam"))
+    monkeypatch.setattr(fedsdg, "BEFORE_EXAMPLES", 40)
+    monkeypatch.setattr(fedsdg, "SPEC", {**fedsdg.SPEC, "limit": 60})
+    data = str(pictures(tmp_path / "drawn.npz"))
+    one = fedsdg.play(data, 0, 1)
+    told = one["0.3"]
+    assert told.keys() == {"fedsdg", "fedlora", "fedprox", "local"}
+    assert all(0 <= each["accuracy"] <= 1 for each in told.values())
+    assert told["fedsdg"]["shared_bytes"] == told["fedlora"]["shared_bytes"] == 4 * (4 * 8 * (128 + 192) + 650)
+    assert 1 < told["fedsdg"]["up_bytes"] / (2 * told["fedsdg"]["shared_bytes"]) < 1.1
+    assert {device: len(gates) for device, gates in told["fedsdg"]["gates"].items()} == {"dev-00": 4, "dev-01": 4}
+    assert fedsdg.play(data, 0, 1) == one
+    assert "seed 0, Dirichlet 0.3: fedsdg" in fedsdg._seed_lines(one)[0]
+
+
+def one_run(sdg: float, lora: float, local: float, up_bytes: int) -> dict[str, object]:
+    told = {
+        "fedsdg": {
+            "accuracy": sdg,
+            "up_bytes": up_bytes,
+            "tasks": 2,
+            "shared_bytes": 100,
+            "gates": {"a": [0.25, 0.75]},
+        },
+        **{name: {"accuracy": value} for name, value in (("fedlora", lora), ("fedprox", lora), ("local", local))},
+    }
+    return {"seed": 0, "model_bytes": 1000, "0.1": told, "0.3": told}
+
+
+def test_claims_are_means_over_seeds_and_bytes_the_worst() -> None:
+    """90 and 80 % against 70 and 80 %: 10 points ahead; local is 5 ahead of it; 210 and 230 bytes of 200 are 115 %."""
+    runs = [one_run(0.9, 0.7, 0.95, 210), one_run(0.8, 0.8, 0.85, 230)]
+    figures = fedsdg._figures(runs)
+    assert [each["value"] for each in figures.values()] == [10.0, 10.0, -5.0, 115.0]
+    assert [each["reached"] for each in figures.values()] == [True, True, False, False]
+    text = fedsdg.lines({"runs": runs, "settings": {"rounds": 1}, "figures": figures})
+    assert "fedsdg 90.0 %, fedlora 70.0 %" in text[1]
+    assert "gates 0.25 to 0.75" in text[1]
+    assert sum(line.startswith("NOT") for line in text) == 2
+
+
+def test_what_is_not_there_is_said() -> None:
+    """A table of another name, and no folder of data."""
+    with pytest.raises(JobError, match="table 'fedsdg-9' is unknown; there are: fedsdg"):
+        fedsdg.run("fedsdg-9")
+    with pytest.raises(DataError, match="needs --data"):
+        fedsdg.run("fedsdg")
