@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -71,6 +72,16 @@ def test_claims_are_means_over_seeds_and_bytes_the_worst() -> None:
     assert "fedsdg 90.0 %, fedlora 70.0 %" in text[1]
     assert "gates 0.25 to 0.75" in text[1]
     assert sum(line.startswith("NOT") for line in text) == 2
+
+
+def test_gates_are_drawn_by_block() -> None:
+    """Two runs of one device with two gates, at two concentrations: a row for each block, with four dots."""
+    drawn = fedsdg.picture({"runs": [one_run(0.9, 0.7, 0.95, 210)] * 2})
+    root = ElementTree.fromstring(drawn)
+    words = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "block 0" in words
+    assert "block 1" in words
+    assert drawn.count("block 0: 0.25") == 4
 
 
 def test_what_is_not_there_is_said() -> None:

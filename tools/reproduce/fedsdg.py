@@ -29,6 +29,7 @@ from fedquilt import methods, tensors
 from fedquilt.core import Answer, BlobRef, Bundle, DataError, DeviceView, Examples, Fit, JobError, Site, Task, Tensors
 from fedquilt.edge_agent import data as shares
 from fedquilt.models import zoo
+from fedquilt.tools import plots
 from fedquilt.tools.bench import at_least, figure, figure_lines
 from fedquilt.tools.local_run import BUDGET_BYTES, Member, Spent, delivered, states
 
@@ -227,6 +228,14 @@ def _seed_lines(each: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def picture(result: Mapping[str, Any]) -> str:
+    """Every device's gate in each block after the last round, all seeds and concentrations, as SVG."""
+    told = [run[f"{alpha:g}"]["fedsdg"]["gates"] for run in result["runs"] for alpha in ALPHAS]
+    gates = [values for each in told for values in each.values()]
+    rows = [plots.Dots(f"block {index}", values) for index, values in enumerate(zip(*gates, strict=True))]
+    return plots.alone(plots.dots(rows, "How far each device's gates are open", "m"))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """0 when every figure was reached."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -235,11 +244,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[*SEEDS])
     parser.add_argument("--rounds", type=int, help=f"default {ROUNDS}")
     parser.add_argument("--out", type=Path, help="the result as JSON")
+    parser.add_argument("--picture", type=Path, help="the gates by block and device, as SVG")
     given = parser.parse_args(argv)
     result = run(given.table, given.seeds, given.rounds, given.data, lambda line: print(line, flush=True))
     print("\n".join(lines(result)))
     if given.out:
         given.out.write_bytes(msgspec.json.format(msgspec.json.encode(result)))
+    if given.picture:
+        given.picture.write_text(picture(result), encoding="utf-8")
     return 0 if all(each["reached"] for each in result["figures"].values()) else 1
 
 
