@@ -15,8 +15,9 @@ by K-means, later ones go to the nearest cluster (Eq. 12). So a device that turn
 begins with its cluster's learnGene, the layers that are shared just then, and the job's first weights
 elsewhere; all over the wire, as a device without history.
 
-Privacy: a fingerprint's first vector is close to the mean of the device's examples, and layers tell of the
-examples that they were trained on: `fedquilt audit` measures both.
+Privacy: a fingerprint's first vector is close to the mean of the device's examples, and one of as few examples
+as `directions` gives them away whole. Layers tell of the examples that they were trained on: all of them, as in
+the first rounds unless `first_layers` is smaller, as much as FedAvg's. `fedquilt audit` measures both.
 
 Deviations. The paper's sentence on the mask takes the highest scores, its prose the lowest: `gene_order`.
 A layer is a weight tensor with its bias and normalisation; running statistics stay on the device. The last

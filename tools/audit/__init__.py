@@ -9,6 +9,9 @@ weights U(-0.5, 0.5), as in the attack's papers: ReLU's gradients have no slope 
 Attack: iDLG (Zhao et al., arXiv 2001.02610) as GENE-FL has it (arXiv 2504.14628, Eq. 13): find x' whose
 gradient of the uploaded layers is the uploaded one. PSNR is over pixels of 0 to 1.
 
+Few layers are no promise: a layer whose gradient has more values than the picture has pixels can give it away.
+Four 5x5 filters did so with 8x8 pixels (83 dB), and not with 12x12 (6 dB).
+
 A fingerprint (GENE-FL's Eq. 11) is no gradient: of it, the likeness of its first vector to the mean picture
 is told, for as many examples as devices have and for a single one, which it gives away but for its brightness.
 """
@@ -46,7 +49,7 @@ class Row:
 
 
 def rows(noise: float) -> list[Row]:
-    """What is compared. ParFed keeps one of LeNet's three convolutions to itself, or all; of a ResNet's 20 it keeps 4."""
+    """What is compared. ParFed keeps one of LeNet's three convolutions, or all of them; of a ResNet's 20 it keeps 4."""
     return [
         Row("FedAvg", "fedavg", {}),
         Row(f"FedAvg, noise {noise:g}", "fedavg", {}, noise),
