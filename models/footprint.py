@@ -7,7 +7,7 @@ Light: torch is imported by `weigh` alone. Constants were fitted with `fedquilt 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 ASSUMED_BASE_BYTES: Mapping[str, int] = {"numpy": 38 * 10**6, "onnx": 57 * 10**6, "torch": 233 * 10**6}
 """What a task's process holds once its engine is imported: measured on x86-64, until a board's own is known."""
-FIRST_USE_BYTES: Mapping[str, int] = {"onnx": 12 * 10**6, "torch": 27 * 10**6}
+FIRST_USE_BYTES: Mapping[str, int] = {"onnx": 12 * 10**6, "torch": 18 * 10**6}
 """What an engine loads and compiles when it is first used, whatever the work."""
 
 
@@ -36,6 +36,7 @@ class Trained:
     """What decides the memory that training a network takes."""
 
     weights_bytes: int  # parameters and buffers
+    convolutions: int  # tensors of four axes
     largest_bytes: int  # the largest of them
     kept_bytes: int  # activations of one example that the forward pass keeps for the backward one
     widest_bytes: int  # the largest of those
@@ -64,6 +65,7 @@ def weigh(model: nn.Module, x: torch.Tensor) -> tuple[Trained, torch.Tensor]:
     weights = [value.untyped_storage().nbytes() for value in held]
     trained = Trained(
         weights_bytes=sum(weights),
+        convolutions=convolutions(value.ndim for value in held),
         largest_bytes=max(weights, default=0),
         kept_bytes=-(-sum(kept.values()) // len(x)),
         widest_bytes=-(-max(kept.values(), default=0) // len(x)),
@@ -73,8 +75,10 @@ def weigh(model: nn.Module, x: torch.Tensor) -> tuple[Trained, torch.Tensor]:
 
 # -- training -------------------------------------------------------------------------------------
 
-LIBRARY_BYTES = {"torchvision": 25_000_000}
-"""What the library of a network holds besides, once it is imported."""
+LIBRARY_BYTES = {"torchvision": 64_000_000}
+"""What the library of a network holds besides, once it is imported; torchvision imports torch's compiler."""
+FIRST_KERNEL_BYTES, KERNEL_BYTES = 9_000_000, 500_000
+"""What is compiled for a network's convolutions: once, and for each of them."""
 COPIES = 3
 """Of the weights: as received, the model's own, gradients. Momentum, a correction's start and the like come on top."""
 FREED = 0.5
@@ -93,12 +97,19 @@ def training_bytes(network: Trained, examples: int, *, copies: int = COPIES, lib
         copies: of the weights that are held at once, COPIES or more.
         library: what the network's name begins with, up to a slash.
     """
-    return fixed_bytes(network.weights_bytes, copies=copies, library=library) + examples * example_bytes(network)
+    fixed = fixed_bytes(network.weights_bytes, network.convolutions, copies=copies, library=library)
+    return fixed + examples * example_bytes(network)
 
 
-def fixed_bytes(weights_bytes: int, *, copies: int = COPIES, library: str = "") -> int:
+def fixed_bytes(weights_bytes: int, convolutions: int, *, copies: int = COPIES, library: str = "") -> int:
     """The part of `training_bytes` that no smaller micro-batch makes smaller."""
-    return LIBRARY_BYTES.get(library, 0) + int((copies + FREED) * weights_bytes)
+    compiled = FIRST_KERNEL_BYTES * min(convolutions, 1) + KERNEL_BYTES * convolutions
+    return LIBRARY_BYTES.get(library, 0) + compiled + int((copies + FREED) * weights_bytes)
+
+
+def convolutions(axes: Iterable[int]) -> int:
+    """How many of a network's tensors, each with so many axes, are weights of convolutions."""
+    return sum(each == 4 for each in axes)
 
 
 def example_bytes(network: Trained) -> int:

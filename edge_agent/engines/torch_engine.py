@@ -43,7 +43,8 @@ class Probe(NamedTuple):
 
     def room(self, room_bytes: int, copies: int) -> int:
         """For activations, beside so many copies of the weights."""
-        return room_bytes - footprint.fixed_bytes(self.trained.weights_bytes, copies=copies, library=self.library)
+        held = self.trained.weights_bytes, self.trained.convolutions
+        return room_bytes - footprint.fixed_bytes(*held, copies=copies, library=self.library)
 
     @property
     def example_bytes(self) -> int:

@@ -100,7 +100,8 @@ def order(state: State, bundles: Mapping[str, Tensors], *, passes: int = 3, anch
     per_example = passes * state.flops * state.params["epochs"]
     moments = 2 if state.params.get("optimizer") == "adam" else int(state.params.get("momentum", 0) > 0)
     library = str(state.network.get("name", "")).partition("/")[0]
-    fixed = footprint.fixed_bytes(size, copies=footprint.COPIES + anchors + moments, library=library)
+    convolutions = footprint.convolutions(np.ndim(array) for array in state.model.values())
+    fixed = footprint.fixed_bytes(size, convolutions, copies=footprint.COPIES + anchors + moments, library=library)
     work = Work(flops_per_example=per_example, read_bytes=3 * size, peak_bytes=fixed + state.example_bytes)
     return Order({**state.params, "network": state.network}, bundles, work)
 

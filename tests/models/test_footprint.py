@@ -20,7 +20,7 @@ def test_what_a_network_keeps_is_counted_once_and_without_its_weights() -> None:
     nn = torch.nn
     model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
     trained, answer = footprint.weigh(model, torch.zeros(5, 6))
-    assert trained == Trained(weights_bytes=4 * 43, largest_bytes=4 * 24, kept_bytes=4 * (6 + 4), widest_bytes=4 * 6)
+    assert trained == Trained(4 * 43, 0, largest_bytes=4 * 24, kept_bytes=4 * (6 + 4), widest_bytes=4 * 6)
     assert tuple(answer.shape) == (5, 3)
 
 
@@ -35,26 +35,38 @@ def test_buffers_count_as_weights_and_each_storage_once() -> None:
 
 def test_training_takes_the_weights_copies_and_each_examples_activations() -> None:
     """3.5 times 2 MB of weights, 4 examples of 1 MB kept and 10 times 0.1 MB at work."""
-    network = Trained(2_000_000, 1_000_000, 1_000_000, 100_000)
+    network = Trained(2_000_000, 0, 1_000_000, 1_000_000, 100_000)
     assert footprint.training_bytes(network, 4) == 7_000_000 + 8_000_000
     assert footprint.training_bytes(network, 4, copies=4) - footprint.training_bytes(network, 4) == 2_000_000
 
 
 def test_predictions_grow_with_the_batch_by_the_same_for_each_example() -> None:
     """What is fixed and what an example adds make up the whole."""
-    network = Trained(10, 5, 30, 2)
+    network = Trained(10, 0, 5, 30, 2)
     sizes = [footprint.training_bytes(network, n) for n in (1, 2, 8, 32)]
     assert sizes == sorted(set(sizes))
     assert sizes[3] - sizes[2] == 24 * footprint.example_bytes(network)
-    assert sizes[0] == footprint.fixed_bytes(10) + footprint.example_bytes(network)
+    assert sizes[0] == footprint.fixed_bytes(10, 0) + footprint.example_bytes(network)
     scored = [footprint.scoring_bytes(10, 5, n) for n in (1, 2, 8, 32)]
     assert scored == sorted(set(scored))
     assert scored[3] - scored[0] == 31 * 6  # 1.2 times 5
 
 
+def test_convolutions_are_compiled_once_and_each() -> None:
+    """A network of linear layers compiles none; ten cost a first one and ten."""
+    torch = pytest.importorskip("torch")
+    nn = torch.nn
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Conv2d(2, 3, 3))
+    assert footprint.weigh(model, torch.zeros(2, 1, 8, 8))[0].convolutions == 2
+    none, one, ten = (footprint.fixed_bytes(0, count) for count in (0, 1, 10))
+    assert none == 0
+    assert one == footprint.FIRST_KERNEL_BYTES + footprint.KERNEL_BYTES
+    assert ten - one == 9 * footprint.KERNEL_BYTES
+
+
 def test_a_library_that_the_network_comes_from_is_counted() -> None:
     """torchvision is imported for its networks alone."""
-    network = Trained(10, 5, 30, 2)
+    network = Trained(10, 0, 5, 30, 2)
     more = footprint.training_bytes(network, 1, library="torchvision") - footprint.training_bytes(network, 1)
     assert more == footprint.LIBRARY_BYTES["torchvision"]
     assert footprint.training_bytes(network, 1, library="mlp") == footprint.training_bytes(network, 1)
