@@ -1,0 +1,183 @@
+"""DepthFL: every device trains as deep a part of the network as its memory allows, with a classifier after each stage.
+
+Paper: Kim et al., DepthFL: Depthwise Federated Learning for Heterogeneous Clients, ICLR 2023, section 3: a device of
+depth d has the first d stages with their classifiers, and minimises
+
+    sum_{i <= d} CE_i + c(t)/(d - 1) * sum_i sum_{j != i} KL(p_i || p_j),   p_j held still in its term,
+    c(t) = exp(-5 (1 - min(t, ramp)/ramp)^2) in round t.
+
+A tensor of the new global model is the mean over the devices that have it. Evaluated is the mean of all scores.
+
+Deviations: a classifier is an average over pixels and a linear layer (the paper has attention and separable
+convolutions before it), the last one the network's own. Without FedDyn's term. A stage is so many consecutive
+blocks. Depth goes by the memory tier, the least where a device has not said. The mean is weighted by examples.
+The result is the network alone, without the earlier classifiers. One exit is FedAvg, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+import numpy as np
+from msgspec import Meta
+
+from fedquilt import tensors
+from fedquilt.core import Answer, Artefact, Bundle, Contribution, DeviceView, Hooks, Order, Site, Task, Turn
+from fedquilt.methods import fedavg, heterofl
+from fedquilt.models import stages, submodel
+from fedquilt.models.submodel import Counted, Places
+
+Depth = Annotated[int, Meta(ge=1)]
+
+
+@dataclass(frozen=True)
+class Params(fedavg.Params):
+    exits: Depth = 4  # stages, each with a classifier; no more than the network has blocks
+    depths: tuple[Depth, Depth, Depth, Depth, Depth] = (1, 1, 2, 3, 4)  # d: under 1 GB, from 1, 2, 4 and 8 GB
+    ramp: Depth = 300  # rounds until c is 1
+
+
+def init(bundle: Bundle, params: Params, seed: int) -> fedavg.State:
+    begun = fedavg.init(bundle, params, seed)
+    found, rng = stages.body(begun.model, params.exits), tensors.rng(seed, "depthfl", "exits")
+    model = dict(begun.model)
+    for index, stage in enumerate(found.stages[1:]):  # what stage i + 1 hears is what exit i does
+        bound = stage.width**-0.5
+        model[f"exit.{index}.weight"] = rng.uniform(-bound, bound, (found.classes, stage.width)).astype(np.float32)
+        model[f"exit.{index}.bias"] = np.zeros(found.classes, np.float32)
+    return replace(begun, model=model)
+
+
+def network(state: fedavg.State) -> dict[str, np.ndarray]:
+    """The network's own tensors."""
+    return {name: array for name, array in state.model.items() if not name.startswith("exit.")}
+
+
+def part(state: fedavg.State, depth: int) -> Places:
+    """The first stages with their classifiers."""
+    found = stages.body(network(state), state.params["exits"])
+    names = [name for stage in found.stages[:depth] for name in stage.names]
+    names += [f"exit.{i}.{leaf}" for i in range(min(depth, len(found.stages) - 1)) for leaf in ("weight", "bias")]
+    if depth >= len(found.stages):
+        names += [name for name in network(state) if name not in names]
+    return dict.fromkeys(sorted(names), (None, None))
+
+
+def send(state: fedavg.State, device: DeviceView) -> Order:
+    depth = submodel.by_tier(device.profile, state.params["depths"])
+    order = heterofl.order(state, part(state, depth), 1.0)
+    found = stages.body(network(state), state.params["exits"])
+    looks = [[stage.entrance, stage.width] for stage in found.stages[1 : depth + 1]]
+    params = {**order.params, "looks": looks, "classes": found.classes, "whole": depth >= len(found.stages)}
+    return replace(order, params=params)
+
+
+# -- on the device --------------------------------------------------------------------------------
+
+
+@dataclass
+class Exits:
+    """The hooks that add classifiers, and what they say of the last mini-batch."""
+
+    looks: tuple[stages.Stage, ...]
+    classes: int
+    whole: bool
+    strength: float = 0.0  # c(t)
+    scores: list[Any] = field(default_factory=list)
+
+    def prepare(self, start: Mapping[str, np.ndarray]) -> Any:
+        def prepared(module: Any) -> Any:
+            import torch
+            from torch import nn
+
+            plain = module.state_dict().keys()
+            own = {name: array for name, array in start.items() if name in plain}
+            module = stages.first(
+                module, own, self.looks, lambda told, last: self._answer(module, told, last), whole=self.whole
+            )
+            with torch.no_grad():
+                module.add_module("exit", nn.ModuleList(nn.Linear(each.width, self.classes) for each in self.looks))
+            return module
+
+        return prepared
+
+    def _answer(self, module: Any, told: list[Any], last: Any) -> Any:
+        """In training the sum of log p, so that cross entropy's other terms are `penalty`; else the mean of scores."""
+        import torch
+
+        self.scores = [linear(x) for linear, x in zip(module.exit, told, strict=True)]
+        self.scores += [] if last is None else [last]
+        if len(self.scores) == 1:
+            return self.scores[0]
+        if module.training:
+            return torch.stack([torch.log_softmax(each, dim=1) for each in self.scores]).sum(dim=0)
+        return torch.stack(self.scores).mean(dim=0)
+
+    def penalty(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
+        """With z = sum_i log p_i the engine's cross entropy is sum_i CE_i + log sum exp z: that is taken off again."""
+        import torch
+
+        count = len(self.scores)
+        if count == 1:
+            return scores.new_zeros(())
+        extra, said = -torch.logsumexp(scores, dim=1).mean(), [torch.log_softmax(each, dim=1) for each in self.scores]
+        for i, mine in enumerate(said):
+            for j, other in enumerate(said):
+                if i != j:
+                    apart = (mine.exp() * (mine - other.detach())).sum(dim=1).mean()
+                    extra = extra + self.strength / (count - 1) * apart
+        return extra
+
+
+def exits_of(task: Task) -> Exits:
+    looks = tuple(stages.Stage(str(entrance), int(width), ()) for entrance, width in task.params["looks"])
+    ramp = task.params["ramp"]
+    strength = math.exp(-5 * (1 - min(task.round, ramp) / ramp) ** 2)
+    return Exits(looks, task.params["classes"], task.params["whole"], strength)
+
+
+def work(task: Task, site: Site) -> Answer:
+    exits = exits_of(task)
+    if not exits.looks:
+        return fedavg.work(task, site)
+    turns = (Turn(penalty=exits.penalty),)
+    return fedavg.work(task, site, Hooks(prepare=exits.prepare(site.load("model")), turns=turns))
+
+
+def check(task: Task, site: Site) -> Mapping[str, float]:
+    """How good the device's own part is on its held-out share."""
+    exits, model = exits_of(task), site.load("model")
+    hooks = Hooks(prepare=exits.prepare(model)) if exits.looks else Hooks()
+    return site.engine.evaluate(task.params["network"], model, site.held, hooks=hooks)
+
+
+def fold(state: fedavg.State, so_far: Counted | None, update: Contribution) -> Counted:
+    sent = heterofl.sent_by(update)
+    cuts = [part(state, depth) for depth in sorted(set(state.params["depths"]))]
+    return submodel.add(state.model, so_far, sent, submodel.recognise(state.model, sent, cuts), update.weight)
+
+
+def step(state: fedavg.State, total: Counted | None) -> fedavg.State:
+    return replace(state, model=submodel.close(state.model, total))
+
+
+def result(state: fedavg.State) -> Artefact:
+    return Artefact("weights", {"network": state.network}, network(state))
+
+
+METHOD = replace(
+    fedavg.METHOD,
+    paper="ICLR 2023 (DepthFL)",
+    params=Params,
+    engines=("torch",),
+    init=init,
+    send=send,
+    work=work,
+    check=check,
+    fold=fold,
+    step=step,
+    result=result,
+)

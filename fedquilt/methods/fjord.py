@@ -1,0 +1,104 @@
+"""FjORD: every mini-batch trains a part of another width, drawn up to what the device's memory allows.
+
+Paper: Horvath et al., FjORD: Fair and Accurate Federated Learning under heterogeneous targets with Ordered Dropout,
+NeurIPS 2021 (arXiv 2102.13451), Algorithm 1: a device with the largest width p_max draws p for every step from the
+widths up to it, uniformly, and drops all units but the leading ceil(p * C) of each layer; an entry of the new global
+model is the mean over the devices that have it.
+
+Deviations: without the distillation from p_max to p (section 3.3). Batch normalisation has one set of statistics
+and scales for all widths; dropped units count in nothing that is said after it. A step at a smaller width still
+computes p_max's: bytes and memory are p_max's. p_max goes by the device's memory tier, the smallest where it has not
+said. The mean is weighted by examples. With momentum or weight decay a dropped unit moves by those alone.
+All widths 1 are FedAvg, bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fedquilt import tensors
+from fedquilt.core import Answer, DeviceView, Hooks, Order, Site, Task, Turn
+from fedquilt.methods import fedavg, heterofl
+from fedquilt.models import masks, submodel
+from fedquilt.models.masks import Plan
+
+
+@dataclass(frozen=True)
+class Params(fedavg.Params):
+    rates: heterofl.Rates = (0.2, 0.4, 0.6, 0.8, 1.0)  # P; p_max of devices under 1 GB, from 1, 2, 4 and 8 GB
+
+
+class Ordered:
+    """Hooks that draw a width for every mini-batch.
+
+    Args:
+        most: p_max, the width of the network that is trained.
+        widths: p, all that may be drawn.
+    """
+
+    def __init__(self, plan: Plan, most: float, widths: tuple[float, ...], rng: np.random.Generator) -> None:
+        self._plan, self._most, self._widths, self._rng = plan, most, widths, rng
+        self.width = most  # of the present step
+
+    def begin(self, module: Any) -> None:
+        self.width = self._widths[int(self._rng.integers(len(self._widths)))]
+
+    def gate(self, module: Any) -> Any:
+        """What dropped units say is 0 for every layer that hears them, in training."""
+        inner = dict(module.named_modules())
+        for name, follow in self._plan.follows.items():
+            path, _, leaf = name.rpartition(".")
+            if leaf == "weight" and follow.into:
+                inner[path].register_forward_pre_hook(self._hook(follow.into, follow.repeat))
+        return module
+
+    def marks(self, groups: tuple[str, ...], repeat: int) -> np.ndarray:
+        """1 for what is heard from units in use, 0 for the dropped ones: along a layer's inputs, float32."""
+        parts = []
+        for name in groups:
+            full = self._plan.widths.get(name)
+            held = self._plan.pinned[name] if full is None else submodel.count(full, self._most)
+            used = held if full is None else submodel.count(full, self.width)
+            parts.append(np.arange(held) < used)
+        return np.repeat(np.concatenate(parts), repeat).astype(np.float32)
+
+    def _hook(self, groups: tuple[str, ...], repeat: int) -> Any:
+        def hook(layer: Any, inputs: tuple[Any, ...]) -> Any:
+            if self.width == self._most or not layer.training:
+                return None
+            heard = inputs[0]
+            mark = heard.new_tensor(self.marks(groups, repeat))
+            if layer.weight.ndim > 2:
+                mark = mark.reshape(-1, *(1,) * (layer.weight.ndim - 2))
+            return (heard * mark, *inputs[1:])
+
+        return hook
+
+
+def send(state: heterofl.State, device: DeviceView) -> Order:
+    rate = submodel.by_tier(device.profile, state.params["rates"])
+    order = heterofl.order(state, heterofl.part(state, rate), rate)
+    return replace(order, bundles={**order.bundles, "plan": {"json": masks.to_array(state.plan)}})
+
+
+def work(task: Task, site: Site) -> Answer:
+    most, hooks = task.params["rate"], heterofl.hooks_of(task, site, scaled=False)
+    widths = tuple(rate for rate in sorted(set(task.params["rates"])) if rate <= most)
+    if len(widths) > 1:
+        plan = masks.from_array(site.load("plan")["json"])
+        ordered = Ordered(plan, most, widths, tensors.rng(task.seed, "widths"))
+        narrow = hooks.prepare or (lambda module: module)
+        hooks = Hooks(prepare=lambda module: ordered.gate(narrow(module)), turns=(Turn(begin=ordered.begin),))
+    return fedavg.work(task, site, hooks)
+
+
+def check(task: Task, site: Site) -> Any:
+    """How good the part of width p_max is on the device's held-out share."""
+    hooks = heterofl.hooks_of(task, site, scaled=False)
+    return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=hooks)
+
+
+METHOD = replace(heterofl.METHOD, paper="arXiv 2102.13451", params=Params, send=send, work=work, check=check)

@@ -1,0 +1,45 @@
+"""FT-Full: the whole of a pre-trained network is fine-tuned, on those devices whose memory holds that.
+
+Paper: FedStitch (arXiv 2409.07202), section V-A3, a baseline of its group 2: federated averaging of a pre-trained
+model among the devices that can train all of it, 10 % of them with ResNet50.
+
+Deviations: none known; the paper gives no memory model. A device can take part if its budget holds the engine and a
+mini-batch's training by our own prediction (`models.footprint`), all of the batch at once, as an ordinary trainer
+needs it; `at_once` = 1 is what our engines can do with. A device that has not said how much it has is asked.
+Where all have room it is FedAvg, bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from fedquilt.coordinator import tiers
+from fedquilt.core import DeviceView, Order
+from fedquilt.methods import fedavg
+
+
+@dataclass(frozen=True)
+class Params(fedavg.Params):
+    at_once: Annotated[int, Meta(ge=1)] | None = None  # examples that memory has to hold at once; none: `batch`
+
+
+def limited(order: Order, state: fedavg.State, device: DeviceView, engines: tuple[str, ...]) -> Order | None:
+    """The order, with the memory that so many examples at once take; None if the device's budget does not hold it."""
+    more = (state.params["at_once"] or state.params["batch"]) - 1
+    work = msgspec.structs.replace(order.work, peak_bytes=order.work.peak_bytes + more * state.example_bytes)
+    profile = device.profile
+    known = [name for name in engines if profile and name in profile.engines]
+    if profile and not any(tiers.fits(profile, name, work) for name in known):
+        return None
+    return replace(order, work=work)
+
+
+def send(state: fedavg.State, device: DeviceView) -> Order | None:
+    return limited(fedavg.send(state, device), state, device, ("torch", "numpy"))
+
+
+METHOD = replace(fedavg.METHOD, paper="arXiv 2409.07202, section V-A3", params=Params, send=send)

@@ -1,0 +1,75 @@
+"""FT-Part: only the last layers of a pre-trained network are fine-tuned, on those devices whose memory holds that.
+
+Paper: FedStitch (arXiv 2409.07202), section V-A3 and Table III, a baseline of its group 2: federated averaging of a
+pre-trained model's classifier, in which almost all devices can take part.
+
+Deviations: the memory limit is `ft_full`'s. A frozen layer keeps no activations, so that a step is taken to need
+`kept` of what an example takes in the whole network's training, with no gradients of frozen weights; the
+bundle does not say activations by layer. What is frozen is sent once and keeps its statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from fedquilt import tensors
+from fedquilt.core import Answer, Bundle, DeviceView, Hooks, ModelError, Order, Site, Task, Turn
+from fedquilt.methods import fedavg, fedrep, ft_full
+from fedquilt.models import layers
+
+
+@dataclass(frozen=True)
+class Params(ft_full.Params):
+    layers: Annotated[int, Meta(ge=1)] = 1  # last layers that are trained, of which the head is the first
+    kept: Annotated[float, Meta(gt=0, le=1)] = 0.5  # share of an example's bytes in training that is held without them
+
+
+def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
+    begun = fedavg.init(bundle, params, seed)
+    found, last = layers.layers(begun.model), layers.head(begun.model)
+    if last is None:
+        raise ModelError("this network has no last linear layer: there is no classifier to fine-tune")
+    order = [*(name for name in found if name != last), last]
+    moved = {name for layer in order[-params.layers :] for name in found[layer]}
+    modules = {name.rpartition(".")[0] for name in moved}
+    moved |= {name for name in begun.model if name.rpartition(".")[0] in modules}
+    return fedrep.split(begun, begun.model.keys() - moved)
+
+
+def send(state: fedrep.State, device: DeviceView) -> Order | None:
+    order = fedrep.send(state, device)
+    light = replace(state, example_bytes=int(state.params["kept"] * state.example_bytes))
+    frozen = tensors.total_bytes([state.own])
+    moved = tensors.total_bytes([state.model])
+    share = moved / (moved + frozen)
+    flops = order.work.flops_per_example * (1 + 2 * share) / 3  # forward through all, backward through the last
+    peak = order.work.peak_bytes - frozen - state.example_bytes + light.example_bytes
+    work = msgspec.structs.replace(order.work, flops_per_example=flops, peak_bytes=max(peak, 0))
+    return ft_full.limited(replace(order, work=work), light, device, ("torch", "numpy"))
+
+
+def work(task: Task, site: Site) -> Answer:
+    model = site.load("model")
+    start = {**site.load("own"), **model}
+    answer = fedavg.trained(task, site, start, Hooks(turns=(Turn(rate=lambda name: float(name in model)),)))
+    return replace(answer, bundles={"model": {name: answer.bundles["model"][name] for name in model}})
+
+
+def check(task: Task, site: Site) -> Mapping[str, float]:
+    return site.engine.evaluate(task.params["network"], {**site.load("own"), **site.load("model")}, site.held)
+
+
+METHOD = replace(
+    fedrep.METHOD,
+    paper="arXiv 2409.07202, section V-A3",
+    params=Params,
+    init=init,
+    send=send,
+    work=work,
+    check=check,
+)

@@ -1,0 +1,376 @@
+"""Methods whose devices train as much of the network as their memory allows: identities, and who gets what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedquilt import methods, tensors
+from fedquilt.core import Answer, BlobRef, Bundle, Contribution, DeviceView, Examples, Method, ModelError, Profile
+from fedquilt.methods import depthfl, fedavg, fedepth, fedlps, fjord, ft_full, ft_part, heterofl
+from fedquilt.models import masks, stages, submodel
+from fedquilt.tools.local_run import Member, states
+from toys import MLP_MASKS, to_train
+
+torch = pytest.importorskip("torch")
+
+NETWORK = {"name": "residual", "channels": 1, "classes": 3, "width": 4, "input": {"channels": 1, "size": 8}}
+PLAIN = {"name": "cnn", "channels": 1, "size": 8, "classes": 3, "width": 4, "input": {"channels": 1, "size": 8}}
+SMALL = {"epochs": 1, "batch": 4, "lr": 0.05}
+ONES = (1.0,) * 5
+BUDGETS = {"dev-0": 512 * 10**6, "dev-1": 2 * 10**9, "dev-2": 8 * 10**9}
+SUBMODELS = ("heterofl", "fjord", "fedlps", "depthfl", "fedepth")
+
+
+@cache
+def engine() -> Any:
+    from fedquilt.edge_agent.engines.torch_engine import TorchEngine
+
+    return TorchEngine(1 << 40, base_bytes=0)
+
+
+def bundle(network: dict[str, Any] | None = None) -> Bundle:
+    """A network with its plan of masks, as `fedquilt prepare` writes it."""
+    from fedquilt.models import mask_trace, zoo
+
+    table = network or NETWORK
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        module = zoo.build(table)
+    parts: dict[str, dict[str, np.ndarray]] = {
+        "model": {key: value.numpy().copy() for key, value in module.state_dict().items()},
+        "masks": {"json": masks.to_array(mask_trace.plan(module))},
+    }
+    meta = {"network": table, "flops": 1e6, "example_bytes": 10**6}
+    return Bundle(meta, {name: BlobRef(sha256="0" * 64, size=1) for name in parts}, lambda name: parts[name])
+
+
+def pictures(count: int = 3) -> list[Member]:
+    found = []
+    for i in range(count):
+        draws = np.random.default_rng(i)
+        x, y = draws.integers(0, 255, (12, 8, 8)).astype(np.uint8), draws.integers(0, 3, 12)
+        found.append(Member(f"dev-{i}", Examples(x[4:], y[4:]), Examples(x[:4], y[:4])))
+    return found
+
+
+def profile(budget_bytes: int) -> Profile:
+    return Profile(
+        device="a", board="b", memory_bytes=2 * budget_bytes, budget_bytes=budget_bytes, engines=("torch",), versions={}
+    )
+
+
+def view(budget_bytes: int) -> DeviceView:
+    return DeviceView("a", profile(budget_bytes))
+
+
+def seen(method: Method, budgets: dict[str, int] = BUDGETS) -> Method:
+    """The method with devices that have told their budgets."""
+    return replace(
+        method, send=lambda state, device: method.send(state, replace(device, profile=profile(budgets[device.device])))
+    )
+
+
+def run(method: Method, made: Bundle, rounds: int = 2, **params: Any) -> list[Any]:
+    chosen = method.params(**{**SMALL, **params})
+    return list(states(method, made, Path, engine(), pictures(), chosen, seed=5, rounds=rounds))
+
+
+@cache
+def averaged() -> Any:
+    return fedavg.METHOD.result(run(fedavg.METHOD, bundle())[-1]).tensors
+
+
+# -- identities -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("heterofl", {"rates": ONES}),
+        ("fjord", {"rates": ONES}),
+        ("fedlps", {"ratios": (0.0,) * 5, "encoder": 0.0}),
+        ("depthfl", {"exits": 1}),
+        ("fedepth", {"groups": (1,) * 5}),
+        ("ft_full", {}),
+    ],
+)
+def test_with_nothing_left_out_it_is_fedavg_bit_for_bit(name: str, params: dict[str, Any]) -> None:
+    """Width 1, one exit, one group, nothing pruned, room for all: of a network with batch norm, in every tensor."""
+    made, plain, method = bundle(), averaged(), methods.load(name)
+    mine = method.result(run(method, made, **params)[-1]).tensors
+    assert mine.keys() == plain.keys()
+    for key, array in plain.items():
+        assert array.tobytes() == mine[key].tobytes(), key
+
+
+@pytest.mark.parametrize("exits", [2, 3])
+def test_depthfl_with_all_depths_equal_is_the_mean_of_everything(exits: int) -> None:
+    """Every entry, the classifiers' too, counts every device's examples."""
+    method, totals = methods.load("depthfl"), []
+
+    def step(state: Any, total: Any) -> Any:
+        totals.append(total)
+        return method.step(state, total)
+
+    end = run(replace(method, step=step), bundle(), rounds=1, exits=exits, depths=(exits,) * 5)[-1]
+    assert totals[0].weight.keys() == end.model.keys()
+    assert all((weight == 24).all() for weight in totals[0].weight.values())
+    assert sum(name.startswith("exit.") for name in end.model) == 2 * (exits - 1)
+
+
+# -- who gets what --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SUBMODELS)
+def test_a_device_gets_and_sends_no_more_than_its_memory_tiers_part(name: str) -> None:
+    """From 512 MB to 8 GB the part, its FLOPs and its memory grow; whoever has not told gets the smallest one."""
+    method = methods.load(name)
+    state = method.init(bundle(), method.params(**SMALL), 0)
+    orders = [method.send(state, view(budget)) for budget in sorted(BUDGETS.values())]
+    assert all(order is not None for order in orders)
+    peaks = [order.work.peak_bytes for order in orders if order]
+    assert peaks == sorted(peaks)
+    unknown = method.send(state, DeviceView("a", None))
+    assert unknown is not None
+    assert tensors.encode(unknown.bundles["model"]) == tensors.encode(orders[0].bundles["model"])  # type: ignore[union-attr,arg-type]
+    sizes = [tensors.total_bytes([order.bundles["model"]]) for order in orders if order]  # type: ignore[list-item]
+    if name == "fedepth":
+        assert min(sizes) > 0  # all get all of the network, and their links
+        assert peaks[0] < peaks[-1]
+    else:
+        assert sizes[0] < sizes[-1]
+        assert orders[0].work.flops_per_example < orders[-1].work.flops_per_example  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", SUBMODELS)
+def test_a_mixed_fleet_goes_on_and_every_tensor_stays_finite(name: str) -> None:
+    """Three tiers at once, three rounds; something is learned in each, and the result is the network's own tensors."""
+    method, made = methods.load(name), bundle()
+    found = run(seen(method), made, rounds=3)
+    result = method.result(found[-1]).tensors
+    assert result.keys() == made.load("model").keys()
+    assert all(np.isfinite(array).all() for array in result.values())
+    before = method.result(found[-2]).tensors
+    assert any(not np.array_equal(result[key], before[key]) for key in result)
+
+
+@pytest.mark.parametrize("name", ["heterofl", "fjord", "depthfl"])
+def test_entries_that_nobody_sent_stay_as_they_were(name: str) -> None:
+    """A fleet of the smallest tier alone leaves the rest of the network untouched, and moves its own part."""
+    method, made = methods.load(name), bundle()
+    first, last = run(seen(method, dict.fromkeys(BUDGETS, 512 * 10**6)), made, rounds=2)[::2]
+    at = depthfl.part(first, 1) if name == "depthfl" else heterofl.part(first, first.params["rates"][0])
+    sent = submodel.add(first.model, None, submodel.cut(first.model, at), at, 1.0)
+    for key, array in first.model.items():
+        counted = sent.weight.get(key, np.zeros(array.shape)) > 0
+        assert np.array_equal(array[~counted], last.model[key][~counted]), key
+    moved = [key for key in at if not np.array_equal(first.model[key], last.model[key])]
+    assert len(moved) > 3
+
+
+@pytest.mark.parametrize("name", SUBMODELS)
+def test_a_device_evaluates_its_own_part(name: str) -> None:
+    """Each tier's part tells an accuracy over the held-out examples."""
+    from fedquilt.tools.local_run import delivered
+
+    method = methods.load(name)
+    state = method.init(bundle(), method.params(**SMALL), 0)
+    for budget in BUDGETS.values():
+        order, member = method.send(state, view(budget)), pictures(1)[0]
+        assert order is not None
+        assert method.check is not None
+        task, site = delivered(method, order, 0, 0, member, engine(), Path, {}, Path("unused"))
+        told = method.check(task, site)
+        assert told["examples"] == 4
+        assert 0 <= told["accuracy"] <= 1
+
+
+@pytest.mark.parametrize("name", ["heterofl", "fjord", "fedlps"])
+def test_without_a_plan_of_units_the_job_says_what_to_do(name: str) -> None:
+    """A bundle that holds no masks."""
+    made = replace(bundle(), files={"model": BlobRef(sha256="0" * 64, size=1)})
+    with pytest.raises(ModelError, match="fedquilt prepare"):
+        methods.load(name).init(made, methods.load(name).params(), 0)
+
+
+# -- HeteroFL, FjORD, FedLPS ----------------------------------------------------------------------
+
+
+def test_heterofl_counts_an_entry_by_who_has_it() -> None:
+    """Toy network of five neurons, rates 0.2 and 1 with 3 and 1 examples: the first neuron's mean is of both."""
+    method = methods.load("heterofl")
+    state = method.init(to_train(), method.params(rates=(0.2, 0.2, 1.0, 1.0, 1.0)), 0)
+    total = None
+    for budget, weight, value in ((10**9, 3.0, 1.0), (8 * 10**9, 1.0, 5.0)):
+        order = method.send(state, view(budget))
+        sent = {key: np.full_like(array, value) for key, array in order.bundles["model"].items()}  # type: ignore[union-attr]
+        total = method.fold(state, total, Contribution("a", 0, weight, {}, {"model": sent}))
+    assert method.step(state, total).model["1.bias"].tolist() == [2, 5, 5, 5, 5]
+
+
+def test_ordered_dropout_hides_what_is_beyond_the_width_and_moves_none_of_it() -> None:
+    """A step at width 0.4 of five neurons: rows and columns of the last three stay, those of the first two move."""
+    from fedquilt.core import Fit, Hooks, Turn
+
+    model = to_train().load("model")
+    ordered = fjord.Ordered(MLP_MASKS, 1.0, (0.4,), np.random.default_rng(0))
+    assert ordered.marks(("1",), 1).tolist() == [1, 1, 1, 1, 1]
+    draws = np.random.default_rng(0)
+    examples = Examples(draws.normal(size=(8, 6)).astype(np.float32), draws.integers(0, 3, 8))
+    network = {"name": "mlp", "inputs": 6, "hidden": [5], "classes": 3}
+    hooks = Hooks(prepare=ordered.gate, turns=(Turn(begin=ordered.begin),))
+    after, _ = engine().train(network, model, examples, Fit(batch=8), draws, hooks=hooks)
+    assert ordered.marks(("1",), 2).tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
+    for key, (rows, columns) in {"1.weight": (2, 6), "1.bias": (2, 0), "3.weight": (3, 2)}.items():
+        still = np.ones(model[key].shape, bool)
+        still[(slice(rows), slice(columns)) if columns else slice(rows)] = False
+        assert np.array_equal(after[key][still], model[key][still]), key
+    assert not np.array_equal(after["3.weight"][:, :2], model["3.weight"][:, :2])
+
+
+def test_fjord_draws_every_width_up_to_the_devices_own() -> None:
+    """Of five widths the third is the most: three are drawn, about as often each."""
+    ordered = fjord.Ordered(MLP_MASKS, 0.6, (0.2, 0.4, 0.6), np.random.default_rng(0))
+    drawn = []
+    for _ in range(300):
+        ordered.begin(None)
+        drawn.append(ordered.width)
+    assert sorted(set(drawn)) == [0.2, 0.4, 0.6]
+    assert min(drawn.count(width) for width in set(drawn)) > 70
+
+
+def test_fedlps_holds_its_encoder_still_and_sends_only_the_predictor() -> None:
+    """Encoder and its statistics stay in every bit over three rounds; the sent names are all others."""
+    method, answers = methods.load("fedlps"), []
+
+    def work(task: Any, site: Any) -> Answer:
+        answers.append(method.work(task, site))
+        return answers[-1]
+
+    found = run(seen(replace(method, work=work)), bundle(), rounds=3)
+    held = fedlps.still(found[0])
+    assert any(name.endswith("running_mean") for name in held)
+    for name in held:
+        assert np.array_equal(found[0].model[name], found[-1].model[name])
+    assert all(answer.bundles["model"].keys() == found[0].model.keys() - held for answer in answers)
+
+
+# -- DepthFL and FeDepth --------------------------------------------------------------------------
+
+
+def test_depthfls_loss_is_every_exits_cross_entropy_and_what_they_are_apart() -> None:
+    """The engine's cross entropy of the training scores plus the penalty, against the formula written out."""
+    F = torch.nn.functional
+    exits = depthfl.Exits((), 3, True, strength=0.5)
+    exits.scores = [torch.randn(4, 3, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    y = torch.tensor([0, 2, 1, 1])
+    said = torch.stack([F.log_softmax(each, 1) for each in exits.scores]).sum(0)
+    found = F.cross_entropy(said, y) + exits.penalty(None, None, said, {})
+    wanted = sum(F.cross_entropy(each, y) for each in exits.scores)
+    for i in range(3):
+        for j in range(3):
+            p, q = torch.softmax(exits.scores[i], 1), torch.softmax(exits.scores[j], 1)
+            if i != j:
+                wanted = wanted + 0.5 / 2 * (p * (p / q).log()).sum(1).mean()
+    assert torch.allclose(found, wanted, atol=1e-5)
+
+
+def test_depthfls_mutual_term_grows_to_one() -> None:
+    """c(0) = exp(-5), c(ramp) = 1 and stays."""
+    from fedquilt.tools.local_run import delivered
+
+    method = methods.load("depthfl")
+    order = method.send(method.init(bundle(), method.params(ramp=10), 0), DeviceView("a", None))
+    assert order is not None
+    found = []
+    for number in (0, 10, 99):
+        task, _ = delivered(method, order, number, 0, pictures(1)[0], engine(), Path, {}, Path("unused"))
+        found.append(depthfl.exits_of(task).strength)
+    assert found == pytest.approx([np.exp(-5), 1, 1])
+
+
+def test_fedepths_groups_are_every_stage_once_and_only_its_own_moves() -> None:
+    """Three groups: a device trains the whole network, each group once; the largest group's memory counts."""
+    from fedquilt.tools.local_run import delivered
+
+    method, trained = methods.load("fedepth"), []
+    state = method.init(bundle(), method.params(**SMALL), 0)
+    body = stages.body(fedepth.network(state), 6)
+    found = fedepth.groups(body, 3)
+    assert sorted(name for group in found for name in group.names) == sorted(
+        name for stage in body.stages for name in stage.names
+    )
+
+    class Watch:
+        def train(self, network: Any, start: Any, *rest: Any, **options: Any) -> Any:
+            after, told = engine().train(network, start, *rest, **options)
+            trained.append({name for name in start if not np.array_equal(start[name], after[name])})
+            return after, told
+
+    order, member = method.send(state, view(2 * 10**9)), pictures(1)[0]
+    assert order is not None
+    assert len(order.params["groups"]) == 3
+    task, site = delivered(method, order, 0, 0, member, Watch(), Path, {}, Path("unused"))
+    answer = method.work(task, site)
+    assert len(trained) == 3
+    for group, moved in zip(found, trained, strict=True):
+        own = {name for name in moved if not name.startswith(("link.", body.head))}
+        assert own <= set(group.names)
+        assert f"{body.head}.weight" in moved
+    assert answer.metrics["steps"] == 6  # two mini-batches of four, in three groups
+    assert answer.bundles["model"].keys() == order.bundles["model"].keys()
+
+
+# -- FT-Full and FT-Part --------------------------------------------------------------------------
+
+
+def test_ft_full_leaves_out_who_has_no_room_and_ft_part_less() -> None:
+    """At 0.4 GB a mini-batch for the whole network does not fit, one for the head does; nothing said: asked."""
+    made = bundle()
+    made = replace(made, meta={**made.meta, "example_bytes": 10**7})
+    asked = {}
+    for name in ("ft_full", "ft_part"):
+        method = methods.load(name)
+        state = method.init(made, method.params(batch=20), 0)
+        asked[name] = [method.send(state, view(budget)) is not None for budget in (10**8, 4 * 10**8, 10**9)]
+        assert method.send(state, DeviceView("a", None)) is not None
+        alone = method.init(made, method.params(batch=20, at_once=1), 0)
+        assert method.send(alone, view(4 * 10**8)) is not None
+    assert asked == {"ft_full": [False, False, True], "ft_part": [False, True, True]}
+
+
+def test_ft_part_moves_the_last_layers_alone() -> None:
+    """One layer, then two: all else stays in every bit, statistics of frozen normalisations too."""
+    for count in (1, 2):
+        found = run(ft_part.METHOD, bundle(), layers=count)
+        first, last = found[0], found[-1]
+        result = ft_part.METHOD.result(last).tensors
+        assert sorted({name.rpartition(".")[0] for name in first.model})[-1] == stages.body(result, 1).head
+        assert all(np.array_equal(first.own[name], result[name]) for name in first.own)
+        assert all(
+            not np.array_equal(first.model[name], last.model[name]) for name in first.model if "num_" not in name
+        )
+        assert len(first.model) == (
+            2 if count == 1 else 8
+        )  # the head's; with a convolution's and its normalisation's five
+
+
+def test_a_params_table_of_the_wrong_length_is_refused_at_the_job() -> None:
+    """Five tiers want five values."""
+    import msgspec
+
+    bad: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+        (heterofl.Params, {"rates": [1.0]}),
+        (fedepth.Params, {"groups": [1, 2, 3, 4, 0]}),
+        (ft_full.Params, {"at_once": 0}),
+    ]
+    for kind, table in bad:
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(table, kind)  # type: ignore[arg-type]
