@@ -35,6 +35,7 @@ from fedquilt.core import (
     JobError,
     Method,
     Order,
+    Profile,
     Site,
     Task,
     Tensors,
@@ -43,6 +44,7 @@ from fedquilt.core import (
 )
 from fedquilt.edge_agent import devices as boards
 from fedquilt.edge_agent import engines
+from fedquilt.edge_agent.settings import size_bytes
 from fedquilt.tools.contents import Contents
 from fedquilt.tools.pool import Ask, Pool
 
@@ -252,11 +254,12 @@ def run(
     """A job on a simulated fleet, without messages: the method's own code, tasks and answers.
 
     The same bits for any number of workers. Of the job, `method`, `params`, `seed`, `rounds`, `engine`,
-    `cohort.size`, `check.every` and `fleet.boards` count; nobody is late, refuses or runs short of memory.
+    `cohort.size`, `check.every`, `fleet.boards` and `fleet.budgets` count: a method may go by a device's
+    budget, but nobody is late, refuses or runs short of memory.
 
     Args:
         folder: the job's bundle, as `fedquilt prepare` writes it.
-        members: in the order in which they take the job's boards in turn.
+        members: in the order in which they take the job's boards, and its budgets, in turn.
         observe: told after every round: what it took, and the method's state. What it raises ends the run.
         test: evaluated with every check, if the method's result is a network's weights.
 
@@ -292,6 +295,8 @@ class _Fleet:
         self._devices = {member.device: _Device(member) for member in members}
         taken = job.fleet.boards
         self._names = {each.device: taken[index % len(taken)] for index, each in enumerate(members)}
+        budgets = [size_bytes(budget) for budget in job.fleet.budgets]
+        self._budgets = {each.device: budgets[index % len(budgets)] for index, each in enumerate(members)}
         self._boards: dict[str, Device] = {}  # of those that have been asked
         self._next: tuple[int, tuple[str, ...]] | None = None  # who is asked in the next round
 
@@ -303,7 +308,7 @@ class _Fleet:
         down = up = 0
         for name in self._asked(number):
             device = self._devices[name]
-            order = method.send(state, DeviceView(name, None, device.rounds))
+            order = method.send(state, self._view(name))
             if order is not None:
                 down += _received(device, order, contents)
                 asks.append(self._ask(order, contents, name, number, "work"))
@@ -340,7 +345,7 @@ class _Fleet:
         contents, asks = pool.contents(), []
         for name in sorted(self._devices):
             device = self._devices[name]
-            order = method.send(state, DeviceView(name, None, device.rounds)) if len(device.member.held) else None
+            order = method.send(state, self._view(name)) if len(device.member.held) else None
             if order is not None:
                 asks.append(self._ask(order, contents, name, number, "check"))
         devices = {done.device: done.metrics for done in pool.carry_out(asks)}
@@ -357,6 +362,20 @@ class _Fleet:
             count = self._job.cohort.size or len(self._devices)
             self._next = number, cohort.sample(self._job.seed, number, self._devices, count)
         return self._next[1]
+
+    def _view(self, name: str) -> DeviceView:
+        """What a coordinator would know of the device: methods go by its budget."""
+        board = self._board(name)
+        profile = Profile(
+            device=name,
+            board=board.board,
+            memory_bytes=board.memory_bytes,
+            budget_bytes=self._budgets[name],
+            engines=(self._engine,),
+            versions={},
+            provenance=board.provenance,
+        )
+        return DeviceView(name, profile, self._devices[name].rounds)
 
     def _board(self, name: str) -> Device:
         if name not in self._boards:

@@ -113,6 +113,13 @@ def test_seconds_are_the_slowest_boards_and_joules_are_everybodys(folder: Path) 
         assert round.energy_j == pytest.approx(3 * joules[0] + 2 * joules[1])
 
 
+def test_a_method_goes_by_the_budgets_that_the_job_gives_its_boards(folder: Path) -> None:
+    """FT-Full asks only whose budget holds the engine: with 1 GB and not 30 MB, of five devices two."""
+    outcome = play(folder, job={"method": "ft_full", "fleet": {"budgets": ["30MB", "1GB"]}})
+    assert [round.devices for round in outcome.rounds] == [("dev-1", "dev-3")] * 3
+    assert all(round.energy_j for round in outcome.rounds)
+
+
 def test_checks_come_when_the_job_says_and_after_the_last_round(folder: Path) -> None:
     """Every second of three rounds and the last; devices without held-out examples do not count."""
     members = learners(4, 13)
