@@ -5,9 +5,10 @@ Paper: Jia et al., FedLPS: Heterogeneous Federated Learning for Multiple Tasks w
 as many as its ratio of pruning leaves; the encoder is held still and shared, the predictor is trained, and its
 entries are averaged over the devices that have them.
 
-Deviations: one task. Encoder and predictor are cut alike, with one ratio. The channels are chosen on the coordinator, anew in every round, by the global model's weights,
-so that only a device's own part travels (the authors prune on the device); additions tie what they add. The ratio
-is the device's by its memory tier, of one that has not said the largest. An entry's mean is weighted by examples.
+Deviations: one task. Encoder and predictor are cut alike, with one ratio. The channels are chosen on the
+coordinator, anew in every round, by the global model's weights, so that only a device's own part travels (the
+authors prune on the device); additions tie what they add. The ratio is the device's by its memory tier, of one that
+has not said the largest. An entry's mean is weighted by examples.
 The encoder is the first layers by their names; it should come from a pre-trained network. All ratios 0 and
 encoder = 0 are FedAvg, bit for bit.
 """
