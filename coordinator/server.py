@@ -129,6 +129,8 @@ class Server:
             return
         if claim.accepted:
             self._issues.be_patient(device)
+        elif claim.code == "cleared":  # not by us: it is still asked
+            self._issue(device, now_s)
         elif claim.attempt == job.rounds.attempt:
             self._record(Declined(claim.round, device, claim.code, claim.reason), now_s)
             self._withdraw(device)
@@ -190,7 +192,7 @@ class Server:
         self._withdraw(device)
         assert self.active is not None
         others = [*self.active.rounds.answered.values(), *self._arriving.values()]
-        for sha256 in _blobs([update]) - _blobs(others) - self.active.pinned():
+        for sha256 in _blobs([update]) - _blobs(others) - self.active.pinned() - self._store.held():
             self._store.depot.drop(sha256)
 
     def _turn_down(self, device: str, update: Update, reason: str) -> None:
@@ -274,7 +276,7 @@ class Server:
             return
         self.active, self._opened_s = job, now_s
         # what a crash left behind goes
-        self._store.depot.keep(self._store.states() | job.pinned() | _blobs(job.rounds.answered.values()))
+        self._store.depot.keep(self._store.held() | job.pinned())
         self._store.set_status(row.id, "running")
         if job.rounds.phase in ("stopped", "failed"):
             self._record(Resumed(), now_s)
@@ -353,7 +355,7 @@ class Server:
             case Committed():
                 spent = self._spent(job, before)
                 job.committed()
-                for sha256 in spent - job.pinned():
+                for sha256 in spent - job.pinned() - self._store.held():  # other jobs may have the same content
                     self._store.depot.drop(sha256)
             case _:
                 pass

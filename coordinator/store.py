@@ -170,6 +170,18 @@ class Store:
         with _storing(self.home):
             return {str(row[0]) for row in self._db.execute(query)}
 
+    def held(self) -> set[str]:
+        """Every blob that some job may still need: the latest states, and updates that no state holds yet."""
+        query = """
+            select json_extract(bundle.value, '$.sha256')
+            from facts, json_each(facts.body, '$.update.bundles') bundle
+            where facts.seq > coalesce(
+                (select max(state.seq) from facts state
+                 where state.job = facts.job and json_extract(state.body, '$.state.sha256') is not null), 0)
+        """
+        with _storing(self.home):
+            return self.states() | {str(row[0]) for row in self._db.execute(query)}
+
     # -- facts --
 
     def append(self, id: str, fact: AnyFact) -> None:

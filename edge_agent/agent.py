@@ -209,7 +209,9 @@ class Agent:
         return msgspec.structs.replace(reading, available_bytes=spare)
 
     def _say(self, claim: wire.Claim) -> None:
-        if not claim.accepted:
+        if claim.code == "cleared":
+            log.info("%s, round %d, given up: %s", claim.job, claim.round, claim.reason)
+        elif not claim.accepted:
             log.warning("%s, round %d, refused (%s): %s", claim.job, claim.round, claim.code, claim.reason)
         self._publish("claim", claim)
 

@@ -202,7 +202,8 @@ class Local:
             stat = os.statvfs(self.home)
             free = stat.f_bavail * stat.f_frsize
             if free < size + SPARE_BYTES:
-                raise OSError(errno.ENOSPC, f"{free / 1e6:.1f} MB are free, {size / 1e6:.1f} MB are needed")
+                wanted = (size + SPARE_BYTES) / 1e6
+                raise OSError(errno.ENOSPC, f"{free / 1e6:.1f} MB are free, {wanted:.1f} MB are wanted, some to spare")
             _write(self.home / "probe", b"\0")
             (self.home / "probe").unlink()
 

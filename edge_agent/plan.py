@@ -214,7 +214,7 @@ def advance(state: State, event: Event, now_s: float, reading: Reading = Reading
         case Arrived():
             return _arrived(state, event, now_s, reading)
         case Cleared():
-            return replace(_without_open(state), refusal=None), _give_up(state)
+            return _cleared(state)
         case Fetched():
             return _fetched(state, event, now_s)
         case Done():
@@ -324,6 +324,16 @@ def _claim(task: Task) -> Claim:
 def _refuse(state: State, task: Task, code: RefusalCode, reason: str) -> Step:
     claim = msgspec.structs.replace(_claim(task), accepted=False, code=code, reason=reason[:1000])
     return replace(_without_open(state), refusal=claim), (*_give_up(state), Say(claim))
+
+
+def _cleared(state: State) -> Step:
+    """Give the task up and say so: whoever empties topics at the broker looks like the coordinator from here."""
+    told: tuple[Action, ...] = ()
+    if state.open is not None:
+        reason = "its topic was emptied: by the coordinator, or by somebody at the broker"
+        claim = msgspec.structs.replace(_claim(state.open.task), accepted=False, code="cleared", reason=reason)
+        told = (Say(claim),)
+    return replace(_without_open(state), refusal=None), (*_give_up(state), *told)
 
 
 # -- it goes on -----------------------------------------------------------------------------------

@@ -90,8 +90,14 @@ class Plan:
         return found, data.load_all(msgspec.convert({**self.job.data, "split": "test"}, data.DataSpec))
 
     def submit(self, store: Store) -> str:
-        """Queue the job, or take up its unfinished run; the first round waits for the whole fleet. The run's id."""
+        """Queue the job, or take up its unfinished run; the first round waits for the whole fleet. The run's id.
+
+        Raises:
+            JobError, ModelError: the bundle or a key of [data] is wrong.
+            DataError: there is no data, or none that can be read.
+        """
         load(self.bundle)
+        data.open_(data.parse(self.agents()[0]["data"]))  # else every board would find out for itself
         cohort = msgspec.structs.replace(self.job.cohort, min_devices=self.size)
         job, folder = msgspec.structs.replace(self.job, cohort=cohort), self.bundle.resolve()
         run = store.unfinished(job, folder)

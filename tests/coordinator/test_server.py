@@ -601,3 +601,49 @@ def test_a_task_carries_its_devices_tier_and_the_log_says_who_could_take_part(tm
     assert last.coverage[0].endswith("1 of 2 devices, 30 of 30 examples (1 have not said how many)")
     assert last.coverage[0] in story.sentences(last)[1]
     stage.store.close()
+
+
+def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path: Path) -> None:
+    """Both begin with the same state, byte for byte, and one had an update already when it was stopped."""
+    stage = Stage(tmp_path)
+    a, _ = stage.hand("a"), stage.hand("b")
+    stage.play()
+    a.answer(ones(3.0))
+    stage.play()
+    stage.store.set_status(stage.job, "stopping")
+    stage.play()
+    first, needed = stage.job, stage.store.held()
+    assert len(needed) == 2
+
+    stage.job = stage.store.add(settings.parse(TABLE), tmp_path / "bundle")
+    stage.restart()
+    stage.play()
+    for hand in stage.hands:
+        hand.answer(ones())
+    stage.play()
+    assert [fact.status for fact in stage.told(Ended)] == ["stopped", "done"]
+    assert all(stage.store.depot.path(sha256) for sha256 in needed)
+
+    stage.job = first
+    stage.store.set_status(first, "running")
+    stage.restart()
+    stage.play()
+    stage.hands[1].answer(ones(5.0))
+    stage.play()
+    assert stage.store.status(first) == "done"
+    stage.store.close()
+
+
+def test_a_task_that_somebody_emptied_at_the_broker_is_sent_again_at_once(stage: Stage) -> None:
+    """The agent says that it gave the task up; nobody is declined, and a withdrawn device is only told so again."""
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    a.say("claim", wire.Claim(job=a.tasks[-1].job, round=0, attempt=0, accepted=False, code="cleared"))
+    sent = len(a.tasks)
+    stage.play(0.5)
+    assert [task is not None for task in a.tasks[sent:]] == [True]
+    assert stage.told(Declined) == []
+    for hand in (a, b):
+        hand.answer(ones())
+    stage.play()
+    assert [fact.status for fact in stage.told(Ended)] == ["done"]

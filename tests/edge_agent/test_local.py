@@ -176,7 +176,7 @@ def test_a_full_disk_is_an_error_that_says_so(tmp_path: Path) -> None:
     """Asking for more than any disk has."""
     local = Local(tmp_path)
     local.require_room(1)
-    with pytest.raises(StoreError, match=r"are free, .* are needed; free some space"):
+    with pytest.raises(StoreError, match=r"are free, .* are wanted, some to spare; free some space"):
         local.require_room(1 << 60)
 
 

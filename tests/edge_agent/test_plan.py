@@ -147,11 +147,13 @@ def test_an_earlier_round_that_comes_late_is_ignored() -> None:
 
 
 def test_a_cleared_task_is_given_up() -> None:
-    """Its process is killed, its half blobs go, and nobody is told."""
-    assert after(Arrived(task()), Cleared())[1] == (Stop(),)
-    state, actions = after(Arrived(task(), frozenset({A})), Cleared())
-    assert actions == (Abandon(A.sha256),)
-    assert state.open is None
+    """Its process is killed, its half blobs go, and the coordinator hears of it: it may not have been the one."""
+    state, (stop, say) = after(Arrived(task()), Cleared())
+    assert (stop, state.open) == (Stop(), None)
+    assert isinstance(say, Say)
+    assert (say.claim.accepted, say.claim.code, say.claim.round) == (False, "cleared", 0)
+    assert after(Arrived(task(), frozenset({A})), Cleared())[1][0] == Abandon(A.sha256)
+    assert advance(state, Cleared(), 0.0)[1] == ()
 
 
 def test_a_superseding_task_fetches_anew_what_had_failed_before() -> None:

@@ -10,7 +10,7 @@ from fedquilt import bundle, tensors
 from fedquilt.coordinator import ledger, settings
 from fedquilt.coordinator.rounds import Answered, Committed
 from fedquilt.coordinator.store import Store
-from fedquilt.core import JobError
+from fedquilt.core import DataError, JobError
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.tools import export, fleet
 
@@ -81,3 +81,14 @@ def test_a_fleet_needs_data(tmp_path: Path) -> None:
     """The job says what is shared out."""
     with pytest.raises(JobError, match=r"\[data\]"):
         fleet.virtually(plan(tmp_path, data={}))
+
+
+@pytest.mark.parametrize("wrong", [{"partition": "dirichelt"}, {"alpha": 0.0}, {"path": "/nowhere/digits.npz"}])
+def test_data_that_cannot_be_is_told_before_anything_is_queued(tmp_path: Path, wrong: dict[str, object]) -> None:
+    """A typo leaves no run behind that a coordinator would take up later."""
+    data = {"path": str(DIGITS), "partition": "dirichlet", "alpha": 1.0, **wrong}
+    given = plan(tmp_path, data=data)
+    with Store(given.home) as store:
+        with pytest.raises((JobError, DataError)):
+            given.submit(store)
+        assert store.jobs() == []
