@@ -28,7 +28,7 @@ class Ledger:
     energy_j: float | None = None
     net_j: float | None = None
     energy_error_j: float | None = None
-    energy_source: str | None = None  # of the last metered task
+    energy_source: str | None = None  # of the metered tasks, each source once
     task_j: float | None = None  # gross, of a metered task on average
     example_j: float | None = None
     peak_bytes: int | None = None
@@ -54,7 +54,7 @@ def total(updates: Sequence[Update], declined: int = 0) -> Ledger:
         energy_j=energy_j,
         net_j=None if energy_j is None or idle_j is None else energy_j - idle_j,
         energy_error_j=_sum([update.usage.energy_error_j for update in metered]),
-        energy_source=metered[-1].usage.energy_source if metered else None,
+        energy_source="; ".join(sorted({str(update.usage.energy_source) for update in metered})) or None,
         task_j=None if energy_j is None else energy_j / len(metered),
         example_j=None if energy_j is None or not examples else energy_j / examples,
         peak_bytes=highest.peak_bytes if highest else None,

@@ -539,6 +539,7 @@ def agent(options: argparse.Namespace) -> int:
     from fedquilt.edge_agent import agent as side
     from fedquilt.edge_agent import credentials, settings
 
+    logging.getLogger().setLevel(min(logging.INFO, logging.getLogger().level))  # a log that tells when all is well
     side.run_agent(credentials.taken(settings.load(options.settings), options.credentials))
     return 0
 

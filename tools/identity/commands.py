@@ -13,7 +13,7 @@ import msgspec
 from fedquilt import disk, enrolment
 from fedquilt.core import JobError
 from fedquilt.tools.identity import broker_config
-from fedquilt.tools.identity.authority import Authority, clock_s, state
+from fedquilt.tools.identity.authority import RESERVED, Authority, clock_s, state
 from fedquilt.tools.identity.desk import Desk
 from fedquilt.tools.identity.endpoint import Endpoint, serve
 from fedquilt.tools.identity.register import stamp
@@ -78,6 +78,8 @@ def revoke(folder: Path, name: str) -> int:
 
 def token(folder: Path, pattern: str, hours: float, out: Path | None) -> int:
     """A one-time token on standard output, or into a file that only its owner reads."""
+    if pattern in RESERVED:
+        raise JobError(f"no board can be named {pattern!r}: `fedquilt ca issue {pattern}` makes that certificate")
     now_s = clock_s()
     text = Authority(folder).register.make_token(pattern, hours * HOUR_S, now_s)
     said = f"for one board named {pattern}, until {stamp(now_s + hours * HOUR_S)}; it is not shown again"

@@ -81,6 +81,12 @@ def test_a_board_without_a_network_enrols_by_hand(folder: Path, capsys: pytest.C
     assert "for 'orin-7', not for orin-8" in said(capsys, "enrol", "sign", "orin.csr", "--device", "orin-8", code=2)
 
 
+def test_no_token_is_made_for_the_coordinators_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The authority would never sign it for a board."""
+    assert main(["enrol", "token", "coordinator"]) == 2
+    assert "`fedquilt ca issue coordinator`" in capsys.readouterr().err
+
+
 def test_a_token_is_shown_once_or_written_for_its_owner_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On standard output there is nothing but the token, so that it can be piped."""
     assert main(["enrol", "token", "orin-*", "--hours", "1"]) == 0
