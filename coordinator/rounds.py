@@ -439,6 +439,7 @@ def _no_quorum(state: Rounds, want: int) -> str:
         f"round {state.round} had {len(state.answered)} of {want} updates after {state.attempt + 1} attempts"
         + (f"; refused: {reasons}" if reasons else "")
         + (f"; silent: {silent}" if silent else "")
-        + "; see to these devices and `fedquilt resume` it, or run the job anew with another "
+        + "; see to these devices and `fedquilt resume` it (a simulated fleet's: the same `fedquilt fleet` "
+        "again), or run the job anew with another "
         "[cohort] size, quorum or deadline_s"
     )

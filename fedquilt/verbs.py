@@ -258,7 +258,7 @@ def report(options: argparse.Namespace) -> int:
     from fedquilt.tools import report as tool
 
     with _existing(options) as store:
-        print(tool.main(store, options.run, options.out))
+        print(f"{tool.main(store, options.run, options.out)}: {store.job(options.run).id}")
     return 0
 
 
