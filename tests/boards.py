@@ -37,19 +37,20 @@ def wheel(
     tag: str = "py3-none-any",
     files: Mapping[str, str] | None = None,
 ) -> Path:
-    """A wheel of one module."""
+    """A wheel of one module, with the same bytes whenever it is made."""
     folder.mkdir(parents=True, exist_ok=True)
     info = f"{name}-{version}.dist-info"
     lines = [f"Requires-Dist: {each}\n" for each in requires] + [f"Provides-Extra: {each}\n" for each in extras]
     path = folder / f"{name}-{version}-{tag}.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for inside, text in {f"{name}.py": f"version = {version!r}\n", **(files or {})}.items():
-            archive.writestr(inside, text)
+            archive.writestr(zipfile.ZipInfo(inside), text)
         archive.writestr(
-            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{''.join(lines)}"
+            zipfile.ZipInfo(f"{info}/METADATA"),
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{''.join(lines)}",
         )
-        archive.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
-        archive.writestr(f"{info}/RECORD", "")
+        archive.writestr(zipfile.ZipInfo(f"{info}/WHEEL"), f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
+        archive.writestr(zipfile.ZipInfo(f"{info}/RECORD"), "")
     return path
 
 
