@@ -29,7 +29,7 @@ import onnxruntime as ort
 
 from fedquilt.core import MemoryBudgetError, ModelError
 
-BASE_BYTES = 82_000_000  # resident beside weights and activations: Python, numpy and the runtime at work on large maps
+BASE_BYTES = 75_000_000  # resident beside weights and activations: Python, numpy and the runtime at work
 LOADING = 3.5  # times its weights is what an optimized session holds while it loads: 3.3 measured
 LOADED = 2.0  # and then: 1.8 measured
 WIDER = 2  # times its activations is what an optimized session holds: they are laid out anew

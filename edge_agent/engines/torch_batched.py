@@ -12,6 +12,7 @@ core: 13 ms a device's step of 32 images either way).
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from fedquilt.edge_agent.engines import training
 from fedquilt.edge_agent.engines.torch_engine import TorchEngine
 from fedquilt.edge_agent.engines.torch_moves import Moves
 from fedquilt.models import zoo
+
+log = logging.getLogger("fedquilt.engines")
 
 PLAIN = (
     nn.Sequential,
@@ -119,7 +122,8 @@ class BatchedTorchEngine(TorchEngine):
         before = [call.rng.bit_generator.state for call in calls]
         try:
             return _Graph(self._plain[calls[0].table], calls, self._device).trained()
-        except Exception:
+        except Exception as error:  # whatever it is, the loop raises it too if it is the call's, and here it is told
+            log.info("%d devices are trained one by one, not together: %s", len(calls), error)
             for call, state in zip(calls, before, strict=True):
                 call.rng.bit_generator.state = state
             return [call.alone(self) for call in calls]
