@@ -46,6 +46,7 @@ from fedquilt.core import (
     derive_seed,
 )
 from fedquilt.methods import fedavg, fedlora
+from fedquilt.methods.krum import Held, hold
 from fedquilt.models import lora
 
 EPS = 1e-8
@@ -122,14 +123,6 @@ class State(fedlora.State):
     told: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Held:
-    """A round's changes by device, and how many more devices answered."""
-
-    deltas: Mapping[str, Mapping[str, np.ndarray]]
-    left_out: int = 0
-
-
 # -- on the coordinator ---------------------------------------------------------------------------
 
 
@@ -146,24 +139,19 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
 def fold(state: State, so_far: Held | None, update: Contribution) -> Held:
     delta = update.bundles.get("delta", {})
     tensors.require_like(delta, state.model)
-    deltas = {**(so_far.deltas if so_far else {}), update.device: delta}
-    left_out = so_far.left_out if so_far else 0
-    if len(deltas) <= state.params["most"]:
-        return Held(deltas, left_out)
-    last = max(sorted(deltas), key=lambda device: derive_seed(state.seed, "held", update.round, device))
-    return Held({device: held for device, held in deltas.items() if device != last}, left_out + 1)
+    return hold(so_far, update, delta, state.params["most"], state.seed)
 
 
 def step(state: State, total: Held | None) -> State:
     if total is None:
         return state
-    devices = sorted(total.deltas)
-    shares, agreed = weights([total.deltas[device] for device in devices], state.params["aggregation"])
+    devices = sorted(total.sent)
+    shares, agreed = weights([total.sent[device] for device in devices], state.params["aggregation"])
     model = {
-        name: array + sum(share * total.deltas[device][name] for share, device in zip(shares, devices, strict=True))
+        name: array + sum(share * total.sent[device][name] for share, device in zip(shares, devices, strict=True))
         for name, array in state.model.items()
     }
-    told = [f"{total.left_out} changes beyond the {len(devices)} held at once were left out"] if total.left_out else []
+    told = total.told("changes")
     if not agreed:
         told.append("no change agreed with the mean change: the plain mean was taken")
     elif apart := [device for device, share in zip(devices, shares, strict=True) if share == 0]:

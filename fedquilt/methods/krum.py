@@ -7,7 +7,7 @@ Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates, ICML 2
 Definitions 1 and 2: of every value the median, or the mean without the f largest and the f smallest.
 
 These rules need all updates of a round at once: the coordinator holds up to `most` models. Of more devices
-than that so many count, drawn by the job's seed.
+than that so many count, drawn by the job's seed. Other methods that need all at once hold them so too (`hold`).
 
 Deviations: models take the place of gradients, as usual with local epochs. f is a share of who answered, rounded
 down. No update counts more for the examples that it claims. Where Krum's n > 2 f + 2 does not hold, a round changes
@@ -56,10 +56,24 @@ class State(fedavg.State):
 
 @dataclass(frozen=True)
 class Held:
-    """A round's models by device, and how many more devices answered."""
+    """What a round's devices sent, by device, and how many more devices answered."""
 
-    models: Mapping[str, Mapping[str, np.ndarray]]
+    sent: Mapping[str, Mapping[str, np.ndarray]]
     left_out: int = 0
+
+    def told(self, what: str) -> list[str]:
+        """In a sentence, if any were left out."""
+        return [f"{self.left_out} {what} beyond the {len(self.sent)} held at once were left out"] * bool(self.left_out)
+
+
+def hold(so_far: Held | None, update: Contribution, sent: Tensors, most: int, seed: int) -> Held:
+    """With what a device sent, as long as so many are held; of more, those whom `seed` draws, in whatever order."""
+    held = {**(so_far.sent if so_far else {}), update.device: sent}
+    left_out = so_far.left_out if so_far else 0
+    if len(held) <= most:
+        return Held(held, left_out)
+    last = max(sorted(held), key=lambda device: derive_seed(seed, "held", update.round, device))
+    return Held({device: each for device, each in held.items() if device != last}, left_out + 1)
 
 
 def init(bundle: Bundle, params: Any, seed: int) -> State:
@@ -69,21 +83,16 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
 def fold(state: State, so_far: Held | None, update: Contribution) -> Held:
     model = update.bundles.get("model", {})
     tensors.require_like(model, state.model)
-    models = {**(so_far.models if so_far else {}), update.device: model}
-    left_out = so_far.left_out if so_far else 0
-    if len(models) <= state.params["most"]:
-        return Held(models, left_out)
-    last = max(sorted(models), key=lambda device: derive_seed(state.seed, "held", update.round, device))
-    return Held({device: held for device, held in models.items() if device != last}, left_out + 1)
+    return hold(so_far, update, model, state.params["most"], state.seed)
 
 
 def step(state: State, total: Held | None) -> State:
     if total is None:
         return state
-    devices, rule = sorted(total.models), state.params["rule"]
-    models = [total.models[device] for device in devices]
+    devices, rule = sorted(total.sent), state.params["rule"]
+    models = [total.sent[device] for device in devices]
     f = wrong(state.params["attackers"], len(models))
-    told = [f"{total.left_out} updates beyond the {len(models)} held at once were left out"] if total.left_out else []
+    told = total.told("updates")
     if rule == "krum":
         if len(models) <= 2 * f + 2:
             few = f"{len(models)} updates are too few for Krum with {f} attackers: the round changed nothing"

@@ -153,9 +153,9 @@ def test_only_so_many_updates_are_held_whatever_the_order_they_come_in() -> None
     total, other = folded(state, HONEST), folded(state, dict(reversed(HONEST.items())))
     assert total is not None
     assert other is not None
-    assert len(total.models) == 3
+    assert len(total.sent) == 3
     assert total.left_out == 3
-    assert total.models.keys() == other.models.keys() != {"a", "b", "c"}
+    assert total.sent.keys() == other.sent.keys() != {"a", "b", "c"}
     assert krum.step(state, total).told[0] == "3 updates beyond the 3 held at once were left out"
 
 
