@@ -88,13 +88,16 @@ def send(state: State, device: DeviceView) -> Order:
     return order(state, {"model": state.model})
 
 
-def order(state: State, bundles: Mapping[str, Tensors], *, passes: int = 3, anchors: int = 0) -> Order:
+def order(
+    state: State, bundles: Mapping[str, Tensors], *, passes: int = 3, anchors: int = 0, moved: Tensors | None = None
+) -> Order:
     """The round's task of a method that trains the whole network by mini-batches.
 
     Args:
         passes: forward passes that one example's training costs; a backward pass takes about two.
         anchors: copies of the model that are held besides those of plain SGD. The peak is that of one
             example at a time: with more room an engine takes more.
+        moved: the tensors that are trained, if not all: the others have no gradients and no moments.
     """
     size = tensors.total_bytes([state.model])
     per_example = passes * state.flops * state.params["epochs"]
@@ -102,7 +105,9 @@ def order(state: State, bundles: Mapping[str, Tensors], *, passes: int = 3, anch
     library = str(state.network.get("name", "")).partition("/")[0]
     convolutions = footprint.convolutions(np.ndim(array) for array in state.model.values())
     fixed = footprint.fixed_bytes(size, convolutions, copies=footprint.COPIES + anchors + moments, library=library)
-    work = Work(flops_per_example=per_example, read_bytes=3 * size, peak_bytes=fixed + state.example_bytes)
+    still = 0 if moved is None else size - tensors.total_bytes([moved])
+    peak = fixed + state.example_bytes - (1 + moments) * still
+    work = Work(flops_per_example=per_example, read_bytes=3 * size, peak_bytes=peak)
     return Order({**state.params, "network": state.network}, bundles, work)
 
 

@@ -96,13 +96,14 @@ def _cost(state: fedavg.State, order: Order, found: list[Group]) -> Any:
     if len(found) == 1:
         return order.work
     model, before, passes, peaks = network(state), 0.0, 0.0, []
+    head = {name: model[name] for name in model.keys() - {name for group in found for name in group.names}}
     for group in found:
         own = {name: model[name] for name in group.names}
         flops, activations = submodel.lighter(model, own)
         before += flops
         passes += before + 2 * flops
-        gradients = tensors.total_bytes([model]) - tensors.total_bytes([own])  # that it has none of
-        peaks.append(order.work.peak_bytes - gradients - (1 - activations) * state.example_bytes)
+        peak = fedavg.order(state, {}, moved={**own, **head}).work.peak_bytes
+        peaks.append(peak - (1 - activations) * state.example_bytes)
     flops = state.flops * state.params["epochs"] * passes
     return msgspec.structs.replace(order.work, flops_per_example=flops, peak_bytes=max(0, int(max(peaks))))
 

@@ -74,7 +74,8 @@ def send(state: State, device: DeviceView) -> Order:
     )
     anchors = 1 if state.params.get("mu", 1.0) else 0
     # a backward pass through weights that are held still costs as much as the forward one, not twice
-    return fedavg.order(plain, {"model": state.model, "backbone": state.backbone}, passes=2, anchors=anchors)
+    bundles = {"model": state.model, "backbone": state.backbone}
+    return fedavg.order(plain, bundles, passes=2, anchors=anchors, moved=state.model)
 
 
 def scale(params: Mapping[str, Any]) -> float:

@@ -42,14 +42,12 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
 
 
 def send(state: fedrep.State, device: DeviceView) -> Order | None:
-    order = fedrep.send(state, device)
     light = replace(state, example_bytes=int(state.params["kept"] * state.example_bytes))
-    frozen = tensors.total_bytes([state.own])
-    moved = tensors.total_bytes([state.model])
-    share = moved / (moved + frozen)
+    whole = replace(light, model={**state.own, **state.model})
+    order = fedavg.order(whole, {"model": state.model, "own": state.own}, moved=state.model)
+    share = tensors.total_bytes([state.model]) / tensors.total_bytes([whole.model])
     flops = order.work.flops_per_example * (1 + 2 * share) / 3  # forward through all, backward through the last
-    peak = order.work.peak_bytes - frozen - state.example_bytes + light.example_bytes
-    work = msgspec.structs.replace(order.work, flops_per_example=flops, peak_bytes=max(peak, 0))
+    work = msgspec.structs.replace(order.work, flops_per_example=flops)
     return ft_full.limited(replace(order, work=work), light, device, ("torch", "numpy"))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from fedquilt import methods, tensors
 from fedquilt.core import Answer, Contribution, DeviceView, Fit, ModelError, Site, Task
-from fedquilt.methods import fedsdg
+from fedquilt.methods import fedavg, fedsdg
 from fedquilt.models import lora
 from fedquilt.tools.local_run import Spent, delivered, states
 from toys import members, to_train
@@ -126,6 +126,19 @@ def test_the_backbone_is_sent_once_and_never_changes(name: str) -> None:
     assert whole.keys() == WEIGHTS.keys()
     moved = {key for key in WEIGHTS if not np.array_equal(whole[key], WEIGHTS[key])}
     assert moved == {f"{layer}.weight" for layer in LAYERS} | HEAD  # the adapters are in the weights now
+
+
+@pytest.mark.parametrize("name", ["fedlora", "fedsdg"])
+def test_what_is_held_still_has_no_gradients_and_no_moments(name: str) -> None:
+    """Training everything by Adam takes a gradient and two moments of the backbone more, three times its bytes."""
+    method = methods.load(name)
+    state = method.init(bundle(), method.params(**QUICK), 0)
+    order = method.send(state, DeviceView("a", None))
+    assert order is not None
+    backbone = {key: array for key, array in state.backbone.items() if key not in state.model}
+    everything = fedavg.State(state.params, NETWORK, {**backbone, **state.model}, 0.0, 0)
+    most = fedavg.order(everything, {}, anchors=int(name == "fedsdg")).work.peak_bytes
+    assert order.work.peak_bytes == most - 3 * tensors.total_bytes([backbone])
 
 
 def test_a_private_head_stays_on_the_device() -> None:
