@@ -2,13 +2,13 @@
 
 A stage is one or more consecutive blocks. Between two of them the network has one value, the input of the next one's
 first layer. Which layer comes first is read from names, in natural order, and checked when the network runs.
-numpy only; torch is imported by `first` alone.
+numpy only; torch is imported by `first`, `add_exits` and `exits` alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +130,34 @@ def first(
 
     module.forward = forward
     return module
+
+
+def add_exits(module: Any, looks: Sequence[Stage], classes: int) -> Any:
+    """The network with a linear layer `exit.<i>` for what each stage hears."""
+    from torch import nn
+
+    module.add_module("exit", nn.ModuleList(nn.Linear(each.width, classes) for each in looks))
+    return module
+
+
+def exits(of: Mapping[str, Any], looks: Sequence[Sequence[Any]], classes: int, *, local_code: bool = False) -> Any:
+    """A network of the zoo, and a classifier before each of these stages: it says the mean of what all of them say.
+
+    Args:
+        of: the network's own table.
+        looks: of each stage its first layer and how many channels that hears.
+    """
+    import torch
+
+    from fedquilt.models import zoo
+
+    module = zoo.build(of, local_code=local_code)
+    found = [Stage(str(entrance), int(width), ()) for entrance, width in looks]
+
+    def answer(told: list[Any], scores: Any) -> Any:
+        return torch.stack([*(linear(x) for linear, x in zip(module.exit, told, strict=True)), scores]).mean(dim=0)
+
+    return add_exits(first(module, module.state_dict(), found, answer, whole=True), found, classes)
 
 
 def _forward(module: Any) -> Callable[[Any], Any]:

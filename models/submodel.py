@@ -233,6 +233,17 @@ def _resize(layer: Any, path: str) -> bool:
     raise ModelError(f"layer {path!r} is a {type(layer).__name__}: it cannot be cut by width")
 
 
+def masked(module: Any, held: np.ndarray) -> Any:
+    """The module with scores of 0, in training, for the classes that are not `held`: booleans (classes,)."""
+    import torch
+
+    def silence(whole: Any, inputs: Any, scores: Any) -> Any:
+        return scores * torch.from_numpy(held).to(scores) if whole.training else None
+
+    module.register_forward_hook(silence)
+    return module
+
+
 class _Scaler:
     """A forward hook that multiplies what a layer says."""
 

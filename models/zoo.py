@@ -1,8 +1,9 @@
 """Networks by name, their weights, and what they cost. torch is imported when a network is built.
 
 A network is a table, `{"name": "mlp", "inputs": 64, "hidden": [32], "classes": 10}`. Names are the
-functions of `fedquilt.models.nets`, `vit`, `resnet20-cifar` (32, 44, 56), `torchvision/<architecture>`, and,
-on the operator's own machine only, `module:function` of a user's own code. A key "input" (see
+functions of `fedquilt.models.nets`, `vit`, `resnet20-cifar` (32, 44, 56), `torchvision/<architecture>`, `exits`
+around another network's table (`fedquilt.models.stages`, what DepthFL ends with), and, on the operator's own machine
+only, `module:function` of a user's own code. A key "input" (see
 `fedquilt.models.images.Input`) says what images it expects; building does not look at it.
 """
 
@@ -13,6 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -113,6 +115,8 @@ def input_shape(network: Mapping[str, Any]) -> tuple[int, ...]:
             return (int(table["channels"]), int(table["size"]), int(table["size"]))
     if network.get("name") == "mlp":
         return (int(network["inputs"]),)
+    if network.get("name") == "exits":
+        return input_shape(network["of"])
     raise ModelError(f"network {network.get('name')!r}: give it an `input` with channels and size")
 
 
@@ -124,8 +128,10 @@ def _factory(name: str, local_code: bool) -> Callable[..., nn.Module]:
         return _own(name, local_code)
     if name.startswith("torchvision/"):
         return _torchvision(name)
-    from fedquilt.models import nets, vit
+    from fedquilt.models import nets, stages, vit
 
+    if name == "exits":
+        return partial(stages.exits, local_code=local_code)
     if name in SMALL:
         return getattr(vit if name == "vit" else nets, name)
     cifar = {f"resnet{depth}-cifar": depth for depth in CIFAR_DEPTHS}

@@ -5,8 +5,8 @@ writes what it finds to HOME/evaluations/RUN.json. The coordinator drops a state
 is wanted of every round has to be followed while it runs; when rounds are faster than evaluations, some are passed
 over, and the last one never is.
 
-A method's own `check` is given the test set as the held-out share of a device that has taken part in nothing: what
-a newcomer would have. A stitched network is run as it would be exported.
+A method's own `check` is given the test set as the held-out share of a device that has taken part in nothing and has
+room for everything: what such a newcomer would have. A stitched network is run as it would be exported.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from fedquilt.core import (
     JobError,
     Method,
     Order,
+    Profile,
     Site,
     StoreError,
     Task,
@@ -123,13 +124,26 @@ class Evaluator:
         """None: the method has nothing to test yet."""
         if self.method.check is None:
             return self._stitched(state, rounds, sha256)
-        order = self.method.send(state, DeviceView(NOBODY, None))
+        order = self.method.send(state, self._newcomer())
         if order is None:
             return None
         told = self.method.check(*self._delivered(order, rounds))
         if "accuracy" not in told:
             return None
         return Score(rounds, float(told["accuracy"]), int(told["examples"]), told.get("loss"), sha256)
+
+    def _newcomer(self) -> DeviceView:
+        """A device that is sent the whole network, where others get as much as their memory holds."""
+        engine = self._made(self.job.engine or _first(self.method))
+        profile = Profile(
+            device=NOBODY,
+            board="none",
+            memory_bytes=BUDGET_BYTES,
+            budget_bytes=BUDGET_BYTES,
+            engines=(engine.name,),
+            versions={},
+        )
+        return DeviceView(NOBODY, profile)
 
     def _delivered(self, order: Order, rounds: int) -> tuple[Task, Site]:
         engine = self._made(self.job.engine or _first(self.method))

@@ -11,7 +11,8 @@ A tensor of the new global model is the mean over the devices that have it. Eval
 Deviations: a classifier is an average over pixels and a linear layer (the paper has attention and separable
 convolutions before it), the last one the network's own. Without FedDyn's term. A stage is so many consecutive
 blocks. Depth goes by the memory tier, the least where a device has not said. The mean is weighted by examples.
-The result is the network alone, without the earlier classifiers. One exit is FedAvg, bit for bit.
+The result is the network "exits", which says the mean of all scores; its tensors but `exit.*` are the plain network's.
+One exit is FedAvg, bit for bit.
 """
 
 from __future__ import annotations
@@ -66,11 +67,16 @@ def part(state: fedavg.State, depth: int) -> Places:
     return dict.fromkeys(sorted(names), (None, None))
 
 
+def looked(body: stages.Body) -> list[list[Any]]:
+    """Of each stage with a classifier before it its first layer and how many channels that hears."""
+    return [[stage.entrance, stage.width] for stage in body.stages[1:]]
+
+
 def send(state: fedavg.State, device: DeviceView) -> Order:
     depth = submodel.by_tier(device.profile, state.params["depths"])
     order = heterofl.order(state, part(state, depth), 1.0)
     found = stages.body(network(state), state.params["exits"])
-    looks = [[stage.entrance, stage.width] for stage in found.stages[1 : depth + 1]]
+    looks = looked(found)[:depth]
     params = {**order.params, "looks": looks, "classes": found.classes, "whole": depth >= len(found.stages)}
     return replace(order, params=params)
 
@@ -90,17 +96,12 @@ class Exits:
 
     def prepare(self, start: Mapping[str, np.ndarray]) -> Any:
         def prepared(module: Any) -> Any:
-            import torch
-            from torch import nn
-
             plain = module.state_dict().keys()
             own = {name: array for name, array in start.items() if name in plain}
             module = stages.first(
                 module, own, self.looks, lambda told, last: self._answer(module, told, last), whole=self.whole
             )
-            with torch.no_grad():
-                module.add_module("exit", nn.ModuleList(nn.Linear(each.width, self.classes) for each in self.looks))
-            return module
+            return stages.add_exits(module, self.looks, self.classes)
 
         return prepared
 
@@ -165,7 +166,12 @@ def step(state: fedavg.State, total: Counted | None) -> fedavg.State:
 
 
 def result(state: fedavg.State) -> Artefact:
-    return Artefact("weights", {"network": state.network}, network(state))
+    """The network with its classifiers; the plain network where there is one exit."""
+    found, table = stages.body(network(state), state.params["exits"]), state.network
+    if len(found.stages) > 1:
+        inputs = {"input": table["input"]} if "input" in table else {}
+        table = {"name": "exits", "of": table, "looks": looked(found), "classes": found.classes, **inputs}
+    return Artefact("weights", {"network": table}, state.model)
 
 
 METHOD = replace(

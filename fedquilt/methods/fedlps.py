@@ -1,29 +1,35 @@
 """FedLPS: a frozen encoder that all share, cut to its strongest channels on weak devices, and a predictor to train.
 
 Paper: Jia et al., FedLPS: Heterogeneous Federated Learning for Multiple Tasks with Local Parameter Sharing, AAAI 2024
-(arXiv 2402.08578), Algorithm 1: a device keeps of every layer the channels with the largest L1 norm of their weights,
-as many as its ratio of pruning leaves; the encoder is held still and shared, the predictor is trained, and its
-entries are averaged over the devices that have them.
+(arXiv 2402.08578), Algorithm 1: the encoder of a pre-trained network is shared and held still. A device keeps of every
+layer of the predictor the channels with the largest L1 norm of their weights, as many as its ratio of pruning leaves;
+the predictor is trained, and its entries are averaged over the devices that have them.
 
-Deviations: one task. Encoder and predictor are cut alike, with one ratio. The channels are chosen on the
-coordinator, anew in every round, by the global model's weights, so that only a device's own part travels (the
-authors prune on the device); additions tie what they add. The ratio is the device's by its memory tier, of one that
-has not said the largest. An entry's mean is weighted by examples.
-The encoder is the first layers by their names; it should come from a pre-trained network. All ratios 0 and
-encoder = 0 are FedAvg, bit for bit.
+Deviations: one task. The channels are chosen once, on the coordinator, by the job's first weights, so that only a
+device's own part travels (the authors prune on the device after its first training); additions tie what they add, and
+what is tied to the encoder stays whole. The ratio is the device's by its memory tier, of one that has not said the
+largest. An entry's mean is weighted by examples; each ratio has batch normalisation statistics of its own, as in
+`heterofl`. The encoder is the first layers by their names. Random weights are refused: an encoder of such is never
+trained by anybody. All ratios 0 and encoder = 0 are FedAvg, bit for bit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
+import numpy as np
 from msgspec import Meta
 
-from fedquilt.core import Answer, Bundle, Contribution, DeviceView, Hooks, ModelError, Order, Site, Task, Turn
+from fedquilt.core import Answer, Bundle, Contribution, DeviceView, Hooks, JobError, ModelError, Order, Site, Task, Turn
 from fedquilt.methods import fedavg, heterofl
+from fedquilt.methods.heterofl import Sum
 from fedquilt.models import layers, submodel
-from fedquilt.models.submodel import Counted, Places
+from fedquilt.models.masks import Follow
+from fedquilt.models.submodel import Places
+
+NOWHERE = Follow(())
 
 Ratio = Annotated[float, Meta(ge=0, lt=1)]
 
@@ -37,15 +43,33 @@ class Params(fedavg.Params):
 @dataclass(frozen=True)
 class State(heterofl.State):
     encoder: tuple[str, ...]  # layers
+    kept: dict[str, dict[str, np.ndarray]]  # by share of the channels that are left: group -> which
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
-    begun = heterofl.init(bundle, params, seed)
+    if params.encoder and not bundle.meta.get("pretrained", True):
+        raise JobError(
+            "the encoder is held still, and this network's weights are random: give [model] weights = a file of a "
+            "pre-trained network's, or train all of it with encoder = 0"
+        )
+    begun = heterofl.State(**vars(fedavg.init(bundle, params, seed)), plan=heterofl.plan_of(bundle), widths={})
     last = layers.head(begun.model)
     order = [name for name in layers.layers(begun.model) if name != last]
     if params.encoder and not order:
         raise ModelError("this network has one layer: there is no encoder to hold still, set encoder = 0")
-    return State(**vars(begun), encoder=tuple(order[: int(params.encoder * (len(order) + 1))]))
+    encoder = tuple(order[: int(params.encoder * (len(order) + 1))])
+    whole = {group for layer in encoder for group in begun.plan.follows.get(f"{layer}.weight", NOWHERE).out}
+    kept = {}
+    for left in rates(vars(params)):
+        chosen = submodel.strongest(begun.plan, begun.model, left)
+        kept[f"{left:g}"] = {group: units for group, units in chosen.items() if group not in whole}
+    state = State(**vars(begun), encoder=encoder, kept=kept)
+    return replace(state, widths=heterofl.statistics(state, parts(state)))
+
+
+def rates(params: Mapping[str, Any]) -> list[float]:
+    """Shares of the channels that are left, by tier."""
+    return [round(1 - ratio, 9) for ratio in params["ratios"]]
 
 
 def still(state: State) -> set[str]:
@@ -55,14 +79,21 @@ def still(state: State) -> set[str]:
     return {name for name in state.model if name.rpartition(".")[0] in modules}
 
 
-def part(state: State, ratio: float) -> Places:
-    """The strongest units' entries."""
-    return submodel.places(state.plan, state.model, submodel.strongest(state.plan, state.model, 1 - ratio))
+def parts(state: State) -> dict[float, Places]:
+    """What may be sent, by the share of the channels that are left: the strongest units' entries."""
+    shares = sorted({share(state, left) for left in rates(state.params)})
+    return {left: submodel.places(state.plan, state.model, state.kept.get(f"{left:g}", {})) for left in shares}
+
+
+def share(state: State, left: float) -> float:
+    """Of shares that leave as many channels of the predictor the largest."""
+    pruned = next(iter(state.kept.values()))
+    return heterofl.width([state.plan.widths[group] for group in pruned], rates(state.params), left)
 
 
 def send(state: State, device: DeviceView) -> Order:
-    ratio = submodel.by_tier(device.profile, state.params["ratios"])
-    order = heterofl.order(state, part(state, ratio), 1 - ratio)
+    left = share(state, submodel.by_tier(device.profile, rates(state.params)))
+    order = heterofl.order(state, parts(state)[left], left, state.widths.get(f"{left:g}"))
     return replace(order, params={**order.params, "still": sorted(still(state))})
 
 
@@ -81,11 +112,10 @@ def check(task: Task, site: Site) -> Any:
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=hooks)
 
 
-def fold(state: State, so_far: Counted | None, update: Contribution) -> Counted:
+def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     sent, held = heterofl.sent_by(update), still(state)
-    cuts = [part(state, ratio) for ratio in sorted(set(state.params["ratios"]))]
-    moved = [{name: place for name, place in at.items() if name not in held} for at in cuts]
-    return submodel.add(state.model, so_far, sent, submodel.recognise(state.model, sent, moved), update.weight)
+    moved = {left: {name: place for name, place in at.items() if name not in held} for left, at in parts(state).items()}
+    return heterofl.gather(state, so_far, sent, moved, update.weight)
 
 
 METHOD = replace(

@@ -5,11 +5,11 @@ NeurIPS 2021 (arXiv 2102.13451), Algorithm 1: a device with the largest width p_
 widths up to it, uniformly, and drops all units but the leading ceil(p * C) of each layer; an entry of the new global
 model is the mean over the devices that have it.
 
-Deviations: without the distillation from p_max to p (section 3.3). Batch normalisation has one set of statistics
-and scales for all widths; dropped units count in nothing that is said after it. A step at a smaller width still
-computes p_max's: bytes and memory are p_max's. p_max goes by the device's memory tier, the smallest where it has not
-said. The mean is weighted by examples. With momentum or weight decay a dropped unit moves by those alone.
-All widths 1 are FedAvg, bit for bit.
+Deviations: without the distillation from p_max to p (section 3.3). Of batch normalisation the scales are one for all
+widths, the statistics each width's own, as in the paper: those of p_max's steps, on the devices whose p_max it is
+(`heterofl`). A step at a smaller width still computes p_max's: bytes and memory are p_max's. p_max goes by the device's
+memory tier, the smallest where it has not said. The mean is weighted by examples. With momentum or weight decay a
+dropped unit moves by those alone. All widths 1 are FedAvg, bit for bit.
 """
 
 from __future__ import annotations
@@ -48,7 +48,12 @@ class Ordered:
 
     def gate(self, module: Any) -> Any:
         """What dropped units say is 0 for every layer that hears them, in training."""
+        from torch.nn.modules.batchnorm import _BatchNorm
+
         inner = dict(module.named_modules())
+        for each in inner.values():
+            if isinstance(each, _BatchNorm):
+                each.register_forward_pre_hook(self._aside(each.momentum))
         for name, follow in self._plan.follows.items():
             path, _, leaf = name.rpartition(".")
             if leaf == "weight" and follow.into:
@@ -65,6 +70,14 @@ class Ordered:
             parts.append(np.arange(held) < used)
         return np.repeat(np.concatenate(parts), repeat).astype(np.float32)
 
+    def _aside(self, momentum: float | None) -> Any:
+        """A step at a smaller width leaves the running statistics alone: they are those of p_max."""
+
+        def hook(layer: Any, inputs: tuple[Any, ...]) -> None:
+            layer.momentum = momentum if self.width == self._most else 0.0
+
+        return hook
+
     def _hook(self, groups: tuple[str, ...], repeat: int) -> Any:
         def hook(layer: Any, inputs: tuple[Any, ...]) -> Any:
             if self.width == self._most or not layer.training:
@@ -79,8 +92,7 @@ class Ordered:
 
 
 def send(state: heterofl.State, device: DeviceView) -> Order:
-    rate = submodel.by_tier(device.profile, state.params["rates"])
-    order = heterofl.order(state, heterofl.part(state, rate), rate)
+    order = heterofl.send(state, device)
     return replace(order, bundles={**order.bundles, "plan": {"json": masks.to_array(state.plan)}})
 
 
@@ -101,4 +113,6 @@ def check(task: Task, site: Site) -> Any:
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=hooks)
 
 
-METHOD = replace(heterofl.METHOD, paper="arXiv 2102.13451", params=Params, send=send, work=work, check=check)
+METHOD = replace(
+    heterofl.METHOD, paper="arXiv 2102.13451", params=Params, init=heterofl.by_width, send=send, work=work, check=check
+)

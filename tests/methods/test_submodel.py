@@ -12,9 +12,22 @@ import numpy as np
 import pytest
 
 from fedquilt import methods, tensors
-from fedquilt.core import Answer, BlobRef, Bundle, Contribution, DeviceView, Examples, Method, ModelError, Profile
+from fedquilt.core import (
+    Answer,
+    BlobRef,
+    Bundle,
+    Contribution,
+    DeviceView,
+    Examples,
+    JobError,
+    Method,
+    ModelError,
+    Profile,
+    UpdateError,
+)
 from fedquilt.methods import depthfl, fedavg, fedepth, fedlps, fjord, ft_full, ft_part, heterofl
 from fedquilt.models import masks, stages, submodel
+from fedquilt.models.layers import STATISTICS
 from fedquilt.tools.local_run import Member, states
 from toys import MLP_MASKS, to_train
 
@@ -93,7 +106,8 @@ def averaged() -> Any:
 @pytest.mark.parametrize(
     ("name", "params"),
     [
-        ("heterofl", {"rates": ONES}),
+        ("heterofl", {"rates": ONES, "clip": 0.0}),
+        ("heterofl", {"rates": ONES, "clip": 0.0, "masked": False}),
         ("fjord", {"rates": ONES}),
         ("fedlps", {"ratios": (0.0,) * 5, "encoder": 0.0}),
         ("depthfl", {"exits": 1}),
@@ -102,7 +116,10 @@ def averaged() -> Any:
     ],
 )
 def test_with_nothing_left_out_it_is_fedavg_bit_for_bit(name: str, params: dict[str, Any]) -> None:
-    """Width 1, one exit, one group, nothing pruned, room for all: of a network with batch norm, in every tensor."""
+    """Width 1, one exit, one group, nothing pruned, room for all: of a network with batch norm, in every tensor.
+
+    Every device has examples of every class.
+    """
     made, plain, method = bundle(), averaged(), methods.load(name)
     mine = method.result(run(method, made, **params)[-1]).tensors
     assert mine.keys() == plain.keys()
@@ -151,11 +168,11 @@ def test_a_device_gets_and_sends_no_more_than_its_memory_tiers_part(name: str) -
 
 @pytest.mark.parametrize("name", SUBMODELS)
 def test_a_mixed_fleet_goes_on_and_every_tensor_stays_finite(name: str) -> None:
-    """Three tiers at once, three rounds; something is learned in each, and the result is the network's own tensors."""
+    """Three tiers at once, three rounds; something is learned in each, and the result has the network's own tensors."""
     method, made = methods.load(name), bundle()
     found = run(seen(method), made, rounds=3)
     result = method.result(found[-1]).tensors
-    assert result.keys() == made.load("model").keys()
+    assert {key for key in result if not key.startswith("exit.")} == made.load("model").keys()
     assert all(np.isfinite(array).all() for array in result.values())
     before = method.result(found[-2]).tensors
     assert any(not np.array_equal(result[key], before[key]) for key in result)
@@ -169,7 +186,8 @@ def test_entries_that_nobody_sent_stay_as_they_were(name: str) -> None:
     at = depthfl.part(first, 1) if name == "depthfl" else heterofl.part(first, first.params["rates"][0])
     sent = submodel.add(first.model, None, submodel.cut(first.model, at), at, 1.0)
     for key, array in first.model.items():
-        counted = sent.weight.get(key, np.zeros(array.shape)) > 0
+        apart = name != "depthfl" and key.rpartition(".")[2] in STATISTICS  # a narrow part's are its own
+        counted = (sent.weight.get(key, np.zeros(array.shape)) > 0) & (not apart)
         assert np.array_equal(array[~counted], last.model[key][~counted]), key
     moved = [key for key in at if not np.array_equal(first.model[key], last.model[key])]
     assert len(moved) > 3
@@ -203,16 +221,109 @@ def test_without_a_plan_of_units_the_job_says_what_to_do(name: str) -> None:
 # -- HeteroFL, FjORD, FedLPS ----------------------------------------------------------------------
 
 
+def folded(method: Method, state: Any, *sent: tuple[int, float, float, list[int]]) -> Any:
+    """The state after devices of so many bytes have sent, by so much weight, their part full of a value, and have
+    examples of these classes."""
+    total = None
+    for budget, weight, value, classes in sent:
+        order = method.send(state, view(budget))
+        model = {key: np.full_like(array, value) for key, array in order.bundles["model"].items()}  # type: ignore[union-attr]
+        held = {"held": np.isin(np.arange(3), classes).astype(np.uint8)}
+        total = method.fold(state, total, Contribution("a", 0, weight, {}, {"model": model, "classes": held}))
+    return method.step(state, total)
+
+
+@pytest.mark.parametrize("name", ["heterofl", "fjord"])
+def test_each_width_has_statistics_of_its_own(name: str) -> None:
+    """Rates 0.5 and 1, full of ones and of fives: each width is sent its own mean and variance again, while the
+    leading channels' weights are the mean of both; a width that nobody has had has the first ones."""
+    method = methods.load(name)
+    state = method.init(bundle(), method.params(rates=(0.25, 0.25, 0.5, 0.5, 1.0)), 0)
+    everything = [0, 1, 2]
+    after = folded(method, state, (2 * 10**9, 1.0, 1.0, everything), (8 * 10**9, 1.0, 5.0, everything))
+    parts = {size: method.send(after, view(size * 10**9)).bundles["model"] for size in (1, 2, 8)}  # type: ignore[union-attr]
+    assert parts[2]["0.1.running_var"].tolist() == [1, 1]
+    assert parts[8]["0.1.running_var"].tolist() == [5, 5, 5, 5]
+    assert parts[1]["0.1.running_mean"].tolist() == [0]
+    assert parts[2]["0.1.weight"].tolist() == [3, 3]
+    assert parts[8]["0.1.weight"].tolist() == [3, 3, 5, 5]
+    assert method.result(after).tensors["0.1.running_mean"].tolist() == [5, 5, 5, 5]
+
+
+def test_rates_that_cut_as_much_share_their_statistics() -> None:
+    """Of four, eight and sixteen channels 0.0625 and 0.05 leave one each, and 0.99 all: it is the whole network."""
+    rates = [0.05, 0.0625, 0.5, 0.99]
+    assert [heterofl.width([4, 8, 16], rates, rate) for rate in rates] == [0.0625, 0.0625, 0.5, 1.0]
+
+
+def test_rows_of_a_class_are_averaged_over_devices_that_have_it() -> None:
+    """Class 0 at both devices, class 1 at the second, class 2 at none, by weights 3 and 1; all else is of both."""
+    method = methods.load("heterofl")
+    state = method.init(to_train(), method.params(), 0)
+    first, second = (8 * 10**9, 3.0, 1.0, [0]), (8 * 10**9, 1.0, 5.0, [0, 1])
+    after = folded(method, state, first, second)
+    assert after.model["3.bias"].tolist() == [2, 5, state.model["3.bias"][2]]
+    assert np.array_equal(after.model["3.weight"][2], state.model["3.weight"][2])
+    assert after.model["1.bias"].tolist() == [2] * 5
+    plain = method.init(to_train(), method.params(masked=False), 0)
+    assert folded(method, plain, first, second).model["3.bias"].tolist() == [2, 2, 2]
+
+
+def test_a_class_that_a_device_has_not_is_out_of_its_loss() -> None:
+    """Examples of classes 0 and 2: the row of class 1 does not move, in a task that does not mask it does."""
+    from fedquilt.tools.local_run import delivered
+
+    method, x = methods.load("heterofl"), np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
+    member = Member("a", Examples(x, np.array([0, 2] * 4)), Examples(x, np.array([0, 2] * 4)))
+    moved = []
+    for masked in (True, False):
+        state = method.init(to_train(), method.params(masked=masked, batch=4), 0)
+        order = method.send(state, view(8 * 10**9))
+        assert order is not None
+        task, site = delivered(method, order, 0, 0, member, engine(), Path, {}, Path("unused"))
+        answer = method.work(task, site)
+        assert ("classes" in answer.bundles) == masked
+        assert not masked or answer.bundles["classes"]["held"].tolist() == [1, 0, 1]
+        moved.append(not np.array_equal(answer.bundles["model"]["3.weight"][1], state.model["3.weight"][1]))
+    assert moved == [False, True]
+
+
+def test_a_device_that_does_not_say_its_classes_is_refused_and_so_is_a_network_without_any() -> None:
+    """No bundle, another number of them; a network that ends in a convolution has no rows to average."""
+    method = methods.load("heterofl")
+    state = method.init(to_train(), method.params(), 0)
+    for bundles in ({}, {"classes": {"held": np.ones(2, np.uint8)}}):
+        with pytest.raises(UpdateError):
+            method.fold(state, None, Contribution("a", 0, 1.0, {}, {"model": state.model, **bundles}))
+    plan = masks.Plan({"0": 2}, {}, {"0.weight": masks.Follow((2, 1, 3, 3), ("0",))})
+    parts = {"model": {"0.weight": np.zeros((2, 1, 3, 3), np.float32)}, "masks": {"json": masks.to_array(plan)}}
+    made = Bundle({"network": {}}, {name: BlobRef(sha256="0" * 64, size=1) for name in parts}, lambda name: parts[name])
+    assert method.init(made, method.params(masked=False), 0).widths.keys() == {"0.0625", "0.125", "0.25", "0.5"}
+    with pytest.raises(ModelError, match="masked = false"):
+        method.init(made, method.params(), 0)
+
+
+def test_a_step_at_a_smaller_width_leaves_the_statistics_alone() -> None:
+    """FjORD's draws at 0.5 alone: batch norm's mean and variance are as received; at 1 they move."""
+    from fedquilt.core import Fit, Hooks, Turn
+
+    made, examples = bundle(), pictures(1)[0].train
+    plan, model, moved = masks.from_array(made.load("masks")["json"]), made.load("model"), []
+    for width in (0.5, 1.0):
+        ordered = fjord.Ordered(plan, 1.0, (width,), np.random.default_rng(0))
+        hooks = Hooks(prepare=ordered.gate, turns=(Turn(begin=ordered.begin),))
+        after, _ = engine().train(NETWORK, model, examples, Fit(batch=4), np.random.default_rng(0), hooks=hooks)
+        names = [key for key in model if key.rpartition(".")[2] in ("running_mean", "running_var")]
+        moved.append(sum(not np.array_equal(after[key], model[key]) for key in names) / len(names))
+    assert moved == [0, 1]
+
+
 def test_heterofl_counts_an_entry_by_who_has_it() -> None:
     """Toy network of five neurons, rates 0.2 and 1 with 3 and 1 examples: the first neuron's mean is of both."""
     method = methods.load("heterofl")
     state = method.init(to_train(), method.params(rates=(0.2, 0.2, 1.0, 1.0, 1.0)), 0)
-    total = None
-    for budget, weight, value in ((10**9, 3.0, 1.0), (8 * 10**9, 1.0, 5.0)):
-        order = method.send(state, view(budget))
-        sent = {key: np.full_like(array, value) for key, array in order.bundles["model"].items()}  # type: ignore[union-attr]
-        total = method.fold(state, total, Contribution("a", 0, weight, {}, {"model": sent}))
-    assert method.step(state, total).model["1.bias"].tolist() == [2, 5, 5, 5, 5]
+    after = folded(method, state, (10**9, 3.0, 1.0, [0, 1, 2]), (8 * 10**9, 1.0, 5.0, [0, 1, 2]))
+    assert after.model["1.bias"].tolist() == [2, 5, 5, 5, 5]
 
 
 def test_ordered_dropout_hides_what_is_beyond_the_width_and_moves_none_of_it() -> None:
@@ -262,6 +373,29 @@ def test_fedlps_holds_its_encoder_still_and_sends_only_the_predictor() -> None:
     assert all(answer.bundles["model"].keys() == found[0].model.keys() - held for answer in answers)
 
 
+def test_fedlps_prunes_the_predictor_alone_and_the_same_channels_in_every_round() -> None:
+    """What makes the encoder's channels stays whole in the narrowest part, and so do the choices after training."""
+    method = methods.load("fedlps")
+    found = run(seen(method), bundle(), rounds=2)
+    first, last = found[0], found[-1]
+    held = fedlps.still(first)
+    narrow = method.send(last, view(512 * 10**6)).bundles["model"]  # type: ignore[union-attr]
+    assert all(narrow[name].shape == first.model[name].shape for name in held)  # type: ignore[index,union-attr]
+    smaller = [name for name in first.model if narrow[name].shape != first.model[name].shape]  # type: ignore[index,union-attr]
+    assert len(smaller) > 3
+    for left, groups in first.kept.items():
+        assert all(np.array_equal(units, last.kept[left][group]) for group, units in groups.items())
+
+
+def test_fedlps_refuses_an_encoder_of_random_weights() -> None:
+    """The bundle says that they are; with encoder = 0 nothing is held still."""
+    method, made = methods.load("fedlps"), bundle()
+    random = replace(made, meta={**made.meta, "pretrained": False})
+    with pytest.raises(JobError, match="encoder = 0"):
+        method.init(random, method.params(), 0)
+    assert method.init(random, method.params(encoder=0.0), 0).encoder == ()
+
+
 # -- DepthFL and FeDepth --------------------------------------------------------------------------
 
 
@@ -280,6 +414,29 @@ def test_depthfls_loss_is_every_exits_cross_entropy_and_what_they_are_apart() ->
             if i != j:
                 wanted = wanted + 0.5 / 2 * (p * (p / q).log()).sum(1).mean()
     assert torch.allclose(found, wanted, atol=1e-5)
+
+
+def test_depthfls_result_says_the_mean_of_all_exits() -> None:
+    """The network "exits", built from its table and the tensors alone, scores as a device with every stage does."""
+    from fedquilt.models import zoo
+    from fedquilt.tools.local_run import delivered
+
+    method, member = methods.load("depthfl"), pictures(1)[0]
+    state = run(seen(method), bundle())[-1]
+    found, order = method.result(state), method.send(state, view(8 * 10**9))
+    assert order is not None
+    assert method.check is not None
+    task, site = delivered(method, order, 0, 0, member, engine(), Path, {}, Path("unused"))
+    network = found.meta["network"]
+    assert engine().evaluate(network, found.tensors, member.held) == method.check(task, site)
+    assert zoo.input_shape(network) == (1, 8, 8)
+    module = zoo.build(network).eval()
+    module.load_state_dict({key: torch.tensor(value) for key, value in found.tensors.items()})
+    x, said = torch.rand(2, 1, 8, 8), []
+    for layer in [*module.exit, module.get_submodule(stages.body(depthfl.network(state), 4).head)]:
+        layer.register_forward_hook(lambda layer, inputs, output: said.append(output))
+    assert torch.allclose(module(x), torch.stack(said).mean(dim=0))
+    assert len(said) == 4
 
 
 def test_depthfls_mutual_term_grows_to_one() -> None:

@@ -195,3 +195,33 @@ def test_a_run_of_a_fleet_is_scored_on_the_test_split_of_its_data(tmp_path: Path
         (score,) = evaluator.evaluate(opened, run).scores
     assert score.rounds == 3
     assert score.accuracy > 0.5
+
+
+def test_a_method_of_sub_models_is_judged_by_the_whole_network(tmp_path: Path) -> None:
+    """Two hidden neurons know three of the four points; one alone, which devices of unknown memory get, knows two."""
+    pytest.importorskip("torch")
+    from fedquilt.models import masks, zoo
+
+    network = {"name": "mlp", "inputs": 2, "hidden": [2], "classes": 2}
+    model = {key: value.numpy() for key, value in zoo.load(network).state_dict().items()}
+    for name, array in {
+        "1.weight": np.eye(2),
+        "1.bias": np.zeros(2),
+        "3.weight": np.eye(2),
+        "3.bias": np.zeros(2),
+    }.items():
+        model[name] = array.astype(np.float32)
+    follows = {
+        "1.weight": masks.Follow((2, 2), ("1",)),
+        "1.bias": masks.Follow((2,), ("1",)),
+        "3.weight": masks.Follow((2, 2), (), ("1",)),
+    }
+    plan = tensors.encode({"json": masks.to_array(masks.Plan({"1": 2}, {}, follows))})
+    bundle.write(tmp_path / "bundle", {"network": network}, {"model": tensors.encode(model), "masks": plan})
+    write_test_set(tmp_path / "points.npz")
+    job = settings.parse({"name": "points", "method": "heterofl", "test": {"path": str(tmp_path / "points.npz")}})
+    state = methods.load("heterofl").init(bundle.load(tmp_path / "bundle"), settings.params(job), 0)
+    with evaluator.Evaluator(job, tmp_path / "bundle") as judge:
+        score = judge.score(state, 0)
+    assert score is not None
+    assert score.accuracy == 0.75
