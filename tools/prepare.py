@@ -60,7 +60,7 @@ def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lamb
     """Write the bundle of a job (a job file's table) into the folder `out`.
 
     From `[model]`: the files "model" and "masks" (`fedquilt.models.masks`), if it can be masked, both safetensors,
-    and meta "network" and "flops" of one example.
+    and meta "network", "flops" and "example_bytes" of one example, and "pretrained": whether it has weights of a file's.
     With `weights_classes`, the number of classes that the weights are for, the last layer is a new one.
     From `[schedule]`: meta "schedule", which part of it to train (`fedquilt.tools.schedule`).
     From `[input]`, `labels` and `[[donors]]`: files "<block>.onnx" and "<block>.data", and meta "input",
@@ -124,7 +124,8 @@ def _model(table: Mapping[str, Any], wanted: Input | None) -> tuple[dict[str, An
     with contextlib.suppress(ModelError):  # it cannot be traced: a method that wants masks will say so
         parts["masks"] = tensors.encode({"json": masks.to_array(mask_trace.plan(model))})
     trained, _ = footprint.weigh(model, torch.zeros(2, *zoo.input_shape(network)))  # last: it moves batch norm
-    return {"network": network, "flops": flops, "example_bytes": footprint.example_bytes(trained)}, parts
+    facts = {"network": network, "flops": flops, "example_bytes": footprint.example_bytes(trained)}
+    return {**facts, "pretrained": table.get("weights") is not None}, parts
 
 
 def _trial(job: Mapping[str, Any]) -> Trial:
