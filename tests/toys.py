@@ -128,10 +128,15 @@ MLP_MASKS = masks.Plan(  # fedquilt.models.mask_trace.plan of it
 )
 
 
-def to_train(network: dict[str, Any] | None = None, model: dict[str, np.ndarray] | None = None) -> Bundle:
-    """A network and what it begins with; none: a small one that the numpy engine trains."""
+def to_train(
+    network: dict[str, Any] | None = None,
+    model: dict[str, np.ndarray] | None = None,
+    plan: masks.Plan | None = None,
+) -> Bundle:
+    """A network, what it begins with and its plan of masks, if any; none: a small one that the numpy engine trains."""
     start = numpy_engine.init(MLP, 0) if model is None else model
-    parts = {"model": start, **({} if network else {"masks": {"json": masks.to_array(MLP_MASKS)}})}
+    plan = plan if network else MLP_MASKS
+    parts = {"model": start, **({"masks": {"json": masks.to_array(plan)}} if plan else {})}
     meta = {"network": network or MLP, "flops": 100.0}
     return Bundle(meta, {name: BlobRef(sha256="0" * 64, size=1) for name in parts}, lambda name: parts[name])
 

@@ -1,6 +1,7 @@
 """What every method has to keep to, whatever it does. A new file in methods/ is tested here without an edit.
 
-A method that trains gets a small network and devices with points; one that runs blocks gets toy donors.
+A method that trains gets a small network and devices with points; one that runs blocks gets toy donors. One that goes
+by a device's memory is played a second time, on a network of three stages and devices of three tiers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from fedquilt import methods, tensors
-from fedquilt.core import Answer, Bundle, Contribution, Method, Site, UpdateError
+from fedquilt.core import Answer, Bundle, Contribution, DeviceView, Method, Profile, Site, UpdateError
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.tools.local_run import Member, states
 from toys import SMALL, build, learners, members, to_train
@@ -30,7 +31,19 @@ AMPLE = 1 << 40
 # FedSDG compares changes of adapters and head, 424 bytes each here, up to a number of them (`most`)
 FOR_EACH_BYTES = {"fedstitch": 1500, "fedpews": 160, "genefl": 250, "krum": 500, "fedsdg": 600}
 
-every = pytest.mark.parametrize("name", methods.names())
+MIXED = "-mixed"
+BUDGETS = (512 * 10**6, 2 * 10**9, 8 * 10**9)
+
+
+def by_memory(name: str) -> bool:
+    """Whether a parameter has a value for each of the five tiers."""
+    defaults = [field.default for field in fields(methods.load(name).params)]
+    return any(isinstance(default, tuple) and len(default) == 5 for default in defaults)
+
+
+every = pytest.mark.parametrize(
+    "name", [*methods.names(), *(f"{name}{MIXED}" for name in methods.names() if by_memory(name))]
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +70,7 @@ def stored(local: Any) -> Any:
 
 def scene(name: str) -> Scene:
     """The method on toys that fit it: as small as they can be."""
-    method = methods.load(name)
+    method = methods.load(name.removesuffix(MIXED))
     if "onnx" in method.engines:
         bundle, runner = build()
         return Scene(method, bundle, runner, members(), method.params(**SMALL), rounds=1000)  # it ends by itself
@@ -68,7 +81,32 @@ def scene(name: str) -> Scene:
         engine = module.TorchEngine(AMPLE, base_bytes=0)
     known = {field.name for field in fields(method.params)}
     params = method.params(**{key: value for key, value in TRAINING.items() if key in known})
+    if name.endswith(MIXED):
+        return Scene(told(method), deep(), engine, learners(), params, ROUNDS)
     return Scene(method, to_train(), engine, learners(), params, ROUNDS)
+
+
+def told(method: Method) -> Method:
+    """The method with devices that say how much memory they have: each another tier."""
+
+    def send(state: Any, device: DeviceView) -> Any:
+        budget = BUDGETS[int(device.device.rpartition("-")[2]) % len(BUDGETS)]
+        profile = Profile(
+            device=device.device, board="b", memory_bytes=budget, budget_bytes=budget, engines=("torch",), versions={}
+        )
+        return method.send(state, replace(device, profile=profile))
+
+    return replace(method, send=send)
+
+
+def deep() -> Bundle:
+    """Three layers of neurons before the one that tells classes."""
+    from fedquilt.models import mask_trace, zoo
+
+    network = {"name": "mlp", "inputs": 6, "hidden": [5, 4, 4], "classes": 3}
+    module = zoo.load(network)
+    model = {key: value.numpy() for key, value in module.state_dict().items()}
+    return to_train(network, model, mask_trace.plan(module))
 
 
 @cache
@@ -92,6 +130,17 @@ def played(name: str) -> tuple[Scene, list[Any], list[tuple[Any, Contribution]],
 
 def packed(run: list[Any]) -> list[bytes]:
     return [tensors.pack(state) for state in run]
+
+
+def test_devices_of_a_mixed_fleet_are_sent_parts_of_another_size() -> None:
+    """Of the network of three stages each tier gets another part, by width and by depth."""
+    for name in ("heterofl", "fjord", "fedlps", "depthfl"):
+        here = scene(f"{name}{MIXED}")
+        state = here.method.init(here.bundle, here.params, 0)
+        orders = [here.method.send(state, DeviceView(member.device, None)) for member in here.devices]
+        sizes = [tensors.total_bytes([order.bundles["model"]]) for order in orders if order]  # type: ignore[list-item]
+        assert sizes == sorted(sizes), name
+        assert sizes[0] < sizes[-1]
 
 
 # -- the same again -------------------------------------------------------------------------------
