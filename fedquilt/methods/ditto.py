@@ -8,7 +8,8 @@ Paper: Li et al., Ditto: Fair and Robust Federated Learning Through Personalizat
 w^t as it was received. v_k stays on the device, and is what it is evaluated with.
 
 Deviations: v_k takes the steps, epochs and rate of w, on the same mini-batches in the same order, as in the
-authors' own code; it begins as the first w that the device receives.
+authors' own code; it begins as the first w that the device receives. With `rank` above 0 w and v_k are low-rank
+adapters and the head of a pre-trained network that is held still, as in `fedlora`.
 """
 
 from __future__ import annotations
@@ -16,35 +17,61 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta
 
 from fedquilt import tensors
-from fedquilt.core import Answer, DeviceView, Hooks, Order, Site, Task, Tensors
-from fedquilt.methods import fedavg
+from fedquilt.core import Answer, Artefact, Bundle, DeviceView, Hooks, Order, Site, Task, Tensors
+from fedquilt.methods import fedavg, fedlora
 
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
     pull: Annotated[float, Meta(ge=0)] = 1.0  # lambda: of the own model to the received one; 0 is training alone
+    rank: Annotated[int, Meta(ge=0)] = 0  # r of low-rank adapters, which alone are trained; 0: the whole network is
+    alpha: Annotated[float, Meta(gt=0)] = 16.0  # adapters count alpha / r
 
 
-def send(state: fedavg.State, device: DeviceView) -> Order:
-    return fedavg.order(state, {"model": state.model}, passes=6, anchors=2)
+def init(bundle: Bundle, params: Params, seed: int) -> fedlora.State:
+    """Without adapters there is no backbone."""
+    if params.rank:
+        return fedlora.init(bundle, params, seed)
+    return fedlora.State(**vars(fedavg.init(bundle, params, seed)), backbone={})
+
+
+def send(state: fedlora.State, device: DeviceView) -> Order:
+    if not state.backbone:
+        return fedavg.order(state, {"model": state.model}, passes=6, anchors=2)
+    whole = fedavg.State(
+        state.params, state.network, {**state.backbone, **state.model}, state.flops, state.example_bytes
+    )
+    bundles = {"model": state.model, "backbone": state.backbone}
+    return fedavg.order(whole, bundles, passes=4, anchors=2, moved=state.model)
 
 
 def work(task: Task, site: Site) -> Answer:
     received, pull = site.load("model"), task.params["pull"]
+    still, hooks = adapted(task, site, received)
+    start = {**still, **received}
     again = copy.deepcopy(site.rng)  # the same mini-batches a second time
-    answer = fedavg.trained(task, replace(site, progress=lambda done: site.progress(done / 2)), received)
-    hooks = Hooks(
-        correct=lambda gradient, value, at: gradient + pull * (value - at["received"]),
-        anchors={"received": received},
-    )
+    answer = fedavg.trained(task, replace(site, progress=lambda done: site.progress(done / 2)), start, hooks)
+    if pull:
+        correct = lambda gradient, value, at: gradient + pull * (value - at["received"])  # noqa: E731
+        hooks = replace(hooks, correct=correct, anchors={"received": start})
     second = replace(site, rng=again, progress=lambda done: site.progress(0.5 + done / 2))
-    mine = fedavg.trained(task, second, own(site, received), hooks if pull else Hooks())
-    return replace(answer, local=mine.bundles["model"], metrics={**answer.metrics, "own_loss": mine.metrics["loss"]})
+    mine = fedavg.trained(task, second, {**still, **own(site, received)}, hooks)
+    model, local = ({name: each.bundles["model"][name] for name in received} for each in (answer, mine))
+    told = {**answer.metrics, "own_loss": mine.metrics["loss"]}
+    return replace(answer, bundles={"model": model}, local=local, metrics=told)
+
+
+def adapted(task: Task, site: Site, received: Tensors) -> tuple[Tensors, Hooks]:
+    """What is held still, and the hooks that put the adapters beside it; nothing where the whole network is trained."""
+    if not task.params.get("rank"):
+        return {}, Hooks()
+    backbone = site.load("backbone")
+    return backbone, fedlora.hooks(task, backbone, received)
 
 
 def own(site: Site, received: Tensors) -> Tensors:
@@ -55,7 +82,25 @@ def own(site: Site, received: Tensors) -> Tensors:
 
 
 def check(task: Task, site: Site) -> Mapping[str, float]:
-    return site.engine.evaluate(task.params["network"], own(site, site.load("model")), site.held)
+    received = site.load("model")
+    still, hooks = adapted(task, site, received)
+    model = {**still, **own(site, received)}
+    return site.engine.evaluate(task.params["network"], model, site.held, hooks=hooks)
 
 
-METHOD = replace(fedavg.METHOD, paper="arXiv 2012.04221", params=Params, send=send, work=work, check=check)
+def result(state: Any) -> Artefact:
+    """The federation's model."""
+    return fedlora.result(state) if state.backbone else fedavg.result(state)
+
+
+METHOD = replace(
+    fedavg.METHOD,
+    paper="arXiv 2012.04221",
+    params=Params,
+    state=fedlora.State,
+    init=init,
+    send=send,
+    work=work,
+    check=check,
+    result=result,
+)

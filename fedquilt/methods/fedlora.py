@@ -7,7 +7,7 @@ feed-forward part's output projections as in FedSDG's comparison (seed paper, se
 
 Deviations: in a network without attention every linear layer before the head is adapted. The result is the plain
 network with the adapters added into its weights. A and B are averaged each, as usual, although the mean of products
-is not the product of means.
+is not the product of means. FedRep and Ditto on adapters are those methods with `rank` above 0.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def scale(params: Mapping[str, Any]) -> float:
 
 def hooks(task: Task, backbone: Tensors, moved: Tensors) -> Hooks:
     """Adapters in the network; these tensors are trained, all others held still."""
-    places, rank, mu = lora.spots(backbone), task.params["rank"], task.params["mu"]
+    places, rank, mu = lora.spots(backbone), task.params["rank"], task.params.get("mu", 0.0)
 
     def prepare(module: Any) -> Any:
         from fedquilt.models import lora_layers

@@ -8,6 +8,7 @@ representations. The head stays on the device.
 Deviations: both parts are trained by whole epochs (`head_epochs`, then `epochs`), as in the authors' own code.
 The mean is weighted by examples, as FedAvg's, where the paper's devices all have as many. Normalisation layers that
 are held still keep their statistics too. A device's first head is the job's, not one fitted before round 0.
+With `rank` above 0 the representation is low-rank adapters in a pre-trained network that is held still (`fedlora`).
 
 The halves of a method that shares a part of the network are here for others too (`split`, `whole`): the part
 that is shared is `State.model`, what the rest begins with is `State.own`.
@@ -17,15 +18,29 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
 from fedquilt import tensors
-from fedquilt.core import Answer, Artefact, Bundle, DeviceView, Fit, Hooks, ModelError, Order, Site, Task, Tensors, Turn
-from fedquilt.methods import fedavg
+from fedquilt.core import (
+    Answer,
+    Artefact,
+    Bundle,
+    DeviceView,
+    Fit,
+    Hooks,
+    JobError,
+    ModelError,
+    Order,
+    Site,
+    Task,
+    Tensors,
+    Turn,
+)
+from fedquilt.methods import fedavg, fedlora
 from fedquilt.models import layers
 
 
@@ -34,14 +49,17 @@ class Params(fedavg.Params):
     """Of the representation: `epochs`, all else of both parts."""
 
     head_epochs: Annotated[int, Meta(ge=0)] = 10  # tau: passes over the examples that move the head alone
+    rank: Annotated[int, Meta(ge=0)] = 0  # r of low-rank adapters, the representation then; 0: the network's own layers
+    alpha: Annotated[float, Meta(gt=0)] = 16.0  # adapters count alpha / r
     head: tuple[str, ...] | None = None  # layers of the device's own; not given: the one that tells classes; []: FedAvg
 
 
 @dataclass(frozen=True)
 class State(fedavg.State):
-    """The shared tensors as `model`, and what the others begin with on every device."""
+    """The shared tensors as `model`, what the others begin with on every device, and what nobody ever trains."""
 
     own: dict[str, np.ndarray]
+    backbone: dict[str, np.ndarray]  # what adapters are beside; {}: there are none
 
 
 # -- sharing a part -------------------------------------------------------------------------------
@@ -51,14 +69,17 @@ def split(begun: fedavg.State, own: Collection[str]) -> State:
     """FedAvg's state with the tensors of these names left to the devices."""
     shared = {name: array for name, array in begun.model.items() if name not in own}
     rest = {name: array for name, array in begun.model.items() if name in own}
-    return State(**vars(replace(begun, model=shared)), own=rest)
+    return State(**vars(replace(begun, model=shared)), own=rest, backbone={})
 
 
 def send(state: State, device: DeviceView) -> Order:
     """The shared part, and beside it what never changes and so is sent once."""
-    all_of_it = {**state.own, **state.model}
+    trained = {**state.own, **state.model}
+    all_of_it = {**state.backbone, **trained}
     plain = fedavg.State(state.params, state.network, all_of_it, state.flops, state.example_bytes)
-    return fedavg.order(plain, {"model": state.model, "own": state.own})
+    still = {"backbone": state.backbone} if state.backbone else {}
+    passes = 2 if still else 3  # a backward pass through weights that are held still costs as much as a forward one
+    return fedavg.order(plain, {"model": state.model, "own": state.own, **still}, passes=passes, moved=trained)
 
 
 def whole(site: Site) -> dict[str, np.ndarray]:
@@ -80,14 +101,28 @@ def work_on_all(task: Task, site: Site) -> Answer:
     return parted(fedavg.trained(task, site, whole(site)), site.load("model"))
 
 
+def adapted(task: Task, site: Site) -> tuple[Tensors, Any]:
+    """What nobody trains, and the hook that puts the adapters beside it; nothing where there are none."""
+    if not task.params.get("rank"):
+        return {}, None
+    backbone = site.load("backbone")
+    return backbone, fedlora.hooks(task, backbone, {}).prepare
+
+
 def check(task: Task, site: Site) -> Mapping[str, float]:
-    return site.engine.evaluate(task.params["network"], whole(site), site.held)
+    """How good the shared part is with the device's own of the rest."""
+    still, prepare = adapted(task, site)
+    model = {**still, **whole(site)}
+    return site.engine.evaluate(task.params["network"], model, site.held, hooks=Hooks(prepare=prepare))
 
 
 def result(state: State) -> Artefact:
     """The shared part within the network that the job began with: `meta["private"]` names what is nobody's."""
-    private = sorted(state.own.keys() - state.model.keys())
-    return Artefact("weights", {"network": state.network, "private": private}, {**state.own, **state.model})
+    model, private = {**state.own, **state.model}, sorted(state.own.keys() - state.model.keys())
+    if state.backbone:
+        merged = (state.params, state.network, state.model, state.flops, state.example_bytes, state.backbone)
+        model = fedlora.plain(fedlora.State(*merged))
+    return Artefact("weights", {"network": state.network, "private": private}, model)
 
 
 # -- the method -----------------------------------------------------------------------------------
@@ -95,6 +130,13 @@ def result(state: State) -> Artefact:
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
     begun = fedavg.init(bundle, params, seed)
+    if params.rank:
+        if params.head is not None:
+            raise JobError(
+                "head and rank: the device's own layer is the one that tells classes where adapters are shared"
+            )
+        both = replace(begun, model=fedlora.shared(begun.model, params.rank, seed))
+        return replace(split(both, fedlora.head(begun.model)), backbone=begun.model)
     found, last = layers.layers(begun.model), layers.head(begun.model)
     chosen = params.head if params.head is not None else (last,) if last else ()
     if params.head is None and last is None:
@@ -116,26 +158,24 @@ def order(state: State, device: DeviceView) -> Order:
 def work(task: Task, site: Site) -> Answer:
     head, model, steps = set(site.load("own")), whole(site), 0.0
     body = model.keys() - head
+    still, prepare = adapted(task, site)
     fit, epochs = fedavg.fit_of(task), task.params["head_epochs"] if head else 0
     first = epochs / (epochs + fit.epochs)  # share of the work
+
+    def moved(site: Site, fit: Fit, names: Collection[str]) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+        """The device's network after training the tensors of these names only, and the engine's metrics."""
+        hooks = Hooks(prepare=prepare, turns=(Turn(rate=lambda name: float(name in names)),))
+        network, start = task.params["network"], {**still, **model}
+        after, told = site.engine.train(network, start, site.train, fit, site.rng, hooks=hooks, progress=site.progress)
+        return {name: after[name] for name in model}, told
+
     if epochs:
         at = replace(site, progress=lambda done: site.progress(first * done))
-        model, told = _moved(task, at, model, replace(fit, epochs=epochs), head)
+        model, told = moved(at, replace(fit, epochs=epochs), head)
         steps = told["steps"]
     at = replace(site, progress=lambda done: site.progress(first + (1 - first) * done))
-    model, told = _moved(task, at, model, fit, body)
+    model, told = moved(at, fit, body)
     return parted(Answer({"model": model}, float(len(site.train)), {**told, "steps": steps + told["steps"]}), body)
-
-
-def _moved(
-    task: Task, site: Site, start: Tensors, fit: Fit, names: Collection[str]
-) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """The tensors after training those of these names only, and the engine's metrics."""
-    hooks = Hooks(turns=(Turn(rate=lambda name: float(name in names)),))
-    model, told = site.engine.train(
-        task.params["network"], start, site.train, fit, site.rng, hooks=hooks, progress=site.progress
-    )
-    return dict(model), told
 
 
 METHOD = replace(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fedquilt import methods, tensors
-from fedquilt.core import Answer, Contribution, DeviceView, Fit, ModelError, Site, Task
+from fedquilt.core import Answer, Contribution, DeviceView, Fit, JobError, ModelError, Site, Task
 from fedquilt.methods import fedavg, fedsdg
 from fedquilt.models import lora
 from fedquilt.tools.local_run import Spent, delivered, states
@@ -139,6 +139,53 @@ def test_what_is_held_still_has_no_gradients_and_no_moments(name: str) -> None:
     everything = fedavg.State(state.params, NETWORK, {**backbone, **state.model}, 0.0, 0)
     most = fedavg.order(everything, {}, anchors=int(name == "fedsdg")).work.peak_bytes
     assert order.work.peak_bytes == most - 3 * tensors.total_bytes([backbone])
+
+
+@pytest.mark.parametrize("name", ["fedrep", "ditto"])
+def test_a_personal_method_on_adapters_sends_them_alone_and_leaves_the_backbone(name: str) -> None:
+    """FedRep sends the adapters and keeps the head, Ditto sends both and keeps its own of both; in the result, a plain
+    network, nothing has moved but what is adapted and the head, and FedRep's head is the first one."""
+    played = Played(name, rank=2, lr=0.1)
+    adapters = {f"{layer}.{leaf}" for layer in LAYERS for leaf in lora.SHARED}
+    sent, kept = (adapters, HEAD) if name == "fedrep" else (adapters | HEAD, adapters | HEAD)
+    for _, answer in played.worked:
+        assert answer.bundles.keys() == {"model"}
+        assert answer.bundles["model"].keys() == sent
+        assert answer.local.keys() == kept
+    found = played.method.result(played.states[-1])
+    moved = {key for key in WEIGHTS if not np.array_equal(found.tensors[key], WEIGHTS[key])}
+    assert found.tensors.keys() == WEIGHTS.keys()
+    assert moved == {f"{layer}.weight" for layer in LAYERS} | (set() if name == "fedrep" else HEAD)
+    assert found.meta.get("private", []) == (sorted(HEAD) if name == "fedrep" else [])
+
+
+@pytest.mark.parametrize("name", ["fedrep", "ditto"])
+def test_a_personal_method_on_adapters_is_evaluated_with_its_own_part(name: str) -> None:
+    """What a device has kept counts: with another head or other adapters of its own it scores otherwise."""
+    method, member = methods.load(name), members(1, 40)[0]
+    state = method.init(bundle(), method.params(**QUICK, lr=0.1), 0)
+    order = method.send(state, DeviceView(member.device, None))
+    assert order is not None
+    assert method.check is not None
+    task, site = delivered(method, order, 0, 0, member, ENGINE, Path, {}, Path("unused"))
+    local = method.work(task, site).local
+    assert method.check(task, replace(site, local=local))["loss"] != method.check(task, site)["loss"]
+
+
+def test_ditto_on_adapters_without_pull_trains_its_own_as_fedlora_does() -> None:
+    """The same steps from the same start: what it keeps after a round is what it sends, and FedLoRA's by sgd."""
+    settings = {"optimizer": "sgd", "lr": 0.1, "clip": 0.0}
+    ((_, mine),) = Played("ditto", 1, 1, pull=0.0, **settings).worked
+    ((_, plain),) = Played("fedlora", 1, 1, **settings).worked
+    for key, array in plain.bundles["model"].items():
+        assert array.tobytes() == mine.local[key].tobytes() == mine.bundles["model"][key].tobytes()
+
+
+def test_adapters_and_a_named_head_are_refused() -> None:
+    """With adapters the device's own layer is the one that tells classes."""
+    method = methods.load("fedrep")
+    with pytest.raises(JobError, match="head and rank"):
+        method.init(bundle(), method.params(rank=2, head=("head",)), 0)
 
 
 def test_a_private_head_stays_on_the_device() -> None:
