@@ -24,7 +24,7 @@ class Row:
 
     image: str  # its file, or its place in the .npz
     label: str
-    score: float  # of that label: the largest of all
+    score: float  # the network's output for that label, the largest of all; no probability: it may be above 1
     truth: str | None  # the label it is known to have
 
 
@@ -67,10 +67,13 @@ def main(model: Path, source: Path, format: str) -> int:
     if format == "json":
         print(json.dumps({"images": [asdict(row) for row in rows], "accuracy": share}, indent=1))
         return 0
-    width = max(len(row.image) for row in rows)
+    width = max(len("image"), *(len(row.image) for row in rows))
+    wide = max(len("label"), *(len(row.label) for row in rows))
+    print(f"{'image':{width}}  {'label':{wide}}  score")
     for row in rows:
         known = "" if row.truth in (None, row.label) else f"   wrong: it is {row.truth}"
-        print(f"{row.image:{width}}  {row.label}  ({row.score:.3f}){known}")
+        print(f"{row.image:{width}}  {row.label:{wide}}  {row.score:5.3f}{known}")
+    print("score: the network's output for the label, the largest of all labels'; it is no probability")
     if share is not None:
         print(f"{share:.1%} of {sum(row.truth is not None for row in rows)} images right")
     return 0

@@ -15,7 +15,6 @@ from fedquilt.tools.doctor.findings import Finding, ok, there, warning
 
 CUDA: Final = {4: 10, 5: 11, 6: 12, 7: 13}  # JetPack -> major version of the CUDA that its driver runs
 NVIDIA_JP6: Final = "https://pypi.jetson-ai-lab.io/jp6/cu126"  # wheels for JetPack 6; PyPI has none
-CPU: Final = "https://download.pytorch.org/whl/cpu"
 _LIBRARY: Final = re.compile(rb"lib(?:torch|c10)\w*\.so\b")
 
 
@@ -53,7 +52,7 @@ def look(paths: Sequence[Path]) -> Packages:
 
 def check(machine: Machine, packages: Packages) -> list[Finding]:
     """All findings about packages, where there are any that run networks."""
-    return there([onnx(machine, packages), torch(machine, packages), vision(machine, packages)])
+    return there([onnx(machine, packages), torch(machine, packages), vision(packages)])
 
 
 def onnx(machine: Machine, packages: Packages) -> Finding | None:
@@ -100,7 +99,7 @@ def torch(machine: Machine, packages: Packages) -> Finding | None:
     )
 
 
-def vision(machine: Machine, packages: Packages) -> Finding | None:
+def vision(packages: Packages) -> Finding | None:
     version, torch = packages.versions.get("torchvision"), packages.versions.get("torch")
     if version is None or torch is None:
         return None
@@ -109,15 +108,10 @@ def vision(machine: Machine, packages: Packages) -> Finding | None:
     if not other and not packages.vision_lacks:
         return ok("FQ205", f"torchvision {version} fits torch {torch}")
     why = f"was built for torch {wanted}" if other else f"needs {', '.join(packages.vision_lacks)}, which it has not"
-    if expected(machine) and packages.torch_cuda is not None:
-        mend = _torch_gpu(machine)
-    else:
-        mend = f"pip install --force-reinstall torch torchvision --index-url {CPU}"
-    return warning(
+    return ok(  # `models.torchvision_fix` sees to it
         "FQ205",
-        f"torchvision {version} does not fit torch {torch} ({why}): its operators do not load; "
-        "fedquilt's own networks do without them",
-        mend,
+        f"torchvision {version} does not fit torch {torch} ({why}): its own operators, for detection, do not load; "
+        "fedquilt needs none of them and imports it all the same",
     )
 
 

@@ -97,15 +97,19 @@ def test_a_torch_for_a_cuda_that_the_jetpack_has_not_is_found(board: Any) -> Non
 @pytest.mark.parametrize(
     ("pinned", "needs"), [("2.9.0", b"\0libtorch.so\0libtorch_cuda.so\0"), ("2.8.0", b"\0libtorch.so\0")]
 )
-def test_torchvisions_operators_of_another_torch_are_found(board: Any, pinned: str, needs: bytes) -> None:
-    """Compiled for CUDA beside a torch that has none, or for another release of torch."""
+def test_torchvisions_operators_of_another_torch_are_told_and_no_finding(board: Any, pinned: str, needs: bytes) -> None:
+    """Compiled for CUDA beside a torch that has none, or for another release of torch: the import is mended."""
     board.package("torch", "2.9.0", **{"version.py": "cuda = '12.6'", "lib__libtorch.so": ""})
     board.package("torchvision", "0.24.0", f"torch (=={pinned})", "numpy")
     (board.root / "usr/lib/python3/dist-packages/torchvision").mkdir()
     (board.root / "usr/lib/python3/dist-packages/torchvision/_C.so").write_bytes(needs)
-    found = board.only()
-    assert found.number == "FQ205"
-    assert ("libtorch_cuda.so" in found.sentence) == (pinned == "2.9.0")
+    assert board.examine("machine") == []
+    seen = facts.look(board.root, board.clock_s, 0.0)
+    told = packages.vision(packages.look(seen.paths))
+    assert told is not None
+    assert (told.number, told.severity) == ("FQ205", "ok")
+    assert "does not fit torch 2.9.0" in told.sentence
+    assert ("libtorch_cuda.so" in told.sentence) == (pinned == "2.9.0")
 
 
 def test_a_torch_and_torchvision_that_fit_are_no_finding(board: Any) -> None:
