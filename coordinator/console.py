@@ -12,7 +12,8 @@ from contextlib import contextmanager
 import msgspec
 
 from fedquilt import link as links
-from fedquilt.coordinator import ledger, story
+from fedquilt import methods
+from fedquilt.coordinator import eligible, ledger, rounds, story
 from fedquilt.coordinator.rounds import Answered, AnyFact, Asked, Closed, Surveyed
 from fedquilt.coordinator.running import Running
 from fedquilt.coordinator.server import Server
@@ -20,24 +21,59 @@ from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError
 from fedquilt.link import Link
 
-WAIT_SAID_S = 5.0
+WAIT_SAID_S = 5.0  # a wait is told when it has lasted so long, and no sooner again when it changes
+WAIT_AGAIN_S = 600.0  # and if it does not change
+
+MORE = (
+    "start more: `fedquilt agent agent.toml` on a board, or simulated ones with `fedquilt fleet JOB --link broker "
+    "--agents-only`"
+)
+
+
+class Waiting:
+    """When a wait is told: soon after it begins or changes, then rarely."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None  # since when there is something to wait for
+        self._said, self._said_s = "", -math.inf
+
+    def line(self, whom: str | None, now_s: float) -> str | None:
+        """What to say now of what is waited for; None: nothing."""
+        if whom is None:
+            self._since_s, self._said = None, ""
+            return None
+        self._since_s = now_s if self._since_s is None else self._since_s
+        due_s = self._said_s + (WAIT_AGAIN_S if whom == self._said else WAIT_SAID_S)
+        if now_s < max(due_s, self._since_s + WAIT_SAID_S):
+            return None
+        self._said, self._said_s = whom, now_s
+        return f"waiting for {whom}"
 
 
 class Console:
     """Prints facts as sentences; on a terminal the running round is a line that is overwritten."""
 
-    def __init__(self, wordy: bool = False, named: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
-        """`wordy`: every fact; `named`: with the run it belongs to, where there may be several."""
+    def __init__(
+        self,
+        wordy: bool = False,
+        named: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        mend: str = MORE,
+    ) -> None:
+        """`wordy`: every fact; `named`: with the run it belongs to, where there may be several.
+
+        `mend`: how somebody can be brought that a round waits for.
+        """
         self._out, self._named = sys.stdout, named
         self._wordy, self._live = wordy, self._out.isatty()
         self._clock, self._began_s = clock, clock()
-        self._idle_s: float | None = None  # since when nobody can be asked; inf: said
+        self._waiting, self._mend = Waiting(), mend
 
     def observe(self, job: Running, fact: AnyFact) -> None:
         if isinstance(fact, Surveyed | Asked | Answered | Closed) and not self._wordy:
             self._status(job)
         else:
-            first, *more = story.sentences(fact)
+            first, *more = story.sentences(fact, story.closing(job.rounds, fact))
             self.say(f"{job.id}: {first}" if self._named else first, *more)
 
     def say(self, first: str, *more: str) -> None:
@@ -48,32 +84,12 @@ class Console:
         self._out.flush()
 
     def wait(self, server: Server) -> None:
-        """Say once for whom a round waits, when nobody has come for a while."""
-        whom = self._awaited(server)
-        if whom is None:
-            self._idle_s = None
-        elif self._idle_s is None:
-            self._idle_s = self._clock()
-        elif self._idle_s + WAIT_SAID_S < self._clock():
-            self._idle_s = math.inf
-            self.say(f"waiting for {whom}")
-
-    def _awaited(self, server: Server) -> str | None:
-        """Whom the running round cannot go on without; None: somebody is at work."""
+        """Say for whom a round waits, when nobody has come for a while."""
         job = server.active
-        if job is None or job.rounds.phase not in ("selecting", "open"):
-            return None
-        able, asked = server.registry.able(job.engines, self._clock()), job.rounds.asked
-        if asked & able.keys():
-            return None
-        if asked:
-            return f"{', '.join(sorted(asked))}: offline"
-        least = job.rounds.plan.cohort.min_devices if job.rounds.round == 0 else 1
-        declined = f", {len(job.rounds.declined)} of them declined" if job.rounds.declined else ""
-        barred = [code for device, code in job.rounds.passed.items() if device in able]
-        alone = "".join(f", {barred.count(code)} left alone ({code})" for code in sorted(set(barred)))
-        engines = " or ".join(job.engines)
-        return f"devices that run {engines}: {len(able)} online{alone}{declined}, at least {least} needed"
+        able = server.registry.able(job.engines, self._clock()) if job else {}
+        line = self._waiting.line(story.waiting(job.rounds, job.engines, able.keys()) if job else None, self._clock())
+        if line is not None and job is not None:
+            self.say(f"{job.id}: {line}" if self._named else line, self._mend)
 
     def _status(self, job: Running) -> None:
         if self._live:
@@ -111,27 +127,37 @@ def coordinate(
 
 def tell(store: Store, id: str, *, follow: bool = False, json: bool = False) -> None:
     """Print a run's facts with their wall-clock times, and with `follow` those to come until it has ended."""
-    seen = 0
+    job = store.job(id).job
+    seen, state, waiting = 0, rounds.Rounds(rounds.Plan.of(job)), Waiting()
+    engines = (job.engine,) if job.engine else methods.load(job.method).engines
     while True:
         ended = store.status(id) in ("done", "failed", "stopped")  # asked first, so that no last fact is missed
         for number, at_s, fact in store.facts(id, after=seen):
-            seen = number
+            seen, state = number, rounds.apply(state, fact, 0.0)
             if json:
                 print(msgspec.json.encode({"at": at_s, "fact": fact}).decode())
-                continue
-            first, *more = story.sentences(fact)
-            stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
-            print("\n".join([f"{stamp}  {first}", *(f"{'':21}{line}" for line in more)]))
+            else:
+                _tell(at_s, *story.sentences(fact, story.closing(state, fact)))
         sys.stdout.flush()
         if not ended and follow and not store.served():
             raise JobError(
                 f"no coordinator serves {store.home} any more: `fedquilt serve --home {store.home}` goes on with {id}"
             )
         if ended or not follow:
-            if not json:
-                print("\n".join(ledger.lines(ledger.account(fact for _, _, fact in store.facts(id)))))
+            for line in [] if json else ledger.lines(ledger.account(fact for _, _, fact in store.facts(id))):
+                print(line)
             return
+        # who is online is known here only as of when it was last looked who can be asked
+        able = {*state.eligible, *(name for name, code in state.passed.items() if code in eligible.ABLE)}
+        whom = None if state.asked else story.waiting(state, engines, able)
+        if (line := waiting.line(whom, time.monotonic())) is not None and not json:
+            _tell(time.time(), line, MORE)
         time.sleep(0.5)
+
+
+def _tell(at_s: float, first: str, *more: str) -> None:
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
+    print("\n".join([f"{stamp}  {first}", *(f"{'':21}{line}" for line in more)]), flush=True)
 
 
 class Stop:

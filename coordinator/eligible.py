@@ -21,6 +21,8 @@ REASONS: Final[Mapping[str, str]] = {
     "hot": "hotter than [cohort] max_temperature_c",
 }
 
+ABLE: Final = frozenset({"battery", "hot"})  # of these: reasons of devices that could work, and are left alone
+
 
 class Seen(NamedTuple):
     """A device as it is known at this moment."""

@@ -117,6 +117,15 @@ def points(facts: Sequence[Dated], rounds: int) -> list[Point]:
     return found
 
 
+def done(facts: Iterable[AnyFact], rounds: int) -> int:
+    """How many rounds of work are behind a run; the closing evaluation is none. `rounds` as of `points`."""
+    count, over = 0, False
+    for fact in facts:
+        if isinstance(fact, Committed) and not over and fact.round < rounds:
+            count, over = count + 1, fact.finished
+    return count
+
+
 def splits(facts: Sequence[Dated]) -> list[Split]:
     """Where every committed round's time went; rounds of which no answer was timed are left out."""
     answers = _answers(facts)

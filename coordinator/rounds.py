@@ -364,10 +364,15 @@ def wanted(state: Rounds, online: Collection[str]) -> int:
     return state.plan.cohort.size or len({*online, *state.answered} - set(state.declined)) or 1
 
 
+def quorum(state: Rounds, want: int) -> int:
+    """How many contributions of `want` suffice at the deadline."""
+    return max(1, math.ceil(want * state.plan.cohort.quorum))
+
+
 def _select(state: Rounds, online: Collection[str], ask: Callable[[str], Ask]) -> AnyFact | None:
     plan = state.plan
     if state.over and (state.checked or not plan.check_every):
-        return Ended("done")
+        return Ended("done", stop.caveat(plan.stop, state.spent) or "")
     if (limit := stop.reached(plan.stop, state.spent)) is not None:
         return Ended("done", limit)
     if state.round == 0 and len(online) < plan.cohort.min_devices:
@@ -400,7 +405,7 @@ def _attend(state: Rounds, now_s: float, online: Collection[str], ask: Callable[
     have, want = len(state.answered), wanted(state, online)
     if have >= want:
         return Closed(state.round)
-    enough = have >= max(1, math.ceil(want * cohort.quorum))
+    enough = have >= quorum(state, want)
     if enough and state.extended:
         return Closed(state.round)
     if now_s >= next_s(state):

@@ -144,7 +144,8 @@ class Running:
                 total = self.method.fold(state, total, self.contribution(answered[device]))
             state = self.method.step(state, total)
         ref = self._store.depot.put(tensors.pack(state))
-        caveat = stop.caveat(self.job.stop, self.rounds.spent)
+        spent = self.rounds.spent
+        caveat = stop.caveat(self.job.stop, spent) if spent.metered or not self.rounds.round else None
         return Committed(
             round=self.rounds.round,
             state=ref,

@@ -16,6 +16,7 @@ from fedquilt.coordinator.rounds import AnyFact, Asked, Closed, Committed, Decli
 from fedquilt.coordinator.running import Running
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.core import FedquiltError, Profile, StoreError, Update, UpdateError, Wired, WireError
+from fedquilt.garbage import Garbage
 from fedquilt.link import Link, Message
 from fedquilt.transfer import Transfers
 
@@ -41,7 +42,7 @@ class Server:
     ) -> None:
         self.finished = False
         self.registry = Registry()
-        self.refused_messages = 0
+        self.garbage = Garbage()
         self.active: Running | None = None
         self._link, self._store, self._observe, self._only = link, store, observe, only
         self._topics = wire.Topics(fleet)
@@ -67,6 +68,8 @@ class Server:
             self._greet(now_s)
         for message in self._link.receive():
             self._handle(message, now_s)
+        for said in self.garbage.due(now_s):
+            log.warning("%s", said)
         transfers_due = self._transfers.step(now_s)
         for device, sha256, error in self._transfers.take_done():
             self._arrived(device, sha256, error, now_s)
@@ -102,8 +105,8 @@ class Server:
                 return
             self._take(route.device, wire.decode(message.payload, route.kind), now_s)
         except WireError as error:
-            self.refused_messages += 1
-            log.warning("dropped a message on %s: %s", message.topic[:120], error)
+            if said := self.garbage.take(message.topic, error, message.retained, now_s):
+                log.warning("%s", said)
 
     def _take(self, device: str, message: Wired, now_s: float) -> None:
         match message:

@@ -88,6 +88,8 @@ def load(path: Path) -> Job:
     """
     table = tables.read(path)
     try:
+        if "device" in table and "method" not in table:
+            raise JobError("these are a board's settings, and a job is wanted; `fedquilt agent` takes settings")
         return parse(_anchored(table, path.parent))
     except JobError as error:
         raise JobError(f"{path}: {error}") from None
@@ -99,10 +101,7 @@ def parse(table: Mapping[str, Any]) -> Job:
     Raises:
         JobError: says which key is wrong and what is expected there.
     """
-    try:
-        job = msgspec.convert(table, Job)
-    except msgspec.ValidationError as error:
-        raise JobError(f"{error}; keys of a job: {', '.join(Job.__struct_fields__)}") from None
+    job = tables.convert(table, Job, "a job")
     params(job)
     return job
 
@@ -130,11 +129,11 @@ def params(job: Job) -> Any:
     known = [field.name for field in dataclasses.fields(kind)]
     unknown = sorted(set(job.params) - set(known))
     if unknown:
-        raise JobError(f"[params] {', '.join(unknown)}: {job.method} has no such parameter; it has {', '.join(known)}")
-    try:
-        return msgspec.convert(job.params, kind)
-    except (msgspec.ValidationError, ValueError) as error:
-        raise JobError(f"[params] of {job.method}: {error}") from None
+        hint = tables.nearest(unknown[0], known)
+        raise JobError(
+            f"[params] {', '.join(unknown)}: {job.method} has no such parameter; it has {', '.join(known)}{hint}"
+        )
+    return tables.convert(job.params, kind, f"[params] of {job.method}")
 
 
 def _anchored(table: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Decided between rounds from what the log says was taken, so a job can exceed its limits by a round, and
 what it has is a whole round's result. What no meter measured is not in the sum of joules: a job with
-`max_joules` on boards without meters runs on, and says after each round how many tasks were not counted.
+`max_joules` on boards without meters runs on, and says after each round how much was not counted.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ class Spent:
     """What a job's answers have taken so far."""
 
     joules: float = 0.0  # gross, of the tasks that were metered
+    metered: int = 0  # tasks that were
     unmetered: int = 0  # tasks that were not
     bytes: int = 0
     wall_s: float = 0.0  # of committed rounds
@@ -27,6 +28,7 @@ class Spent:
         return replace(
             self,
             joules=self.joules + (usage.energy_j or 0.0),
+            metered=self.metered + (usage.energy_j is not None),
             unmetered=self.unmetered + (usage.energy_j is None),
             bytes=self.bytes + usage.down_bytes + usage.up_bytes,
         )
@@ -47,6 +49,11 @@ def caveat(limits: Stop, spent: Spent) -> str | None:
     """What to say after a round whose joules cannot all be counted; None: they can, or nobody asks."""
     if limits.max_joules is None or not spent.unmetered:
         return None
+    if not spent.metered:
+        return (
+            f"max_joules = {limits.max_joules:.4g} ends nothing here: no board that has answered has a meter for its "
+            "joules; the job runs to its rounds, or to another limit of [stop]"
+        )
     return f"max_joules counts {spent.joules:.4g} J of {limits.max_joules:.4g} J{_but(spent)}"
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from fedquilt.coordinator import eligible, ledger
+from fedquilt import units
+from fedquilt.coordinator import eligible, ledger, progress, rounds
 from fedquilt.coordinator.rounds import (
     Answered,
     AnyFact,
@@ -18,6 +20,7 @@ from fedquilt.coordinator.rounds import (
     Rejected,
     Reopened,
     Resumed,
+    Rounds,
     Started,
     Surveyed,
 )
@@ -25,8 +28,46 @@ from fedquilt.coordinator.store import Row, Store
 from fedquilt.core import Usage
 
 
-def sentences(fact: AnyFact) -> list[str]:
-    """One fact, in sentences; the first says what happened, the rest why."""
+def closing(state: Rounds, fact: AnyFact) -> bool:
+    """Whether a fact belongs to the evaluation after the last round; `state` is as of after it."""
+    if isinstance(fact, Committed):
+        return state.checked
+    return state.over and getattr(fact, "round", None) == state.round
+
+
+def sentences(fact: AnyFact, closing: bool = False) -> list[str]:
+    """One fact, in sentences; the first says what happened, the rest why. `closing`: see there."""
+    first, *more = _sentences(fact)
+    return [first.replace(f"round {getattr(fact, 'round', '')}", "closing evaluation", 1) if closing else first, *more]
+
+
+def waiting(state: Rounds, engines: Sequence[str], able: Collection[str]) -> str | None:
+    """What the running round cannot go on without, in a sentence; None: somebody is at work, or nothing runs.
+
+    Args:
+        able: who is online and has one of the engines.
+    """
+    if state.phase not in ("selecting", "open") or state.asked & set(able):
+        return None
+    if state.asked:
+        return f"{_names(sorted(state.asked))}: offline"
+    barred = [code for device, code in state.passed.items() if device in able]
+    alone = "".join(f", {barred.count(code)} left alone ({code})" for code in sorted(set(barred)))
+    declined = f", {len(state.declined)} of them declined" if state.declined else ""
+    there = f"devices that run {' or '.join(engines)}: {len(able)} online{alone}{declined}"
+    if state.phase == "selecting":
+        least = state.plan.cohort.min_devices if state.round == 0 else 1
+        return f"{there}, at least {least} needed"
+    want = rounds.wanted(state, set(able) - state.passed.keys())
+    least = rounds.quorum(state, want)
+    return f"{there}, {len(state.answered)} of {want} updates are here, at least {least} needed"
+
+
+def _names(names: Sequence[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _sentences(fact: AnyFact) -> list[str]:
     match fact:
         case Started():
             return ["started"]
@@ -62,27 +103,27 @@ def sentences(fact: AnyFact) -> list[str]:
 
 def took(usage: Usage) -> str:
     """What a task took; what was not measured is left out."""
-    parts = [f"in {usage.wall_s:.2f} s"]
+    scale, prefix = units.unit(usage.wall_s) if usage.wall_s < 0.1 else (1.0, "")
+    parts = [f"in {usage.wall_s / scale:.2f} {prefix}s"]
     if usage.energy_j is not None:
         net_j = None if usage.idle_j is None else usage.energy_j - usage.idle_j
         parts.append(ledger.joules(usage.energy_j, net_j, usage.energy_error_j))
     if usage.peak_bytes is not None:
-        parts.append(f"peak {usage.peak_bytes / 1e6:.0f} MB")
-    parts.append(f"{usage.down_bytes / 1e6:.2f} MB down, {usage.up_bytes / 1e6:.2f} MB up")
+        parts.append(f"peak {units.size(usage.peak_bytes)}")
+    parts.append(f"{units.size(usage.down_bytes)} down, {units.size(usage.up_bytes)} up")
     return ", ".join(parts)
 
 
 def summary(row: Row, store: Store) -> dict[str, Any]:
     """One line of `fedquilt ls`."""
     facts = [fact for _, _, fact in store.facts(row.id)]
-    rounds = sum(isinstance(fact, Committed) for fact in facts)
     taken = ledger.account(facts)
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.created))
     return {
         "run": row.id,
         "status": row.status,
         "method": row.job.method,
-        "rounds": rounds,
+        "rounds": progress.done(facts, row.job.rounds),
         "began": began,
         "energy_j": taken.whole.energy_j,
         "net_j": taken.whole.net_j,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from fedquilt import units
 from fedquilt.core import Profile, Work
 from fedquilt.models import footprint
 
@@ -86,7 +87,7 @@ def lines(found: Mapping[str, Share], work: Work) -> list[str]:
     if not found:
         return []
     whole = _sum(found.values())
-    need = f"{work.peak_bytes / 1e6:.0f} MB beside the engine" if work.peak_bytes else "no more than the engine"
+    need = f"{units.size(work.peak_bytes)} beside the engine" if work.peak_bytes else "no more than the engine"
     told = [f"could take part ({need}): {_told(whole)}"]
     if len(found) > 1:
         told += [f"  {name}: {_told(share)}" for name, share in found.items()]

@@ -17,7 +17,6 @@ from fedquilt import methods, profiles, systemd, wire
 from fedquilt.core import (
     BlobRef,
     Device,
-    JobError,
     LinkError,
     Reading,
     StoreError,
@@ -26,13 +25,14 @@ from fedquilt.core import (
     Wired,
     WireError,
 )
-from fedquilt.edge_agent import devices, engines, plan, report
+from fedquilt.edge_agent import budget, devices, engines, plan, report
 from fedquilt.edge_agent.local import Local
 from fedquilt.edge_agent.orders import Event, Loaded, Order, Outcome
 from fedquilt.edge_agent.pacer import Pacer
 from fedquilt.edge_agent.plan import Acked, Arrived, Begin, Cleared, Connected, Done, Failed, Fetched, Key, Tick
 from fedquilt.edge_agent.settings import AgentSettings, size_bytes
 from fedquilt.edge_agent.worker import ChildWorker, Worker
+from fedquilt.garbage import Garbage
 from fedquilt.link import Link, Message
 from fedquilt.transfer import Transfers
 
@@ -61,7 +61,7 @@ class Agent:
     ) -> None:
         self.device, self.settings = settings.device, settings
         self.local = Local(Path(settings.home))
-        self.refused_messages = 0
+        self.garbage = Garbage()
         self._link, self._board, self._worker = link, board, worker
         self._boot = boot or os.urandom(8).hex()
         self._presence = 0  # how often presence was told
@@ -72,6 +72,8 @@ class Agent:
         kept, counted = self.local.recover()
         offers = {key: plan.Offer(update, private, due_s=-math.inf) for key, (update, private) in kept.items()}
         self.state = plan.State(means, outbox=offers, counted=counted)
+        if short := budget.no_engine(means.budget_bytes, means.engines):
+            log.warning("%s: %s", self.device, short)
         self._tell_s, self._patience_s = math.inf, RETELL_S
         self._profile = report.profile(self.device, board, means)
         self._pacer = Pacer(board, settings.governor.rule())
@@ -86,6 +88,8 @@ class Agent:
             self._greet(now_s)
         for message in self._link.receive():
             self._handle(message, now_s)
+        for said in self.garbage.due(now_s):
+            log.warning("%s", said)
         self._transfers.step(now_s)
         for _, sha256, error in self._transfers.take_done():
             self._fetched(sha256, error, now_s)
@@ -137,8 +141,8 @@ class Agent:
             else:
                 self._transfers.handle(route, message.payload, now_s)
         except WireError as error:
-            self.refused_messages += 1
-            log.warning("dropped a message on %s: %s", message.topic[:120], error)
+            if said := self.garbage.take(message.topic, error, message.retained, now_s):
+                log.warning("%s", said)
         except StoreError as error:
             self._feed(Failed("disk", str(error)), now_s)
 
@@ -340,7 +344,7 @@ def run_agent(settings: AgentSettings) -> None:
     from fedquilt.mqtt import Broker, MqttLink
 
     broker = Broker.parse(**msgspec.structs.asdict(settings.broker))
-    profile = None if settings.profile is None else _profile(Path(settings.profile))
+    profile = None if settings.profile is None else profiles.find(settings.profile)
     board, boot = devices.make(settings.board, profile=profile), os.urandom(8).hex()
     presence = wire.Topics(settings.fleet).device(settings.device, "up", "presence")
     lock = Local(Path(settings.home)).lock()
@@ -358,10 +362,3 @@ def run_agent(settings: AgentSettings) -> None:
         systemd.notify("STOPPING=1")
         agent.goodbye()
         os.close(lock)
-
-
-def _profile(path: Path) -> profiles.Board:
-    try:
-        return profiles.parse(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise JobError(f"profile: {path} cannot be read ({error}): `fedquilt record` writes one") from None

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -68,6 +68,23 @@ def base_bytes(engine: str, measured: Mapping[str, int]) -> int:
     return measured.get(engine, ASSUMED_BASE_BYTES.get(engine, 0))
 
 
+def least_bytes(engine: str, measured: Mapping[str, int]) -> int:
+    """What a task on the engine holds at the least, whatever it is asked."""
+    return base_bytes(engine, measured) + FIRST_USE_BYTES.get(engine, 0)
+
+
+def no_engine(budget_bytes: int, engines: Collection[str]) -> str | None:
+    """That none of the engines fits into a budget, in a sentence; None: one does."""
+    need = {name: least_bytes(name, {}) for name in engines}
+    if any(size < budget_bytes for size in need.values()):
+        return None
+    held = ", ".join(f"{name} {megabytes(size)}" for name, size in need.items()) or "none is installed"
+    return (
+        f"the budget of {megabytes(budget_bytes)} is less than any engine here holds by itself ({held}): "
+        "every task will be declined until the budget is raised"
+    )
+
+
 def shortage(
     engine: str,
     work: Work,
@@ -83,7 +100,7 @@ def shortage(
         measured: engine -> resident size of a process that holds just the engine, as seen on this board.
         caution: learnt from such work; the need is the prediction times what it says.
     """
-    base = base_bytes(engine, measured) + FIRST_USE_BYTES.get(engine, 0)
+    base = least_bytes(engine, measured)
     factor = max(STEP**caution.steps, caution.ratio)
     share = math.ceil(work.peak_bytes * factor)
     need = base + share

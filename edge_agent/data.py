@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from fedquilt.core import DataError, Examples, JobError
+from fedquilt import tables
+from fedquilt.core import DataError, Examples
 
 if TYPE_CHECKING:
     import numpy as np
@@ -96,18 +97,13 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.path or self.synthetic or " + ".join(source.path for source in self.sources)
 
 
-def parse(table: Mapping[str, Any]) -> DataSpec:
-    """The spec in a `[data]` table.
+def parse(table: Mapping[str, Any], where: str = "[data]") -> DataSpec:
+    """The spec in a `[data]` table, or in another that is like it.
 
     Raises:
         JobError: says which key is wrong, what is expected there, and which keys there are.
     """
-    try:
-        return msgspec.convert(table, DataSpec)
-    except msgspec.ValidationError as error:
-        kind = Source if "$.sources[" in str(error) else DataSpec
-        keys = f"keys of {'a source' if kind is Source else '[data]'}: {', '.join(kind.__struct_fields__)}"
-        raise JobError(f"[data] {error}; {keys}") from None
+    return tables.convert(table, DataSpec, where)
 
 
 def load(spec: DataSpec) -> tuple[Examples, Examples]:
@@ -231,8 +227,9 @@ def _examples(reader: Reader, rows: np.ndarray, spec: DataSpec) -> Examples:
     if x.dtype.kind == "f":
         odd = np.flatnonzero(~np.isfinite(x).all(axis=tuple(range(1, x.ndim))))
         if len(odd):
+            first, hold = rows[odd].min(), "hold" if len(odd) > 1 else "holds"
             raise DataError(
-                f"{spec.where}: example {rows[odd].min()} holds NaN or infinity, as do {len(odd) - 1} others here: "
-                "mend the file, or leave them out"
+                f"{spec.where}: {len(odd)} of {len(rows)} examples {hold} NaN or infinity, the first is example "
+                f"{first}: mend the file, or leave such examples out"
             )
     return Examples(x, reader.y[rows])

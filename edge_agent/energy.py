@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from fedquilt.core import Cost, Reading
 
 SAMPLE_S = 0.1  # how often the sensors are read while a task runs
+LET_GO = "let go"  # for a point's name: from there on the board's clocks were its own
 GAP_S = 1.0  # powers further apart than this say little of what was between them
 
 
@@ -104,7 +105,7 @@ def total(costs: Sequence[Cost]) -> Cost:
         return sum(known) if len(known) == len(values) > 0 else None
 
     points = [point for point, before in zip(costs, [None, *costs], strict=False) if _moved(point, before)]
-    names = [cost.point for cost in points if cost.point is not None]
+    names = [cost.point or LET_GO for cost in points] if any(cost.point for cost in points) else []
     sources = list(dict.fromkeys(cost.energy_source for cost in costs if cost.energy_source is not None))
     return Cost(
         duration_s=sum(cost.duration_s for cost in costs),

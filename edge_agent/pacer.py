@@ -4,6 +4,7 @@ The agent tells it what happens to the task; nothing else in the agent touches c
 
     begin --loaded--> held at a point --progress--> stepped up, perhaps --end--> Spent, and let go
                                                                         --stop--> let go
+                                 +--the board lets go by itself--> worked on at its own clocks
 
 A task may be worked on at several points one after another; each of those stretches has its share of the work
 and a ledger of its own. Time is the board's: on a simulated board that runs in real time on a faster host,
@@ -103,6 +104,7 @@ class Pacer:
         if self._ledger is not None and now_s >= self._sample_s:
             self._ledger = self._ledger.seen(now_s, self._board.read(now_s))
             self._sample_s = now_s + self._every_s
+            self._look(now_s, now_s - self._began_s - self._told_s)
 
     def due_s(self) -> float:
         """When `sample` is to be called at the latest."""
@@ -113,6 +115,8 @@ class Pacer:
         if self._ledger is None:
             return Spent(Cost(duration_s=wall_s), None)
         self._work = work
+        self._ledger = self._ledger.seen(now_s, self._board.read(now_s))
+        self._look(now_s, max(wall_s - self._told_s, 0.0))
         self._close_stretch(1.0, now_s, max(wall_s - self._told_s, 0.0))
         spent = energy.total(self._costs)
         pace = self._seen_s / self._predicted_s if self._seen_s > 0 and self._predicted_s > 0 else None
@@ -142,6 +146,12 @@ class Pacer:
         self._costs.append(self._board.cost(governor.part(self._work, share), measured))
         self._ledger = self._ledger.again(now_s)
         self._before, self._since_s, self._told_s = done, now_s, self._told_s + lasted_s
+
+    def _look(self, now_s: float, lasted_s: float) -> None:
+        """From when the board is no longer held, what is done is done at clocks of its own."""
+        if self._held is not None and not self._board.holds:
+            self._close_stretch(self._done, now_s, lasted_s)
+            self._held = self._label = None
 
     def _board_s(self, share: float, now_s: float) -> float:
         """The board's own seconds in this stretch: asked with no time measured, a simulated board tells them."""

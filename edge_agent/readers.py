@@ -69,15 +69,16 @@ def _npz(path: Path, spec: DataSpec) -> Reader:
         names = [Path(name).stem for name in archive.namelist() if name.endswith(".npy")]
         x, y = (_key(path, spec, letter, names) for letter in "xy")
         with archive.open(f"{y}.npy") as stream:
-            labels = np.lib.format.read_array(stream, allow_pickle=False)
+            head = _npy_header(stream, path, y)
+            labels = _rows(stream, *head, np.arange(head[0][0]))
         with archive.open(f"{x}.npy") as stream:
-            shape, dtype = _npy_header(stream, path)
-    if shape[:1] != labels.shape[:1]:
-        raise DataError(f"{path}: {x} has shape {shape[:1]}, {y} {labels.shape}: as many labels as examples are wanted")
+            shape, dtype = _npy_header(stream, path, x)
+    if len(labels) != shape[0]:
+        raise DataError(f"{path}: {x} has {shape[0]} examples and {y} {len(labels)} labels: give one label for each")
 
     def take(rows: np.ndarray) -> np.ndarray:
         with _reading(path), zipfile.ZipFile(path) as archive, archive.open(f"{x}.npy") as stream:
-            return _rows(stream, *_npy_header(stream, path), rows)
+            return _rows(stream, *_npy_header(stream, path, x), rows)
 
     return Reader(_labels(labels, path), take, shape[1:], dtype)
 
@@ -92,15 +93,21 @@ def _key(path: Path, spec: DataSpec, letter: str, names: Sequence[str]) -> str:
     raise DataError(f"{path} holds {', '.join(names) or 'no arrays'}, not {' or '.join(tried)}: set [data] {letter}")
 
 
-def _npy_header(stream: Bytes, path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def _npy_header(stream: Bytes, path: Path, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Shape and type of the array that follows in the stream."""
     version = np.lib.format.read_magic(stream)
     read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
     if read is None:
-        raise DataError(f"{path}: inputs in .npy version {version}; save them as a plain array of numbers")
+        raise DataError(f"{path}: {name} is in .npy version {version}; save it as a plain array of numbers")
     shape, fortran, dtype = read(stream)
-    if fortran or dtype.kind not in "uifb" or not shape:
-        raise DataError(f"{path}: inputs must be numbers in C order, not {dtype}; save np.ascontiguousarray(x)")
+    if dtype.kind not in "uifb":
+        held = "Python objects" if dtype.hasobject else f"values of type {dtype}"
+        mend = "with all examples of one shape, save np.stack(...)" if dtype.hasobject else "save them as numbers"
+        raise DataError(f"{path}: {name} holds {held}, and numbers are wanted: {mend}")
+    if not shape:
+        raise DataError(f"{path}: {name} is a single number, and an array with a row for each example is wanted")
+    if fortran:
+        raise DataError(f"{path}: {name} lies in Fortran order: save np.ascontiguousarray({name})")
     return shape, dtype
 
 

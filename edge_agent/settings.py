@@ -24,12 +24,15 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from fedquilt import tables
+from fedquilt import profiles, tables
 from fedquilt.core import JobError, Name
 from fedquilt.edge_agent import data
 from fedquilt.edge_agent.governor import Policy, Rule
 
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+UNITS = {
+    **{unit: 1000**power for power, unit in enumerate(("B", "kB", "MB", "GB", "TB"))},
+    **{unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), 1)},
+}
 
 
 class BrokerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,7 +72,7 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     home: str  # folder for all that the agent keeps
     fleet: Name = "fleet"
     board: str = "auto"  # or a profile's name, to be a simulated one
-    profile: str | None = None  # file that `fedquilt record` wrote on this board; None: what is known of its kind
+    profile: str | None = None  # file that `fedquilt record` wrote on this board, or one that ships; None: its kind's
     budget: str | None = None  # the most a task's process may hold resident; None: half of the board's memory
     cache: str = "2GB"  # blobs kept for later rounds and jobs; the longest unused go first
     warm_s: Annotated[float, Meta(ge=0)] = 60.0  # how long a task's process waits for the next one
@@ -85,16 +88,17 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def size_bytes(text: str) -> int:
-    """ "512MB" -> 512000000; kB, MB, GB are powers of 1000, KiB, MiB, GiB of 1024.
+    """ "512MB" -> 512000000; kB to TB are powers of 1000, KiB to TiB of 1024.
 
     Raises:
         JobError: no size.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = found[2].upper().removesuffix("B") + "B" if found else ""
-    if found is None or unit not in UNITS:
-        raise JobError(f'{text!r} is no size: write, for example, "512MB" or "1.5GiB"')
-    return int(float(found[1]) * UNITS[unit])
+    size = {name.upper(): each for name, each in UNITS.items()}.get(unit)
+    if found is None or size is None:
+        raise JobError(f'{text!r} is no size: write, for example, "512MB" or "1.5GiB"; units are {", ".join(UNITS)}')
+    return int(float(found[1]) * size)
 
 
 def load(path: Path) -> AgentSettings:
@@ -105,6 +109,8 @@ def load(path: Path) -> AgentSettings:
     """
     table = tables.read(path)
     try:
+        if "method" in table and "device" not in table:
+            raise JobError("this is a job, and a board's settings (agent.toml) are wanted; `fedquilt run` takes a job")
         return parse(_anchored(table, path.parent))
     except JobError as error:
         raise JobError(f"{path}: {error}") from None
@@ -116,18 +122,7 @@ def parse(table: Mapping[str, Any]) -> AgentSettings:
     Raises:
         JobError: says which key is wrong, what is expected there, and which keys there are.
     """
-    try:
-        settings = msgspec.convert(table, AgentSettings)
-    except msgspec.ValidationError as error:
-        kinds: dict[str, type[msgspec.Struct]] = {
-            "broker": BrokerSettings,
-            "enrol": EnrolSettings,
-            "governor": GovernorSettings,
-        }
-        within = next((name for name in kinds if f"$.{name}" in str(error)), None)
-        keys = ", ".join((kinds[within] if within else AgentSettings).__struct_fields__)
-        where = f"[{within}]" if within else "an agent's settings"
-        raise JobError(f"{error}; keys of {where}: {keys}") from None
+    settings = tables.convert(table, AgentSettings, "an agent's settings")
     if settings.data:
         data.parse(settings.data)
     for key, size in (("budget", settings.budget), ("cache", settings.cache)):
@@ -142,7 +137,9 @@ def parse(table: Mapping[str, Any]) -> AgentSettings:
 def _anchored(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The table with its paths made absolute."""
 
-    result = _anchor(table, ("home", "profile"), folder)
+    profile = table.get("profile")
+    named = isinstance(profile, str) and profiles.is_name(profile) and not (folder / profile).exists()
+    result = _anchor(table, ("home", *(() if named else ("profile",))), folder)
     for key, paths in (("broker", ("ca", "cert", "key", "password_file")), ("enrol", ("token",)), ("data", ("path",))):
         if isinstance(result.get(key), dict):
             result[key] = _anchor(result[key], paths, folder)

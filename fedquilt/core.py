@@ -466,6 +466,11 @@ class Device(Protocol):
     provenance: str  # of the numbers above, as in `Profile`
     adjustable: bool  # whether `hold` can set clocks here
 
+    @property
+    def holds(self) -> bool:
+        """Whether what `hold` set is still so, as of the last `read`: what sets the clocks may let go by itself."""
+        ...
+
     def read(self, now_s: float) -> Reading: ...
 
     def hold(self, point: OperatingPoint) -> OperatingPoint:

@@ -1,12 +1,15 @@
-"""TOML in and out: job files, agents' settings."""
+"""TOML in and out: job files, agents' settings; and a table as a struct, with errors that say the mend."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
+
+import msgspec
 
 from fedquilt.core import JobError
 
@@ -14,6 +17,13 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+T = TypeVar("T")
+
+_PATH: Final = re.compile(r"at `\$([^`]*)`")  # as msgspec ends its sentences
+_STEP: Final = re.compile(r"\.([^.\[]+)|\[[^\]]*\]")
+_UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`")
+_CHOICE: Final = re.compile(r"Invalid enum value '([^']*)'")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -51,6 +61,64 @@ def text(table: Mapping[str, Any]) -> str:
             inner = [f"{k} = {_value(v)}" for k, v in value.items() if v is not None]
             parts.append("\n".join([f"\n[{key}]", *inner]))
     return "\n".join(parts) + "\n"
+
+
+def convert(table: Any, kind: type[T], where: str) -> T:
+    """The table as a struct; `where` is what it is called: "a job", or as a part of one "[data]".
+
+    Raises:
+        JobError: says what is wrong; of a key or word that there is not, which there are and which is the nearest.
+    """
+    try:
+        return msgspec.convert(table, kind)
+    except msgspec.ValidationError as error:
+        said = _explained(str(error), kind, where)
+        raise JobError(f"{where}: {said}" if where.startswith("[") else said) from None
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean ...?" where one of the known words is near enough; else nothing."""
+    import difflib
+
+    found = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def _explained(said: str, kind: type, where: str) -> str:
+    """msgspec's sentence with what can be written in that place."""
+    match = _PATH.search(said)
+    path = match[1] if match else ""
+    options = _there(kind, path)
+    if (word := _CHOICE.search(said)) is not None:
+        known = [str(value) for one in options for value in getattr(one, "values", ())]
+        return f"{said}; there are: {', '.join(known)}{nearest(word[1], known)}"
+    if "unknown field" not in said and "missing required field" not in said:
+        return said
+    keys = [field.encode_name for one in options for field in getattr(one, "fields", ())]
+    hint = nearest(unknown[1], keys) if (unknown := _UNKNOWN.search(said)) else ""
+    inner = path.lstrip(".")
+    place = where if not inner else f"{where} {inner}" if where.startswith("[") else f"[{inner}]"
+    return f"{said}; keys of {place}: {', '.join(keys)}{hint}"
+
+
+def _there(kind: type, path: str) -> list[Any]:
+    """The types that may stand at a path such as ".sources[0]"; none where it leads into what has no keys."""
+    from msgspec import inspect
+
+    found = _options(inspect.type_info(kind))
+    for step in _STEP.finditer(path):
+        inner: list[Any] = []
+        for one in found:
+            if step[1] is not None:
+                inner += [field.type for field in getattr(one, "fields", ()) if field.encode_name == step[1]]
+            else:
+                inner += [getattr(one, name) for name in ("item_type", "value_type") if hasattr(one, name)]
+        found = [option for each in inner for option in _options(each)]
+    return found
+
+
+def _options(one: Any) -> list[Any]:
+    return list(getattr(one, "types", (one,)))  # of a union each
 
 
 def _value(value: Any) -> str:

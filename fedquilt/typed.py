@@ -213,6 +213,7 @@ def parser() -> argparse.ArgumentParser:
         default=Path("/run/fedquilt/clocks.sock"),
         help="the clock helper's; without one, only the point the board is at (default: %(default)s)",
     )
+    one.add_argument("--root", type=Path, default=Path("/"), help="where proc and sys are (default: %(default)s)")
     one.add_argument("--dry-run", action="store_true", help="say which points would be measured, and set nothing")
     _format(one)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,21 @@ def demo(options: argparse.Namespace) -> int:
 def prepare(options: argparse.Namespace) -> int:
     import msgspec
 
-    from fedquilt.coordinator import settings
+    from fedquilt import units
     from fedquilt.tools import prepare as tool
 
     out = _bundle(options.job, options.out)
-    made = tool.prepare(msgspec.to_builtins(settings.load(options.job)), out, print)
+    with _naming(options.job):
+        made = tool.prepare(msgspec.to_builtins(_job(options.job)), out, print)
     size = sum(ref.size for ref in made.files.values())
-    print(f"{out}: {len(made.files)} files, {size / 1e6:.1f} MB")
+    print(f"{out}: {len(made.files)} files, {units.size(size)}")
     return 0
 
 
 def partition(options: argparse.Namespace) -> int:
     from fedquilt.tools import partition_plot as tool
 
-    return tool.main(options.job, options.devices, options.out, options.format)
+    return tool.main(_job(options.job), options.devices, options.out, options.format)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -44,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     from fedquilt.coordinator import settings
     from fedquilt.coordinator.store import Store
 
-    job, folder = settings.load(options.job), _bundle(options.job, options.bundle)
+    job, folder = _job(options.job), _bundle(options.job, options.bundle)
     job = settings.limited(job, options.max_joules, options.max_bytes, options.max_wall)
     bundle.load(folder)
     with Store(options.home) as store:
@@ -66,7 +68,11 @@ def serve(options: argparse.Namespace) -> int:
             raise JobError(f"another coordinator serves {options.home.resolve()} already")
         link = _link(options)
         console = Console(wordy=options.verbose > 0, named=True)
-        console.say(f"serving {options.home.resolve()} on {options.broker}; submit with `fedquilt run JOB --home ...`")
+        home = options.home.resolve()
+        console.say(
+            f"serving {home} on {options.broker}; submit with `fedquilt run JOB --home {home}`, "
+            f"watch with `fedquilt logs RUN --follow --home {home}`"
+        )
         coordinate(store, link, options.fleet, console)
     return 0
 
@@ -109,13 +115,12 @@ def flash(options: argparse.Namespace) -> int:
 
 
 def fleet(options: argparse.Namespace) -> int:
-    from fedquilt.coordinator import settings
     from fedquilt.tools import fleet as tool
 
     if options.agents_only and options.link != "broker":
         raise JobError("--agents-only needs --link broker and the coordinator's --broker URL")
     plan = tool.Plan(
-        job=settings.load(options.job),
+        job=_job(options.job),
         bundle=_bundle(options.job, options.bundle),
         home=options.home,
         devices=options.devices,
@@ -263,11 +268,10 @@ def report(options: argparse.Namespace) -> int:
 
 
 def compare(options: argparse.Namespace) -> int:
-    from fedquilt.coordinator import settings
     from fedquilt.tools import compare as tool
 
     return tool.main(
-        settings.load(options.job),
+        _job(options.job),
         _bundle(options.job, options.bundle),
         options.out,
         names=options.methods or (),
@@ -330,6 +334,7 @@ def record(options: argparse.Namespace) -> int:
         options.minutes,
         options.points,
         options.socket,
+        root=options.root,
         dry_run=options.dry_run,
         format=options.format,
     )
@@ -394,14 +399,13 @@ def bench(options: argparse.Namespace) -> int:
 
 
 def _ablate(options: argparse.Namespace) -> int:
-    from fedquilt.coordinator import settings
     from fedquilt.tools import demo as example
     from fedquilt.tools.bench import ablate
 
     own = options.ablate != Path()
     job = options.ablate if own else example.HERE / "job.toml"
     return ablate.main(
-        settings.load(job),
+        _job(job),
         _bundle(job, options.bundle) if own else options.bundle or example.HERE / "bundle",
         options.out or Path("fedquilt-ablation"),
         alphas=options.alpha or (),
@@ -423,6 +427,36 @@ def _existing(options: argparse.Namespace) -> Any:
             f"no runs in {options.home}: `fedquilt run` or `fleet` begins one, --home names another folder"
         )
     return Store(options.home)
+
+
+def _job(path: Path) -> Any:
+    """The job in a file; what only tools read of it is checked here, where its file is known.
+
+    Raises:
+        JobError: as `coordinator.settings.load`, or a key of [data] or [test] that is wrong.
+    """
+    from fedquilt.coordinator import settings
+    from fedquilt.edge_agent import data
+
+    job = settings.load(path)
+    with _naming(path):
+        if job.data:
+            data.parse(job.data)
+        if job.test:
+            from fedquilt.tools import evaluator
+
+            data.parse(evaluator.table(job), "[test]")
+    return job
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """An error of the job says which file it is in."""
+    try:
+        yield
+    except JobError as error:
+        said = str(error)
+        raise JobError(said if said.startswith(f"{path}: ") else f"{path}: {said}") from None
 
 
 def _bundle(job: Path, given: Path | None) -> Path:
@@ -448,6 +482,7 @@ def _follow(options: argparse.Namespace, store: Any, id: str) -> int:
     """Run a job to its end: here, unless a coordinator serves this home already."""
     from fedquilt.coordinator import console
 
+    print(f"{id}; from elsewhere: `fedquilt logs {id} --follow --home {options.home.resolve()}`", flush=True)
     if store.lock():
         link = _link(options)
         link.connect(timeout_s=5.0)

@@ -242,9 +242,33 @@ def load(name: str) -> Board:
         JobError: there is no such file, or it does not fit the schema; says where.
     """
     if name not in names():
-        raise JobError(f"board {name!r} is unknown; there are: {', '.join(names())}, and auto for this host")
+        hint = tables.nearest(name, names())
+        raise JobError(f"board {name!r} is unknown; there are: {', '.join(names())}, and auto for this host{hint}")
     path = Path(__file__).parent / f"{name}.toml"
     return parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def find(given: str) -> Board:
+    """A board's own profile by its file, or one that ships by its name.
+
+    Raises:
+        JobError: neither, a file that cannot be read, or one that does not fit the schema.
+    """
+    path = Path(given)
+    if not path.exists() and is_name(given):
+        if given in names():
+            return load(given)
+        hint = tables.nearest(given, names())
+        raise JobError(f"profile {given!r} is no file, and none that ships; there are: {', '.join(names())}{hint}")
+    try:
+        return parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"profile: {path} cannot be read ({error}): `fedquilt record` writes one") from None
+
+
+def is_name(given: str) -> bool:
+    """Whether this can be a profile's name; else it is a path."""
+    return "/" not in given and not given.endswith(".toml")
 
 
 def parse(text: str, where: str) -> Board:

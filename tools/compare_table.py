@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
+from fedquilt import units
 from fedquilt.core import StoreError
 from fedquilt.tools import plots
 from fedquilt.tools.compare_run import Mark, Run
@@ -101,7 +102,7 @@ def _sd(values: Sequence[float | None]) -> float | None:
 def head(result: dict[str, Any]) -> list[str]:
     """Of `rows`."""
     first = ["method", "seeds", "accuracy %", "sd", "best %", "held-out %", "worst tenth %"]
-    costs = ["rounds", "MB", "J", "board s", "real s"]
+    costs = ["rounds", "bytes", "J", "board s", "real s"]
     return [*first, *([f"to {100 * result['target']:g} %: seeds", *costs] if result["target"] is not None else costs)]
 
 
@@ -115,7 +116,8 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
         if result["target"] is not None:
             costs = row["to_target"]
             cells.append(f"{row['reached']} of {len(row['seeds'])}")
-        cells += [_cell(costs["rounds"], 1, 1), _cell(costs["bytes"], 1e-6, 2)]
+        moved = costs["bytes"]
+        cells += [_cell(costs["rounds"], 1, 1), "-" if moved is None else units.size(round(moved))]
         cells += [_figures(costs[name]) for name in ("energy_j", "seconds", "real_s")]
         found.append(cells)
     return found
@@ -176,7 +178,7 @@ def drawn(runs: Sequence[Run], target: float | None) -> dict[str, str]:
         if not lines:
             continue
         whole = cost == "rounds" or (cost in ("seconds", "real_s") and largest >= 1)
-        scale, prefix = (1.0, "") if whole else plots.unit(largest)
+        scale, prefix = (1.0, "") if whole else units.unit(largest)
         scaled = [plots.Line(each.name, [x / scale for x in each.x], each.y, each.low, each.high) for each in lines]
         name = FILES.get(cost, cost)
         found[f"accuracy-{name}.svg"] = plots.lines(

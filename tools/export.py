@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from fedquilt import bundle, methods, tensors
+from fedquilt import bundle, methods, tensors, units
 from fedquilt.coordinator.rounds import Committed, Started
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Artefact, JobError, StoreError
@@ -64,4 +64,4 @@ def export(store: Store, run: str, out: Path) -> str:
             os.replace(part, out)
     except OSError as error:
         raise StoreError(f"cannot write {out}: {error.strerror}") from None
-    return f"{out}: {len(payload) / 1e6:.2f} MB, {what}"
+    return f"{out}: {units.size(len(payload))}, {what}"

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,14 @@ class Plan:
     def size(self) -> int:
         return self.devices or self.job.fleet.devices
 
-    def agents(self) -> list[dict[str, Any]]:
+    def folder(self, run: str, device: str) -> Path:
+        """An agent's home: its own in each run, as what a board has kept of another would change what is measured.
+
+        Without a run, which agents for a coordinator elsewhere know nothing of, it is kept from run to run.
+        """
+        return (self.home / "agents" / run / device).resolve()
+
+    def agents(self, run: str = "") -> list[dict[str, Any]]:
         """Every agent's settings, as the tables of its agent.toml; boards and budgets are taken in turn.
 
         Raises:
@@ -69,7 +77,7 @@ class Plan:
                 {
                     "device": device,
                     "fleet": self.fleet,
-                    "home": str((self.home / "agents" / device).resolve()),
+                    "home": str(self.folder(run, device)),
                     "board": board,
                     "budget": spec.budgets[index % len(spec.budgets)],
                     "governor": {"policy": spec.policy},
@@ -121,18 +129,22 @@ def really(
         if broker is None:
             broker = {"url": stack.enter_context(EmbeddedBroker()).url}
         if agents_only:
-            for agent in stack.enter_context(_processes(plan, broker)).values():
+            for agent in stack.enter_context(_processes(plan.agents(), broker)).values():
                 agent.wait()
             return "", "done"
         store = stack.enter_context(Store(plan.home))
         if not store.lock():
             raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")
         run = plan.submit(store)
-        agents = stack.enter_context(_processes(plan, broker))
+        agents = stack.enter_context(_processes(plan.agents(run), broker))
         link = MqttLink(Broker.parse(**broker), f"fedquilt-coordinator-{plan.fleet}")
         link.connect(timeout_s=10.0)
-        coordinate(store, link, plan.fleet, Console(wordy=wordy), only=run, watch=lambda: _require_alive(plan, agents))
-        return run, store.status(run)
+        console = Console(wordy=wordy, mend=f"the boards' logs: {plan.folder(run, '*')}/agent.log")
+        coordinate(store, link, plan.fleet, console, only=run, watch=lambda: _require_alive(plan, run, agents))
+        ended = store.status(run)
+    if ended == "done":
+        _tidy(plan, run)
+    return run, ended
 
 
 def virtually(plan: Plan, *, wordy: bool = False, make: Callable[[str], Device] = devices.make) -> tuple[str, str]:
@@ -144,24 +156,36 @@ def virtually(plan: Plan, *, wordy: bool = False, make: Callable[[str], Device] 
         link = broker.connect()
         server = Server(link, plan.fleet, store, console.observe, only=run)
         sides: list[tuple[MemoryLink, Endpoint]] = [(link, server)]
-        for table in plan.agents():
+        for table in plan.agents(run):
             options = settings.parse(table)
             board = make(options.board)
             own = broker.connect()
             sides.append((own, Agent(own, options, board, InlineWorker(board))))
         simulate(broker, lambda: sides, lambda: server.finished)
-        return run, store.status(run)
+        ended = store.status(run)
+    if ended == "done":
+        _tidy(plan, run)
+    return run, ended
+
+
+def _tidy(plan: Plan, run: str) -> None:
+    """Of a run that is over, boards keep their logs and what is private to them: no blobs."""
+    for table in plan.agents(run):
+        for name in ("blobs", "cache", "outbox", "scratch"):
+            shutil.rmtree(Path(table["home"]) / name, ignore_errors=True)
 
 
 # -- processes ------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _processes(plan: Plan, broker: Mapping[str, Any]) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+def _processes(
+    agents: Sequence[Mapping[str, Any]], broker: Mapping[str, Any]
+) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
     """The fleet's agents, each with its agent.toml and its log; they are told to stop at the end."""
     started: dict[str, subprocess.Popen[bytes]] = {}
     try:
-        for table in plan.agents():
+        for table in agents:
             home = Path(table["home"])
             home.mkdir(parents=True, exist_ok=True)
             (home / "agent.toml").write_text(tables.text({**table, "broker": dict(broker)}))
@@ -180,9 +204,9 @@ def _processes(plan: Plan, broker: Mapping[str, Any]) -> Iterator[dict[str, subp
                 process.wait()
 
 
-def _require_alive(plan: Plan, agents: Mapping[str, subprocess.Popen[bytes]]) -> None:
+def _require_alive(plan: Plan, run: str, agents: Mapping[str, subprocess.Popen[bytes]]) -> None:
     if all(process.poll() is not None for process in agents.values()):
         device = sorted(agents)[0]
-        log = plan.home / "agents" / device / "agent.log"
+        log = plan.folder(run, device) / "agent.log"
         last = (log.read_text(errors="replace").strip().splitlines() or ["(it said nothing)"])[-1]
         raise JobError(f"every agent has ended; {device} said: {last} ({log})")

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import Job
 from fedquilt.edge_agent import data
 from fedquilt.tools.fleet import Plan
@@ -54,9 +53,8 @@ def of_job(job: Job, devices: int | None = None) -> Counts:
     return Counts(tuple(table["device"] for table in tables), classes[:kinds], train, held)
 
 
-def main(file: Path, devices: int | None, out: Path | None, format: str) -> int:
+def main(job: Job, devices: int | None, out: Path | None, format: str) -> int:
     """The verb `fedquilt partition`."""
-    job = settings.load(file)
     counts = of_job(job, devices)
     if out is not None:
         out.write_text(svg(counts, job.name), encoding="utf-8")

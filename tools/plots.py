@@ -17,7 +17,6 @@ WIDTH, HEIGHT = 480.0, 290.0  # of a plot with axes, pixels
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 14.0, 30.0, 44.0
 LETTER, LINE = 6.8, 17.0  # a letter's width, a line's height
 FONT = 'font-family="system-ui, sans-serif" font-size="11" fill="currentColor"'
-UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"))
 
 
 @dataclass(frozen=True)
@@ -186,11 +185,6 @@ def _range(values: Sequence[float], most: float) -> list[float]:
     found = ticks(min(values), max(values))
     within = [value for value in found if value <= most]
     return within if len(within) > 1 and within[-1] >= max(values) else found
-
-
-def unit(largest: float) -> tuple[float, str]:
-    """What to divide numbers up to `largest` by, and the prefix of their unit: (1e6, "M")."""
-    return next(((scale, name) for scale, name in UNITS if largest >= scale), (1.0, ""))
 
 
 def short(value: float) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fedquilt import bundle, tensors
+from fedquilt import bundle, tables, tensors, units
 from fedquilt.core import Bundle, JobError, ModelError, Name
 from fedquilt.models import footprint, masks, zoo
 from fedquilt.models.images import Input
@@ -84,7 +84,7 @@ def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lamb
         facts, parts = _model(job["model"], wanted)
         meta |= facts
         files |= parts
-        say(f"model {facts['network']['name']}: {len(files['model']) / 1e6:.1f} MB")
+        say(f"model {facts['network']['name']}: {units.size(len(files['model']))}")
         if job.get("schedule"):
             model = tensors.decode(files["model"])
             meta["schedule"] = schedule.at_prepare(job["schedule"], facts["network"], model, say)
@@ -98,7 +98,7 @@ def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lamb
 
 
 def _input(table: Mapping[str, Any]) -> Input:
-    wanted = _convert(table, Input, "[input]")
+    wanted = tables.convert(table, Input, "[input]")
     for key in ("mean", "std"):
         if len(getattr(wanted, key)) not in (1, wanted.channels):
             raise JobError(f"[input] {key} has {len(getattr(wanted, key))} values: give 1 or {wanted.channels}")
@@ -140,7 +140,7 @@ def _stock(
     labels = [str(label) for label in job.get("labels") or ()]
     if wanted is None or not labels:
         raise JobError("a job with [[donors]] also needs [input] (channels, size, mean, std) and labels = [...]")
-    donors = [_convert(table, Donor, f"[[donors]] {i + 1}") for i, table in enumerate(job["donors"])]
+    donors = [tables.convert(table, Donor, f"[[donors]] {i + 1}") for i, table in enumerate(job["donors"])]
     twice = sorted({donor.name for donor in donors if sum(other.name == donor.name for other in donors) > 1})
     if twice:
         raise JobError(f"two donors are called {twice[0]!r}: give each its own name")
@@ -150,7 +150,7 @@ def _stock(
         meta["donors"][donor.name] = facts
         meta["blocks"] |= blocks
         size = sum(block["weight_bytes"] for block in blocks.values())
-        say(f"donor {donor.name}: {len(blocks)} blocks, {size / 1e6:.1f} MB")
+        say(f"donor {donor.name}: {len(blocks)} blocks, {units.size(size)}")
     return meta
 
 
@@ -219,10 +219,3 @@ def _align(donor: Donor, classes: int, labels: Sequence[str]) -> list[list[int]]
             + ("is there twice" if 0 <= odd[0] < classes else f"the donor does not have (it has {classes})")
         )
     return [list(group) for group in groups]
-
-
-def _convert(table: Any, kind: type[Any], where: str) -> Any:
-    try:
-        return msgspec.convert(table, kind)
-    except msgspec.ValidationError as error:
-        raise JobError(f"{where}: {error}; its keys are {', '.join(kind.__struct_fields__)}") from None

@@ -57,11 +57,14 @@ def main(
     named: Sequence[str] | None,
     socket: Path,
     *,
+    root: Path = devices.ROOT,
     dry_run: bool = False,
     format: str = "text",
     say: Callable[[str], None] = print,
 ) -> int:
     """Measure this board and write its profile; 0 when every chosen point was measured, else 1.
+
+    `root` is where `proc` and `sys` are: in a container, where the host's are mounted.
 
     Raises:
         JobError: a point that is none, or points without anything that sets clocks.
@@ -72,7 +75,7 @@ def main(
         raise StoreError(f"no folder {out.parent} for the profile: make it, or name another with --out")
     clocks = Clocks.connect(socket)
     try:
-        device = devices.make("auto", connect=lambda: None)
+        device = devices.make("auto", root, connect=lambda: None)
         lists = {} if clocks is None else listed(clocks.status().clocks)
         if not lists and named:
             raise JobError(f"points cannot be chosen: no clock helper at {socket}, or it lists no clocks")

@@ -14,10 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import msgspec
 from msgspec import Meta
 
-from fedquilt import tensors
+from fedquilt import tables, tensors
 from fedquilt.core import Examples, Fit, Hooks, JobError, ModelError, Tensors, Turn
 from fedquilt.edge_agent import data
 from fedquilt.models import zoo
@@ -60,10 +59,7 @@ def at_prepare(
     """
     from fedquilt.edge_agent.engines.torch_engine import TorchEngine
 
-    try:
-        wanted = msgspec.convert(table, Calibration)
-    except msgspec.ValidationError as error:
-        raise JobError(f"[schedule]: {error}; its keys are {', '.join(Calibration.__struct_fields__)}") from None
+    wanted = tables.convert(table, Calibration, "[schedule]")
     train, held = data.load(wanted)
     engine = TorchEngine(BUDGET_BYTES)
     parts = wanted.blocks or blocks(zoo.build(network))

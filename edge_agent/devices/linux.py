@@ -64,7 +64,7 @@ class LinuxDevice:
         self._memory = Memory(root)
         self.memory_bytes = self._memory.total_bytes
         self.board = _board(root)
-        self.adjustable = clocks is not None
+        self.adjustable, self.holds = clocks is not None, False
         self.points: tuple[OperatingPoint, ...] = ()
         self.idle_w: float | None = None
         self.provenance = "sysfs"
@@ -114,9 +114,13 @@ class LinuxDevice:
             )
         if point.name not in {known.name for known in self.points}:
             raise ClockError(f"{self.board} has no operating point {point.name!r}")
-        return self._clocks.hold(point)
+        self.holds = False
+        taken = self._clocks.hold(point)
+        self.holds = True
+        return taken
 
     def release(self) -> None:
+        self.holds = False
         if self._clocks is not None:
             self._clocks.release()
 
@@ -130,6 +134,7 @@ class LinuxDevice:
             try:
                 self._clocks.keepalive(now_s)
             except ClockError as error:
+                self.holds = False
                 log.warning("the clocks of this board are its own again: %s", error)
 
 

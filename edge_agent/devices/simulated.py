@@ -67,7 +67,7 @@ class SimulatedDevice:
         JobError: the profile has no such point.
     """
 
-    adjustable = True
+    adjustable = holds = True
 
     def __init__(self, profile: profiles.Board, point: str | None = None, traits: Traits = Traits()) -> None:
         self.points = profile.operating_points()

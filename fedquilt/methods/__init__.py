@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
+from fedquilt import tables
 from fedquilt.core import JobError, Method
 
 
@@ -20,7 +21,8 @@ def load(name: str) -> Method:
         JobError: there is no such file.
     """
     if name not in names():
-        raise JobError(f"method {name!r} is unknown; there are: {', '.join(names())}")
+        hint = tables.nearest(name, names())
+        raise JobError(f"method {name!r} is unknown; there are: {', '.join(names())}{hint}")
     method = importlib.import_module(f"fedquilt.methods.{name}").METHOD
     assert isinstance(method, Method)
     return method

@@ -298,8 +298,13 @@ def _validated(state: State, counts: Mapping[str, np.ndarray]) -> State:
     after = replace(after, chosen=finalists.index(ordered[0]))
     if state.params.head == "ridge" and state.params.head_rounds > 1 and not _all_heard(state):
         after = replace(after, phase="refine", heard=(), subround=0)
-    notes = [f"{describe(finalist.path)}: {_percent(after, finalist)} on {examples} held-out" for finalist in ordered]
-    return replace(after, log=(*notes, f"chosen: {describe(ordered[0].path)}"))
+    notes = [f"{_name(finalist)}: {_percent(after, finalist)} on {examples} held-out" for finalist in ordered]
+    return replace(after, log=(*notes, f"chosen: {_name(ordered[0])}"))
+
+
+def _name(finalist: Finalist) -> str:
+    """As it is handed out: a head that was solved takes the place of the last block."""
+    return f"{describe(finalist.path[:-1])} > new head" if finalist.head else describe(finalist.path)
 
 
 def _accuracy(state: State, finalist: Finalist) -> float | None:

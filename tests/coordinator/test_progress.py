@@ -128,3 +128,12 @@ def test_an_answer_that_took_longer_than_its_round_leaves_no_negative_waiting() 
     """A coordinator that was restarted has seen less of the round than the device."""
     (found,) = progress.splits([(1.0, answered("a", 0, 9.0, wall_s=8.0)), (1.0, committed(0, 2.0))])
     assert (found.lasted_s, found.compute_s, found.transfer_s, found.wait_s) == (9.0, 8.0, 1.0, 0.0)
+
+
+def test_the_closing_evaluation_is_no_round() -> None:
+    """Rounds are over by the job's number or by the method's own end; what comes after only looks."""
+    facts = [committed(0), committed(1), committed(2)]
+    assert progress.done(facts, 9) == 3
+    assert progress.done(facts, 2) == 2
+    assert progress.done([committed(0, finished=True), committed(1)], 9) == 1
+    assert progress.done([], 9) == 0

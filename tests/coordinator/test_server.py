@@ -14,7 +14,6 @@ import pytest
 
 from fedquilt import bundle, tensors, wire
 from fedquilt.coordinator import settings, story, why
-from fedquilt.coordinator.console import Console
 from fedquilt.coordinator.rounds import (
     Answered,
     AnyFact,
@@ -106,8 +105,8 @@ class Stage:
     def observe(self, job: Any, fact: AnyFact) -> None:
         self.facts.append(fact)
 
-    def hand(self, name: str) -> Hand:
-        self.hands.append(Hand(self.broker, name, self.folder / name))
+    def hand(self, name: str, **changes: Any) -> Hand:
+        self.hands.append(Hand(self.broker, name, self.folder / name, **changes))
         return self.hands[-1]
 
     def play(self, seconds: float = 2.0) -> None:
@@ -237,10 +236,24 @@ def test_garbage_from_the_network_is_counted_and_dropped(stage: Stage) -> None:
     for leaf in ("presence", "profile", "claim", "update", "blob/get", "nonsense"):
         a.say(leaf, b"\x00garbage")
     stage.play()
-    assert stage.server.refused_messages == 6
+    assert stage.server.garbage.dropped == 6
     a.answer(ones())
     stage.play()
     assert stage.server.finished
+
+
+def test_garbage_floods_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Three messages of a device are told, then a number."""
+    stage = Stage(tmp_path, cohort={"deadline_s": 2000.0})
+    a = stage.hand("a")
+    stage.play()
+    for _ in range(500):
+        a.say("claim", b"\x00garbage")
+    stage.play(650.0)
+    told = [record.message for record in caplog.records if "dropped" in record.message]
+    assert len(told) == 4
+    assert told[-1].startswith("dropped 497 more messages under fq/1/f/dev/a/up; the last: ")
+    stage.store.close()
 
 
 def test_a_refusal_is_noted_with_its_reason_and_another_device_is_asked(tmp_path: Path) -> None:
@@ -496,7 +509,9 @@ def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path: Pat
     assert not stage.told(Asked)
     found = why.of(stage.store, stage.job)
     assert {device: part.code for device, part in found[0].items()} == {"a": "battery", "b": "hot"}
-    assert Console()._awaited(stage.server) == (
+    active = stage.server.active
+    assert active is not None
+    assert story.waiting(active.rounds, active.engines, ["a", "b"]) == (
         "devices that run torch or numpy: 2 online, 1 left alone (battery), 1 left alone (hot), at least 1 needed"
     )
     b.say("telemetry", wire.Telemetry(temperature_c=60.0))
@@ -544,12 +559,26 @@ def test_a_job_stops_when_its_bytes_are_used_up_and_says_what_joules_it_cannot_c
     stage.play()
     assert [fact.round for fact in stage.told(Committed)] == [0]
     assert stage.told(Committed)[0].notes == (
-        "max_joules counts 0 J of 5 J, without 1 task on boards that have no meter",
+        "max_joules = 5 ends nothing here: no board that has answered has a meter for its joules; the job runs to its "
+        "rounds, or to another limit of [stop]",
     )
     assert 2.0 < stage.told(Committed)[0].took_s < 4.2
     assert [(fact.status, fact.reason) for fact in stage.told(Ended)] == [
         ("done", "max_bytes: 12 bytes of 10 are used up")
     ]
+    stage.store.close()
+
+
+def test_a_limit_of_joules_that_no_board_counts_is_told_once_more_at_the_end(tmp_path: Path) -> None:
+    """The job runs to its rounds, and its last sentence says that the limit was none."""
+    stage = Stage(tmp_path, rounds=1, stop={"max_joules": 5.0})
+    a = stage.hand("a")
+    stage.play()
+    a.answer(ones(), usage=Usage())
+    stage.play()
+    (ended,) = stage.told(Ended)
+    assert ended.status == "done"
+    assert "max_joules = 5 ends nothing here" in ended.reason
     stage.store.close()
 
 

@@ -10,7 +10,7 @@ from fedquilt.core import Usage
 def test_what_is_spent_is_the_sum_of_what_answers_took() -> None:
     """Joules where they were measured, blobs both ways."""
     spent = Spent().plus(Usage(energy_j=3.0, down_bytes=5, up_bytes=2)).plus(Usage(up_bytes=1))
-    assert spent == Spent(joules=3.0, unmetered=1, bytes=8)
+    assert spent == Spent(joules=3.0, metered=1, unmetered=1, bytes=8)
 
 
 def test_each_limit_ends_a_job_when_it_is_reached_and_says_so() -> None:
@@ -24,11 +24,16 @@ def test_each_limit_ends_a_job_when_it_is_reached_and_says_so() -> None:
 
 
 def test_joules_that_nobody_measured_end_nothing_but_are_spoken_of() -> None:
-    """They are no zero: each round says how many tasks are not in the sum."""
+    """They are no zero: each round says how many tasks are not in the sum, or that the limit is none."""
     spent = Spent(joules=0.0, unmetered=2)
     assert reached(Stop(max_joules=1.0), spent) is None
     assert caveat(Stop(max_joules=1.0), spent) == (
-        "max_joules counts 0 J of 1 J, without 2 tasks on boards that have no meter"
+        "max_joules = 1 ends nothing here: no board that has answered has a meter for its joules; "
+        "the job runs to its rounds, or to another limit of [stop]"
+    )
+    some = Spent(joules=0.5, metered=1, unmetered=2)
+    assert caveat(Stop(max_joules=1.0), some) == (
+        "max_joules counts 0.5 J of 1 J, without 2 tasks on boards that have no meter"
     )
     assert caveat(Stop(), spent) is None
     assert caveat(Stop(max_joules=1.0), Spent(joules=0.5)) is None

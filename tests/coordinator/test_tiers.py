@@ -64,7 +64,7 @@ def test_coverage_counts_devices_and_examples_by_tier() -> None:
         "8GB": Share(1, 1, 80, 80),
     }
     told = tiers.lines(found, Work(peak_bytes=1500 * MB))
-    assert told[0] == "could take part (1500 MB beside the engine): 7 of 10 devices, 260 of 290 examples"
+    assert told[0] == "could take part (1.5 GB beside the engine): 7 of 10 devices, 260 of 290 examples"
     assert told[1] == "  1GB: 0 of 3 devices, 0 of 30 examples"
     assert len(told) == 5
 

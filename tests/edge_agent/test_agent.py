@@ -55,7 +55,7 @@ class Board:
         OperatingPoint(name="fast", flops_per_s=100e3, busy_w=10.0),
     )
     available_bytes: int | None = None
-    adjustable = True
+    adjustable = holds = True
     stuck = ""  # why it takes no clocks
 
     def __init__(self) -> None:
@@ -425,7 +425,7 @@ def test_bad_bytes_are_counted_and_dropped(site: Site, leaf: str) -> None:
     """And the next good message is taken."""
     for payload in (b"\x80\x04K\x01.", b'{"v":1,"crc":"00000000","job":1}', b"{" * 70_000):
         site.say(leaf, payload)
-    assert site.agent.refused_messages == 3
+    assert site.agent.garbage.dropped == 3
     site.ask()
     assert len(site.bench.orders) == 1
 
@@ -645,6 +645,26 @@ def test_a_step_up_that_fails_lets_go_of_what_was_held(site: Site) -> None:
     assert site.board.clocks == ["slow", "-"]
 
 
+@pytest.mark.parametrize("before_s", [1.0, 0.0])
+def test_a_point_that_was_not_held_to_the_end_is_not_told_as_if_it_were(site: Site, before_s: float) -> None:
+    """In the middle or in the last moment the helper let go by itself: what follows ran at the board's own clocks."""
+    working(site)
+    site.board.holds = False
+    site.run(before_s)
+    site.bench.finish()
+    site.run()
+    update = site.all("update")[-1]
+    assert update.usage.point == "slow, then let go"
+    assert update.usage.energy_j > 0
+    assert site.board.clocks == ["slow"]  # there is nothing to give back
+    site.board.holds = True
+    site.ack(0)
+    working(site, round=1)
+    site.bench.finish()
+    site.run()
+    assert site.all("update")[-1].usage.point == "slow"
+
+
 @pytest.mark.parametrize(("changes", "adjustable"), [({"policy": "board"}, True), ({}, False)])
 def test_a_board_that_may_not_or_cannot_be_held_is_only_measured(
     site: Site, changes: dict[str, Any], adjustable: bool
@@ -720,6 +740,16 @@ def test_a_method_is_carried_out_on_the_devices_own_data(site: Site) -> None:
     update = site.all("update")[-1]
     assert update.weight == 8.0
     assert np.abs(site.fetch(update)["1.weight"]).sum() > 0
+
+
+def test_a_budget_that_no_engine_fits_is_told_at_the_start(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """Before the first task is declined for it; an engine that fits is enough to be silent."""
+    site.start(budget="5MB")
+    (said,) = [record.message for record in caplog.records if "budget" in record.message]
+    assert said.startswith("d: the budget of 5 MB is less than any engine here holds by itself (numpy ")
+    caplog.clear()
+    site.start(budget="5GB")
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize(("text", "said"), [(None, "mine.toml cannot be read"), ("board = 3", "board")])

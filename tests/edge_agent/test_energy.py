@@ -145,3 +145,5 @@ def test_stretches_are_added_up() -> None:
     )
     assert total([one, Cost(duration_s=1.0)]).energy_j is None
     assert total([one, one]).point == "MAXQ"
+    assert total([one, Cost(duration_s=1.0)]).point == "MAXQ, then let go"
+    assert total([Cost(duration_s=1.0)]).point is None

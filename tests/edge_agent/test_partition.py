@@ -115,14 +115,17 @@ MIXED = [{"path": "a.npz", "labels_from": 0}, {"path": "b.npz", "labels_from": 1
         ({"synthetic": "fedpews-32k", "dataset": "MNIST"}, "dataset goes with path"),
         ({"synthetic": "fedpews-32k", "size": 32}, "size is for images"),
         ({"sources": MIXED, "labels_from": 3}, "labels_from goes with path, or into each source"),
-        ({"sources": [{"path": "a.npz"}]}, r"labels_from.*keys of a source: path, labels_from"),
+        ({"sources": [{"path": "a.npz"}]}, r"labels_from.*keys of \[data\] sources\[0\]: path, labels_from"),
         ({"path": "a.npz", "limit": 5, "per_class": 2}, "limit and per_class"),
         ({"path": "a.npz", "groups": "source"}, "needs two sources"),
         ({"path": "a.npz", "groups": [[0, 1], [1, 2]]}, "no class is in two"),
         ({"path": "a.npz", "groups": [[0, 1], []]}, "each lists a class or more"),
         ({"path": "a.npz", "groups": [[-1]]}, r"groups"),
         ({"path": "a.npz", "per_class": {"train": -1}}, "per_class"),
-        ({"path": "a.npz", "partition": "shard"}, r"keys of \[data\]: path, format"),
+        (
+            {"path": "a.npz", "partition": "shard"},
+            r"there are: all, classes, dirichlet, iid, shards; did you mean 'shards'",
+        ),
     ],
 )
 def test_a_wrong_table_says_what_is_wrong(table, message):

@@ -44,6 +44,20 @@ def test_the_governor_saves_energy_unless_told_otherwise(tmp_path: Path) -> None
     assert told.profile == str(tmp_path / "mine.toml")
 
 
+def test_a_profile_is_a_name_or_a_file(tmp_path: Path) -> None:
+    """What is no path and lies not beside the settings is one that ships, and is left as it is."""
+    shipped = settings.load(write(tmp_path, f"profile = 'jetson-tx2'\n{GOOD}"))
+    assert shipped.profile == "jetson-tx2"
+    (tmp_path / "own").write_text("")
+    assert settings.load(write(tmp_path, f"profile = 'own'\n{GOOD}")).profile == str(tmp_path / "own")
+
+
+def test_a_job_in_place_of_settings_is_told(tmp_path: Path) -> None:
+    """By what only a job has."""
+    with pytest.raises(JobError, match=r"agent\.toml: this is a job, and a board's settings"):
+        settings.load(write(tmp_path, "name = 'a'\nmethod = 'fedavg'\n"))
+
+
 def test_the_budget_is_half_of_the_board_unless_given() -> None:
     """Half of 8 GB; or what was said."""
     table = {"device": "d", "home": "h"}
@@ -52,7 +66,16 @@ def test_the_budget_is_half_of_the_board_unless_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("512MB", 512 * 10**6), ("1.5 GiB", 3 << 29), ("64k", 64_000), ("10", 10), ("2kib", 2048)]
+    ("text", "size"),
+    [
+        ("512MB", 512 * 10**6),
+        ("1.5 GiB", 3 << 29),
+        ("64k", 64_000),
+        ("10", 10),
+        ("2kib", 2048),
+        ("5TB", 5 * 10**12),
+        ("1TiB", 1 << 40),
+    ],
 )
 def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
     """Powers of 1000, or of 1024 with an i."""
@@ -64,12 +87,21 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
     [
         ("home = 'h'", ("agent.toml", "device")),
         ("device = 'Has Blanks'\nhome = 'h'", ("$.device",)),
-        ("device = 'd'\nhome = 'h'\nbudgett = '1GB'", ("budgett", "keys of an agent's settings: device, home")),
-        ("device = 'd'\nhome = 'h'\nbudget = '1 parsec'", ("budget: '1 parsec' is no size", "512MB")),
+        (
+            "device = 'd'\nhome = 'h'\nbudgett = '1GB'",
+            ("budgett", "keys of an agent's settings: device, home", "did you mean 'budget'?"),
+        ),
+        (
+            "device = 'd'\nhome = 'h'\nbudget = '1 parsec'",
+            ("budget: '1 parsec' is no size", "512MB", "units are B, kB, MB, GB, TB, KiB"),
+        ),
         ("device = 'd'\nhome = 'h'\nwarm_s = -1", ("$.warm_s",)),
         ("device = 'd'\nhome = 'h'\n[broker]\nhost = 'x'", ("host", "keys of [broker]: url")),
         ("device = 'd'\nhome = 'h'\nbroker = 3", ("$.broker",)),
-        ("device = 'd'\nhome = 'h'\n[governor]\npolicy = 'fast'", ("$.governor.policy", "keys of [governor]: policy")),
+        (
+            "device = 'd'\nhome = 'h'\n[governor]\npolicy = 'fast'",
+            ("$.governor.policy", "there are: board, energy, max, paper"),
+        ),
         ("device = 'd'\nhome = 'h'\n[governor]\nmargin = -0.1", ("$.governor.margin",)),
         ("device = 'd'\nhome = 'h'\n[data]\nshare = 1", ("[data]", "path")),
         ("device = ", ("agent.toml is not TOML",)),

@@ -45,6 +45,35 @@ def test_a_broken_job_file_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFix
     assert "round" in said
 
 
+@pytest.mark.parametrize("verb", ["run", "prepare", "partition", "fleet"])
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ('[data]\npath = "x.npz"\npartion = "iid"\n', "[data]: Object contains unknown field `partion`"),
+        ('[data]\npath = "x.npz"\n[test]\nspilt = "all"\n', "[test]: Object contains unknown field `spilt`"),
+    ],
+)
+def test_a_wrong_table_of_a_job_names_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str, more: str, said: str
+) -> None:
+    """Also what only simulated boards, or an evaluation, would read of it."""
+    path = tmp_path / "job.toml"
+    path.write_text(JOB + more)
+    code, told = failed(capsys, verb, str(path))
+    assert code == 2
+    assert told.startswith(f"fedquilt: {path}: {said}")
+    assert "; did you mean" in told
+
+
+def test_what_cannot_be_prepared_names_the_job_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once."""
+    path = tmp_path / "job.toml"
+    path.write_text(JOB)
+    code, told = failed(capsys, "prepare", str(path))
+    assert (code, told.count(str(path))) == (2, 1)
+    assert "neither [model] nor [[donors]]" in told
+
+
 def test_a_job_that_was_not_prepared_says_how(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The mend is a command."""
     path = tmp_path / "job.toml"

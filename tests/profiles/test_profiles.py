@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -234,3 +236,14 @@ def test_an_unknown_board_lists_those_there_are():
     """The mend is in the message."""
     with pytest.raises(JobError, match=r"'jetson-tx9' is unknown; there are: jetson-agx-orin, .*auto"):
         profiles.load("jetson-tx9")
+
+
+def test_a_profile_is_found_by_its_file_or_its_name(tmp_path: Path) -> None:
+    """A name that does not ship is answered with those that do, and the nearest."""
+    own = tmp_path / "own.toml"
+    own.write_text((Path(profiles.__file__).parent / "jetson-tx2.toml").read_text())
+    assert profiles.find(str(own)) == profiles.find("jetson-tx2") == profiles.load("jetson-tx2")
+    with pytest.raises(JobError, match=r"'jetson-orin-nan' is no file, .*; did you mean 'jetson-orin-nano'\?"):
+        profiles.find("jetson-orin-nan")
+    with pytest.raises(JobError, match=r"none\.toml cannot be read"):
+        profiles.find(str(tmp_path / "none.toml"))

@@ -19,7 +19,10 @@ def test_the_demo_stitches_a_network_and_sets_it_beside_everything_it_has_to_bea
     result = json.loads(ran.stdout.splitlines()[-1])
     rows = {row["name"]: row for row in result["accuracy"]}
     stitched = rows["stitched by the federation"]
-    donors = {block.split(".")[0] for block in stitched["note"].split(" > ")}
+    *blocks, head = stitched["note"].split(" > ")
+    assert head == "new head"
+    assert f"chosen: {stitched['note']}\n" in ran.stdout  # as the story of the search tells it
+    donors = {block.split(".")[0] for block in blocks}
     assert len(donors) >= 2, "a stitched network has blocks of more than one donor"
     for name, row in rows.items():
         if "unmodified" in name or "alone" in name:

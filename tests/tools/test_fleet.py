@@ -92,3 +92,24 @@ def test_data_that_cannot_be_is_told_before_anything_is_queued(tmp_path: Path, w
         with pytest.raises((JobError, DataError)):
             given.submit(store)
         assert store.jobs() == []
+
+
+def test_a_fleet_in_a_folder_that_was_used_before_is_fresh(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What boards kept of another run would change what is measured: the same job takes the same bytes again."""
+    given = plan(tmp_path)
+    took = []
+    for _ in range(2):
+        run, status = fleet.virtually(given)
+        assert status == "done"
+        took.append(ledger.account(facts_of(given, run)).whole.down_bytes)
+    assert took[0] == took[1] > 0
+    assert caplog.records == []
+
+
+def test_boards_of_a_run_that_is_over_keep_what_is_theirs_and_no_blobs(tmp_path: Path) -> None:
+    """Their private state may be wanted; what came over the network can come again."""
+    given = plan(tmp_path)
+    run, _ = fleet.virtually(given)
+    home = given.folder(run, "jetson-nano-00")
+    assert {path.name for path in home.iterdir()} == {"counted.json", "private"}
+    assert next(table["home"] for table in given.agents()) == str(given.folder("", "jetson-nano-00"))

@@ -127,9 +127,26 @@ def test_an_axis_of_per_cent_ends_at_100() -> None:
     assert "125" in texts(plots.lines([plots.Line("", [1, 2], [0, 110])], "t", "x", "y", most=100.0))
 
 
-def test_units_are_those_of_the_largest() -> None:
-    """Bytes and joules of any size have labels of a few digits."""
-    assert plots.unit(2_500_000) == (1e6, "M")
-    assert plots.unit(0.004) == (1e-3, "m")
-    assert plots.unit(0.0) == (1.0, "")
+def test_numbers_have_no_more_digits_than_a_label_needs() -> None:
+    """Four at most."""
     assert (plots.short(1234.5), plots.short(0.123456)) == ("1234", "0.1235")
+
+
+def test_plots_are_stacked_below_each_other() -> None:
+    """As high as all together, the second where the first ends; what is drawn is the same."""
+    found = [plots.lines([plots.Line("a", [1], [2])], "one", "x", "y"), plots.empty("two")]
+    root = ElementTree.fromstring(plots.stacked(found))
+    heights = [float(ElementTree.fromstring(svg).attrib["viewBox"].split()[3]) for svg in found]
+    assert root.attrib["viewBox"].split()[3] == f"{sum(heights):.0f}"
+    assert [float(each.attrib["y"]) for each in root] == [0, heights[0]]
+    assert {"one", "two"} <= set(texts(plots.stacked(found)))
+
+
+def test_a_line_of_one_point_is_a_larger_dot() -> None:
+    """So that it is seen among lines."""
+    drawn = plots.lines([plots.Line("a", [1], [2]), plots.Line("b", [1, 2], [2, 3])], "t", "x", "y")
+    assert sorted(each.attrib["r"] for each in ElementTree.fromstring(drawn).iter() if "r" in each.attrib) == [
+        "2.4",
+        "2.4",
+        "5.0",
+    ]

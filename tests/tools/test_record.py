@@ -215,6 +215,12 @@ def test_a_dry_run_measures_and_writes_nothing(tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_board_is_looked_for_below_the_root_that_is_given(tmp_path):
+    """As in a container: where there is no proc, there is no board."""
+    with pytest.raises(JobError, match="/proc/meminfo"):
+        record.main(None, 1.0, None, tmp_path / "no.sock", root=tmp_path, dry_run=True)
+
+
 def test_what_cannot_be_done_is_said_before_minutes_are_spent(tmp_path):
     """Points without a helper; a folder that is not there; words that are no point."""
     with pytest.raises(JobError, match="no clock helper"):

@@ -135,7 +135,11 @@ def test_the_page_holds_the_runs_numbers(tmp_path: Path) -> None:
         "12.50 J",  # of the boards
         "1 of 2 tasks",  # that were metered
         "8.00",  # above idle
-        "300",  # MB at its highest
+        "300 MB",  # at its highest
+        "by the coordinator's clock",
+        "by this machine's clock",
+        "rounds count from 0",
+        "closing evaluation: committed",
         "6 MB down and 2 MB up",
         "declined (memory): too big for 64 MB",
         "hotter than",

@@ -46,7 +46,7 @@ PAPER: Final = {"CIFAR10": 32.3, "CIFAR100": 30.4, "CINIC10": 40.1}  # % less th
 class Laden:
     """A simulated board for which every task is SCALE times what it says. Notes the tasks that end on it."""
 
-    adjustable = True
+    adjustable = holds = True
 
     def __init__(self, inner: Device) -> None:
         self._inner = inner

@@ -8,13 +8,14 @@ memory budgets, broker, bytes, accuracy.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from fedquilt import bundle
+from fedquilt import bundle, units
 from fedquilt.coordinator import ledger
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.store import Store
@@ -77,7 +78,7 @@ def _accuracies(plan: fleet.Plan, store: Store, run: str, members: list[Member],
     alone = bench.alone(members, params, plan.job.seed)
     mean = Result("one device alone, mean of all", float(np.mean([row.accuracy for row in alone])))
     return [
-        Result("stitched by the federation", bench.accuracy_of(found), " > ".join(found.meta["path"])),
+        Result("stitched by the federation", bench.accuracy_of(found), _path(found.meta)),
         *(Result(f"donor {row.name}, unmodified", row.accuracy) for row in bench.unmodified()),
         *(Result(f"donor {row.name}, new closed-form head", row.accuracy) for row in bench.heads(params.head_ridge)),
         mean,
@@ -85,9 +86,14 @@ def _accuracies(plan: fleet.Plan, store: Store, run: str, members: list[Member],
     ]
 
 
+def _path(meta: Mapping[str, Any]) -> str:
+    """The blocks of a stitched network, named as in the story of its search."""
+    return " > ".join([*meta["path"], *(["new head"] if meta["head"] else [])])
+
+
 def _table(result: dict[str, Any], plan: fleet.Plan) -> list[str]:
     first, *others = result["accuracy"]
-    lines = [f"\n{'accuracy on held-out digits':48} {'%':>6}"]
+    lines = [f"\n{'accuracy on digits that no board has':48} {'%':>6}"]
     for row in result["accuracy"]:
         lines.append(f"{row['name']:48} {100 * row['accuracy']:6.1f}  {row['note']}".rstrip())
     best = max(others, key=lambda row: row["accuracy"])
@@ -97,15 +103,15 @@ def _table(result: dict[str, Any], plan: fleet.Plan) -> list[str]:
         if gap > 0
         else f"Stitching does not win here: {best['name']} is {-gap:.1f} points better."
     )
-    columns = f"{'budget':>7} {'tasks':>5} {'time s':>8} {'energy J':>9} {'down MB':>8} {'up MB':>7} {'peak MB':>8}"
+    columns = f"{'budget':>7} {'tasks':>5} {'time s':>8} {'energy J':>9} {'down':>8} {'up':>8} {'peak':>8}"
     lines.append(f"\n{'device':22} {columns}")
     budgets = {table["device"]: table["budget"] for table in plan.agents()}
     for device, took in sorted(result["devices"].items()):
         joules = "-" if took["energy_j"] is None else f"{took['energy_j']:.2f}"
-        peak = "-" if took["peak_bytes"] is None else f"{took['peak_bytes'] / 1e6:.0f}"
+        peak = "-" if took["peak_bytes"] is None else units.size(took["peak_bytes"])
         lines.append(
             f"{device:22} {budgets[device]:>7} {took['tasks']:5} {took['wall_s']:8.2f} {joules:>9} "
-            f"{took['down_bytes'] / 1e6:8.2f} {took['up_bytes'] / 1e6:7.2f} {peak:>8}"
+            f"{units.size(took['down_bytes']):>8} {units.size(took['up_bytes']):>8} {peak:>8}"
         )
     sources = sorted({took["energy_source"] for took in result["devices"].values() if took["energy_source"]})
     told = (

@@ -9,11 +9,11 @@ from typing import Final
 
 import msgspec
 
+from fedquilt import profiles
 from fedquilt.core import FedquiltError
 from fedquilt.edge_agent import budget, data, devices
 from fedquilt.edge_agent.engines import NEEDS
 from fedquilt.edge_agent.settings import AgentSettings, size_bytes
-from fedquilt.models.footprint import FIRST_USE_BYTES
 from fedquilt.tools.doctor import facts, identity
 from fedquilt.tools.doctor.facts import Machine
 from fedquilt.tools.doctor.findings import Finding, error, ok, there, warning
@@ -57,8 +57,10 @@ def check(
         try:
             memory = _memory_bytes(settings) or memory
             found.append(ok("FQ308", f"board {settings.board}, profile {settings.profile or 'of its kind'}"))
-        except (FedquiltError, OSError, UnicodeDecodeError) as problem:
-            mend = f"fedquilt record --out {settings.profile}" if settings.profile else f"correct board in {path}"
+        except FedquiltError as problem:
+            file = settings.profile is not None and not profiles.is_name(settings.profile)
+            wrong = "profile" if settings.profile else "board"
+            mend = f"fedquilt record --out {settings.profile}" if file else f"correct {wrong} in {path}"
             found.append(error("FQ308", str(problem), mend))
     if memory is not None:
         real = settings.board == "auto"
@@ -143,15 +145,9 @@ def engines(budget_bytes: int, path: Path, versions: Mapping[str, str]) -> Findi
     has = {"numpy": "numpy" in versions, "torch": "torch" in versions}
     has["onnx"] = "onnxruntime" in versions or "onnxruntime-gpu" in versions
     known = [name for name in NEEDS if has.get(name)]
-    need = {name: budget.base_bytes(name, {}) + FIRST_USE_BYTES.get(name, 0) for name in known}
-    fit = [name for name in known if need[name] < budget_bytes]
-    if not fit:
-        return error(
-            "FQ311",
-            f"the budget of {budget_bytes / 1e6:.0f} MB is less than any engine here holds by itself "
-            f"({', '.join(f'{name} {size / 1e6:.0f} MB' for name, size in need.items()) or 'none is installed'})",
-            f'budget = "512MB" in {path}' if known else "pip install 'fedquilt[onnx]'",
-        )
+    fit = [name for name in known if budget.least_bytes(name, {}) < budget_bytes]
+    if short := budget.no_engine(budget_bytes, known):
+        return error("FQ311", short, f'budget = "512MB" in {path}' if known else "pip install 'fedquilt[onnx]'")
     if set(fit) <= {"numpy"}:
         return warning(
             "FQ312",
@@ -209,12 +205,9 @@ def _memory_bytes(settings: AgentSettings) -> int | None:
 
     Raises:
         FedquiltError: there is no such board, or the profile is none.
-        OSError, UnicodeDecodeError: the profile cannot be read.
     """
-    from fedquilt import profiles
-
     if settings.board != "auto":
         return devices.make(settings.board).memory_bytes
     if settings.profile is not None:
-        profiles.parse(Path(settings.profile).read_text(encoding="utf-8"), settings.profile)
+        profiles.find(settings.profile)
     return None

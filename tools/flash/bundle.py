@@ -74,7 +74,9 @@ def board(path: Path, device: str | None = None, token: Path | None = None) -> B
     for key, name in NAMES.items():
         if key in here:
             files[name], broker[key] = _read(Path(here[key])), f"{ETC}/{name}"
-    if known.profile is not None:
+    if known.profile is not None and profiles.is_name(known.profile) and not (path.parent / known.profile).exists():
+        profiles.find(known.profile)  # it ships with the agent
+    elif known.profile is not None:
         files["profile.toml"], table["profile"] = _read(path.parent / known.profile), f"{ETC}/profile.toml"
         profiles.parse(files["profile.toml"].decode(errors="replace"), known.profile)
     if token is not None:

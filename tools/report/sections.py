@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
+from fedquilt import units
 from fedquilt.coordinator import ledger, rounds
 from fedquilt.coordinator import story as stories
 from fedquilt.coordinator.ledger import Ledger
@@ -35,8 +36,9 @@ def tiles(found: Found) -> list[tuple[str, str]]:
     tiles.append((str(done.rounds if done else 0), "rounds"))
     tiles.append((str(len(found.account.devices)), "devices"))
     if done is not None:
-        tiles.append((seconds(done.clock_s), "on the coordinator's clock"))
-    tiles.append((_size(whole.down_bytes + whole.up_bytes), "down and up"))
+        tiles.append((seconds(done.clock_s), "by the coordinator's clock"))
+        tiles.append((seconds(done.real_s), "by this machine's clock"))
+    tiles.append((units.size(whole.down_bytes + whole.up_bytes), "down and up"))
     if whole.energy_j is not None:
         some = "" if whole.metered == whole.tasks else f", {whole.metered} of {whole.tasks} tasks"
         tiles.append((f"{ledger.short(whole.energy_j)} J", f"of the boards{some}"))
@@ -49,7 +51,7 @@ def accuracy(found: Found) -> list[str]:
     if len({*(point.rounds for point in found.checks), *(score.rounds for score in found.scores)}) < 2:
         return [*map(page.text, _last(found)), *_personal(found)]
     at = {point.rounds: point for point in found.points}
-    axes = [("rounds", "by round", {point.rounds: float(point.rounds) for point in found.points})]
+    axes = [("rounds that are done", "by round", {point.rounds: float(point.rounds) for point in found.points})]
     for title, label, taken in (
         ("by time", "coordinator's clock", {r: point.clock_s for r, point in at.items()}),
         ("by the boards' time", "slowest board of each round", _known({r: p.boards_s for r, p in at.items()})),
@@ -58,11 +60,11 @@ def accuracy(found: Found) -> list[str]:
         if any(taken.values()):
             axes.append((f"{label}, {name}", title, {r: value / scale for r, value in taken.items()}))
     moved = {r: float(p.down_bytes + p.up_bytes) for r, p in at.items()}
-    scale, prefix = plots.unit(max(moved.values(), default=0.0))
+    scale, prefix = units.unit(max(moved.values(), default=0.0))
     axes.append((f"{prefix}B, down and up", "by bytes", {r: value / scale for r, value in moved.items()}))
     joules = _known({r: p.energy_j for r, p in at.items()})
     if any(joules.values()):
-        scale, prefix = plots.unit(max(joules.values()))
+        scale, prefix = units.unit(max(joules.values()))
         axes.append((f"{prefix}J of the boards, gross", "by energy", {r: v / scale for r, v in joules.items()}))
     drawn = [
         plots.lines(_lines(found, places), f"Accuracy {title}", label, "accuracy, %", most=100.0)
@@ -120,9 +122,9 @@ def time(found: Found) -> list[str]:
         return []
     chosen = _spread(splits, MOST_ROUNDS)
     lasted_s = sum(split.lasted_s for split in splits)
-    scale, prefix = plots.unit(max(split.lasted_s for split in splits)) if lasted_s < 100 else (1.0, "")
+    scale, prefix = units.unit(max(split.lasted_s for split in splits)) if lasted_s < 100 else (1.0, "")
     bars = [
-        plots.Bar(f"round {split.round}", (split.compute_s / scale, split.transfer_s / scale, split.wait_s / scale))
+        plots.Bar(_round(found, split.round), (split.compute_s / scale, split.transfer_s / scale, split.wait_s / scale))
         for split in chosen
     ]
     shares = {
@@ -144,7 +146,7 @@ def time(found: Found) -> list[str]:
             clocks[-1] += f"; the slowest board of each round says {seconds(last.boards_s)} in all"
         clocks[-1] += (
             ". Simulated boards tell what their profiles predict: what their tasks really took here counts as fetching "
-            "and sending; on virtual time the coordinator's clock is virtual too."
+            "and sending; on virtual time (`fedquilt fleet --link memory`) the coordinator's clock is virtual too."
         )
     names = ("task", "down, start and up", "waiting")
     return [
@@ -162,11 +164,11 @@ def devices(found: Found) -> list[str]:
     for point in found.checks:
         own |= point.personal.devices if point.personal is not None else {}
     rows = [[name, *_device(of), percent(own[name]) if name in own else "-"] for name, of in known.items()]
-    head = ["device", "tasks", "refused", "task s", "J", "J above idle", "peak MB", "MB down", "MB up", "last accuracy"]
+    head = ["device", "tasks", "refused", "task s", "J", "J above idle", "peak memory", "down", "up", "last accuracy"]
     shown = dict(sorted(known.items(), key=lambda each: -(each[1].energy_j or 0.0))[:MOST_DEVICES])
     drawn = []
     if any(of.energy_j is not None for of in shown.values()):
-        scale, prefix = plots.unit(max(of.energy_j or 0.0 for of in shown.values()))
+        scale, prefix = units.unit(max(of.energy_j or 0.0 for of in shown.values()))
         joules = [plots.Bar(name, [each and each / scale for each in _energy(of)]) for name, of in shown.items()]
         drawn.append(
             plots.bars(joules, "Energy of each device", f"{prefix}J", ("idle", "above idle", "not told apart"))
@@ -187,9 +189,9 @@ def _device(of: Ledger) -> list[str]:
         f"{of.wall_s / of.tasks:.3g}" if of.tasks else "-",
         "-" if of.energy_j is None else ledger.short(of.energy_j),
         "-" if of.net_j is None else ledger.short(of.net_j),
-        "-" if of.peak_bytes is None else f"{of.peak_bytes / 1e6:.0f}",
-        f"{of.down_bytes / 1e6:.2f}",
-        f"{of.up_bytes / 1e6:.2f}",
+        "-" if of.peak_bytes is None else units.size(of.peak_bytes),
+        units.size(of.down_bytes),
+        units.size(of.up_bytes),
     ]
 
 
@@ -211,11 +213,12 @@ def bytes(found: Found) -> list[str]:
     per_round = found.account.rounds
     if not per_round:
         return []
-    scale, prefix = plots.unit(max(of.down_bytes + of.up_bytes for of in per_round.values()))
+    scale, prefix = units.unit(max(of.down_bytes + of.up_bytes for of in per_round.values()))
     chosen = _spread(list(per_round.items()), MOST_ROUNDS)
-    bars = [plots.Bar(f"round {n}", (of.down_bytes / scale, of.up_bytes / scale)) for n, of in chosen]
+    bars = [plots.Bar(_round(found, n), (of.down_bytes / scale, of.up_bytes / scale)) for n, of in chosen]
     whole = found.account.whole
-    note = f"In all {_size(whole.down_bytes)} down and {_size(whole.up_bytes)} up: tensors and models, no protocol."
+    down, up = units.size(whole.down_bytes), units.size(whole.up_bytes)
+    note = f"In all {down} down and {up} up: tensors and models, no protocol."
     return [
         page.text(note),
         page.plots([plots.bars(bars, "Bytes per round, all devices", f"{prefix}B", ("down", "up"))]),
@@ -242,9 +245,10 @@ def story(found: Found) -> list[str]:
     if not found.facts:
         return [page.text("Nothing yet.")]
     began = found.facts[0][0]
-    brief, whole = [], []
+    brief, whole, state = [], [], rounds.Rounds(rounds.Plan.of(found.row.job))
     for at, fact in found.facts:
-        first, *more = stories.sentences(fact)
+        state = rounds.apply(state, fact, 0.0)
+        first, *more = stories.sentences(fact, stories.closing(state, fact))
         lines = [f"{at - began:9.1f} s  {first}", *(f"{'':13}{line}" for line in more)]
         whole += lines
         if not isinstance(fact, Surveyed | Asked) and _news(fact):
@@ -253,7 +257,8 @@ def story(found: Found) -> list[str]:
     detail = whole if len(whole) <= MOST_LINES else [*whole[:MOST_LINES], *cut]
     told = brief if len(brief) <= MOST_LINES else [*brief[:MOST_LINES], *cut]
     energy = [page.text(line) for line in ledger.lines(found.account)]
-    return [page.story(told), *energy, page.story(detail, "every fact of the log", open_=False)]
+    clock = page.text("Seconds since the run began, by the clock of the machine that ran it; rounds count from 0.")
+    return [clock, page.story(told), *energy, page.story(detail, "every fact of the log", open_=False)]
 
 
 def _news(fact: AnyFact) -> bool:
@@ -276,6 +281,12 @@ def _spread(items: Sequence[T], most: int) -> list[T]:
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
+def _round(found: Found, number: int) -> str:
+    """What a round is called; after the last one there may be an evaluation."""
+    done = found.points[-1].rounds if found.points else number + 1
+    return f"round {number}" if number < done else "evaluation"
+
+
 def percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
@@ -287,15 +298,10 @@ def seconds(value: float) -> str:
 
 def _seconds_unit(largest: float) -> tuple[float, str]:
     if 0 < largest < 1:
-        scale, prefix = plots.unit(largest)
+        scale, prefix = units.unit(largest)
         return scale, f"{prefix}s"
     return next(((s, n) for s, n in ((86400.0, "d"), (3600.0, "h"), (60.0, "min")) if largest >= 3 * s), (1.0, "s"))
 
 
 def _known(values: Mapping[int, float | None]) -> dict[int, float]:
     return {number: value for number, value in values.items() if value is not None}
-
-
-def _size(count: int) -> str:
-    scale, prefix = plots.unit(count)
-    return f"{count / scale:.3g} {prefix}B"

@@ -355,6 +355,22 @@ def test_a_helper_that_let_go_does_not_stop_the_sensors(tree: Tree, caplog: pyte
     assert "let go: too hot" in caplog.text
 
 
+def test_the_device_tells_whether_it_is_still_held(tree: Tree):
+    """From a hold until it is given back, or until a sign of life is answered that the helper has let go."""
+    clocks = FakeClocks()
+    device = LinuxDevice(tree.root, profile=profiles.parse(OWN, "own"), clocks=clocks)
+    assert not device.holds
+    device.hold(device.points[0])
+    device.read(1.0)
+    assert device.holds
+    device.release()
+    assert not device.holds
+    device.hold(device.points[0])
+    clocks.gone = True
+    device.read(2.0)
+    assert not device.holds
+
+
 def test_a_raspberry_pi_has_its_profile(tree: Tree):
     """Found by what its device tree calls it; the list is the one that Raspberry Pi OS shows."""
     tree.write("proc/device-tree/compatible", "raspberrypi,5-model-b\0brcm,bcm2712\0")

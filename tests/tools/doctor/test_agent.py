@@ -100,6 +100,12 @@ def test_a_profile_that_cannot_be_read_is_found(board: Any) -> None:
     """So is a board that nobody knows."""
     board.table["profile"] = "/etc/fedquilt/own.toml"
     assert board.only().number == "FQ308"
+    board.table["profile"] = "jetson-thor"
+    assert board.only().number == "FQ308"
+    assert "did you mean" in board.only().sentence
+    assert "correct profile in" in str(board.only().mend)
+    board.table["profile"] = "jetson-orin-nano"
+    assert board.examine("machine") == []
     del board.table["profile"]
     board.table["board"] = "jetson-tx9"
     assert board.only().number == "FQ308"

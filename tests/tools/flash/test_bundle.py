@@ -114,6 +114,15 @@ def test_a_profile_that_was_recorded_goes_along(site: Path) -> None:
         told(site, 'profile = "mine.toml"\n')
 
 
+def test_a_profile_that_ships_is_named_and_not_copied(site: Path) -> None:
+    """The agent brings it along; one that does not ship is found out here."""
+    made = told(site, 'profile = "jetson-orin-nano"\n')
+    assert "profile.toml" not in made.files
+    assert b'profile = "jetson-orin-nano"' in made.files["agent.toml"]
+    with pytest.raises(JobError, match="'jetson-thor' is no file, and none that ships"):
+        told(site, 'profile = "jetson-thor"\n')
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

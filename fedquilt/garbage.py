@@ -1,0 +1,60 @@
+"""What the network sends that is no message of ours: told at first, then counted, so that nobody can flood a log.
+
+Pure: what came and when goes in, lines to log come out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+FIRST: Final = 3  # messages of one branch that are told each
+EVERY_S: Final = 600.0  # the rest is told as a number, this often
+MOST_BRANCHES: Final = 64  # told apart; whoever may write everywhere invents no more
+OTHERS: Final = "other branches"
+
+
+@dataclass
+class Branch:
+    """What came of one branch of the topic tree: a device's, or the coordinator's own."""
+
+    told: int = 0
+    more: int = 0  # since the last line about it
+    last: str = ""
+    due_s: float = 0.0
+
+
+class Garbage:
+    """Of one side."""
+
+    def __init__(self) -> None:
+        self.dropped = 0
+        self._branches: dict[str, Branch] = {}
+
+    def take(self, topic: str, error: Exception, retained: bool, now_s: float) -> str | None:
+        """Count a message that was dropped; what to log now, if anything."""
+        self.dropped += 1
+        name = "/".join(topic.split("/")[:6])[:120]
+        if name not in self._branches and len(self._branches) >= MOST_BRANCHES:
+            name = OTHERS
+        branch = self._branches.setdefault(name, Branch())
+        if branch.told >= FIRST:
+            branch.due_s = branch.due_s if branch.more else now_s + EVERY_S
+            branch.more, branch.last = branch.more + 1, f"{topic[:120]}: {error}"
+            return None
+        branch.told += 1
+        said = f"dropped a message on {topic[:120]}: {error}"
+        if retained:
+            said += f"; the broker keeps it until it is cleared: mosquitto_pub -r -n -t '{topic[:120]}'"
+        return said if branch.told < FIRST else f"{said} (from here on such messages under {name} are only counted)"
+
+    def due(self, now_s: float) -> list[str]:
+        """What to log of the messages that were only counted; a branch from which none came is told anew."""
+        lines = []
+        for name, branch in list(self._branches.items()):
+            if branch.more and now_s >= branch.due_s:
+                lines.append(f"dropped {branch.more} more messages under {name}; the last: {branch.last}")
+                branch.more, branch.due_s = 0, now_s + EVERY_S
+            elif not branch.more and branch.told >= FIRST and branch.due_s and now_s >= branch.due_s:
+                del self._branches[name]
+        return lines

@@ -1,0 +1,79 @@
+"""What a terminal is told while nothing can be done."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedquilt.coordinator import story
+from fedquilt.coordinator.console import WAIT_AGAIN_S, WAIT_SAID_S, Waiting
+from fedquilt.coordinator.rounds import Answered, Asked, Committed, Plan, Rounds, Started, apply
+from fedquilt.coordinator.settings import Cohort
+from fedquilt.core import BlobRef, Update, Usage
+
+REF = BlobRef(sha256="a" * 64, size=1)
+
+
+def begun(cohort: Cohort, rounds: int = 2, check_every: int = 0) -> Rounds:
+    return apply(Rounds(Plan(0, rounds, cohort, check_every)), Started(REF), 0.0)
+
+
+def answer(device: str, round: int = 0) -> Answered:
+    update = Update(
+        job="j", round=round, attempt=0, device=device, weight=1.0, bundles={}, metrics={}, usage=Usage(wall_s=1.0)
+    )
+    return Answered(round, update)
+
+
+def test_a_wait_is_told_when_it_begins_or_changes_and_else_rarely() -> None:
+    """And a wait that is over and begins again is a new one."""
+    waiting = Waiting()
+    assert waiting.line("a", 0.0) is None
+    assert waiting.line("a", WAIT_SAID_S) == "waiting for a"
+    assert waiting.line("a", WAIT_SAID_S + 100) is None
+    assert waiting.line("b", WAIT_SAID_S + 101) == "waiting for b"
+    assert waiting.line("a", WAIT_SAID_S + 102) is None  # it comes and goes: not at each turn
+    assert waiting.line("b", WAIT_SAID_S + 101 + WAIT_AGAIN_S) == "waiting for b"
+    assert waiting.line(None, 2000.0) is None
+    assert waiting.line("b", 2001.0) is None
+    assert waiting.line("b", 2001.0 + WAIT_SAID_S) == "waiting for b"
+
+
+def test_too_few_devices_for_a_first_round_are_told_with_how_many_are_wanted() -> None:
+    """How many are there, of which kind, and how many it takes."""
+    state = begun(Cohort(size=3, min_devices=3))
+    assert story.waiting(state, ["torch", "numpy"], ["a"]) == (
+        "devices that run torch or numpy: 1 online, at least 3 needed"
+    )
+
+
+def test_too_few_devices_for_a_quorum_are_told_with_what_is_there() -> None:
+    """Everybody has answered who could, and it is not enough before the deadline."""
+    state = apply(begun(Cohort(size=4, quorum=0.75)), Asked(0, 0, ("a", "b")), 1.0)
+    assert story.waiting(state, ["torch"], ["a", "b"]) is None  # they are at it
+    for device in "ab":
+        state = apply(state, answer(device), 2.0)
+    assert story.waiting(state, ["torch"], ["a", "b"]) == (
+        "devices that run torch: 2 online, 2 of 4 updates are here, at least 3 needed"
+    )
+
+
+def test_a_device_that_was_asked_and_has_gone_is_named() -> None:
+    """Of many the first few."""
+    names = tuple("abcdefg")
+    state = apply(begun(Cohort()), Asked(0, 0, names), 1.0)
+    assert story.waiting(state, ["torch"], []) == "a, b, c, d, e and 2 more: offline"
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_the_evaluation_after_the_last_round_is_not_told_as_a_round(finished: bool) -> None:
+    """Whether the job's rounds are over or the method has ended by itself."""
+    state = begun(Cohort(), rounds=5 if finished else 1, check_every=1)
+    facts = [Asked(0, 0, ("a",)), answer("a"), Committed(0, REF, finished, {})]
+    facts += [Asked(1, 0, ("a",)), answer("a", 1), Committed(1, REF, False, {"check.accuracy": 0.5})]
+    told = []
+    for fact in facts:
+        state = apply(state, fact, 1.0)
+        told.append(story.sentences(fact, story.closing(state, fact))[0])
+    assert told[:3] == ["round 0: asked a", "round 0: a answered in 1.00 s, 0 B down, 0 B up", "round 0: committed"]
+    assert told[3] == "closing evaluation: asked a"
+    assert told[5] == "closing evaluation: committed (check.accuracy 0.5)"
