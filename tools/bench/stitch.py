@@ -2,8 +2,9 @@
 
 One device, 64 images, the five architectures of the FedStitch paper (arXiv 2409.07202, section 5.1) with
 random weights, one path up to depth 10 that avoids a donor's own next block. The rounds are those of a
-real search. Each is scored by this engine in its three ways, and by the naive procedure
-(`fedquilt.tools.bench.naive`) in the same runtime; scores that differ make the bench fail.
+real search. Some of them are scored by this engine in its three ways and by the naive procedure
+(`fedquilt.tools.bench.naive`) in the same runtime, one right after the other; scores that differ make the
+bench fail.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ DEPTH = 10
 DEPTHS = (1, 5, 9)  # of paths
 SMALL = 64  # pixels
 REPEATS = 3  # of what is compared with a forward pass, and of that: the fastest counts
-BUDGET_BYTES = 4 << 30  # both sides have all the memory they want; `bench stitch-memory` is about budgets
+BUDGET_BYTES = 4 << 30  # both sides have all the memory they want; `bench memory` is about budgets
 FASTER: Mapping[ScoreAt, float] = {"output": 8.0, "hybrid": 20.0, "input": 40.0}  # times the naive procedure, at least
 SLOWER = 1.3  # times a plain forward pass, at most
 SAME = 1e-4  # scores of both procedures differ by no more
@@ -59,8 +60,8 @@ def measure(size: int = 64, depths: Sequence[int] = (), work: Path | None = None
 
     Args:
         size: of the images, in pixels.
-        depths: lengths of the path at which the naive procedure runs too; none: DEPTHS, or of large images, for
-            which it takes minutes each, the middle one.
+        depths: lengths of the path at which the ways are compared; none: DEPTHS, or of large images, for which
+            it takes minutes each, the middle one.
         work: where the donors are prepared, and found again; none: in a folder that goes afterwards.
     """
     depths = depths or (DEPTHS if size <= SMALL else DEPTHS[1:2])
@@ -68,12 +69,10 @@ def measure(size: int = 64, depths: Sequence[int] = (), work: Path | None = None
         folder = (work or Path(scratch)) / f"donors-{size}"
         made = donors(folder, size)
         find = finder(folder, made)
-        rounds = walk(made, find, Path(scratch))
-        whole = plain(made, find, Path(scratch))
-        ways = {way: replay(rounds, way) for way in FASTER}
-        engine = OnnxEngine(BUDGET_BYTES)
-        compared = {len(each.ask.path): naively(each, find, engine) for each in rounds if len(each.ask.path) in depths}
-    return _result(size, rounds, whole, ways, compared)
+        rounds = walk(made, find, Path(scratch), max(depths))
+        whole, own = plain(made, find, Path(scratch)), references(rounds[0])
+        compared = [compare(rounds[max(depth - 2, 0)], rounds[depth - 1], find) for depth in depths]
+    return _result(size, whole, own, compared)
 
 
 def donors(folder: Path, size: int) -> Bundle:
@@ -107,8 +106,8 @@ def examples(count: int) -> Examples:
     return Examples(x, draws.integers(0, 10, size=count))
 
 
-def walk(made: Bundle, find: Callable[[str], Path], scratch: Path) -> list[Round]:
-    """The rounds in which one device scores its way along one path, from one block to DEPTH - 1.
+def walk(made: Bundle, find: Callable[[str], Path], scratch: Path, longest: int = DEPTH - 1) -> list[Round]:
+    """The rounds in which one device scores its way along one path, from one block to the longest wanted.
 
     On goes the best-scored block of another donor that leaves maps large enough for DEPTH blocks; the pool
     shrinks by the paper's rule.
@@ -131,7 +130,7 @@ def walk(made: Bundle, find: Callable[[str], Path], scratch: Path) -> list[Round
         _say(f"path: {' > '.join(net.path)}")
         answer = METHOD.work(task, site)
         local = answer.local
-        if len(net.path) == DEPTH - 1:
+        if len(net.path) == longest:
             break
         ballot = vote.ballot(answer.bundles["scores"], state.pool, params.k, 0.0, 0)
         least = made.meta["input"]["size"] >> (2 + len(net.path) // 2)
@@ -159,30 +158,52 @@ def walk(made: Bundle, find: Callable[[str], Path], scratch: Path) -> list[Round
     return rounds
 
 
-def replay(rounds: Sequence[Round], way: ScoreAt) -> dict[str, Any]:
-    """Seconds of each round, and of the references; and the scores.
+@dataclass(frozen=True)
+class Compared:
+    """One round by every way of scoring: seconds and scores; "naive" is one of them."""
 
-    The first round is run on a device that knows nothing, on others whose runtime has loaded all blocks, and
-    again there with the donors known and the path not.
+    ask: ScoreAsk
+    seconds: Mapping[str, float]
+    scores: Mapping[str, np.ndarray]
+
+
+def compare(before: Round, each: Round, find: Callable[[str], Path]) -> Compared:
+    """A round by each way of scoring, on a device that has been through the one before, and naively.
+
+    Of the first round the one before is itself: its donors are known then, and its path is not.
     """
     engine = OnnxEngine(BUDGET_BYTES)
-    with tempfile.TemporaryDirectory() as folder:
-        cold_s, _, _ = _timed(rounds[0], way, engine, Path(folder) / "cold", DRAWN)
-        repeats = [
-            (*_timed(rounds[0], way, engine, Path(folder) / str(i), DRAWN), Path(folder) / str(i))
-            for i in range(REPEATS)
-        ]
-        warm_s, (*_, local, cache) = min(each[0] for each in repeats), repeats[-1]
-        for path in cache.glob(f"*{SPARE}"):
-            path.unlink()
-        seconds, scores = [], []
-        for each in rounds:
-            took_s, score, local = _timed(each, way, engine, cache, local)
-            seconds.append(took_s)
-            scores.append(score)
+    seconds: dict[str, float] = {}
+    scores: dict[str, np.ndarray] = {}
+    for way in FASTER:
+        with tempfile.TemporaryDirectory() as folder:
+            _, _, local = _timed(before, way, engine, Path(folder), DRAWN)
+            if before is each:
+                _forget_paths(Path(folder))
+            seconds[way], scores[way], _ = _timed(each, way, engine, Path(folder), local)
+        _say(f"{way}, after {len(each.ask.path)} blocks: {seconds[way]:.2f} s")
+    seconds["naive"], scores["naive"] = naively(each, find, engine)
     engine.close()
-    _say(f"{way}: {sum(seconds):.2f} s")
-    return {"cold_s": cold_s - seconds[0], "warm_s": warm_s - seconds[0], "seconds": seconds, "scores": scores}
+    return Compared(each.ask, seconds, scores)
+
+
+def references(first: Round) -> dict[str, float]:
+    """Seconds that a device's first round takes longer because it knows no donor: with loading them, and without."""
+    engine = OnnxEngine(BUDGET_BYTES)
+    with tempfile.TemporaryDirectory() as folder:
+        caches = [Path(folder) / str(i) for i in range(1 + REPEATS)]
+        cold, *warm = (_timed(first, "hybrid", engine, cache, DRAWN) for cache in caches)
+        known = []
+        for cache, (_, _, local) in zip(caches[1:], warm, strict=True):
+            _forget_paths(cache)
+            known.append(_timed(first, "hybrid", engine, cache, local)[0])
+    engine.close()
+    return {"cold_s": cold[0] - min(known), "warm_s": min(each[0] for each in warm) - min(known)}
+
+
+def _forget_paths(cache: Path) -> None:
+    for path in cache.glob(f"*{SPARE}"):
+        path.unlink()
 
 
 def _timed(
@@ -194,7 +215,7 @@ def _timed(
     return time.perf_counter() - began_s, answer.bundles["scores"]["score"], answer.local
 
 
-def naively(each: Round, find: Callable[[str], Path], engine: OnnxEngine) -> dict[str, Any]:
+def naively(each: Round, find: Callable[[str], Path], engine: OnnxEngine) -> tuple[float, np.ndarray]:
     """Seconds of one round by the naive procedure, and its scores."""
     ask, site = each.ask, each.site
 
@@ -213,7 +234,7 @@ def naively(each: Round, find: Callable[[str], Path], engine: OnnxEngine) -> dic
         scores.append(naive.output_score(path, between, own, run, scored, fitted, positions, ask.ridge))
     took_s = time.perf_counter() - began_s
     _say(f"naive, after {len(path)} blocks, {len(ask.pool)} candidates: {took_s:.1f} s")
-    return {"seconds": took_s, "scores": np.array(scores)}
+    return took_s, np.array(scores)
 
 
 def plain(made: Bundle, find: Callable[[str], Path], folder: Path) -> dict[str, float]:
@@ -245,24 +266,17 @@ def plain(made: Bundle, find: Callable[[str], Path], folder: Path) -> dict[str, 
 
 
 def _result(
-    size: int,
-    rounds: Sequence[Round],
-    whole: Mapping[str, float],
-    ways: Mapping[ScoreAt, dict[str, Any]],
-    compared: Mapping[int, dict[str, Any]],
+    size: int, whole: Mapping[str, float], own: Mapping[str, float], compared: Sequence[Compared]
 ) -> dict[str, Any]:
-    at = [i for i, each in enumerate(rounds) if len(each.ask.path) in compared]
-    naive_s = sum(each["seconds"] for each in compared.values())
-    strays = [np.abs(ways["output"]["scores"][i] - compared[len(rounds[i].ask.path)]["scores"]).max() for i in at]
-    faster = {way: naive_s / sum(each["seconds"][i] for i in at) for way, each in ways.items()}
+    total = {way: sum(each.seconds[way] for each in compared) for way in (*FASTER, "naive")}
+    strays = [np.abs(each.scores["output"] - each.scores["naive"]).max() for each in compared]
     table = [
         {
             "path": list(each.ask.path),
             "candidates": len(each.ask.pool),
-            **{way: round(found["seconds"][i], 4) for way, found in ways.items()},
-            "naive": round(compared[len(each.ask.path)]["seconds"], 3) if i in at else None,
+            **{way: round(took_s, 4) for way, took_s in each.seconds.items()},
         }
-        for i, each in enumerate(rounds)
+        for each in compared
     ]
     return {
         "bench": "stitch",
@@ -270,10 +284,13 @@ def _result(
         "images": IMAGES,
         "rounds": table,
         "plain_forward_s": {key: round(value, 3) for key, value in whole.items()},
-        "references_s": {key: round(ways["output"][key], 3) for key in whole},
+        "references_s": {key: round(value, 3) for key, value in own.items()},
         "figures": {
-            **{f"{way}_score_to_naive": at_least(faster[way], FASTER[way], "times faster") for way in FASTER},
-            "references_to_plain_forward": figure(ways["output"]["warm_s"] / whole["warm_s"], SLOWER, "times as long"),
+            **{
+                f"{way}_score_to_naive": at_least(total["naive"] / total[way], FASTER[way], "times faster")
+                for way in FASTER
+            },
+            "references_to_plain_forward": figure(own["warm_s"] / whole["warm_s"], SLOWER, "times as long"),
             "difference_of_scores": figure(max(strays), SAME, ""),
         },
     }
@@ -283,8 +300,8 @@ def lines(result: dict[str, Any]) -> list[str]:
     """The result for people."""
     head = f"    {'path':>6} {'blocks scored':>14} {'naive':>9} {'output':>9} {'hybrid':>9} {'input':>9}   seconds"
     table = [
-        f"    {len(row['path']):6} {row['candidates']:14} {_cell(row['naive'])} "
-        + " ".join(_cell(row[way]) for way in ("output", "hybrid", "input"))
+        f"    {len(row['path']):6} {row['candidates']:14} "
+        + " ".join(f"{row[way]:9.3f}" for way in ("naive", "output", "hybrid", "input"))
         for row in result["rounds"]
     ]
     plain_s, own_s = result["plain_forward_s"], result["references_s"]
@@ -297,10 +314,6 @@ def lines(result: dict[str, Any]) -> list[str]:
         f"({plain_s['cold_s']:.2f} s)",
         *figure_lines(result),
     ]
-
-
-def _cell(seconds: float | None) -> str:
-    return f"{'-':>9}" if seconds is None else f"{seconds:9.3f}"
 
 
 def _say(line: str) -> None:
