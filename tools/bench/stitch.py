@@ -269,7 +269,7 @@ def _result(
     size: int, whole: Mapping[str, float], own: Mapping[str, float], compared: Sequence[Compared]
 ) -> dict[str, Any]:
     total = {way: sum(each.seconds[way] for each in compared) for way in (*FASTER, "naive")}
-    strays = [np.abs(each.scores["output"] - each.scores["naive"]).max() for each in compared]
+    strays = [float(np.abs(each.scores["output"] - each.scores["naive"]).max()) for each in compared]
     table = [
         {
             "path": list(each.ask.path),
