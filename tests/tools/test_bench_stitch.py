@@ -1,0 +1,46 @@
+"""What the stitching bench makes of the seconds and scores it saw."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fedquilt.tools.bench import stitch
+from fedquilt.tools.bench.stitch import Compared
+
+WHOLE = {"cold_s": 9.0, "warm_s": 4.0}
+OWN = {"cold_s": 9.0, "warm_s": 5.0}
+
+
+def round_of(length: int, naive_s: float, own_s: float, stray: float = 0.0) -> Compared:
+    """A round whose three ways all take `own_s`, and whose scores differ from the naive ones by `stray`."""
+    ask: Any = msgspec.convert({"path": [f"a.{i}" for i in range(length)], "pool": ["b.1", "b.2"]}, Asked)
+    scores = np.array([0.25, 0.5])
+    seconds = {"output": own_s, "hybrid": own_s, "input": own_s, "naive": naive_s}
+    return Compared(ask, seconds, {"output": scores + stray, "naive": scores})
+
+
+class Asked(msgspec.Struct):
+    """The two fields of a `ScoreAsk` that are told."""
+
+    path: tuple[str, ...]
+    pool: tuple[str, ...]
+
+
+def test_the_rounds_compared_are_taken_together() -> None:
+    """The ratio is that of the sums, so that a short round weighs little."""
+    found = stitch._result(64, WHOLE, OWN, [round_of(1, 90.0, 2.0), round_of(9, 10.0, 3.0)])
+    assert found["figures"]["output_score_to_naive"]["value"] == 20.0
+    assert found["figures"]["references_to_plain_forward"]["value"] == 1.25
+    assert [row["candidates"] for row in found["rounds"]] == [2, 2]
+    assert {"path", "blocks", "naive", "output", "hybrid", "input"} <= set(" ".join(stitch.lines(found)).split())
+    assert msgspec.json.decode(msgspec.json.encode(found)) == found  # the command's other form
+
+
+def test_scores_that_differ_are_no_speed_up() -> None:
+    """One stray score and the figure says that it is not reached."""
+    same, other = round_of(1, 90.0, 2.0), round_of(5, 90.0, 2.0, stray=0.01)
+    assert stitch._result(64, WHOLE, OWN, [same])["figures"]["difference_of_scores"]["reached"]
+    assert not stitch._result(64, WHOLE, OWN, [same, other])["figures"]["difference_of_scores"]["reached"]
