@@ -17,6 +17,7 @@ REASONS: Final[Mapping[str, str]] = {
     "offline": "offline",
     "profile": "has not said what it is",
     "engine": "has no engine that the job's method runs on",
+    "codec": "does not know the codec of the job's [wire]: its fedquilt is older than the job wants",
     "battery": "its battery is below [cohort] min_battery, and not charging",
     "hot": "hotter than [cohort] max_temperature_c",
 }
@@ -37,6 +38,7 @@ class Wants(NamedTuple):
 
     engines: tuple[str, ...]
     cohort: Cohort
+    codec: str = "raw"
 
 
 Check: TypeAlias = Callable[[Seen, Wants], str | None]
@@ -62,6 +64,10 @@ def _engine(seen: Seen, wants: Wants) -> str | None:
     return None if set(wants.engines) & set(seen.profile.engines) else "engine"
 
 
+def _codec(seen: Seen, wants: Wants) -> str | None:
+    return "codec" if seen.profile is not None and wants.codec not in seen.profile.codecs else None
+
+
 def _battery(seen: Seen, wants: Wants) -> str | None:
     told = seen.telemetry
     if told is None or told.battery is None or told.charging:
@@ -76,4 +82,4 @@ def _hot(seen: Seen, wants: Wants) -> str | None:
     return "hot" if told.temperature_c > limit else None
 
 
-CHECKS: Final[tuple[Check, ...]] = (_offline, _engine, _battery, _hot)
+CHECKS: Final[tuple[Check, ...]] = (_offline, _engine, _codec, _battery, _hot)

@@ -1,15 +1,18 @@
 """A job while it runs: the method's state and the rounds' state, both rebuilt from the event log.
 
 Everything that changes goes through `record`: the fact is written, then applied. What the method
-computes (`task`, `inspect`, `commit`) is a function of that state and of blobs on disk.
+computes (`task`, `taken`, `commit`) is a function of that state and of blobs on disk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from fedquilt import bundle, methods, tensors
+import msgspec
+
+from fedquilt import bundle, codecs, methods, tensors
 from fedquilt.coordinator import rounds, settings, stop, tiers
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.rounds import Answered, AnyFact, Asked, Committed, Plan, Rounds, Started
@@ -93,6 +96,7 @@ class Running:
             seed=derive_seed(self.job.seed, self.job.name, self.rounds.round, device),
             deadline_s=self.rounds.deadline_left_s(now_s),
             tier=tiers.tier(profile),
+            wire=self.job.wire,
         )
 
     def ask(self, device: str, profile: Profile | None) -> Ask:
@@ -126,13 +130,40 @@ class Running:
             tensors.require_finite(bundles[name])
         return Contribution(update.device, update.round, update.weight, update.metrics, bundles)
 
-    def inspect(self, update: Update) -> None:
-        """Raises UpdateError unless the update can be folded into the running round."""
+    def taken(self, update: Update, profile: Profile | None) -> Update:
+        """The update as it is kept: with a codec, its tensors are decoded here and nowhere else.
+
+        Raises:
+            UpdateError: it cannot be folded into the running round, or is not what the codec makes.
+        """
         odd = sorted(name for name, value in update.metrics.items() if value != value)
         if odd:
             raise UpdateError(f"metric {odd[0]!r} is not a number")
-        if "work" in self.rounds.actions:
-            self.method.fold(self.state, None, self.contribution(update))
+        if "work" not in self.rounds.actions:
+            return update
+        given = self.contribution(update)
+        plain = codecs.decoded(self.job.wire, given.bundles, lambda name: self._base(update, name, profile))
+        self.method.fold(self.state, None, replace(given, bundles=plain))
+        if self.job.wire.codec == "raw":
+            return update
+        refs = {name: self._store.depot.put(tensors.encode(bundle)) for name, bundle in plain.items()}
+        return msgspec.structs.replace(update, bundles=refs, bases={})
+
+    def _base(self, update: Update, name: str, profile: Profile | None) -> Tensors | None:
+        """What a bundle has moved from, as the update says; None: from nothing.
+
+        Raises:
+            UpdateError: it says what the running round has not sent.
+        """
+        sha256 = update.bases.get(name)
+        if sha256 is None:
+            return None
+        order = self._order(update.device, profile)
+        asked = {self._blob(value).sha256 for value in order.bundles.values()} if order else set()  # after a restart
+        path = self._store.depot.path(sha256) if sha256 in asked | self.sent() else None
+        if path is None:
+            raise UpdateError(f"bundle {name!r} has moved from {sha256[:12]}, which this round has not sent")
+        return tensors.read(path)
 
     def commit(self, now_s: float) -> Committed:
         """Fold the round's updates in sorted order of devices and store what comes of it."""

@@ -177,16 +177,18 @@ class Server:
             return
         del self._arriving[device]
         try:
-            job.inspect(update)
+            taken = job.taken(update, self.registry.profile_of(device))
         except StoreError:
             raise
         except Exception as error:  # whatever a device sends, it is the device's update that is refused
             reason = str(error) if isinstance(error, UpdateError) else f"{type(error).__name__}: {error}"
             return self._reject(device, update, reason, now_s)
         ask = job.ask(device, self.registry.profile_of(device))
-        self._record(job.rounds.answered_by(update, now_s, ask), now_s)
+        self._record(job.rounds.answered_by(taken, now_s, ask), now_s)
         self._ack(device, update, True)
         self._withdraw(device)
+        if taken is not update:
+            self._drop(job, update)
 
     def _reject(self, device: str, update: Update, reason: str, now_s: float) -> None:
         """Refuse an update of the running round for what it holds."""
@@ -194,8 +196,12 @@ class Server:
         self._ack(device, update, False, reason)
         self._withdraw(device)
         assert self.active is not None
-        others = [*self.active.rounds.answered.values(), *self._arriving.values()]
-        for sha256 in _blobs([update]) - _blobs(others) - self.active.pinned() - self._store.held():
+        self._drop(self.active, update)
+
+    def _drop(self, job: Running, update: Update) -> None:
+        """Let go of the blobs of an update that nothing else is made of."""
+        others = _blobs([*job.rounds.answered.values(), *self._arriving.values()])
+        for sha256 in _blobs([update]) - others - job.pinned() - job.sent() - self._store.held():
             self._store.depot.drop(sha256)
 
     def _turn_down(self, device: str, update: Update, reason: str) -> None:
@@ -310,7 +316,7 @@ class Server:
     def _decide(self, job: Running, now_s: float) -> AnyFact | None:
         """What should come next; who there is to choose from is noted before somebody is chosen."""
         fleet = self.registry.seen(now_s)
-        passed = eligible.reasons(fleet, eligible.Wants(job.engines, job.job.cohort))
+        passed = eligible.reasons(fleet, eligible.Wants(job.engines, job.job.cohort, job.job.wire.codec))
         free = fleet.keys() - passed.keys()
         present = free | self._at_work(job, now_s)
         fact = rounds.decide(

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from fedquilt import methods, tables
-from fedquilt.core import JobError
+from fedquilt.core import CODECS, Encoding, JobError
 
 
 class Cohort(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,6 +66,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_update_mb: Annotated[int, Meta(ge=1)] = 1024  # a device that announces more is refused
     params: dict[str, Any] = msgspec.field(default_factory=dict)
     cohort: Cohort = Cohort()
+    wire: Encoding = Encoding()
     stop: Stop = Stop()
     check: Check = Check()
     fleet: Fleet = Fleet()
@@ -103,6 +104,12 @@ def parse(table: Mapping[str, Any]) -> Job:
     """
     job = tables.convert(table, Job, "a job")
     params(job)
+    if job.wire.codec not in CODECS:
+        raise JobError(f"[wire] codec = {job.wire.codec!r}: there are {', '.join(CODECS)}")
+    if job.wire.codec != "raw" and methods.load(job.method).exact:
+        raise JobError(
+            f"[wire] codec = {job.wire.codec!r}: what {job.method}'s devices send may not be rounded; leave it 'raw'"
+        )
     return job
 
 

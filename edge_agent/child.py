@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt import core, methods, tensors
+from fedquilt import codecs, core, methods, tensors
 from fedquilt.core import Answer, DataError, Examples, MemoryBudgetError, ModelError, Site, StoreError, UpdateError
 from fedquilt.edge_agent import budget, data, engines, local
 from fedquilt.edge_agent.leash import die_with
@@ -115,7 +115,12 @@ def _work(
     task, method = order.task, methods.load(order.task.method)
     train, held = bench.examples(order.data)
     loaded(len(train))
-    private = tensors.read(Path(order.private)) if order.private else {}
+
+    def private() -> core.Tensors:
+        return tensors.Floats(Path(order.private)) if order.private else {}
+
+    def base(name: str) -> core.Tensors | None:
+        return tensors.Floats(path(name)) if name in order.bundles else None
 
     def path(name: str) -> Path:
         if name not in order.bundles:
@@ -129,7 +134,7 @@ def _work(
         rng=tensors.rng(task.seed),
         train=train,
         held=held,
-        local=private,
+        local=codecs.own(tensors.read(Path(order.private)) if order.private else {}),
         cache=Path(order.cache),
         load=lambda name: tensors.read(path(name)),
         path=path,
@@ -144,10 +149,10 @@ def _work(
         metrics |= {f"check.{name}": float(value) for name, value in checked.items()}
         weight = float(checked.get("examples", len(held)))
     if "work" in task.actions:
-        answer = method.work(task, site)
+        answer = codecs.encoded(task.wire, method.work(task, site), base, private)
         metrics |= {name: float(value) for name, value in answer.metrics.items()}
         weight = float(answer.weight)
-        bundles = _write(answer, private, Path(order.out))
+        bundles = _write(answer, order.private is not None, Path(order.out))
     for name, value in {**metrics, "weight": weight}.items():
         if not math.isfinite(value) or (name == "weight" and value < 0):
             raise UpdateError(f"{name} came out as {value}: the work did not converge; try a smaller learning rate")
@@ -159,7 +164,7 @@ def _plannable(order: Order) -> int:
     return order.budget_bytes if order.plan_bytes is None else order.plan_bytes
 
 
-def _write(answer: Answer, before: core.Tensors, out: Path) -> dict[str, core.BlobRef]:
+def _write(answer: Answer, before: bool, out: Path) -> dict[str, core.BlobRef]:
     """Write bundles into files named by content, and the private state where there is or was one."""
     refs = {}
     for name, bundle in answer.bundles.items():

@@ -19,7 +19,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from fedquilt.core import BlobRef, Reading, Task, Update
+from fedquilt.core import CODECS, BlobRef, Reading, Task, Update
 from fedquilt.edge_agent import budget, governor
 from fedquilt.wire import Claim
 
@@ -93,7 +93,7 @@ class Tick:
 
 
 Event = Connected | Arrived | Cleared | Fetched | Done | Failed | Acked | Tick
-RefusalCode = Literal["memory", "data", "engine", "method", "model", "disk", "failed"]
+RefusalCode = Literal["memory", "data", "engine", "method", "model", "codec", "disk", "failed"]
 
 # -- actions --------------------------------------------------------------------------------------
 
@@ -150,6 +150,7 @@ class Means:
     budget_bytes: int
     engines: tuple[str, ...]
     methods: tuple[str, ...]
+    codecs: tuple[str, ...] = CODECS
 
 
 @dataclass(frozen=True)
@@ -268,6 +269,9 @@ def admit(state: State, task: Task, reading: Reading) -> tuple[RefusalCode, str]
     if task.engine not in means.engines:
         there_are = ", ".join(means.engines) or "none"
         return "engine", f"the {task.engine} engine cannot run here (there are: {there_are}): install its packages"
+    if task.wire.codec not in means.codecs:
+        known = ", ".join(means.codecs)
+        return "codec", f"no codec {task.wire.codec!r} here (known: {known}): install the coordinator's fedquilt"
     short = budget.shortage(
         task.engine,
         task.work,

@@ -26,6 +26,7 @@ def profile(device: str, board: Device, means: Means) -> Profile:
         points=board.points,
         idle_w=board.idle_w,
         provenance=board.provenance,
+        codecs=means.codecs,
     )
 
 
@@ -49,6 +50,7 @@ def progress(task: Task, fraction: float) -> Progress:
 def update(device: str, open: Open, outcome: Outcome, cost: Cost) -> Update:
     """The manifest of what a task came to, and what it took on this board."""
     task = open.task
+    moved = task.bundles.keys() & outcome.bundles.keys() if task.wire.codec != "raw" else set()
     usage = Usage(
         wall_s=cost.duration_s,
         cpu_s=outcome.cpu_s,
@@ -72,6 +74,7 @@ def update(device: str, open: Open, outcome: Outcome, cost: Cost) -> Update:
         bundles=outcome.bundles,
         metrics=outcome.metrics,
         usage=usage,
+        bases={name: task.bundles[name].sha256 for name in sorted(moved)},
     )
 
 

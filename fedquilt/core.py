@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -124,6 +124,14 @@ class Work(Wired, frozen=True):
 
 
 Action = Literal["check", "work"]
+CODECS: Final = ("raw", "fp16", "int8", "topk")  # that this version knows: `fedquilt.codecs`
+
+
+class Encoding(Wired, frozen=True):
+    """How the tensors of an update go up: a job's [wire] table. `fedquilt.codecs` says what each codec does."""
+
+    codec: Name = "raw"  # one of CODECS; a device that does not know it is not asked
+    keep: Annotated[float, Meta(gt=0, le=1)] = 0.05  # of "topk": share of a tensor's entries that is told
 
 
 class Task(Wired, frozen=True):
@@ -141,6 +149,7 @@ class Task(Wired, frozen=True):
     seed: Count
     deadline_s: Seconds  # remaining when sent: a board's clock may say 1970
     tier: Label = ""
+    wire: Encoding = Encoding()
 
 
 class Usage(Wired, frozen=True):
@@ -171,6 +180,7 @@ class Update(Wired, frozen=True):
     bundles: Annotated[dict[Label, BlobRef], Meta(max_length=2000)]
     metrics: Metrics
     usage: Usage
+    bases: Annotated[dict[Label, Digest], Meta(max_length=2000)] = {}  # with a codec: what a bundle has moved from
 
 
 class OperatingPoint(Wired, frozen=True):
@@ -197,6 +207,7 @@ class Profile(Wired, frozen=True):
     points: Annotated[tuple[OperatingPoint, ...], Meta(max_length=200)] = ()
     idle_w: Amount | None = None
     provenance: Label = "unknown"  # sysfs | table | measured | assumed | unknown
+    codecs: Annotated[tuple[Name, ...], Meta(max_length=20)] = ("raw",)
 
 
 # -- what stays in one process --------------------------------------------------------------------
@@ -310,6 +321,7 @@ class Method:
     result: Callable[[Any], Artefact]
     done: Callable[[Any], bool] = lambda state: False  # most methods end by the job's rounds
     story: Callable[[Any], Sequence[str]] = lambda state: ()  # the last step in plain sentences
+    exact: bool = False  # what devices send may not be rounded: no lossy codec
 
 
 class Engine(Protocol):

@@ -8,10 +8,11 @@ dataclasses) is packed generically: its arrays as tensors, its shape as JSON in 
 from __future__ import annotations
 
 import json
+import math
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,6 +22,7 @@ from safetensors import SafetensorError
 from fedquilt.core import StoreError, Tensors, UpdateError, derive_seed
 
 T = TypeVar("T")
+HEADER_MOST: Final = 100_000_000  # bytes of a safetensors header, as its own library allows
 
 
 def combine(function: Callable[..., np.ndarray], first: Tensors, *others: Tensors) -> Tensors:
@@ -104,6 +106,46 @@ def read(path: Path) -> dict[str, np.ndarray]:
         return decode(path.read_bytes())
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}") from None
+
+
+class Floats(Mapping[str, np.ndarray]):
+    """The float32 tensors of a safetensors file, each read when it is asked for: one at a time is in memory.
+
+    Raises:
+        UpdateError: not safetensors.
+        StoreError: unreadable.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            with path.open("rb") as file:
+                (size,) = struct.unpack("<Q", file.read(8))
+                table = json.loads(file.read(min(size, HEADER_MOST)))
+            self._places = {
+                str(name): (8 + size + int(entry["data_offsets"][0]), tuple(map(int, entry["shape"])))
+                for name, entry in sorted(table.items())
+                if name != "__metadata__" and entry["dtype"] == "F32"
+            }
+        except OSError as error:
+            raise StoreError(f"cannot read {path}: {error.strerror}") from None
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error) as error:
+            raise UpdateError(f"not a safetensors file: {error}") from None
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        offset, shape = self._places[name]
+        try:
+            return np.fromfile(self._path, "<f4", math.prod(shape), offset=offset).reshape(shape)
+        except OSError as error:
+            raise StoreError(f"cannot read {self._path}: {error.strerror}") from None
+        except ValueError as error:
+            raise UpdateError(f"{self._path} ends within tensor {name!r}: {error}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 # -- states ---------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class Claim(Wired, frozen=True):
     round: Count
     attempt: Count
     accepted: bool
-    code: Literal["ok", "memory", "data", "engine", "method", "model", "disk", "failed", "cleared"] = "ok"
+    code: Literal["ok", "memory", "data", "engine", "method", "model", "codec", "disk", "failed", "cleared"] = "ok"
     reason: Sentence = ""
 
 

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from fedquilt import bundle as bundles
-from fedquilt import methods, tensors
+from fedquilt import codecs, methods, tensors
 from fedquilt.coordinator import cohort, settings
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import (
@@ -31,6 +31,7 @@ from fedquilt.core import (
     Cost,
     Device,
     DeviceView,
+    Encoding,
     Examples,
     JobError,
     Method,
@@ -39,7 +40,6 @@ from fedquilt.core import (
     Site,
     Task,
     Tensors,
-    Work,
     derive_seed,
 )
 from fedquilt.edge_agent import devices as boards
@@ -81,6 +81,10 @@ class _Device:
     rounds: tuple[int, ...] = ()
     blobs: set[str] = field(default_factory=set)  # sha256 of what it has been sent
 
+    def kept(self) -> Tensors:
+        """All its private state, for whoever writes over it."""
+        return {name: array.copy() for name, array in self.local.items()}
+
 
 # -- in this process ------------------------------------------------------------------------------
 
@@ -104,6 +108,7 @@ def states(
     per_round: int = 0,
     keep: Callable[[Tensors], Tensors] | None = None,
     spent: Spent | None = None,
+    wire: Encoding = Encoding(),
 ) -> Iterator[Any]:
     """The method's state before the first round and after each, until it is done or after so many rounds.
 
@@ -115,6 +120,7 @@ def states(
         keep: what of its private state a device keeps from one task to the next, and then its cache goes;
             none: it keeps all, and the cache.
         spent: is added to.
+        wire: how updates travel.
     """
     spent = spent or Spent()
     devices = {member.device: _Device(member) for member in members}
@@ -133,16 +139,18 @@ def states(
                 if keep is not None:
                     device.local = keep(device.local)
                     shutil.rmtree(cache, ignore_errors=True)
-                task, site = delivered(method, order, number, seed, device.member, engine, path, device.local, cache)
+                own = codecs.own(device.local)
+                task, site = delivered(method, order, number, seed, device.member, engine, path, own, cache)
+                base = _bases(order, path)
                 began_s = time.process_time()
-                answer = method.work(task, site)
+                answer = codecs.encoded(wire, method.work(task, site), base, device.kept)
                 spent.cpu_s += time.process_time() - began_s
                 spent.tasks += 1
                 spent.down_bytes += _received(device, order, contents)
                 device.local, device.rounds = answer.local, (*device.rounds, number)
                 encoded = {what: tensors.encode(value) for what, value in answer.bundles.items()}
                 spent.up_bytes += sum(map(len, encoded.values()))
-                sent = {what: tensors.decode(value) for what, value in encoded.items()}
+                sent = _told(wire, encoded, base)
                 total = method.fold(state, total, Contribution(name, number, answer.weight, answer.metrics, sent))
             state = method.step(state, total)
             spent.rounds += 1
@@ -157,6 +165,21 @@ def _received(device: _Device, order: Order, contents: Contents) -> int:
         size += ref.size * (ref.sha256 not in device.blobs)
         device.blobs.add(ref.sha256)
     return size
+
+
+def _bases(order: Order, path: Callable[[str], Path]) -> Callable[[str], Tensors | None]:
+    """What was sent as a bundle of that name; None: nothing was."""
+
+    def find(name: str) -> Tensors | None:
+        value = order.bundles.get(name)
+        return tensors.read(path(name)) if isinstance(value, BlobRef) else value
+
+    return find
+
+
+def _told(wire: Encoding, encoded: Mapping[str, bytes], base: Callable[[str], Tensors | None]) -> Mapping[str, Tensors]:
+    """An update's bundles as a coordinator has them."""
+    return codecs.decoded(wire, {name: tensors.decode(payload) for name, payload in encoded.items()}, base)
 
 
 def delivered(
@@ -253,7 +276,7 @@ def run(
 ) -> Outcome:
     """A job on a simulated fleet, without messages: the method's own code, tasks and answers.
 
-    The same bits for any number of workers. Of the job, `method`, `params`, `seed`, `rounds`, `engine`,
+    The same bits for any number of workers. Of the job, `method`, `params`, `seed`, `rounds`, `engine`, `wire`,
     `cohort.size`, `check.every`, `fleet.boards` and `fleet.budgets` count: a method may go by a device's
     budget, but nobody is late, refuses or runs short of memory.
 
@@ -304,7 +327,7 @@ class _Fleet:
         """The state after it, and what it took."""
         began_s, contents = time.perf_counter(), pool.contents()
         asks: list[Ask] = []
-        works: list[Work] = []
+        orders: list[Order] = []
         down = up = 0
         for name in self._asked(number):
             device = self._devices[name]
@@ -312,15 +335,15 @@ class _Fleet:
             if order is not None:
                 down += _received(device, order, contents)
                 asks.append(self._ask(order, contents, name, number, "work"))
-                works.append(order.work)
+                orders.append(order)
         total, told = None, []
         costs: list[Cost] = []
-        for work, done in zip(works, pool.carry_out(asks, lambda: self._asked(number + 1)), strict=True):
-            sent = {what: tensors.decode(payload) for what, payload in done.bundles.items()}
+        for order, done in zip(orders, pool.carry_out(asks, lambda: self._asked(number + 1)), strict=True):
+            sent = _told(self._job.wire, done.bundles, _bases(order, self._path))
             up += sum(map(len, done.bundles.values()))
             device = self._devices[done.device]
             device.rounds, device.private = (*device.rounds, number), done.private
-            costs.append(self._board(done.device).cost(work.on(done.examples), Cost(duration_s=done.wall_s)))
+            costs.append(self._board(done.device).cost(order.work.on(done.examples), Cost(duration_s=done.wall_s)))
             told.append((done.weight, done.metrics))
             total = method.fold(state, total, Contribution(done.device, number, done.weight, done.metrics, sent))
         state = method.step(state, total)
@@ -399,6 +422,7 @@ class _Fleet:
             work=order.work,
             seed=derive_seed(self._job.seed, self._job.name, number, name),
             deadline_s=0.0,
+            wire=self._job.wire,
         )
         return Ask(name, task, files, self._devices[name].private)
 

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fedquilt import methods, tensors
+from fedquilt import codecs, methods, tensors
 from fedquilt.core import Answer, Examples, FedquiltError, Site, Tensors
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.leash import die_with
@@ -64,7 +64,7 @@ class Worker:
             rng=tensors.rng(ask.task.seed),
             train=self._read(share.train),
             held=self._read(share.held),
-            local=tensors.read(Path(self._private(ask.device))) if ask.private else {},
+            local=codecs.own(self._kept(ask)),
             load=lambda name: self._load(ask.files[name]),
             path=lambda name: Path(ask.files[name]),
             cache=Path(f"{self._caches}/{ask.device}"),
@@ -76,7 +76,12 @@ class Worker:
             assert self._method.check is not None
             checked = self._method.check(ask.task, site)
             return Done(ask.device, metrics={name: float(value) for name, value in checked.items()})
-        answer = self._method.work(ask.task, site)
+
+        def base(name: str) -> Tensors | None:
+            return site.load(name) if name in ask.task.bundles else None
+
+        worked = self._method.work(ask.task, site)
+        answer = codecs.encoded(ask.task.wire, worked, base, lambda: self._kept(ask))
         self._keep(answer, ask)
         return Done(
             device=ask.device,
@@ -90,6 +95,9 @@ class Worker:
     def _keep(self, answer: Answer, ask: Ask) -> None:
         if answer.local:
             tensors.write(Path(self._private(ask.device)), answer.local)
+
+    def _kept(self, ask: Ask) -> Tensors:
+        return tensors.read(Path(self._private(ask.device))) if ask.private else {}
 
     def _private(self, device: str) -> str:
         return f"{self._folder}/{device}.private"

@@ -29,7 +29,7 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds import Answered, AnyFact, Committed
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
-from fedquilt.core import FedquiltError
+from fedquilt.core import CODECS, FedquiltError
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.devices import make as make_board
 from fedquilt.edge_agent.engines import numpy_engine
@@ -57,9 +57,10 @@ class Scenario:
     faults: Faults = Faults()
     crash: float = 0.0
     deadline: str = "fixed"  # how the job finds its rounds' deadlines
+    codec: str = "raw"  # of the job's updates
 
     @staticmethod
-    def drawn(seed: int) -> Scenario:
+    def drawn(seed: int, codec: str = "raw") -> Scenario:
         """A seed's own mixture: from a little trouble to a lot."""
         roll = random.Random(seed)
         return Scenario(
@@ -71,6 +72,7 @@ class Scenario:
             ),
             crash=roll.choice([0.0, 0.01, 0.03]),
             deadline=roll.choice(["fixed", "predicted", "paper"]),
+            codec=codec,
         )
 
 
@@ -151,6 +153,7 @@ class World:
                 "deadline": scenario.deadline,
             },
             "check": {"every": 2},
+            "wire": {"codec": scenario.codec},
         }
         network = {"name": "mlp", "inputs": 16, "hidden": [], "classes": 3}
         first = tensors.encode(numpy_engine.init(network, seed=0))
@@ -242,18 +245,22 @@ def play(seed: int, scenario: Scenario, observe: Callable[[AnyFact], None] = lam
         shutil.rmtree(home)
 
 
-def verify(seed: int, undisturbed: str, observe: Callable[[AnyFact], None] = lambda fact: None) -> None:
+def verify(
+    seed: int, undisturbed: str, observe: Callable[[AnyFact], None] = lambda fact: None, codec: str = "raw"
+) -> None:
     """Play one seed's troubles.
 
     Raises:
         BrokenError: an invariant does not hold; says how to replay it.
     """
     try:
-        ended = play(seed, Scenario.drawn(seed), observe)
+        ended = play(seed, Scenario.drawn(seed, codec), observe)
         if ended != undisturbed:
             raise BrokenError(f"the final state {ended[:12]} is not the undisturbed run's {undisturbed[:12]}")
     except BrokenError as error:
-        raise BrokenError(f"seed {seed}: {error}; replay: python -m fedquilt.tools.simulate --seed {seed} -v") from None
+        raise BrokenError(
+            f"seed {seed}: {error}; replay: python -m fedquilt.tools.simulate --seed {seed} --codec {codec} -v"
+        ) from None
 
 
 def main() -> None:
@@ -261,14 +268,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="play federations with seeded faults")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--seeds", default="0-199", metavar="FIRST-LAST")
+    parser.add_argument("--codec", choices=CODECS, default="raw")
     parser.add_argument("-v", "--verbose", action="store_true")
     options = parser.parse_args()
     logging.basicConfig(level=logging.DEBUG if options.verbose else logging.CRITICAL)
     first, _, last = options.seeds.partition("-")
     seeds = [options.seed] if options.seed is not None else range(int(first), int(last or first) + 1)
-    undisturbed = play(0, Scenario())
+    undisturbed = play(0, Scenario(codec=options.codec))
     for seed in seeds:
-        verify(seed, undisturbed, (lambda fact: print(fact)) if options.verbose else lambda fact: None)
+        verify(seed, undisturbed, (lambda fact: print(fact)) if options.verbose else lambda fact: None, options.codec)
     print(f"{len(seeds)} seeds: nothing lost, nothing counted twice, every final state {undisturbed[:12]}")
 
 

@@ -367,4 +367,5 @@ METHOD = Method(
     result=result,
     done=lambda state: state.phase == "done",
     story=lambda state: state.log,
+    exact=True,  # moments are solved for, votes are counted
 )

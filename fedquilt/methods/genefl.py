@@ -416,4 +416,5 @@ METHOD = replace(
     step=step,
     result=result,
     story=story,
+    exact=True,  # fingerprints are directions of length 1
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from fedquilt.coordinator.eligible import REASONS, Seen, Wants, reasons
@@ -38,6 +39,14 @@ def test_each_reason_holds_when_it_should_and_what_is_unknown_excludes_nobody(se
 def test_a_device_without_an_engine_of_the_method_is_passed_over() -> None:
     """It has torch, and onnx is needed."""
     assert reasons({"a": Seen(True, PROFILE)}, Wants(("onnx",), Cohort())) == {"a": "engine"}
+
+
+def test_a_device_that_does_not_know_the_jobs_codec_is_passed_over_and_says_so() -> None:
+    """A profile that tells of no codecs is of a version that had none but raw."""
+    fleet = {"a": Seen(True, PROFILE), "b": Seen(True, msgspec.structs.replace(PROFILE, codecs=("raw", "int8")))}
+    assert reasons(fleet, Wants(("torch",), Cohort(), "int8")) == {"a": "codec"}
+    assert reasons(fleet, Wants(("torch",), Cohort())) == {}
+    assert "[wire]" in REASONS["codec"]
 
 
 def test_by_default_battery_and_heat_exclude_nobody() -> None:

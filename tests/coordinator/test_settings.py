@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedquilt.coordinator import settings
-from fedquilt.core import JobError
+from fedquilt.core import Encoding, JobError
 
 
 def write(folder: Path, text: str) -> Path:
@@ -44,6 +44,10 @@ def test_paths_are_taken_from_the_job_files_folder(tmp_path: Path) -> None:
         ('name = "j"\nmethod = "fedavg"\n[cohort]\nquorum = 2.0\n', "$.cohort.quorum"),
         ('name = "j"\nmethod = "fedavg"\n[cohort]\nmin_battery = 20\n', "$.cohort.min_battery"),
         ('name = "j"\nmethod = "fedavg"\n[cohort]\nprefer = "mine"\n', "$.cohort.prefer"),
+        ('name = "j"\nmethod = "fedavg"\n[wire]\ncodec = "zip"\n', "'zip': there are raw, fp16, int8, topk"),
+        ('name = "j"\nmethod = "fedavg"\n[wire]\ncodec = "topk"\nkeep = 0.0\n', "$.wire.keep"),
+        ('name = "j"\nmethod = "fedstitch"\n[wire]\ncodec = "fp16"\n', "may not be rounded; leave it 'raw'"),
+        ('name = "j"\nmethod = "genefl"\n[wire]\ncodec = "int8"\n', "what genefl's devices send may not"),
         ('name = "j"\nmethod = "fedavg"\n[stop]\nmax_joules = 0\n', "$.stop.max_joules"),
         ('name = "j"\nmethod = "fedavg"\n[stop]\nmax_hours = 1\n', "max_hours"),
     ],
@@ -85,3 +89,24 @@ def test_limits_from_the_command_line_replace_the_jobs_own_where_they_are_given(
     job = settings.parse({"name": "j", "method": "fedavg", "stop": {"max_joules": 5.0, "max_bytes": 9}})
     assert settings.limited(job, None, None, None) == job
     assert settings.limited(job, 7.0, None, 60.0).stop == settings.Stop(7.0, 9, 60.0)
+
+
+def test_updates_travel_as_they_are_unless_the_job_says_else() -> None:
+    """And an exact method's always."""
+    assert settings.parse({"name": "j", "method": "fedstitch", "wire": {"codec": "raw"}}).wire == Encoding()
+    chosen = settings.parse({"name": "j", "method": "fedavg", "wire": {"codec": "topk", "keep": 0.01}})
+    assert chosen.wire == Encoding(codec="topk", keep=0.01)
+
+
+def test_a_boards_settings_in_place_of_a_job_are_told(tmp_path: Path) -> None:
+    """By what only they have."""
+    with pytest.raises(JobError, match="these are a board's settings, and a job is wanted"):
+        settings.load(write(tmp_path, 'device = "a"\nhome = "h"\n'))
+
+
+def test_a_mistyped_method_or_parameter_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    """After all that there are."""
+    with pytest.raises(JobError, match=r"there are: .*; did you mean 'fedavg'\?"):
+        settings.load(write(tmp_path, 'name = "j"\nmethod = "fedvag"\n'))
+    with pytest.raises(JobError, match=r"no such parameter; it has .*; did you mean 'epochs'\?"):
+        settings.load(write(tmp_path, 'name = "j"\nmethod = "fedavg"\n[params]\nepoch = 1\n'))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedquilt.core import BlobRef, Reading, Task, Update, Usage, Work
+from fedquilt.core import BlobRef, Encoding, Reading, Task, Update, Usage, Work
 from fedquilt.edge_agent import plan
 from fedquilt.edge_agent.budget import ASSUMED_BASE_BYTES
 from fedquilt.edge_agent.plan import (
@@ -178,6 +178,13 @@ def test_an_engine_that_is_not_here_is_refused_with_those_that_are() -> None:
     said = refusal(task(engine="torch"))
     assert said.code == "engine"
     assert "numpy" in said.reason
+
+
+def test_a_codec_that_is_not_known_here_is_refused_with_those_that_are() -> None:
+    """A coordinator that is newer than this device."""
+    said = refusal(task(wire=Encoding(codec="wavelet")))
+    assert said.code == "codec"
+    assert "'wavelet' here (known: raw, fp16, int8, topk)" in said.reason
 
 
 def test_work_above_the_budget_is_refused_with_numbers() -> None:

@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from fedquilt import tensors
-from fedquilt.core import Cost, Task, Work
+from fedquilt import codecs, tensors
+from fedquilt.core import Cost, Encoding, Task, Work
 from fedquilt.edge_agent.devices import make
 from fedquilt.edge_agent.devices.simulated import SimulatedDevice
 from fedquilt.edge_agent.local import PRIVATE
@@ -29,6 +29,7 @@ from fedquilt.profiles import load
 
 NETWORK = {"name": "mlp", "inputs": 4, "hidden": [], "classes": 2}
 MODEL = {"1.weight": np.zeros((2, 4), np.float32), "1.bias": np.zeros(2, np.float32)}
+SENT_INT8 = {"1.weight#int8": 8, "1.weight#step": 4, "1.bias#int8": 2, "1.bias#step": 4}
 SGD = {"epochs": 1, "batch": 4, "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "clip": 0.0}
 LIMIT_S = 60.0
 
@@ -210,6 +211,28 @@ def test_the_same_task_gives_the_same_bits_in_a_warm_child_and_inline(place: Pla
     assert first.bundles == second.bundles == third.bundles
     assert held > 0
     assert second.wall_s < first.wall_s
+
+
+def test_what_a_codec_leaves_out_comes_back_with_the_next_task(place: Place) -> None:
+    """The same training twice by int8: the two moves that are told and what is left make two whole ones."""
+    with child() as worker:
+        plain = carried_out(worker, before := place.order())
+        first = carried_out(worker, one := place.order(wire=Encoding(codec="int8")))
+        second = carried_out(
+            worker, two := place.order(wire=Encoding(codec="int8"), private=str(Path(one.out) / PRIVATE))
+        )
+    moved = tensors.read(Path(before.out) / plain.bundles["model"].sha256)
+    told = {name: np.zeros(array.shape) for name, array in MODEL.items()}
+    for order, outcome in ((one, first), (two, second)):
+        sent = tensors.read(Path(order.out) / outcome.bundles["model"].sha256)
+        assert {name: array.nbytes for name, array in sent.items()} == SENT_INT8
+        for name, array in codecs.decode(order.task.wire, sent, MODEL).items():
+            told[name] += array
+    left = tensors.read(Path(two.out) / PRIVATE)
+    for name, array in moved.items():
+        np.testing.assert_allclose(told[name] + left.get(f"unsent/model/{name}", 0), 2 * array, atol=1e-7)
+    assert first.bundles != second.bundles
+    assert not (Path(before.out) / PRIVATE).exists()
 
 
 def test_a_check_alone_weighs_by_the_examples_it_was_made_on(place: Place) -> None:

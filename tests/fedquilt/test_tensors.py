@@ -224,3 +224,49 @@ def test_arbitrary_and_mutated_states_give_only_the_named_error(noise: bytes, da
 def test_bottomless_states_give_the_named_error() -> None:
     """Nesting deeper than the interpreter's stack."""
     unpacks_or_refuses(tensors.encode({}, {"state": "[" * 100_000}))
+
+
+# -- one at a time --------------------------------------------------------------------------------
+
+
+def test_floats_of_a_file_are_those_that_are_read_at_once(tmp_path: Path) -> None:
+    """In every bit, by name; what is no float32 is not among them, and what is given may be written over."""
+    given = {
+        "b": np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32),
+        "a": np.array(0.5, np.float32),
+        "none": np.zeros((0, 2), np.float32),
+        "count": np.array([7]),
+        "double": np.ones(2),
+    }
+    tensors.write(tmp_path / "file", given)
+    found = tensors.Floats(tmp_path / "file")
+    assert list(found) == ["a", "b", "none"]
+    assert all(
+        found[name].tobytes() == given[name].tobytes() and found[name].shape == given[name].shape for name in found
+    )
+    found["b"][:] = 0
+    assert found["b"].tobytes() == given["b"].tobytes()
+    assert found.get("count") is None
+
+
+@pytest.mark.parametrize("payload", [b"", b"PK\x03\x04" * 9, b"\x02" + bytes(7) + b"[]", b"\xff" * 40])
+def test_a_file_that_is_no_safetensors_has_no_floats(tmp_path: Path, payload: bytes) -> None:
+    """The one named error that `read` raises too."""
+    (tmp_path / "file").write_bytes(payload)
+    with pytest.raises(UpdateError, match="not a safetensors"):
+        tensors.Floats(tmp_path / "file")
+
+
+def test_floats_that_a_file_has_lost_are_missed_by_name(tmp_path: Path) -> None:
+    """A file that ends early, and one that is gone."""
+    path = tmp_path / "file"
+    tensors.write(path, {"w": np.ones(9, np.float32)})
+    path.write_bytes(path.read_bytes()[:-4])
+    found = tensors.Floats(path)
+    with pytest.raises(UpdateError, match="ends within tensor 'w'"):
+        found["w"]
+    path.unlink()
+    with pytest.raises(StoreError, match="cannot read"):
+        found["w"]
+    with pytest.raises(StoreError, match="cannot read"):
+        tensors.Floats(path)

@@ -16,7 +16,19 @@ import numpy as np
 import pytest
 
 from fedquilt import methods, tensors
-from fedquilt.core import Answer, Bundle, Contribution, DeviceView, Method, Profile, Site, UpdateError
+from fedquilt.coordinator import settings
+from fedquilt.core import (
+    Answer,
+    Bundle,
+    Contribution,
+    DeviceView,
+    Encoding,
+    JobError,
+    Method,
+    Profile,
+    Site,
+    UpdateError,
+)
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.tools.local_run import Member, states
 from toys import SMALL, build, learners, members, to_train
@@ -184,6 +196,37 @@ def test_folding_and_stepping_change_no_state(name: str) -> None:
     for state, update in folded[:4]:
         here.method.step(state, here.method.fold(state, None, update))
     assert packed(run) == before
+
+
+# -- by 16 bits -----------------------------------------------------------------------------------
+
+
+@every
+def test_updates_go_up_in_16_bits_unless_the_method_is_exact(name: str) -> None:
+    """Two rounds; the first folds raw updates' names, types and shapes, and their values but for a little."""
+    here, run, folded, _ = played(name)
+    if here.method.exact:
+        with pytest.raises(JobError, match=r"\[wire\] codec = 'fp16'.* may not be rounded"):
+            settings.parse({"name": "j", "method": name, "wire": {"codec": "fp16"}})
+        return
+    seen: list[tuple[Any, Contribution]] = []
+
+    def fold(state: Any, so_far: Any, update: Contribution) -> Any:
+        seen.append((state, update))
+        return here.method.fold(state, so_far, update)
+
+    coded = here.play(method=replace(here.method, fold=fold), rounds=2, wire=Encoding(codec="fp16"))
+    assert len(coded) == 3
+    first = [update for state, update in folded if state is run[0]]
+    assert len(first) == sum(state is coded[0] for state, _ in seen) > 0
+    for raw, (_, update) in zip(first, seen, strict=False):
+        assert update.bundles.keys() == raw.bundles.keys()
+        for what, bundle in raw.bundles.items():
+            assert update.bundles[what].keys() == bundle.keys()
+            for tensor, array in bundle.items():
+                given = update.bundles[what][tensor]
+                assert given.dtype == array.dtype
+                np.testing.assert_allclose(given, array, rtol=1e-3, atol=1e-4)
 
 
 # -- what may not be folded -----------------------------------------------------------------------

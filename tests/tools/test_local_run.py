@@ -14,7 +14,7 @@ import pytest
 from fedquilt import bundle, methods, predict, profiles, tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.cohort import sample
-from fedquilt.core import DataError, Examples, JobError, UpdateError, Work
+from fedquilt.core import DataError, Encoding, Examples, JobError, UpdateError, Work
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.tools import local_run
 from fedquilt.tools.local_run import Member, Outcome
@@ -85,6 +85,41 @@ def test_the_cohort_and_the_draws_are_the_coordinators(folder: Path) -> None:
     fleet = [f"dev-{i}" for i in range(5)]
     assert [round.devices for round in outcome.rounds] == [sample(3, number, fleet, 2) for number in range(3)]
     assert bits(outcome) != bits(play(folder, job={"cohort": {"size": 2}, "seed": 3, "name": "other"}))
+
+
+@pytest.mark.parametrize("wire", [{"codec": "int8"}, {"codec": "topk", "keep": 0.2}], ids=["int8", "topk"])
+@pytest.mark.parametrize("method", ["fedavg", "scaffold"])
+def test_with_a_codec_one_worker_and_three_give_the_same_bits_as_this_process(
+    folder: Path, method: str, wire: dict[str, Any]
+) -> None:
+    """What a codec leaves out stays with the device, beside what the method keeps; the result is another than raw's."""
+    job = {"method": method, "name": "local", "cohort": {"size": 3}}
+    one, three = (play(folder, job={**job, "wire": wire}, workers=workers) for workers in (1, 3))
+    chosen = methods.load(method)
+    here = local_run.search_alone(
+        chosen,
+        bundle.load(folder),
+        Path,
+        NumpyEngine(1 << 40, base_bytes=0),
+        learners(5, 13),
+        chosen.params(**SMALL),
+        rounds=3,
+        per_round=3,
+        wire=Encoding(**wire),
+    )
+    assert bits(one) == bits(three) == tensors.encode(here.model)
+    assert bits(one) != bits(play(folder, job=job))
+
+
+def test_bytes_with_a_codec_are_those_of_what_it_makes(folder: Path) -> None:
+    """Up, a byte for each entry and four for each of four tensors, beside the header; down all of it as ever."""
+    raw, coded = play(folder), play(folder, job={"wire": {"codec": "int8"}})
+    model = bundle.load(folder).load("model")
+    made = {f"{name}#int8": np.zeros(array.shape, np.int8) for name, array in model.items()}
+    made |= {f"{name}#step": np.zeros(1, np.float32) for name in model}
+    assert tensors.total_bytes([made]) == sum(array.size + 4 for array in model.values())
+    assert [round.up_bytes for round in coded.rounds] == [5 * len(tensors.encode(made))] * 3
+    assert [round.down_bytes for round in coded.rounds] == [round.down_bytes for round in raw.rounds]
 
 
 # -- what is told ---------------------------------------------------------------------------------
