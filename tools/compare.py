@@ -8,7 +8,6 @@ are those of the simulated boards, by their profiles. Finished runs are kept in 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 import sys
 import time
@@ -21,8 +20,10 @@ import msgspec
 from fedquilt import bundle, methods, tables
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.settings import Job
-from fedquilt.core import FedquiltError, JobError, StoreError
+from fedquilt.core import FedquiltError, JobError
+from fedquilt.tools import kept
 from fedquilt.tools.compare_run import FORMAT, Run, play
+from fedquilt.tools.kept import Kept
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -34,9 +35,7 @@ class Case(msgspec.Struct, frozen=True):
     @property
     def key(self) -> str:
         """What the run depends on."""
-        index = (Path(self.folder) / "bundle.json").read_bytes()
-        parts = (str(FORMAT).encode(), self.job, index)
-        return hashlib.sha256(b"".join(hashlib.sha256(each).digest() for each in parts)).hexdigest()[:24]
+        return kept.key(str(FORMAT).encode(), self.job, bundle=Path(self.folder))
 
     @property
     def settings(self) -> Job:
@@ -134,16 +133,11 @@ def parse_changes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 def played(todo: Sequence[Case], out: Path, player: Player, say: Callable[[str], None]) -> tuple[list[Run], list[str]]:
     """The runs of all cases, in their order, and what failed. Finished ones lie in `out`/runs."""
-    folder = out / "runs"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreError(f"cannot write {folder}: {error.strerror}") from None
-    files = {case: folder / f"{case.key}.json" for case in todo}
-    found = {case: run for case, file in files.items() if (run := _read(file)) is not None}
+    store = Kept(out, Run)
+    found = {case: run for case in todo if (run := store.find(case.key)) is not None}
     missing = [case for case in todo if case not in found]
     if found:
-        say(f"{len(found)} of {len(todo)} runs are in {folder} already")
+        say(f"{len(found)} of {len(todo)} runs are in {store.folder} already")
     failed: list[str] = []
     began_s = time.monotonic()
     for count, case in enumerate(missing, 1):
@@ -157,7 +151,7 @@ def played(todo: Sequence[Case], out: Path, player: Player, say: Callable[[str],
             say(f"[{count}/{len(missing)}] {name} failed: {error}")
             continue
         found[case] = run
-        _write(files[case], run)
+        store.keep(case.key, run)
         left_s = (time.monotonic() - began_s) / count * (len(missing) - count)
         last = run.marks[-1].accuracy if run.marks else None
         told = "" if last is None else f": {100 * last:.1f} %"
@@ -174,20 +168,6 @@ def _live(name: str, rounds: int) -> Callable[[int], None]:
         print(f"\r\x1b[K{name}: round {done} of {rounds}", end="", file=sys.stderr, flush=True)
 
     return tell
-
-
-def _read(file: Path) -> Run | None:
-    """None: there is no such run, or not one of this version."""
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=Run)
-    except (FileNotFoundError, msgspec.DecodeError):
-        return None
-
-
-def _write(file: Path, run: Run) -> None:
-    part = file.with_suffix(".part")
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(run)))
-    os.replace(part, file)
 
 
 # -- the command ----------------------------------------------------------------------------------

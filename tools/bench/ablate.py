@@ -10,14 +10,9 @@ and are not repeated.
 from __future__ import annotations
 
 import functools
-import hashlib
-import multiprocessing
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,14 +24,14 @@ from fedquilt import bundle
 from fedquilt.coordinator import cohort
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.settings import Job
-from fedquilt.core import FedquiltError, JobError, StoreError, Tensors
-from fedquilt.edge_agent import leash
+from fedquilt.core import FedquiltError, JobError, Tensors
 from fedquilt.edge_agent.data import DataSpec
 from fedquilt.methods import fedstitch
 from fedquilt.models import cka
 from fedquilt.models.search import Params
-from fedquilt.tools import fleet, local_run
+from fedquilt.tools import fleet, kept, local_run, processes
 from fedquilt.tools.baselines import Bench, Result, pooled
+from fedquilt.tools.kept import Kept
 from fedquilt.tools.local_run import Member, Spent
 
 BUDGET_BYTES = 2 << 30  # of each process
@@ -110,9 +105,7 @@ class Case(msgspec.Struct, frozen=True):
     @property
     def key(self) -> str:
         """What the run depends on."""
-        index = (Path(self.folder) / "bundle.json").read_bytes()
-        parts = (self.job, index, self.part.encode())
-        return hashlib.sha256(b"".join(hashlib.sha256(each).digest() for each in parts)).hexdigest()[:24]
+        return kept.key(self.job, self.part.encode(), bundle=Path(self.folder))
 
     def __str__(self) -> str:
         return f"{self.condition}, seed {self.seed}, {self.part}"
@@ -282,16 +275,11 @@ def _named(label: str, results: Iterable[Result]) -> list[dict[str, Any]]:
 
 def played(todo: Sequence[Case], out: Path, player: Player, say: Callable[[str], None]) -> tuple[list[Row], list[str]]:
     """The rows of all cases, in their order, and what failed. Finished ones lie in `out`/runs."""
-    folder = out / "runs"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StoreError(f"cannot write {folder}: {error.strerror}") from None
-    files = {case: folder / f"{case.key}.json" for case in todo}
-    found = {case: rows for case, file in files.items() if (rows := _read(file)) is not None}
+    store = Kept(out, list[Row])
+    found = {case: rows for case in todo if (rows := store.find(case.key)) is not None}
     missing = [case for case in todo if case not in found]
     if found:
-        say(f"{len(found)} of {len(todo)} runs are in {folder} already")
+        say(f"{len(found)} of {len(todo)} runs are in {store.folder} already")
     failed: list[str] = []
     began_s = time.monotonic()
     for count, (case, came, took_s) in enumerate(player(missing), 1):
@@ -302,45 +290,15 @@ def played(todo: Sequence[Case], out: Path, player: Player, say: Callable[[str],
             say(f"{told}: failed: {came}")
             continue
         found[case] = came
-        _write(files[case], came)
+        store.keep(case.key, came)
         say(f"{told}: {', '.join(f'{100 * row.accuracy:.1f} %' for row in came)} in {took_s:.0f} s")
     return [row for case in todo for row in found.get(case, ())], failed
 
 
-def _read(file: Path) -> list[Row] | None:
-    """None: there is no such run, or not one of this version."""
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=list[Row])
-    except (FileNotFoundError, msgspec.DecodeError):
-        return None
-
-
-def _write(file: Path, rows: list[Row]) -> None:
-    part = file.with_suffix(".part")
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(rows)))
-    os.replace(part, file)
-
-
 def in_processes(todo: Sequence[Case]) -> Iterator[Finished]:
     """Each as it is finished, by as many processes as there are cores; they end with this one."""
-    if not todo:
-        return
-    context = multiprocessing.get_context("spawn")
-    workers = min(os.cpu_count() or 1, len(todo))
-    with ProcessPoolExecutor(workers, context, _begin, (os.getpid(),)) as pool:
-        try:
-            for future in as_completed([pool.submit(_attempt, case) for case in todo]):
-                yield future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for child in multiprocessing.active_children():
-                child.terminate()
-            raise
-
-
-def _begin(parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends this process
-    leash.die_with(parent)
+    for _, finished in processes.spread(_attempt, [(case,) for case in todo]):
+        yield finished
 
 
 def _attempt(case: Case) -> Finished:
