@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt import codecs, tensors
+from fedquilt import codecs, coders, tensors
 from fedquilt.core import CODECS, Answer, Encoding, ModelError, Tensors, UpdateError
 
 FP16, INT8 = Encoding(codec="fp16"), Encoding(codec="int8")
@@ -335,4 +335,4 @@ def test_bytes_that_no_codec_makes_are_refused_by_the_tensors_name(
 
 def test_every_codec_that_is_named_is_there() -> None:
     """What devices say that they know is what there is."""
-    assert ("raw", *codecs.CODERS) == CODECS
+    assert ("raw", *coders.CODERS) == CODECS
