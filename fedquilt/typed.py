@@ -182,6 +182,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--seeds", type=int, nargs="+", help="default: the table's own")
     one.add_argument("--rounds", type=_positive, help="fewer than the paper's")
     one.add_argument("--out", type=Path, metavar="FILE", help="the result as JSON, every curve in it")
+    one.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw it, where the table has a picture")
     _format(one)
 
     one = verb("audit", verbs.audit, "rebuild a device's pictures from what methods have it upload, and tell how well")

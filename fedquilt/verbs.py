@@ -301,6 +301,7 @@ def reproduce(options: argparse.Namespace) -> int:
         rounds=options.rounds,
         folder=options.data,
         out=options.out,
+        picture=options.picture,
         format=options.format,
     )
 

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import msgspec
 
 from fedquilt import disk, methods
+from fedquilt.tools import reproduce
 
 SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
@@ -44,6 +45,7 @@ class Card:
     engines: tuple[str, ...]
     evaluates: bool  # whether `[check] every` works
     parameters: tuple[Parameter, ...]
+    tables: tuple[tuple[str, str], ...]  # the command of each table that runs it, and where in docs/ what came out is
 
 
 def card(name: str) -> Card:
@@ -55,7 +57,16 @@ def card(name: str) -> Card:
     method = methods.load(name)
     title, _, about = (inspect.getdoc(importlib.import_module(f"fedquilt.methods.{name}")) or "").partition("\n")
     found = tuple(_parameters(method.params))
-    return Card(name, title, about.strip(), method.paper, tuple(method.engines), method.check is not None, found)
+    return Card(
+        name=name,
+        title=title,
+        about=about.strip(),
+        paper=method.paper,
+        engines=tuple(method.engines),
+        evaluates=method.check is not None,
+        parameters=found,
+        tables=tuple(reproduce.covering(name, reproduce.modules())),
+    )
 
 
 def lines(one: Card) -> list[str]:
@@ -64,6 +75,9 @@ def lines(one: Card) -> list[str]:
     found += [f'Runs on: {" or ".join(one.engines)}. In a job: `method = "{one.name}"`.']
     if not one.evaluates:
         found.append("It has no evaluation on held-out shares: leave `[check] every` 0.")
+    if one.tables:
+        told = ", ".join(f"`{command}` ([figures](../{page}))" for command, page in one.tables)
+        found += ["", f"Compared in: {told}."]
     if one.parameters:
         found += ["", "| `[params]` | type | default | |", "|---|---|---|---|"]
         found += [f"| `{p.name}` | {p.kind} | `{_toml(p.default)}` | {p.about} |" for p in one.parameters]

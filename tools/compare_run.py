@@ -52,13 +52,17 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     format: int = FORMAT
 
 
-def play(job: Job, folder: Path, tell: Callable[[int], None], workers: int = 1) -> Run:
+def play(job: Job, folder: Path, tell: Callable[[int], None], workers: int = 1, alone: str = "") -> Run:
     """Make one run. `tell` hears how many rounds are done.
+
+    Args:
+        alone: the one device that takes part; "": all do.
 
     Raises:
         FedquiltError: what its data, its bundle or a device's work raise.
     """
     members, test = shares(job, folder)
+    members = [member for member in members if alone in ("", member.device)]
     marks: list[Mark] = []
     spent = _Spent()
     with Evaluator(job, folder, test=test or _nothing(members)) as judge:

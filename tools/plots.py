@@ -7,6 +7,7 @@ A plot takes its ink from the text around it (`currentColor`), so that one pictu
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -86,7 +87,8 @@ def lines(
             )
         if len(trace) <= 40:
             tips = [f"{line.name + ': ' if line.name else ''}{short(b)} at {short(a)}" for a, b in _pairs(line)]
-            parts += [_dot(each, ink, tip) for each, tip in zip(trace, tips, strict=True)]
+            radius = 2.4 if len(trace) > 1 else 5.0
+            parts += [_dot(each, ink, tip, radius) for each, tip in zip(trace, tips, strict=True)]
     if level is not None:
         at = f"{_at(level, ys, floor, top):.1f}"
         parts.append(
@@ -156,6 +158,23 @@ def empty(title: str) -> str:
     """A plot that has nothing to show says so."""
     say = f'<text x="{WIDTH / 2:.0f}" y="52" text-anchor="middle" fill-opacity="0.7">not known of this run</text>'
     return "\n".join([*_head(title, WIDTH, 76.0), say, "</svg>"])
+
+
+def stacked(found: Sequence[str]) -> str:
+    """Plots below each other, as one."""
+    sizes = [re.search(r'viewBox="0 0 (\d+) (\d+)"', svg) for svg in found]
+    heights = [int(size.group(2)) if size else 0 for size in sizes]
+    wide = max((int(size.group(1)) for size in sizes if size), default=0)
+    places = [sum(heights[:index]) for index in range(len(found))]
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {sum(heights)}" width="{wide}" role="img" '
+        'style="max-width:100%;height:auto">'
+    )
+    inner = [
+        svg.replace("<svg ", f'<svg y="{place}" height="{height}" ', 1).replace("height:auto", "", 1)
+        for svg, place, height in zip(found, places, heights, strict=True)
+    ]
+    return "\n".join([head, *inner, "</svg>"])
 
 
 def alone(svg: str) -> str:

@@ -34,6 +34,13 @@ def test_methods_are_listed_with_their_first_sentence(capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out)["paper"] == "arXiv 1910.06378"
 
 
+def test_a_card_names_the_tables_that_run_the_method() -> None:
+    """The command, and where the figures are; a method that no table runs has no such line."""
+    assert any("`fedquilt reproduce fedsdg --data FOLDER`" in line for line in cards.lines(cards.card("fedlora")))
+    assert any("(../stitching.md)" in line for line in cards.lines(cards.card("fedstitch")))
+    assert not any("Compared in" in line for line in cards.lines(cards.card("scaffold")))
+
+
 def test_an_unknown_method_is_told_with_the_known_ones() -> None:
     """As everywhere."""
     with pytest.raises(JobError, match=r"'fedfoo' is unknown; there are: .*fedavg"):

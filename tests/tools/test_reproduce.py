@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from fedquilt import methods
 from fedquilt.cli import main
-from fedquilt.core import JobError
+from fedquilt.core import JobError, StoreError
 from fedquilt.tools import reproduce
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def module(data: bool = False) -> ModuleType:
@@ -19,6 +22,8 @@ def module(data: bool = False) -> ModuleType:
     made: Any = ModuleType("made", "What it is.\n\nWhat differs from the paper.")
     made.TABLES = {"t1": 1, "t2": 2}
     made.SEEDS = (4, 5)
+    made.COVERS = {"t1": ("fedavg", "moon"), "t2": ("moon",)}
+    made.PAGE = "training.md"
     made.lines = lambda result: [f"ours {result['ours']}, the paper's 3"]
 
     def run(table: str, seeds: Any, rounds: int | None, say: Any) -> dict[str, Any]:
@@ -86,6 +91,41 @@ def test_without_a_table_they_are_listed(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["reproduce", "--format", "json"]) == 0
     rows = {row["table"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["fedpews-table2"]["takes_data"] is False
+    assert (rows["genefl"]["takes_data"], rows["genefl-bytes"]["takes_data"]) == (True, False)
+
+
+def test_a_method_is_told_the_commands_of_the_tables_that_run_it() -> None:
+    """With the page of docs/ where the figures are; a table that needs no folder has none in its command."""
+    assert reproduce.covering("moon", known()) == [
+        ("fedquilt reproduce t1", "training.md"),
+        ("fedquilt reproduce t2", "training.md"),
+    ]
+    assert reproduce.covering("fedavg", known(data=True)) == [("fedquilt reproduce t1 --data FOLDER", "training.md")]
+    assert reproduce.covering("scaffold", known()) == []
+
+
+def test_tables_cover_methods_that_there_are_and_their_pages_exist() -> None:
+    """Each table names some, and its page has the heading that it points to."""
+    for table, found in reproduce.modules().items():
+        assert found.COVERS[table]
+        assert set(found.COVERS[table]) <= set(methods.names())
+        page, _, anchor = found.PAGE.partition("#")
+        headings = [line.lstrip("# ") for line in (DOCS / page).read_text().splitlines() if line.startswith("#")]
+        assert not anchor or anchor in [heading.lower().replace(" ", "-") for heading in headings]
+
+
+def test_a_picture_is_drawn_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And refused before any work where there is none."""
+    made: Any = module()
+    monkeypatch.setattr(reproduce, "modules", lambda: {"t1": made})
+    options = {"seeds": None, "rounds": None, "folder": None, "out": None, "format": "text"}
+    with pytest.raises(JobError, match="t1 has no picture: leave --picture out"):
+        reproduce.main("t1", **options, picture=tmp_path / "p.svg")
+    made.picture = lambda result: f"<svg>{result['ours']}</svg>"
+    assert reproduce.main("t1", **options, picture=tmp_path / "p.svg") == 0
+    assert (tmp_path / "p.svg").read_text() == "<svg>2</svg>"
+    with pytest.raises(StoreError, match="cannot write"):
+        reproduce.main("t1", **options, picture=tmp_path / "no" / "p.svg")
 
 
 def test_a_claim_that_does_not_come_out_is_told_by_the_exit_code(
@@ -102,7 +142,7 @@ def test_a_claim_that_does_not_come_out_is_told_by_the_exit_code(
         }
         monkeypatch.setattr(reproduce, "modules", lambda made=made: {"t1": made})
         out = tmp_path / "result.json"
-        options = {"seeds": None, "rounds": None, "folder": None}
+        options = {"seeds": None, "rounds": None, "folder": None, "picture": None}
         assert reproduce.main("t1", **options, out=out, format="text") == (0 if reached else 1)
         assert "ours 2, the paper's 3" in capsys.readouterr().out
         assert json.loads(out.read_text())["figures"] == figures

@@ -1,10 +1,12 @@
 """`fedquilt reproduce`: tables of the papers run again here, the paper's numbers beside ours.
 
-One module for each paper, found by its file: `TABLES` (names of tables as keys), `run` and `lines`. Its docstring
-says how it is done and what differs from the paper; that is printed with every table.
+One module for each paper, found by its file: `TABLES` (names of tables as keys), `COVERS` (table -> the methods that
+it runs), `PAGE` (of docs/, where what came out stands), `run` and `lines`; `picture` where there is one to draw, and
+`WITHOUT_DATA`, the tables among them that need no folder although others do. Its docstring says how it is done and
+what differs from the paper; that is printed with every table.
 
     run(table, seeds, rounds, say, ...) -> dict   # and `data`, where it needs a folder; `figures` in it are claims
-    lines(result) -> list[str]
+    lines(result) -> list[str]                    picture(result) -> str   # SVG
 """
 
 from __future__ import annotations
@@ -13,14 +15,15 @@ import importlib
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import msgspec
 
-from fedquilt.core import JobError, StoreError
+from fedquilt import disk
+from fedquilt.core import JobError
 
 
 def modules() -> dict[str, ModuleType]:
@@ -35,8 +38,21 @@ def modules() -> dict[str, ModuleType]:
 def catalogue(known: dict[str, ModuleType]) -> list[dict[str, Any]]:
     """What there is, and whether it can take a folder of data."""
     return [
-        {"table": name, "about": _about(module).partition("\n")[0], "takes_data": "data" in _takes(module)}
+        {"table": name, "about": _about(module).partition("\n")[0], "takes_data": takes_data(name, module)}
         for name, module in known.items()
+    ]
+
+
+def takes_data(table: str, module: ModuleType) -> bool:
+    return "data" in _takes(module) and table not in getattr(module, "WITHOUT_DATA", ())
+
+
+def covering(method: str, known: Mapping[str, ModuleType]) -> list[tuple[str, str]]:
+    """(command, page of docs/) of every table that runs the method."""
+    return [
+        (f"fedquilt reproduce {name}" + " --data FOLDER" * takes_data(name, module), module.PAGE)
+        for name, module in known.items()
+        if method in module.COVERS[name]
     ]
 
 
@@ -72,7 +88,7 @@ def run(
         raise JobError(f"table {table!r} is unknown; there are: {', '.join(known) or 'none'}")
     module = known[table]
     given: dict[str, Any] = {"rounds": rounds, "say": say}
-    if "data" in _takes(module):
+    if takes_data(table, module):
         given["data"] = folder
     elif folder is not None:
         raise JobError(f"{table} makes its own data: leave --data out")
@@ -87,21 +103,27 @@ def main(
     rounds: int | None,
     folder: Path | None,
     out: Path | None,
+    picture: Path | None,
     format: str,
 ) -> int:
-    """List the tables, or run one and print it; 1 when one of its claims did not come out."""
+    """List the tables, or run one and print it; 1 when one of its claims did not come out.
+
+    Raises:
+        JobError: a picture is wanted of a table that has none.
+    """
     known = modules()
+    if table in known and picture is not None and not hasattr(known[table], "picture"):
+        raise JobError(f"{table} has no picture: leave --picture out")
     if table is None:
         rows = catalogue(known)
         print(msgspec.json.encode(rows).decode() if format == "json" else "\n".join(listed(rows)))
         return 0
     result = run(table, known, seeds=seeds, rounds=rounds, folder=folder, say=_say)
     text = msgspec.json.format(msgspec.json.encode(result)).decode()
-    if out is not None:
-        try:
-            out.write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise StoreError(f"cannot write {out}: {error.strerror}") from None
+    for file, content in ((out, lambda: text + "\n"), (picture, lambda: known[table].picture(result))):
+        if file is not None:
+            with disk.doing(f"write {file}", "name another file"):
+                file.write_text(content(), encoding="utf-8")
     print(text if format == "json" else "\n".join([*known[table].lines(result), "", result["about"]]))
     claims = result.get("figures") or {}
     return 0 if all(claim["reached"] for claim in claims.values()) else 1

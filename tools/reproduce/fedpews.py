@@ -12,20 +12,19 @@ paper does not tell them: K is one epoch, the weights are torch's default.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from fedquilt.core import BlobRef, Bundle, JobError
+from fedquilt.tools import processes
 from fedquilt.tools.bench import at_least, figure, figure_lines
+from fedquilt.tools.reproduce import common
 
 NETWORK: Final = {"name": "mlp", "inputs": 5, "hidden": [32, 64, 128, 32], "classes": 4}  # the paper's Table 4
 SEEDS: Final = (0, 1, 2)
@@ -109,6 +108,10 @@ TABLES: Final = {
 }
 
 
+COVERS: Final = dict.fromkeys(TABLES, ("fedpews",))
+PAGE: Final = "training.md#fedpews"
+
+
 def play(column: Column, mu: float, seed: int, warmup: int, rounds: int) -> dict[str, Any]:
     """One run: accuracy (0..1) on the test set after each round, bytes both ways and seconds on this machine."""
     from fedquilt.edge_agent.engines.torch_engine import TorchEngine  # before torch: it says how threads wait
@@ -183,31 +186,27 @@ def run(
     Raises:
         JobError: there is no such table or column.
     """
-    if table not in TABLES:
-        raise JobError(f"table {table!r} is unknown; there are: {', '.join(TABLES)}")
+    common.require(table, TABLES)
     chosen = TABLES[table]
     if odd := sorted(set(columns) - chosen.columns.keys()):
         raise JobError(f"{table} has no column {odd[0]!r}; it has: {', '.join(chosen.columns)}")
     wanted = {name: column for name, column in chosen.columns.items() if name in columns or not columns}
     runs: dict[tuple[str, int, bool], dict[str, Any]] = {}
-    with ProcessPoolExecutor(workers or len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
-        waiting = {}
-        for name, column in wanted.items():
-            last = rounds or column.rounds
-            for seed in seeds:
-                for pews in (False, True):
-                    warmup = round(column.tau * last) if pews else 0
-                    waiting[pool.submit(play, column, chosen.mu, seed, warmup, last)] = (name, seed, pews)
-        for done in as_completed(waiting):
-            key = name, seed, pews = waiting[done]
-            runs[key] = done.result()
-            accuracy, target = runs[key]["accuracy"], wanted[name].target
-            at = first_reached(accuracy, target)
-            when = f"{target:g} % after {at} rounds" if at else f"{target:g} % not reached"
-            say(
-                f"[{len(runs)}/{len(waiting)}] {name} seed {seed} {chosen.base}{'+PeWS' if pews else ''}: {when}, "
-                f"ends at {100 * accuracy[-1]:.2f} % ({runs[key]['seconds']:.0f} s)"
-            )
+    todo = [(name, seed, pews) for name in wanted for seed in seeds for pews in (False, True)]
+    given = []
+    for name, seed, pews in todo:
+        column, last = wanted[name], rounds or wanted[name].rounds
+        given.append((column, chosen.mu, seed, round(column.tau * last) if pews else 0, last))
+    for index, found_run in processes.spread(play, given, workers):
+        key = name, seed, pews = todo[index]
+        runs[key] = found_run
+        accuracy, target = found_run["accuracy"], wanted[name].target
+        at = first_reached(accuracy, target)
+        when = f"{target:g} % after {at} rounds" if at else f"{target:g} % not reached"
+        say(
+            f"[{len(runs)}/{len(todo)}] {name} seed {seed} {chosen.base}{'+PeWS' if pews else ''}: {when}, "
+            f"ends at {100 * accuracy[-1]:.2f} % ({found_run['seconds']:.0f} s)"
+        )
     found: dict[str, Any] = {}
     for name, column in wanted.items():
         by_method = {

@@ -1,6 +1,6 @@
 """FedSDG: what a gated branch of a device's own adds to shared adapters, and what travels.
 
-`python -m fedquilt.tools.reproduce.fedsdg fedsdg --data FOLDER --seeds 0 1 2`
+`fedquilt reproduce fedsdg --data FOLDER --seeds 0 1 2`
 
 The paper has no table to compare with: these are its claims on MNIST in small. A small vision transformer is first
 trained on the digits 0 to 4 of the training files; then ten devices federate on all ten digits of the test files, that
@@ -12,26 +12,21 @@ model in FedLoRA. Bytes are counted as they would be sent, headers included; the
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
 from fedquilt import methods, tensors
-from fedquilt.core import Answer, BlobRef, Bundle, DataError, DeviceView, Examples, Fit, JobError, Site, Task, Tensors
+from fedquilt.core import Answer, BlobRef, Bundle, DeviceView, Examples, Fit, Site, Task, Tensors
 from fedquilt.edge_agent import data as shares
 from fedquilt.models import zoo
 from fedquilt.tools import plots
 from fedquilt.tools.bench import at_least, figure, figure_lines
 from fedquilt.tools.local_run import BUDGET_BYTES, Member, Spent, delivered, states
+from fedquilt.tools.reproduce import common
 
 TABLES: Final = ("fedsdg",)
 SEEDS: Final = (0, 1, 2)
@@ -58,6 +53,8 @@ METHODS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     "fedlora": ("fedlora", {}),
     "fedprox": ("fedlora", {"mu": 0.01}),
 }
+COVERS: Final = dict.fromkeys(TABLES, tuple(dict.fromkeys(name for name, _ in METHODS.values())))
+PAGE: Final = "training.md#fedsdg"
 
 
 def play(data: str, seed: int, rounds: int) -> dict[str, Any]:
@@ -164,18 +161,8 @@ def run(
         JobError: there is no such table.
         DataError: MNIST is not there.
     """
-    if table not in TABLES:
-        raise JobError(f"table {table!r} is unknown; there are: {', '.join(TABLES)}")
-    if data is None:
-        raise DataError("fedsdg needs --data: a folder with MNIST's files")
-    nested = data / "MNIST" / "raw"
-    where = str(nested if nested.is_dir() else data)
-    runs = []
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
-        for each in pool.map(play, [where] * len(seeds), seeds, [rounds or ROUNDS] * len(seeds)):
-            runs.append(each)
-            for line in _seed_lines(each):
-                say(line)
+    common.require(table, TABLES)
+    runs = common.by_seed(play, common.mnist(table, data), seeds, rounds or ROUNDS, _seed_lines, say)
     return {
         "table": table,
         "seeds": list(seeds),
@@ -234,26 +221,3 @@ def picture(result: Mapping[str, Any]) -> str:
     gates = [values for each in told for values in each.values()]
     rows = [plots.Dots(f"block {index}", values) for index, values in enumerate(zip(*gates, strict=True))]
     return plots.alone(plots.dots(rows, "How far each device's gates are open", "m"))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """0 when every figure was reached."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=TABLES)
-    parser.add_argument("--data", type=Path, help="folder with MNIST's *-ubyte files")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[*SEEDS])
-    parser.add_argument("--rounds", type=int, help=f"default {ROUNDS}")
-    parser.add_argument("--out", type=Path, help="the result as JSON")
-    parser.add_argument("--picture", type=Path, help="the gates by block and device, as SVG")
-    given = parser.parse_args(argv)
-    result = run(given.table, given.seeds, given.rounds, given.data, lambda line: print(line, flush=True))
-    print("\n".join(lines(result)))
-    if given.out:
-        given.out.write_bytes(msgspec.json.format(msgspec.json.encode(result)))
-    if given.picture:
-        given.picture.write_text(picture(result), encoding="utf-8")
-    return 0 if all(each["reached"] for each in result["figures"].values()) else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """FedSQ beside FedAvg and FedProx on small pre-trained networks (after arXiv 2604.02990, Table I and Fig. 2).
 
-`python -m fedquilt.tools.reproduce.fedsq fedsq --data FOLDER --seeds 0 1 2`
+`fedquilt reproduce fedsq --data FOLDER --seeds 0 1 2`
 
 The paper's ResNet-18 on CIFAR-100 and AlexNet on CINIC-10 take GPUs and data that are not everywhere, so
 no figure here is one of the paper's: what is compared is what it claims. Ten clients, all in every
@@ -16,9 +16,7 @@ fedsq-imagenet   SqueezeNet 1.1 with ImageNet weights on CIFAR-10, head and last
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,12 +27,13 @@ import msgspec
 import numpy as np
 
 from fedquilt import tensors
-from fedquilt.core import BlobRef, Bundle, DataError, DeviceView, Examples, Fit, JobError
+from fedquilt.core import BlobRef, Bundle, DataError, DeviceView, Examples, Fit
 from fedquilt.edge_agent import data as shares
 from fedquilt.edge_agent.data import DataSpec
 from fedquilt.methods import fedsq
 from fedquilt.tools import schedule
 from fedquilt.tools.local_run import Member, delivered, states
+from fedquilt.tools.reproduce import common
 
 TABLES: Final = ("fedsq", "fedsq-weak", "fedsq-imagenet")
 SEEDS: Final = (0, 1, 2)
@@ -52,6 +51,8 @@ ARMS: Final[Mapping[str, dict[str, Any]]] = {
     "fedprox": {"gates": "own", "mu": 0.1},
     "fedsq": {},
 }
+COVERS: Final = dict.fromkeys(TABLES, ("fedsq",))
+PAGE: Final = "training.md#fedsq"
 SMALL: Final = {"channels": 1, "size": 16}
 IMAGENET: Final = {"channels": 3, "size": 64, "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 
@@ -92,8 +93,7 @@ def run(
     """
     from fedquilt.edge_agent.engines.torch_engine import TorchEngine
 
-    if table not in TABLES:
-        raise JobError(f"table {table!r} is unknown; there are: {', '.join(TABLES)}")
+    common.require(table, TABLES)
     engine = TorchEngine(1 << 40)
     if data is None:
         raise DataError(f"{table} needs --data: a folder with MNIST (for fedsq-imagenet: CIFAR-10 and weights/)")
@@ -173,16 +173,15 @@ def _pretrained(table: str, setting: Setting, data: Path, seed: int, engine: Any
     """The pre-trained network with a new last layer, drawn from the seed."""
     if table == "fedsq-imagenet":
         architecture = setting.network["name"].removeprefix("torchvision/")
-        files = sorted((data / "weights").glob(f"{architecture}*.pt*"))
-        if not files:
-            raise DataError(f"no {architecture}*.pt in {data / 'weights'}: put torchvision's weights there")
-        model = schedule.warm(setting.network, str(files[0]), 1000, seed)
+        model = schedule.warm(setting.network, str(common.weights(data, architecture)), 1000, seed)
         return {name: value.numpy() for name, value in model.state_dict().items()}
     from fedquilt.models import zoo
 
     network = setting.network
     before = (
-        _all(DataSpec(path=_mnist(data), limit=PRETRAINED_ON)) if table == "fedsq" else _all(DataSpec(path=str(DIGITS)))
+        _all(DataSpec(path=common.mnist(table, data), limit=PRETRAINED_ON))
+        if table == "fedsq"
+        else _all(DataSpec(path=str(DIGITS)))
     )
     first = {name: value.numpy() for name, value in zoo.load(network, seed=seed).state_dict().items()}
     fit = Fit(epochs=3 if table == "fedsq" else 12, batch=32, lr=0.05, momentum=0.9, weight_decay=1e-4)
@@ -201,20 +200,13 @@ def _task(table: str, data: Path) -> tuple[DataSpec, Examples]:
     if table == "fedsq":
         spec, test = DataSpec(path=str(DIGITS)), _all(DataSpec(path=str(DIGITS), split="test"))
     elif table == "fedsq-weak":
-        spec = DataSpec(path=_mnist(data), limit=3000)
-        test = _all(DataSpec(path=_mnist(data), split="test", limit=1000))
+        spec = DataSpec(path=common.mnist(table, data), limit=3000)
+        test = _all(DataSpec(path=common.mnist(table, data), split="test", limit=1000))
     else:
-        files = sorted(data.glob("cifar10*.npz"))
-        where = DataSpec(path=str(files[0])) if files else DataSpec(path=str(data), dataset="CIFAR10")
+        where = DataSpec(**common.cifar(data))
         spec = msgspec.structs.replace(where, limit=1000)
         test = _all(msgspec.structs.replace(where, split="test", limit=500))
     return msgspec.structs.replace(spec, shares=CLIENTS, held=0.0), test
-
-
-def _mnist(data: Path) -> str:
-    """The folder of MNIST's files: `data` itself, or where torchvision puts them below it."""
-    nested = data / "MNIST" / "raw"
-    return str(nested if nested.is_dir() else data)
 
 
 def _members(spec: DataSpec) -> list[Member]:
@@ -223,22 +215,3 @@ def _members(spec: DataSpec) -> list[Member]:
 
 def _all(spec: DataSpec) -> Examples:
     return shares.load_all(spec)
-
-
-def main() -> int:
-    arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    arguments.add_argument("table", choices=TABLES)
-    arguments.add_argument("--data", type=Path, help="folder with MNIST's *-ubyte files; cifar10*.npz and weights/")
-    arguments.add_argument("--seeds", type=int, nargs="+", default=[*SEEDS])
-    arguments.add_argument("--rounds", type=int, help=f"default {ROUNDS}")
-    arguments.add_argument("--out", type=Path, help="write the figures here, as JSON")
-    given = arguments.parse_args()
-    result = run(given.table, given.seeds, given.rounds, given.data, lambda line: print(line, file=sys.stderr))
-    if given.out:
-        given.out.write_bytes(msgspec.json.encode(result))
-    print("\n".join(lines(result)))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """GENE-FL (arXiv 2504.14628): bytes, personal accuracy, and what a newcomer with unknown classes inherits.
 
-`python -m fedquilt.tools.reproduce.genefl genefl --data FOLDER --seeds 0 1 2`
+`fedquilt reproduce genefl --data FOLDER --seeds 0 1 2`
 
 "genefl" is the paper's experiment in small, on MNIST: ten devices with classes 0 to 4 federate, by FedAvg and
 by GENE-FL, from the same weights on the same examples; then ten devices with classes 5 to 9 turn up in the
@@ -20,28 +20,24 @@ paper's 41.66 is rounded up from 41.655; all agree to the last digit that it pri
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
 from fedquilt import methods, tensors
-from fedquilt.core import Answer, BlobRef, Bundle, Contribution, DataError, DeviceView, JobError, Site, Task, Tensors
+from fedquilt.core import Answer, BlobRef, Bundle, Contribution, DeviceView, Site, Task, Tensors
 from fedquilt.edge_agent import data as shares
 from fedquilt.models import zoo
 from fedquilt.models.layers import layers
 from fedquilt.tools.bench import at_least, figure, figure_lines
 from fedquilt.tools.local_run import BUDGET_BYTES, Member, Spent, delivered, states
+from fedquilt.tools.reproduce import common
 
 TABLES: Final = ("genefl", "genefl-bytes")
+WITHOUT_DATA: Final = ("genefl-bytes",)
 SEEDS: Final = (0, 1, 2)
 ROUNDS: Final = 15  # of training; GENE-FL's round of fingerprints comes on top
 INPUT: Final = {"channels": 1, "size": 28}
@@ -50,6 +46,9 @@ KNOWN, NEW = 10, 10  # devices
 TRAINING: Final = {"epochs": 5, "batch": 16, "lr": 0.02, "momentum": 0.9}
 GENE: Final = {"first_layers": 2, "min_layers": 2, "gene_order": "highest", "gene_norm": "div_sqrt"}
 SPEC: Final = {"limit": 4000, "held": 0.4, "partition": "classes", "classes": 2}
+METHODS: Final = {"fedavg": ({}, 0), "genefl": (GENE, 1)}  # parameters, and rounds on top
+COVERS: Final = {"genefl": tuple(METHODS), "genefl-bytes": ("fedavg", "fedfina", "fedlg")}
+PAGE: Final = "training.md#gene-fl"
 GROUPS: Final = ((0, 1, 2, 3, 4), (5, 6, 7, 8, 9))
 
 
@@ -69,7 +68,7 @@ def play(data: str, seed: int, rounds: int) -> dict[str, Any]:
     bundle = Bundle({"network": NETWORK}, {"model": BlobRef(sha256="0" * 64, size=1)}, lambda name: weights)
     found: dict[str, Any] = {"seed": seed}
     last: dict[str, Any] = {}
-    for name, params, more in (("fedavg", {}, 0), ("genefl", GENE, 1)):
+    for name, (params, more) in METHODS.items():
         method, spent = methods.load(name), Spent()
         personal: dict[str, float] = {}
 
@@ -176,6 +175,7 @@ def run(
         JobError: there is no such table.
         DataError: MNIST is not there.
     """
+    common.require(table, TABLES)
     if table == "genefl-bytes":
         known = sizes()
         claims = {
@@ -184,17 +184,8 @@ def run(
         }
         told = {name: {"ours": ours, "paper": paper, "unit": unit} for name, (ours, paper, unit) in known.items()}
         return {"table": table, "rows": told, "figures": claims}
-    if table != "genefl":
-        raise JobError(f"table {table!r} is unknown; there are: {', '.join(TABLES)}")
-    if data is None:
-        raise DataError("genefl needs --data: a folder with MNIST's files")
-    nested = data / "MNIST" / "raw"
-    where = str(nested if nested.is_dir() else data)
-    runs = []
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
-        for each in pool.map(play, [where] * len(seeds), seeds, [rounds or ROUNDS] * len(seeds)):
-            runs.append(each)
-            say(_seed_line(each))
+    where = common.mnist(table, data)
+    runs = common.by_seed(play, where, seeds, rounds or ROUNDS, lambda each: [_seed_line(each)], say)
     return {
         "table": table,
         "seeds": list(seeds),
@@ -236,23 +227,3 @@ def _seed_line(each: Mapping[str, Any]) -> str:
         f"{100 * new['inherited']:.1f} % by {new['gene_bytes'] / 1e3:.1f} kB, scratch {100 * new['scratch']:.1f} %, "
         f"whole {100 * new['whole']:.1f} % by {new['model_bytes'] / 1e3:.1f} kB"
     )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """0 when every figure was reached."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=TABLES)
-    parser.add_argument("--data", type=Path, help="folder with MNIST's *-ubyte files")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[*SEEDS])
-    parser.add_argument("--rounds", type=int, help=f"default {ROUNDS}")
-    parser.add_argument("--out", type=Path, help="the result as JSON")
-    given = parser.parse_args(argv)
-    result = run(given.table, given.seeds, given.rounds, given.data, lambda line: print(line, flush=True))
-    print("\n".join(lines(result)))
-    if given.out:
-        given.out.write_bytes(msgspec.json.format(msgspec.json.encode(result)))
-    return 0 if all(each["reached"] for each in result["figures"].values()) else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,0 +1,108 @@
+"""One device's tasks in the agent's own task process, to see what they hold: what its updates would tell in `Usage`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from fedquilt import tensors
+from fedquilt.core import BlobRef, ModelError, Order, Task, Tensors, derive_seed
+from fedquilt.edge_agent import local, orders
+from fedquilt.edge_agent.leash import Child
+from fedquilt.edge_agent.worker import COMMAND
+
+LOOK_S = 0.02
+
+
+class TaskProcess:
+    """A process for one engine under one budget, alive within `with`; the device's private state goes along.
+
+    Args:
+        data: the device's [data] table.
+        find: finds a bundle's file on disk.
+        folder: scratch.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        engine: str,
+        budget_bytes: int,
+        data: Mapping[str, Any],
+        find: Callable[[str], Path],
+        folder: Path,
+    ) -> None:
+        self._method, self._engine, self._budget_bytes = method, engine, budget_bytes
+        self._data, self._find, self._folder = dict(data), find, folder
+        self._private: str | None = None
+        self._child: Child | None = None
+
+    def __enter__(self) -> TaskProcess:
+        self._child = Child(COMMAND, self._engine)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._child is not None:
+            self._child.kill()
+
+    def carry_out(self, order: Order, number: int) -> tuple[orders.Outcome, dict[str, Tensors]]:
+        """How the task went, and the tensors that it would send.
+
+        Raises:
+            ModelError: it did not go well; says why.
+        """
+        assert self._child is not None
+        out = self._folder / str(number)
+        out.mkdir()
+        files = {}
+        for name, value in order.bundles.items():
+            path = self._find(name) if isinstance(value, BlobRef) else out / name
+            if not isinstance(value, BlobRef):
+                path.write_bytes(tensors.encode(value))
+            files[name] = str(path)
+        task = Task(
+            job="alone",
+            round=number,
+            attempt=0,
+            method=self._method,
+            engine=self._engine,
+            actions=("work",),
+            params=msgspec.json.decode(msgspec.json.encode(order.params)),
+            bundles={},
+            work=order.work,
+            seed=derive_seed("alone", number),
+            deadline_s=0.0,
+        )
+        asked = orders.Order(
+            task=task,
+            device="alone",
+            budget_bytes=self._budget_bytes,
+            data=self._data,
+            bundles=files,
+            private=self._private,
+            cache=str(self._folder / "cache"),
+            out=str(out),
+        )
+        outcome = self._answer(self._child, msgspec.json.encode(asked) + b"\n")
+        if outcome.code != "ok":
+            raise ModelError(f"a task of {self._method} in {self._budget_bytes / 1e6:.0f} MB: {outcome.reason}")
+        if (out / local.PRIVATE).exists():
+            self._private = str(out / local.PRIVATE)
+        return outcome, {name: tensors.read(out / ref.sha256) for name, ref in outcome.bundles.items()}
+
+    def _answer(self, child: Child, line: bytes) -> orders.Outcome:
+        child.send(line)
+        while True:
+            for event in child.receive():
+                if isinstance(event, orders.Outcome):
+                    return event
+            if child.gone:
+                return child.obituary()
+            time.sleep(LOOK_S)
