@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 TORCHVISION ?= torchvision==0.28.0
 ARGS ?=
 
-.PHONY: demo test check clean
+.PHONY: demo test check emulate clean
 
 demo: .venv-demo/ready
 	.venv-demo/bin/fedquilt demo $(ARGS)
@@ -18,6 +18,10 @@ check: .venv/ready
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
+
+# as root, with debootstrap, qemu-user-static and mosquitto: docs/boards.md
+emulate: .venv/ready
+	.venv/bin/fedquilt emulate $(ARGS)
 
 .venv-demo/ready: pyproject.toml
 	$(PYTHON) -m venv .venv-demo

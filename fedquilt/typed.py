@@ -74,6 +74,19 @@ def parser() -> argparse.ArgumentParser:
         )
     )
 
+    one = verb(
+        "emulate", verbs.emulate, "flash an arm64 Debian that qemu runs here, and let its agent stitch; needs root"
+    )
+    one.add_argument(
+        "--out",
+        type=Path,
+        default=Path("fedquilt-emulated"),
+        help="folder for the system and logs (default: %(default)s)",
+    )
+    one.add_argument("--mirror", metavar="URL", help="of Debian (default: the one that apt uses here)")
+    one.add_argument("--rounds", type=_positive, help="at most (default: until the network is stitched)")
+    _format(one)
+
     one = verb("fleet", verbs.fleet, "run a job on simulated boards that run the agents' own code")
     one.add_argument("job", type=Path)
     one.add_argument("--bundle", type=Path, help="default: JOB.bundle beside the job file")
@@ -337,6 +350,7 @@ def _flash(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("--wheels", type=Path, metavar="DIR", help="where downloads are kept (default: in ~/.cache)")
     verb.add_argument("--index", metavar="URL", help="one more package index")
+    verb.add_argument("--constraint", type=Path, metavar="FILE", help="pip's: versions that are allowed (numpy==2.2.6)")
     verb.add_argument("--refresh", action="store_true", help="look for newer packages than were downloaded before")
     verb.add_argument("--uninstall", action="store_true", help="take it out again, from --rootfs or --ssh")
     verb.add_argument("--purge", action="store_true", help="with --uninstall: settings, identity and state as well")

@@ -108,10 +108,17 @@ def flash(options: argparse.Namespace) -> int:
         system_packages=options.system_packages,
         wheels=options.wheels,
         index=options.index,
+        constraint=options.constraint,
         refresh=options.refresh,
     )
     tool.flash(what, where)
     return 0
+
+
+def emulate(options: argparse.Namespace) -> int:
+    from fedquilt.tools import emulate as tool
+
+    return tool.main(options.out, options.mirror, options.rounds, options.format)
 
 
 def fleet(options: argparse.Namespace) -> int:

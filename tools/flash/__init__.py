@@ -44,6 +44,7 @@ class What:
     system_packages: bool = False
     wheels: Path | None = None
     index: str | None = None
+    constraint: Path | None = None
     refresh: bool = False
 
 
@@ -65,7 +66,7 @@ def flash(what: What, where: Where, say: Say = print) -> None:
         user_is_root = host is not None and host.check(target.machine, target.interpreter)
         cache = what.wheels or _cache()
         extras = sorted({*what.extras, *(["identity"] if board.enrols else [])})
-        house, lock = wheels.house(target, extras, cache, what.index, refresh=what.refresh)
+        house, lock = wheels.house(target, extras, cache, what.index, constraint=what.constraint, refresh=what.refresh)
         files = bundle.contents(board, target, house, lock, system_packages=what.system_packages)
         size = sum(len(data) if isinstance(data, bytes) else data.stat().st_size for data in files.values())
         say(

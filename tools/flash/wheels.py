@@ -127,34 +127,55 @@ def _urlsafe(data: bytes) -> str:
 
 
 def house(
-    target: Target, extras: Sequence[str], cache: Path, index: str | None = None, *, refresh: bool = False
+    target: Target,
+    extras: Sequence[str],
+    cache: Path,
+    index: str | None = None,
+    *,
+    constraint: Path | None = None,
+    refresh: bool = False,
 ) -> tuple[list[Path], str]:
     """All wheels of an agent with these extras for a target, and the lock of their hashes, fedquilt's own first.
 
     The others are downloaded once, into `cache`, and so all boards of a fleet get the same ones.
 
+    Args:
+        constraint: pip's constraints file: which versions are allowed of whatever is needed.
+
     Raises:
-        JobError: an extra that fedquilt does not have; no such wheels.
+        JobError: an extra that fedquilt does not have; no such wheels; no such file of constraints.
         StoreError: the cache cannot be used.
     """
+    allowed = _allowed(constraint)
     known = {value for key, value in _said(Path(fedquilt.__file__).parents[1]) if key == "Provides-Extra"}
     for extra in extras:
         if extra not in known:
             raise JobError(f"no extra {extra!r}: fedquilt has {', '.join(sorted(known))}")
-    what = "-".join([target.name, f"py{target.python}", *sorted(extras)])
+    narrowed = [f"constrained.{hashlib.sha256(allowed).hexdigest()[:8]}"] if allowed else []
+    what = "-".join([target.name, f"py{target.python}", *sorted(extras), *narrowed])
     with doing(f"use {cache}", "free some space or name another folder with --wheels"):
         folder = cache / what
         folder.mkdir(parents=True, exist_ok=True)
         mine = own(folder)
-        asked = hashlib.sha256(repr((Wheel.read(mine).requires, target, sorted(extras), index)).encode()).hexdigest()
+        question = (Wheel.read(mine).requires, target, sorted(extras), index, allowed)
+        asked = hashlib.sha256(repr(question).encode()).hexdigest()
         found = None if refresh else _kept(folder, asked)
         if found is None:
-            found = _resolved(mine, target, extras, folder, index)
+            found = _resolved(mine, target, extras, folder, index, constraint)
             _keep(folder, found, asked)
         for other in folder.glob("*.whl"):
             if other != mine and other not in found:
                 other.unlink()
         return [mine, *found], lock([mine, *found])
+
+
+def _allowed(constraint: Path | None) -> bytes:
+    try:
+        return b"" if constraint is None else constraint.read_bytes()
+    except OSError as error:
+        raise JobError(
+            f"--constraint {constraint} cannot be read ({error.strerror}): it is a file of lines such as numpy==2.2.6"
+        ) from None
 
 
 def lock(wheels: Sequence[Path]) -> str:
@@ -189,13 +210,15 @@ def _keep(folder: Path, wheels: Sequence[Path], asked: str) -> None:
     (folder / "kept.txt").write_text("\n".join(lines) + "\n")
 
 
-def _resolved(mine: Path, target: Target, extras: Sequence[str], folder: Path, index: str | None) -> list[Path]:
+def _resolved(
+    mine: Path, target: Target, extras: Sequence[str], folder: Path, index: str | None, constraint: Path | None
+) -> list[Path]:
     """Download with pip until nothing is missing; then only what the target needs is kept."""
     root = f"fedquilt[{','.join(extras)}]" if extras else "fedquilt"
     more: list[str] = []
     for _ in range(ROUNDS_MOST):
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            _download([f"{root} @ {mine.resolve().as_uri()}", *more], Path(scratch), target, index)
+            _download([f"{root} @ {mine.resolve().as_uri()}", *more], Path(scratch), target, index, constraint)
             got = {wheel.name: wheel for wheel in map(Wheel.read, sorted(Path(scratch).glob("*.whl")))}
             needed, missing = closure(root, got, target)
             if not missing:
@@ -240,17 +263,19 @@ def _applies(one: Requirement, target: Target, extra: str) -> bool:
     )
 
 
-def _download(what: Sequence[str], folder: Path, target: Target, index: str | None) -> None:
+def _download(what: Sequence[str], folder: Path, target: Target, index: str | None, constraint: Path | None) -> None:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
     command += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", target.python]
     for platform in target.platforms:
         command += ["--platform", platform]
     command += ["--extra-index-url", index] if index else []
+    command += ["--constraint", str(constraint)] if constraint else []
     done = subprocess.run([*command, "--dest", str(folder), *what], capture_output=True, text=True, check=False)
     if done.returncode:
         told = [line.strip() for line in done.stderr.splitlines() if "error" in line.lower()]
         why = "; ".join(told[-2:]) or done.stderr.strip()[-300:] or "pip said nothing"
         raise JobError(
             f"no wheels for {target.name} (Python {target.python}, {target.machine}): {why}; is there a network, "
-            "does this Python have pip, do these packages have wheels for that board (--index names another index)?"
+            "does this Python have pip, do these packages have wheels for that board (--index names another index)"
+            f"{f', does {constraint} allow versions that go together' if constraint else ''}?"
         )

@@ -189,6 +189,15 @@ def test_a_dry_archive_is_none(place: Path, capsys: pytest.CaptureFixture[str]) 
     assert not (place / "out.tar").exists()
 
 
+def test_versions_can_be_pinned(place: Path, shop: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By a constraints file, as pip has it."""
+    wheel(shop / "index", "psutil", "98.0")
+    (place / "only.txt").write_text("psutil==98.0\n")
+    assert flash("--tar", "out.tar", "--constraint", "only.txt") == 0
+    with tarfile.open(place / "out.tar") as archive:
+        assert "fedquilt-orin-1/wheels/psutil-98.0-py3-none-any.whl" in archive.getnames()
+
+
 def test_taking_it_out_again(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """From a root, and over SSH with what it has brought there itself."""
     before = snapshot(place / "board")

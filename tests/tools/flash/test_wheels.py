@@ -163,6 +163,32 @@ def test_every_board_gets_the_same_versions_without_a_network(index: Path, tmp_p
     assert Wheel.read(paho).version == "100.0"
 
 
+def test_an_operator_may_say_which_versions_are_allowed(index: Path, tmp_path: Path) -> None:
+    """Kept beside what boards without that constraint get, so that neither replaces the other's."""
+    wheel(index, "paho_mqtt", "98.0")
+    constraint = tmp_path / "only.txt"
+    constraint.write_text("paho-mqtt==98.0\nnot-needed==1.0\n")
+    free, _ = wheels.house(JP7, [], tmp_path / "cache")
+    held, lock = wheels.house(JP7, [], tmp_path / "cache", constraint=constraint)
+    assert "paho_mqtt-98.0-py3-none-any.whl" in [path.name for path in held]
+    assert "paho-mqtt==98.0 " in lock
+    assert "not-needed" not in lock
+    assert "paho_mqtt-99.0-py3-none-any.whl" in [path.name for path in free]
+    assert all(path.is_file() for path in free)
+    constraint.write_text("paho-mqtt==99.0\n")  # what was kept for another text is not taken
+    other, _ = wheels.house(JP7, [], tmp_path / "cache", constraint=constraint)
+    assert "paho_mqtt-99.0-py3-none-any.whl" in [path.name for path in other]
+
+
+def test_a_constraint_that_cannot_be_met_or_read_is_told(index: Path, tmp_path: Path) -> None:
+    """Before or by pip, in its own words."""
+    with pytest.raises(JobError, match=r"--constraint .*none\.txt cannot be read \(No such file.*numpy==2\.2\.6"):
+        wheels.house(JP7, [], tmp_path / "cache", constraint=tmp_path / "none.txt")
+    (tmp_path / "only.txt").write_text("numpy==1.0\n")
+    with pytest.raises(JobError, match=r"no wheels for jetpack7 .*does .*only\.txt allow versions that go"):
+        wheels.house(JP7, [], tmp_path / "cache", constraint=tmp_path / "only.txt")
+
+
 def test_the_lock_is_one_that_pip_takes(index: Path, tmp_path: Path) -> None:
     """Who prefers pip on the board can have it, hashes checked."""
     house, lock = wheels.house(JP7, [], tmp_path / "cache")

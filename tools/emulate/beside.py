@@ -1,0 +1,82 @@
+"""An emulated board's run beside the same run on this machine's own processor."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedquilt import methods, tensors
+from fedquilt.coordinator.rounds import Answered, Committed
+from fedquilt.coordinator.store import Store
+from fedquilt.core import JobError
+from fedquilt.models.search import State
+
+
+@dataclass(frozen=True)
+class Beside:
+    """How far two runs of one search agree. Differences are of the largest, in absolute value; None: nothing common."""
+
+    rounds: int  # committed by the first
+    tasks_s: tuple[float, ...]  # of each task of the first, on its board
+    paths: int  # networks, whole or not, that both have scored
+    only: int  # those that one of them alone has
+    score: float | None  # between scores of the same network
+    junction: float | None  # between weights of the same junction
+    chosen: tuple[str, ...]  # the network that the first has come to; () while none is finished
+    same: bool  # whether the other has come to the same
+
+
+def compare(first: tuple[Store, str], other: tuple[Store, str]) -> Beside:
+    """Two runs as they stand.
+
+    Raises:
+        JobError: one of them has committed no round.
+    """
+    ours, theirs = state(*first), state(*other)
+    mine, others = scores(ours), scores(theirs)
+    common = mine.keys() & others.keys()
+    joined = ours.junctions.keys() & theirs.junctions.keys()
+    facts = [fact for _, _, fact in first[0].facts(first[1])]
+    return Beside(
+        sum(isinstance(fact, Committed) for fact in facts),
+        tuple(fact.update.usage.wall_s for fact in facts if isinstance(fact, Answered)),
+        len(common),
+        len(mine.keys() ^ others.keys()),
+        max((abs(mine[path] - others[path]) for path in common), default=None),
+        max((_apart(ours.junctions[name], theirs.junctions[name]) for name in joined), default=None),
+        chosen(ours),
+        chosen(ours) == chosen(theirs),
+    )
+
+
+def state(store: Store, run: str) -> State:
+    """A stitching run's state after its last committed round.
+
+    Raises:
+        JobError: there is none.
+    """
+    refs = [fact.state for _, _, fact in store.facts(run) if isinstance(fact, Committed)]
+    path = store.depot.path(refs[-1].sha256) if refs else None
+    if path is None:
+        raise JobError(f"{run} in {store.home} has committed no round: `fedquilt logs {run} --home {store.home}`")
+    return tensors.unpack(path.read_bytes(), methods.load("fedstitch").state)
+
+
+def scores(state: State) -> dict[tuple[str, ...], float]:
+    """Network -> its score, of all that the search still knows."""
+    nets = (*state.frontier, *state.finished, *([state.current] if state.current else []))
+    return {**{net.path: net.score for net in nets}, **{net.path: net.score for net in state.finalists}}
+
+
+def chosen(state: State) -> tuple[str, ...]:
+    return state.finalists[state.chosen].path if state.phase == "done" and state.finalists else ()
+
+
+def _apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
+    return max(float(np.abs(one[name] - other[name]).max()) for name in one)
+
+
+def table(beside: Beside) -> dict[str, object]:
+    return dataclasses.asdict(beside)

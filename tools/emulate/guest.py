@@ -1,0 +1,92 @@
+"""A root file system for arm64 in a folder, and programs in it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from fedquilt.core import JobError
+from fedquilt.disk import doing
+
+SUITE: Final = "bookworm"
+PYTHON: Final = "3.11"  # of that suite
+PACKAGES: Final = ("python3", "systemd")  # beside the least that Debian is: systemd-sysusers makes the agent's user
+SEARCH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+SPACES: Final = ("unshare", "--mount", "--pid", "--fork", "--kill-child")
+MOUNT: Final = 'mount -t proc proc "$0/proc" && mount -t sysfs -o ro sysfs "$0/sys" && exec "$@"'
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A root file system."""
+
+    root: Path
+
+    def words(self, command: Sequence[str], user: int = 0, group: int = 0, folder: str = "/") -> list[str]:
+        """The command in it, as one to run here.
+
+        It gets mounts and process ids of its own: its /proc and /sys are gone with it, and when it ends the
+        kernel kills whatever it has started.
+        """
+        root = str(self.root)
+        enter = ["unshare", "--root", root, "--wd", folder, "--setgid", str(group), "--setuid", str(user)]
+        return [*SPACES, "sh", "-c", MOUNT, root, *enter, *command]
+
+    def run(self, *command: str) -> str:
+        """What a program in it says, run as root.
+
+        Raises:
+            JobError: it fails; with its last words.
+        """
+        done = subprocess.run(self.words(command), env={"PATH": SEARCH}, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = (done.stderr or done.stdout).strip().splitlines() or ["(it said nothing)"]
+            raise JobError(f"{command[0]} in {self.root} ended with {done.returncode}: {said[-1]}")
+        return done.stdout
+
+    def ids(self, name: str) -> tuple[int, int]:
+        """A user's and its group's number, as its own /etc/passwd says.
+
+        Raises:
+            JobError: there is none.
+        """
+        for line in (self.root / "etc/passwd").read_text().splitlines():
+            fields = line.split(":")
+            if fields[0] == name:
+                return int(fields[2]), int(fields[3])
+        raise JobError(f"{self.root} has no user {name}: fedquilt-setup.service makes it")
+
+
+def bootstrap(root: Path, mirror: str) -> list[str]:
+    """The command that makes a Debian for arm64 where its programs can be run (`binfmt`).
+
+    Its mounts are in a namespace of their own, and go when it ends.
+    """
+    options = ["--arch=arm64", "--variant=minbase", f"--include={','.join(PACKAGES)}"]
+    return ["unshare", "--mount", "debootstrap", *options, SUITE, str(root), mirror]
+
+
+def make(root: Path, mirror: str, log: Path) -> Guest:
+    """A new root file system; the folder appears when it is whole.
+
+    Raises:
+        JobError: debootstrap fails, with its last words.
+        StoreError: the folder cannot be used.
+    """
+    new = root.with_name(root.name + ".new")
+    with doing(f"make {new}"):
+        if new.exists():  # of one that was killed; its mounts went with it
+            shutil.rmtree(new)
+        new.mkdir(parents=True)
+    with log.open("ab") as out:
+        done = subprocess.run(bootstrap(new, mirror), stdout=out, stderr=out, stdin=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        last = log.read_text(errors="replace").strip().splitlines() or ["(it said nothing)"]
+        raise JobError(f"debootstrap with {mirror} ended with {done.returncode}: {last[-1]} ({log})")
+    new.replace(root)
+    return Guest(root)

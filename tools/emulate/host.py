@@ -1,0 +1,104 @@
+"""What an emulation needs of this machine, and where Debian comes from: as apt here has it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from fedquilt.core import JobError
+
+SYSTEM_BYTES: Final = 1_000_000_000  # a root file system, the wheels and what flash unpacks
+PATHS: Final = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
+PROGRAMS: Final = {  # program -> Debian's package of it
+    "debootstrap": "debootstrap",
+    "qemu-aarch64-static": "qemu-user-static",
+    "mosquitto": "mosquitto",
+    "unshare": "util-linux",
+}
+TARGETS: Final = ("apt-get", "indextargets", "--format", "$(REPO_URI)|$(RELEASE)|$(COMPONENT)|$(ORIGIN)|$(LABEL)")
+
+Run = Callable[[Sequence[str]], str]
+
+
+def run(words: Sequence[str], given: str = "") -> str:
+    """What a program says on standard output.
+
+    Raises:
+        JobError: it is not there or fails; with its last words.
+    """
+    try:
+        done = subprocess.run(words, input=given, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise JobError(f"{words[0]} cannot be run: {error.strerror}") from None
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines() or ["(it said nothing)"]
+        raise JobError(f"{' '.join(words[:4])} ... ended with {done.returncode}: {said[-1]}")
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Machine:
+    """This machine, as far as it matters."""
+
+    name: str  # as `uname -m` says
+    user: int
+    programs: Mapping[str, str]  # name -> path of those that are there
+    free_bytes: int  # where the root file system would be
+
+    @classmethod
+    def here(cls, folder: Path) -> Machine:
+        """`folder` need not be there yet."""
+        while not folder.exists():
+            folder = folder.parent
+        search = os.pathsep.join((os.environ.get("PATH", ""), *PATHS))
+        paths = {name: shutil.which(name, path=search) for name in PROGRAMS}
+        found = {name: path for name, path in paths.items() if path is not None}
+        return cls(os.uname().machine, os.geteuid(), found, shutil.disk_usage(folder).free)
+
+
+def require(machine: Machine, made: bool) -> None:
+    """Everything that is missing, in one error.
+
+    Args:
+        made: whether the root file system is there already.
+
+    Raises:
+        JobError: something is, with the command that mends it.
+    """
+    missing = []
+    if machine.name == "aarch64":
+        missing.append("another machine than an aarch64: here an agent runs without emulation (fedquilt flash --tar)")
+    if machine.user != 0:
+        missing.append("root, as it makes a root file system and registers the emulator: sudo fedquilt emulate")
+    packages = [package for name, package in PROGRAMS.items() if name not in machine.programs]
+    if packages:
+        missing.append(f"programs: sudo apt install {' '.join(packages)}")
+    if not made and machine.free_bytes < SYSTEM_BYTES:
+        free, wanted = machine.free_bytes / 1e6, SYSTEM_BYTES / 1e6
+        missing.append(f"{wanted:.0f} MB of disk, and {free:.0f} MB are free: make room, or name another --out")
+    if missing:
+        raise JobError("emulate needs " + "; and ".join(missing))
+
+
+def mirror(suite: str, listed: Run = run) -> str:
+    """The Debian archive that apt uses here; the one with this suite if there are several.
+
+    Raises:
+        JobError: apt knows none.
+    """
+    try:
+        rows = [line.split("|") for line in listed([*TARGETS, "Created-By: Packages"]).splitlines()]
+    except JobError as error:
+        rows, why = [], f"apt does not say where Debian is ({error})"
+    else:
+        why = "apt knows no archive of Debian's here"
+    theirs = [row for row in rows if row[2:] == ["main", "Debian", "Debian"]]
+    # another release's will do: an archive holds them all
+    for row in sorted(theirs, key=lambda row: row[1] != suite):
+        return row[0].rstrip("/")
+    raise JobError(f"{why}: name one with --mirror URL, or run `apt-get update` if its lists are missing")
