@@ -6,8 +6,8 @@ widths up to it, uniformly, and drops all units but the leading ceil(p * C) of e
 model is the mean over the devices that have it.
 
 Deviations: without the distillation from p_max to p (section 3.3). Of batch normalisation the scales are one for all
-widths, the statistics each width's own, as in the paper: those of p_max's steps, on the devices whose p_max it is
-(`heterofl`). A step at a smaller width still computes p_max's: bytes and memory are p_max's. p_max goes by the device's
+widths, the statistics each width's own, as in the paper: those of p_max's steps, which count more as they are few, on
+the devices whose p_max it is (`heterofl`). A step at a smaller width still computes p_max's: bytes and memory are p_max's. p_max goes by the device's
 memory tier, the smallest where it has not said. The mean is weighted by examples. With momentum or weight decay a
 dropped unit moves by those alone. All widths 1 are FedAvg, bit for bit.
 """
@@ -71,10 +71,12 @@ class Ordered:
         return np.repeat(np.concatenate(parts), repeat).astype(np.float32)
 
     def _aside(self, momentum: float | None) -> Any:
-        """A step at a smaller width leaves the running statistics alone: they are those of p_max."""
+        """A step at a smaller width leaves the running statistics alone: they are those of p_max. As so few steps are
+        left they count more, so that as much of a round's end is in them as if all were."""
+        fresh = momentum if momentum is None else 1 - (1 - momentum) ** len(self._widths)
 
         def hook(layer: Any, inputs: tuple[Any, ...]) -> None:
-            layer.momentum = momentum if self.width == self._most else 0.0
+            layer.momentum = fresh if self.width == self._most else 0.0
 
         return hook
 

@@ -250,6 +250,20 @@ def test_each_width_has_statistics_of_its_own(name: str) -> None:
     assert method.result(after).tensors["0.1.running_mean"].tolist() == [5, 5, 5, 5]
 
 
+def test_the_fewer_steps_at_the_largest_width_count_the_more_in_its_statistics() -> None:
+    """Two widths by turns: a step at the larger moves the mean by 1 - 0.9^2 of the way, where all would by 0.1 each."""
+    from fedquilt.models import zoo
+
+    plan = masks.from_array(bundle().load("masks")["json"])
+    ordered = fjord.Ordered(plan, 1.0, (0.5, 1.0), np.random.default_rng(0))
+    module, momenta = ordered.gate(zoo.build(NETWORK)), []
+    for width in (1.0, 0.5):
+        ordered.width = width
+        module(torch.rand(2, 1, 8, 8))
+        momenta.append({each.momentum for each in module.modules() if hasattr(each, "running_mean")})
+    assert momenta == [{1 - 0.9**2}, {0.0}]
+
+
 def test_rates_that_cut_as_much_share_their_statistics() -> None:
     """Of four, eight and sixteen channels 0.0625 and 0.05 leave one each, and 0.99 all: it is the whole network."""
     rates = [0.05, 0.0625, 0.5, 0.99]
