@@ -272,7 +272,7 @@ def _versions(board: Guest, emulator: Path) -> dict[str, str]:
     machine, *found = board.run(python, "-c", f"{code} onnxruntime.__version__)").split()
     return {
         "qemu": host.run([str(emulator), "--version"]).split("\n")[0].split("version ")[-1],
-        "machine": machine,
+        "machine": f"{machine} ({guest.CPU})",
         **dict(zip(("python", "numpy", "onnxruntime"), found, strict=True)),
     }
 

@@ -15,7 +15,10 @@ from fedquilt.disk import doing
 SUITE: Final = "bookworm"
 PYTHON: Final = "3.11"  # of that suite
 PACKAGES: Final = ("python3", "systemd")  # beside the least that Debian is: systemd-sysusers makes the agent's user
-SEARCH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+# Cores as a Raspberry Pi 5 has, and much like an Orin's. The emulator's own choice is a core with SVE and SME, which no
+# board has; by its SME OpenBLAS's products come out wrong there (numpy 2.4.6, qemu 7.2).
+CPU: Final = "cortex-a76"
+ENVIRONMENT: Final = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "QEMU_CPU": CPU}
 
 SPACES: Final = ("unshare", "--mount", "--pid", "--fork", "--kill-child")
 MOUNT: Final = 'mount -t proc proc "$0/proc" && mount -t sysfs -o ro sysfs "$0/sys" && exec "$@"'
@@ -43,7 +46,7 @@ class Guest:
         Raises:
             JobError: it fails; with its last words.
         """
-        done = subprocess.run(self.words(command), env={"PATH": SEARCH}, capture_output=True, text=True, check=False)
+        done = subprocess.run(self.words(command), env=ENVIRONMENT, capture_output=True, text=True, check=False)
         if done.returncode:
             said = (done.stderr or done.stdout).strip().splitlines() or ["(it said nothing)"]
             raise JobError(f"{command[0]} in {self.root} ended with {done.returncode}: {said[-1]}")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Final
 
 from fedquilt.core import JobError
-from fedquilt.tools.emulate.guest import SEARCH, Guest
+from fedquilt.tools.emulate.guest import ENVIRONMENT, Guest
 
 UNITS: Final = "etc/systemd/system"
 NOTIFY: Final = "run/fedquilt-notify"
@@ -105,7 +105,7 @@ def start(guest: Guest, service: Service, log: IO[bytes], notify: str | None = N
         if (guest.root / path.lstrip("!/")).exists() is path.startswith("!"):
             raise JobError(f"{service.name} would not start: {path} {'is' if path.startswith('!') else 'is not'} there")
     user, group = (0, 0) if service.user == "root" else guest.ids(service.user)
-    environment = {"PATH": SEARCH, **service.environment}
+    environment = {**ENVIRONMENT, **service.environment}
     if service.state is not None:
         state = guest.root / "var/lib" / service.state
         state.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,19 @@ def test_a_command_in_it_runs_in_spaces_of_its_own(tmp_path: Path) -> None:
     assert (told["--root"], told["--wd"]) == (str(tmp_path), "/srv")
     assert (told["--setuid"], told["--setgid"]) == ("101", "102")
     assert words[-2:] == ["/bin/true", "x"]
+
+
+def test_programs_see_a_boards_cores(tmp_path: Path) -> None:
+    """By the emulator's own choice OpenBLAS takes SME for granted, and its products come out wrong."""
+    assert guest.ENVIRONMENT["QEMU_CPU"] == "cortex-a76"
+
+    class Here(Guest):
+        def words(self, command: Sequence[str], user: int = 0, group: int = 0, folder: str = "/") -> list[str]:
+            return list(command)
+
+    assert Here(tmp_path).run("/usr/bin/env").splitlines() == [f"{k}={v}" for k, v in guest.ENVIRONMENT.items()]
+    with pytest.raises(JobError, match=r"^/bin/sh in .* ended with 3: the end$"):
+        Here(tmp_path).run("/bin/sh", "-c", "echo the end >&2; exit 3")
 
 
 def test_a_user_is_the_roots_own(tmp_path: Path) -> None:

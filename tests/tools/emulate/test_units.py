@@ -107,7 +107,7 @@ def test_a_service_gets_its_credentials_state_environment_and_umask(board: Here,
         with (tmp_path / "log").open("wb") as log:
             assert units.start(board, service, log, "/run/notify").wait() == 0
     names, umask = (tmp_path / "log").read_text().splitlines()
-    assert {"CREDENTIALS_DIRECTORY", "NOTIFY_SOCKET", "ONE", "PATH"} <= set(names.split())
+    assert {"CREDENTIALS_DIRECTORY", "NOTIFY_SOCKET", "ONE", "PATH", "QEMU_CPU"} <= set(names.split())
     assert int(umask) == 0o077
     copied = board.root / "run/credentials/x.service/device.key"
     assert (copied.read_text(), copied.stat().st_mode & 0o777) == ("secret", 0o400)
