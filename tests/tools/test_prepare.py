@@ -92,7 +92,7 @@ def test_preparing_twice_gives_the_same_bytes(tmp_path: Path) -> None:
         prepare(table, tmp_path / folder, said.append)
     one, two = (tmp_path / folder / "bundle.json" for folder in ("one", "two"))
     assert one.read_bytes() == two.read_bytes()
-    assert said[:2] == ["model plain: 0.1 MB", "donor r: 5 blocks, 0.3 MB"]
+    assert said[:2] == ["model plain: 135 kB", "donor r: 5 blocks, 307 kB"]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_users_own_network_is_a_donor_but_never_a_model(tmp_path: Path, monkey
     [
         ({}, JobError, r"neither \[model\] nor \[\[donors\]\]"),
         ({"donors": [{"name": "p", "network": PLAIN}]}, JobError, r"also needs \[input\]"),
-        (job({"name": "p", "netwrok": PLAIN}), JobError, r"\[\[donors\]\] 1: .*netwrok.*its keys are name, network"),
+        (job({"name": "p", "netwrok": PLAIN}), JobError, r"\[\[donors\]\] 1: .*netwrok.*name, network, .*did you mean .network."),
         (job({"name": "p", "network": PLAIN}, {"name": "p", "network": PLAIN}), JobError, "two donors are called 'p'"),
         (job({"name": "P!", "network": PLAIN}), JobError, r"\[\[donors\]\] 1"),
         (job(input={"channels": 3, "size": 28, "mean": [0, 0]}, model=PLAIN), JobError, "mean has 2 values"),
