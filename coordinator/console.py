@@ -144,8 +144,8 @@ def tell(store: Store, id: str, *, follow: bool = False, json: bool = False) -> 
                 f"no coordinator serves {store.home} any more: `fedquilt serve --home {store.home}` goes on with {id}"
             )
         if ended or not follow:
-            for line in [] if json else ledger.lines(ledger.account(fact for _, _, fact in store.facts(id))):
-                print(line)
+            for told in [] if json else ledger.lines(ledger.account(fact for _, _, fact in store.facts(id))):
+                print(told)
             return
         # who is online is known here only as of when it was last looked who can be asked
         able = {*state.eligible, *(name for name, code in state.passed.items() if code in eligible.ABLE)}
