@@ -60,7 +60,7 @@ def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lamb
     """Write the bundle of a job (a job file's table) into the folder `out`.
 
     From `[model]`: the files "model" and "masks" (`fedquilt.models.masks`), if it can be masked, both safetensors,
-    and meta "network", "flops" and "example_bytes" of one example, and "pretrained": whether it has weights of a file's.
+    and meta "network", "flops" and "example_bytes" of one example, and "pretrained": whether its weights are a file's.
     With `weights_classes`, the number of classes that the weights are for, the last layer is a new one.
     From `[schedule]`: meta "schedule", which part of it to train (`fedquilt.tools.schedule`).
     From `[input]`, `labels` and `[[donors]]`: files "<block>.onnx" and "<block>.data", and meta "input",
