@@ -139,7 +139,7 @@ def test_a_users_own_network_is_a_donor_but_never_a_model(tmp_path: Path, monkey
     [
         ({}, JobError, r"neither \[model\] nor \[\[donors\]\]"),
         ({"donors": [{"name": "p", "network": PLAIN}]}, JobError, r"also needs \[input\]"),
-        (job({"name": "p", "netwrok": PLAIN}), JobError, r"\[\[donors\]\] 1: .*netwrok.*name, network, .*you mean .network."),
+        (job({"name": "p", "netwrok": PLAIN}), JobError, r"\[\[donors\]\] 1: .*netwrok.*you mean .network."),
         (job({"name": "p", "network": PLAIN}, {"name": "p", "network": PLAIN}), JobError, "two donors are called 'p'"),
         (job({"name": "P!", "network": PLAIN}), JobError, r"\[\[donors\]\] 1"),
         (job(input={"channels": 3, "size": 28, "mean": [0, 0]}, model=PLAIN), JobError, "mean has 2 values"),
