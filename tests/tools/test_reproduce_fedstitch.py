@@ -133,7 +133,12 @@ def test_ratios_are_those_of_the_papers_schedule_and_of_the_devices_that_can_tak
     }
     assert all(claim["reached"] for claim in result["figures"].values())
     slower = told(monkeypatch, 2.0, 100_000_000)
-    assert [claim["reached"] for claim in slower["figures"].values()] == [False, True, False, False]
+    assert [claim["reached"] for claim in slower["figures"].values()] == [False, True, False, False, True]
+    rows = {name: {**row, "to_equal": 1.5} for name, row in slower["rows"].items()}
+    quicker = fedstitch._figures(rows)["speed-up to equal accuracy, least"]
+    assert (quicker["value"], quicker["reached"]) == (0.5, False)  # as good after half the time
+    never = fedstitch._figures({name: {**row, "to_equal": None} for name, row in rows.items()})
+    assert not any("equal" in name for name in never)
 
 
 def test_the_table_has_the_papers_numbers_and_says_never(monkeypatch: pytest.MonkeyPatch) -> None:

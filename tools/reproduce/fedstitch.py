@@ -13,8 +13,8 @@ the true peak of the agent's task process on this machine, without a GPU, under 
 128, for stitching over a whole search: the mean of the devices that can take part, and the largest; of one seed.
 Costs are told twice: of the rounds that were run here, beside the accuracy they came to, and of the paper's own
 schedule, 10 epochs in each of 500 rounds (group 1) or 100 (group 2). That is predicted from the first round's tasks,
-and nothing was run so long. Claims are about it, as the paper compares whole jobs with one search. "to equal" is the
-boards' time after which a method was as good as FedStitch here: what fine-tuning comes to in little time is seen there.
+and nothing was run so long. Most claims are about it, as the paper compares whole jobs with one search. "to equal" is
+the boards' time after which a method was as good as FedStitch here, in all seeds; the last claim is about that.
 
 Other differences: 20 devices, 4 in a round, for 100 and 10; 5,000 images for 50,000; 64 pixels; ResNet-20 at 32
 pixels for group 1's ResNet50; MobileNetV2 and SqueezeNet 1.1 with ImageNet weights for the paper's five donors;
@@ -205,8 +205,9 @@ def ratios(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]
 
 
 def _figures(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What is claimed, beside the method that FedStitch gains least on."""
-    found = ratios(rows)
+    """What is claimed, beside the method that FedStitch gains least on. Nobody is as good: nothing is said of that."""
+    found, ours = ratios(rows), rows[OURS]["seconds"]
+    equal = [rows[name]["to_equal"] / ours for name in found if rows[name]["to_equal"] is not None]
 
     def least(what: str) -> float:
         return min(each[what] for each in found.values())
@@ -216,6 +217,7 @@ def _figures(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "energy saved of the paper's schedule, least": at_least(least("energy"), 1.0, "%"),
         "memory saved, mean of devices, least": at_least(least("memory"), 1.0, "%"),
         "memory saved, largest of devices, least": at_least(least("most"), 1.0, "%"),
+        **({"speed-up to equal accuracy, least": at_least(min(equal), 1.0, "times")} if equal else {}),
     }
 
 
