@@ -76,6 +76,8 @@ class Steps:
 def main(out: Path, mirror: str | None, rounds: int | None, format: str, machine: Machine | None = None) -> int:
     """Do it all; whatever it has started or registered has ended when this returns, or raises.
 
+    Returns 8 where the emulated board's scores are not this machine's.
+
     Args:
         out: for the root file system, which a later call takes up again, and a folder for each run.
         rounds: at most; None: until the search has come to its network.
@@ -107,8 +109,8 @@ def main(out: Path, mirror: str | None, rounds: int | None, format: str, machine
     if format == "json":
         print(msgspec.json.encode(result).decode())
     else:
-        print("\n".join(lines(result)))
-    return 0
+        print("\n".join(beside.lines(result)))
+    return 0 if beside.agrees(result) else 8
 
 
 @contextlib.contextmanager
@@ -262,9 +264,6 @@ def _quietly(plan: fleet.Plan, home: Path) -> tuple[str, str]:
         return fleet.virtually(plan)
 
 
-# -- what came of it ------------------------------------------------------------------------------
-
-
 def _versions(board: Guest, emulator: Path) -> dict[str, str]:
     """Of the emulator, and of what ran in it."""
     python = "/opt/fedquilt/current/bin/python"
@@ -275,22 +274,3 @@ def _versions(board: Guest, emulator: Path) -> dict[str, str]:
         "machine": f"{machine} ({guest.CPU})",
         **dict(zip(("python", "numpy", "onnxruntime"), found, strict=True)),
     }
-
-
-def lines(result: Mapping[str, Any]) -> list[str]:
-    """What came of it, for people."""
-    said = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    tasks, chosen = result["tasks_s"], result["chosen"]
-    took = f": {min(tasks):.1f} to {max(tasks):.1f} s each" if tasks else ""
-    told = [
-        f"in it: {said}",
-        f"{result['rounds']} rounds, {len(tasks)} tasks done in it{took}",
-        f"beside this machine's own processor: {result['paths']} networks known to both, {result['only']} to one alone",
-    ]
-    if result["score"] is not None:
-        told.append(f"  scores differ by {result['score']:.1e} at most")
-    if result["junction"] is not None:
-        told.append(f"  weights of junctions differ by {result['junction']:.1e} at most")
-    if chosen:
-        told.append(f"  chosen: {' > '.join(chosen)}; by the other {'too' if result['same'] else 'not'}")
-    return [*told, f"logs: {result['folder']}"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 
@@ -12,6 +14,8 @@ from fedquilt.coordinator.rounds import Answered, Committed
 from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError
 from fedquilt.models.search import State
+
+TOLERANCE: Final = 1e-3  # of scores, which are at most 1: another release of onnxruntime rounds otherwise
 
 
 @dataclass(frozen=True)
@@ -80,3 +84,32 @@ def _apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
 
 def table(beside: Beside) -> dict[str, object]:
     return dataclasses.asdict(beside)
+
+
+# -- for people ------------------------------------------------------------------------------------
+
+
+def agrees(result: Mapping[str, Any]) -> bool:
+    """Whether scores in the emulated system are this machine's."""
+    return result["score"] is not None and result["score"] <= TOLERANCE
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+    """What came of it, for people."""
+    said = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    tasks, chosen = result["tasks_s"], result["chosen"]
+    took = f": {min(tasks):.1f} to {max(tasks):.1f} s each" if tasks else ""
+    told = [
+        f"in it: {said}",
+        f"{result['rounds']} rounds, {len(tasks)} tasks done in it{took}",
+        f"beside this machine's own processor: {result['paths']} networks known to both, {result['only']} to one alone",
+    ]
+    if result["score"] is not None:
+        told.append(f"  scores differ by {result['score']:.1e} at most")
+    if result["junction"] is not None:
+        told.append(f"  weights of junctions differ by {result['junction']:.1e} at most")
+    if chosen:
+        told.append(f"  chosen: {' > '.join(chosen)}; by the other {'too' if result['same'] else 'not'}")
+    if not agrees(result):
+        told.append(f"  they do not agree: {TOLERANCE:g} is allowed between scores, and there has to be one")
+    return [*told, f"logs: {result['folder']}"]

@@ -13,6 +13,7 @@ import pytest
 from fedquilt import cli
 from fedquilt.core import JobError
 from fedquilt.tools import emulate
+from fedquilt.tools.emulate import beside
 from fedquilt.tools.emulate.host import Machine
 
 RESULT: dict[str, Any] = {
@@ -97,17 +98,27 @@ def test_steps_are_told_with_their_seconds(capsys: pytest.CaptureFixture[str]) -
 
 def test_the_result_is_told_in_sentences() -> None:
     """What is not known is left out."""
-    told = "\n".join(emulate.lines(RESULT))
+    told = "\n".join(beside.lines(RESULT))
     assert "in it: qemu 7.2, onnxruntime 1.19.2" in told
     assert "3 rounds, 3 tasks done in it: 1.2 to 4.0 s each" in told
     assert "12 networks known to both, 1 to one alone" in told
     assert "scores differ by 2.5e-07 at most" in told
     assert "junctions" not in told
     assert "chosen: a.0 > b.1; by the other too" in told
-    few = "\n".join(emulate.lines({**RESULT, "tasks_s": [], "score": None, "chosen": []}))
+    few = "\n".join(beside.lines({**RESULT, "tasks_s": [], "score": None, "chosen": []}))
     assert "0 tasks done in it\n" in few
-    assert "scores" not in few
+    assert "scores differ" not in few
     assert "chosen" not in few
+
+
+@pytest.mark.parametrize(
+    ("score", "well"), [(0.0, True), (1e-5, True), (0.1, False), (float("nan"), False), (None, False)]
+)
+def test_scores_that_are_not_this_machines_are_told(score: float | None, well: bool) -> None:
+    """Wrong arithmetic must not pass for a proof."""
+    result = {**RESULT, "score": score}
+    assert beside.agrees(result) is well
+    assert ("they do not agree" in "\n".join(beside.lines(result))) is not well
 
 
 def test_its_command_takes_what_it_is_told() -> None:
