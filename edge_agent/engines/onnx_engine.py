@@ -29,12 +29,11 @@ import onnxruntime as ort
 
 from fedquilt.core import MemoryBudgetError, ModelError
 
-BASE_BYTES = 80_000_000  # resident beside weights and activations: Python, numpy and the runtime at work
+BASE_BYTES = 75_000_000  # resident beside weights and activations: Python, numpy and the runtime at work
 LOADING = 3.5  # times its weights is what an optimized session holds while it loads: 3.3 measured
 LOADED = 2.0  # and then: 1.8 measured
 WIDER = 2  # times its activations is what an optimized session holds: they are laid out anew
 SESSION_BYTES = 2 * 2**20  # of a session beside weights and activations
-WORKING_BYTES = 12_000_000  # beside activations while a graph runs: the runtime's own buffers, and gaps of the heap
 LARGEST_BATCH = 16  # more at once is slower: activations fall out of the cache
 COMMON_BATCH = 4  # for so many, sessions that were kept make room
 KEPT = 0.5  # of the room is what sessions may hold between runs, and one to be optimized while it loads
@@ -129,7 +128,7 @@ class OnnxEngine:
         if plan.example_bytes is None:
             return 1
         each = max(plan.example_bytes + example_bytes, 1)
-        free = self._room_bytes - around_bytes - WORKING_BYTES
+        free = self._room_bytes - around_bytes
         beside_all = int(free - max(plan.held_bytes, KEPT * self._room_bytes)) // each
         alone = min(int(free - plan.held_bytes) // each, COMMON_BATCH)
         return int(np.clip(max(beside_all, alone), 1, LARGEST_BATCH))

@@ -139,7 +139,7 @@ def test_paths_of_sources_are_taken_from_the_jobs_folder(tmp_path: Path) -> None
     ("more", "code", "message"),
     [
         ('partition = "dirichlet"\nmin_size = 9999\n', 3, "4 shares of at least 9999 of only"),
-        ("alpha = -1\n", 2, r"[data] Expected `float` > 0.0 - at `$.alpha`; keys of [data]: path"),
+        ("alpha = -1\n", 2, "job.toml: [data]: Expected `float` > 0.0 - at `$.alpha`"),
         ('synthetic = "fedpews-32k"\n', 2, "one of path, sources and synthetic is wanted, not path and synthetic"),
     ],
 )
