@@ -66,7 +66,7 @@ ARMS: Final[Mapping[str, Arm]] = {
     "MobileNetV2 FT-Full": Arm("ft_full", "mobilenet_v2", 2, 5, TUNED, paper=(76.87, 73.00), paper_rounds=100),
     "SqueezeNet FT-Full": Arm("ft_full", "squeezenet1_1", 2, 5, {**TUNED, "lr": 0.001}, paper_rounds=100),
 }
-PAGE: Final = "stitching.md"
+PAGE: Final = "stitching.md#beside-training-on-one-fleet"
 COVERS: Final = dict.fromkeys(TABLES, tuple(dict.fromkeys(arm.method for arm in ARMS.values())))
 
 
