@@ -8,11 +8,36 @@ with the same outcome: a half is a function of its Task and Site, its generator 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
+
+from fedquilt.core import Site
 
 T = TypeVar("T")
 Given = tuple[Any, Any]  # what a call gave, or raises, and where its generator was after it
+
+
+class Half(Generic[T]):
+    """A client half, to be called with an engine, once or again: its Site is made once, its generator is set back.
+
+    Args:
+        site: what the device has, less its engine.
+        work: what it does with it.
+    """
+
+    def __init__(self, site: Callable[[], Site], work: Callable[[Site], T]) -> None:
+        self._make, self._work = site, work
+        self._site: Site | None = None
+        self._begun: Any = None  # where its generator begins
+
+    def __call__(self, engine: Any) -> T:
+        if self._site is None:
+            self._site = self._make()
+            self._begun = self._site.rng.bit_generator.state
+        else:
+            self._site.rng.bit_generator.state = self._begun
+        return self._work(dataclasses.replace(self._site, engine=engine))
 
 
 class Wait(BaseException):

@@ -7,6 +7,7 @@ draws, and folded in sorted order. There is no deadline and no failure: whoever 
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
 import time
@@ -24,6 +25,7 @@ from fedquilt.coordinator import cohort, settings
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import (
     Action,
+    Answer,
     Artefact,
     BlobRef,
     Bundle,
@@ -45,6 +47,7 @@ from fedquilt.core import (
 from fedquilt.edge_agent import devices as boards
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.settings import size_bytes
+from fedquilt.tools import halves
 from fedquilt.tools.contents import Contents
 from fedquilt.tools.pool import Ask, Pool
 
@@ -103,16 +106,19 @@ def states(
     members: Sequence[Member],
     params: Any,
     *,
-    seed: int = 0,
     rounds: int = 1000,
-    per_round: int = 0,
-    keep: Callable[[Tensors], Tensors] | None = None,
-    spent: Spent | None = None,
-    wire: Encoding = Encoding(),
+    **options: Any,
 ) -> Iterator[Any]:
     """The method's state before the first round and after each, until it is done or after so many rounds.
 
-    Everything happens in this process, on the engine that is given, one device after the other.
+    Everything happens in this process, on the engine that is given. `options`: see `Play`.
+    """
+    for (state,) in abreast([Play(method, bundle, path, members, params, **options)], engine, rounds):
+        yield state
+
+
+class Play:
+    """One run of a method's two halves: its state, and its devices.
 
     Args:
         path: finds a bundle's file on disk.
@@ -122,39 +128,99 @@ def states(
         spent: is added to.
         wire: how updates travel.
     """
-    spent = spent or Spent()
-    devices = {member.device: _Device(member) for member in members}
+
+    def __init__(
+        self,
+        method: Method,
+        bundle: Bundle,
+        path: Callable[[str], Path],
+        members: Sequence[Member],
+        params: Any,
+        *,
+        seed: int = 0,
+        per_round: int = 0,
+        keep: Callable[[Tensors], Tensors] | None = None,
+        spent: Spent | None = None,
+        wire: Encoding = Encoding(),
+    ) -> None:
+        self._method, self._path, self._seed, self._keep, self._wire = method, path, seed, keep, wire
+        self._devices = {member.device: _Device(member) for member in members}
+        self._asked = per_round or len(members)
+        self._orders: dict[str, Order] = {}  # of the round that is under way
+        self.spent = spent or Spent()
+        self.state = method.init(bundle, params, seed)
+
+    @property
+    def over(self) -> bool:
+        return self._method.done(self.state)
+
+    def begin(self, number: int, caches: Path) -> list[halves.Half[Answer]]:
+        """Round `number`: what its devices have to do."""
+        self._orders, contents = {}, Contents()
+        for name in cohort.sample(self._seed, number, self._devices, self._asked):
+            device = self._devices[name]
+            order = self._method.send(self.state, DeviceView(name, None, device.rounds))
+            if order is None:
+                continue
+            self._orders[name] = order
+            self.spent.down_bytes += _received(device, order, contents)
+            if self._keep is not None:
+                device.local = self._keep(device.local)
+                shutil.rmtree(caches / name, ignore_errors=True)
+        return [self._half(name, number, caches / name) for name in self._orders]
+
+    def end(self, number: int, answers: Sequence[Answer]) -> None:
+        """Of each device, in `begin`'s order."""
+        total = None
+        for (name, order), answer in zip(self._orders.items(), answers, strict=True):
+            device = self._devices[name]
+            device.local, device.rounds = answer.local, (*device.rounds, number)
+            encoded = {what: tensors.encode(value) for what, value in answer.bundles.items()}
+            self.spent.tasks += 1
+            self.spent.up_bytes += sum(map(len, encoded.values()))
+            sent = _told(self._wire, encoded, _bases(order, self._path))
+            told = Contribution(name, number, answer.weight, answer.metrics, sent)
+            total = self._method.fold(self.state, total, told)
+        self.state = self._method.step(self.state, total)
+        self.spent.rounds += 1
+
+    def _half(self, name: str, number: int, cache: Path) -> halves.Half[Answer]:
+        device, order = self._devices[name], self._orders[name]
+        own = codecs.own(device.local)
+        task, site = delivered(self._method, order, number, self._seed, device.member, None, self._path, own, cache)
+
+        def work(site: Site) -> Answer:
+            return codecs.encoded(self._wire, self._method.work(task, site), _bases(order, self._path), device.kept)
+
+        return halves.Half(lambda: site, work)
+
+
+def abreast(plays: Sequence[Play], engine: Any, rounds: int = 1000) -> Iterator[list[Any]]:
+    """The states of several runs before the first round and after each, until all are done or after so many rounds.
+
+    Everything happens in this process, one device after the other, or where the engine can train several at once
+    (`edge_agent.engines.torch_batched`), all runs' devices of a round that have so many steps in one graph.
+    """
+    yield [play.state for play in plays]
     with tempfile.TemporaryDirectory() as caches:
-        state = method.init(bundle, params, seed)
-        yield state
         for number in range(rounds):
-            if method.done(state):
+            going = [play for play in plays if not play.over]
+            if not going:
                 return
-            total, contents = None, Contents()
-            for name in cohort.sample(seed, number, devices, per_round or len(devices)):
-                device, cache = devices[name], Path(caches) / name
-                order = method.send(state, DeviceView(name, None, device.rounds))
-                if order is None:
-                    continue
-                if keep is not None:
-                    device.local = keep(device.local)
-                    shutil.rmtree(cache, ignore_errors=True)
-                own = codecs.own(device.local)
-                task, site = delivered(method, order, number, seed, device.member, engine, path, own, cache)
-                base = _bases(order, path)
-                began_s = time.process_time()
-                answer = codecs.encoded(wire, method.work(task, site), base, device.kept)
-                spent.cpu_s += time.process_time() - began_s
-                spent.tasks += 1
-                spent.down_bytes += _received(device, order, contents)
-                device.local, device.rounds = answer.local, (*device.rounds, number)
-                encoded = {what: tensors.encode(value) for what, value in answer.bundles.items()}
-                spent.up_bytes += sum(map(len, encoded.values()))
-                sent = _told(wire, encoded, base)
-                total = method.fold(state, total, Contribution(name, number, answer.weight, answer.metrics, sent))
-            state = method.step(state, total)
-            spent.rounds += 1
-            yield state
+            given = [play.begin(number, Path(caches) / str(plays.index(play))) for play in going]
+            began_s = time.process_time()
+            found = iter(halves.together([half for some in given for half in some], engine))
+            each_s = (time.process_time() - began_s) / max(1, sum(map(len, given)))
+            for play, some in zip(going, given, strict=True):
+                play.spent.cpu_s += each_s * len(some)
+                play.end(number, [_answered(value) for value, _ in itertools.islice(found, len(some))])
+            yield [play.state for play in plays]
+
+
+def _answered(value: Answer | Exception) -> Answer:
+    if isinstance(value, Exception):
+        raise value
+    return value
 
 
 def _received(device: _Device, order: Order, contents: Contents) -> int:

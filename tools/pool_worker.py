@@ -5,7 +5,6 @@ The first imports all that is heavy and forks one more for each further socket.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import math
 import os
@@ -45,7 +44,7 @@ class Worker:
         if work.rate is not None:
             return [self._rated(work.rate)]
         began_s = time.perf_counter()
-        found = halves.together([Half(self, ask) for ask in work.asks], self._engine)
+        found = halves.together([self._half(ask) for ask in work.asks], self._engine)
         each_s = (time.perf_counter() - began_s) / max(len(found), 1)
         return [
             _failed(ask.device, value)
@@ -54,7 +53,10 @@ class Worker:
             for ask, (value, joint) in zip(work.asks, found, strict=True)
         ]
 
-    def site(self, ask: Ask) -> Site:
+    def _half(self, ask: Ask) -> halves.Half[Done]:
+        return halves.Half(lambda: self._site(ask), lambda site: self._done(ask, site))
+
+    def _site(self, ask: Ask) -> Site:
         """What the device has, less its engine."""
         share = self._setup.shares[ask.device]
         return Site(
@@ -70,7 +72,7 @@ class Worker:
             cache=Path(f"{self._caches}/{ask.device}"),
         )
 
-    def done(self, ask: Ask, site: Site) -> Done:
+    def _done(self, ask: Ask, site: Site) -> Done:
         """Carry it out."""
         if "check" in ask.task.actions:
             assert self._method.check is not None
@@ -131,23 +133,6 @@ class Worker:
         while have < len(payload):
             have += os.preadv(self._examples, [view[have:]], place.offset + have)
         return np.frombuffer(payload, dtype).reshape(place.shape)
-
-
-class Half:
-    """A client half, to be called with an engine, once or again: what it is given is read once."""
-
-    def __init__(self, worker: Worker, ask: Ask) -> None:
-        self._worker, self._ask = worker, ask
-        self._site: Site | None = None
-        self._begun: Any = None  # where its generator begins
-
-    def __call__(self, engine: Any) -> Done:
-        if self._site is None:
-            self._site = self._worker.site(self._ask)
-            self._begun = self._site.rng.bit_generator.state
-        else:
-            self._site.rng.bit_generator.state = self._begun
-        return self._worker.done(self._ask, dataclasses.replace(self._site, engine=engine))
 
 
 def _failed(device: str, error: Exception) -> Done:

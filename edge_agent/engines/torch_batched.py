@@ -1,8 +1,9 @@
 """Several devices trained in one graph: for simulated fleets, where steps are small and calls are what costs.
 
-Parameters are stacked, (devices, ...), and one forward pass goes through all of them (`torch.func.vmap`);
-the losses are added up, so that each device's gradient is its own. Same order of examples and same steps as
-`torch_engine`'s loop, equal to float tolerance (products are summed in another order), and not to the bit.
+Parameters are stacked, (devices, ...), and one forward pass goes through all of them, each layer as one batched
+product: `torch.func.vmap` would build the same graph, and takes longer to than such small layers take. The losses are
+added up, so that each device's gradient is its own. Same order of examples and same steps as `torch_engine`'s loop,
+equal to float tolerance (products are summed in another order), and not to the bit.
 
 What goes this way: training with or without `Hooks.correct` on networks of linear layers and functions without
 parameters. All else takes the loop: what a method does to the network or its turns, batch norm and dropout,
@@ -43,7 +44,10 @@ PLAIN = (
     nn.Tanh,
     nn.Sigmoid,
 )
-"""Modules without a state of their own beside their parameters, of which one product for all is faster than many."""
+"""Modules without a state of their own beside their parameters, of which one product for all is faster than many.
+
+`forward` goes through them. What is neither a layer nor a flattening works element by element.
+"""
 
 Trained = tuple[Tensors, dict[str, float]]
 
@@ -131,10 +135,37 @@ class BatchedTorchEngine(TorchEngine):
     def _network(self, table: bytes, network: Mapping[str, Any]) -> nn.Module | None:
         if table not in self._plain:
             model = zoo.build({key: value for key, value in network.items() if key != "input"}).to(self._device)
-            plain = all(type(module) in PLAIN for module in model.modules()) and any(True for _ in model.parameters())
+            plain = all(type(module) in PLAIN for module in model.modules())
             hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-            self._plain[table] = model if plain and not hooked else None
+            own = 0 < len(list(model.parameters())) == len(model.state_dict())  # and none stands in two places
+            self._plain[table] = model if plain and own and not hooked else None
         return self._plain[table]
+
+
+def forward(module: nn.Module, values: Mapping[str, torch.Tensor], x: torch.Tensor, at: str = "") -> torch.Tensor:
+    """What a network of PLAIN modules makes of x, with parameters of each device's own.
+
+    Args:
+        values: name -> (devices, ...).
+        x: (devices, n, ...).
+        at: where the module is in its network: what its parameters' names begin with.
+
+    Raises:
+        RuntimeError: x does not fit the network.
+    """
+    if isinstance(module, nn.Sequential):
+        for name, child in module._modules.items():  # `named_children` leaves out one that stands there twice
+            assert child is not None
+            x = forward(child, values, x, f"{at}{name}.")
+    elif isinstance(module, nn.Linear):
+        weight = values[f"{at}weight"].transpose(1, 2)  # (devices, in, out)
+        bias = values[f"{at}bias"].unsqueeze(1) if module.bias is not None else weight.new_zeros(())
+        x = torch.baddbmm(bias, x.flatten(1, -2), weight).view(*x.shape[:-1], -1)
+    elif isinstance(module, nn.Flatten):
+        x = x.flatten(*(place + 1 if place >= 0 else place for place in (module.start_dim, module.end_dim)))
+    else:
+        x = module(x)
+    return x
 
 
 class _Graph:
@@ -146,7 +177,7 @@ class _Graph:
 
     def __init__(self, model: nn.Module | None, calls: Sequence[Call], place: torch.device) -> None:
         assert model is not None
-        self._calls, self._place, self._fit = calls, place, calls[0].fit
+        self._model, self._calls, self._place, self._fit = model, calls, place, calls[0].fit
         shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
         for call in calls:
             training.require_fit(call.start, shapes)
@@ -161,7 +192,6 @@ class _Graph:
         self._orders = [training.orders(len(call.examples), self._fit.epochs, call.rng) for call in calls]
         for call in calls:
             call.rng.integers(2**53)
-        self._forward = torch.func.vmap(lambda values, x: torch.func.functional_call(model, values, (x,)))
         self._begun = False
 
     def trained(self) -> list[Trained | Exception]:
@@ -243,7 +273,7 @@ class _Graph:
 
     def _scores(self, x: torch.Tensor) -> torch.Tensor:
         """(devices, n, classes) for x (devices, n, ...)."""
-        scores: torch.Tensor = self._forward(dict(zip(self._names, self._values, strict=True)), x)
+        scores = forward(self._model, dict(zip(self._names, self._values, strict=True)), x)
         if not self._begun:
             if scores.ndim != 3:
                 raise RuntimeError("the network does not give one score per class")

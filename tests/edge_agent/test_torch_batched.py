@@ -11,6 +11,8 @@ from fedquilt import tensors
 from fedquilt.core import DataError, Examples, Fit, Hooks, JobError, ModelError, Turn, UpdateError
 
 batched = pytest.importorskip("fedquilt.edge_agent.engines.torch_batched")
+torch = pytest.importorskip("torch")
+nn = torch.nn
 
 MLP = {"name": "mlp", "inputs": 6, "hidden": [5], "classes": 3}
 SIZES = (8, 7, 5, 13, 16, 3)  # with batches of 4: two to four steps, full and short last ones
@@ -104,6 +106,26 @@ def test_one_device_that_diverges_is_refused_and_the_others_are_not(engine: Any)
     found = engine.train_together(calls)
     assert isinstance(found[1], UpdateError)
     assert_alike(found[:1], [engine.train(*arguments(1, 8, fit))])
+
+
+def test_the_stacked_forward_pass_is_each_networks_own() -> None:
+    """Nested, flattened in part, without a bias, and with an activation that stands in two places."""
+    relu = nn.ReLU()
+    network = nn.Sequential(
+        nn.Flatten(1, 2),
+        nn.Sequential(nn.Linear(4, 5), relu),
+        nn.Linear(5, 3, bias=False),
+        relu,
+        nn.Flatten(),
+        nn.GELU(),
+    )
+    given = torch.Generator().manual_seed(0)
+    each = [{k: torch.randn(v.shape, generator=given) for k, v in network.state_dict().items()} for _ in range(3)]
+    x = torch.randn(3, 7, 2, 6, 4, generator=given)
+    stacked = {name: torch.stack([one[name] for one in each]) for name in each[0]}
+    found = batched.forward(network, stacked, x)
+    for index, values in enumerate(each):
+        torch.testing.assert_close(found[index], torch.func.functional_call(network, values, (x[index],)))
 
 
 @pytest.mark.parametrize(

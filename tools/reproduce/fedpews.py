@@ -4,9 +4,10 @@
 
 Two devices, each with the two interleaved classes of one side. With and without warm-up start from the
 same weights on the same points, drawn by the seed, and go through the methods' own halves
-(`fedquilt.tools.local_run`). The baseline is FedPeWS with warmup = 0, which is FedAvg, or FedProx with
-mu = 0.01, to the last bit. The local steps K, the points and the network's first weights are ours, since the
-paper does not tell them: K is one epoch, the weights are torch's default.
+(`fedquilt.tools.local_run`): all seeds abreast, so that outside the warm-up their devices train in one graph, and
+a seed's last bits may depend on which others are beside it. The baseline is FedPeWS with warmup = 0, which is FedAvg,
+or FedProx with mu = 0.01. The local steps K, the points and the network's first weights are ours, since the paper does
+not tell them: K is one epoch, the weights are torch's default.
 """
 
 from __future__ import annotations
@@ -112,9 +113,9 @@ COVERS: Final = dict.fromkeys(TABLES, ("fedpews",))
 PAGE: Final = "training.md#fedpews"
 
 
-def play(column: Column, mu: float, seed: int, warmup: int, rounds: int) -> dict[str, Any]:
-    """One run: accuracy (0..1) on the test set after each round, bytes both ways and seconds on this machine."""
-    from fedquilt.edge_agent.engines.torch_engine import TorchEngine  # before torch: it says how threads wait
+def play(column: Column, mu: float, seeds: Sequence[int], warmup: int, rounds: int) -> list[dict[str, Any]]:
+    """A run of each seed: accuracy (0..1) on the test set after each round, and bytes both ways."""
+    from fedquilt.edge_agent.engines.torch_batched import BatchedTorchEngine  # before torch: how threads wait
 
     # isort: split
     import torch
@@ -122,25 +123,8 @@ def play(column: Column, mu: float, seed: int, warmup: int, rounds: int) -> dict
     from fedquilt.edge_agent import data
     from fedquilt.methods import fedpews
     from fedquilt.models import mask_trace, masks, zoo
-    from fedquilt.tools.local_run import BUDGET_BYTES, Member, Spent, states
+    from fedquilt.tools.local_run import BUDGET_BYTES, Member, Play, abreast
 
-    began_s = time.monotonic()
-    spec = data.DataSpec(
-        synthetic=column.data,  # type: ignore[arg-type]
-        groups=((0, 1), (2, 3)),
-        partition="iid",
-        shares=2,
-        held=0.0,
-        seed=seed,
-    )
-    members = [Member(f"dev-{i}", *share) for i, share in enumerate(data.load_shares(spec))]
-    test = data.load_all(msgspec.structs.replace(spec, split="test"))
-    network = zoo.load(NETWORK, seed=seed)
-    parts = {
-        "model": {name: value.numpy() for name, value in network.state_dict().items()},
-        "masks": {"json": masks.to_array(mask_trace.plan(network))},
-    }
-    bundle = Bundle({"network": NETWORK}, {name: BlobRef(sha256="0" * 64, size=1) for name in parts}, parts.__getitem__)
     params = fedpews.Params(
         batch=column.batch,
         lr=column.lr,
@@ -149,18 +133,41 @@ def play(column: Column, mu: float, seed: int, warmup: int, rounds: int) -> dict
         mu=mu,
         diversity=column.diversity,
     )
-    engine, spent, curve, reached = TorchEngine(BUDGET_BYTES), Spent(), [], 0.0
+    plays, tests = [], []
+    for seed in seeds:
+        spec = data.DataSpec(
+            synthetic=column.data,  # type: ignore[arg-type]
+            groups=((0, 1), (2, 3)),
+            partition="iid",
+            shares=2,
+            held=0.0,
+            seed=seed,
+        )
+        tests.append(data.load_all(msgspec.structs.replace(spec, split="test")))
+        members = [Member(f"dev-{i}", *share) for i, share in enumerate(data.load_shares(spec))]
+        network = zoo.load(NETWORK, seed=seed)
+        parts = {
+            "model": {name: value.numpy() for name, value in network.state_dict().items()},
+            "masks": {"json": masks.to_array(mask_trace.plan(network))},
+        }
+        refs = {name: BlobRef(sha256="0" * 64, size=1) for name in parts}
+        bundle = Bundle({"network": NETWORK}, refs, parts.__getitem__)
+        plays.append(Play(fedpews.METHOD, bundle, Path, members, params, seed=seed))
+    engine = BatchedTorchEngine(BUDGET_BYTES)
     torch.set_num_threads(1)  # of so small a network no thread has a share
-    for state in states(fedpews.METHOD, bundle, Path, engine, members, params, seed=seed, rounds=rounds, spent=spent):
-        curve.append(engine.evaluate(NETWORK, state.model, test)["accuracy"])
-        reached = state.reached
-    return {
-        "accuracy": [round(value, 5) for value in curve[1:]],  # the first is before any round
-        "covered": round(reached, 4),
-        "up_bytes": spent.up_bytes,
-        "down_bytes": spent.down_bytes,
-        "seconds": round(time.monotonic() - began_s, 1),
-    }
+    curves: list[list[float]] = [[] for _ in seeds]
+    for states in abreast(plays, engine, rounds):
+        for curve, state, test in zip(curves, states, tests, strict=True):
+            curve.append(engine.evaluate(NETWORK, state.model, test)["accuracy"])
+    return [
+        {
+            "accuracy": [round(value, 5) for value in curve[1:]],  # the first is before any round
+            "covered": round(each.state.reached, 4),
+            "up_bytes": each.spent.up_bytes,
+            "down_bytes": each.spent.down_bytes,
+        }
+        for curve, each in zip(curves, plays, strict=True)
+    ]
 
 
 def first_reached(accuracy: Sequence[float], target: float) -> int | None:
@@ -191,26 +198,26 @@ def run(
     if odd := sorted(set(columns) - chosen.columns.keys()):
         raise JobError(f"{table} has no column {odd[0]!r}; it has: {', '.join(chosen.columns)}")
     wanted = {name: column for name, column in chosen.columns.items() if name in columns or not columns}
-    runs: dict[tuple[str, int, bool], dict[str, Any]] = {}
-    todo = [(name, seed, pews) for name in wanted for seed in seeds for pews in (False, True)]
+    runs: dict[tuple[str, bool], list[dict[str, Any]]] = {}
+    todo = [(name, pews) for name in wanted for pews in (True, False)]
     given = []
-    for name, seed, pews in todo:
+    for name, pews in todo:
         column, last = wanted[name], rounds or wanted[name].rounds
-        given.append((column, chosen.mu, seed, round(column.tau * last) if pews else 0, last))
-    for index, found_run in processes.spread(play, given, workers):
-        key = name, seed, pews = todo[index]
-        runs[key] = found_run
-        accuracy, target = found_run["accuracy"], wanted[name].target
-        at = first_reached(accuracy, target)
-        when = f"{target:g} % after {at} rounds" if at else f"{target:g} % not reached"
-        say(
-            f"[{len(runs)}/{len(todo)}] {name} seed {seed} {chosen.base}{'+PeWS' if pews else ''}: {when}, "
-            f"ends at {100 * accuracy[-1]:.2f} % ({found_run['seconds']:.0f} s)"
-        )
+        given.append((column, chosen.mu, seeds, round(column.tau * last) if pews else 0, last))
+    began_s = time.monotonic()
+    for index, found_runs in processes.spread(play, given, workers):
+        name, pews = key = todo[index]
+        runs[key], target = found_runs, wanted[name].target
+        method, taken_s = f"{chosen.base}{'+PeWS' if pews else ''}", time.monotonic() - began_s
+        say(f"[{len(runs)}/{len(todo)}] {name} {method}, {taken_s:.0f} s from the start:")
+        for seed, one in zip(seeds, found_runs, strict=True):
+            at = first_reached(one["accuracy"], target)
+            when = f"{target:g} % after {at} rounds" if at else f"{target:g} % not reached"
+            say(f"  seed {seed}: {when}, ends at {100 * one['accuracy'][-1]:.2f} %")
     found: dict[str, Any] = {}
     for name, column in wanted.items():
         by_method = {
-            label: _account(column, paper, [runs[name, seed, pews] for seed in seeds])
+            label: _account(column, paper, runs[name, pews])
             for label, paper, pews in (
                 (chosen.base, column.base, False),
                 (f"{chosen.base}+PeWS", column.pews, True),
