@@ -58,7 +58,7 @@ def weigh(model: nn.Module, x: torch.Tensor) -> tuple[Trained, torch.Tensor]:
         storage = value.untyped_storage()
         if storage.data_ptr() not in own:
             kept[storage.data_ptr()] = storage.nbytes()
-        return value
+        return value.detach()  # itself would hold the graph that holds it: torch never finds such a circle
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
         answer = model.train()(x)

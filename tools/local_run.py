@@ -11,7 +11,7 @@ import itertools
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,6 @@ class Spent:
 class _Device:
     """What a device has kept."""
 
-    member: Member
     local: Tensors = field(default_factory=dict)
     private: bool = False  # on a pool: whether a worker holds something of its own for it
     rounds: tuple[int, ...] = ()
@@ -144,7 +143,8 @@ class Play:
         wire: Encoding = Encoding(),
     ) -> None:
         self._method, self._path, self._seed, self._keep, self._wire = method, path, seed, keep, wire
-        self._devices = {member.device: _Device(member) for member in members}
+        self._members = {member.device: member for member in members}
+        self._devices = {name: _Device() for name in self._members}
         self._asked = per_round or len(members)
         self._orders: dict[str, Order] = {}  # of the round that is under way
         self.spent = spent or Spent()
@@ -187,7 +187,9 @@ class Play:
     def _half(self, name: str, number: int, cache: Path) -> halves.Half[Answer]:
         device, order = self._devices[name], self._orders[name]
         own = codecs.own(device.local)
-        task, site = delivered(self._method, order, number, self._seed, device.member, None, self._path, own, cache)
+        task, site = delivered(
+            self._method, order, number, self._seed, self._members[name], None, self._path, own, cache
+        )
 
         def work(site: Site) -> Answer:
             return codecs.encoded(self._wire, self._method.work(task, site), _bases(order, self._path), device.kept)
@@ -334,7 +336,7 @@ class Outcome:
 def run(
     job: Job,
     folder: Path,
-    members: Sequence[Member],
+    members: Iterable[Member],
     *,
     workers: int = 1,
     observe: Callable[[Round, Any], None] = lambda round, state: None,
@@ -348,7 +350,8 @@ def run(
 
     Args:
         folder: the job's bundle, as `fedquilt prepare` writes it.
-        members: in the order in which they take the job's boards, and its budgets, in turn.
+        members: in the order in which they take the job's boards, and its budgets, in turn. Asked for once, one by
+            one: examples that an iterator makes as it goes are never in memory all at once.
         observe: told after every round: what it took, and the method's state. What it raises ends the run.
         test: evaluated with every check, if the method's result is a network's weights.
 
@@ -357,10 +360,10 @@ def run(
     """
     began_s = time.perf_counter()
     method, bundle = methods.load(job.method), bundles.load(folder)
-    fleet = _Fleet(job, members, lambda name: folder / "blobs" / bundle.files[name].sha256)
     state = method.init(bundle, settings.params(job), job.seed)
     records: list[Round] = []
     with Pool(job.method, _engine_of(job, method), members, workers=workers, test=test) as pool:
+        fleet = _Fleet(job, pool.held, lambda name: folder / "blobs" / bundle.files[name].sha256)
         pool.warm()
         start_s = time.perf_counter() - began_s
         for number in range(job.rounds):
@@ -376,16 +379,20 @@ def run(
 
 
 class _Fleet:
-    """The devices of one run, and what they are asked."""
+    """The devices of one run, and what they are asked.
 
-    def __init__(self, job: Job, members: Sequence[Member], path: Callable[[str], Path]) -> None:
+    Args:
+        held: device -> how many held-out examples it has.
+    """
+
+    def __init__(self, job: Job, held: Mapping[str, int], path: Callable[[str], Path]) -> None:
         self._job, self._path = job, path
         self._engine = _engine_of(job, methods.load(job.method))
-        self._devices = {member.device: _Device(member) for member in members}
+        self._held, self._devices = held, {name: _Device() for name in held}
         taken = job.fleet.boards
-        self._names = {each.device: taken[index % len(taken)] for index, each in enumerate(members)}
+        self._names = {name: taken[index % len(taken)] for index, name in enumerate(held)}
         budgets = [size_bytes(budget) for budget in job.fleet.budgets]
-        self._budgets = {each.device: budgets[index % len(budgets)] for index, each in enumerate(members)}
+        self._budgets = {name: budgets[index % len(budgets)] for index, name in enumerate(held)}
         self._boards: dict[str, Device] = {}  # of those that have been asked
         self._next: tuple[int, tuple[str, ...]] | None = None  # who is asked in the next round
 
@@ -433,8 +440,7 @@ class _Fleet:
             raise JobError(f"[check] every: {self._job.method} has no evaluation of its own; leave it 0")
         contents, asks = pool.contents(), []
         for name in sorted(self._devices):
-            device = self._devices[name]
-            order = method.send(state, self._view(name)) if len(device.member.held) else None
+            order = method.send(state, self._view(name)) if self._held[name] else None
             if order is not None:
                 asks.append(self._ask(order, contents, name, number, "check"))
         devices = {done.device: done.metrics for done in pool.carry_out(asks)}

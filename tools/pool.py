@@ -19,7 +19,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
@@ -113,6 +113,7 @@ class Pool:
 
     Args:
         engine: "torch", "numpy" or "onnx".
+        members: asked for once, one by one: their examples are written to a file.
         test: a test set that no device has, for `evaluate`.
 
     Raises:
@@ -120,7 +121,7 @@ class Pool:
     """
 
     def __init__(
-        self, method: str, engine: str, members: Sequence[Member], *, workers: int = 1, test: Examples | None = None
+        self, method: str, engine: str, members: Iterable[Member], *, workers: int = 1, test: Examples | None = None
     ) -> None:
         if workers < 1:
             raise core.JobError(f"{workers} workers: at least 1 is needed")
@@ -130,6 +131,7 @@ class Pool:
         self._process: subprocess.Popen[bytes] | None = None
         self._joint = False
         self.folder = Path()
+        self.held: dict[str, int] = {}  # device -> how many held-out examples it has
 
     def __enter__(self) -> Pool:
         self._scratch = tempfile.TemporaryDirectory(prefix="fedquilt-")
@@ -285,6 +287,7 @@ class Pool:
 
             for member in self._members:
                 train, held = member.train, member.held
+                self.held[member.device] = len(held)
                 shares[member.device] = Share((put(train.x), put(train.y)), (put(held.x), put(held.y)))
             if self._test is not None:
                 place = (put(self._test.x), put(self._test.y))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
 
@@ -22,6 +24,18 @@ def test_what_a_network_keeps_is_counted_once_and_without_its_weights() -> None:
     trained, answer = footprint.weigh(model, torch.zeros(5, 6))
     assert trained == Trained(4 * 43, 0, largest_bytes=4 * 24, kept_bytes=4 * (6 + 4), widest_bytes=4 * 6)
     assert tuple(answer.shape) == (5, 3)
+
+
+def test_a_network_that_was_weighed_can_go() -> None:
+    """What ReLU puts out is kept for it, and knows what made it: if that were held as it is, nothing would go again."""
+    torch = pytest.importorskip("torch")
+    nn = torch.nn
+    model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
+    left = weakref.ref(model[0].weight)
+    footprint.weigh(model, torch.zeros(5, 6))
+    del model
+    gc.collect()
+    assert left() is None
 
 
 def test_buffers_count_as_weights_and_each_storage_once() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from fedquilt.tools.pool import Pool, PoolError
 from toys import learners, to_train
 
 SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
+JOB = {"name": "toy", "method": "fedavg", "engine": "numpy", "rounds": 3, "params": SMALL}
 
 
 @pytest.fixture
@@ -33,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def play(folder: Path, members: list[Member] | None = None, *, job: Any = (), **options: Any) -> Outcome:
-    table = {"name": "toy", "method": "fedavg", "engine": "numpy", "rounds": 3, "params": SMALL, **dict(job)}
+    table = {**JOB, **dict(job)}
     return local_run.run(settings.parse(table), folder, members or learners(5, 13), **options)
 
 
@@ -120,6 +123,24 @@ def test_bytes_with_a_codec_are_those_of_what_it_makes(folder: Path) -> None:
     assert tensors.total_bytes([made]) == sum(array.size + 4 for array in model.values())
     assert [round.up_bytes for round in coded.rounds] == [5 * len(tensors.encode(made))] * 3
     assert [round.down_bytes for round in coded.rounds] == [round.down_bytes for round in raw.rounds]
+
+
+def test_examples_that_are_made_as_they_are_asked_for_are_never_all_there(folder: Path) -> None:
+    """An iterator of members gives the same bits, and each one's examples go when the next is asked for."""
+    given = learners(5, 13)
+    held: list[weakref.ref[np.ndarray]] = []
+
+    def one_by_one() -> Iterator[Member]:
+        for member in given:
+            assert sum(ref() is not None for ref in held) <= 1
+            x = member.train.x.copy()
+            held.append(weakref.ref(x))
+            yield Member(member.device, Examples(x, member.train.y), member.held)
+            del x
+
+    streamed = local_run.run(settings.parse(JOB), folder, one_by_one())
+    assert bits(streamed) == bits(play(folder, given))
+    assert all(ref() is None for ref in held)
 
 
 def test_runs_abreast_are_what_each_is_alone(folder: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,18 @@ from fedquilt.tools import local_run
 from fedquilt.tools.local_run import Member, Round
 
 
+def members(folder: Path, spec: dict[str, Any]) -> Iterator[Member]:
+    """The clients, each read when it is asked for: nothing is held."""
+    for index in range(spec["clients"]):
+        rows = slice(index * spec["each"], (index + 1) * spec["each"])
+        x, y = (np.array(np.load(folder / f"{name}.npy", mmap_mode="r")[rows]) for name in "xy")
+        yield Member(spec["name"].format(index), Examples(x, y), Examples(x[:0], y[:0]))
+
+
 def main() -> None:
     folder, workers = Path(sys.argv[1]), int(sys.argv[2])
     spec = json.loads((folder / "spec.json").read_text())
-    x, y = np.load(folder / "x.npy"), np.load(folder / "y.npy")
     test = Examples(np.load(folder / "test_x.npy"), np.load(folder / "test_y.npy"))
-    none, each = Examples(x[:0], y[:0]), spec["each"]
-    members = [
-        Member(spec["name"].format(index), Examples(x[first : first + each], y[first : first + each]), none)
-        for index, first in enumerate(range(0, len(y), each))
-    ]
     rounds: list[Round] = []
     job = settings.parse(spec["job"])
     began_s, before_s = time.perf_counter(), time.time() - float(os.environ["BENCH_BEGAN"])
@@ -34,7 +37,7 @@ def main() -> None:
     def observe(round: Round, state: Any) -> None:
         rounds.append(round)
 
-    outcome = local_run.run(job, folder / "bundle", members, workers=workers, observe=observe, test=test)
+    outcome = local_run.run(job, folder / "bundle", members(folder, spec), workers=workers, observe=observe, test=test)
     check = outcome.rounds[-1].check
     assert check is not None
     assert check.test is not None
