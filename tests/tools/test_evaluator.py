@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -225,3 +226,28 @@ def test_a_method_of_sub_models_is_judged_by_the_whole_network(tmp_path: Path) -
         score = judge.score(state, 0)
     assert score is not None
     assert score.accuracy == 0.75
+
+
+def test_fedsq_is_judged_with_the_gates_of_the_pre_trained_copy(tmp_path: Path) -> None:
+    """Both layers have changed their signs: gated by the pre-trained copy the scores are as they were, while the
+    weights alone would leave every hidden neuron off and give every point to the first class."""
+    pytest.importorskip("torch")
+    network = {"name": "mlp", "inputs": 2, "hidden": [2], "classes": 2}
+    sides = {"1.weight": np.eye(2), "1.bias": np.zeros(2), "3.weight": np.eye(2), "3.bias": np.zeros(2)}
+    model = {name: array.astype(np.float32) for name, array in sides.items()}
+    bundle.write(tmp_path / "bundle", {"network": network}, {"model": tensors.encode(model)})
+    write_test_set(tmp_path / "points.npz")
+    job = settings.parse({"name": "points", "method": "fedsq", "test": {"path": str(tmp_path / "points.npz")}})
+    begun = methods.load("fedsq").init(bundle.load(tmp_path / "bundle"), settings.params(job), 0)
+    moved = replace(begun, model={name: -array for name, array in begun.model.items()})
+    alone = methods.load("fedavg").init(bundle.load(tmp_path / "bundle"), settings.params(job), 0)
+    with evaluator.Evaluator(job, tmp_path / "bundle") as judge:
+        first, found = judge.score(begun, 0), judge.score(moved, 1)
+    plain = settings.parse({"name": "points", "method": "fedavg", "test": {"path": str(tmp_path / "points.npz")}})
+    with evaluator.Evaluator(plain, tmp_path / "bundle") as judge:
+        bare = judge.score(replace(alone, model=moved.model), 1)
+    assert first is not None
+    assert found is not None
+    assert bare is not None
+    assert found.accuracy == first.accuracy == 0.75
+    assert bare.accuracy != 0.75
