@@ -40,11 +40,14 @@ class Trained:
     largest_bytes: int  # the largest of them
     kept_bytes: int  # activations of one example that the forward pass keeps for the backward one
     widest_bytes: int  # the largest of those
+    still_bytes: int = 0  # of the parameters, those held still: without gradients and moments
+    passing_bytes: int = 0  # the largest activation of one example, kept or not
 
 
 def weigh(model: nn.Module, x: torch.Tensor) -> tuple[Trained, torch.Tensor]:
     """What a network takes in training, and its answer (n, ...), from one forward pass of a few examples (n, ...).
 
+    A parameter that wants no gradient is held still: what only it would need of the pass is not kept.
     The pass is one in training mode: it moves the statistics of batch normalisation, and takes two
     examples where the network has any.
     """
@@ -60,8 +63,20 @@ def weigh(model: nn.Module, x: torch.Tensor) -> tuple[Trained, torch.Tensor]:
             kept[storage.data_ptr()] = storage.nbytes()
         return value.detach()  # itself would hold the graph that holds it: torch never finds such a circle
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-        answer = model.train()(x)
+    passing = 0
+
+    def passed(module: nn.Module, given: object, found: object) -> None:
+        nonlocal passing
+        if isinstance(found, torch.Tensor):
+            passing = max(passing, found.nbytes)
+
+    watches = [module.register_forward_hook(passed) for module in model.modules()]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+            answer = model.train()(x)
+    finally:
+        for watch in watches:
+            watch.remove()
     weights = [value.untyped_storage().nbytes() for value in held]
     trained = Trained(
         weights_bytes=sum(weights),
@@ -69,6 +84,8 @@ def weigh(model: nn.Module, x: torch.Tensor) -> tuple[Trained, torch.Tensor]:
         largest_bytes=max(weights, default=0),
         kept_bytes=-(-sum(kept.values()) // len(x)),
         widest_bytes=-(-max(kept.values(), default=0) // len(x)),
+        still_bytes=sum(value.untyped_storage().nbytes() for value in model.parameters() if not value.requires_grad),
+        passing_bytes=-(-passing // len(x)),
     )
     return trained, answer
 
@@ -79,32 +96,44 @@ LIBRARY_BYTES = {"torchvision": 64_000_000}
 """What the library of a network holds besides, once it is imported; torchvision imports torch's compiler."""
 FIRST_KERNEL_BYTES, KERNEL_BYTES = 9_000_000, 500_000
 """What is compiled for a network's convolutions: once, and for each of them."""
-COPIES = 3
-"""Of the weights: as received, the model's own, gradients. Momentum, a correction's start and the like come on top."""
+COPIES = 2
+"""Of the weights: as received, and the model's own. Anchors, as a correction's start, come on top; of what is trained
+also the gradients, and what the optimizer remembers."""
 FREED = 0.5
 """Times the weights is what glibc holds of tensors that came and went."""
 WIDEST = 10
 """Times the widest activation is at work besides those kept: gradients in and out, scratch, and what glibc holds."""
+PASSING = 4
+"""Times the largest activation is at work where nothing is kept of it: before the first tensor that is trained."""
 
 MARGIN = 1.1
 """True peaks were up to so many times what was predicted: who is held to a budget plans with so much less."""
 
 
-def training_bytes(network: Trained, examples: int, *, copies: int = COPIES, library: str = "") -> int:
+def training_bytes(network: Trained, examples: int, *, anchors: int = 0, moments: int = 0, library: str = "") -> int:
     """The peak of training steps on so many examples at once, above torch at work.
 
     Args:
-        copies: of the weights that are held at once, COPIES or more.
+        anchors: copies of the weights that a method looks at, besides COPIES.
+        moments: copies of what is trained that the optimizer remembers.
         library: what the network's name begins with, up to a slash.
     """
-    fixed = fixed_bytes(network.weights_bytes, network.convolutions, copies=copies, library=library)
+    moving = (1 + moments) * (network.weights_bytes - network.still_bytes)
+    fixed = fixed_bytes(network.weights_bytes, network.convolutions, moving, copies=COPIES + anchors, library=library)
     return fixed + examples * example_bytes(network)
 
 
-def fixed_bytes(weights_bytes: int, convolutions: int, *, copies: int = COPIES, library: str = "") -> int:
-    """The part of `training_bytes` that no smaller micro-batch makes smaller."""
+def fixed_bytes(
+    weights_bytes: int, convolutions: int, moving_bytes: int = 0, *, copies: int = COPIES, library: str = ""
+) -> int:
+    """The part of `training_bytes` that no smaller micro-batch makes smaller.
+
+    Args:
+        moving_bytes: gradients, and what an optimizer remembers; 0 in an evaluation.
+        copies: of the weights that are held at once.
+    """
     compiled = FIRST_KERNEL_BYTES * min(convolutions, 1) + KERNEL_BYTES * convolutions
-    return LIBRARY_BYTES.get(library, 0) + compiled + int((copies + FREED) * weights_bytes)
+    return LIBRARY_BYTES.get(library, 0) + compiled + int((copies + FREED) * weights_bytes) + moving_bytes
 
 
 def convolutions(axes: Iterable[int]) -> int:
@@ -114,7 +143,7 @@ def convolutions(axes: Iterable[int]) -> int:
 
 def example_bytes(network: Trained) -> int:
     """The part of `training_bytes` that each example adds."""
-    return network.kept_bytes + WIDEST * network.widest_bytes
+    return network.kept_bytes + max(WIDEST * network.widest_bytes, PASSING * network.passing_bytes)
 
 
 # -- inference ------------------------------------------------------------------------------------

@@ -41,10 +41,14 @@ class Probe(NamedTuple):
     library: str
     classes: int
 
-    def room(self, room_bytes: int, copies: int) -> int:
-        """For activations, beside so many copies of the weights."""
-        held = self.trained.weights_bytes, self.trained.convolutions
-        return room_bytes - footprint.fixed_bytes(*held, copies=copies, library=self.library)
+    def room(self, room_bytes: int, *, anchors: int = 0, moving: int = 0) -> int:
+        """For activations, beside the weights, anchors, and so many copies of what is trained."""
+        held = self.trained
+        moving_bytes = moving * (held.weights_bytes - held.still_bytes)
+        copies = footprint.COPIES + anchors
+        return room_bytes - footprint.fixed_bytes(
+            held.weights_bytes, held.convolutions, moving_bytes, copies=copies, library=self.library
+        )
 
     @property
     def example_bytes(self) -> int:
@@ -97,9 +101,10 @@ class TorchEngine:
             torch_turn.hold_still(model, hooks)
             anchors = torch_turn.anchored(model, hooks)
             moments = 2 if fit.optimizer == "adam" else int(fit.momentum > 0)
-            copies = footprint.COPIES + len(anchors) + moments
-            at_once = training.fitting(probe.room(self._room_bytes, copies), probe.example_bytes, fit.batch)
-            planned = footprint.training_bytes(probe.trained, at_once, copies=copies, library=probe.library)
+            room_bytes = probe.room(self._room_bytes, anchors=len(anchors), moving=1 + moments)
+            at_once = training.fitting(room_bytes, probe.example_bytes, fit.batch)
+            kept = {"anchors": len(anchors), "moments": moments}
+            planned = footprint.training_bytes(probe.trained, at_once, **kept, library=probe.library)
             self.planned_bytes = footprint.FIRST_USE_BYTES["torch"] + planned
             turns = [torch_turn.Stepper(model, turn, fit, hooks, anchors, half) for turn in hooks.turns]
             for order in orders:
@@ -122,7 +127,7 @@ class TorchEngine:
             module, probe = self._load(network, model, examples, hooks)
             module.eval()
             at_once = training.fitting(
-                probe.room(self._room_bytes, 2), probe.example_bytes, EVALUATED_AT_ONCE[self._device.type]
+                probe.room(self._room_bytes), probe.example_bytes, EVALUATED_AT_ONCE[self._device.type]
             )
             with torch.inference_mode():
                 for rows in training.batches(np.arange(len(examples)), at_once):
@@ -140,7 +145,7 @@ class TorchEngine:
         with _repeatable(0):
             module, probe = self._load(network, model, examples, hooks)
             module.eval()
-            room = probe.room(self._room_bytes, 3)
+            room = probe.room(self._room_bytes, moving=1)
             # a group is one gradient of all weights, and its examples' activations
             group = probe.trained.weights_bytes + each * probe.example_bytes
             groups = training.fitting(room, group, fisher.TOGETHER)
@@ -156,6 +161,7 @@ class TorchEngine:
         model = (hooks.prepare(model) if hooks.prepare else model).to(self._device)
         held = model.state_dict()
         training.require_fit(start, {name: tuple(value.shape) for name, value in held.items()})
+        torch_turn.free(model, hooks)
         probe = self._probe(model, network, examples, hooks)
         training.require_labels(examples, probe.classes)
         with torch.no_grad():  # after the probe, which moves the statistics of batch normalisation

@@ -86,6 +86,12 @@ class Stepper:
             value.requires_grad_(name in self._moved)
 
 
+def free(model: nn.Module, hooks: Hooks) -> None:
+    """Only what any turn moves gets a gradient."""
+    for name, value in model.named_parameters():
+        value.requires_grad_(any(turn.rate(name) > 0 for turn in hooks.turns))
+
+
 def hold_still(model: nn.Module, hooks: Hooks) -> None:
     """Evaluation mode for modules whose own parameters no turn moves: a frozen batch norm keeps its statistics too."""
     for path, module in model.named_modules():

@@ -104,10 +104,9 @@ def order(
     moments = 2 if state.params.get("optimizer") == "adam" else int(state.params.get("momentum", 0) > 0)
     library = str(state.network.get("name", "")).partition("/")[0]
     convolutions = footprint.convolutions(np.ndim(array) for array in state.model.values())
-    fixed = footprint.fixed_bytes(size, convolutions, copies=footprint.COPIES + anchors + moments, library=library)
-    still = 0 if moved is None else size - tensors.total_bytes([moved])
-    peak = fixed + state.example_bytes - (1 + moments) * still
-    work = Work(flops_per_example=per_example, read_bytes=3 * size, peak_bytes=peak)
+    moving = (1 + moments) * (size if moved is None else tensors.total_bytes([moved]))
+    fixed = footprint.fixed_bytes(size, convolutions, moving, copies=footprint.COPIES + anchors, library=library)
+    work = Work(flops_per_example=per_example, read_bytes=3 * size, peak_bytes=fixed + state.example_bytes)
     return Order({**state.params, "network": state.network}, bundles, work)
 
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from fedquilt import tensors
-from fedquilt.core import Examples, Fit
+from fedquilt.core import Examples, Fit, Hooks, Turn
 from fedquilt.models import footprint
 
 NETWORK = {"name": "plain", "channels": 1, "classes": 2, "input": {"channels": 1, "size": 16}}
 
 
-def planned(room_bytes: int, fit: Fit) -> tuple[int, footprint.Trained]:
+def planned(room_bytes: int, fit: Fit, hooks: Hooks = Hooks()) -> tuple[int, footprint.Trained]:
     """What the engine plans for a training with so much room beside torch at work and its margin, and what the
     network takes."""
     module = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine")  # before torch: it says how threads wait
@@ -29,7 +29,7 @@ def planned(room_bytes: int, fit: Fit) -> tuple[int, footprint.Trained]:
     whole = math.ceil(footprint.MARGIN * (footprint.FIRST_USE_BYTES["torch"] + room_bytes))
     engine = module.TorchEngine(whole, base_bytes=0)
     assert engine.planned_bytes is None
-    engine.train(NETWORK, start, examples, fit, tensors.rng(1))
+    engine.train(NETWORK, start, examples, fit, tensors.rng(1), hooks=hooks)
     trained, _ = footprint.weigh(model, torch.zeros(2, 1, 16, 16))
     return engine.planned_bytes, trained
 
@@ -50,3 +50,12 @@ def test_what_an_optimizer_remembers_is_planned_for(fit: Fit, more: int) -> None
     with_it, network = planned(10**9, fit)
     without, _ = planned(10**9, Fit(batch=4))
     assert with_it - without == pytest.approx(more * network.weights_bytes, abs=1)
+
+
+def test_what_no_turn_moves_is_planned_without_gradients() -> None:
+    """A head alone, by one turn or two, and all by two turns of which each moves a part."""
+    head = Turn(rate=lambda name: float(name.startswith("6.")))
+    body = Turn(rate=lambda name: float(not name.startswith("6.")))
+    given = (Turn(),), (head,), (head, head), (head, body)
+    whole, one, two, parts = (planned(10**9, Fit(batch=4), Hooks(turns=turns))[0] for turns in given)
+    assert whole == parts > one == two

@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 
 import pytest
 
@@ -22,7 +23,8 @@ def test_what_a_network_keeps_is_counted_once_and_without_its_weights() -> None:
     nn = torch.nn
     model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
     trained, answer = footprint.weigh(model, torch.zeros(5, 6))
-    assert trained == Trained(4 * 43, 0, largest_bytes=4 * 24, kept_bytes=4 * (6 + 4), widest_bytes=4 * 6)
+    sizes = {"largest_bytes": 4 * 24, "kept_bytes": 4 * (6 + 4), "widest_bytes": 4 * 6, "passing_bytes": 4 * 4}
+    assert trained == Trained(4 * 43, 0, **sizes)
     assert tuple(answer.shape) == (5, 3)
 
 
@@ -51,7 +53,33 @@ def test_training_takes_the_weights_copies_and_each_examples_activations() -> No
     """3.5 times 2 MB of weights, 4 examples of 1 MB kept and 10 times 0.1 MB at work."""
     network = Trained(2_000_000, 0, 1_000_000, 1_000_000, 100_000)
     assert footprint.training_bytes(network, 4) == 7_000_000 + 8_000_000
-    assert footprint.training_bytes(network, 4, copies=4) - footprint.training_bytes(network, 4) == 2_000_000
+    more = {"anchors": 1}, {"moments": 1}, {"anchors": 1, "moments": 2}
+    added = [footprint.training_bytes(network, 4, **each) - footprint.training_bytes(network, 4) for each in more]
+    assert added == [2_000_000, 2_000_000, 6_000_000]
+
+
+def test_what_is_held_still_has_no_gradients_and_moments() -> None:
+    """Nor does a layer keep its input for the gradient of weights that have none: here 6 and 4 floats an example.
+
+    Linear 6 -> 4, ReLU, linear 4 -> 3; of 43 floats 28 are held still.
+    """
+    torch = pytest.importorskip("torch")
+    nn = torch.nn
+    model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
+    whole, _ = footprint.weigh(model, torch.zeros(5, 6))
+    model[0].requires_grad_(False)
+    head, _ = footprint.weigh(model, torch.zeros(5, 6))
+    assert (whole.still_bytes, head.still_bytes) == (0, 4 * 28)
+    assert (whole.kept_bytes, head.kept_bytes) == (4 * 10, 4 * 4)
+    assert footprint.example_bytes(head) == 4 * 4 + footprint.WIDEST * 4 * 4
+    wide = nn.Sequential(nn.Linear(6, 100), nn.Linear(100, 4), nn.Linear(4, 3))
+    wide[:2].requires_grad_(False)
+    passing, _ = footprint.weigh(wide, torch.zeros(5, 6))
+    assert footprint.example_bytes(passing) == 4 * 4 + footprint.PASSING * 4 * 100  # more than ten times 4 floats
+    whole, head = (replace(each, kept_bytes=0, widest_bytes=0, passing_bytes=0) for each in (whole, head))
+    for moments in (0, 2):
+        less = footprint.training_bytes(whole, 1, moments=moments) - footprint.training_bytes(head, 1, moments=moments)
+        assert less == (1 + moments) * 4 * 28
 
 
 def test_predictions_grow_with_the_batch_by_the_same_for_each_example() -> None:
@@ -60,7 +88,7 @@ def test_predictions_grow_with_the_batch_by_the_same_for_each_example() -> None:
     sizes = [footprint.training_bytes(network, n) for n in (1, 2, 8, 32)]
     assert sizes == sorted(set(sizes))
     assert sizes[3] - sizes[2] == 24 * footprint.example_bytes(network)
-    assert sizes[0] == footprint.fixed_bytes(10, 0) + footprint.example_bytes(network)
+    assert sizes[0] == footprint.fixed_bytes(10, 0, 10) + footprint.example_bytes(network)
     scored = [footprint.scoring_bytes(10, 5, n) for n in (1, 2, 8, 32)]
     assert scored == sorted(set(scored))
     assert scored[3] - scored[0] == 31 * 6  # 1.2 times 5
