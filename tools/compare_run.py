@@ -13,7 +13,7 @@ from fedquilt.coordinator import progress
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import DataError, Examples, JobError
 from fedquilt.edge_agent import data
-from fedquilt.tools import evaluator, fleet, local_run
+from fedquilt.tools import evaluator, fleet, pool_run
 from fedquilt.tools.evaluator import Evaluator
 from fedquilt.tools.local_run import Member
 
@@ -67,7 +67,7 @@ def play(job: Job, folder: Path, tell: Callable[[int], None], workers: int = 1, 
     spent = _Spent()
     with Evaluator(job, folder, test=test or _nothing(members)) as judge:
 
-        def observe(round: local_run.Round, state: Any) -> None:
+        def observe(round: pool_run.Round, state: Any) -> None:
             spent.add(round)
             done = round.number + 1
             if round.check is not None or done == job.rounds or judge.method.done(state):
@@ -75,7 +75,7 @@ def play(job: Job, folder: Path, tell: Callable[[int], None], workers: int = 1, 
                 marks.append(spent.mark(done, round.check, None if score is None else score.accuracy))
             tell(done)
 
-        local_run.run(job, folder, members, workers=workers, observe=observe)
+        pool_run.run(job, folder, members, workers=workers, observe=observe)
     return Run(
         method=job.method,
         seed=job.seed,
@@ -118,14 +118,14 @@ class _Spent:
     up_bytes: int = 0
     energy_j: float | None = 0.0
 
-    def add(self, round: local_run.Round) -> None:
+    def add(self, round: pool_run.Round) -> None:
         self.seconds = _plus(self.seconds, round.duration_s)
         self.energy_j = _plus(self.energy_j, round.energy_j)
         self.real_s += round.wall_s
         self.down_bytes += round.down_bytes
         self.up_bytes += round.up_bytes
 
-    def mark(self, rounds: int, check: local_run.Check | None, test: float | None) -> Mark:
+    def mark(self, rounds: int, check: pool_run.Check | None, test: float | None) -> Mark:
         told = {} if check is None else check.devices
         own = progress.of_devices({name: (m["accuracy"], m["examples"]) for name, m in told.items() if "accuracy" in m})
         return Mark(

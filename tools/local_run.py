@@ -1,4 +1,4 @@
-"""A method's two halves without a network: simulated fleets in one process or on a pool, baselines, ablations, tests.
+"""A method's two halves without a network, in this process: tables, baselines, ablations, tests.
 
 What travels is what would travel: a task's parameters go through JSON, bundles through safetensors
 bytes, and each is counted; a device gets the same content once. Who is asked is drawn as a coordinator
@@ -11,45 +11,33 @@ import itertools
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from fedquilt import bundle as bundles
-from fedquilt import codecs, methods, tensors
-from fedquilt.coordinator import cohort, settings
-from fedquilt.coordinator.settings import Job
+from fedquilt import codecs, tensors
+from fedquilt.coordinator import cohort
 from fedquilt.core import (
-    Action,
     Answer,
-    Artefact,
     BlobRef,
     Bundle,
     Contribution,
-    Cost,
-    Device,
     DeviceView,
     Encoding,
     Examples,
-    JobError,
     Method,
     Order,
-    Profile,
     Site,
     Task,
     Tensors,
     derive_seed,
 )
-from fedquilt.edge_agent import devices as boards
-from fedquilt.edge_agent import engines
-from fedquilt.edge_agent.settings import size_bytes
 from fedquilt.tools import halves
 from fedquilt.tools.contents import Contents
-from fedquilt.tools.pool import Ask, Pool
 
 BUDGET_BYTES = 1 << 40  # nothing is refused here
 
@@ -75,7 +63,7 @@ class Spent:
 
 
 @dataclass
-class _Device:
+class DeviceState:
     """What a device has kept."""
 
     local: Tensors = field(default_factory=dict)
@@ -86,9 +74,6 @@ class _Device:
     def kept(self) -> Tensors:
         """All its private state, for whoever writes over it."""
         return {name: array.copy() for name, array in self.local.items()}
-
-
-# -- in this process ------------------------------------------------------------------------------
 
 
 def search_alone(*args: Any, **options: Any) -> Any:
@@ -144,7 +129,7 @@ class Play:
     ) -> None:
         self._method, self._path, self._seed, self._keep, self._wire = method, path, seed, keep, wire
         self._members = {member.device: member for member in members}
-        self._devices = {name: _Device() for name in self._members}
+        self._devices = {name: DeviceState() for name in self._members}
         self._asked = per_round or len(members)
         self._orders: dict[str, Order] = {}  # of the round that is under way
         self.spent = spent or Spent()
@@ -163,7 +148,7 @@ class Play:
             if order is None:
                 continue
             self._orders[name] = order
-            self.spent.down_bytes += _received(device, order, contents)
+            self.spent.down_bytes += received(device, order, contents)
             if self._keep is not None:
                 device.local = self._keep(device.local)
                 shutil.rmtree(caches / name, ignore_errors=True)
@@ -178,7 +163,7 @@ class Play:
             encoded = {what: tensors.encode(value) for what, value in answer.bundles.items()}
             self.spent.tasks += 1
             self.spent.up_bytes += sum(map(len, encoded.values()))
-            sent = _told(self._wire, encoded, _bases(order, self._path))
+            sent = arrived(self._wire, encoded, bases(order, self._path))
             told = Contribution(name, number, answer.weight, answer.metrics, sent)
             total = self._method.fold(self.state, total, told)
         self.state = self._method.step(self.state, total)
@@ -192,7 +177,7 @@ class Play:
         )
 
         def work(site: Site) -> Answer:
-            return codecs.encoded(self._wire, self._method.work(task, site), _bases(order, self._path), device.kept)
+            return codecs.encoded(self._wire, self._method.work(task, site), bases(order, self._path), device.kept)
 
         return halves.Half(lambda: site, work)
 
@@ -225,7 +210,7 @@ def _answered(value: Answer | Exception) -> Answer:
     return value
 
 
-def _received(device: _Device, order: Order, contents: Contents) -> int:
+def received(device: DeviceState, order: Order, contents: Contents) -> int:
     """Bytes that an order takes to the device: its parameters, and content that the device does not have yet."""
     size = len(msgspec.json.encode(order.params))
     for value in order.bundles.values():
@@ -235,7 +220,7 @@ def _received(device: _Device, order: Order, contents: Contents) -> int:
     return size
 
 
-def _bases(order: Order, path: Callable[[str], Path]) -> Callable[[str], Tensors | None]:
+def bases(order: Order, path: Callable[[str], Path]) -> Callable[[str], Tensors | None]:
     """What was sent as a bundle of that name; None: nothing was."""
 
     def find(name: str) -> Tensors | None:
@@ -245,7 +230,9 @@ def _bases(order: Order, path: Callable[[str], Path]) -> Callable[[str], Tensors
     return find
 
 
-def _told(wire: Encoding, encoded: Mapping[str, bytes], base: Callable[[str], Tensors | None]) -> Mapping[str, Tensors]:
+def arrived(
+    wire: Encoding, encoded: Mapping[str, bytes], base: Callable[[str], Tensors | None]
+) -> Mapping[str, Tensors]:
     """An update's bundles as a coordinator has them."""
     return codecs.decoded(wire, {name: tensors.decode(payload) for name, payload in encoded.items()}, base)
 
@@ -288,233 +275,3 @@ def delivered(
 
     rng = tensors.rng(task.seed)
     return task, Site(member.device, BUDGET_BYTES, engine, rng, member.train, member.held, local, load, find, cache)
-
-
-# -- on a pool ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Check:
-    """How good the model is after a round: on devices' own held-out shares, and on a test set."""
-
-    devices: Mapping[str, Mapping[str, float]]  # of each device that has held-out examples: what `Method.check` told
-    test: Mapping[str, float] | None = None  # "accuracy", "loss", "examples"; None: no test set, or no such network
-
-    @property
-    def accuracy(self) -> float | None:
-        """Over all held-out examples; None: nobody has any."""
-        told = [each for each in self.devices.values() if "accuracy" in each]
-        count = sum(each["examples"] for each in told)
-        return sum(each["accuracy"] * each["examples"] for each in told) / count if count else None
-
-
-@dataclass(frozen=True)
-class Round:
-    """One round of a simulated fleet. Evaluation is not part of its bytes, seconds and joules."""
-
-    number: int  # from 0
-    devices: tuple[str, ...]  # that were asked and answered, sorted
-    metrics: Mapping[str, float]  # devices' means by weight, of those metrics that all told
-    down_bytes: int
-    up_bytes: int
-    wall_s: float  # on this machine
-    duration_s: float | None  # of the slowest simulated board, without transfers; None: its profile does not tell
-    energy_j: float | None  # of all boards' work, without their waiting; None: one's profile does not tell
-    check: Check | None  # after it
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a run came to."""
-
-    rounds: tuple[Round, ...]
-    artefact: Artefact
-    start_s: float  # until the pool was warm
-    wall_s: float  # of all, that included
-
-
-def run(
-    job: Job,
-    folder: Path,
-    members: Iterable[Member],
-    *,
-    workers: int = 1,
-    observe: Callable[[Round, Any], None] = lambda round, state: None,
-    test: Examples | None = None,
-) -> Outcome:
-    """A job on a simulated fleet, without messages: the method's own code, tasks and answers.
-
-    The same bits for any number of workers. Of the job, `method`, `params`, `seed`, `rounds`, `engine`, `wire`,
-    `cohort.size`, `check.every`, `fleet.boards` and `fleet.budgets` count: a method may go by a device's
-    budget, but nobody is late, refuses or runs short of memory.
-
-    Args:
-        folder: the job's bundle, as `fedquilt prepare` writes it.
-        members: in the order in which they take the job's boards, and its budgets, in turn. Asked for once, one by
-            one: examples that an iterator makes as it goes are never in memory all at once.
-        observe: told after every round: what it took, and the method's state. What it raises ends the run.
-        test: evaluated with every check, if the method's result is a network's weights.
-
-    Raises:
-        FedquiltError: what a device's work raised, with the device's name.
-    """
-    began_s = time.perf_counter()
-    method, bundle = methods.load(job.method), bundles.load(folder)
-    state = method.init(bundle, settings.params(job), job.seed)
-    records: list[Round] = []
-    with Pool(job.method, _engine_of(job, method), members, workers=workers, test=test) as pool:
-        fleet = _Fleet(job, pool.held, lambda name: folder / "blobs" / bundle.files[name].sha256)
-        pool.warm()
-        start_s = time.perf_counter() - began_s
-        for number in range(job.rounds):
-            if method.done(state):
-                break
-            state, record = fleet.round(pool, method, state, number)
-            last = number == job.rounds - 1 or method.done(state)
-            if job.check.every and (last or (number + 1) % job.check.every == 0):
-                record = replace(record, check=fleet.check(pool, method, state, number + 1))
-            records.append(record)
-            observe(record, state)
-        return Outcome(tuple(records), method.result(state), start_s, time.perf_counter() - began_s)
-
-
-class _Fleet:
-    """The devices of one run, and what they are asked.
-
-    Args:
-        held: device -> how many held-out examples it has.
-    """
-
-    def __init__(self, job: Job, held: Mapping[str, int], path: Callable[[str], Path]) -> None:
-        self._job, self._path = job, path
-        self._engine = _engine_of(job, methods.load(job.method))
-        self._held, self._devices = held, {name: _Device() for name in held}
-        taken = job.fleet.boards
-        self._names = {name: taken[index % len(taken)] for index, name in enumerate(held)}
-        budgets = [size_bytes(budget) for budget in job.fleet.budgets]
-        self._budgets = {name: budgets[index % len(budgets)] for index, name in enumerate(held)}
-        self._boards: dict[str, Device] = {}  # of those that have been asked
-        self._next: tuple[int, tuple[str, ...]] | None = None  # who is asked in the next round
-
-    def round(self, pool: Pool, method: Method, state: Any, number: int) -> tuple[Any, Round]:
-        """The state after it, and what it took."""
-        began_s, contents = time.perf_counter(), pool.contents()
-        asks: list[Ask] = []
-        orders: list[Order] = []
-        down = up = 0
-        for name in self._asked(number):
-            device = self._devices[name]
-            order = method.send(state, self._view(name))
-            if order is not None:
-                down += _received(device, order, contents)
-                asks.append(self._ask(order, contents, name, number, "work"))
-                orders.append(order)
-        total, told = None, []
-        costs: list[Cost] = []
-        for order, done in zip(orders, pool.carry_out(asks, lambda: self._asked(number + 1)), strict=True):
-            sent = _told(self._job.wire, done.bundles, _bases(order, self._path))
-            up += sum(map(len, done.bundles.values()))
-            device = self._devices[done.device]
-            device.rounds, device.private = (*device.rounds, number), done.private
-            costs.append(self._board(done.device).cost(order.work.on(done.examples), Cost(duration_s=done.wall_s)))
-            told.append((done.weight, done.metrics))
-            total = method.fold(state, total, Contribution(done.device, number, done.weight, done.metrics, sent))
-        state = method.step(state, total)
-        contents.drop()
-        known = [cost.energy_j for cost in costs if cost.energy_j is not None]
-        return state, Round(
-            number=number,
-            devices=tuple(ask.device for ask in asks),
-            metrics=_means(told),
-            down_bytes=down,
-            up_bytes=up,
-            wall_s=time.perf_counter() - began_s,
-            duration_s=max((cost.duration_s for cost in costs), default=0.0),
-            energy_j=sum(known) if len(known) == len(costs) else None,
-            check=None,
-        )
-
-    def check(self, pool: Pool, method: Method, state: Any, number: int) -> Check:
-        """Everybody with held-out examples evaluates what it would be sent next."""
-        if method.check is None:
-            raise JobError(f"[check] every: {self._job.method} has no evaluation of its own; leave it 0")
-        contents, asks = pool.contents(), []
-        for name in sorted(self._devices):
-            order = method.send(state, self._view(name)) if self._held[name] else None
-            if order is not None:
-                asks.append(self._ask(order, contents, name, number, "check"))
-        devices = {done.device: done.metrics for done in pool.carry_out(asks)}
-        found, tested = method.result(state), None
-        if pool.tests and found.kind == "weights" and "network" in found.meta:
-            ref = contents.ref(found.tensors)
-            tested = pool.evaluate(found.meta["network"], contents.path(ref))
-        contents.drop()
-        return Check(devices, tested)
-
-    def _asked(self, number: int) -> tuple[str, ...]:
-        """Who takes part in a round, drawn once: the next round's while workers are busy with this one."""
-        if self._next is None or self._next[0] != number:
-            count = self._job.cohort.size or len(self._devices)
-            self._next = number, cohort.sample(self._job.seed, number, self._devices, count)
-        return self._next[1]
-
-    def _view(self, name: str) -> DeviceView:
-        """What a coordinator would know of the device: methods go by its budget."""
-        board = self._board(name)
-        profile = Profile(
-            device=name,
-            board=board.board,
-            memory_bytes=board.memory_bytes,
-            budget_bytes=self._budgets[name],
-            engines=(self._engine,),
-            versions={},
-            provenance=board.provenance,
-        )
-        return DeviceView(name, profile, self._devices[name].rounds)
-
-    def _board(self, name: str) -> Device:
-        if name not in self._boards:
-            self._boards[name] = boards.make(self._names[name])
-        return self._boards[name]
-
-    def _ask(self, order: Order, contents: Contents, name: str, number: int, action: Action) -> Ask:
-        refs, files = {}, {}
-        for what, value in order.bundles.items():
-            refs[what] = value if isinstance(value, BlobRef) else contents.ref(value)
-            files[what] = str(self._path(what) if isinstance(value, BlobRef) else contents.path(refs[what]))
-        task = Task(
-            job=self._job.name,
-            round=number,
-            attempt=0,
-            method=self._job.method,
-            engine=self._engine,
-            actions=(action,),
-            params=dict(order.params),
-            bundles=refs,
-            work=order.work,
-            seed=derive_seed(self._job.seed, self._job.name, number, name),
-            deadline_s=0.0,
-            wire=self._job.wire,
-        )
-        return Ask(name, task, files, self._devices[name].private)
-
-
-def _engine_of(job: Job, method: Method) -> str:
-    """The one that the job names, or the first of the method's that is installed.
-
-    Raises:
-        JobError: none is.
-    """
-    there = engines.available()
-    for name in [job.engine] if job.engine else method.engines:
-        if name in there:
-            return name
-    raise JobError(f"{job.method} runs on {' or '.join(method.engines)}; installed here: {', '.join(there)}")
-
-
-def _means(told: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
-    names = set.intersection(*(set(metrics) for _, metrics in told)) if told else set()
-    total = sum(weight for weight, _ in told)
-    if not total:
-        return {}
-    return {name: sum(weight * metrics[name] for weight, metrics in told) / total for name in sorted(names)}

@@ -14,8 +14,9 @@ import numpy as np
 
 from fedquilt.coordinator import settings
 from fedquilt.core import Examples
-from fedquilt.tools import local_run
-from fedquilt.tools.local_run import Member, Round
+from fedquilt.tools import pool_run
+from fedquilt.tools.local_run import Member
+from fedquilt.tools.pool_run import Round
 
 
 def members(folder: Path, spec: dict[str, Any]) -> Iterator[Member]:
@@ -37,7 +38,7 @@ def main() -> None:
     def observe(round: Round, state: Any) -> None:
         rounds.append(round)
 
-    outcome = local_run.run(job, folder / "bundle", members(folder, spec), workers=workers, observe=observe, test=test)
+    outcome = pool_run.run(job, folder / "bundle", members(folder, spec), workers=workers, observe=observe, test=test)
     check = outcome.rounds[-1].check
     assert check is not None
     assert check.test is not None

@@ -18,9 +18,10 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.cohort import sample
 from fedquilt.core import DataError, Encoding, Examples, JobError, UpdateError, Work
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.tools import local_run
-from fedquilt.tools.local_run import Member, Outcome
+from fedquilt.tools import local_run, pool_run
+from fedquilt.tools.local_run import Member
 from fedquilt.tools.pool import Pool, PoolError
+from fedquilt.tools.pool_run import Outcome
 from toys import learners, to_train
 
 SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
@@ -37,7 +38,14 @@ def folder(tmp_path: Path) -> Path:
 
 def play(folder: Path, members: list[Member] | None = None, *, job: Any = (), **options: Any) -> Outcome:
     table = {**JOB, **dict(job)}
-    return local_run.run(settings.parse(table), folder, members or learners(5, 13), **options)
+    return pool_run.run(settings.parse(table), folder, members or learners(5, 13), **options)
+
+
+def in_this_process(folder: Path, method: str, **options: Any) -> Any:
+    """The state after three rounds of three of the five."""
+    chosen, engine = methods.load(method), NumpyEngine(1 << 40, base_bytes=0)
+    given = (chosen, bundle.load(folder), Path, engine, learners(5, 13), chosen.params(**SMALL))
+    return local_run.search_alone(*given, rounds=3, per_round=3, **options)
 
 
 def bits(outcome: Outcome) -> bytes:
@@ -52,17 +60,7 @@ def test_one_worker_and_three_give_the_same_bits_as_this_process(folder: Path, m
     """Also where devices keep something private from one round to the next."""
     job = {"method": method, "name": "local", "cohort": {"size": 3}}
     one, three = (play(folder, job=job, workers=workers) for workers in (1, 3))
-    chosen = methods.load(method)
-    here = local_run.search_alone(
-        chosen,
-        bundle.load(folder),
-        Path,
-        NumpyEngine(1 << 40, base_bytes=0),
-        learners(5, 13),
-        chosen.params(**SMALL),
-        rounds=3,
-        per_round=3,
-    )
+    here = in_this_process(folder, method)
     assert bits(one) == bits(three) == tensors.encode(here.model)
     same = [replace(round, wall_s=0.0) for round in one.rounds]
     assert same == [replace(round, wall_s=0.0) for round in three.rounds]
@@ -98,18 +96,7 @@ def test_with_a_codec_one_worker_and_three_give_the_same_bits_as_this_process(
     """What a codec leaves out stays with the device, beside what the method keeps; the result is another than raw's."""
     job = {"method": method, "name": "local", "cohort": {"size": 3}}
     one, three = (play(folder, job={**job, "wire": wire}, workers=workers) for workers in (1, 3))
-    chosen = methods.load(method)
-    here = local_run.search_alone(
-        chosen,
-        bundle.load(folder),
-        Path,
-        NumpyEngine(1 << 40, base_bytes=0),
-        learners(5, 13),
-        chosen.params(**SMALL),
-        rounds=3,
-        per_round=3,
-        wire=Encoding(**wire),
-    )
+    here = in_this_process(folder, method, wire=Encoding(**wire))
     assert bits(one) == bits(three) == tensors.encode(here.model)
     assert bits(one) != bits(play(folder, job=job))
 
@@ -138,7 +125,7 @@ def test_examples_that_are_made_as_they_are_asked_for_are_never_all_there(folder
             yield Member(member.device, Examples(x, member.train.y), member.held)
             del x
 
-    streamed = local_run.run(settings.parse(JOB), folder, one_by_one())
+    streamed = pool_run.run(settings.parse(JOB), folder, one_by_one())
     assert bits(streamed) == bits(play(folder, given))
     assert all(ref() is None for ref in held)
 
