@@ -108,6 +108,13 @@ def test_one_device_that_diverges_is_refused_and_the_others_are_not(engine: Any)
     assert_alike(found[:1], [engine.train(*arguments(1, 8, fit))])
 
 
+def test_a_layer_that_stands_in_two_places_takes_the_loop(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights have two names, and are one: stacked by name each would go its own way."""
+    layer = nn.Linear(6, 6)
+    monkeypatch.setattr(batched.zoo, "build", lambda table: nn.Sequential(layer, nn.ReLU(), layer))
+    assert engine.call(*arguments(0, 8, Fit(), {"name": "tied"})) is None
+
+
 def test_the_stacked_forward_pass_is_each_networks_own() -> None:
     """Nested, flattened in part, without a bias, and with an activation that stands in two places."""
     relu = nn.ReLU()

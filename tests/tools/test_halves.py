@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fedquilt.tools.halves import together
+from fedquilt.core import Examples, Site
+from fedquilt.tools.halves import Half, together
 
 
 @dataclass
@@ -100,3 +102,26 @@ def test_an_engine_that_trains_nobody_together_is_used_as_it_is() -> None:
     found = together([lambda engine: engine + 1, bad], 41)
     assert found[0] == (42, False)
     assert isinstance(found[1][0], KeyError)
+
+
+def test_a_half_that_is_called_again_finds_its_site_as_it_was() -> None:
+    """Made once; its generator goes on from where it began, so that what is drawn before a training is drawn alike."""
+    made: list[int] = []
+    nothing = Examples(np.zeros((0, 1)), np.zeros(0, int))
+
+    def site() -> Site:
+        made.append(1)
+        rng = np.random.default_rng(5)
+        return Site("dev", 0, None, rng, nothing, nothing, {}, lambda name: {}, lambda name: Path(name), Path())
+
+    drawn: list[int] = []
+
+    def work(site: Site) -> float:
+        drawn.append(int(site.rng.integers(1000)))
+        return float(site.engine.train(None, 3.0, None, None, site.rng))
+
+    engine = Doubling()
+    assert together([Half(site, work)], engine) == [(6.0, True)]
+    assert len(made) == 1
+    assert len(drawn) == 2
+    assert drawn[0] == drawn[1]

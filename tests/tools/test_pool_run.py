@@ -130,26 +130,6 @@ def test_examples_that_are_made_as_they_are_asked_for_are_never_all_there(folder
     assert all(ref() is None for ref in held)
 
 
-def test_runs_abreast_are_what_each_is_alone(folder: Path) -> None:
-    """Of different seeds and lengths, one over before the others; each keeps to its own devices."""
-    method, engine = methods.load("scaffold"), NumpyEngine(1 << 40, base_bytes=0)
-    given = (method, bundle.load(folder), Path)
-    params = method.params(**SMALL)
-    brief = replace(method, done=lambda state: state.params["lr"] == 0.05)
-    plays = [
-        local_run.Play(method, *given[1:], learners(5, 13), params, seed=1),
-        local_run.Play(brief, *given[1:], learners(4, 2), method.params(**{**SMALL, "lr": 0.05})),
-        local_run.Play(method, *given[1:], learners(5, 13), params, seed=2, per_round=2),
-    ]
-    together = list(local_run.abreast(plays, engine, 3))
-    assert len(together) == 4
-    assert [play.spent.tasks for play in plays] == [15, 0, 6]
-    for number, options in ((0, {"seed": 1}), (2, {"seed": 2, "per_round": 2})):
-        alone = list(local_run.states(*given, engine, learners(5, 13), params, rounds=3, **options))
-        for states, state in zip(together, alone, strict=True):
-            assert tensors.encode(states[number].model) == tensors.encode(state.model)
-
-
 # -- what is told ---------------------------------------------------------------------------------
 
 
