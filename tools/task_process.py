@@ -12,7 +12,7 @@ import msgspec
 
 from fedquilt import tensors
 from fedquilt.core import BlobRef, ModelError, Order, Task, Tensors, derive_seed
-from fedquilt.edge_agent import local, orders
+from fedquilt.edge_agent import budget, local, orders
 from fedquilt.edge_agent.leash import Child
 from fedquilt.edge_agent.worker import COMMAND
 
@@ -21,6 +21,8 @@ LOOK_S = 0.02
 
 class TaskProcess:
     """A process for one engine under one budget, alive within `with`; the device's private state goes along.
+
+    `outside_bytes` is the most that it was seen to hold from outside during its last task.
 
     Args:
         data: the device's [data] table.
@@ -41,6 +43,7 @@ class TaskProcess:
         self._data, self._find, self._folder = dict(data), find, folder
         self._private: str | None = None
         self._child: Child | None = None
+        self.outside_bytes = 0
 
     def __enter__(self) -> TaskProcess:
         self._child = Child(COMMAND, self._engine)
@@ -99,9 +102,12 @@ class TaskProcess:
 
     def _answer(self, child: Child, line: bytes) -> orders.Outcome:
         child.send(line)
+        self.outside_bytes = 0
         while True:
+            self.outside_bytes = max(self.outside_bytes, child.look() or 0)
             for event in child.receive():
                 if isinstance(event, orders.Outcome):
+                    self.outside_bytes = max(self.outside_bytes, budget.peak_bytes(child.pid) or 0)
                     return event
             if child.gone:
                 return child.obituary()

@@ -15,23 +15,20 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from fedquilt import tensors
 from fedquilt.coordinator import tiers
-from fedquilt.core import ModelError, Profile, Task, Work
-from fedquilt.edge_agent import budget, orders
-from fedquilt.edge_agent.leash import Child
-from fedquilt.edge_agent.worker import COMMAND
+from fedquilt.core import BlobRef, ModelError, Order, Profile, Work
+from fedquilt.edge_agent import budget
 from fedquilt.methods.fedavg import Params
 from fedquilt.models import footprint
 from fedquilt.tools.bench import at_least, figure, figure_lines
+from fedquilt.tools.task_process import TaskProcess
 
 NETWORKS: Mapping[str, tuple[Mapping[str, Any], int]] = {  # table, pixels
     "mlp": ({"name": "mlp", "inputs": 3 * 32 * 32, "classes": 10}, 32),
@@ -49,7 +46,6 @@ BATCHES = (1, 8, 32)
 TIGHT = {"plain": 8, "resnet20": 4, "mobilenet_v2": 2}  # trained with a budget for so many examples at once
 STEPS = 3
 PLENTY_BYTES = 1 << 40
-LOOK_S = 0.02
 LOWEST, HIGHEST, OVER = 0.9, 1.3, 1.05
 SCORE = (sys.executable, "-m", "fedquilt.tools.bench.footprint")
 
@@ -178,68 +174,39 @@ def _input_shape(graph: bytes) -> tuple[int, ...]:
 
 def _trained(subject: Subject, batch: int) -> int:
     """The peak of a few steps in one mini-batch each, with all the memory they want."""
-    outcome = _train(subject, batch, PLENTY_BYTES)
-    if outcome.code != "ok" or outcome.peak_bytes is None or outcome.base_bytes is None:
-        raise ModelError(f"{subject.name}: {outcome.reason or 'this kernel does not tell peaks'}")
-    return outcome.peak_bytes - outcome.base_bytes
+    peak, base = _train(subject, batch, PLENTY_BYTES)
+    return peak - base
 
 
 def _stepped(subject: Subject, batch: int, at_once: int) -> dict[str, Any]:
     """Mini-batches under a budget that was made for fewer examples at once."""
     budget_bytes = budget.ASSUMED_BASE_BYTES["torch"] + subject.training_bytes(at_once)
-    outcome = _train(subject, batch, budget_bytes)
-    if outcome.code != "ok" or outcome.peak_bytes is None:
-        raise ModelError(f"{subject.name} does not train in {budget.megabytes(budget_bytes)}: {outcome.reason}")
+    peak, _ = _train(subject, batch, budget_bytes)
     return {
         "network": subject.name,
         "batch": batch,
         "budget_mb": round(budget_bytes / 1e6, 1),
-        "peak_mb": round(outcome.peak_bytes / 1e6, 1),
-        "used": outcome.peak_bytes / budget_bytes,
+        "peak_mb": round(peak / 1e6, 1),
+        "used": peak / budget_bytes,
     }
 
 
-def _train(subject: Subject, batch: int, budget_bytes: int) -> orders.Outcome:
-    """Some steps in a process of their own, as an agent has them done."""
+def _train(subject: Subject, batch: int, budget_bytes: int) -> tuple[int, int]:
+    """Peak and base of some steps in a process of their own, as an agent has them done.
+
+    Raises:
+        ModelError: they do not fit, or this kernel does not tell peaks.
+    """
+    params = {**dataclasses.asdict(Params(batch=batch, lr=1e-4)), "network": dict(subject.table)}
+    data = {"path": str(subject.folder / "images.npz"), "limit": STEPS * batch}
+    order = Order(params, {"model": BlobRef(sha256="0" * 64, size=1)})
     with tempfile.TemporaryDirectory(dir=subject.folder) as scratch:
-        out = Path(scratch) / "out"
-        out.mkdir()
-        params = {**dataclasses.asdict(Params(batch=batch, lr=1e-4)), "network": dict(subject.table)}
-        task = Task(
-            job="bench",
-            round=0,
-            attempt=0,
-            method="fedavg",
-            engine="torch",
-            actions=("work",),
-            params=params,
-            bundles={},
-            work=Work(),
-            seed=0,
-            deadline_s=0.0,
-        )
-        order = orders.Order(
-            task=task,
-            device="bench",
-            budget_bytes=budget_bytes,
-            data={"path": str(subject.folder / "images.npz"), "limit": STEPS * batch},
-            bundles={"model": str(subject.folder / "model")},
-            private=None,
-            cache=str(Path(scratch) / "cache"),
-            out=str(out),
-        )
-        child = Child(COMMAND, "torch")
-        try:
-            child.send(msgspec.json.encode(order) + b"\n")
-            while True:
-                for event in child.receive():
-                    if isinstance(event, orders.Outcome):
-                        return event
-                if child.gone:
-                    return child.obituary()
-                time.sleep(LOOK_S)
-        finally:
-            child.kill()
+        given = ("fedavg", "torch", budget_bytes, data, lambda name: subject.folder / name, Path(scratch))
+        with TaskProcess(*given) as process:
+            outcome, _ = process.carry_out(order, 0)
+    if outcome.peak_bytes is None or outcome.base_bytes is None:
+        raise ModelError(f"{subject.name}: this kernel does not tell peaks")
+    return outcome.peak_bytes, outcome.base_bytes
 
 
 def _scored(subject: Subject, batch: int) -> int:

@@ -12,29 +12,24 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
-from fedquilt import tensors
-from fedquilt.core import BlobRef, Bundle, DeviceView, ModelError, Order, Task
-from fedquilt.edge_agent import budget, local, orders
-from fedquilt.edge_agent.leash import Child
-from fedquilt.edge_agent.worker import COMMAND
+from fedquilt.core import Bundle, DeviceView, ModelError
+from fedquilt.edge_agent import budget
 from fedquilt.methods.fedstitch import METHOD
 from fedquilt.models import search, stitch
 from fedquilt.models.search import Finalist, Net, Params, State
 from fedquilt.models.vote import Winner
 from fedquilt.tools.bench import figure, figure_lines
 from fedquilt.tools.bench.stitch import IMAGES, donors, examples, finder
+from fedquilt.tools.task_process import TaskProcess
 
 ROOMS_MB = {"under_160_mb": 160, "under_100_mb": 100}
-LOOK_S = 0.02
 
 
 def measure(size: int = 224, work: Path | None = None) -> dict[str, Any]:
@@ -97,82 +92,26 @@ def _random_junctions(state: State, path: Sequence[str]) -> dict[str, dict[str, 
 def _run(made: Bundle, find: Callable[[str], Path], room_bytes: int, folder: Path) -> list[dict[str, Any]]:
     """All tasks in one process under one budget, each with its peaks."""
     folder.mkdir()
-    child, private, bare, found = Child(COMMAND, "onnx"), None, 0, []
-    try:
+    bare, found = 0, []
+    budget_bytes, data = budget.ASSUMED_BASE_BYTES["onnx"] + room_bytes, {"path": str(folder.parent / "images.npz")}
+    with TaskProcess("fedstitch", "onnx", budget_bytes, data, find, folder) as process:
         for number, (what, state) in enumerate(_asks(made)):
             sent = METHOD.send(state, DeviceView("bench", None))
             assert sent is not None
-            out = folder / str(number)
-            out.mkdir()
-            order = orders.Order(
-                task=_task(sent, number),
-                device="bench",
-                budget_bytes=budget.ASSUMED_BASE_BYTES["onnx"] + room_bytes,
-                data={"path": str(folder.parent / "images.npz")},
-                bundles=_files(sent, find, out),
-                private=private,
-                cache=str(folder / "cache"),
-                out=str(out),
-            )
-            outcome, outside = _watched(child, order)
-            if outcome.code != "ok" or outcome.peak_bytes is None or outcome.base_bytes is None:
-                raise ModelError(f"{what}: {outcome.reason or 'this kernel does not tell peaks'}")
-            if (out / local.PRIVATE).exists():
-                private = str(out / local.PRIVATE)
+            outcome, _ = process.carry_out(sent, number)
+            if outcome.peak_bytes is None or outcome.base_bytes is None:
+                raise ModelError(f"{what}: this kernel does not tell peaks")
             bare = bare or outcome.base_bytes  # the runtime is imported, and nothing done yet
             found.append(
                 {
                     "task": what,
                     "seconds": round(outcome.wall_s, 1),
                     "peak_mb": round((outcome.peak_bytes - bare) / 1e6, 1),
-                    "outside_mb": round((outside - bare) / 1e6, 1),
+                    "outside_mb": round((process.outside_bytes - bare) / 1e6, 1),
                 }
             )
             print(f"{room_bytes / 1e6:.0f} MB: {found[-1]}", file=sys.stderr, flush=True)
-    finally:
-        child.kill()
     return found
-
-
-def _task(sent: Order, number: int) -> Task:
-    return Task(
-        job="bench",
-        round=number,
-        attempt=0,
-        method="fedstitch",
-        engine="onnx",
-        actions=("work",),
-        params=msgspec.json.decode(msgspec.json.encode(sent.params)),
-        bundles={},
-        work=sent.work,
-        seed=number,
-        deadline_s=0.0,
-    )
-
-
-def _files(sent: Order, find: Callable[[str], Path], out: Path) -> dict[str, str]:
-    """Where the task's bundles lie."""
-    found = {}
-    for name, value in sent.bundles.items():
-        path = find(name) if isinstance(value, BlobRef) else out / name
-        if not isinstance(value, BlobRef):
-            path.write_bytes(tensors.encode(value))
-        found[name] = str(path)
-    return found
-
-
-def _watched(child: Child, order: orders.Order) -> tuple[orders.Outcome, int]:
-    """How a task ended, and the most that its process was seen to hold from outside."""
-    child.send(msgspec.json.encode(order) + b"\n")
-    most = 0
-    while True:
-        most = max(most, child.look() or 0)
-        for event in child.receive():
-            if isinstance(event, orders.Outcome):
-                return event, max(most, budget.peak_bytes(child.pid) or 0)
-        if child.gone:
-            return child.obituary(), most
-        time.sleep(LOOK_S)
 
 
 def lines(result: dict[str, Any]) -> list[str]:
