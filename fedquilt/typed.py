@@ -194,6 +194,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--data", type=Path, metavar="FOLDER", help="where a table wants real data")
     one.add_argument("--seeds", type=int, nargs="+", help="default: the table's own")
     one.add_argument("--rounds", type=_positive, help="fewer than the paper's")
+    one.add_argument("--columns", nargs="+", metavar="NAME", help="these alone, of a table whose columns are runs")
     one.add_argument("--out", type=Path, metavar="FILE", help="the result as JSON, every curve in it")
     one.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw it, where the table has a picture")
     _format(one)

@@ -307,6 +307,7 @@ def reproduce(options: argparse.Namespace) -> int:
         seeds=options.seeds,
         rounds=options.rounds,
         folder=options.data,
+        columns=options.columns,
         out=options.out,
         picture=options.picture,
         format=options.format,

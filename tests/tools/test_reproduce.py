@@ -104,6 +104,14 @@ def test_a_method_is_told_the_commands_of_the_tables_that_run_it() -> None:
     assert reproduce.covering("scaffold", known()) == []
 
 
+def test_columns_go_where_a_table_has_some_and_are_refused_where_not() -> None:
+    """Of FedPeWS's tables each can be run alone."""
+    with pytest.raises(JobError, match="leave --columns out"):
+        reproduce.run("t1", known(), columns=["a"])
+    with pytest.raises(JobError, match=r"has no column '64k'"):
+        reproduce.run("fedpews-table2", reproduce.modules(), columns=["64k"])
+
+
 def test_tables_cover_methods_that_there_are_and_their_pages_exist() -> None:
     """Each table names some, and its page has the heading that it points to."""
     for table, found in reproduce.modules().items():
@@ -114,18 +122,22 @@ def test_tables_cover_methods_that_there_are_and_their_pages_exist() -> None:
         assert not anchor or anchor in [heading.lower().replace(",", "").replace(" ", "-") for heading in headings]
 
 
-def test_a_picture_is_drawn_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_picture_is_drawn_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And refused before any work where there is none."""
     made: Any = module()
     monkeypatch.setattr(reproduce, "modules", lambda: {"t1": made})
-    options = {"seeds": None, "rounds": None, "folder": None, "out": None, "format": "text"}
+    options = {"seeds": None, "rounds": None, "folder": None, "columns": None, "out": None, "format": "text"}
     with pytest.raises(JobError, match="t1 has no picture: leave --picture out"):
         reproduce.main("t1", **options, picture=tmp_path / "p.svg")
     made.picture = lambda result: f"<svg>{result['ours']}</svg>"
     assert reproduce.main("t1", **options, picture=tmp_path / "p.svg") == 0
     assert (tmp_path / "p.svg").read_text() == "<svg>2</svg>"
+    capsys.readouterr()
     with pytest.raises(StoreError, match="cannot write"):
         reproduce.main("t1", **options, picture=tmp_path / "no" / "p.svg")
+    assert "ours 2" in capsys.readouterr().out  # what took minutes is not lost
 
 
 def test_a_claim_that_does_not_come_out_is_told_by_the_exit_code(
@@ -142,7 +154,7 @@ def test_a_claim_that_does_not_come_out_is_told_by_the_exit_code(
         }
         monkeypatch.setattr(reproduce, "modules", lambda made=made: {"t1": made})
         out = tmp_path / "result.json"
-        options = {"seeds": None, "rounds": None, "folder": None, "picture": None}
+        options = {"seeds": None, "rounds": None, "folder": None, "columns": None, "picture": None}
         assert reproduce.main("t1", **options, out=out, format="text") == (0 if reached else 1)
         assert "ours 2, the paper's 3" in capsys.readouterr().out
         assert json.loads(out.read_text())["figures"] == figures

@@ -2,8 +2,8 @@
 
 One module for each paper, found by its file: `TABLES` (names of tables as keys), `COVERS` (table -> the methods that
 it runs), `PAGE` (of docs/, where what came out stands), `run` and `lines`; `picture` where there is one to draw, and
-`WITHOUT_DATA`, the tables among them that need no folder although others do. Its docstring says how it is done and
-what differs from the paper; that is printed with every table.
+`WITHOUT_DATA`, the tables among them that need no folder although others do. `run` takes `columns` where a table's
+may be run alone. Its docstring says how it is done and what differs from the paper; that is printed with every table.
 
     run(table, seeds, rounds, say, ...) -> dict   # and `data`, where it needs a folder; `figures` in it are claims
     lines(result) -> list[str]                    picture(result) -> str   # SVG
@@ -71,6 +71,7 @@ def run(
     seeds: Sequence[int] | None = None,
     rounds: int | None = None,
     folder: Path | None = None,
+    columns: Sequence[str] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """One table's result, with what its module says of itself as "about".
@@ -79,9 +80,10 @@ def run(
         seeds: None: the module's own.
         rounds: fewer than the paper's; None: as many. Claims are checked only then.
         folder: data; a table that wants some says so.
+        columns: these alone, of a table that has some; None: all.
 
     Raises:
-        JobError: an unknown table, or data for one that makes its own.
+        JobError: an unknown table or column, or data for one that makes its own.
         FedquiltError: what the runs raise, also that data is wanted.
     """
     if table not in known:
@@ -92,6 +94,10 @@ def run(
         given["data"] = folder
     elif folder is not None:
         raise JobError(f"{table} makes its own data: leave --data out")
+    if columns and "columns" not in _takes(module):
+        raise JobError(f"{table} is run as a whole: leave --columns out")
+    if columns:
+        given["columns"] = columns
     chosen = tuple(seeds) if seeds else tuple(getattr(module, "SEEDS", (0, 1, 2)))
     return {**module.run(table, chosen, **given), "about": _about(module)}
 
@@ -102,6 +108,7 @@ def main(
     seeds: Sequence[int] | None,
     rounds: int | None,
     folder: Path | None,
+    columns: Sequence[str] | None,
     out: Path | None,
     picture: Path | None,
     format: str,
@@ -118,13 +125,13 @@ def main(
         rows = catalogue(known)
         print(msgspec.json.encode(rows).decode() if format == "json" else "\n".join(listed(rows)))
         return 0
-    result = run(table, known, seeds=seeds, rounds=rounds, folder=folder, say=_say)
+    result = run(table, known, seeds=seeds, rounds=rounds, folder=folder, columns=columns, say=_say)
     text = msgspec.json.format(msgspec.json.encode(result)).decode()
+    print(text if format == "json" else "\n".join([*known[table].lines(result), "", result["about"]]))
     for file, content in ((out, lambda: text + "\n"), (picture, lambda: known[table].picture(result))):
         if file is not None:
             with disk.doing(f"write {file}", "name another file"):
                 file.write_text(content(), encoding="utf-8")
-    print(text if format == "json" else "\n".join([*known[table].lines(result), "", result["about"]]))
     claims = result.get("figures") or {}
     return 0 if all(claim["reached"] for claim in claims.values()) else 1
 

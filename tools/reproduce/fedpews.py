@@ -1,6 +1,6 @@
 """FedPeWS's tables on Synthetic-32K and 3.2K (arXiv 2410.03042, Table 2 and 6) beside the paper's numbers.
 
-`python -m fedquilt.tools.reproduce.fedpews fedpews-table2 --seeds 0 1 2 --columns 32k-1.0`
+`fedquilt reproduce fedpews-table2 --columns 32k-1.0`
 
 Two devices, each with the two interleaved classes of one side. With and without warm-up start from the
 same weights on the same points, drawn by the seed, and go through the methods' own halves
@@ -12,7 +12,6 @@ not tell them: K is one epoch, the weights are torch's default.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -283,26 +282,3 @@ def lines(result: Mapping[str, Any]) -> list[str]:
 def _spread(values: Sequence[float]) -> str:
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     return f"{statistics.mean(values):.2f} ± {deviation:.2f} %"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """0 when every figure was reached."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=list(TABLES))
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--rounds", type=int, help="fewer than the paper's")
-    parser.add_argument("--columns", nargs="+", default=[])
-    parser.add_argument("--workers", type=int)
-    parser.add_argument("--out", type=Path, help="JSON with every curve")
-    chosen = parser.parse_args(argv)
-    result = run(
-        chosen.table, chosen.seeds, chosen.rounds, lambda line: print(line, flush=True), chosen.columns, chosen.workers
-    )
-    print("\n".join(lines(result)))
-    if chosen.out:
-        chosen.out.write_bytes(msgspec.json.format(msgspec.json.encode(result)))
-    return 0 if all(each["reached"] for each in result["figures"].values()) else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
