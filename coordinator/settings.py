@@ -140,7 +140,8 @@ def params(job: Job) -> Any:
         raise JobError(
             f"[params] {', '.join(unknown)}: {job.method} has no such parameter; it has {', '.join(known)}{hint}"
         )
-    return tables.convert(job.params, kind, f"[params] of {job.method}")
+    given: Any = tables.convert(job.params, kind, f"[params] of {job.method}")
+    return kind(**{name: getattr(given, name) for name in known})  # msgspec leaves defaults out of an object's own dict
 
 
 def _anchored(table: dict[str, Any], folder: Path) -> dict[str, Any]:

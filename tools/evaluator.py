@@ -120,11 +120,16 @@ class Evaluator:
     def close(self) -> None:
         self._cache.cleanup()
 
-    def score(self, state: Any, rounds: int, sha256: str = "") -> Score | None:
-        """None: the method has nothing to test yet."""
+    def score(self, state: Any, rounds: int, sha256: str = "", *, budget_bytes: int = BUDGET_BYTES) -> Score | None:
+        """None: the method has nothing to test yet.
+
+        Args:
+            budget_bytes: of a device that has taken part in nothing: methods of sub-models send as much as it holds,
+                by default the whole network.
+        """
         if self.method.check is None:
             return self._stitched(state, rounds, sha256)
-        order = self.method.send(state, self._newcomer())
+        order = self.method.send(state, self._newcomer(budget_bytes))
         if order is None:
             return None
         told = self.method.check(*self._delivered(order, rounds))
@@ -132,14 +137,13 @@ class Evaluator:
             return None
         return Score(rounds, float(told["accuracy"]), int(told["examples"]), told.get("loss"), sha256)
 
-    def _newcomer(self) -> DeviceView:
-        """A device that is sent the whole network, where others get as much as their memory holds."""
+    def _newcomer(self, budget_bytes: int) -> DeviceView:
         engine = self._made(self.job.engine or _first(self.method))
         profile = Profile(
             device=NOBODY,
             board="none",
-            memory_bytes=BUDGET_BYTES,
-            budget_bytes=BUDGET_BYTES,
+            memory_bytes=budget_bytes,
+            budget_bytes=budget_bytes,
             engines=(engine.name,),
             versions={},
         )

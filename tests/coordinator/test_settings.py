@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fedquilt import methods
 from fedquilt.coordinator import settings
 from fedquilt.core import Encoding, JobError
 
@@ -21,6 +22,13 @@ def test_a_job_file_is_read_with_its_defaults(tmp_path: Path) -> None:
     job = settings.load(write(tmp_path, 'name = "digits"\nmethod = "fedavg"\n[params]\nlr = 0.1\n'))
     assert (job.rounds, job.cohort.quorum) == (10, 1.0)
     assert settings.params(job).lr == 0.1
+
+
+@pytest.mark.parametrize("name", methods.names())
+def test_a_methods_parameters_are_what_its_own_class_makes(name: str) -> None:
+    """With every default in the object itself: a method may look at it as at any other."""
+    job = settings.parse({"name": "a", "method": name})
+    assert vars(settings.params(job)) == vars(methods.load(name).params())
 
 
 def test_paths_are_taken_from_the_job_files_folder(tmp_path: Path) -> None:

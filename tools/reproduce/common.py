@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedquilt.core import DataError, JobError
+from fedquilt import tensors
+from fedquilt.core import DataError, Examples, Fit, JobError, Tensors
+from fedquilt.edge_agent import data as shares
 from fedquilt.tools import processes
 
 
@@ -56,6 +58,23 @@ def weights(data: Path, architecture: str) -> Path:
     if not files:
         raise DataError(f"no {architecture}*.pt in {data / 'weights'}: put torchvision's weights there")
     return files[0]
+
+
+def on_first_digits(network: Mapping[str, Any], data: str, seed: int, engine: Any, fit: Fit, examples: int) -> Tensors:
+    """A network's weights after training on the digits 0 to 4.
+
+    Args:
+        examples: of all digits, of which about half are used.
+    """
+    from fedquilt.models import zoo  # torch
+
+    every = shares.load_all(shares.DataSpec(path=data, limit=examples, seed=seed))
+    rows = every.y < 5
+    drawn = {key: value for key, value in network.items() if key != "input"}
+    start = {name: value.numpy() for name, value in zoo.load(drawn, seed=seed).state_dict().items()}
+    some = Examples(every.x[rows], every.y[rows])
+    model: Tensors = engine.train(network, start, some, fit, tensors.rng(seed))[0]
+    return model
 
 
 def by_seed(

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedquilt import methods, tensors
-from fedquilt.core import Answer, BlobRef, Bundle, DeviceView, Examples, Fit, Site, Task, Tensors
+from fedquilt.core import Answer, BlobRef, Bundle, DeviceView, Fit, Site, Task
 from fedquilt.edge_agent import data as shares
-from fedquilt.models import zoo
 from fedquilt.tools import plots
 from fedquilt.tools.bench import at_least, figure, figure_lines
 from fedquilt.tools.local_run import BUDGET_BYTES, Member, Spent, delivered, states
@@ -66,7 +65,7 @@ def play(data: str, seed: int, rounds: int) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     engine = TorchEngine(BUDGET_BYTES)
-    weights = pretrained(data, seed, engine)
+    weights = common.on_first_digits(NETWORK, data, seed, engine, BEFORE, BEFORE_EXAMPLES)
     bundle = Bundle({"network": NETWORK}, {"model": BlobRef(sha256="0" * 64, size=1)}, lambda name: weights)
     found: dict[str, Any] = {"seed": seed, "model_bytes": tensors.total_bytes([weights])}
     for alpha in ALPHAS:
@@ -78,15 +77,6 @@ def play(data: str, seed: int, rounds: int) -> dict[str, Any]:
         told["local"] = {"accuracy": right / sum(each["examples"] for each in alone), "up_bytes": 0}
         found[f"{alpha:g}"] = told
     return found
-
-
-def pretrained(data: str, seed: int, engine: Any) -> Tensors:
-    """The network after training on digits 0 to 4."""
-    every = shares.load_all(shares.DataSpec(path=data, limit=BEFORE_EXAMPLES, seed=seed))
-    rows = every.y < 5
-    start = {name: value.numpy() for name, value in zoo.load(NETWORK, seed=seed).state_dict().items()}
-    model: Tensors = engine.train(NETWORK, start, Examples(every.x[rows], every.y[rows]), BEFORE, tensors.rng(seed))[0]
-    return model
 
 
 def federated(
