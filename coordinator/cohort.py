@@ -16,7 +16,7 @@ import math
 import statistics
 from collections.abc import Collection, Mapping
 
-from fedquilt.core import Profile, derive_seed
+from fedquilt.core import Profile, derived
 
 
 def sample(
@@ -51,9 +51,11 @@ def places(
     late = turns * len(eligible) / count if count > 0 else math.inf
     middling = statistics.median(costs.values()) if costs else 1.0
 
+    seeded = derived("cohort", seed, round)
+
     def place(device: str) -> tuple[int, float, str]:
         waited = round - since.get(device, round)
-        drawn = derive_seed("cohort", seed, round, device) / 2**53
+        drawn = seeded(device) / 2**53
         key = -math.log1p(-drawn) * costs.get(device, middling) / middling
         return (-waited if waited >= late else 0, key, device)
 
