@@ -92,7 +92,7 @@ class Running:
             actions=self.rounds.actions,
             params=dict(order.params),
             bundles={name: self._blob(value) for name, value in order.bundles.items()},
-            work=order.work,
+            work=order.work if "work" in self.rounds.actions else evaluation(order),
             seed=derive_seed(self.job.seed, self.job.name, self.rounds.round, device),
             deadline_s=self.rounds.deadline_left_s(now_s),
             tier=tiers.tier(profile),
@@ -226,6 +226,17 @@ class Running:
         if known is None:
             known = self._encoded[id(value)] = (value, self._store.depot.put(tensors.encode(value)))
         return known[1]
+
+
+def evaluation(order: Order) -> Work:
+    """What it takes to evaluate what would be trained: one forward pass, of three that an epoch of training costs."""
+    passes = 3 * max(1, int(order.params.get("epochs", 1)))
+    return msgspec.structs.replace(
+        order.work,
+        flops=order.work.flops / passes,
+        flops_per_example=order.work.flops_per_example / passes,
+        read_bytes=order.work.read_bytes / 3,
+    )
 
 
 def _bytes(order: Order) -> int:

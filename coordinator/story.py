@@ -93,7 +93,7 @@ def _sentences(fact: AnyFact) -> list[str]:
             return [f"round {fact.round}: no quorum by the deadline, trying again"]
         case Committed():
             told = {n: v for n, v in fact.metrics.items() if n.startswith("check.") or not fact.notes}
-            shown = ", ".join(f"{name} {value:.4g}" for name, value in sorted(told.items()))
+            shown = ", ".join(f"{name} {_short(value)}" for name, value in sorted(told.items()))
             return [f"round {fact.round}: committed" + (f" ({shown})" if shown else ""), *fact.notes]
         case Ended():
             return [f"{fact.status}" + (f": {fact.reason}" if fact.reason else "")]
@@ -141,3 +141,8 @@ def line(row: dict[str, Any]) -> str:
     """A summary for people."""
     joules = "-" if row["energy_j"] is None else ledger.short(row["energy_j"])
     return "{run:32} {status:9} {method:12} {rounds:>6} rounds  {joules:>10} J  {began}".format(joules=joules, **row)
+
+
+def _short(value: float) -> str:
+    """Four digits, and of a count all."""
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -61,6 +62,16 @@ def text(table: Mapping[str, Any]) -> str:
             inner = [f"{k} = {_value(v)}" for k, v in value.items() if v is not None]
             parts.append("\n".join([f"\n[{key}]", *inner]))
     return "\n".join(parts) + "\n"
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """An error of a job says where it is, a file or a table, unless it does already."""
+    try:
+        yield
+    except JobError as error:
+        said = str(error)
+        raise JobError(said if said.startswith(where) else f"{where}: {said}") from None
 
 
 def convert(table: Any, kind: type[T], where: str) -> T:

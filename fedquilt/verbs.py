@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,11 @@ def demo(options: argparse.Namespace) -> int:
 def prepare(options: argparse.Namespace) -> int:
     import msgspec
 
-    from fedquilt import units
+    from fedquilt import tables, units
     from fedquilt.tools import prepare as tool
 
     out = _bundle(options.job, options.out)
-    with _naming(options.job):
+    with tables.naming(str(options.job)):
         made = tool.prepare(msgspec.to_builtins(_job(options.job)), out, print)
     size = sum(ref.size for ref in made.files.values())
     print(f"{out}: {len(made.files)} files, {units.size(size)}")
@@ -134,7 +133,10 @@ def fleet(options: argparse.Namespace) -> int:
         fleet=options.fleet,
     )
     if options.link == "memory":
-        return _ended(options, *tool.virtually(plan, wordy=options.verbose > 0))
+        try:
+            return _ended(options, *tool.virtually(plan, wordy=options.verbose > 0))
+        except KeyboardInterrupt:
+            return _ended(options, "", "running")
     given = _table(options) if options.link == "broker" else None
     ended = tool.really(plan, given, agents_only=options.agents_only, wordy=options.verbose > 0)
     return _ended(options, *ended)
@@ -444,11 +446,12 @@ def _job(path: Path) -> Any:
     Raises:
         JobError: as `coordinator.settings.load`, or a key of [data] or [test] that is wrong.
     """
+    from fedquilt import tables
     from fedquilt.coordinator import settings
     from fedquilt.edge_agent import data
 
     job = settings.load(path)
-    with _naming(path):
+    with tables.naming(str(path)):
         if job.data:
             data.parse(job.data)
         if job.test:
@@ -456,16 +459,6 @@ def _job(path: Path) -> Any:
 
             data.parse(evaluator.table(job), "[test]")
     return job
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """An error of the job says which file it is in."""
-    try:
-        yield
-    except JobError as error:
-        said = str(error)
-        raise JobError(said if said.startswith(f"{path}: ") else f"{path}: {said}") from None
 
 
 def _bundle(job: Path, given: Path | None) -> Path:

@@ -188,7 +188,7 @@ def drawn(runs: Sequence[Run], target: float | None) -> dict[str, str]:
         plots.Dots(name, [100 * value for run in runs if run.method == name and (value := _last(run)) is not None])
         for name in dict.fromkeys(run.method for run in runs)
     ]
-    found["accuracy-end.svg"] = plots.dots(ends, "Accuracy at the end, a dot for each seed", label)
+    found["accuracy-end.svg"] = plots.dots(ends, "Accuracy at the end, a dot for each seed", label, most=100.0)
     return found
 
 

@@ -24,8 +24,9 @@ from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Device, Examples, JobError
-from fedquilt.edge_agent import data, devices, settings
+from fedquilt.edge_agent import data, settings
 from fedquilt.edge_agent.agent import Agent
+from fedquilt.edge_agent.devices import make as make_board
 from fedquilt.edge_agent.worker import InlineWorker
 from fedquilt.link import Endpoint, MemoryBroker, MemoryLink, simulate
 from fedquilt.mqtt import Broker, MqttLink
@@ -97,15 +98,21 @@ class Plan:
         found = [Member(table["device"], *share) for table, share in zip(tables, shares, strict=True)]
         return found, data.load_all(msgspec.convert({**self.job.data, "split": "test"}, data.DataSpec))
 
-    def submit(self, store: Store) -> str:
+    def submit(self, store: Store, make: Callable[[str], Device] = make_board) -> str:
         """Queue the job, or take up its unfinished run; the first round waits for the whole fleet. The run's id.
 
         Raises:
-            JobError, ModelError: the bundle or a key of [data] is wrong.
+            JobError, ModelError: the bundle, or a key of [data] or [fleet] is wrong.
             DataError: there is no data, or none that can be read.
         """
         load(self.bundle)
-        data.open_(data.parse(self.agents()[0]["data"]))  # else every board would find out for itself
+        agents = self.agents()
+        data.open_(data.parse(agents[0]["data"]))  # else every board would find out for itself
+        with tables.naming("[fleet]"):
+            for budget in dict.fromkeys(self.job.fleet.budgets):
+                settings.size_bytes(budget)
+            for board in dict.fromkeys(agent["board"] for agent in agents):
+                make(board)
         cohort = msgspec.structs.replace(self.job.cohort, min_devices=self.size)
         job, folder = msgspec.structs.replace(self.job, cohort=cohort), self.bundle.resolve()
         run = store.unfinished(job, folder)
@@ -147,11 +154,11 @@ def really(
     return run, ended
 
 
-def virtually(plan: Plan, *, wordy: bool = False, make: Callable[[str], Device] = devices.make) -> tuple[str, str]:
+def virtually(plan: Plan, *, wordy: bool = False, make: Callable[[str], Device] = make_board) -> tuple[str, str]:
     """Everything in this process on virtual time. Returns (run, how it ended). `make` makes a board by its name."""
     broker = MemoryBroker(plan.job.seed)
     with Store(plan.home) as store:
-        run = plan.submit(store)
+        run = plan.submit(store, make)
         console = Console(wordy=wordy, clock=lambda: broker.now_s)
         link = broker.connect()
         server = Server(link, plan.fleet, store, console.observe, only=run)

@@ -128,12 +128,12 @@ def bars(found: Sequence[Bar], title: str, x: str, parts: Sequence[str] = ("",))
     return "\n".join([*out, "</svg>"])
 
 
-def dots(found: Sequence[Dots], title: str, x: str) -> str:
-    """A row of dots for each name, a stroke and a figure at their mean."""
+def dots(found: Sequence[Dots], title: str, x: str, *, most: float = math.inf) -> str:
+    """A row of dots for each name, a stroke and a figure at their mean. `most`: as of `lines`, of the axis across."""
     values = [value for row in found for value in row.values]
     if not values:
         return empty(title)
-    xs = ticks(min(values), max(values))
+    xs = _range(values, most)
     left = 16 + LETTER * min(26, max(len(row.name) for row in found))
     floor = TOP + LINE * 1.3 * len(found) + 4
     right = WIDTH - RIGHT - 44

@@ -70,11 +70,40 @@ def test_processes_on_a_real_broker_end_with_the_same_bits_as_virtual_time(tmp_p
     assert all(peak is not None and 10e6 < peak < 256e6 for peak in peaks)
 
 
-def test_a_fleet_whose_agents_all_fail_says_what_one_of_them_said(tmp_path: Path) -> None:
-    """Data that is not there is found out at once, not at a deadline."""
-    given = plan(tmp_path, fleet={"devices": 1, "boards": ["no-such-board"]})
-    with pytest.raises(JobError, match="no-such-board"):
-        fleet.really(given, None)
+def test_a_fleet_whose_agents_all_fail_says_what_one_of_them_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, not at a deadline."""
+    monkeypatch.setattr(fleet, "AGENT", "raise SystemExit('the port is taken')")
+    with pytest.raises(JobError, match="every agent has ended; jetson-nano-00 said: the port is taken"):
+        fleet.really(plan(tmp_path), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"boards": ["jetson-nanoo"]}, r"\[fleet\].*jetson-nanoo"), ({"budgets": ["128XB"]}, r"\[fleet\].*128XB")],
+)
+def test_boards_and_budgets_that_there_are_not_leave_no_run_behind(
+    tmp_path: Path, changes: dict[str, object], said: str
+) -> None:
+    """On virtual time as with processes."""
+    given = plan(tmp_path, fleet={"devices": 3, **changes})
+    for run in (lambda: fleet.virtually(given), lambda: fleet.really(given, None)):
+        with pytest.raises(JobError, match=said):
+            run()
+    with Store(given.home) as store:
+        assert store.jobs() == []
+
+
+def test_an_evaluation_costs_simulated_boards_a_forward_pass(tmp_path: Path) -> None:
+    """Of the three that each of the two epochs of training takes; its weights are read once."""
+    facts = facts_of(given := plan(tmp_path, params={"epochs": 2}), fleet.virtually(given)[0])
+    told = [(fact.update.device, fact.update.usage) for fact in facts if isinstance(fact, Answered)]
+    assert len(told) == 9
+    trained = {device: usage.energy_j for device, usage in told[3:6]}
+    for device, usage in told[6:]:
+        assert usage.energy_j is not None
+        assert trained[device] / 6 <= usage.energy_j <= trained[device] / 3
 
 
 def test_a_fleet_needs_data(tmp_path: Path) -> None:

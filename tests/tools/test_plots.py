@@ -86,6 +86,14 @@ def test_dots_have_a_stroke_at_their_mean() -> None:
     assert "3" in texts(svg)
 
 
+def test_an_axis_of_percent_ends_at_a_hundred() -> None:
+    """One seed alone has its axis around it, of dots as of lines."""
+    alone = plots.dots([plots.Dots("a", [70.13])], "Title", "%", most=100.0)
+    assert ">100<" in alone or ">80<" in alone
+    assert ">120<" not in alone
+    assert ">120<" in plots.dots([plots.Dots("a", [70.13])], "Title", "s")
+
+
 def test_names_cannot_break_out_of_the_picture() -> None:
     """Angle brackets and quotes are text."""
     name = '"><script>alert(1)</script>'
