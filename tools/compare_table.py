@@ -142,7 +142,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     return [
         f"accuracy: on the {result['accuracy_on']} after the last round, mean and sd over seeds; best: of any round",
         counted,
-        "J, board s: of the simulated boards by their profiles, without waiting; real s: this machine",
+        "J, board s: of simulated boards by their profiles, at their own clocks, without waiting; real s: this machine",
     ]
 
 

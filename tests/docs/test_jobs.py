@@ -1,0 +1,60 @@
+"""The page of what a job file holds names every key that there is, and no default that is not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fedquilt.coordinator import settings
+from fedquilt.core import Encoding
+from fedquilt.edge_agent import data
+from fedquilt.models import images
+from fedquilt.tools import prepare
+
+PAGE = (Path(__file__).parents[2] / "docs" / "jobs.md").read_text()
+
+
+def section(heading: str) -> str:
+    """The text below a heading that has these words in it."""
+    parts = re.split(r"^## ", PAGE, flags=re.MULTILINE)
+    return next(part for part in parts if heading in part.partition("\n")[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "heading", "prefix"),
+    [
+        (settings.Cohort, "[cohort]", ""),
+        (Encoding, "[wire]", "wire."),
+        (settings.Stop, "[stop]", "stop."),
+        (settings.Check, "[check]", "check."),
+        (settings.Fleet, "[fleet]", ""),
+        (data.DataSpec, "[data]", ""),
+        (prepare.Donor, "[[donors]]", ""),
+        (images.Input, "[model]", ""),
+    ],
+)
+def test_every_key_has_its_row(kind: type[msgspec.Struct], heading: str, prefix: str) -> None:
+    """With its default where that is a number or a word."""
+    text = section(heading)
+    for field in msgspec.structs.fields(kind):
+        assert f"`{prefix}{field.name}`" in text, field.name
+        rows = [line for line in text.splitlines() if line.startswith(f"| `{prefix}{field.name}` |")]
+        if rows and isinstance(field.default, int | float) and field.default and not isinstance(field.default, bool):
+            assert f"| {field.default:g} |" in rows[0]
+
+
+def test_the_jobs_own_keys_and_tables_are_all_there() -> None:
+    """Scalars in the first table, tables as sections."""
+    for field in msgspec.structs.fields(settings.Job):
+        told = (f"| `{field.name}` |", f"`[{field.name}]`", f"`[[{field.name}]]`", f"`[{field.name}.")
+        assert any(each in PAGE for each in told), field.name
+
+
+def test_the_networks_are_those_there_are() -> None:
+    """By their names."""
+    zoo = pytest.importorskip("fedquilt.models.zoo", reason="networks are torch's")
+    for name in (*zoo.SMALL, "resnet20-cifar", "torchvision/<architecture>"):
+        assert f"`{name}`" in section("[model]"), name
