@@ -229,7 +229,10 @@ class Running:
 
 
 def evaluation(order: Order) -> Work:
-    """What it takes to evaluate what would be trained: one forward pass, of three that an epoch of training costs."""
+    """What it takes to evaluate what would be trained, about: a forward pass, of three that an epoch of training costs.
+
+    No method tells it; one whose evaluation adapts the model first (Per-FedAvg) takes more.
+    """
     passes = 3 * max(1, int(order.params.get("epochs", 1)))
     return msgspec.structs.replace(
         order.work,

@@ -151,3 +151,15 @@ def learners(count: int = 3, examples: int = 16) -> list[Member]:
         x[np.arange(len(y)), y] += 2
         found.append(Member(f"dev-{i}", Examples(x[8:], y[8:]), Examples(x[:8], y[:8])))
     return found
+
+
+def pictures(path: Path, size: int) -> Path:
+    """An .npz of ten noisy templates of size x size pixels, for training and for a test."""
+    draws = np.random.default_rng(0)
+    templates, found = draws.uniform(0, 255, size=(10, size, size)), {}
+    for split in ("train", "test"):
+        y = draws.integers(0, 10, 80)
+        noisy = templates[y] + draws.normal(0, 40, size=(80, size, size))
+        found |= {f"x_{split}": np.clip(noisy, 0, 255).astype(np.uint8), f"y_{split}": y}
+    np.savez(path, **found)
+    return path

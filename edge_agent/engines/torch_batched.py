@@ -1,8 +1,8 @@
 """Several devices trained in one graph: for simulated fleets, where steps are small and calls are what costs.
 
 Parameters are stacked, (devices, ...), and one forward pass goes through all of them, each layer as one batched
-product: `torch.func.vmap` would build the same graph, and takes longer to than such small layers take. The losses are
-added up, so that each device's gradient is its own. Same order of examples and same steps as `torch_engine`'s loop,
+product: `torch.func.vmap` builds the same graph, but building takes longer than such small layers do. The losses
+are added up, so that each device's gradient is its own. Same order of examples and same steps as `torch_engine`'s loop,
 equal to float tolerance (products are summed in another order), and not to the bit.
 
 What goes this way: training with or without `Hooks.correct` on networks of linear layers and functions without

@@ -77,3 +77,9 @@ def test_the_evaluation_after_the_last_round_is_not_told_as_a_round(finished: bo
     assert told[:3] == ["round 0: asked a", "round 0: a answered in 1.00 s, 0 B down, 0 B up", "round 0: committed"]
     assert told[3] == "closing evaluation: asked a"
     assert told[5] == "closing evaluation: committed (check.accuracy 0.5)"
+
+
+def test_a_count_is_told_to_the_last_one() -> None:
+    """And a measure with four digits."""
+    told = story.sentences(Committed(0, REF, False, {"check.examples": 12001.0, "check.loss": 0.123456}), False)
+    assert told == ["round 0: committed (check.examples 12001, check.loss 0.1235)"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedquilt import bundle, tensors
+from fedquilt.cli import main
 from fedquilt.coordinator import ledger, settings
 from fedquilt.coordinator.rounds import Answered, Committed
 from fedquilt.coordinator.store import Store
@@ -142,3 +143,18 @@ def test_boards_of_a_run_that_is_over_keep_what_is_theirs_and_no_blobs(tmp_path:
     home = given.folder(run, "jetson-nano-00")
     assert {path.name for path in home.iterdir()} == {"counted.json", "private"}
     assert next(table["home"] for table in given.agents()) == str(given.folder("", "jetson-nano-00"))
+
+
+def test_ctrl_c_on_virtual_time_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it does with processes."""
+
+    def interrupted(*given: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fleet, "virtually", interrupted)
+    job = tmp_path / "job.toml"
+    job.write_text('name = "a"\nmethod = "fedavg"\n')
+    assert main(["fleet", str(job), "--link", "memory", "--home", str(tmp_path / "runs")]) == 130
+    assert f"interrupted; `fedquilt fleet {job} --home {tmp_path / 'runs'}` continues it" in capsys.readouterr().out

@@ -104,3 +104,9 @@ def test_a_short_run_of_a_column_tells_a_curve_for_each_method() -> None:
     assert list(accounts) == ["FedProx", "FedProx+PeWS"]
     assert [len(each["runs"][0]["accuracy"]) for each in accounts.values()] == [1, 1]
     assert result["mu"] == 0.01
+
+
+def test_one_seed_alone_has_no_spread() -> None:
+    """Its final accuracy is told as it is."""
+    assert fedpews._spread([99.5]) == "99.50 %"
+    assert fedpews._spread([99.0, 98.0]) == "98.50 ± 0.71 %"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 
 from fedquilt.core import DataError, Fit, JobError
@@ -13,18 +12,7 @@ from fedquilt.core import DataError, Fit, JobError
 pytest.importorskip("torch", reason="a transformer is pre-trained and federated")
 
 from fedquilt.tools.reproduce import fedsdg
-
-
-def pictures(path: Path) -> Path:
-    """Ten noisy templates of 28 x 28 pixels, for training and for a test."""
-    draws = np.random.default_rng(0)
-    templates, found = draws.uniform(0, 255, size=(10, 28, 28)), {}
-    for split in ("train", "test"):
-        y = draws.integers(0, 10, 80)
-        noisy = templates[y] + draws.normal(0, 40, size=(80, 28, 28))
-        found |= {f"x_{split}": np.clip(noisy, 0, 255).astype(np.uint8), f"y_{split}": y}
-    np.savez(path, **found)
-    return path
+from toys import pictures
 
 
 def test_a_small_run_of_all_methods_tells_accuracy_bytes_and_gates(
@@ -36,7 +24,7 @@ def test_a_small_run_of_all_methods_tells_accuracy_bytes_and_gates(
     monkeypatch.setattr(fedsdg, "BEFORE", Fit(epochs=1, batch=16, lr=1e-3, optimizer="adam"))
     monkeypatch.setattr(fedsdg, "BEFORE_EXAMPLES", 40)
     monkeypatch.setattr(fedsdg, "SPEC", {**fedsdg.SPEC, "limit": 60})
-    data = str(pictures(tmp_path / "drawn.npz"))
+    data = str(pictures(tmp_path / "drawn.npz", 28))
     one = fedsdg.play(data, 0, 1)
     told = one["0.3"]
     assert told.keys() == {"fedsdg", "fedlora", "fedprox", "local"}

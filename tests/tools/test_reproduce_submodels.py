@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from fedquilt.core import DataError, Fit
@@ -12,18 +11,7 @@ from fedquilt.core import DataError, Fit
 pytest.importorskip("torch", reason="networks are trained")
 
 from fedquilt.tools.reproduce import submodels
-
-
-def pictures(path: Path) -> Path:
-    """Ten noisy templates of 14 x 14 pixels, for training and for a test."""
-    draws = np.random.default_rng(0)
-    templates, found = draws.uniform(0, 255, size=(10, 14, 14)), {}
-    for split in ("train", "test"):
-        y = draws.integers(0, 10, 80)
-        noisy = templates[y] + draws.normal(0, 40, size=(80, 14, 14))
-        found |= {f"x_{split}": np.clip(noisy, 0, 255).astype(np.uint8), f"y_{split}": y}
-    np.savez(path, **found)
-    return path
+from toys import pictures
 
 
 def test_a_small_run_tells_the_whole_network_and_its_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -34,7 +22,7 @@ def test_a_small_run_tells_the_whole_network_and_its_parts(monkeypatch: pytest.M
     monkeypatch.setattr(submodels, "SPEC", {**submodels.SPEC, "limit": 60})
     monkeypatch.setattr(submodels, "NETWORK", {**submodels.NETWORK, "width": 4})
     monkeypatch.setattr(submodels, "TESTED", 40)
-    told = submodels.play(str(pictures(tmp_path / "drawn.npz")), 0, 1)
+    told = submodels.play(str(pictures(tmp_path / "drawn.npz", 14)), 0, 1)
     for name, arm in submodels.ARMS.items():
         assert told[name].keys() == {"whole", *(submodels.PARTS if arm.parts else ())}
         assert all(0 <= value <= 1 for value in told[name].values())
