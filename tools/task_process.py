@@ -22,7 +22,7 @@ LOOK_S = 0.02
 class TaskProcess:
     """A process for one engine under one budget, alive within `with`; the device's private state goes along.
 
-    `outside_bytes` is the most that it was seen to hold from outside during its last task.
+    `outside_bytes` is the peak that the kernel told of it after its last task, 0 if it tells none.
 
     Args:
         data: the device's [data] table.
@@ -102,12 +102,10 @@ class TaskProcess:
 
     def _answer(self, child: Child, line: bytes) -> orders.Outcome:
         child.send(line)
-        self.outside_bytes = 0
         while True:
-            self.outside_bytes = max(self.outside_bytes, child.look() or 0)
             for event in child.receive():
                 if isinstance(event, orders.Outcome):
-                    self.outside_bytes = max(self.outside_bytes, budget.peak_bytes(child.pid) or 0)
+                    self.outside_bytes = budget.peak_bytes(child.pid) or 0
                     return event
             if child.gone:
                 return child.obituary()

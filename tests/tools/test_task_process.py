@@ -34,6 +34,7 @@ def test_a_task_tells_its_peak_and_gives_what_it_would_send_or_says_why_not(tmp_
         assert outcome.weight == 16  # the others are held out
         assert outcome.peak_bytes is not None
         assert 10**7 < outcome.peak_bytes < 1 << 30
+        assert outcome.peak_bytes <= process.outside_bytes < 1.5 * outcome.peak_bytes  # a little later, so no less
         assert sent["model"].keys() == MODEL.keys()
         assert not np.array_equal(sent["model"]["1.weight"], MODEL["1.weight"])
         order.params["network"]["inputs"] = 5  # type: ignore[index]
