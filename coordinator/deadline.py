@@ -25,7 +25,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from fedquilt import predict
+from fedquilt import cost_model
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import OperatingPoint, Profile, Work
 
@@ -89,11 +89,11 @@ def expected_s(work: Work, profile: Profile | None, point: str | None = None) ->
     points: Sequence[OperatingPoint] = profile.points if profile else ()
     work = work.on(1)
     if point is None:
-        every = [predict.seconds(work, each) for each in points]
+        every = [cost_model.seconds(work, each) for each in points]
         return min((time for time in every if time is not None), default=None)
     named = {each.name: each for each in points}
     held = [named.get(name) for name in point.split(", then ")]
-    times = [None if each is None else predict.seconds(work, each) for each in held]
+    times = [None if each is None else cost_model.seconds(work, each) for each in held]
     found = [time for time in times if time is not None]
     return statistics.fmean(found) if len(found) == len(times) else None
 

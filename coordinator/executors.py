@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol, TypeAlias
 
 from fedquilt import wire
+from fedquilt.blobs.store import Depot
+from fedquilt.blobs.transfer import Transfers
 from fedquilt.coordinator.admission import Appeared, Arrived
-from fedquilt.coordinator.issues import Issues
-from fedquilt.coordinator.running import Running
+from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.outgoing import Issues
 from fedquilt.core import BlobRef, JobError, Task, Wired, WireError
-from fedquilt.depot import Depot
-from fedquilt.garbage import Garbage
-from fedquilt.link import Link, Message
-from fedquilt.transfer import Transfers
+from fedquilt.transport.link import Link, Message
+from fedquilt.transport.malformed import Garbage
 
 log = logging.getLogger("fedquilt.coordinator")
 
@@ -74,7 +74,7 @@ class Executor(Protocol):
 class OverLink:
     """Devices at the other end of a broker.
 
-    A task is a retained message, sent again while it goes unclaimed; blobs go in chunks (`fedquilt.transfer`).
+    A task is a retained message, sent again while it goes unclaimed; blobs go in chunks (`fedquilt.blobs.transfer`).
 
     Args:
         depot: where what devices send is put, and what they fetch is taken from.

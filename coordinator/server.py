@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from fedquilt import methods, wire
-from fedquilt.coordinator import admission, cohort, eligible, rounds, turns
+from fedquilt.coordinator import admission, cohort, eligibility, rounds, turns
 from fedquilt.coordinator.admission import Answer, Appeared, Arrived, Discard, Examine, Fetch, Issue, Patience, Withdraw
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.executors import Executor
-from fedquilt.coordinator.registry import GRACE_S, Registry
+from fedquilt.coordinator.fleet import GRACE_S, Registry
+from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.rounds import AnyFact, Asked, Closed, Committed, Declined, Ended, Resumed
-from fedquilt.coordinator.running import Running
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.core import FedquiltError, JobError, Method, Profile, StoreError, Update, UpdateError, Wired
 
@@ -29,7 +29,7 @@ POLL_S = 1.0
 
 
 class Server:
-    """Runs the jobs of a store, one at a time, by an executor. A `fedquilt.link.Endpoint`.
+    """Runs the jobs of a store, one at a time, by an executor. A `fedquilt.transport.link.Endpoint`.
 
     Args:
         observe: `observe(job, fact)` is told each new fact.
@@ -302,7 +302,7 @@ class Server:
         def ask(device: str) -> Ask:
             return job.ask(device, self.registry.profile_of(device))
 
-        passed = self.registry.barred(eligible.Wants(job.engines, job.job.cohort, job.job.wire.codec), now_s)
+        passed = self.registry.barred(eligibility.Wants(job.engines, job.job.cohort, job.job.wire.codec), now_s)
         if short := rounds.left_alone(job.rounds, fleet.keys() - passed.keys(), ask):
             passed = {**passed, **short}
         free = fleet.keys() - passed.keys()

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from fedquilt import methods, tables
+from fedquilt import config, methods
 from fedquilt.core import CODECS, Encoding, JobError
 
 NOT_NETWORK: Final = ("weights", "weights_classes", "seed")  # keys of [model] on what it begins with, not on what it is
@@ -57,7 +57,7 @@ class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     devices: Annotated[int, Meta(ge=1)] = 4
     boards: Annotated[tuple[str, ...], Meta(min_length=1)] = ("x86-host",)
     budgets: Annotated[tuple[str, ...], Meta(min_length=1)] = ("512MB",)
-    policy: Literal["energy", "paper", "max", "board"] = "energy"  # of the boards' governors: edge_agent/governor.py
+    policy: Literal["energy", "paper", "max", "board"] = "energy"  # edge_agent/power/governor.py
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,15 +75,15 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop: Stop = Stop()
     check: Check = Check()
     fleet: Fleet = Fleet()
-    data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.edge_agent.data.DataSpec
-    test: dict[str, Any] = msgspec.field(default_factory=dict)  # likewise: what no device has; fedquilt.tools.evaluator
-    compare: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)  # method -> params; fedquilt.tools.compare
-    model: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.tools.prepare
-    schedule: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.tools.schedule
+    data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.data.examples.DataSpec
+    test: dict[str, Any] = msgspec.field(default_factory=dict)  # a DataSpec too: what no device has
+    compare: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)  # method -> params
+    model: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.tools.artefacts.prepare
+    schedule: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.tools.artefacts.frozen_part
     input: dict[str, Any] = msgspec.field(default_factory=dict)
     labels: tuple[str, ...] = ()
     donors: tuple[dict[str, Any], ...] = ()
-    int8: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.tools.quantize.Images
+    int8: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.tools.artefacts.quantize.Images
 
 
 def load(path: Path) -> Job:
@@ -92,7 +92,7 @@ def load(path: Path) -> Job:
     Raises:
         JobError: unreadable, not TOML, an unknown key, a value out of range, or an unknown method or parameter.
     """
-    table = tables.read(path)
+    table = config.read(path)
     try:
         if "device" in table and "method" not in table:
             raise JobError("these are a board's settings, and a job is wanted; `fedquilt agent` takes settings")
@@ -107,7 +107,7 @@ def parse(table: Mapping[str, Any]) -> Job:
     Raises:
         JobError: says which key is wrong and what is expected there.
     """
-    job = tables.convert(table, Job, "a job")
+    job = config.convert(table, Job, "a job")
     params(job)
     if job.wire.codec not in CODECS:
         raise JobError(f"[wire] codec = {job.wire.codec!r}: there are {', '.join(CODECS)}")
@@ -144,11 +144,11 @@ def params(job: Job) -> Any:
     known = [field.name for field in dataclasses.fields(kind)]
     unknown = sorted(set(job.params) - set(known))
     if unknown:
-        hint = tables.nearest(unknown[0], known)
+        hint = config.nearest(unknown[0], known)
         raise JobError(
             f"[params] {', '.join(unknown)}: {job.method} has no such parameter; it has {', '.join(known)}{hint}"
         )
-    given: Any = tables.convert(job.params, kind, f"[params] of {job.method}")
+    given: Any = config.convert(job.params, kind, f"[params] of {job.method}")
     return kind(**{name: getattr(given, name) for name in known})  # msgspec leaves defaults out of an object's own dict
 
 

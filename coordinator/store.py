@@ -21,10 +21,10 @@ from typing import IO, Final, Literal, NamedTuple
 
 import msgspec
 
+from fedquilt.blobs.store import Depot
 from fedquilt.coordinator.rounds import AnyFact, Ended
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import JobError, StoreError
-from fedquilt.depot import Depot
 
 VERSION = 1  # of the tables
 

@@ -13,8 +13,8 @@ from typing import Final
 
 import msgspec
 
-from fedquilt import link as links
 from fedquilt import methods, profiles, systemd, wire
+from fedquilt.blobs.transfer import Transfers
 from fedquilt.core import (
     BlobRef,
     Device,
@@ -25,16 +25,17 @@ from fedquilt.core import (
     Wired,
     WireError,
 )
-from fedquilt.edge_agent import budget, devices, engines, plan, report
-from fedquilt.edge_agent.duty import Duty
-from fedquilt.edge_agent.local import Local
-from fedquilt.edge_agent.orders import Order
+from fedquilt.edge_agent import devices, engines, messages, plan
 from fedquilt.edge_agent.plan import Acked, Arrived, Cleared, Connected, Failed, Fetched, Key
 from fedquilt.edge_agent.settings import AgentSettings, size_bytes
-from fedquilt.edge_agent.worker import ChildWorker, Worker
-from fedquilt.garbage import Garbage
-from fedquilt.link import Link, Message
-from fedquilt.transfer import Transfers
+from fedquilt.edge_agent.state import Local
+from fedquilt.edge_agent.task import budget
+from fedquilt.edge_agent.task.duty import Duty
+from fedquilt.edge_agent.task.protocol import Order
+from fedquilt.edge_agent.task.worker import ChildWorker, Worker
+from fedquilt.transport import link as links
+from fedquilt.transport.link import Link, Message
+from fedquilt.transport.malformed import Garbage
 
 log = logging.getLogger("fedquilt.agent")
 
@@ -44,11 +45,11 @@ RETELL_MOST_S: Final = 600.0  # a broker keeps them, but may lose what it acknow
 
 
 class Agent:
-    """One device's agent. A `fedquilt.link.Endpoint`.
+    """One device's agent. A `fedquilt.transport.link.Endpoint`.
 
     Args:
         boot: names this start of the agent; it has to be another one at each.
-        durable: see `fedquilt.edge_agent.local.Local`.
+        durable: see `fedquilt.edge_agent.state.Local`.
 
     Raises:
         StoreError: its home cannot be read or written.
@@ -90,7 +91,7 @@ class Agent:
         if short := budget.no_engine(means.budget_bytes, means.engines):
             log.warning("%s: %s", self.device, short)
         self._tell_s, self._patience_s = math.inf, RETELL_S
-        self._profile = report.profile(self.device, board, means)
+        self._profile = messages.profile(self.device, board, means)
         self._progress_s = self._telemetry_s = -math.inf
 
     def fds(self) -> Sequence[int]:
@@ -249,7 +250,7 @@ class Agent:
         """See `duty.Surroundings`."""
         if now_s >= self._progress_s + PROGRESS_S:
             self._progress_s = now_s
-            self._publish("progress", report.progress(task, fraction), reliable=False)
+            self._publish("progress", messages.progress(task, fraction), reliable=False)
 
     def offer(self, update: Update, now_s: float) -> None:
         """Offer an update; one whose blobs the disk has lost can only be worked for again."""
@@ -280,7 +281,7 @@ class Agent:
         if now_s < self._telemetry_s + self.settings.telemetry_s:
             return
         self._telemetry_s = now_s
-        told = report.telemetry(self._board.read(now_s))
+        told = messages.telemetry(self._board.read(now_s))
         if told is not None:
             self._publish("telemetry", told, reliable=False)
 
@@ -308,7 +309,7 @@ def run_agent(settings: AgentSettings) -> None:
         JobError: a setting that cannot be used, or another agent in the same home.
         StoreError: the home cannot be read or written.
     """
-    from fedquilt.mqtt import Broker, MqttLink
+    from fedquilt.transport.mqtt import Broker, MqttLink
 
     broker = Broker.parse(**msgspec.structs.asdict(settings.broker))
     profile = None if settings.profile is None else profiles.find(settings.profile)

@@ -28,10 +28,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from fedquilt import disk, enrolment, explain
+from fedquilt import disk, enrolment
 from fedquilt.core import FedquiltError, JobError, LinkError, StoreError
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.enrolment import Answer, Request
+from fedquilt.transport import mqtt_errors
 
 log = logging.getLogger("fedquilt.enrol")
 
@@ -281,7 +282,7 @@ def _post(url: str, files: Paths, path: str, request: Request, certified: bool) 
         if certified:
             context.load_cert_chain(files.cert, files.key)
     except (ValueError, OSError) as error:
-        raise JobError(f"[enrol] url = {url!r} or {files.ca} cannot be used: {explain.why(error)}") from None
+        raise JobError(f"[enrol] url = {url!r} or {files.ca} cannot be used: {mqtt_errors.why(error)}") from None
     connection = http.client.HTTPSConnection(parts.hostname, port, timeout=ANSWER_S, context=context)
     try:
         connection.request("POST", path, msgspec.json.encode(request), {"Content-Type": "application/json"})
@@ -308,7 +309,7 @@ def _unreached(url: str, files: Paths, error: Exception) -> str:
             now = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
             return f"the certificate of {url} is out of date by this board's clock, which says {now}: set the clock"
         return f"{url} is not to be trusted ({error.verify_message}): check [enrol] url and {files.ca}"
-    said = explain.why(error)
+    said = mqtt_errors.why(error)
     if "alert" in said and "expired" in said:
         return f"{url} says that {files.cert} has expired: put a new token into {files.token}"
     return (

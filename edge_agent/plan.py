@@ -21,7 +21,8 @@ from msgspec import field
 from msgspec.structs import replace
 
 from fedquilt.core import CODECS, BlobRef, Reading, Task, Update
-from fedquilt.edge_agent import budget, governor
+from fedquilt.edge_agent.power import governor
+from fedquilt.edge_agent.task import budget
 from fedquilt.wire import Claim
 
 RESEND_S: Final = 5.0  # an unanswered update is offered again after this, then after twice as long, and so on

@@ -24,10 +24,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from fedquilt import profiles, tables
+from fedquilt import config, profiles
 from fedquilt.core import JobError, Name
-from fedquilt.edge_agent import data
-from fedquilt.edge_agent.governor import Policy, Rule
+from fedquilt.data import examples as data
+from fedquilt.edge_agent.power.governor import Policy, Rule
 
 UNITS = {
     **{unit: 1000**power for power, unit in enumerate(("B", "kB", "MB", "GB", "TB"))},
@@ -36,7 +36,7 @@ UNITS = {
 
 
 class BrokerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the broker is, and the files that let this device in. See `fedquilt.mqtt.Broker`."""
+    """Where the broker is, and the files that let this device in. See `fedquilt.transport.mqtt.Broker`."""
 
     url: str = "mqtt://127.0.0.1:1883"
     ca: str | None = None
@@ -49,7 +49,7 @@ class BrokerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GovernorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """At which clocks the device works. See `fedquilt.edge_agent.governor`."""
+    """At which clocks the device works. See `fedquilt.edge_agent.power.governor`."""
 
     policy: Policy = "energy"
     margin: Annotated[float, Meta(ge=0, le=10)] = 0.1  # of the predicted time, kept to spare before the deadline
@@ -80,7 +80,7 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     broker: BrokerSettings = BrokerSettings()
     enrol: EnrolSettings = EnrolSettings()
     governor: GovernorSettings = GovernorSettings()
-    data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.edge_agent.data.DataSpec
+    data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.data.examples.DataSpec
 
     def budget_bytes(self, memory_bytes: int) -> int:
         """The most a task's process may hold, on a board with so much memory."""
@@ -109,7 +109,7 @@ def load(path: Path) -> AgentSettings:
     Raises:
         JobError: unreadable, not TOML, an unknown key, or a value of the wrong type or out of range.
     """
-    table = tables.read(path)
+    table = config.read(path)
     try:
         if "method" in table and "device" not in table:
             raise JobError("this is a job, and a board's settings (agent.toml) are wanted; `fedquilt run` takes a job")
@@ -124,7 +124,7 @@ def parse(table: Mapping[str, Any]) -> AgentSettings:
     Raises:
         JobError: says which key is wrong, what is expected there, and which keys there are.
     """
-    settings = tables.convert(table, AgentSettings, "an agent's settings")
+    settings = config.convert(table, AgentSettings, "an agent's settings")
     if settings.data:
         data.parse(settings.data)
     for key, size in (("budget", settings.budget), ("cache", settings.cache)):

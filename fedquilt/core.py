@@ -124,11 +124,11 @@ class Work(Wired, frozen=True):
 
 
 Action = Literal["check", "work"]
-CODECS: Final = ("raw", "fp16", "int8", "topk")  # that this version knows: `fedquilt.codecs`
+CODECS: Final = ("raw", "fp16", "int8", "topk")  # that this version knows: `fedquilt.compression`
 
 
 class Encoding(Wired, frozen=True):
-    """How the tensors of an update go up: a job's [wire] table. `fedquilt.codecs` says what each codec does."""
+    """How the tensors of an update go up: a job's [wire] table. `fedquilt.compression` says what each codec does."""
 
     codec: Name = "raw"  # one of CODECS; a device that does not know it is not asked
     keep: Annotated[float, Meta(gt=0, le=1)] = 0.05  # of "topk": share of a tensor's entries that is told
@@ -394,7 +394,7 @@ class Hooks:
 
 
 class Trainer(Engine, Protocol):
-    """An engine that trains a network named by a table, `{"name": "mlp", ...}` (`fedquilt.models.zoo`)."""
+    """An engine that trains a network named by a table, `{"name": "mlp"}` (`fedquilt.models.networks.registry`)."""
 
     def train(
         self,

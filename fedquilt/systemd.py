@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from fedquilt.link import Endpoint
+from fedquilt.transport.link import Endpoint
 
 BEAT_S: Final = 1.0  # between words to the watchdog
 

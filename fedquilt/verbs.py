@@ -23,22 +23,22 @@ def demo(options: argparse.Namespace) -> int:
 def prepare(options: argparse.Namespace) -> int:
     import msgspec
 
-    from fedquilt import tables, units
-    from fedquilt.coordinator import running
-    from fedquilt.tools import prepare as tool
+    from fedquilt import config, units
+    from fedquilt.coordinator import job as running
+    from fedquilt.tools.artefacts import prepare as tool
 
     job, out = _job(options.job), _bundle(options.job, options.out)
-    with tables.naming(str(options.job)):
+    with config.naming(str(options.job)):
         made = tool.prepare(msgspec.to_builtins(job), out, print)
     size = sum(ref.size for ref in made.files.values())
     print(f"{out}: {len(made.files)} files, {units.size(size)}")
-    with tables.naming(str(options.job)):
+    with config.naming(str(options.job)):
         running.first_state(job, made)
     if job.data:
-        from fedquilt.edge_agent import data
-        from fedquilt.tools import fitting
+        from fedquilt.data import examples
+        from fedquilt.tools.artefacts import fitting
 
-        spec = data.parse(job.data)
+        spec = examples.parse(job.data)
         if spec.synthetic or all(
             Path(each.path).exists() for each in spec.sources or (spec,)
         ):  # else only boards have it
@@ -47,14 +47,15 @@ def prepare(options: argparse.Namespace) -> int:
 
 
 def partition(options: argparse.Namespace) -> int:
-    from fedquilt.tools import partition_plot as tool
+    from fedquilt.tools.experiments import partition as tool
 
     return tool.main(_job(options.job), options.devices, options.out, options.format)
 
 
 def run(options: argparse.Namespace) -> int:
     from fedquilt import bundle
-    from fedquilt.coordinator import running, settings
+    from fedquilt.coordinator import job as running
+    from fedquilt.coordinator import settings
     from fedquilt.coordinator.store import Store
 
     job, folder = _job(options.job), _bundle(options.job, options.bundle)
@@ -73,8 +74,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def serve(options: argparse.Namespace) -> int:
-    from fedquilt.coordinator.console import Console, coordinate
     from fedquilt.coordinator.store import Store
+    from fedquilt.coordinator.views.terminal import Console, coordinate
 
     with Store(options.home) as store:
         if not store.lock():
@@ -146,7 +147,7 @@ def emulate(options: argparse.Namespace) -> int:
 
 
 def fleet(options: argparse.Namespace) -> int:
-    from fedquilt.tools import fleet as tool
+    from fedquilt.tools.simulation import agents as tool
 
     if options.agents_only and options.link != "broker":
         raise JobError("--agents-only needs --link broker and the coordinator's --broker URL")
@@ -216,16 +217,16 @@ def broker(options: argparse.Namespace) -> int:
 
 
 def ls(options: argparse.Namespace) -> int:
-    from fedquilt.coordinator import story
+    from fedquilt.coordinator.views import log
 
     with _existing(options) as store:
-        rows = [story.summary(row, store) for row in store.all_jobs()]
-    _print(options, rows, [story.line(row) for row in rows])
+        rows = [log.summary(row, store) for row in store.all_jobs()]
+    _print(options, rows, [log.line(row) for row in rows])
     return 0
 
 
 def logs(options: argparse.Namespace) -> int:
-    from fedquilt.coordinator import console
+    from fedquilt.coordinator.views import terminal as console
 
     with _existing(options) as store:
         console.tell(store, store.job(options.run).id, follow=options.follow, json=options.format == "json")
@@ -233,7 +234,7 @@ def logs(options: argparse.Namespace) -> int:
 
 
 def why(options: argparse.Namespace) -> int:
-    from fedquilt.coordinator import why as reasons
+    from fedquilt.coordinator.views import why as reasons
 
     with _existing(options) as store:
         found = reasons.of(store, options.run)
@@ -275,7 +276,7 @@ def resume(options: argparse.Namespace) -> int:
 
 
 def export(options: argparse.Namespace) -> int:
-    from fedquilt.tools import export as tool
+    from fedquilt.tools.artefacts import export as tool
 
     with _existing(options) as store:
         print(tool.export(store, options.run, options.out))
@@ -283,7 +284,7 @@ def export(options: argparse.Namespace) -> int:
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    from fedquilt.tools import evaluator
+    from fedquilt.tools.experiments import evaluate as evaluator
 
     def say(score: evaluator.Score) -> None:
         if options.format == "text":
@@ -305,7 +306,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def compare(options: argparse.Namespace) -> int:
-    from fedquilt.tools import compare as tool
+    from fedquilt.tools.experiments import compare as tool
 
     return tool.main(
         _job(options.job),
@@ -323,14 +324,14 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def cards(options: argparse.Namespace) -> int:
-    from fedquilt.tools import cards as tool
+    from fedquilt.tools.report import method_pages as tool
 
     tool.main(options.method, options.out, options.format)
     return 0
 
 
 def reproduce(options: argparse.Namespace) -> int:
-    from fedquilt.tools import reproduce as tool
+    from fedquilt.tools.experiments import papers as tool
 
     return tool.main(
         options.table,
@@ -360,13 +361,13 @@ def audit(options: argparse.Namespace) -> int:
 
 
 def run_model(options: argparse.Namespace) -> int:
-    from fedquilt.tools import run_model as tool
+    from fedquilt.tools.artefacts import run_model as tool
 
     return tool.main(options.model, options.images, options.format)
 
 
 def record(options: argparse.Namespace) -> int:
-    from fedquilt.tools import record as tool
+    from fedquilt.tools.board import record as tool
 
     return tool.main(
         options.out,
@@ -396,9 +397,9 @@ def doctor(options: argparse.Namespace) -> int:
 
 def clocks(options: argparse.Namespace) -> int:
     if options.what == "serve":
-        from fedquilt.edge_agent import clockd
+        from fedquilt.edge_agent.clocks import helper
 
-        clockd.serve(
+        helper.serve(
             options.root,
             options.socket,
             options.state,
@@ -408,7 +409,7 @@ def clocks(options: argparse.Namespace) -> int:
             dry_run=options.dry_run,
         )
         return 0
-    from fedquilt.tools import clocks as tool
+    from fedquilt.tools.board import clocks as tool
 
     if options.what == "status":
         return tool.status(options.root, options.socket, options.format)
@@ -474,18 +475,18 @@ def _job(path: Path) -> Any:
     Raises:
         JobError: as `coordinator.settings.load`, or a key of [data] or [test] that is wrong.
     """
-    from fedquilt import tables
+    from fedquilt import config
     from fedquilt.coordinator import settings
-    from fedquilt.edge_agent import data
+    from fedquilt.data import examples
 
     job = settings.load(path)
-    with tables.naming(str(path)):
+    with config.naming(str(path)):
         if job.data:
-            data.parse(job.data)
+            examples.parse(job.data)
         if job.test:
-            from fedquilt.tools import evaluator
+            from fedquilt.tools.experiments import evaluate as evaluator
 
-            data.parse(evaluator.table(job), "[test]")
+            examples.parse(evaluator.table(job), "[test]")
     return job
 
 
@@ -502,7 +503,7 @@ def _table(options: argparse.Namespace) -> dict[str, Any]:
 def _link(options: argparse.Namespace) -> Any:
     """The coordinator's link; not connected yet: a daemon waits for its broker, a command asks for it."""
     from fedquilt import wire
-    from fedquilt.mqtt import Broker, MqttLink
+    from fedquilt.transport.mqtt import Broker, MqttLink
 
     will = (wire.Topics(options.fleet).coord, wire.encode(wire.CoordState(online=False)))
     return MqttLink(Broker.parse(**_table(options)), f"fedquilt-coordinator-{options.fleet}", will)
@@ -510,7 +511,7 @@ def _link(options: argparse.Namespace) -> Any:
 
 def _follow(options: argparse.Namespace, store: Any, id: str) -> int:
     """Run a job to its end: here, unless a coordinator serves this home already."""
-    from fedquilt.coordinator import console
+    from fedquilt.coordinator.views import terminal as console
 
     print(f"{id}; from elsewhere: `fedquilt logs {id} --follow --home {options.home.resolve()}`", flush=True)
     if store.lock():

@@ -33,7 +33,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from fedquilt import tables
+from fedquilt import config
 from fedquilt.core import JobError, Label, Name, OperatingPoint
 from fedquilt.profiles import model as laws
 
@@ -242,7 +242,7 @@ def load(name: str) -> Board:
         JobError: there is no such file, or it does not fit the schema; says where.
     """
     if name not in names():
-        hint = tables.nearest(name, names())
+        hint = config.nearest(name, names())
         raise JobError(f"board {name!r} is unknown; there are: {', '.join(names())}, and auto for this host{hint}")
     path = Path(__file__).parent / f"{name}.toml"
     return parse(path.read_text(encoding="utf-8"), str(path))
@@ -258,7 +258,7 @@ def find(given: str) -> Board:
     if not path.exists() and is_name(given):
         if given in names():
             return load(given)
-        hint = tables.nearest(given, names())
+        hint = config.nearest(given, names())
         raise JobError(f"profile {given!r} is no file, and none that ships; there are: {', '.join(names())}{hint}")
     try:
         return parse(path.read_text(encoding="utf-8"), str(path))
@@ -279,7 +279,7 @@ def parse(text: str, where: str) -> Board:
             share a name, clocks do not rise, or the model uses a clock that [clocks] does not list.
     """
     try:
-        board = msgspec.convert(tables.parse(text, where), Board)
+        board = msgspec.convert(config.parse(text, where), Board)
     except msgspec.ValidationError as error:
         raise JobError(f"{where}: {error}") from None
     unknown = sorted({figure.source for figure in board.figures()} - set(board.sources))

@@ -28,9 +28,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from hypothesis import HealthCheck, settings
 
-from fedquilt.link import Message
-from fedquilt.mqtt import Broker, MqttLink
 from fedquilt.tools.broker import EmbeddedBroker
+from fedquilt.transport.link import Message
+from fedquilt.transport.mqtt import Broker, MqttLink
 
 # a slow moment of the machine is no fault of the code
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])

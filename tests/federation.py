@@ -17,17 +17,19 @@ from typing import Any
 import numpy as np
 from ordinary import User
 
-from fedquilt import bundle, methods, tables, tensors
-from fedquilt import link as links
+from fedquilt import bundle, config, methods, tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.executors import OverLink
+from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.rounds import Answered, AnyFact, Committed, Ended
-from fedquilt.coordinator.running import Running
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Store
-from fedquilt.mqtt import Broker, MqttLink
-from fedquilt.tools import demo, fleet, prepare
+from fedquilt.tools import demo
+from fedquilt.tools.artefacts import prepare
+from fedquilt.tools.simulation import agents as fleet
+from fedquilt.transport import link as links
+from fedquilt.transport.mqtt import Broker, MqttLink
 
 ROUNDS, DEVICES = 2, 3
 LIMIT_S = 240.0  # of a job; nothing waits so long unless something hangs
@@ -132,7 +134,7 @@ class Agents:
         for table in boards:
             name = str(table["device"])
             told = {**table, "home": str(user.home / name), "broker": {"url": broker}, "warm_s": 600.0}
-            (user.folder / f"{name}.toml").write_text(tables.text(told))
+            (user.folder / f"{name}.toml").write_text(config.text(told))
             self.start(name)
 
     @property

@@ -32,7 +32,9 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds import Asked, Committed, Started
 from fedquilt.coordinator.store import Store
 from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.tools import demo, export, fleet
+from fedquilt.tools import demo
+from fedquilt.tools.artefacts import export
+from fedquilt.tools.simulation import agents
 
 FILE = Path(__file__).parent / "simulation" / "golden.json"
 DEMO = Path(demo.__file__).parent
@@ -109,7 +111,7 @@ class File(msgspec.Struct, frozen=True):
 def play(method: str, folder: Path) -> Golden:
     """Run a method on virtual time and export its result."""
     job, stock = _job(method, folder)
-    plan = fleet.Plan(job, stock, folder / "runs")
+    plan = agents.Plan(job, stock, folder / "runs")
     asked: list[list[str]] = []
     states: list[Content] = []
     append = Store.append
@@ -124,7 +126,7 @@ def play(method: str, folder: Path) -> Golden:
             states.append(content(path.read_bytes(), "state"))
 
     with mock.patch.object(Store, "append", watched), contextlib.redirect_stdout(io.StringIO()):
-        run, status = fleet.virtually(plan)
+        run, status = agents.virtually(plan)
     assert status == "done", f"{method}: the run ended as {status}"
     out = folder / ("stitched.onnx" if method == "fedstitch" else "weights.safetensors")
     with Store(plan.home) as store:

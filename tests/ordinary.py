@@ -30,8 +30,8 @@ import msgspec
 import pytest
 
 import fedquilt
-from fedquilt.edge_agent.clamp import Clamp
-from fedquilt.edge_agent.clockd import Helper
+from fedquilt.edge_agent.clocks.helper import Helper
+from fedquilt.edge_agent.clocks.hold import Clamp
 
 LIMIT_S = 120.0
 PR_SET_DUMPABLE = 4

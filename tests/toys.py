@@ -16,7 +16,8 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import BlobRef, Bundle, Examples, Method, Order, Site, Task
 from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.models import images, masks
+from fedquilt.models.networks import inputs
+from fedquilt.models.partial import masks
 from fedquilt.tools.simulation import Member, hands
 from fedquilt.tools.simulation import run as simulated
 from fedquilt.tools.simulation.run import Hands, Simulation
@@ -138,7 +139,7 @@ def convolution(seed: int, before: int, after: int, pool: bool) -> Callable[[np.
         padded = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
         windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3))
         maps = np.maximum(np.einsum("nchwij,kcij->nkhw", windows, kernel, optimize=True), 0)
-        return images.resize(maps, maps.shape[2] // 2, maps.shape[3] // 2) if pool else maps
+        return inputs.resize(maps, maps.shape[2] // 2, maps.shape[3] // 2) if pool else maps
 
     return run
 
@@ -210,7 +211,7 @@ def members(count: int = 4, examples: int = 60) -> list[Member]:
 # -- networks -------------------------------------------------------------------------------------
 
 MLP = {"name": "mlp", "inputs": 6, "hidden": [5], "classes": 3}
-MLP_MASKS = masks.Plan(  # fedquilt.models.mask_trace.plan of it
+MLP_MASKS = masks.Plan(  # fedquilt.models.partial.trace.plan of it
     {"1": 5},
     {},
     {

@@ -76,7 +76,7 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
             Stage(
                 f"fuzz-{codec}",
                 f"federations with seeded faults, seeds {SEEDS}, updates as {codec}",
-                ((python, "-m", "fedquilt.tools.simulate", "--seeds", SEEDS, "--codec", codec),),
+                ((python, "-m", "fedquilt.tools.simulation.faults", "--seeds", SEEDS, "--codec", codec),),
             )
             for codec in CODECS
         ),

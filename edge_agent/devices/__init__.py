@@ -48,7 +48,7 @@ def make(
 
         return SimulatedDevice.named(board)
     if connect is None and root == ROOT:
-        from fedquilt.edge_agent.clocks import Clocks
+        from fedquilt.edge_agent.clocks.client import Clocks
 
         connect = Clocks.connect
     clocks = connect() if connect is not None else None

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt import profiles
-from fedquilt.edge_agent import levers
-from fedquilt.edge_agent.devices import jtop, sysfs
-from fedquilt.edge_agent.devices.ina3221 import Ina3221
+from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.devices.linux import ClockHelper, LinuxDevice
-from fedquilt.edge_agent.devices.power import Meter
+from fedquilt.edge_agent.devices.sensors import jtop, sysfs
+from fedquilt.edge_agent.devices.sensors.ina3221 import Ina3221
+from fedquilt.edge_agent.devices.sensors.power import Meter
 
 STATUS: Final = "var/lib/nvpmodel/status"  # the mode that nvpmodel was last set to
 NONE: Final = ""  # a board known to be unlike any profile
@@ -78,7 +78,7 @@ class JetsonDevice(LinuxDevice):
         super().__init__(root, profile=profile, clocks=clocks, meter=meter or Ina3221(root))
         self.mode = (None if self._status is None else self._status.mode) or mode(root)
         if clocks is None and self.mode is not None:
-            own = [point for point in self.points if levers.plain(point.name) == levers.plain(self.mode)]
+            own = [point for point in self.points if controls.plain(point.name) == controls.plain(self.mode)]
             self.points = tuple(own) or self.points
 
 
@@ -105,5 +105,5 @@ def mode(root: Path) -> str | None:
     status = re.search(r"pmode:(\d+)", sysfs.text(root / STATUS) or "")
     default = re.search(r"<\s*PM_CONFIG\s+DEFAULT=(\d+)", sysfs.text(root / "etc/nvpmodel.conf") or "")
     found = status or default
-    known = {mode.id: mode.name for mode in levers.discover(root).modes}
+    known = {mode.id: mode.name for mode in controls.discover(root).modes}
     return known.get(int(found[1])) if found is not None else None

@@ -9,12 +9,12 @@ from typing import Final, Protocol
 
 from fedquilt import profiles
 from fedquilt.core import ClockError, Cost, OperatingPoint, Reading, Work
-from fedquilt.edge_agent import levers
-from fedquilt.edge_agent.clocks import Status
+from fedquilt.edge_agent.clocks import controls
+from fedquilt.edge_agent.clocks.client import Status
 from fedquilt.edge_agent.devices import points as tables
-from fedquilt.edge_agent.devices import sysfs
-from fedquilt.edge_agent.devices.memory import Memory
-from fedquilt.edge_agent.devices.power import Batteries, Hwmon, Meter, Power, Rapl, Rate
+from fedquilt.edge_agent.devices.sensors import sysfs
+from fedquilt.edge_agent.devices.sensors.memory import Memory
+from fedquilt.edge_agent.devices.sensors.power import Batteries, Hwmon, Meter, Power, Rapl, Rate
 
 log = logging.getLogger("fedquilt.devices")
 
@@ -23,7 +23,7 @@ FITS: Final = {"raspberrypi,5-model-b": "raspberry-pi-5"}  # device tree -> prof
 
 
 class ClockHelper(Protocol):
-    """What sets clocks for a device: `fedquilt.edge_agent.clocks.Clocks`, or a fake."""
+    """What sets clocks for a device: `fedquilt.edge_agent.clocks.client.Clocks`, or a fake."""
 
     def hold(self, point: OperatingPoint) -> OperatingPoint: ...
 
@@ -154,7 +154,7 @@ def _asked(clocks: ClockHelper) -> Status | None:
 
 def _lists(root: Path, told: Status | None) -> tables.Lists:
     """The frequencies of each clock by the clock helper, else by the files that this process may read."""
-    found = levers.discover(root)
+    found = controls.discover(root)
     lists = {**tables.lists(found.found), **({} if told is None else tables.lists(told.clocks))}
     unknown = [lever.name for lever in found.hidden if f"{lever.kind}_hz" not in lists]
     if unknown:

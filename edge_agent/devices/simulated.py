@@ -1,6 +1,6 @@
 """A board that is only a profile: it tells what work would take there. It has no sensors of its own.
 
-Time and energy are `fedquilt.predict`'s at the operating point it is held at. Where the task declares no
+Time and energy are `fedquilt.cost_model`'s at the operating point it is held at. Where the task declares no
 FLOPs, or the profile no speed, the time measured on this host stands in, and the source says so.
 
 A real board is not its profile. `spread` makes this one slower or faster than its profile by a factor of its
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from urllib.parse import parse_qsl
 
-from fedquilt import predict, profiles
+from fedquilt import cost_model, profiles
 from fedquilt.core import ClockError, Cost, JobError, OperatingPoint, Reading, Work, derive_seed
 
 J_PER_WH = 3600.0
@@ -152,13 +152,13 @@ class SimulatedDevice:
 
     def _cost(self, work: Work, measured: Cost) -> Cost:
         point = self._point
-        duration_s = predict.seconds(work, point)
+        duration_s = cost_model.seconds(work, point)
         predicted = duration_s is not None
         if duration_s is None:
             duration_s = measured.duration_s
         else:
             duration_s *= self.factor * _lognormal(self._traits.noise, self._traits.seed, "task", self._tasks)
-        energy_j = predict.joules(duration_s, point)
+        energy_j = cost_model.joules(duration_s, point)
         if energy_j is None:
             return Cost(duration_s=duration_s, point=point.name)
         numbers = ("busy_w", "flops_per_s", "bytes_per_s") if predicted else ("busy_w",)

@@ -1,6 +1,6 @@
 """Runs ONNX graphs with ONNX Runtime, within a memory budget. Imports onnxruntime.
 
-A graph lies under its sha256, its weights beside it under theirs (`fedquilt.models.blocks`), and the
+A graph lies under its sha256, its weights beside it under theirs (`fedquilt.models.stitching.blocks`), and the
 runtime maps that file instead of copying it. What costs memory is then chosen by what there is:
 
 - roomy: all graph optimizations and pre-packed weights, which hold the weights about three times

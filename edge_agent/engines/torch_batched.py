@@ -29,7 +29,7 @@ from fedquilt.core import Examples, Fit, Hooks, Tensors, Turn
 from fedquilt.edge_agent.engines import training
 from fedquilt.edge_agent.engines.torch_engine import TorchEngine
 from fedquilt.edge_agent.engines.torch_moves import Moves
-from fedquilt.models import zoo
+from fedquilt.models.networks import registry
 
 log = logging.getLogger("fedquilt.engines")
 
@@ -134,7 +134,7 @@ class BatchedTorchEngine(TorchEngine):
 
     def _network(self, table: bytes, network: Mapping[str, Any]) -> nn.Module | None:
         if table not in self._plain:
-            model = zoo.build({key: value for key, value in network.items() if key != "input"}).to(self._device)
+            model = registry.build({key: value for key, value in network.items() if key != "input"}).to(self._device)
             plain = all(type(module) in PLAIN for module in model.modules())
             hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
             own = 0 < len(list(model.parameters())) == len(model.state_dict())  # and none stands in two places

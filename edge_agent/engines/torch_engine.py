@@ -26,9 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fedquilt import footprint
 from fedquilt.core import DataError, Examples, Fit, Hooks, ModelError, Tensors
 from fedquilt.edge_agent.engines import torch_recompute, torch_turn, training
-from fedquilt.models import fisher, footprint, zoo
+from fedquilt.models import fisher
+from fedquilt.models.networks import registry
 
 EVALUATED_AT_ONCE = {"cpu": 64, "cuda": 256}  # by device: a processor is no faster with more, and holds more
 # Resident after the import, on x86-64: torch 2.13 for the CPU, 2.15 with its CUDA libraries.
@@ -165,7 +167,7 @@ class TorchEngine:
         self, network: Mapping[str, Any], start: Tensors, examples: Examples, hooks: Hooks
     ) -> tuple[nn.Module, Probe]:
         """The network with these tensors, and what an example costs in it."""
-        model = zoo.build({key: value for key, value in network.items() if key != "input"})
+        model = registry.build({key: value for key, value in network.items() if key != "input"})
         model = (hooks.prepare(model) if hooks.prepare else model).to(self._device)
         held = model.state_dict()
         training.require_fit(start, {name: tuple(value.shape) for name, value in held.items()})

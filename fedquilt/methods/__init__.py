@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 from functools import cache
 
-from fedquilt import tables
+from fedquilt import config
 from fedquilt.core import JobError, Method
 
 
@@ -23,7 +23,7 @@ def load(name: str) -> Method:
         JobError: there is no such file.
     """
     if name not in names():
-        hint = tables.nearest(name, names())
+        hint = config.nearest(name, names())
         raise JobError(f"method {name!r} is unknown; there are: {', '.join(names())}{hint}")
     method = importlib.import_module(f"fedquilt.methods.{name}").METHOD
     assert isinstance(method, Method)

@@ -26,11 +26,12 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import tensors
+from fedquilt import layers, tensors
 from fedquilt.core import Answer, Artefact, Bundle, Contribution, DeviceView, Hooks, Order, Site, Task, Turn
 from fedquilt.methods import fedavg, heterofl
-from fedquilt.models import layers, stages, submodel
-from fedquilt.models.submodel import Counted, Places
+from fedquilt.models.partial import depth as stages
+from fedquilt.models.partial import width as submodel
+from fedquilt.models.partial.width import Counted, Places
 
 Depth = Annotated[int, Meta(ge=1)]
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import tensors
+from fedquilt import footprint, tensors
 from fedquilt.core import (
     Answer,
     Artefact,
@@ -36,7 +36,6 @@ from fedquilt.core import (
     UpdateError,
     Work,
 )
-from fedquilt.models import footprint
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,13 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import tensors
+from fedquilt import layers, tensors
 from fedquilt.core import Answer, Artefact, Bundle, Contribution, DeviceView, Hooks, Order, Site, Task, Turn
 from fedquilt.methods import depthfl, fedavg, heterofl
-from fedquilt.models import layers, stages, submodel
-from fedquilt.models.stages import Body
-from fedquilt.models.submodel import Counted, Places
+from fedquilt.models.partial import depth as stages
+from fedquilt.models.partial import width as submodel
+from fedquilt.models.partial.depth import Body
+from fedquilt.models.partial.width import Counted, Places
 
 Groups = Annotated[int, Meta(ge=1)]
 

@@ -14,9 +14,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from fedquilt import layers
 from fedquilt.core import Bundle
 from fedquilt.methods import fedavg, fedrep, parfed
-from fedquilt.models import layers
 
 
 @dataclass(frozen=True)

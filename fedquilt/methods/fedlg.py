@@ -23,10 +23,9 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import tensors
+from fedquilt import layers, tensors
 from fedquilt.core import Answer, Bundle, Contribution, DeviceView, Order, Site, Task, UpdateError
 from fedquilt.methods import fedavg, fedrep, parfed
-from fedquilt.models import layers
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import tensors
+from fedquilt import layers, tensors
 from fedquilt.core import Answer, Artefact, Bundle, DeviceView, Hooks, ModelError, Order, Site, Task, Tensors, Turn
 from fedquilt.methods import fedavg
-from fedquilt.models import layers, lora
+from fedquilt.models.partial import lora
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ def hooks(task: Task, backbone: Tensors, moved: Tensors) -> Hooks:
     places, rank, mu = lora.spots(backbone, calls), task.params["rank"], task.params.get("mu", 0.0)
 
     def prepare(module: Any) -> Any:
-        from fedquilt.models import lora_layers
+        from fedquilt.models.partial import lora_torch
 
-        return lora_layers.insert(module, places, rank, scale(task.params))
+        return lora_torch.insert(module, places, rank, scale(task.params))
 
     pull = (lambda gradient, value, at: gradient + mu * (value - at["start"])) if mu else None
     return Hooks(prepare=prepare, correct=pull, turns=(Turn(rate=lambda name: float(name in moved)),))

@@ -19,9 +19,9 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
+from fedquilt import layers
 from fedquilt.core import Answer, Contribution, Site, Task, Tensors, UpdateError
 from fedquilt.methods import fedavg
-from fedquilt.models import layers
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,13 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta
 
+from fedquilt import layers
 from fedquilt.core import Answer, Bundle, Contribution, DeviceView, Hooks, JobError, ModelError, Order, Site, Task, Turn
 from fedquilt.methods import fedavg, heterofl
 from fedquilt.methods.heterofl import Sum
-from fedquilt.models import layers, submodel
-from fedquilt.models.masks import Follow
-from fedquilt.models.submodel import Places
+from fedquilt.models.partial import width
+from fedquilt.models.partial.masks import Follow
+from fedquilt.models.partial.width import Places
 
 NOWHERE = Follow(())
 
@@ -64,7 +65,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     whole = {group for layer in encoder for group in begun.plan.follows.get(f"{layer}.weight", NOWHERE).out}
     kept = {}
     for left in rates(vars(params)):
-        chosen = submodel.strongest(begun.plan, begun.model, left)
+        chosen = width.strongest(begun.plan, begun.model, left)
         kept[f"{left:g}"] = {group: units for group, units in chosen.items() if group not in whole}
     state = State(**vars(begun), encoder=encoder, kept=kept)
     return replace(state, widths=heterofl.statistics(state, parts(state)))
@@ -85,7 +86,7 @@ def still(state: State) -> set[str]:
 def parts(state: State) -> dict[float, Places]:
     """What may be sent, by the share of the channels that are left: the strongest units' entries."""
     shares = sorted({share(state, left) for left in rates(state.params)})
-    return {left: submodel.places(state.plan, state.model, state.kept.get(f"{left:g}", {})) for left in shares}
+    return {left: width.places(state.plan, state.model, state.kept.get(f"{left:g}", {})) for left in shares}
 
 
 def share(state: State, left: float) -> float:
@@ -96,7 +97,7 @@ def share(state: State, left: float) -> float:
 
 def left_of(state: State, device: DeviceView) -> float:
     """The share of the channels in a device's part."""
-    return share(state, submodel.by_tier(device.profile, rates(state.params)))
+    return share(state, width.by_tier(device.profile, rates(state.params)))
 
 
 def send(state: State, device: DeviceView) -> Order:

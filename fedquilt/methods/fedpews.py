@@ -32,8 +32,8 @@ from msgspec import Meta
 from fedquilt import tensors
 from fedquilt.core import Answer, Bundle, Contribution, DeviceView, Hooks, ModelError, Order, Site, Task, UpdateError
 from fedquilt.methods import fedavg
-from fedquilt.models import masks
-from fedquilt.models.masks import Plan
+from fedquilt.models.partial import masks
+from fedquilt.models.partial.masks import Plan
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def work(task: Task, site: Site) -> Answer:
         return fedavg.work(task, site, proximal(task))
     import torch
 
-    from fedquilt.models.masking import SCORES, Gates
+    from fedquilt.models.partial.torch_masks import SCORES, Gates
 
     plan, received = masks.from_array(site.load("plan")["json"]), site.load("model")
     others = None if task.params["alone"] else torch.from_numpy(site.load("others")["theta"])

@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from fedquilt.core import Answer, Contribution, DeviceView, Order, Site, Task, Tensors, derive_seed
 from fedquilt.methods import fedavg, fedpews
-from fedquilt.models import masks
+from fedquilt.models.partial import masks
 
 
 @dataclass(frozen=True)

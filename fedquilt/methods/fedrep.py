@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import tensors
+from fedquilt import layers, tensors
 from fedquilt.core import (
     Answer,
     Artefact,
@@ -41,7 +41,6 @@ from fedquilt.core import (
     Turn,
 )
 from fedquilt.methods import fedavg, fedlora
-from fedquilt.models import layers
 
 
 @dataclass(frozen=True)

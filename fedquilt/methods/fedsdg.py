@@ -32,7 +32,7 @@ from typing import Annotated, Any, Final, Literal
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import tensors
+from fedquilt import layers, tensors
 from fedquilt.core import (
     Answer,
     Artefact,
@@ -48,7 +48,7 @@ from fedquilt.core import (
 )
 from fedquilt.methods import fedavg, fedlora
 from fedquilt.methods.krum import Held, hold
-from fedquilt.models import layers, lora
+from fedquilt.models.partial import lora
 
 EPS = 1e-8
 LEAST = 1e-6  # of the sum of alignments: below it nothing agrees with the mean
@@ -258,9 +258,9 @@ def hooks(task: Task, backbone: Tensors, received: Tensors, mine: Tensors) -> Ho
     places, params = gated(task, backbone), task.params
 
     def prepare(module: Any) -> Any:
-        from fedquilt.models import lora_layers
+        from fedquilt.models.partial import lora_torch
 
-        return lora_layers.insert(module, places, params["rank"], fedlora.scale(params), own=True)
+        return lora_torch.insert(module, places, params["rank"], fedlora.scale(params), own=True)
 
     def rate(name: str) -> float:
         leaf = name.rpartition(".")[2]

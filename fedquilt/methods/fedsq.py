@@ -2,7 +2,7 @@
 
 Paper: FedSQ (arXiv 2604.02990), Algorithm 1; DualCopy: Duato et al. (10.1145/3721146.3721950). The
 pre-trained network is the structural copy w_SK; a second one, w_QK, begins equal to it. Its trained
-modules (the schedule sigma) move by h_l = 1[z_l(w_SK) > 0] * z_l(w_QK) (`fedquilt.models.gating`), and
+modules (the schedule sigma) move by h_l = 1[z_l(w_SK) > 0] * z_l(w_QK) (`fedquilt.models.partial.dual_copy`), and
 w_QK is averaged as in FedAvg, weighted by examples.
 
 Deviations: only what is trained travels each round, w_SK once. A device keeps what it needs of w_SK in
@@ -40,10 +40,10 @@ from fedquilt.core import (
     Turn,
 )
 from fedquilt.methods import fedavg
-from fedquilt.models import gate_rows
+from fedquilt.models.partial import gate_cache
 
 if TYPE_CHECKING:
-    from fedquilt.models.gating import DualCopy
+    from fedquilt.models.partial.dual_copy import DualCopy
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -139,11 +139,11 @@ class _Copies:
     """Both copies of a task's network on its board."""
 
     def __init__(self, task: Task, site: Site) -> None:
-        from fedquilt.models import gating  # torch
+        from fedquilt.models.partial import dual_copy  # torch
 
         self._task, self._site = task, site
         params = task.params
-        self.dual: DualCopy = gating.planned(
+        self.dual: DualCopy = dual_copy.planned(
             params["network"], params["trained"], gates=params["gates"], bn=params["bn"], pool=params["pool"]
         )
         self._frozen = site.load("frozen")
@@ -157,18 +157,18 @@ class _Copies:
             start = {**own, **{f"frozen.{name}": self._frozen[name] for name in self.dual.frozen_names}}
             return examples, start, Hooks(prepare=self.dual.pair), 0
         layout = kept.layout
-        rows: Any = gate_rows.Rows(self._site.cache / f"{what}.rows", kept.rows, layout.row_bytes)
+        rows: Any = gate_cache.Rows(self._site.cache / f"{what}.rows", kept.rows, layout.row_bytes)
         hooks = Hooks(prepare=lambda model: self.dual.tail(model, layout), inputs=lambda x: x)
         return Examples(rows, examples.y), own, hooks, kept.rows * layout.row_bytes
 
-    def _kept(self, examples: Examples, what: str) -> gate_rows.Kept | None:
+    def _kept(self, examples: Examples, what: str) -> gate_cache.Kept | None:
         """Rows of these examples, looked up now if they have not been; None: there is no room for them."""
         folder, params = self._site.cache, self._task.params
         key = self._key(examples)
-        if (found := gate_rows.find(folder, what, key, len(examples))) is not None:
+        if (found := gate_cache.find(folder, what, key, len(examples))) is not None:
             return found
         others = sum(path.stat().st_size for path in folder.glob("*.rows") if path.stem != what)
-        writer = gate_rows.Writer(
+        writer = gate_cache.Writer(
             folder,
             what,
             len(examples),
@@ -176,7 +176,7 @@ class _Copies:
             most_bytes=params["cache_mb"] * 10**6 - others,
         )
 
-        def put(seen: gate_rows.Seen) -> None:
+        def put(seen: gate_cache.Seen) -> None:
             writer.put(seen)
             self._site.progress(0.0)
 
@@ -185,7 +185,7 @@ class _Copies:
             hooks = Hooks(prepare=lambda model: self.dual.looker(model, put))
             self._site.engine.evaluate(params["network"], start, examples, hooks=hooks)
             return writer.close(key)
-        except gate_rows.NoRoomError:
+        except gate_cache.NoRoomError:
             return None
 
     def _key(self, examples: Examples) -> str:

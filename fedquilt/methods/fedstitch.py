@@ -52,10 +52,11 @@ from fedquilt.core import (
     Task,
     UpdateError,
 )
-from fedquilt.models import orders, projection, scoring, search, stitch, sums, vote
-from fedquilt.models.projection import Gathered, Moments
-from fedquilt.models.search import PAPER, Finalist, Params, State, describe
-from fedquilt.models.vote import Ballot
+from fedquilt.models.stitching import device_statistics as sums
+from fedquilt.models.stitching import least_squares, orders, scoring, search, stitched, vote
+from fedquilt.models.stitching.least_squares import Gathered, Moments
+from fedquilt.models.stitching.search import PAPER, Finalist, Params, State, describe
+from fedquilt.models.stitching.vote import Ballot
 
 GROUPS_BYTES = 256 << 20  # held for the residuals of a round's junctions; larger devices' sums share a group
 
@@ -82,7 +83,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     """
     if params.mode == "paper":
         params = replace(params, **PAPER)
-    stock = stitch.stock(bundle.meta)
+    stock = stitched.stock(bundle.meta)
     wanted = [name for block in stock.blocks.values() for name in (*block.files, *block.scored.files)]
     missing = [name for name in wanted if name not in bundle.files]
     if missing:
@@ -129,10 +130,10 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
         counts = _counts(update, len(state.finalists))
         return replace(so_far, counts={k: v + so_far.counts.get(k, 0) for k, v in counts.items()})
     shapes = _shapes(state)
-    new = [projection.from_tensors(update.bundles.get(f"moments.{i}", {}), *s) for i, s in enumerate(shapes)]
+    new = [least_squares.from_tensors(update.bundles.get(f"moments.{i}", {}), *s) for i, s in enumerate(shapes)]
     groups = GROUPS_BYTES // sum(each.nbytes for each in new) if state.phase == "fit" else 0
     before = so_far.moments or (None,) * len(new)
-    gathered = [projection.gather(*pair, groups) for pair in zip(before, new, strict=True)]
+    gathered = [least_squares.gather(*pair, groups) for pair in zip(before, new, strict=True)]
     return replace(so_far, moments=tuple(gathered))
 
 
@@ -173,7 +174,7 @@ def result(state: State) -> Artefact:
     arrays: dict[str, np.ndarray] = {}
     junctions = []
     for i in range(1, len(path)):
-        found = state.junctions.get(stitch.junction_name(path[: i + 1]))
+        found = state.junctions.get(stitched.junction_name(path[: i + 1]))
         entry = {"before": i, "in_shape": blocks[i - 1].out_shape, "out_shape": blocks[i].in_shape}
         if found is None:
             junctions.append({**entry, "kind": "none", "weights": None, "bias": None})
@@ -212,8 +213,8 @@ def _fitted(state: State, sums: tuple[Gathered, ...]) -> State:
     assert state.current is not None
     junctions, residuals, notes = {}, {}, []
     for name, each in zip(search.projected(state), sums, strict=True):
-        weights, bias = projection.solve(each.total, state.params.ridge)
-        junctions[stitch.junction_name((*state.current.path, name))] = {
+        weights, bias = least_squares.solve(each.total, state.params.ridge)
+        junctions[stitched.junction_name((*state.current.path, name))] = {
             "weights": weights.astype(np.float32),
             "bias": bias.astype(np.float32),
         }
@@ -226,7 +227,7 @@ def _fitted(state: State, sums: tuple[Gathered, ...]) -> State:
 
 def _residual(block: str, sums: Gathered, ridge: float) -> tuple[float | None, str]:
     """What a junction leaves of the variance of groups of devices that it was not solved from; and a sentence."""
-    left, variances = projection.left_out(sums.groups, ridge), [group.yy for group in sums.groups]
+    left, variances = least_squares.left_out(sums.groups, ridge), [group.yy for group in sums.groups]
     if not left or not any(variances):
         return None, f"to {block}: what it leaves of a device that it was not solved from is not known"
     mean = float(np.average(left, weights=variances))
@@ -245,7 +246,7 @@ def _refined(state: State, total: Sum) -> State:
     """Add the sums of devices that are new; after the last round, solve."""
     new = [each.total for each in total.moments]
     before = [state.refined] if state.refined else []
-    refined = projection.merge([*before, *new]) if before or new else None
+    refined = least_squares.merge([*before, *new]) if before or new else None
     state = replace(state, refined=refined, heard=_union(state.heard, total.devices), subround=state.subround + 1)
     images = 0.0 if refined is None else refined.n
     note = f"the chosen network's head has {images:.0f} images of {len(state.heard)} devices"
@@ -258,11 +259,11 @@ def _refined(state: State, total: Sum) -> State:
 
 
 def _with_head(state: State, finalist: Finalist, sums: Moments) -> Finalist:
-    weights, bias = projection.solve(sums, state.params.head_ridge)
+    weights, bias = least_squares.solve(sums, state.params.head_ridge)
     if state.params.random_features:
         width = state.stock.blocks[finalist.path[-2]].out_shape[0]
         seed = orders.projection_seed(state)
-        weights = weights @ stitch.random_features(width, state.params.random_features, seed).T
+        weights = weights @ stitched.random_features(width, state.params.random_features, seed).T
     return replace(finalist, head={"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)})
 
 

@@ -24,8 +24,8 @@ import numpy as np
 from fedquilt import tensors
 from fedquilt.core import Answer, DeviceView, Hooks, Order, Site, Task, Turn
 from fedquilt.methods import fedavg, heterofl
-from fedquilt.models import masks, submodel
-from fedquilt.models.masks import Plan
+from fedquilt.models.partial import masks, width
+from fedquilt.models.partial.masks import Plan
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Ordered:
         parts = []
         for name in groups:
             full = self._plan.widths.get(name)
-            held = self._plan.pinned[name] if full is None else submodel.count(full, self._most)
-            used = held if full is None else submodel.count(full, self.width)
+            held = self._plan.pinned[name] if full is None else width.count(full, self._most)
+            used = held if full is None else width.count(full, self.width)
             parts.append(np.arange(held) < used)
         return np.repeat(np.concatenate(parts), repeat).astype(np.float32)
 

@@ -18,7 +18,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from fedquilt.coordinator import tiers
+from fedquilt import tiers
 from fedquilt.core import DeviceView, Order
 from fedquilt.methods import fedavg
 

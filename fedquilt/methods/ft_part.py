@@ -17,10 +17,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from fedquilt import tensors
+from fedquilt import layers, tensors
 from fedquilt.core import Answer, Bundle, DeviceView, Hooks, ModelError, Order, Site, Task, Turn
 from fedquilt.methods import fedavg, fedrep, ft_full
-from fedquilt.models import layers
 
 
 @dataclass(frozen=True)

@@ -54,9 +54,9 @@ from fedquilt.core import (
     Tensors,
     UpdateError,
 )
+from fedquilt.layers import calls, head, layers
 from fedquilt.methods import fedavg
-from fedquilt.models import fingerprint, learngene
-from fedquilt.models.layers import calls, head, layers
+from fedquilt.models import learngene, subspaces
 
 Natural = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -174,7 +174,7 @@ def _plain(state: State) -> fedavg.State:
 def work(task: Task, site: Site) -> Answer:
     if task.params["ask"] == "fingerprint":
         some = _some(site, task.params["fingerprint_samples"])
-        found = fingerprint.subspace(some.x, task.params["directions"])
+        found = subspaces.subspace(some.x, task.params["directions"])
         return Answer({"fingerprint": {"u": found}}, weight=float(len(site.train)), local=site.local)
     received, parts = _received(task, site)
     before = _own(site, received)
@@ -331,7 +331,7 @@ def _clustered(state: State, total: Sum) -> State:
     if state.gathered < state.params["gather"]:
         return state
     rng = tensors.rng("genefl clusters", state.seed)
-    owner, centres = fingerprint.cluster(np.stack(list(found.values())), state.params["clusters"], rng)
+    owner, centres = subspaces.cluster(np.stack(list(found.values())), state.params["clusters"], rng)
     return replace(
         state,
         phase="collaborate",
@@ -348,7 +348,7 @@ def _joined(state: State, found: Mapping[str, np.ndarray]) -> State:
     """With newcomers in the cluster nearest to them, whose centre moves to the mean of all its members."""
     centres, members, assigned = list(state.centres), list(state.members), dict(state.assigned)
     for device in sorted(found):
-        k = fingerprint.nearest(found[device], np.stack(centres))
+        k = subspaces.nearest(found[device], np.stack(centres))
         centres[k] = (centres[k] * members[k] + found[device]) / (members[k] + 1)
         members[k] += 1
         assigned[device] = k

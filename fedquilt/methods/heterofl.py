@@ -35,8 +35,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import tensors
-from fedquilt.coordinator import tiers
+from fedquilt import layers, tensors, tiers
 from fedquilt.core import (
     Answer,
     Bundle,
@@ -54,9 +53,10 @@ from fedquilt.core import (
     Work,
 )
 from fedquilt.methods import fedavg
-from fedquilt.models import layers, masks, submodel
-from fedquilt.models.masks import Plan
-from fedquilt.models.submodel import Counted, Places
+from fedquilt.models.partial import masks
+from fedquilt.models.partial import width as submodel
+from fedquilt.models.partial.masks import Plan
+from fedquilt.models.partial.width import Counted, Places
 
 Rate = Annotated[float, Meta(gt=0, le=1)]
 SETTLED: Final = ("running_mean", "running_var")

@@ -17,9 +17,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from fedquilt import layers
 from fedquilt.core import Bundle, ModelError, Tensors
 from fedquilt.methods import fedavg, fedrep
-from fedquilt.models import layers
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from fedquilt import wire
+from fedquilt.blobs.store import Depot
+from fedquilt.blobs.transfer import Transfers
 from fedquilt.coordinator.admission import Arrived
 from fedquilt.coordinator.executors import Heard, OverLink
 from fedquilt.core import BlobRef
-from fedquilt.depot import Depot
-from fedquilt.link import MemoryBroker, Message
-from fedquilt.transfer import Transfers
+from fedquilt.transport.link import MemoryBroker, Message
 
 FIRST, SECOND = bytes(range(256)) * 40, bytes(reversed(range(256))) * 40  # of several chunks each
 PACKET_BYTES = 2048

@@ -17,8 +17,11 @@ import numpy as np
 import pytest
 
 from fedquilt import bundle, methods, tensors, verbs, wire
-from fedquilt.coordinator import settings, story, turns, why
+from fedquilt.blobs.store import Depot
+from fedquilt.blobs.transfer import Transfers
+from fedquilt.coordinator import settings, turns
 from fedquilt.coordinator.executors import OverLink
+from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.rounds import (
     Answered,
     AnyFact,
@@ -30,14 +33,12 @@ from fedquilt.coordinator.rounds import (
     Rejected,
     Surveyed,
 )
-from fedquilt.coordinator.running import Running
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.views import log, why
 from fedquilt.core import CODECS, BlobRef, DeviceView, OperatingPoint, Order, Profile, StoreError, Task, Update, Usage
-from fedquilt.depot import Depot
-from fedquilt.link import MemoryBroker
 from fedquilt.methods import fedavg
-from fedquilt.transfer import Transfers
+from fedquilt.transport.link import MemoryBroker
 
 NETWORK = {"name": "mlp", "inputs": 2, "hidden": [], "classes": 2}
 MODEL = {"1.weight": np.zeros((2, 2), np.float32), "1.bias": np.zeros(2, np.float32)}
@@ -406,7 +407,7 @@ def test_a_predicted_deadline_outlives_the_coordinator(tmp_path: Path) -> None:
     first, second = stage.told(Asked)
     assert (first.deadline_s, second.deadline_s) == (None, pytest.approx(1.5 * stage.told(Answered)[0].took_s))
     assert second.deadline_s == pytest.approx(30.0, abs=2.0)
-    assert "deadline 30 s, predicted" in story.sentences(second)[0]
+    assert "deadline 30 s, predicted" in log.sentences(second)[0]
     task = a.tasks[-1]
     assert task is not None
     assert task.deadline_s == pytest.approx(second.deadline_s, abs=0.1)
@@ -565,7 +566,7 @@ def test_a_metric_that_is_huge_bricks_nothing(stage: Stage, value: float) -> Non
         hand.answer(ones(), weight=10.0, metrics={"loss": value})
     stage.play()
     assert stage.told(Committed)[0].metrics == {"loss": pytest.approx(value)}
-    assert story.summary(stage.store.job(stage.job), stage.store)["problem"] is None
+    assert log.summary(stage.store.job(stage.job), stage.store)["problem"] is None
     assert stage.store.status(stage.job) == "done"
 
 
@@ -758,7 +759,7 @@ def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path: Pat
     assert {device: part.code for device, part in found[0].items()} == {"a": "battery", "b": "hot"}
     active = stage.server.active
     assert active is not None
-    assert story.waiting(active.rounds, active.engines, ["a", "b"]) == (
+    assert log.waiting(active.rounds, active.engines, ["a", "b"]) == (
         "devices that run torch or numpy: 2 online, 1 left alone (battery), 1 left alone (hot), at least 1 needed"
     )
     b.say("telemetry", wire.Telemetry(temperature_c=60.0))
@@ -875,7 +876,7 @@ def test_a_task_carries_its_devices_tier_and_the_log_says_who_could_take_part(tm
     stage.play(2.0)
     last = stage.told(Asked)[2]
     assert last.coverage[0].endswith("1 of 2 devices, 30 of 30 examples (1 have not said how many)")
-    assert last.coverage[0] in story.sentences(last)[1]
+    assert last.coverage[0] in log.sentences(last)[1]
     stage.store.close()
 
 

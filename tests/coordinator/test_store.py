@@ -13,9 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fedquilt.coordinator import settings, story
+from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds import AnyFact, Asked, Committed, Ended, Started, Surveyed
 from fedquilt.coordinator.store import VERSION, Row, Store, Unreadable
+from fedquilt.coordinator.views import log
 from fedquilt.core import BlobRef, JobError, StoreError
 
 
@@ -136,9 +137,9 @@ def test_a_row_of_another_version_is_named_and_hides_no_other(tmp_path: Path, op
     odd, fine = store.all_jobs()
     assert isinstance(odd, Unreadable)
     assert isinstance(fine, Row)
-    rows = [story.summary(row, store) for row in store.all_jobs()]
+    rows = [log.summary(row, store) for row in store.all_jobs()]
     assert [row["problem"] is None for row in rows] == [False, True]
-    assert f"{run} was made by another version" in story.line(rows[0])
+    assert f"{run} was made by another version" in log.line(rows[0])
 
 
 BLOB = BlobRef(sha256="a" * 64, size=3)
@@ -175,10 +176,10 @@ def test_a_damaged_fact_hides_its_run_alone(tmp_path: Path, opened: Callable[[],
     null = b'{"type":"Committed","round":0,"state":{"sha256":"%s","size":3},"finished":false,"metrics":{"loss":null}}'
     for run, body in ((runs[0], (null % (b"d" * 64)).decode()), (runs[1], '{"type":"Comm')):
         store._db.execute("insert into facts (job, at, body) values (?, 0, ?)", (run, body))
-    rows = [story.summary(row, store) for row in store.all_jobs()]
+    rows = [log.summary(row, store) for row in store.all_jobs()]
     assert [row["problem"] is None for row in rows] == [False, False, True]
     assert [row["rounds"] for row in rows] == [None, None, 0]
-    assert "cannot be read by this version" in story.line(rows[0])
+    assert "cannot be read by this version" in log.line(rows[0])
     assert store.states() == {"d" * 64, "b" * 64, "c" * 64}
     assert store.held() == store.states()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fedquilt import tables
+from fedquilt import config
 from fedquilt.edge_agent import settings
 from fedquilt.tools.flash import targets
 
@@ -15,7 +15,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "boards.md").read_text()
 def test_its_settings_are_valid() -> None:
     """As an agent reads them."""
     (text,) = re.findall(r"```toml\n(.*?)```", PAGE, re.S)
-    assert settings.parse(tables.parse(text, "docs/boards.md")).device == "orin-07"
+    assert settings.parse(config.parse(text, "docs/boards.md")).device == "orin-07"
 
 
 def test_its_table_of_targets_is_complete() -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from fedquilt.coordinator import settings, transitions
 from fedquilt.core import Encoding
-from fedquilt.edge_agent import data
-from fedquilt.models import images
-from fedquilt.tools import prepare
+from fedquilt.data import examples
+from fedquilt.models.networks import inputs
+from fedquilt.tools.artefacts import prepare
 
 PAGE = (Path(__file__).parents[2] / "docs" / "jobs.md").read_text()
 
@@ -31,9 +31,9 @@ def section(heading: str) -> str:
         (settings.Stop, "[stop]", "stop."),
         (settings.Check, "[check]", "check."),
         (settings.Fleet, "[fleet]", ""),
-        (data.DataSpec, "[data]", ""),
+        (examples.DataSpec, "[data]", ""),
         (prepare.Donor, "[[donors]]", ""),
-        (images.Input, "[model]", ""),
+        (inputs.Input, "[model]", ""),
     ],
 )
 def test_every_key_has_its_row(kind: type[msgspec.Struct], heading: str, prefix: str) -> None:
@@ -55,7 +55,7 @@ def test_the_jobs_own_keys_and_tables_are_all_there() -> None:
 
 def test_the_networks_are_those_there_are() -> None:
     """By their names."""
-    zoo = pytest.importorskip("fedquilt.models.zoo", reason="networks are torch's")
+    zoo = pytest.importorskip("fedquilt.models.networks.registry", reason="networks are torch's")
     for name in (*zoo.SMALL, "resnet20-cifar", "torchvision/<architecture>"):
         assert f"`{name}`" in section("[model]"), name
 

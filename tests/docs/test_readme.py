@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import fedquilt.tools.demo
-from fedquilt import tables
+from fedquilt import config
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds import Answered
 from fedquilt.coordinator.store import Store
@@ -131,7 +131,7 @@ CIFAR = [
     "fedquilt fleet cifar.toml --link memory",
     "fedquilt export cifar --out cifar.onnx",
 ]
-REPLAY = ["python -m fedquilt.tools.simulate --seed 17"]
+REPLAY = ["python -m fedquilt.tools.simulation.faults --seed 17"]
 
 
 def test_no_command_of_the_readme_is_left_out() -> None:
@@ -146,7 +146,7 @@ def test_every_file_of_the_readme_is_valid(tmp_path: Path) -> None:
     assert set(FILES) == {"train.toml", "agent.toml", "careful.toml", "cifar.toml"}
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
-        table = tables.read(tmp_path / name)
+        table = config.read(tmp_path / name)
         assert agents.parse(table) if name == "agent.toml" else settings.parse(table)
 
 

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from fedquilt import profiles, tensors, wire
+from fedquilt.blobs.store import Depot
+from fedquilt.blobs.transfer import Transfers
 from fedquilt.core import (
     BlobRef,
     ClockError,
@@ -27,17 +29,15 @@ from fedquilt.core import (
     Work,
     derive_seed,
 )
-from fedquilt.depot import Depot
 from fedquilt.edge_agent.agent import Agent, run_agent
 from fedquilt.edge_agent.devices.simulated import SimulatedDevice
-from fedquilt.edge_agent.governor import Policy
-from fedquilt.edge_agent.local import PRIVATE, write_tensors
-from fedquilt.edge_agent.orders import Event, Loaded, Order, Outcome, Progressed
 from fedquilt.edge_agent.plan import Acked, Failed
+from fedquilt.edge_agent.power.governor import Policy
 from fedquilt.edge_agent.settings import AgentSettings, GovernorSettings
-from fedquilt.edge_agent.worker import InlineWorker, Worker
-from fedquilt.link import MemoryBroker, MemoryLink
-from fedquilt.transfer import Transfers
+from fedquilt.edge_agent.state import PRIVATE, write_tensors
+from fedquilt.edge_agent.task.protocol import Event, Loaded, Order, Outcome, Progressed
+from fedquilt.edge_agent.task.worker import InlineWorker, Worker
+from fedquilt.transport.link import MemoryBroker, MemoryLink
 
 MODEL = {"w": np.arange(4, dtype=np.float32)}
 LINEAR = {"1.weight": np.zeros((2, 4), np.float32), "1.bias": np.zeros(2, np.float32)}

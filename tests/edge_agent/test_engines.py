@@ -55,10 +55,10 @@ def pictures(count: int = 24) -> Examples:
 
 def torch_start(network, seed=0):
     torch = pytest.importorskip("torch")
-    from fedquilt.models import zoo
+    from fedquilt.models.networks import registry
 
     torch.manual_seed(seed)
-    model = zoo.build({key: value for key, value in network.items() if key != "input"})
+    model = registry.build({key: value for key, value in network.items() if key != "input"})
     return {name: value.numpy().copy() for name, value in model.state_dict().items()}
 
 

@@ -17,15 +17,17 @@ from ordinary import Served, User
 
 from fedquilt import cli, tensors
 from fedquilt.core import DataError, JobError, OperatingPoint, StoreError, Task, Work
-from fedquilt.dial import Broker
-from fedquilt.edge_agent import budget, credentials, data, enrol
-from fedquilt.edge_agent.clocks import Clocks
-from fedquilt.edge_agent.orders import Order, Outcome
+from fedquilt.data import examples as data
+from fedquilt.edge_agent import credentials, enrol
+from fedquilt.edge_agent.clocks.client import Clocks
 from fedquilt.edge_agent.settings import AgentSettings, BrokerSettings
-from fedquilt.edge_agent.worker import ChildWorker
+from fedquilt.edge_agent.task import budget
+from fedquilt.edge_agent.task.protocol import Order, Outcome
+from fedquilt.edge_agent.task.worker import ChildWorker
+from fedquilt.testing.boards import plant
 from fedquilt.tools.doctor import agent as checks
 from fedquilt.tools.doctor import facts, folders, identity, machine
-from fedquilt.tools.fake_boards import plant
+from fedquilt.transport.connect import Broker
 
 NETWORK = {"name": "mlp", "inputs": 4, "hidden": [], "classes": 2}
 MODEL = {"1.weight": np.zeros((2, 4), np.float32), "1.bias": np.zeros(2, np.float32)}

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from fedquilt.core import BlobRef, Encoding, Reading, Task, Update, Usage, Work
 from fedquilt.edge_agent import plan
-from fedquilt.edge_agent.budget import ASSUMED_BASE_BYTES
 from fedquilt.edge_agent.plan import (
     KILLED_MOST,
     REFETCH_S,
@@ -40,6 +39,7 @@ from fedquilt.edge_agent.plan import (
     advance,
     next_s,
 )
+from fedquilt.edge_agent.task.budget import ASSUMED_BASE_BYTES
 from fedquilt.wire import Claim
 
 MEANS = Means(budget_bytes=100 << 20, engines=("numpy",), methods=("fedavg",))

@@ -8,7 +8,7 @@ import pytest
 
 from fedquilt.core import JobError
 from fedquilt.edge_agent import settings
-from fedquilt.edge_agent.governor import Rule
+from fedquilt.edge_agent.power.governor import Rule
 
 GOOD = """
 device = "orin-07"

@@ -1,4 +1,4 @@
-"""The torch engine plans its memory by `fedquilt.models.footprint` and fits itself to its budget."""
+"""The torch engine plans its memory by `fedquilt.footprint` and fits itself to its budget."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt import tensors
+from fedquilt import footprint, tensors
 from fedquilt.core import Examples, Fit, Hooks, Turn
-from fedquilt.models import footprint
 
 NETWORK = {"name": "plain", "channels": 1, "classes": 2, "input": {"channels": 1, "size": 16}}
 # no batch norm
@@ -31,10 +30,10 @@ def planned(
     module = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine")  # before torch: it says how threads wait
     import torch
 
-    from fedquilt.models import zoo
+    from fedquilt.models.networks import registry
 
     torch.manual_seed(0)
-    model = zoo.build({key: value for key, value in network.items() if key != "input"})
+    model = registry.build({key: value for key, value in network.items() if key != "input"})
     start = {name: value.numpy().copy() for name, value in model.state_dict().items()}
     examples = Examples(np.zeros((16, 16, 16), np.uint8), np.arange(16) % 2)
     whole = math.ceil(footprint.MARGIN * (footprint.FIRST_USE_BYTES["torch"] + room_bytes))

@@ -52,9 +52,9 @@ def test_a_training_does_not_load_torchs_compiler() -> None:
     script = """
 import sys
 import numpy as np
-from fedquilt.core import Examples, Fit
-from fedquilt.edge_agent.engines.torch_engine import TorchEngine
-from fedquilt.models import zoo
+from fedquilt.core import Examples, Fit  # noqa: E402
+from fedquilt.edge_agent.engines.torch_engine import TorchEngine  # noqa: E402
+from fedquilt.models import zoo  # noqa: E402
 network = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
 start = {name: value.numpy() for name, value in zoo.build(network).state_dict().items()}
 shown = Examples(np.zeros((6, 4), np.float32), np.array([0, 1, 0, 1, 0, 1]))

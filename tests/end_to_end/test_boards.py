@@ -19,29 +19,29 @@ from typing import Any
 import pytest
 from ordinary import Served, User
 
-from fedquilt import bundle, profiles, tables, tensors, wire
+from fedquilt import bundle, config, profiles, tensors, wire
 from fedquilt.coordinator.rounds import Answered, Ended
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Profile
 from fedquilt.edge_agent import devices
-from fedquilt.edge_agent.clocks import Status
+from fedquilt.edge_agent.clocks.client import Status
 from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.tools import fleet
+from fedquilt.testing.board_layouts import BOARDS
+from fedquilt.testing.boards import plant
 from fedquilt.tools.broker import EmbeddedBroker
-from fedquilt.tools.fake_boards import plant
-from fedquilt.tools.fake_layouts import BOARDS
+from fedquilt.tools.simulation import agents
 
 EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in layout.jetpacks]
 HELPED = ("jetson-tx2-4", "jetson-orin-nx-6")  # beside them a clock helper runs, as root where the suite does
 VICTIM = "jetson-orin-nx-6"
-DIGITS = Path(fleet.__file__).parent / "demo" / "digits.npz"
+DIGITS = Path(agents.__file__).parents[1] / "demo" / "digits.npz"
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [16], "classes": 10}
 ON_A_BOARD = """
 import functools, sys
 from pathlib import Path
 from fedquilt import cli
 from fedquilt.edge_agent import devices
-from fedquilt.edge_agent.clocks import Clocks
+from fedquilt.edge_agent.clocks.client import Clocks
 root, helper = Path(sys.argv.pop(1)), Path(sys.argv.pop(1))
 devices.make = functools.partial(devices.make, root=root, connect=lambda: Clocks.connect(helper))
 sys.exit(cli.main())
@@ -77,7 +77,7 @@ class Site:
             "broker": {"url": self.broker},
             "data": {"path": str(DIGITS), "partition": "iid", "share": share, "shares": len(EVERY)},
         }
-        (folder / "agent.toml").write_text(tables.text(table))
+        (folder / "agent.toml").write_text(config.text(table))
 
     def start(self, device: str) -> None:
         folder, helper = self.user.folder / device, self.user.folder / f"run-{device}" / "clocks.sock"
@@ -166,7 +166,7 @@ def test_every_board_comes_online_carries_tasks_out_and_comes_back(site: Site, s
         "params": {"lr": 0.1, "batch": 8, "epochs": 3},
         "cohort": {"deadline_s": LIMIT_S, "min_devices": len(EVERY)},
     }
-    (tmp_path / "job.toml").write_text(tables.text(job))
+    (tmp_path / "job.toml").write_text(config.text(job))
     home = tmp_path / "runs"
     command = [sys.executable, "-m", "fedquilt.cli", "run", str(tmp_path / "job.toml"), "--home", str(home)]
     with (tmp_path / "run.log").open("wb") as log:

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from fedquilt import bundle, tables, tensors
+from fedquilt import bundle, config, tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds import Answered, AnyFact, Committed, Declined, Ended
 from fedquilt.coordinator.store import Store
 from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.tools import fleet
+from fedquilt.tools.simulation import agents as fleet
 
-DIGITS = Path(fleet.__file__).parent / "demo" / "digits.npz"
+DIGITS = Path(fleet.__file__).parents[1] / "demo" / "digits.npz"
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [64], "classes": 10}
 TABLE: dict[str, Any] = {
     "name": "digits",
@@ -88,7 +88,7 @@ def make_job(folder: Path) -> fleet.Plan:
     cohort = {**TABLE["cohort"], "start_devices": 3}
     rest = {key: value for key, value in TABLE.items() if not isinstance(value, dict)}
     nested = {key: value for key, value in TABLE.items() if isinstance(value, dict)}
-    (folder / "job.toml").write_text(tables.text({**rest, **nested, "cohort": cohort}))
+    (folder / "job.toml").write_text(config.text({**rest, **nested, "cohort": cohort}))
     return fleet.Plan(settings.load(folder / "job.toml"), folder / "job.bundle", folder / "virtual")
 
 
@@ -102,7 +102,7 @@ def test_killing_each_side_and_the_broker_mid_round_changes_no_bit_of_the_result
     agents = {}
     for table in plan.agents():
         path = tmp_path / f"{table['device']}.toml"
-        path.write_text(tables.text({**table, "home": str(tmp_path / table["device"]), "broker": {"url": broker.url}}))
+        path.write_text(config.text({**table, "home": str(tmp_path / table["device"]), "broker": {"url": broker.url}}))
         agents[table["device"]] = ("agent", str(path))
         processes.start(table["device"], tmp_path / "agents.log", *agents[table["device"]])
     processes.start("coordinator", tmp_path / "run.log", *run)
@@ -166,7 +166,7 @@ def test_over_tls_with_certificates_and_access_rules_a_federation_runs(
             table["data"] = {}
         path = tmp_path / f"{device}.toml"
         told = {**table, "home": str(tmp_path / device), "broker": {"url": url, **files(device)}}
-        path.write_text(tables.text(told))
+        path.write_text(config.text(told))
         processes.start(device, tmp_path / "agents.log", "agent", str(path))
     options = [part for key, value in files("coordinator").items() for part in (f"--{key}", value)]
     home = tmp_path / "runs"

@@ -29,7 +29,7 @@ from fedquilt import methods
 from fedquilt.coordinator.rounds import AnyFact, Asked
 from fedquilt.coordinator.store import Store
 from fedquilt.core import ModelError
-from fedquilt.tools import fleet
+from fedquilt.tools.simulation import agents as fleet
 
 EVERY = in_order(methods.names())
 UNFIT = {("fedlora", "batch-norm"), ("fedsdg", "batch-norm")}  # these train adapters of linear layers, which it lacks

@@ -33,7 +33,7 @@ from fedquilt.core import (
 )
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.edge_agent.settings import size_bytes
-from fedquilt.tools import prepare
+from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.simulation import Member
 from toys import SMALL, build, learners, members, remembered, to_train
 from toys import play as run_of
@@ -128,12 +128,13 @@ def profile(budget_bytes: int) -> Profile:
 
 def deep() -> Bundle:
     """Three layers of neurons before the one that tells classes."""
-    from fedquilt.models import mask_trace, zoo
+    from fedquilt.models.networks import registry
+    from fedquilt.models.partial import trace
 
     network = {"name": "mlp", "inputs": 6, "hidden": [5, 4, 4], "classes": 3}
-    module = zoo.load(network)
+    module = registry.load(network)
     model = {key: value.numpy() for key, value in module.state_dict().items()}
-    return to_train(network, model, mask_trace.plan(module))
+    return to_train(network, model, trace.plan(module))
 
 
 # (round, device) -> the state that an update was folded into, and the update: it is folded when it arrives, by

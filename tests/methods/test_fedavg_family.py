@@ -321,18 +321,18 @@ def pictures(count: int = 2) -> list[Member]:
 
 def bn_start() -> dict[str, np.ndarray]:
     torch = pytest.importorskip("torch")
-    from fedquilt.models import zoo
+    from fedquilt.models.networks import registry
 
     torch.manual_seed(0)
-    return {name: value.numpy().copy() for name, value in zoo.build(BN).state_dict().items()}
+    return {name: value.numpy().copy() for name, value in registry.build(BN).state_dict().items()}
 
 
 def test_batch_norm_is_told_by_type_and_not_by_name() -> None:
     """Every tensor of a BatchNorm2d and no other, though names here are `1`, `shortcut.1`, `bn1`."""
     torch = pytest.importorskip("torch")
-    from fedquilt.models import zoo
+    from fedquilt.models.networks import registry
 
-    model = zoo.build(BN)
+    model = registry.build(BN)
     wanted = {
         f"{path}.{name}"
         for path, module in model.named_modules()

@@ -14,7 +14,7 @@ from fedquilt.coordinator import settings
 from fedquilt.core import Answer, Bundle, Contribution, DeviceView, JobError, ModelError, UpdateError
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import fedavg, fedpews, fedpews_fixed
-from fedquilt.models import masks
+from fedquilt.models.partial import masks
 from fedquilt.tools.simulation import Member
 from toys import MLP, MLP_MASKS, files, learners, to_train
 from toys import play as run

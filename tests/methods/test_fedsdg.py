@@ -12,13 +12,13 @@ import pytest
 from fedquilt import methods, tensors
 from fedquilt.core import Answer, Contribution, DeviceView, Fit, JobError, ModelError, Site, Task
 from fedquilt.methods import fedavg, fedsdg
-from fedquilt.models import lora
+from fedquilt.models.partial import lora
 from fedquilt.tools.simulation.run import Hands, Round, Simulation
 from toys import given, members, play, remembered, to_train
 
 torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine", reason="adapters are trained with torch")
 
-from fedquilt.models import zoo  # noqa: E402
+from fedquilt.models.networks import registry  # noqa: E402
 
 NETWORK = {
     "name": "vit",
@@ -31,7 +31,7 @@ NETWORK = {
     "classes": 3,
     "input": {"channels": 1, "size": 8},
 }
-WEIGHTS = {name: value.numpy().copy() for name, value in zoo.load(NETWORK, seed=1).state_dict().items()}
+WEIGHTS = {name: value.numpy().copy() for name, value in registry.load(NETWORK, seed=1).state_dict().items()}
 QUICK = {"epochs": 1, "batch": 16, "rank": 2, "alpha": 4.0}
 ENGINE = torch_engine.TorchEngine(1 << 40, base_bytes=0)
 LAYERS = [f"blocks.{block}.{leaf}" for block in (0, 1) for leaf in ("attention.out_proj", "mlp.2")]

@@ -33,7 +33,7 @@ from toys import given as delivered
 torch = pytest.importorskip("torch", reason="FedSQ's client half trains torch networks")
 
 from fedquilt.edge_agent.engines.torch_engine import TorchEngine  # noqa: E402
-from fedquilt.models import zoo  # noqa: E402
+from fedquilt.models.networks import registry  # noqa: E402
 
 RESIDUAL = {"name": "residual", "channels": 1, "classes": 3, "width": 4, "input": {"channels": 1, "size": 8}}
 TAIL = ("3", "6")
@@ -41,7 +41,7 @@ METHOD = fedsq.METHOD
 
 
 def bundle(network: dict[str, Any] = RESIDUAL, **meta: Any) -> Bundle:
-    start = {name: value.numpy() for name, value in zoo.load(network, seed=1).state_dict().items()}
+    start = {name: value.numpy() for name, value in registry.load(network, seed=1).state_dict().items()}
     return Bundle({"network": network, "flops": 100.0, **meta}, files({"model": start}), lambda name: dict(start))
 
 

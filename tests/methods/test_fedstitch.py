@@ -25,8 +25,9 @@ from fedquilt.core import (
 )
 from fedquilt.methods import fedstitch
 from fedquilt.methods.fedstitch import METHOD, Params, State
-from fedquilt.models import flow, images, projection, scoring, search, stitch, vote
-from fedquilt.models.stitch import Block
+from fedquilt.models.networks import inputs
+from fedquilt.models.stitching import block_runner, least_squares, scoring, search, stitched, vote
+from fedquilt.models.stitching.stitched import Block
 from fedquilt.tools.bench import naive
 from fedquilt.tools.simulation import Member
 from toys import SMALL, FakeRunner, build, given, members
@@ -126,7 +127,7 @@ def test_every_path_the_search_emits_obeys_the_rules_and_runs(changes: dict[str,
     _, runner = build()
     last = play(**changes)[-1]
     blocks = last.stock.blocks
-    x = images.prepare(members()[0].train.x[:3], last.stock.input)
+    x = inputs.prepare(members()[0].train.x[:3], last.stock.input)
     assert last.phase == "done"
     assert last.finalists
     for finalist in last.finalists:
@@ -134,9 +135,9 @@ def test_every_path_the_search_emits_obeys_the_rules_and_runs(changes: dict[str,
         assert [block.kind for block in path] == ["start", *["middle"] * (len(path) - 2), "end"]
         assert len(set(finalist.path)) == len(path) <= last.params.depth
         if last.params.native_continuation == "exclude":
-            assert not any(stitch.continues(a, b) for a, b in itertools.pairwise(path))
-        between = stitch.junctions(path, last.junctions.__getitem__)
-        output = stitch.forward(path, between, lambda block, maps: runner.run(Path(block.stages[0][0]), maps), x)
+            assert not any(stitched.continues(a, b) for a, b in itertools.pairwise(path))
+        between = stitched.junctions(path, last.junctions.__getitem__)
+        output = stitched.forward(path, between, lambda block, maps: runner.run(Path(block.stages[0][0]), maps), x)
         assert output.shape == (3, 3)
         assert np.isfinite(output).all()
     used = {name for finalist in last.finalists for name in search.junctions_of(finalist.path)}
@@ -146,7 +147,7 @@ def test_every_path_the_search_emits_obeys_the_rules_and_runs(changes: dict[str,
 def evaluate(found: Any, devices: list[Member]) -> float:
     """An artefact's accuracy on all held-out examples, from nothing but what it says."""
     bundle, runner = build()
-    stock = stitch.stock(bundle.meta)
+    stock = stitched.stock(bundle.meta)
     path = [stock.blocks[name] for name in found.meta["path"]]
     between: list[Any] = [None] * len(path)
     for junction in found.meta["junctions"]:
@@ -157,10 +158,10 @@ def evaluate(found: Any, devices: list[Member]) -> float:
     head = (
         {part: found.tensors[found.meta["head"][part]] for part in ("weights", "bias")} if found.meta["head"] else None
     )
-    x = images.prepare(np.concatenate([member.held.x for member in devices]), found.meta["input"])
+    x = inputs.prepare(np.concatenate([member.held.x for member in devices]), found.meta["input"])
     y = np.concatenate([member.held.y for member in devices])
     run = lambda block, maps: runner.run(Path(block.stages[0][0]), maps)  # noqa: E731
-    scores = stitch.classify(path, between, run, x, head=head, groups=found.meta["align"])
+    scores = stitched.classify(path, between, run, x, head=head, groups=found.meta["align"])
     return float((scores.argmax(axis=1) == y).mean())
 
 
@@ -257,7 +258,7 @@ def score_twice(folder: Path, **changes: Any) -> tuple[list[dict[str, np.ndarray
     state = replace(state, current=net, pool=search.offered(net, state.stock, state.params))
     weights = np.random.default_rng(2).normal(size=(5, 4)).astype(np.float32)
     junction = {"weights": weights, "bias": np.zeros(5, np.float32)}
-    state = replace(state, junctions={stitch.junction_name(path): junction})
+    state = replace(state, junctions={stitched.junction_name(path): junction})
     order = METHOD.send(state, DeviceView("dev-0", None))
     assert order is not None
     scores, runs, local = [], [], {}
@@ -290,13 +291,13 @@ def test_the_naive_procedure_gives_the_same_scores(tmp_path: Path) -> None:
     assert order is not None
     _, site = given(METHOD, order, member, runner, seed=3, cache=tmp_path)
     rows = scoring.order(scoring.drawn(site))[:32]
-    shown = images.prepare(member.train.x[rows], state.stock.input)
+    shown = inputs.prepare(member.train.x[rows], state.stock.input)
     net = search.Net(("ash.0", "elm.1"), search.beginnings(state.stock)[0].pool, 1.0)
     pool = search.offered(net, state.stock, replace(state.params, native_continuation="exclude"))
-    run = lambda block, x: stitch.run_block(block, lambda graph, x: runner.run(Path(graph), x), x)  # noqa: E731
+    run = lambda block, x: stitched.run_block(block, lambda graph, x: runner.run(Path(graph), x), x)  # noqa: E731
     for name, score in zip(pool, scores[0]["score"], strict=True):
         own = [blocks[f"{blocks[name].donor}.{i}"] for i in range(blocks[name].index + 1)]
-        positions = flow.positions(16, blocks[name].in_shape, 40)
+        positions = block_runner.positions(16, blocks[name].in_shape, 40)
         found = naive.output_score(path, [None, junction], own, run, shown[:16], shown[16:], positions, 1e-4)
         assert found == pytest.approx(score, abs=1e-5)
 
@@ -431,17 +432,17 @@ def test_the_fit_tells_what_its_junctions_leave_of_a_device_left_out() -> None:
         answers = [fits[before.turn][device] for device in sorted(fits[before.turn])]
         for i, name in enumerate(search.projected(before)):
             channels = before.stock.blocks[before.current.path[-1]].out_shape[0], before.stock.blocks[name].in_shape[0]
-            parts = [projection.from_tensors(answer.bundles[f"moments.{i}"], *channels) for answer in answers]
+            parts = [least_squares.from_tensors(answer.bundles[f"moments.{i}"], *channels) for answer in answers]
             path = (*before.current.path, name)
-            solved = projection.solve(projection.merge(parts), before.params.ridge)[0].astype(np.float32)
-            left = projection.left_out(parts, before.params.ridge)
+            solved = least_squares.solve(least_squares.merge(parts), before.params.ridge)[0].astype(np.float32)
+            left = least_squares.left_out(parts, before.params.ridge)
             mean = np.average(left, weights=[part.yy for part in parts])
             [line] = [line for line in METHOD.story(after) if line.startswith(f"to {name}: ")]
             assert f"it leaves {100 * mean:.1f} % of the variance, {100 * max(left):.1f} % at worst" in line
             for net in (*after.frontier, *after.finished, after.current):
                 if net and net.path == path:  # the frontier is gone once the search has ended
                     assert net.residuals == (*before.current.residuals, pytest.approx(mean))
-                    assert np.array_equal(after.junctions[stitch.junction_name(path)]["weights"], solved)
+                    assert np.array_equal(after.junctions[stitched.junction_name(path)]["weights"], solved)
                     seen += 1
     assert seen > 3
 
@@ -530,14 +531,14 @@ def test_once_a_network_is_finished_what_was_given_up_is_forgotten() -> None:
         vote.Winner("elm.2", 1.0, 0.1, 1),
     )
     blank = {"weights": np.zeros((1, 1), np.float32), "bias": np.zeros(1, np.float32)}
-    fitted = {stitch.junction_name(("ash.0", name)): blank for name in ("elm.1", "fir.2")}
+    fitted = {stitched.junction_name(("ash.0", name)): blank for name in ("elm.1", "fir.2")}
     before = voted(low, end, low_end, stop_below=0.6)
     going_on = replace(before, frontier=search.beginnings(before.stock)[1:])
     for state in (before, going_on):
         grown = search.grow(state, fitted)
         assert [net.path for net in grown.finished] == [("ash.0", "fir.2")]
         assert grown.given_up == ()
-        assert set(grown.junctions) == {stitch.junction_name(("ash.0", "fir.2"))}
+        assert set(grown.junctions) == {stitched.junction_name(("ash.0", "fir.2"))}
 
 
 def test_with_the_budget_spent_a_finished_network_that_was_given_up_ends_the_search() -> None:
@@ -677,12 +678,12 @@ def test_the_chosen_networks_head_is_solved_from_all_devices_that_were_heard() -
     assert len(refining) > 2
     chosen = last.finalists[last.chosen]
     path = [last.stock.blocks[name] for name in chosen.path[:-1]]
-    between = stitch.junctions(path, last.junctions.__getitem__)
-    run = lambda block, x: stitch.run_block(block, lambda graph, x: runner.run(Path(graph), x), x)  # noqa: E731
+    between = stitched.junctions(path, last.junctions.__getitem__)
+    run = lambda block, x: stitched.run_block(block, lambda graph, x: runner.run(Path(graph), x), x)  # noqa: E731
     train = np.concatenate([member.train.x for member in devices])
     labels = np.eye(3)[np.concatenate([member.train.y for member in devices])]
-    features = stitch.gap(stitch.forward(path, between, run, images.prepare(train, last.stock.input)))
-    weights, bias = projection.solve(projection.moments(features, labels), head_ridge)
+    features = stitched.gap(stitched.forward(path, between, run, inputs.prepare(train, last.stock.input)))
+    weights, bias = least_squares.solve(least_squares.moments(features, labels), head_ridge)
     assert np.allclose(chosen.head["weights"], weights, atol=1e-4)
     assert np.allclose(chosen.head["bias"], bias, atol=1e-4)
     assert METHOD.result(last).meta["path"] == list(chosen.path[:-1])

@@ -29,10 +29,10 @@ BN = {"name": "residual", "channels": 1, "classes": 3, "width": 2, "input": {"ch
 def tensors_of(name: str = "residual") -> dict[str, np.ndarray]:
     """A network's first tensors: a small one with batch norm, or torchvision's of ten classes."""
     pytest.importorskip("torch")
-    from fedquilt.models import zoo
+    from fedquilt.models.networks import registry
 
     table = BN if name == "residual" else {"name": name, "classes": 10}
-    return {key: value.numpy() for key, value in zoo.build(table).state_dict().items()}
+    return {key: value.numpy() for key, value in registry.build(table).state_dict().items()}
 
 
 def resnet18() -> dict[str, np.ndarray]:

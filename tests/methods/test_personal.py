@@ -309,9 +309,9 @@ def test_head_and_representation_are_all_of_the_network_and_have_nothing_in_comm
     """No tensor is missing from both (a head that is not told by its own name) and none is in both."""
     pytest.importorskip("torch")
     torch_one()
-    from fedquilt.models import zoo
+    from fedquilt.models.networks import registry
 
-    start = {name: value.numpy().copy() for name, value in zoo.build(BN).state_dict().items()}
+    start = {name: value.numpy().copy() for name, value in registry.build(BN).state_dict().items()}
     state = fedrep.init(to_train(BN, start), fedrep.Params(), 0)
     assert state.own.keys().isdisjoint(state.model)
     assert state.own.keys() | state.model.keys() == start.keys()

@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 
 from fedquilt import methods, tensors
-from fedquilt.coordinator import progress, settings
+from fedquilt.coordinator import settings
 from fedquilt.coordinator.rounds import Answered, Committed
 from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.views import progress
 from fedquilt.core import Bundle, Contribution, DeviceView, Examples, Hooks, Profile, UpdateError
 from fedquilt.methods import heterofl
-from fedquilt.models import submodel
-from fedquilt.tools import fleet, prepare
+from fedquilt.models.partial import width
+from fedquilt.tools.artefacts import prepare
+from fedquilt.tools.simulation import agents
 from toys import pictures, to_train
 
 torch = pytest.importorskip("torch")
@@ -40,13 +42,14 @@ def engine() -> Any:
 @cache
 def bundle() -> Bundle:
     """A network with its plan of masks, as `fedquilt prepare` writes it."""
-    from fedquilt.models import mask_trace, zoo
+    from fedquilt.models.networks import registry
+    from fedquilt.models.partial import trace
 
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        module = zoo.build(NETWORK)
+        module = registry.build(NETWORK)
     model = {key: value.numpy().copy() for key, value in module.state_dict().items()}
-    found = to_train(NETWORK, model, mask_trace.plan(module))
+    found = to_train(NETWORK, model, trace.plan(module))
     return replace(found, meta={**found.meta, "flops": 1e6, "example_bytes": 10**6})
 
 
@@ -128,7 +131,7 @@ def test_measured_statistics_are_exact_however_examples_are_cut_into_mini_batche
 
     for size in (7, 64):
         monkeypatch.setitem(torch_engine.EVALUATED_AT_ONCE, "cpu", size)
-        seen = submodel.Moments()
+        seen = width.Moments()
         hooks = Hooks(prepare=seen.watch)
         engine().evaluate(NETWORK, model, Examples(x, draws.integers(0, 3, 50)), hooks=hooks)
         found = seen.found()
@@ -143,7 +146,7 @@ def test_what_is_held_still_keeps_its_statistics() -> None:
 
     held = fedlps.still(state)
     assert set(method.settle.send(state, view("a", LARGE)).params["still"]) == held
-    seen = submodel.Moments(held)
+    seen = width.Moments(held)
     examples = Examples(np.zeros((8, 8, 8), np.uint8), np.zeros(8, np.int64))
     engine().evaluate(NETWORK, state.model, examples, hooks=Hooks(prepare=seen.watch))
     assert seen.found().keys().isdisjoint(held)
@@ -183,8 +186,8 @@ def test_in_a_federation_the_whole_networks_statistics_are_those_of_all_devices(
         "fleet": {"devices": 6, "budgets": ["1GB"] * 5 + ["8GB"]},
         "data": {"path": str(data), "held": 0.2},
     }
-    plan = fleet.Plan(settings.parse(table), tmp_path / "bundle", tmp_path / "runs")
-    run, ended = fleet.virtually(plan)
+    plan = agents.Plan(settings.parse(table), tmp_path / "bundle", tmp_path / "runs")
+    run, ended = agents.virtually(plan)
     assert ended == "done"
     with Store(plan.home) as store:
         facts = [fact for _, _, fact in store.facts(run)]
@@ -197,7 +200,7 @@ def test_in_a_federation_the_whole_networks_statistics_are_those_of_all_devices(
     asked = [sum(isinstance(fact, Answered) and fact.round == each.round for fact in facts) for each in committed]
     assert asked == [2, 2, 6, 2, 6, 2]
     assert progress.done(facts, 3) == 3
-    from fedquilt.edge_agent import data as shares
+    from fedquilt.data import examples as shares
 
     x = np.concatenate(
         [share[0].x for share in shares.load_shares(shares.parse(plan.agents(run)[0]["data"]))]  # of all devices

@@ -23,9 +23,10 @@ from fedquilt.core import (
     Profile,
     UpdateError,
 )
+from fedquilt.layers import STATISTICS
 from fedquilt.methods import depthfl, fedavg, fedepth, fedlps, fjord, ft_full, ft_part, heterofl
-from fedquilt.models import masks, stages, submodel
-from fedquilt.models.layers import STATISTICS
+from fedquilt.models.partial import depth, masks
+from fedquilt.models.partial import width as submodel
 from fedquilt.tools.simulation import Member
 from toys import MLP_MASKS, files, given, play, to_train
 
@@ -49,15 +50,16 @@ def engine() -> Any:
 
 def bundle(network: dict[str, Any] | None = None) -> Bundle:
     """A network with its plan of masks, as `fedquilt prepare` writes it."""
-    from fedquilt.models import mask_trace, zoo
+    from fedquilt.models.networks import registry
+    from fedquilt.models.partial import trace
 
     table = network or NETWORK
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        module = zoo.build(table)
+        module = registry.build(table)
     parts: dict[str, dict[str, np.ndarray]] = {
         "model": {key: value.numpy().copy() for key, value in module.state_dict().items()},
-        "masks": {"json": masks.to_array(mask_trace.plan(module))},
+        "masks": {"json": masks.to_array(trace.plan(module))},
     }
     meta = {"network": table, "flops": 1e6, "example_bytes": 10**6}
     return Bundle(meta, files(parts), lambda name: parts[name])
@@ -263,11 +265,11 @@ def test_each_width_has_statistics_of_its_own(name: str) -> None:
 
 def test_the_fewer_steps_at_the_largest_width_count_the_more_in_its_statistics() -> None:
     """Two widths by turns: a step at the larger moves the mean by 1 - 0.9^2 of the way, where all would by 0.1 each."""
-    from fedquilt.models import zoo
+    from fedquilt.models.networks import registry
 
     plan = masks.from_array(bundle().load("masks")["json"])
     ordered = fjord.Ordered(plan, 1.0, (0.5, 1.0), np.random.default_rng(0))
-    module, momenta = ordered.gate(zoo.build(NETWORK)), []
+    module, momenta = ordered.gate(registry.build(NETWORK)), []
     for width in (1.0, 0.5):
         ordered.width = width
         module(torch.rand(2, 1, 8, 8))
@@ -458,7 +460,7 @@ def test_depthfls_loss_is_every_exits_cross_entropy_and_what_they_are_apart() ->
 
 def test_depthfls_result_says_the_mean_of_all_exits() -> None:
     """The network "exits", built from its table and the tensors alone, scores as a device with every stage does."""
-    from fedquilt.models import zoo
+    from fedquilt.models.networks import registry
 
     method, member = methods.load("depthfl"), pictures(1)[0]
     state = run("depthfl", bundle(), budgets=MIXED)[-1]
@@ -468,11 +470,11 @@ def test_depthfls_result_says_the_mean_of_all_exits() -> None:
     task, site = given(method, order, member, engine())
     network = found.meta["network"]
     assert engine().evaluate(network, found.tensors, member.held) == method.check(task, site)
-    assert zoo.input_shape(network) == (1, 8, 8)
-    module = zoo.build(network).eval()
+    assert registry.input_shape(network) == (1, 8, 8)
+    module = registry.build(network).eval()
     module.load_state_dict({key: torch.tensor(value) for key, value in found.tensors.items()})
     x, said = torch.rand(2, 1, 8, 8), []
-    for layer in [*module.exit, module.get_submodule(stages.body(depthfl.network(state), 4).head)]:
+    for layer in [*module.exit, module.get_submodule(depth.body(depthfl.network(state), 4).head)]:
         layer.register_forward_hook(lambda layer, inputs, output: said.append(output))
     assert torch.allclose(module(x), torch.stack(said).mean(dim=0))
     assert len(said) == 4
@@ -494,7 +496,7 @@ def test_fedepths_groups_are_every_stage_once_and_only_its_own_moves() -> None:
     """Three groups: a device trains the whole network, each group once; the largest group's memory counts."""
     method, trained = methods.load("fedepth"), []
     state = method.init(bundle(), method.params(**SMALL), 0)
-    body = stages.body(fedepth.network(state), 6)
+    body = depth.body(fedepth.network(state), 6)
     found = fedepth.groups(body, 3)
     assert sorted(name for group in found for name in group.names) == sorted(
         name for stage in body.stages for name in stage.names
@@ -547,7 +549,7 @@ def test_ft_part_moves_the_last_layers_alone() -> None:
         found = run("ft_part", bundle(), layers=count)
         first, last = found[0], found[-1]
         result = ft_part.METHOD.result(last).tensors
-        assert sorted({name.rpartition(".")[0] for name in first.model})[-1] == stages.body(result, 1).head
+        assert sorted({name.rpartition(".")[0] for name in first.model})[-1] == depth.body(result, 1).head
         assert all(np.array_equal(first.own[name], result[name]) for name in first.own)
         assert all(
             not np.array_equal(first.model[name], last.model[name]) for name in first.model if "num_" not in name

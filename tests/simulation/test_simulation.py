@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedquilt.tools.simulate import Scenario, play, verify
+from fedquilt.tools.simulation.faults import Scenario, play, verify
 
 SEEDS = range(240)
 WITH_MEMORY = range(1000, 1012)  # seeds for codecs that leave something for the next time

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt import tables
+from fedquilt import config
 from fedquilt.core import CODECS
 from fedquilt.tools import bench, nightly
 from fedquilt.tools.emulate import host
@@ -112,7 +112,7 @@ def test_a_python_that_is_not_there_or_does_not_start_skips_its_stage(tmp_path: 
 
 def test_what_is_nightly_is_no_part_of_make_test() -> None:
     """The marker is registered, and left out unless it is asked for; make knows the target."""
-    options = tables.read(ROOT / "pyproject.toml")["tool"]["pytest"]["ini_options"]
+    options = config.read(ROOT / "pyproject.toml")["tool"]["pytest"]["ini_options"]
     assert "-m 'not nightly'" in options["addopts"]
     assert any(marker.startswith("nightly:") for marker in options["markers"])
     assert "fedquilt.tools.nightly $(ARGS)" in (ROOT / "Makefile").read_text()

@@ -30,8 +30,9 @@ import numpy as np
 from fedquilt import bundle, disk, methods, tensors
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import Answer, DataError, Examples, JobError, Site, Task, Tensors
-from fedquilt.models import fingerprint, images
-from fedquilt.models.layers import head
+from fedquilt.layers import head
+from fedquilt.models import subspaces
+from fedquilt.models.networks import inputs
 from fedquilt.tools.audit import picture
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.run import ROOM, ROOM_BYTES, states
@@ -116,7 +117,7 @@ def measure(
     Raises:
         DataError: no images, or not square ones.
     """
-    from fedquilt.edge_agent import data as shares
+    from fedquilt.data import examples as shares
     from fedquilt.edge_agent.engines.torch_engine import TorchEngine
     from fedquilt.tools.audit import attack
 
@@ -135,7 +136,7 @@ def measure(
     pictures: list[list[np.ndarray]] = []
     for index in range(min(count, len(drawn))):
         example = Examples(drawn.x[index : index + 1], drawn.y[index : index + 1])
-        truth = images.prepare(example.x, table)[0]
+        truth = inputs.prepare(example.x, table)[0]
         line = [truth]
         for row in chosen:
             gradient = uploaded(row, network, start, example, engine)
@@ -167,7 +168,7 @@ def fingerprints(examples: Examples) -> list[dict[str, float]]:
     for size in (1, *SIZES):
         if size <= len(examples):
             some = examples.x[:size]
-            likeness = fingerprint.mean_likeness(some, fingerprint.subspace(some, 5))
+            likeness = subspaces.mean_likeness(some, subspaces.subspace(some, 5))
             found.append({"examples": size, "cosine": round(likeness, 4)})
     return found
 

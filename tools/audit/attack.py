@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from fedquilt import tensors
 from fedquilt.core import Tensors
-from fedquilt.models import zoo
+from fedquilt.models.networks import registry
 
 STARTS = 2  # the better of so many beginnings: what the attacker sees tells which
 
@@ -29,7 +29,7 @@ def single() -> None:
 def weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
     """The network's tensors from U(-0.5, 0.5)."""
     rng = tensors.rng("audit weights", seed)
-    held = zoo.build(network).state_dict()
+    held = registry.build(network).state_dict()
     return {name: rng.uniform(-0.5, 0.5, tuple(value.shape)).astype(np.float32) for name, value in sorted(held.items())}
 
 
@@ -54,7 +54,7 @@ def reconstruct(
         label: of the example, which the attacker knows.
         steps: of L-BFGS at most.
     """
-    model = zoo.build(network).double()
+    model = registry.build(network).double()
     with torch.no_grad():
         for name, value in model.state_dict().items():
             value.copy_(torch.tensor(start[name]))

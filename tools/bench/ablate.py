@@ -26,13 +26,13 @@ from fedquilt.coordinator import cohort
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import Answer, FedquiltError, JobError, Method, Site, Task, Tensors
-from fedquilt.edge_agent.data import DataSpec
+from fedquilt.data.examples import DataSpec
 from fedquilt.methods import fedstitch
-from fedquilt.models import cka
-from fedquilt.tools import fleet, kept, processes
-from fedquilt.tools.baselines import MOST_ROUNDS, Bench, Result, pooled
-from fedquilt.tools.kept import Kept
-from fedquilt.tools.simulation import Member
+from fedquilt.models.stitching import cka
+from fedquilt.tools.experiments import parallel, run_cache
+from fedquilt.tools.experiments.baselines import MOST_ROUNDS, Bench, Result, pooled
+from fedquilt.tools.experiments.run_cache import Kept
+from fedquilt.tools.simulation import Member, agents
 from fedquilt.tools.simulation.run import Hands, Round, Simulation, states
 
 BUDGET_BYTES = 2 << 30  # of each process
@@ -115,7 +115,7 @@ class Case(msgspec.Struct, frozen=True):
     @property
     def key(self) -> str:
         """What the run depends on."""
-        return kept.key(self.job, self.part.encode(), bundle=Path(self.folder), data=kept.paths(self.job))
+        return run_cache.key(self.job, self.part.encode(), bundle=Path(self.folder), data=run_cache.paths(self.job))
 
     def __str__(self) -> str:
         return f"{self.condition}, seed {self.seed}, {self.part}"
@@ -208,7 +208,7 @@ def _setting(job: bytes, folder: str) -> Setting:
     from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 
     given, opened = jobs.parse(msgspec.json.decode(job)), bundle.load(Path(folder))
-    members, test = fleet.Plan(given, Path(folder), Path()).members()
+    members, test = agents.Plan(given, Path(folder), Path()).members()
     engine = OnnxEngine(BUDGET_BYTES, threads=1)
     bench = Bench(
         opened, lambda name: Path(folder) / "blobs" / opened.files[name].sha256, engine, pooled(members), test
@@ -306,7 +306,7 @@ def played(todo: Sequence[Case], out: Path, player: Player, say: Callable[[str],
 
 def in_processes(todo: Sequence[Case]) -> Iterator[Finished]:
     """Each as it is finished, by as many processes as there are cores; they end with this one."""
-    for _, finished in processes.spread(_attempt, [(case,) for case in todo]):
+    for _, finished in parallel.spread(_attempt, [(case,) for case in todo]):
         yield finished
 
 

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt import wire
+from fedquilt.blobs.store import Depot
+from fedquilt.blobs.transfer import Transfers
 from fedquilt.core import BlobRef, JobError, LinkError
-from fedquilt.depot import Depot
-from fedquilt.edge_agent import budget
-from fedquilt.link import Message
-from fedquilt.mqtt import Broker, MqttLink
+from fedquilt.edge_agent.task import budget
 from fedquilt.tools.bench import figure, figure_lines
-from fedquilt.transfer import Transfers
+from fedquilt.transport.link import Message
+from fedquilt.transport.mqtt import Broker, MqttLink
 
 SIZE = 45_000_000
 AGENTS = 10

@@ -21,8 +21,8 @@ from fedquilt.coordinator.deadline import POLICIES, Ask
 from fedquilt.coordinator.rounds import Answered, AnyFact, Asked, Closed, Committed, Plan, Rounds, Started
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import BlobRef, Cost, Profile, Update, Usage, Work
-from fedquilt.edge_agent import governor
 from fedquilt.edge_agent.devices.simulated import SimulatedDevice
+from fedquilt.edge_agent.power import governor
 from fedquilt.tools.bench import at_least, figure, figure_lines
 
 BOARDS: Final = ("jetson-nano", "jetson-tx2", "jetson-xavier-nx", "jetson-orin-nano")

@@ -25,15 +25,18 @@ from typing import Any, Final, get_args
 
 import msgspec
 
-from fedquilt import predict
+from fedquilt import cost_model
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.rounds import Answered, Asked
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Cost, Device, OperatingPoint, Reading, Usage, Work
-from fedquilt.edge_agent import devices, governor
-from fedquilt.edge_agent.governor import Policy, Rule
-from fedquilt.tools import demo, export, fleet
+from fedquilt.edge_agent import devices
+from fedquilt.edge_agent.power import governor
+from fedquilt.edge_agent.power.governor import Policy, Rule
+from fedquilt.tools import demo
+from fedquilt.tools.artefacts import export
 from fedquilt.tools.bench import at_least, figure, figure_lines
+from fedquilt.tools.simulation import agents
 
 BOARDS: Final = ("jetson-tx2", "jetson-nano", "jetson-xavier-nx", "jetson-orin-nano")
 POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
@@ -97,14 +100,14 @@ def federate(policy: Policy, folder: Path, search: Mapping[str, int] = SEARCH) -
     cohort = msgspec.structs.replace(job.cohort, deadline="predicted", slack=0.1, deadline_s=1e6)
     boards = jobs.Fleet(devices=len(BOARDS), boards=BOARDS, budgets=("512MB",), policy=policy)
     job = msgspec.structs.replace(job, params=dict(search), cohort=cohort, fleet=boards)
-    plan = fleet.Plan(job, demo.HERE / "bundle", folder / policy)
+    plan = agents.Plan(job, demo.HERE / "bundle", folder / policy)
 
     def make(name: str) -> Device:
         run.boards[name] = Laden(devices.make(name))
         return run.boards[name]
 
     with contextlib.redirect_stdout(io.StringIO()):
-        name, status = fleet.virtually(plan, make=make)
+        name, status = agents.virtually(plan, make=make)
     if status != "done":
         raise RuntimeError(f"the federation under {policy!r} ended as {status}")
     with Store(plan.home) as store:
@@ -146,12 +149,12 @@ def summary(run: Run) -> dict[str, Any]:
 
 def race(board: Laden, work: Work) -> float:
     """Seconds at the fastest point."""
-    times = [predict.seconds(work, point) for point in board.points]
+    times = [cost_model.seconds(work, point) for point in board.points]
     return min(time for time in times if time is not None)
 
 
 def _racing(board: Laden, work: Work) -> OperatingPoint:
-    return min(board.points, key=lambda point: predict.seconds(work, point) or 1e9)
+    return min(board.points, key=lambda point: cost_model.seconds(work, point) or 1e9)
 
 
 def _last(board: Laden, boards: Mapping[str, Laden], count: int) -> bool:
@@ -161,7 +164,7 @@ def _last(board: Laden, boards: Mapping[str, Laden], count: int) -> bool:
 
 def joules(board: Laden, point: OperatingPoint, work: Work, round_s: float) -> float:
     """Until the round ends, idle included; an unknown idle power counts as 0, as in the governor."""
-    seconds = predict.seconds(work, point)
+    seconds = cost_model.seconds(work, point)
     assert seconds is not None
     assert point.busy_w is not None
     return point.busy_w * seconds + (board.idle_w or 0.0) * max(round_s - seconds, 0.0)
@@ -169,7 +172,7 @@ def joules(board: Laden, point: OperatingPoint, work: Work, round_s: float) -> f
 
 def cheapest(board: Laden, work: Work, round_s: float) -> float:
     """The fewest joules there are in time, by trying every point."""
-    found = [p for p in board.points if p.busy_w is not None and (predict.seconds(work, p) or 1e9) <= round_s]
+    found = [p for p in board.points if p.busy_w is not None and (cost_model.seconds(work, p) or 1e9) <= round_s]
     return min(joules(board, point, work, round_s) for point in found)
 
 
@@ -189,10 +192,10 @@ def replay(boards: Mapping[str, Laden]) -> dict[str, Any]:
             rows[name]["cheapest"] += cheapest(board, work, round_s)
             for policy in POLICIES:
                 point = governor.choose(Rule(policy), board.points, work, round_s, board.idle_w) or board.points[0]
-                seconds = predict.seconds(work, point) or 0.0
+                seconds = cost_model.seconds(work, point) or 0.0
                 late[policy] += seconds > round_s * (1 + 1e-9)
                 rows[name][policy] += joules(board, point, work, round_s)
-            ample_s = max(predict.seconds(work, point) or 0.0 for point in board.points)
+            ample_s = max(cost_model.seconds(work, point) or 0.0 for point in board.points)
             least[name] += cheapest(board, work, ample_s)
             fastest[name] += joules(board, _racing(board, work), work, ample_s)
     rows["fleet"] = {key: sum(row[key] for row in rows.values()) for key in (*POLICIES, "cheapest")}

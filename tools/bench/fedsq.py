@@ -75,9 +75,9 @@ def _case(
     engine: Any, network: Mapping[str, Any], trained: tuple[str, ...], examples: int, turns: int
 ) -> dict[str, list[float]]:
     """Seconds of each turn's round, by way."""
-    from fedquilt.models import zoo
+    from fedquilt.models.networks import registry
 
-    start = {name: value.numpy() for name, value in zoo.load(network, seed=0).state_dict().items()}
+    start = {name: value.numpy() for name, value in registry.load(network, seed=0).state_dict().items()}
     bundle = Bundle({"network": dict(network)}, {"model": BlobRef(sha256="0" * 64, size=1)}, lambda name: start)
     size = network["input"]["size"]
     draws = np.random.default_rng(0)

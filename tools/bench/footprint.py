@@ -1,6 +1,6 @@
 """`fedquilt bench footprint`: what is predicted of memory peaks, over what they are.
 
-Each network trains, in the agent's own task process (`fedquilt.edge_agent.child`) under method fedavg, in
+Each network trains, in the agent's own task process (`fedquilt.edge_agent.task.main`) under method fedavg, in
 mini-batches of 1, 8 and 32, and its hungriest ONNX graph is run on as many images; every time in a fresh
 process whose peak the kernel tells. Some also train in mini-batches of 32 with a budget that holds fewer; with batch
 normalisation those stay whole, and the budget is for the smallest pieces of what the backward pass needs.
@@ -22,14 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt import tensors
-from fedquilt.coordinator import tiers
+from fedquilt import footprint, tensors, tiers
 from fedquilt.core import BlobRef, ModelError, Order, Profile, Work
-from fedquilt.edge_agent import budget
+from fedquilt.edge_agent.task import budget
 from fedquilt.methods.fedavg import Params
-from fedquilt.models import footprint
 from fedquilt.tools.bench import at_least, figure, figure_lines
-from fedquilt.tools.task_process import TaskProcess
+from fedquilt.tools.simulation.task_process import TaskProcess
 
 NETWORKS: Mapping[str, tuple[Mapping[str, Any], int]] = {  # table, pixels
     "mlp": ({"name": "mlp", "inputs": 3 * 32 * 32, "classes": 10}, 32),
@@ -142,12 +140,13 @@ def _row(work: str, network: str, batch: int, foreseen: int, seen: int) -> dict[
 def _subject(name: str, folder: Path) -> Subject:
     import torch
 
-    from fedquilt.models import blocks, zoo
+    from fedquilt.models.networks import registry
+    from fedquilt.models.stitching import blocks
 
     table, size = NETWORKS[name]
     shape = (3, size, size)
     torch.manual_seed(0)
-    model = zoo.build(table)
+    model = registry.build(table)
     (folder / "model").write_bytes(tensors.encode({key: value.numpy() for key, value in model.state_dict().items()}))
     draws = np.random.default_rng(0)
     count = STEPS * max(BATCHES)

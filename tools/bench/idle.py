@@ -13,9 +13,9 @@ import psutil
 
 from fedquilt import wire
 from fedquilt.core import LinkError
-from fedquilt.mqtt import Broker, MqttLink
 from fedquilt.tools.bench import figure, figure_lines
 from fedquilt.tools.broker import EmbeddedBroker
+from fedquilt.transport.mqtt import Broker, MqttLink
 
 SETTLE_S = 5.0
 HEAVY = ("torch", "onnxruntime", "pandas")

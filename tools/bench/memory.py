@@ -1,6 +1,6 @@
 """`fedquilt bench memory`: what a device's process holds while it stitches at 224 pixels, under small budgets.
 
-The process is the agent's own (`fedquilt.edge_agent.child`), under budgets that leave 160 MB and 100 MB
+The process is the agent's own (`fedquilt.edge_agent.task.main`), under budgets that leave 160 MB and 100 MB
 beside what it holds once ONNX Runtime is imported. Its tasks are the hungriest of a job with the five
 architectures of the FedStitch paper (arXiv 2409.07202, section 5.1): every donor's references and
 targets, output scores of every block behind the largest maps and behind the widest block, and sums for
@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 
 from fedquilt.core import Bundle, DeviceView, ModelError
-from fedquilt.edge_agent import budget
+from fedquilt.edge_agent.task import budget
 from fedquilt.methods.fedstitch import METHOD
-from fedquilt.models import search, stitch
-from fedquilt.models.search import Finalist, Net, Params, State
-from fedquilt.models.vote import Winner
+from fedquilt.models.stitching import search, stitched
+from fedquilt.models.stitching.search import Finalist, Net, Params, State
+from fedquilt.models.stitching.vote import Winner
 from fedquilt.tools.bench import figure, figure_lines
 from fedquilt.tools.bench.stitch import IMAGES, donors, examples, finder
-from fedquilt.tools.task_process import TaskProcess
+from fedquilt.tools.simulation.task_process import TaskProcess
 
 ROOMS_MB = {"under_160_mb": 160, "under_100_mb": 100}
 
@@ -85,7 +85,7 @@ def _random_junctions(state: State, path: Sequence[str]) -> dict[str, dict[str, 
     for i in range(1, len(path)):
         shape = blocks[path[i]].in_shape[0], blocks[path[i - 1]].out_shape[0]
         weights = draws.normal(size=shape).astype(np.float32) / np.sqrt(shape[1], dtype=np.float32)
-        found[stitch.junction_name(path[: i + 1])] = {"weights": weights, "bias": np.zeros(shape[0], np.float32)}
+        found[stitched.junction_name(path[: i + 1])] = {"weights": weights, "bias": np.zeros(shape[0], np.float32)}
     return found
 
 

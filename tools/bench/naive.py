@@ -2,7 +2,7 @@
 
 For each candidate everything is run again from the images: the path, the candidate's own donor up to
 it and through it, the junction's fit, and the Gram matrices. The runtime, the images, the positions
-that junctions are fitted on and the estimator are those of `fedquilt.models.scoring`.
+that junctions are fitted on and the estimator are those of `fedquilt.models.stitching.scoring`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from fedquilt.core import Tensors
-from fedquilt.models import cka, images, projection, stitch
-from fedquilt.models.stitch import Block
+from fedquilt.models.networks import inputs
+from fedquilt.models.stitching import cka, least_squares, stitched
+from fedquilt.models.stitching.stitched import Block
 
 Run = Callable[[Block, np.ndarray], np.ndarray]
 
@@ -36,14 +37,14 @@ def output_score(
         positions: of the candidate's input maps on `fitted`, counted over n * h * w.
     """
     candidate = own[-1]
-    here = stitch.forward(path, between, run, np.concatenate([scored, fitted]))
-    there = stitch.forward(own[:-1], [None] * (len(own) - 1), run, np.concatenate([scored, fitted]))
+    here = stitched.forward(path, between, run, np.concatenate([scored, fitted]))
+    there = stitched.forward(own[:-1], [None] * (len(own) - 1), run, np.concatenate([scored, fitted]))
     n = len(scored)
     junction = None
-    if not stitch.continues(path[-1], candidate):
-        x = images.resize(here[n:], *candidate.in_shape[1:])
+    if not stitched.continues(path[-1], candidate):
+        x = inputs.resize(here[n:], *candidate.in_shape[1:])
         rows = [maps.transpose(0, 2, 3, 1).reshape(-1, maps.shape[1])[positions] for maps in (x, there[n:])]
-        weights, bias = projection.Fit(rows[0], ridge).weights(rows[1])
+        weights, bias = least_squares.Fit(rows[0], ridge).weights(rows[1])
         junction = {"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)}
-    output = run(candidate, stitch.join(here[:n], junction, candidate))
+    output = run(candidate, stitched.join(here[:n], junction, candidate))
     return cka.cka(cka.gram(output), cka.gram(run(candidate, there[:n]))).value

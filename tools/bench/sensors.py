@@ -1,7 +1,7 @@
 """`fedquilt bench sensors`: what reading a board's sensors ten times a second costs the agent.
 
 Each board is read in a process of its own that has imported the agent first, so that the growth is what the
-sensors add to it. The Jetsons are trees of plain files (`fedquilt.tools.fake_boards`): what their kernels take
+sensors add to it. The Jetsons are trees of plain files (`fedquilt.testing.boards`): what their kernels take
 to ask a real sensor is not in the figures, what Python and the file system take is.
 """
 
@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
+from fedquilt.testing.boards import plant
 from fedquilt.tools.bench import figure, figure_lines
-from fedquilt.tools.fake_boards import plant
 
 HERTZ = 10
 READINGS = 50  # readings at that pace, and as many before, unmeasured

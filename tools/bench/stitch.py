@@ -25,13 +25,14 @@ from fedquilt import bundle
 from fedquilt.core import Bundle, DeviceView, Examples, Site, Tensors
 from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 from fedquilt.methods.fedstitch import METHOD
-from fedquilt.models import flow, images, onnx_file, projection, scoring, search, stitch, vote
-from fedquilt.models.scoring import ScoreAsk, ScoreAt
-from fedquilt.models.search import Params
-from fedquilt.models.stacks import SPARE
-from fedquilt.models.stitch import Block
+from fedquilt.models.networks import inputs
+from fedquilt.models.stitching import block_runner, export_onnx, least_squares, scoring, search, stitched, vote
+from fedquilt.models.stitching.activations import SPARE
+from fedquilt.models.stitching.scoring import ScoreAsk, ScoreAt
+from fedquilt.models.stitching.search import Params
+from fedquilt.models.stitching.stitched import Block
+from fedquilt.tools.artefacts.prepare import prepare
 from fedquilt.tools.bench import at_least, figure, figure_lines, naive
-from fedquilt.tools.prepare import prepare
 from fedquilt.tools.simulation import Member, hands
 
 DONORS = ("alexnet", "densenet121", "mobilenet_v2", "resnet50", "vgg16")
@@ -102,7 +103,7 @@ def examples(count: int) -> Examples:
     """Pictures of nothing in particular: smooth blobs, so that maps are not mere noise."""
     draws = np.random.default_rng(5)
     coarse = draws.uniform(0, 255, size=(count, 3, 5, 5)).astype(np.float32)
-    x = images.resize(coarse, 32, 32).transpose(0, 2, 3, 1).astype(np.uint8)
+    x = inputs.resize(coarse, 32, 32).transpose(0, 2, 3, 1).astype(np.uint8)
     return Examples(x, draws.integers(0, 10, size=count))
 
 
@@ -159,10 +160,10 @@ def walk(made: Bundle, find: Callable[[str], Path], scratch: Path, longest: int 
         task, site = deliver(order, local=local)
         [moments] = METHOD.work(task, site).bundles.values()
         shape = blocks[net.path[-1]].out_shape[0], blocks[best].in_shape[0]
-        weights, bias = projection.solve(projection.from_tensors(moments, *shape), params.ridge)
+        weights, bias = least_squares.solve(least_squares.from_tensors(moments, *shape), params.ridge)
         junction = {"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)}
         path = (*net.path, best)
-        state = replace(state, junctions={**state.junctions, stitch.junction_name(path): junction})
+        state = replace(state, junctions={**state.junctions, stitched.junction_name(path): junction})
         net = search.Net(path, tuple(name for name in net.pool if name != best and name not in shallow), 1.0)
     engine.close()
     return rounds
@@ -230,17 +231,17 @@ def naively(each: Round, find: Callable[[str], Path], engine: OnnxEngine) -> tup
     ask, site = each.ask, each.site
 
     def run(block: Block, x: np.ndarray) -> np.ndarray:
-        return stitch.run_block(block, lambda graph, x: engine.run(find(graph), x), x)
+        return stitched.run_block(block, lambda graph, x: engine.run(find(graph), x), x)
 
     began_s = time.perf_counter()
     rows = scoring.order(DRAWN)
-    scored, fitted = (images.prepare(site.train.x[rows[i : i + IMAGES]], ask.input) for i in (0, IMAGES))
+    scored, fitted = (inputs.prepare(site.train.x[rows[i : i + IMAGES]], ask.input) for i in (0, IMAGES))
     path = [ask.blocks[name] for name in ask.path]
-    between = stitch.junctions(path, site.load)
+    between = stitched.junctions(path, site.load)
     scores = []
     for name in ask.pool:
         own = [ask.blocks[f"{ask.blocks[name].donor}.{i}"] for i in range(ask.blocks[name].index + 1)]
-        positions = flow.positions(IMAGES, own[-1].in_shape, ask.positions)
+        positions = block_runner.positions(IMAGES, own[-1].in_shape, ask.positions)
         scores.append(naive.output_score(path, between, own, run, scored, fitted, positions, ask.ridge))
     took_s = time.perf_counter() - began_s
     _say(f"naive, after {len(path)} blocks, {len(ask.pool)} candidates: {took_s:.1f} s")
@@ -249,7 +250,7 @@ def naively(each: Round, find: Callable[[str], Path], engine: OnnxEngine) -> tup
 
 def plain(made: Bundle, find: Callable[[str], Path], folder: Path) -> dict[str, float]:
     """Seconds of a forward pass of all donors, each as one graph, on twice the images; with loading, and without."""
-    shown = images.prepare(examples(2 * IMAGES).x, made.meta["input"])
+    shown = inputs.prepare(examples(2 * IMAGES).x, made.meta["input"])
     cold = warm = 0.0
     for donor in made.meta["donors"].values():
         file = folder / "whole.onnx"
@@ -263,7 +264,7 @@ def plain(made: Bundle, find: Callable[[str], Path], folder: Path) -> dict[str, 
             "input": made.meta["input"],
         }
         files = {name: find(name) for name in made.files}
-        file.write_bytes(onnx_file.stitched(meta, {}, stitch.stock(made.meta).blocks, files))
+        file.write_bytes(export_onnx.stitched(meta, {}, stitched.stock(made.meta).blocks, files))
         engine = OnnxEngine(BUDGET_BYTES)
         seconds = []
         for _ in range(1 + REPEATS):

@@ -16,14 +16,14 @@ import msgspec
 import numpy as np
 
 from fedquilt import bundle, units
-from fedquilt.coordinator import ledger
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.views import costs
 from fedquilt.core import Examples
 from fedquilt.edge_agent import engines
-from fedquilt.tools import export, fleet
-from fedquilt.tools.baselines import Bench, Result, pooled
-from fedquilt.tools.simulation import Member
+from fedquilt.tools.artefacts import export
+from fedquilt.tools.experiments.baselines import Bench, Result, pooled
+from fedquilt.tools.simulation import Member, agents
 
 HERE = Path(__file__).parent
 BUDGET_BYTES = 1 << 30  # of the evaluation, which runs here
@@ -32,11 +32,11 @@ BUDGET_BYTES = 1 << 30  # of the evaluation, which runs here
 def demo(out: Path, format: str = "text") -> int:
     """Run the federation, compare, and write `out`/stitched.onnx and `out`/held-out.npz; 0 when it came through."""
     # a folder for each run: what boards have cached from an earlier one would change what is measured
-    plan = fleet.Plan(jobs.load(HERE / "job.toml"), HERE / "bundle", out / time.strftime("%Y%m%d-%H%M%S"))
+    plan = agents.Plan(jobs.load(HERE / "job.toml"), HERE / "bundle", out / time.strftime("%Y%m%d-%H%M%S"))
     members, test = plan.members()
     if format == "text":
         print("\n".join(_opening(plan, members)), flush=True)
-    run, status = fleet.really(plan, None)
+    run, status = agents.really(plan, None)
     if status != "done":
         return 8
     with Store(plan.home) as store:
@@ -45,7 +45,7 @@ def demo(out: Path, format: str = "text") -> int:
         result = {
             "run": run,
             "accuracy": [msgspec.to_builtins(row) for row in _accuracies(plan, store, run, members, test)],
-            "devices": msgspec.to_builtins(ledger.account(fact for _, _, fact in store.facts(run)).devices),
+            "devices": msgspec.to_builtins(costs.account(fact for _, _, fact in store.facts(run)).devices),
         }
         written = export.export(store, run, out / "stitched.onnx")
     np.savez_compressed(out / "held-out.npz", x=test.x, y=test.y)
@@ -57,7 +57,7 @@ def demo(out: Path, format: str = "text") -> int:
     return 0
 
 
-def _opening(plan: fleet.Plan, members: list[Member]) -> list[str]:
+def _opening(plan: agents.Plan, members: list[Member]) -> list[str]:
     donors = bundle.load(plan.bundle).meta["donors"]
     blocks = ", ".join(f"{name} ({len(donor['blocks'])} blocks)" for name, donor in donors.items())
     lines = [f"donors, trained on MNIST only: {blocks}", "boards, simulated, with their shares of real digits:"]
@@ -67,7 +67,7 @@ def _opening(plan: fleet.Plan, members: list[Member]) -> list[str]:
     return [*lines, "each round the boards score blocks on their own images; nothing is trained", ""]
 
 
-def _accuracies(plan: fleet.Plan, store: Store, run: str, members: list[Member], test: Examples) -> list[Result]:
+def _accuracies(plan: agents.Plan, store: Store, run: str, members: list[Member], test: Examples) -> list[Result]:
     """The stitched network first, then everything it has to beat."""
     opened = bundle.load(plan.bundle)
     engine: Any = engines.make("onnx", BUDGET_BYTES)
@@ -91,7 +91,7 @@ def _path(meta: Mapping[str, Any]) -> str:
     return " > ".join([*meta["path"], *(["new head"] if meta["head"] else [])])
 
 
-def _table(result: dict[str, Any], plan: fleet.Plan) -> list[str]:
+def _table(result: dict[str, Any], plan: agents.Plan) -> list[str]:
     first, *others = result["accuracy"]
     lines = [f"\n{'accuracy on digits that no board has':48} {'%':>6}"]
     for row in result["accuracy"]:

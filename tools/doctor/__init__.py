@@ -16,7 +16,6 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt.core import FedquiltError, JobError
-from fedquilt.dial import Broker
 from fedquilt.edge_agent import settings as agents
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.tools.doctor import (
@@ -33,6 +32,7 @@ from fedquilt.tools.doctor import (
 )
 from fedquilt.tools.doctor.findings import EXIT, Finding, error, ok
 from fedquilt.tools.doctor.reach import Timer
+from fedquilt.transport.connect import Broker
 
 LIMIT_S: Final = 9.0
 SPARE_S: Final = 0.5  # for what a group still does after its last wait

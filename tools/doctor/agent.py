@@ -11,10 +11,12 @@ import msgspec
 
 from fedquilt import profiles
 from fedquilt.core import FedquiltError
-from fedquilt.edge_agent import budget, data, devices
-from fedquilt.edge_agent.devices import sysfs
+from fedquilt.data import examples as data
+from fedquilt.edge_agent import devices
+from fedquilt.edge_agent.devices.sensors import sysfs
 from fedquilt.edge_agent.engines import NEEDS
 from fedquilt.edge_agent.settings import AgentSettings, size_bytes
+from fedquilt.edge_agent.task import budget
 from fedquilt.tools.doctor import facts, identity
 from fedquilt.tools.doctor.facts import Machine
 from fedquilt.tools.doctor.findings import Finding, error, ok, there, warning

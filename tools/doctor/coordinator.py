@@ -11,7 +11,7 @@ from typing import Final
 
 from fedquilt.coordinator.rounds import Asked, Surveyed
 from fedquilt.coordinator.store import Row, Store, Unreadable
-from fedquilt.coordinator.story import sentences
+from fedquilt.coordinator.views.log import sentences
 from fedquilt.core import FedquiltError, JobError
 from fedquilt.tools.doctor.findings import Finding, error, ok, warning
 from fedquilt.tools.doctor.folders import Free, existing, free_bytes, runs

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt.core import ClockError, Device, JobError, Reading
-from fedquilt.edge_agent import devices, levers
-from fedquilt.edge_agent.clocks import Clocks, Status
-from fedquilt.edge_agent.devices import jetson, sysfs
+from fedquilt.edge_agent import devices
+from fedquilt.edge_agent.clocks import controls
+from fedquilt.edge_agent.clocks.client import Clocks, Status
+from fedquilt.edge_agent.devices import jetson
+from fedquilt.edge_agent.devices.sensors import sysfs
 
 ROOT: Final = Path("/")
 HELPER: Final = "run/fedquilt/clocks.sock"
@@ -61,7 +63,7 @@ def look(root: Path, clock_s: float, now_s: float) -> Machine:
     device, reading = _device(root, now_s)
     meminfo = sysfs.text(root / "proc/meminfo") or ""
     controllers = sysfs.text(root / "sys/fs/cgroup/cgroup.controllers")
-    found, helper = levers.discover(root), _helper(root / HELPER)
+    found, helper = controls.discover(root), _helper(root / HELPER)
     return Machine(
         clock_s=clock_s,
         root=root,

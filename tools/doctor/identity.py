@@ -11,11 +11,11 @@ import msgspec
 
 from fedquilt import enrolment
 from fedquilt.core import FedquiltError
-from fedquilt.dial import Broker
-from fedquilt.edge_agent.devices import sysfs
+from fedquilt.edge_agent.devices.sensors import sysfs
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.tools.doctor import certificate
 from fedquilt.tools.doctor.findings import Finding, error, ok, there, warning
+from fedquilt.transport.connect import Broker
 
 PARTS: Final = ("ca", "cert", "key", "password_file")
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from fedquilt.edge_agent.clocks import Status
+from fedquilt.edge_agent.clocks.client import Status
 from fedquilt.tools.doctor import facts
 from fedquilt.tools.doctor.facts import Machine
 from fedquilt.tools.doctor.findings import Finding, error, ok, there, warning

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from fedquilt.core import FedquiltError, LinkError
-from fedquilt.dial import Broker
-from fedquilt.explain import unreachable
-from fedquilt.mqtt import MqttLink
 from fedquilt.tools.doctor import certificate
 from fedquilt.tools.doctor.findings import Finding, error, ok, warning
 from fedquilt.tools.doctor.identity import day
+from fedquilt.transport.connect import Broker
+from fedquilt.transport.mqtt import MqttLink
+from fedquilt.transport.mqtt_errors import unreachable
 from fedquilt.wire import MAX_CONTROL
 
 STEP_S: Final = 3.0  # for a port, and for TLS
@@ -97,7 +97,7 @@ def _untrusted(broker: Broker, problem: ssl.SSLCertVerificationError, show: str)
 @contextmanager
 def spoken(broker: Broker, client: str, timer: Timer) -> Iterator[MqttLink | Finding]:
     """A link whose broker has answered; or the finding that it did not, or refuses us. Leaves no session behind."""
-    log = logging.getLogger("fedquilt.mqtt")
+    log = logging.getLogger("fedquilt.transport.mqtt")
     level = log.level
     log.setLevel(logging.CRITICAL)  # what is refused here is a finding, no warning
     link = MqttLink(dataclasses.replace(broker, session_expiry_s=0, max_payload=None), client)

@@ -16,12 +16,12 @@ from typing import Final
 
 from fedquilt import wire
 from fedquilt.core import WireError
-from fedquilt.dial import Broker
-from fedquilt.link import Message
-from fedquilt.mqtt import MqttLink
 from fedquilt.tools.doctor import reach
 from fedquilt.tools.doctor.findings import Finding, error, ok, warning
 from fedquilt.tools.doctor.reach import Timer
+from fedquilt.transport.connect import Broker
+from fedquilt.transport.link import Message
+from fedquilt.transport.mqtt import MqttLink
 
 NOBODY: Final = "fedquilt-doctor"  # a device that does not exist
 ANSWER_S: Final = 2.5  # for the coordinator's

@@ -19,16 +19,17 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt import tables
+from fedquilt import config
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError, LinkError
 from fedquilt.disk import doing
-from fedquilt.tools import demo, fleet
+from fedquilt.tools import demo
 from fedquilt.tools.emulate import beside, binfmt, guest, host, units
 from fedquilt.tools.emulate.guest import Guest
 from fedquilt.tools.emulate.host import Machine
 from fedquilt.tools.emulate.site import STOP_S, Site, free_ports, last, running, stop
+from fedquilt.tools.simulation import agents as fleet
 
 HERE: Final = Path(__file__).parent
 DEVICE: Final = "emulated"
@@ -157,19 +158,19 @@ def _proof(board: Guest, folder: Path, rounds: int | None, steps: Steps, stack: 
 
 def _job(folder: Path, rounds: int | None) -> fleet.Plan:
     """The demo's search, by one board that has all of its images."""
-    table = tables.read(demo.HERE / "job.toml")
+    table = config.read(demo.HERE / "job.toml")
     table["rounds"] = rounds or table["rounds"]
     table["cohort"] = {"deadline_s": DEADLINE_S}
     table["fleet"] = {"devices": 1, "boards": ["x86-host"], "budgets": [BUDGET]}
     table["data"] = {**table["data"], "path": str(demo.HERE / "digits.npz")}
-    (folder / "job.toml").write_text(tables.text(table))
+    (folder / "job.toml").write_text(config.text(table))
     return Lone(jobs.load(folder / "job.toml"), demo.HERE / "bundle", folder / "native", 1)
 
 
 def _flash(site: Site, board: Guest, plan: fleet.Plan, wheels: Path) -> str:
     """As an operator would; what an earlier emulation has left is taken out first. What the board got, in words."""
     data = {**plan.agents()[0]["data"], "path": DATA}
-    (site.folder / "agent.toml").write_text(tables.text(site.board(DEVICE, BUDGET, data)))
+    (site.folder / "agent.toml").write_text(config.text(site.board(DEVICE, BUDGET, data)))
     shutil.copyfile(plan.job.data["path"], board.root / DATA.lstrip("/"))
     (board.root / DATA.lstrip("/")).chmod(0o644)
     where = ["--rootfs", str(board.root)]

@@ -13,7 +13,7 @@ from fedquilt import methods, tensors
 from fedquilt.coordinator.rounds import Answered, Committed
 from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError
-from fedquilt.models.search import State
+from fedquilt.models.stitching.search import State
 
 TOLERANCE: Final = 1e-3  # of scores, which are at most 1: another release of onnxruntime rounds otherwise
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt.core import OperatingPoint, Profile
-from fedquilt.edge_agent import devices, levers
-from fedquilt.edge_agent.clockd import clock
-from fedquilt.edge_agent.clocks import Status
-from fedquilt.tools.fake_boards import plant
-from fedquilt.tools.fake_layouts import BOARDS
+from fedquilt.edge_agent import devices
+from fedquilt.edge_agent.clocks import controls
+from fedquilt.edge_agent.clocks.client import Status
+from fedquilt.edge_agent.clocks.helper import clock
+from fedquilt.testing.board_layouts import BOARDS
+from fedquilt.testing.boards import plant
 from fedquilt.wire import Telemetry
 
 Layout = tuple[str, int]  # board, JetPack
@@ -79,7 +80,7 @@ class _Root:
         self._tree = tree
 
     def status(self) -> Status:
-        found = levers.discover(self._tree)
+        found = controls.discover(self._tree)
         return Status(clocks=tuple(map(clock, found.found)), modes=tuple(mode.name for mode in found.modes))
 
     def hold(self, point: OperatingPoint) -> OperatingPoint:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fedquilt import wire
 from fedquilt.core import Profile, WireError
-from fedquilt.link import Link, Message
+from fedquilt.transport.link import Link, Message
 
 
 @dataclass(frozen=True)

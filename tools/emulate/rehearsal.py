@@ -23,12 +23,11 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from fedquilt import tables
+from fedquilt import config
 from fedquilt.coordinator import rounds
 from fedquilt.coordinator.store import Store
 from fedquilt.core import FedquiltError, JobError, LinkError
 from fedquilt.disk import doing
-from fedquilt.mqtt import Broker, MqttLink
 from fedquilt.tools import demo
 from fedquilt.tools.emulate import enclosure, guest, host, layouts
 from fedquilt.tools.emulate.checks import Checks, NotHere
@@ -36,6 +35,7 @@ from fedquilt.tools.emulate.container import Container, until
 from fedquilt.tools.emulate.layouts import Layout
 from fedquilt.tools.emulate.listener import Heard, Listener
 from fedquilt.tools.emulate.site import FILES, STOP_S, Site, free_ports, last, running, stop
+from fedquilt.transport.mqtt import Broker, MqttLink
 
 PACKAGES: Final = (*guest.PACKAGES, "systemd-sysv", "dbus")  # what a booted system needs beside the least Debian
 MACHINES: Final = {"x86_64": "amd64", "aarch64": "arm64"}  # as the kernel and as Debian and flash call them
@@ -189,12 +189,12 @@ class Rehearsal:
             "model": {"name": "mlp", "inputs": 64, "hidden": [32], "classes": 10},
             "data": {"path": str(demo.HERE / "digits.npz")},
         }
-        (self.folder / "job.toml").write_text(tables.text(job))
+        (self.folder / "job.toml").write_text(config.text(job))
         self.site.fedquilt("prepare", "job.toml")
 
     def _flash(self, wheels: Path) -> None:
         data = {"path": DATA, "share": 0, "shares": 1}
-        (self.folder / "agent.toml").write_text(tables.text(self.site.board(DEVICE, BUDGET, data)))
+        (self.folder / "agent.toml").write_text(config.text(self.site.board(DEVICE, BUDGET, data)))
         self._data(demo.HERE / "digits.npz")
         self.site.fedquilt(
             *("flash", "agent.toml", "--target", machine(), "--python", guest.PYTHON),

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import fedquilt
-from fedquilt import profiles, tables
+from fedquilt import config, profiles
 from fedquilt.core import JobError
-from fedquilt.dial import Broker
 from fedquilt.disk import doing
 from fedquilt.edge_agent import settings as agents
 from fedquilt.tools.flash import install, wheels
 from fedquilt.tools.flash.targets import Target
+from fedquilt.transport.connect import Broker
 
 HERE: Final = Path(__file__).parent
 ETC: Final = "/etc/fedquilt"
@@ -55,7 +55,7 @@ def board(path: Path, device: str | None = None, token: Path | None = None) -> B
     Raises:
         JobError: settings, a file or certificates that cannot be used, or would not be found on the board.
     """
-    table = {**tables.read(path), **({} if device is None else {"device": device}), "home": HOME}
+    table = {**config.read(path), **({} if device is None else {"device": device}), "home": HOME}
     known = _parsed(path, table)
     enrols = known.enrol.url is not None
     broker = dict(table.get("broker", {}))
@@ -84,7 +84,7 @@ def board(path: Path, device: str | None = None, token: Path | None = None) -> B
     for place in _places(table.get("data", {})):
         if not place.startswith("/"):
             raise JobError(f"{path}: [data] {place!r} is on the board, so its whole path is wanted: /srv/{place}, say")
-    files["agent.toml"] = tables.text({**table, **({"broker": broker} if broker else {})}).encode()
+    files["agent.toml"] = config.text({**table, **({"broker": broker} if broker else {})}).encode()
     budget = None if known.budget is None else agents.size_bytes(known.budget)
     return Board(known.device, files, budget, enrols)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import fedquilt
-from fedquilt import tables
+from fedquilt import config
 from fedquilt.core import JobError, StoreError
 from fedquilt.disk import doing
 from fedquilt.tools.flash.targets import Target
@@ -98,7 +98,7 @@ def _said(clone: Path) -> list[tuple[str, str]]:
         ]
     from packaging.requirements import Requirement
 
-    project = tables.read(clone / "pyproject.toml")["project"]
+    project = config.read(clone / "pyproject.toml")["project"]
     said += [("Requires-Dist", line) for line in project["dependencies"]]
     for extra, lines in project["optional-dependencies"].items():
         said.append(("Provides-Extra", extra))

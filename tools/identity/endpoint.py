@@ -24,11 +24,12 @@ from typing import Any, Final
 import msgspec
 from cryptography import x509
 
-from fedquilt import enrolment, explain
+from fedquilt import enrolment
 from fedquilt.core import LinkError, WireError
 from fedquilt.enrolment import Answer, Request
 from fedquilt.tools.identity.authority import DAY_S, Authority, clock_s
 from fedquilt.tools.identity.desk import Desk, answer
+from fedquilt.transport import mqtt_errors
 
 log = logging.getLogger("fedquilt.enrol")
 
@@ -200,7 +201,7 @@ class Endpoint(HTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         error = sys.exc_info()[1]
         if isinstance(error, OSError):  # TLS's errors and time-outs are some
-            log.info("a connection of %s ended early: %s", client_address[0], explain.why(error))
+            log.info("a connection of %s ended early: %s", client_address[0], mqtt_errors.why(error))
         else:
             log.exception("a connection of %s ended", client_address[0])
 

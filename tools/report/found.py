@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-from fedquilt.coordinator import ledger, progress, rounds, why
-from fedquilt.coordinator.ledger import Account
-from fedquilt.coordinator.progress import Dated, Point
+from fedquilt.coordinator import rounds
 from fedquilt.coordinator.store import Row, Store
+from fedquilt.coordinator.views import costs, progress, why
+from fedquilt.coordinator.views.costs import Account
+from fedquilt.coordinator.views.progress import Dated, Point
 from fedquilt.core import FedquiltError
-from fedquilt.tools import evaluator
+from fedquilt.tools.experiments import evaluate
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Found:
     points: tuple[Point, ...]
     splits: tuple[progress.Split, ...]
     parts: Mapping[int, Mapping[str, why.Part]]
-    scores: tuple[evaluator.Score, ...]
+    scores: tuple[evaluate.Score, ...]
     partition: str  # SVG; "": the data is not at hand
 
     @property
@@ -44,11 +45,11 @@ def gather(store: Store, run: str) -> Found:
     return Found(
         row,
         facts,
-        ledger.account(plain),
+        costs.account(plain),
         tuple(progress.points(facts, row.job.rounds)),
         tuple(progress.splits(facts)),
         parts,
-        evaluator.read(store.home, row).scores,
+        evaluate.read(store.home, row).scores,
         _partition(row, {device for devices in parts.values() for device in devices}),
     )
 
@@ -61,7 +62,7 @@ def _partition(row: Row, devices: Set[str]) -> str:
     if not row.job.data or not devices:
         return ""
     try:
-        from fedquilt.tools import partition_plot
+        from fedquilt.tools.experiments import partition as partition_plot
 
         for count in (len(devices), row.job.fleet.devices):  # all were heard of; or some never came
             counts = partition_plot.of_job(row.job, count)

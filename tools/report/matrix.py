@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from html import escape
 from typing import Final
 
-from fedquilt.coordinator.eligible import REASONS
-from fedquilt.coordinator.why import Part
+from fedquilt.coordinator.eligibility import REASONS
+from fedquilt.coordinator.views.why import Part
 
 MOST_DEVICES, MOST_ROUNDS = 60, 120
 CELL, LETTER, LINE = 12, 7.0, 17

@@ -9,13 +9,13 @@ from typing import TypeVar
 import msgspec
 
 from fedquilt import units
-from fedquilt.coordinator import ledger, rounds
-from fedquilt.coordinator import story as stories
-from fedquilt.coordinator.ledger import Ledger
+from fedquilt.coordinator import rounds
 from fedquilt.coordinator.rounds import AnyFact, Asked, Surveyed
 from fedquilt.coordinator.store import Row
-from fedquilt.tools import plots
-from fedquilt.tools.report import matrix, page
+from fedquilt.coordinator.views import costs
+from fedquilt.coordinator.views import log as stories
+from fedquilt.coordinator.views.costs import Ledger
+from fedquilt.tools.report import matrix, page, plots
 from fedquilt.tools.report.found import Found
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ def tiles(found: Found) -> list[tuple[str, str]]:
     tiles.append((units.size(whole.down_bytes + whole.up_bytes), "down and up"))
     if whole.energy_j is not None:
         some = "" if whole.metered == whole.tasks else f", {whole.metered} of {whole.tasks} tasks"
-        tiles.append((f"{ledger.short(whole.energy_j)} J", f"of the boards{some}"))
+        tiles.append((f"{costs.short(whole.energy_j)} J", f"of the boards{some}"))
     return tiles
 
 
@@ -187,8 +187,8 @@ def _device(of: Ledger) -> list[str]:
         str(of.tasks),
         str(of.declined),
         f"{of.wall_s / of.tasks:.3g}" if of.tasks else "-",
-        "-" if of.energy_j is None else ledger.short(of.energy_j),
-        "-" if of.net_j is None else ledger.short(of.net_j),
+        "-" if of.energy_j is None else costs.short(of.energy_j),
+        "-" if of.net_j is None else costs.short(of.net_j),
         "-" if of.peak_bytes is None else units.size(of.peak_bytes),
         units.size(of.down_bytes),
         units.size(of.up_bytes),
@@ -256,7 +256,7 @@ def story(found: Found) -> list[str]:
     cut = [f"... {len(whole) - MOST_LINES} more lines: fedquilt logs {found.row.id}"]
     detail = whole if len(whole) <= MOST_LINES else [*whole[:MOST_LINES], *cut]
     told = brief if len(brief) <= MOST_LINES else [*brief[:MOST_LINES], *cut]
-    energy = [page.text(line) for line in ledger.lines(found.account)]
+    energy = [page.text(line) for line in costs.lines(found.account)]
     clock = page.text("Seconds since the run began, by the clock of the machine that ran it; rounds count from 0.")
     return [clock, page.story(told), *energy, page.story(detail, "every fact of the log", open_=False)]
 

@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt import wire
+from fedquilt.blobs.store import Depot
 from fedquilt.coordinator.admission import Arrived
 from fedquilt.coordinator.executors import Heard
-from fedquilt.coordinator.running import Running
+from fedquilt.coordinator.job import Running
 from fedquilt.core import BlobRef, Device, JobError, Profile, StoreError, Task, Update
-from fedquilt.depot import Depot
-from fedquilt.edge_agent import plan, report
-from fedquilt.edge_agent.duty import Duty
-from fedquilt.edge_agent.governor import Rule
-from fedquilt.edge_agent.local import PRIVATE
-from fedquilt.edge_agent.orders import Order, Outcome
-from fedquilt.edge_agent.worker import VirtualWorker
+from fedquilt.edge_agent import messages, plan
+from fedquilt.edge_agent.power.governor import Rule
+from fedquilt.edge_agent.state import PRIVATE
+from fedquilt.edge_agent.task.duty import Duty
+from fedquilt.edge_agent.task.protocol import Order, Outcome
+from fedquilt.edge_agent.task.worker import VirtualWorker
 from fedquilt.wire import Claim
 
 TELEMETRY_S: Final = 30.0  # between two readings that a board with sensors tells, as agents do by default
@@ -139,7 +139,7 @@ class SimulatedFleet:
 
     def profile(self, device: str) -> Profile:
         """What a device says of itself."""
-        return report.profile(device, self._device(device).board, self.specs[device].means)
+        return messages.profile(device, self._device(device).board, self.specs[device].means)
 
     # -- the executor --
 
@@ -264,7 +264,7 @@ class _Device:
         """Tell what the board's sensors say, if it has any and it is time."""
         if now_s < self.tell_s:
             return
-        told = report.telemetry(self.board.read(now_s))
+        told = messages.telemetry(self.board.read(now_s))
         self.tell_s = math.inf if told is None else now_s + TELEMETRY_S
         if told is not None:
             self._fleet.say(self.name, told)

@@ -12,16 +12,17 @@ import msgspec
 import numpy as np
 
 from fedquilt import core, methods, tensors, wire
-from fedquilt.coordinator.running import make_task
+from fedquilt.coordinator.job import make_task
 from fedquilt.core import Action, BlobRef, DataError, Examples, Method, Site, Task, Tensors, derive_seed
-from fedquilt.edge_agent import child, engines
-from fedquilt.edge_agent.orders import Order, Outcome
+from fedquilt.edge_agent import engines
+from fedquilt.edge_agent.task import main
+from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.simulation import Member, batching
 
 ENGINES = 8  # budgets that an engine is kept for
 
 
-class Bench(child.Bench):
+class Bench(main.Bench):
     """The engines, methods and examples of many devices.
 
     Args:
@@ -90,14 +91,14 @@ class SharedFiles:
         return dict(self._held[key])
 
 
-def carry_out(asked: Sequence[tuple[child.Bench, Order]], together: bool = False) -> list[tuple[Outcome, bool]]:
+def carry_out(asked: Sequence[tuple[main.Bench, Order]], together: bool = False) -> list[tuple[Outcome, bool]]:
     """What each order comes to, and whether it was or could have been trained with others; raises nothing.
 
     Args:
         together: train those in one graph that the engine can (`edge_agent.engines.torch_batched`).
     """
     if not together:
-        return [(child.carry_out(order, bench), False) for bench, order in asked]
+        return [(main.carry_out(order, bench), False) for bench, order in asked]
     kinds: dict[tuple[str, int | None], list[int]] = {}
     for index, (_, order) in enumerate(asked):
         kinds.setdefault((order.task.engine, order.plan_bytes), []).append(index)
@@ -107,21 +108,21 @@ def carry_out(asked: Sequence[tuple[child.Bench, Order]], together: bool = False
     return [found[index] for index in range(len(asked))]
 
 
-def _jointly(asked: Sequence[tuple[child.Bench, Order]]) -> list[tuple[Outcome, bool]]:
+def _jointly(asked: Sequence[tuple[main.Bench, Order]]) -> list[tuple[Outcome, bool]]:
     """Orders for one engine with one budget; what they took is shared out evenly."""
     began_s, cpu_s = time.perf_counter(), time.process_time()
     bench, first = asked[0]
     try:
-        engine = bench.engine(first.task.engine, child.plannable(first))
+        engine = bench.engine(first.task.engine, main.plannable(first))
     except Exception as error:
-        return [(child.failed(error), False)] * len(asked)
+        return [(main.failed(error), False)] * len(asked)
     given = batching.together([_half(*each) for each in asked], engine)
     wall_s = (time.perf_counter() - began_s) / len(asked)
     cpu_s = (time.process_time() - cpu_s) / len(asked)
     return [
         (
             msgspec.structs.replace(
-                child.failed(value) if isinstance(value, Exception) else value, wall_s=wall_s, cpu_s=cpu_s
+                main.failed(value) if isinstance(value, Exception) else value, wall_s=wall_s, cpu_s=cpu_s
             ),
             joint,
         )
@@ -129,10 +130,10 @@ def _jointly(asked: Sequence[tuple[child.Bench, Order]]) -> list[tuple[Outcome, 
     ]
 
 
-def _half(bench: child.Bench, order: Order) -> batching.Half[Outcome]:
+def _half(bench: main.Bench, order: Order) -> batching.Half[Outcome]:
     return batching.Half(
-        lambda: child.site_of(order, bench),
-        lambda site: child.worked(order, bench.method(order.task.method), site),
+        lambda: main.site_of(order, bench),
+        lambda site: main.worked(order, bench.method(order.task.method), site),
     )
 
 

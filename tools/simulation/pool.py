@@ -28,7 +28,7 @@ import numpy as np
 
 from fedquilt import core
 from fedquilt.core import FedquiltError
-from fedquilt.edge_agent.orders import Order, Outcome
+from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.simulation import Member
 
 TOGETHER: Final = 32  # orders at most that go to a worker at once; more are hardly faster, and keep others waiting

@@ -20,7 +20,7 @@ import numpy as np
 from fedquilt import tensors
 from fedquilt.core import Examples
 from fedquilt.edge_agent import engines
-from fedquilt.edge_agent.leash import die_with
+from fedquilt.edge_agent.task.process import die_with
 from fedquilt.tools.simulation.hands import Bench, SharedFiles, carry_out
 from fedquilt.tools.simulation.pool import LENGTH, Done, Place, Setup, Work, receive
 

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt import methods
+from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.rounds import Answered, AnyFact, Asked, Committed, Declined, Ended, Rejected
-from fedquilt.coordinator.running import Running
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Fleet, Job
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Artefact, Device, Examples, JobError, Method
 from fedquilt.edge_agent import devices as boards
 from fedquilt.edge_agent import engines, plan
-from fedquilt.edge_agent.governor import Rule
-from fedquilt.edge_agent.orders import Order, Outcome
+from fedquilt.edge_agent.power.governor import Rule
 from fedquilt.edge_agent.settings import size_bytes
+from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.simulation import Member, hands
 from fedquilt.tools.simulation.fleet import SimulatedFleet, Spec
 from fedquilt.tools.simulation.pool import Pool

@@ -1,4 +1,4 @@
-"""Jetsons. The trees are written from documented layouts (`fedquilt.tools.fake_boards`), not recorded on boards."""
+"""Jetsons. The trees are written from documented layouts (`fedquilt.testing.boards`), not recorded on boards."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 
 from fedquilt import profiles
 from fedquilt.core import OperatingPoint
-from fedquilt.edge_agent.clocks import Status
+from fedquilt.edge_agent.clocks.client import Status
 from fedquilt.edge_agent.devices import jetson
 from fedquilt.edge_agent.devices.jetson import JetsonDevice, detect, mode
-from fedquilt.edge_agent.devices.power import Power
-from fedquilt.tools.fake_boards import plant
-from fedquilt.tools.fake_layouts import BOARDS
+from fedquilt.edge_agent.devices.sensors.power import Power
+from fedquilt.testing.board_layouts import BOARDS
+from fedquilt.testing.boards import plant
 
 EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in layout.jetpacks]
 ORIN = "sys/bus/i2c/drivers/ina3221/1-0040/hwmon/hwmon1"

@@ -9,7 +9,7 @@ from trees import Tree
 
 from fedquilt import profiles
 from fedquilt.core import ClockError, Cost, OperatingPoint, Reading, Work
-from fedquilt.edge_agent.clocks import Status
+from fedquilt.edge_agent.clocks.client import Status
 from fedquilt.edge_agent.devices.linux import LinuxDevice, detect
 
 BATTERY = "sys/class/power_supply/BAT0"

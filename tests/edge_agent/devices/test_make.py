@@ -12,10 +12,10 @@ from trees import Tree
 from fedquilt import profiles
 from fedquilt.core import JobError
 from fedquilt.edge_agent import devices
-from fedquilt.edge_agent.clocks import Status
+from fedquilt.edge_agent.clocks.client import Status
 from fedquilt.edge_agent.devices.jetson import JetsonDevice
 from fedquilt.edge_agent.devices.linux import LinuxDevice
-from fedquilt.tools.fake_boards import plant
+from fedquilt.testing.boards import plant
 
 
 def test_a_host_that_is_no_linux_is_told_what_to_do(tmp_path: Path):

@@ -13,12 +13,13 @@ from ordinary import Served, User
 
 from fedquilt import profiles
 from fedquilt.core import ClockError, Device, JobError, OperatingPoint
-from fedquilt.edge_agent import devices, levers
-from fedquilt.edge_agent.clocks import Clocks, Status
+from fedquilt.edge_agent import devices
+from fedquilt.edge_agent.clocks import controls
+from fedquilt.edge_agent.clocks.client import Clocks, Status
 from fedquilt.edge_agent.devices.jetson import JetsonDevice
+from fedquilt.testing.board_layouts import BOARDS
+from fedquilt.testing.boards import plant
 from fedquilt.tools.doctor import facts, machine
-from fedquilt.tools.fake_boards import plant
-from fedquilt.tools.fake_layouts import BOARDS
 
 EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in layout.jetpacks]
 every_board = pytest.mark.parametrize(("board", "jetpack"), EVERY)
@@ -83,15 +84,15 @@ def test_the_memory_clock_is_known_and_its_frequencies_are_not(user: User, plant
     seen, whole = planted(board, jetpack)
 
     def reads() -> Any:
-        found = levers.discover(seen)
+        found = controls.discover(seen)
         assert [lever.name for lever in found.hidden] == ["emc"]
         return [[lever.name, lever.listed] for lever in found.found]
 
     as_root = [
-        [lever.name, [] if lever.kind == "emc" else list(lever.listed)] for lever in levers.discover(whole).found
+        [lever.name, [] if lever.kind == "emc" else list(lever.listed)] for lever in controls.discover(whole).found
     ]
     assert user.does(reads) == as_root
-    assert levers.discover(whole).hidden == ()
+    assert controls.discover(whole).hidden == ()
 
 
 @pytest.mark.parametrize(("board", "jetpack"), [pair for pair in EVERY if pair[0] in profiles.names()])
@@ -165,8 +166,8 @@ def looked_at(root: Path) -> Any:
     device = board_of(root)
     device.read(0.0)
     device.read(1.0)
-    levers.discover(root).settings(None)
-    levers.hottest_c(root)
+    controls.discover(root).settings(None)
+    controls.hottest_c(root)
     seen = facts.look(root, 1.8e9, 0.0)
     return [one.number for one in machine.check(seen) if one.severity == "error"]
 

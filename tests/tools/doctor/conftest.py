@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from fedquilt import tables
-from fedquilt.tools import doctor, fake_boards
+from fedquilt import config
+from fedquilt.testing import boards
+from fedquilt.tools import doctor
 from fedquilt.tools.doctor import Around, Wanted
 from fedquilt.tools.doctor.findings import Finding
 
@@ -48,7 +49,7 @@ class Board:
 
     def shipped(self) -> Path:
         """Write agent.toml."""
-        return self.write("etc/fedquilt/agent.toml", tables.text(self.table))
+        return self.write("etc/fedquilt/agent.toml", config.text(self.table))
 
     def examine(self, *names: str) -> list[Finding]:
         """Findings of the groups named (all), without those that are ok."""
@@ -69,7 +70,7 @@ class Board:
 def board(tmp_path: Path) -> Board:
     """All is well, but that nobody listens at its broker's port."""
     made = Board(tmp_path / "root")
-    fake_boards.plant(made.root, "jetson-orin-nano", 6)
+    boards.plant(made.root, "jetson-orin-nano", 6)
     made.write("usr/bin/python3.10", "")
     made.write("sys/fs/cgroup/cgroup.controllers", "cpuset cpu io memory hugetlb pids")
     made.write("etc/systemd/system/fedquilt-agent.service", "[Service]\nDelegate=memory\nMemoryMax=75%")

@@ -19,7 +19,6 @@ from fedquilt.cli import main
 from fedquilt.coordinator.executors import OverLink
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
-from fedquilt.mqtt import Broker, MqttLink
 from fedquilt.tools import doctor
 from fedquilt.tools.doctor import Wanted, reach, rights
 from fedquilt.tools.doctor.findings import Finding
@@ -27,6 +26,7 @@ from fedquilt.tools.doctor.reach import Timer
 from fedquilt.tools.identity import broker_config
 from fedquilt.tools.identity.authority import DAY_S, Authority, clock_s
 from fedquilt.tools.identity.shapes import pem_of_key
+from fedquilt.transport.mqtt import Broker, MqttLink
 
 
 class Site:
@@ -277,7 +277,7 @@ def test_an_open_broker_on_a_network_is_found() -> None:
 
 def test_a_running_agent_is_not_disturbed(board: Any, mosquitto: Callable[..., Any]) -> None:
     """While its home is held, nobody connects with its identity."""
-    from fedquilt.edge_agent.local import Local
+    from fedquilt.edge_agent.state import Local
 
     broker = mosquitto()
     lock = Local(board.root / "var/lib/fedquilt").lock()

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from fedquilt.edge_agent.clocks import Answer, Status
-from fedquilt.tools import fake_boards
+from fedquilt.edge_agent.clocks.client import Answer, Status
+from fedquilt.testing import boards
 from fedquilt.tools.doctor import facts, machine, operator, packages
 from fedquilt.tools.doctor.facts import Machine
 
@@ -25,7 +25,7 @@ def test_a_healthy_board_has_no_finding(board: Any) -> None:
 @pytest.mark.parametrize(("name", "jetpack"), [("jetson-tx2", 4), ("jetson-agx-orin", 5), ("jetson-nano", 4)])
 def test_other_healthy_boards_have_none_either(tmp_path: Path, name: str, jetpack: int) -> None:
     """With cgroup v1, and no wheels with the GPU for any Python that fedquilt runs on."""
-    fake_boards.plant(tmp_path, name, jetpack)
+    boards.plant(tmp_path, name, jetpack)
     seen = dataclasses.replace(facts.look(tmp_path, 1.8e9, 0.0), python=(3, 10))
     found = machine.check(seen) + packages.check(seen, packages.Packages({"onnxruntime": "1.23.2"}))
     assert [one for one in found if one.severity != "ok"] == []

@@ -13,11 +13,11 @@ import pytest
 
 from fedquilt import cli, wire
 from fedquilt.core import JobError, Profile
-from fedquilt.link import Message
 from fedquilt.tools.emulate import container, enclosure, host, layouts, rehearsal
 from fedquilt.tools.emulate.host import Machine
 from fedquilt.tools.emulate.layouts import EVERY
 from fedquilt.tools.emulate.listener import Heard
+from fedquilt.transport.link import Message
 
 ORIN = ("jetson-orin-nx", 6)
 

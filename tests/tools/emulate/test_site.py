@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt import cli, tables
+from fedquilt import cli, config
 from fedquilt.core import JobError, LinkError
 from fedquilt.edge_agent import settings
 from fedquilt.tools.emulate import site as sites
@@ -39,10 +39,10 @@ def test_it_is_founded_by_commands_that_an_operator_types(site: Site) -> None:
 def test_the_boards_settings_are_what_flash_takes(site: Site) -> None:
     """With the token, and none of them changed but for where files lie."""
     path = site.folder / "agent.toml"
-    path.write_text(tables.text(site.board("board-1", "1GB", DATA)))
+    path.write_text(config.text(site.board("board-1", "1GB", DATA)))
     board = bundle.board(path, token=site.folder / "board-1.token")
     assert board.enrols
-    told = settings.parse(tables.parse(board.files["agent.toml"].decode(), "agent.toml"))
+    told = settings.parse(config.parse(board.files["agent.toml"].decode(), "agent.toml"))
     assert told.broker.url == site.url == f"mqtts://127.0.0.1:{site.broker}"
     assert told.data == DATA
 

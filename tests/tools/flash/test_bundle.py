@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from boards import JETSON, wheel
 
-from fedquilt import tables
+from fedquilt import config
 from fedquilt.core import JobError
 from fedquilt.edge_agent import settings as agents
 from fedquilt.tools.flash import bundle
@@ -44,7 +44,7 @@ def test_files_go_with_the_settings_that_name_them(site: Path) -> None:
     made = told(site, f'budget = "1GB"\n{URL}ca = "ca.crt"\ncert = "orin-1.crt"\nkey = "orin-1.key"\n')
     assert set(made.files) == {"agent.toml", "ca.crt", "device.crt", "device.key"}
     assert made.files["device.key"] == (site / "orin-1.key").read_bytes()
-    table = tables.parse(made.files["agent.toml"].decode(), "")
+    table = config.parse(made.files["agent.toml"].decode(), "")
     known = agents.parse(table)
     assert known.home == "/var/lib/fedquilt"
     assert (known.broker.ca, known.broker.cert) == ("/etc/fedquilt/ca.crt", "/etc/fedquilt/device.crt")
@@ -55,7 +55,7 @@ def test_files_go_with_the_settings_that_name_them(site: Path) -> None:
 def test_one_file_does_for_many_boards(site: Path) -> None:
     """Each under its own name."""
     made = told(site, "", "orin-2")
-    assert made.device == tables.parse(made.files["agent.toml"].decode(), "")["device"] == "orin-2"
+    assert made.device == config.parse(made.files["agent.toml"].decode(), "")["device"] == "orin-2"
 
 
 def test_everything_else_in_the_settings_stays(site: Path) -> None:
@@ -71,7 +71,7 @@ sources = [{ path = "/srv/a \\"b\\"", labels_from = 0 }, { path = "/srv/c", labe
 """
     text = text.replace('policy = "max"\n', "")
     made = told(site, text)
-    before, after = tables.read(site / "agent.toml"), tables.parse(made.files["agent.toml"].decode(), "")
+    before, after = config.read(site / "agent.toml"), config.parse(made.files["agent.toml"].decode(), "")
     assert after == {**before, "home": "/var/lib/fedquilt"}
 
 
@@ -83,7 +83,7 @@ def test_a_board_that_enrols_makes_its_own_key(site: Path) -> None:
     )
     assert set(made.files) == {"agent.toml", "ca.crt", "token"}
     assert made.enrols
-    known = agents.parse(tables.parse(made.files["agent.toml"].decode(), ""))
+    known = agents.parse(config.parse(made.files["agent.toml"].decode(), ""))
     assert (known.broker.cert, known.broker.key) == ("/etc/fedquilt/device.crt", "/etc/fedquilt/device.key")
     assert (known.enrol.url, known.enrol.token) == ("https://hub.site:8884", None)
 

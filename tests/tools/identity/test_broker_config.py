@@ -11,10 +11,10 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedquilt.core import JobError, LinkError
-from fedquilt.mqtt import Broker, MqttLink
 from fedquilt.tools.identity import broker_config
 from fedquilt.tools.identity.authority import DAY_S, Authority, clock_s
 from fedquilt.tools.identity.shapes import pem_of_key
+from fedquilt.transport.mqtt import Broker, MqttLink
 
 
 class Site:

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from fedquilt import bundle, tables, tensors
+from fedquilt import bundle, config, tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.tools import fleet
+from fedquilt.tools.simulation import agents
 
 LIMIT_S = 120.0
-DIGITS = Path(fleet.__file__).parent / "demo" / "digits.npz"
+DIGITS = Path(agents.__file__).parents[1] / "demo" / "digits.npz"
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [16], "classes": 10}
 JOB = """
 name = "digits"
@@ -64,7 +64,7 @@ def agent_toml(folder: Path, **more: Any) -> Path:
     folder.mkdir()
     (folder / "ca.crt").write_bytes(Path("fedquilt-ca/ca.crt").read_bytes())
     table = {"device": "orin-7", "home": "home", "broker": {"url": "mqtts://127.0.0.1", **files}, **more}
-    (folder / "agent.toml").write_text(tables.text(table))
+    (folder / "agent.toml").write_text(config.text(table))
     return folder / "agent.toml"
 
 
@@ -159,7 +159,7 @@ def test_an_operator_brings_up_a_fleet_that_only_its_boards_can_join(
     (folder / "job.toml").write_text(JOB.format(digits=DIGITS))
     first = tensors.encode(numpy_engine.init(NETWORK, seed=0))
     bundle.write(folder / "job.bundle", {"network": NETWORK, "flops": 9600}, {"model": first})
-    plan = fleet.Plan(settings.load(folder / "job.toml"), folder / "job.bundle", folder / "boards")
+    plan = agents.Plan(settings.load(folder / "job.toml"), folder / "job.bundle", folder / "boards")
     for table in plan.agents():
         device = table["device"]
         files = {"ca": "ca.crt", "cert": "device.crt", "key": "device.key"}

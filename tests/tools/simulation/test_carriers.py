@@ -20,9 +20,9 @@ from fedquilt.coordinator.rounds import Answered, Asked, Committed, Ended
 from fedquilt.coordinator.store import Store
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.models import masks
-from fedquilt.tools import demo, fleet
-from fedquilt.tools.simulation import run
+from fedquilt.models.partial import masks
+from fedquilt.tools import demo
+from fedquilt.tools.simulation import agents, run
 from fedquilt.tools.simulation.run import Hands, Simulation
 
 DIGITS = demo.HERE / "digits.npz"
@@ -72,7 +72,7 @@ def engine_of(name: str) -> str:
     return there[0]
 
 
-def plan(name: str, place: Path) -> fleet.Plan:
+def plan(name: str, place: Path) -> agents.Plan:
     """A job of four devices of two kinds, two of them in each round."""
     method = methods.load(name)
     known = {field.name for field in fields(method.params)}
@@ -95,10 +95,10 @@ def plan(name: str, place: Path) -> fleet.Plan:
         "fleet": {"devices": 4, "boards": ["jetson-tx2", "raspberry-pi-5"], "budgets": ["1GB", "2GB"]},
         "data": {"path": str(DIGITS), "partition": "dirichlet", "alpha": 1.0, "limit": 240},
     }
-    return fleet.Plan(settings.parse(table), made, place / "linked")
+    return agents.Plan(settings.parse(table), made, place / "linked")
 
 
-Pools = Callable[[str, int, fleet.Plan], Hands]
+Pools = Callable[[str, int, agents.Plan], Hands]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def pools() -> Iterator[Pools]:
     with contextlib.ExitStack() as stack:
         made: dict[tuple[str, int], Hands] = {}
 
-        def find(engine: str, workers: int, given: fleet.Plan) -> Hands:
+        def find(engine: str, workers: int, given: agents.Plan) -> Hands:
             if (engine, workers) not in made:
                 pool = run.by_pool(given.job, given.members()[0], workers=workers)
                 made[engine, workers] = stack.enter_context(pool)[0]
@@ -116,7 +116,7 @@ def pools() -> Iterator[Pools]:
         yield find
 
 
-def simulated(given: fleet.Plan, hands: Hands, home: Path) -> Outcome:
+def simulated(given: agents.Plan, hands: Hands, home: Path) -> Outcome:
     held = {member.device: len(member.held) for member in given.members()[0]}
     with Simulation(given.job, given.bundle, held, home) as simulation:
         for _ in run.play([simulation], hands):
@@ -129,7 +129,7 @@ def simulated(given: fleet.Plan, hands: Hands, home: Path) -> Outcome:
 def test_cohorts_bytes_and_bits_are_equal_on_all_three_carriers(name: str, tmp_path: Path, pools: Pools) -> None:
     """Over the memory link, in this process, and by a pool of one worker and of two."""
     given = plan(name, tmp_path)
-    started, _ = fleet.virtually(given)
+    started, _ = agents.virtually(given)
     linked = outcome(given.home, started)
     assert linked.ended == "done"
     assert len(linked.states) == 3
@@ -145,8 +145,8 @@ def test_what_a_codec_makes_is_equal_too(codec: str, tmp_path: Path, pools: Pool
     """Codecs that keep privately what they left out included."""
     given = plan("fedavg", tmp_path)
     coded = msgspec.structs.replace(given.job, wire=msgspec.structs.replace(given.job.wire, codec=codec))
-    given = fleet.Plan(coded, given.bundle, given.home)
-    started, _ = fleet.virtually(given)
+    given = agents.Plan(coded, given.bundle, given.home)
+    started, _ = agents.virtually(given)
     linked = outcome(given.home, started)
     assert linked.ended == "done"
     assert simulated(given, pools("numpy", 2, given), tmp_path / "pool") == linked

@@ -19,7 +19,7 @@ from fedquilt.coordinator.store import Store
 from fedquilt.core import Answer, Method, Site, Task
 from fedquilt.edge_agent.devices.simulated import SimulatedDevice
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.edge_agent.orders import Order, Outcome
+from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.simulation import Member, run
 from fedquilt.tools.simulation.pool import Pool, PoolError
 from fedquilt.tools.simulation.run import Simulation

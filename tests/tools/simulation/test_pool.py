@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt import bundle, predict, profiles, tensors
+from fedquilt import bundle, cost_model, profiles, tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import Examples, JobError, Work
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
@@ -84,8 +84,8 @@ def test_seconds_are_the_slowest_boards_and_joules_are_everybodys(folder: Path) 
     points = [profiles.load(name).operating_points()[0] for name in kinds]
     flops = 3 * 100.0 * 2 * 13
     read = 3 * tensors.total_bytes([bundle.load(folder).load("model")])
-    seconds = [predict.seconds(Work(flops=flops, read_bytes=read), point) for point in points]
-    joules = [predict.joules(second or 0.0, point) or 0.0 for second, point in zip(seconds, points, strict=True)]
+    seconds = [cost_model.seconds(Work(flops=flops, read_bytes=read), point) for point in points]
+    joules = [cost_model.joules(second or 0.0, point) or 0.0 for second, point in zip(seconds, points, strict=True)]
     for round in outcome.rounds:
         assert round.duration_s == pytest.approx(max(second or 0.0 for second in seconds))
         assert round.energy_j == pytest.approx(3 * joules[0] + 2 * joules[1])

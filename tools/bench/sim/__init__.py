@@ -29,7 +29,7 @@ import psutil
 from fedquilt import bundle, tensors
 from fedquilt.coordinator import cohort
 from fedquilt.core import DataError, FedquiltError
-from fedquilt.edge_agent import data
+from fedquilt.data import examples
 from fedquilt.tools.bench import at_least, figure, figure_lines
 from fedquilt.tools.bench.sim import others
 
@@ -141,7 +141,7 @@ def lay_out(work: Workload, path: Path | str, folder: Path) -> None:
     """
     table = {"path": str(path), "held": 0.0, "seed": SEED}
     train, test = (
-        data.load_all(msgspec.convert({**table, "split": split}, data.DataSpec)) for split in ("train", "test")
+        examples.load_all(msgspec.convert({**table, "split": split}, examples.DataSpec)) for split in ("train", "test")
     )
     wanted = work.clients * work.each
     if train.x.shape[1:] != (28, 28) or len(train) < wanted:

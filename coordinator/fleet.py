@@ -1,0 +1,139 @@
+"""The fleet as last seen: who is online, with what profile. Rebuilt from retained messages at every start."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fedquilt.coordinator.eligibility import Seen, Wants, reasons
+from fedquilt.core import Profile
+from fedquilt.wire import Presence, Telemetry
+
+GRACE_S = 20.0  # a device that drops out and is back within this was never gone
+FRESH_S = 600.0  # what sensors said longer ago than this says nothing of now
+
+
+@dataclass
+class Known:
+    """One device."""
+
+    profile: Profile | None = None
+    online: bool = False
+    boot: str = ""
+    gone_s: float = -GRACE_S  # when it went offline
+    telemetry: Telemetry | None = None  # the last that it told
+    told_s: float = 0.0  # when
+
+
+class Registry:
+    """Devices by id.
+
+    What is asked for at every decision is kept until something that it says has changed, so that a decision costs
+    what has changed since the one before and not what there is: time is to be given as it passes.
+    """
+
+    def __init__(self) -> None:
+        self.devices: dict[str, Known] = {}
+        self._views: dict[str, Seen] = {}  # as of the last time that somebody asked
+        self._stale: set[str] = set()  # heard of since
+        self._expiring: list[tuple[float, str]] = []  # when time alone changes what is said of a device
+        self._changed: list[str] = []  # every device whose view has changed, each time that it has
+        self._seen: tuple[int, dict[str, Seen]] = (0, {})
+        self._able: dict[tuple[str, ...], tuple[int, dict[str, str]]] = {}
+        self._barred: dict[Wants, tuple[int, dict[str, str]]] = {}
+
+    def presence(self, device: str, message: Presence, now_s: float) -> bool:
+        """Take note; True when the device has just appeared, or started anew."""
+        known = self._heard(device)
+        appeared = message.online and (not known.online or known.boot != message.boot)
+        if known.online and not message.online:
+            known.gone_s = now_s
+        known.online, known.boot = message.online, message.boot
+        return appeared
+
+    def profile(self, device: str, profile: Profile) -> None:
+        self._heard(device).profile = profile
+
+    def telemetry(self, device: str, message: Telemetry, now_s: float) -> None:
+        known = self._heard(device)
+        known.telemetry, known.told_s = message, now_s
+
+    def profile_of(self, device: str) -> Profile | None:
+        """What a device has said of itself."""
+        known = self.devices.get(device)
+        return known.profile if known else None
+
+    def seen(self, now_s: float) -> dict[str, Seen]:
+        """All devices ever heard of, as they are known now; online: or were a moment ago. Not to be changed.
+
+        The same dictionary is given as long as nothing has changed.
+        """
+        version = self._look(now_s)
+        if self._seen[0] != version:
+            self._seen = (version, dict(self._views))
+        return self._seen[1]
+
+    def online(self, now_s: float) -> set[str]:
+        """Devices that are there, or were a moment ago, and have said what they are."""
+        return {device for device, seen in self.seen(now_s).items() if seen.online and seen.profile is not None}
+
+    def able(self, engines: tuple[str, ...], now_s: float) -> dict[str, str]:
+        """Devices online that have one of the engines -> the first of `engines` that they have. Not to be changed."""
+        version = self._look(now_s)
+        upto, found = self._able.get(engines, (0, {}))
+        if upto != version:
+            found = dict(found)
+            for device in self._since(upto):
+                seen = self._views[device]
+                usable = [engine for engine in engines if seen.profile and engine in seen.profile.engines]
+                found.pop(device, None)
+                if seen.online and usable:
+                    found[device] = usable[0]
+            self._able[engines] = (version, found)
+        return found
+
+    def barred(self, wants: Wants, now_s: float) -> dict[str, str]:
+        """`eligible.reasons` of all devices as they are seen now. Not to be changed."""
+        version = self._look(now_s)
+        upto, found = self._barred.get(wants, (0, {}))
+        if upto != version:
+            again = {device: self._views[device] for device in self._since(upto)}
+            found = {device: code for device, code in found.items() if device not in again}
+            found.update(reasons(again, wants))
+            self._barred[wants] = (version, found)
+        return found
+
+    # -- within --
+
+    def _heard(self, device: str) -> Known:
+        self._stale.add(device)
+        return self.devices.setdefault(device, Known())
+
+    def _look(self, now_s: float) -> int:
+        """Bring what is said of devices up to now; a number that is another one when any of it has changed."""
+        while self._expiring and self._expiring[0][0] <= now_s:
+            self._stale.add(heapq.heappop(self._expiring)[1])
+        for device in [device for device in self.devices if device in self._stale] if self._stale else ():
+            known = self.devices[device]
+            back_s, fresh_s = known.gone_s + GRACE_S, known.told_s + FRESH_S
+            told = known.telemetry if now_s < fresh_s else None
+            view = Seen(known.online or now_s < back_s, known.profile, told)
+            if not known.online and now_s < back_s:
+                heapq.heappush(self._expiring, (back_s, device))
+            if told is not None:
+                heapq.heappush(self._expiring, (fresh_s, device))
+            if view != self._views.get(device):
+                self._views[device] = view
+                self._changed.append(device)
+        self._stale.clear()
+        if len(self._changed) > 1000 + 4 * len(self._views):  # boards tell their sensors for years
+            self._changed = list(self._views)
+            self._seen = (-1, {})
+            self._able.clear()
+            self._barred.clear()
+        return len(self._changed)
+
+    def _since(self, version: int) -> Iterable[str]:
+        """Devices that have changed since `_look` gave that number."""
+        return dict.fromkeys(self._changed[version:])

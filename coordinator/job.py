@@ -1,0 +1,420 @@
+"""A job while it runs: the method's state and the rounds' state, both rebuilt from the event log.
+
+Everything that changes goes through `record`: the fact is written, then applied. What the method
+computes (`task`, `taken`, `commit`) is a function of that state and of blobs on disk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import msgspec
+
+from fedquilt import bundle, compression, methods, tensors, tiers
+from fedquilt.coordinator import checks, rounds, settings, stop
+from fedquilt.coordinator.deadline import Ask
+from fedquilt.coordinator.eligibility import Seen
+from fedquilt.coordinator.rounds import Answered, AnyFact, Asked, Committed, Plan, Rounds, Started
+from fedquilt.coordinator.store import Row, Store
+from fedquilt.core import (
+    Action,
+    BlobRef,
+    Bundle,
+    Contribution,
+    DeviceView,
+    JobError,
+    Method,
+    Order,
+    Profile,
+    Settle,
+    StoreError,
+    Task,
+    Tensors,
+    Update,
+    UpdateError,
+    Work,
+    derive_seed,
+)
+from fedquilt.tiers import Member
+
+READ_BYTES: Final = 32 << 20  # of a round's updates, read once for both their examination and the commit
+HELD: Final = 2  # tasks whose tensors are kept, so that what many devices get is encoded once
+
+
+class Running:
+    """One job of the store, at the point where its facts left it.
+
+    Raises:
+        JobError, ModelError: the job or its bundle cannot be carried out as written, or its state is lost.
+        StoreError: the store cannot be read or written.
+    """
+
+    def __init__(self, row: Row, store: Store, now_s: float, method: Method) -> None:
+        self.id, self.job, self._store, self.method = row.id, row.job, store, method
+        self.engines = (row.job.engine,) if row.job.engine else tuple(self.method.engines)  # preferred first
+        self.bundle = bundle.load(row.bundle)
+        require_made_for(row.job, self.bundle)
+        for name, ref in self.bundle.files.items():
+            if not store.depot.has(ref):
+                stored = store.depot.put_file(row.bundle / "blobs" / ref.sha256)
+                if stored != ref:
+                    raise JobError(f"{row.bundle}: file {name!r} is not what the bundle says: prepare it anew")
+        self.rounds = Rounds(Plan.of(row.job))
+        self.state: Any = None
+        self._read: dict[str, tuple[Update, Contribution]] = {}  # of the running round, up to READ_BYTES: by device
+        self._read_bytes = 0
+        self._all_able: tuple[object, Work] | None = None  # for whom all of the fleet had room when last looked at
+        self._sent: set[str] = set()  # sha256 of blobs made for the running round's tasks
+        self._encoded: dict[int, tuple[Tensors, BlobRef]] = {}  # the last of them, by their tensors' identity
+        self._asks: dict[str, Ask] = {}  # device -> what the running round takes it
+        self._examples: dict[str, int] = {}  # device -> how many of its own it has said it has
+        for _, _, fact in store.facts(self.id):
+            self._apply(fact, now_s)
+        if self.rounds.state is None:  # it is new, or was stopped before it had begun
+            self._initialise(now_s)
+        else:
+            self.state = self._load_state(self.rounds.state)
+
+    def record(self, fact: AnyFact, now_s: float) -> None:
+        """Write a fact, then let it count.
+
+        Raises:
+            JobError: it may not happen now, or could not be read back; nothing has been written.
+        """
+        after = rounds.apply(self.rounds, fact, now_s)
+        self._store.append(self.id, fact)
+        self._note(fact, after)
+
+    def pinned(self) -> set[str]:
+        """Blobs that must outlive the running round."""
+        kept = {ref.sha256 for ref in self.bundle.files.values()}
+        return kept | ({self.rounds.state.sha256} if self.rounds.state else set())
+
+    def task(
+        self,
+        device: str,
+        engine: str,
+        profile: Profile | None,
+        now_s: float,
+        actions: tuple[Action, ...] | None = None,
+    ) -> Task | None:
+        """What `device` is asked in the running round; None: the method has nothing for it.
+
+        Args:
+            actions: None: the round's.
+        """
+        order = self._order(device, profile)
+        if order is None:
+            return None
+        made = make_task(
+            order,
+            blob=self._blob,
+            job=self.id,
+            round=self.rounds.round,
+            attempt=self.rounds.attempt,
+            method=self.job.method,
+            engine=engine,
+            actions=actions or self.rounds.actions,
+            seed=derive_seed(self.job.seed, self.job.name, self.rounds.round, device),
+            deadline_s=self.rounds.deadline_left_s(now_s),
+            tier=tiers.tier(profile),
+            wire=self.job.wire,
+        )
+        while len(self._encoded) > HELD * len(made.bundles):  # each device's own part, cut for it alone, is let go
+            del self._encoded[next(iter(self._encoded))]
+        return made
+
+    def ask(self, device: str, profile: Profile | None) -> Ask:
+        """What the running round takes `device`."""
+        known = self._asks.get(device)
+        if known is None or known.profile != profile:
+            order = self._order(device, profile)
+            known = Ask(Work(), profile) if order is None else Ask(order.work, profile, _bytes(order))
+            self._asks[device] = known
+        return known
+
+    def covered(self, fact: Asked, seen: Mapping[str, Seen]) -> tuple[str, ...]:
+        """Who of the fleet could do what is asked, in sentences: in the first round, and when somebody could not.
+
+        Args:
+            seen: the fleet; the same object as before means the same fleet.
+        """
+        asked = fact.devices[0] if fact.devices else ""
+        order = self._order(asked, seen[asked].profile if asked in seen else None)
+        if order is None or fact.attempt or self.rounds.phase != "selecting":
+            return ()
+        if fact.round and self._all_able is not None and self._all_able[0] is seen and self._all_able[1] == order.work:
+            return ()
+        fleet = {device: each.profile for device, each in seen.items() if each.online and each.profile is not None}
+        if not fleet:
+            return ()
+        members = [Member(profile, self._examples.get(device)) for device, profile in sorted(fleet.items())]
+        found = tiers.coverage(members, self.engines, order.work)
+        everybody = all(share.able == share.devices for share in found.values())
+        self._all_able = (seen, order.work) if everybody else None
+        return () if everybody and fact.round else tuple(tiers.lines(found, order.work))
+
+    def contribution(self, update: Update) -> Contribution:
+        """An update with its tensors, read from disk.
+
+        Raises:
+            UpdateError: a bundle that is no safetensors blob, or holds values that are not finite.
+        """
+        bundles = {}
+        for name, ref in update.bundles.items():
+            path = self._store.depot.path(ref.sha256)
+            if path is None:
+                raise JobError(f"blob {ref.sha256[:12]} of {update.device}'s update is gone from {self._store.home}")
+            bundles[name] = tensors.read(path)
+            tensors.require_finite(bundles[name])
+        return Contribution(update.device, update.round, update.weight, update.metrics, bundles)
+
+    def taken(self, update: Update, profile: Profile | None) -> Update:
+        """The update as it is kept: with a codec, its tensors are decoded here and nowhere else.
+
+        Raises:
+            UpdateError: it cannot be folded into the running round, or is not what the codec makes.
+        """
+        odd = sorted(name for name, value in update.metrics.items() if not math.isfinite(value))
+        if odd:
+            raise UpdateError(f"metric {odd[0]!r} is not a finite number")
+        if update.metrics.get("check.examples", 0.0) < 0:
+            raise UpdateError("metric 'check.examples' is negative")
+        if "work" not in self.rounds.actions:
+            return update
+        with checks.named(update.device):
+            checks.require_weight(update, self.job.cohort.max_examples)
+            given = self.contribution(update)
+            plain = compression.decoded(self.job.wire, given.bundles, lambda name: self._base(update, name, profile))
+            given = replace(given, bundles=plain)
+            self._half.fold(self.state, None, given)
+        if self.job.wire.codec == "raw":
+            return self._kept(update, given)
+        refs = {name: self._store.depot.put(tensors.encode(bundle)) for name, bundle in plain.items()}
+        return self._kept(msgspec.structs.replace(update, bundles=refs, bases={}), given)
+
+    def _kept(self, update: Update, given: Contribution) -> Update:
+        """Keep what has been read for the commit, as long as there is room."""
+        size = sum(ref.size for ref in update.bundles.values())
+        if self._read_bytes + size <= READ_BYTES:
+            self._read_bytes += size
+            self._read[update.device] = (update, given)
+        return update
+
+    def _base(self, update: Update, name: str, profile: Profile | None) -> Tensors | None:
+        """What a bundle has moved from, as the update says; None: from nothing.
+
+        Raises:
+            UpdateError: it says what the running round has not sent.
+        """
+        sha256 = update.bases.get(name)
+        if sha256 is None:
+            return None
+        order = self._order(update.device, profile)
+        asked = {self._blob(value).sha256 for value in order.bundles.values()} if order else set()  # after a restart
+        path = self._store.depot.path(sha256) if sha256 in asked | self.sent() else None
+        if path is None:
+            raise UpdateError(f"bundle {name!r} has moved from {sha256[:12]}, which this round has not sent")
+        return tensors.read(path)
+
+    def commit(self, now_s: float) -> Committed:
+        """Fold the round's updates in sorted order of devices and store what comes of it."""
+        answered = self.rounds.answered
+        state = self.state
+        if "work" in self.rounds.actions:
+            total = None
+            for device in sorted(answered):
+                known, given = self._read.get(device, (None, None))
+                if given is None or known != answered[device]:
+                    given = self.contribution(answered[device])
+                total = self._half.fold(state, total, given)
+            state = self._half.step(state, total)
+            checks.require_state(state, tuple(sorted(answered)))
+        ref = self._store.depot.put(tensors.pack(state))
+        spent = self.rounds.spent
+        caveat = stop.caveat(self.job.stop, spent) if spent.metered or not self.rounds.round else None
+        metrics = average(answered.values())
+        lost = sorted({name for update in answered.values() for name in update.metrics} - metrics.keys())
+        huge = [f"{', '.join(lost)}: left out, as no weighted mean of what devices told is a number"] if lost else []
+        return Committed(
+            round=self.rounds.round,
+            state=ref,
+            finished=self.method.done(state),
+            metrics=metrics,
+            notes=(*self.method.story(state), *([caveat] if caveat else ()), *huge),
+            took_s=now_s - self.rounds.began_s,
+            settled=self.rounds.settling,
+        )
+
+    def sent(self) -> set[str]:
+        """Blobs made for the running round's tasks."""
+        return set(self._sent)
+
+    def committed(self) -> None:
+        """Take up the stored state and let go of the round's blobs."""
+        assert self.rounds.state is not None
+        self.state = self._load_state(self.rounds.state)
+        for held in (self._encoded, self._sent, self._read, self._asks):
+            held.clear()
+        self._read_bytes = 0
+
+    def _order(self, device: str, profile: Profile | None) -> Order | None:
+        view = DeviceView(device, profile, self.rounds.history.get(device, ()))
+        return self._half.send(self.state, view)
+
+    @property
+    def _half(self) -> Method | Settle:
+        """Whose tasks the running round has."""
+        return self.method.settle if self.rounds.settling and self.method.settle else self.method
+
+    def _apply(self, fact: AnyFact, now_s: float) -> None:
+        self._note(fact, rounds.apply(self.rounds, fact, now_s))
+
+    def _note(self, fact: AnyFact, after: Rounds) -> None:
+        if isinstance(fact, Answered) and fact.update.usage.examples is not None:
+            self._examples[fact.update.device] = fact.update.usage.examples
+        self.rounds = after
+
+    def _initialise(self, now_s: float) -> None:
+        state = first_state(self.job, self.bundle, self.method)
+        settles = self.method.settle is not None and self.method.settle.wanted(state)
+        self.record(Started(self._store.depot.put(tensors.pack(state)), settles), now_s)
+        self.state = state
+
+    def _load_state(self, ref: BlobRef) -> Any:
+        path = self._store.depot.path(ref.sha256)
+        if path is None:
+            raise JobError(f"the state of {self.id} ({ref.sha256[:12]}) is gone from {self._store.home}: run it anew")
+        try:
+            return tensors.unpack(path.read_bytes(), self.method.state)
+        except StoreError as error:
+            raise JobError(f"the state of {self.id} in {path} cannot be read ({error}): run it anew") from None
+
+    def _blob(self, value: Tensors | BlobRef) -> BlobRef:
+        if isinstance(value, BlobRef):
+            return value
+        known = self._encoded.pop(id(value), None) or (value, self._store.depot.put(tensors.encode(value)))
+        self._encoded[id(value)] = known  # as the latest
+        self._sent.add(known[1].sha256)
+        return known[1]
+
+
+def make_task(
+    order: Order, *, blob: Callable[[Tensors | BlobRef], BlobRef], actions: tuple[Action, ...], **named: Any
+) -> Task:
+    """An order as it is sent.
+
+    Args:
+        blob: where a bundle's tensors are found by content.
+        named: the other fields of `Task`.
+    """
+    return Task(
+        actions=actions,
+        params=dict(order.params),
+        bundles={name: blob(value) for name, value in order.bundles.items()},
+        work=order.work if "work" in actions else evaluation(order),
+        **named,
+    )
+
+
+def evaluation(order: Order) -> Work:
+    """What it takes to evaluate what would be trained, about: a forward pass, of three that an epoch of training costs.
+
+    No method tells it; one whose evaluation adapts the model first (Per-FedAvg) takes more.
+    """
+    passes = 3 * max(1, int(order.params.get("epochs", 1)))
+    return msgspec.structs.replace(
+        order.work,
+        flops=order.work.flops / passes,
+        flops_per_example=order.work.flops_per_example / passes,
+        read_bytes=order.work.read_bytes / 3,
+    )
+
+
+def _bytes(order: Order) -> int:
+    """Of all blobs that a device needs for an order, whether it has them or not."""
+    refs = {value for value in order.bundles.values() if isinstance(value, BlobRef)}
+    made = [value for value in order.bundles.values() if not isinstance(value, BlobRef)]
+    return sum(ref.size for ref in refs) + tensors.total_bytes(made)
+
+
+def first_state(job: settings.Job, made: Bundle, method: Method | None = None) -> Any:
+    """What a job begins with. Whoever submits a job calls this first, so that no unfit one is ever queued.
+
+    Args:
+        method: the job's; None: the one of that name.
+
+    Raises:
+        JobError: an unknown or unfit parameter, or an evaluation that the method does not have.
+        ModelError: the method cannot train the bundle's network, or cannot use its donors; says what it wants.
+    """
+    method = method or methods.load(job.method)
+    if job.check.every and method.check is None:
+        raise JobError(f"[check] every: {job.method} has no evaluation of its own; leave it 0")
+    return method.init(made, settings.params(job), job.seed)
+
+
+def require_made_for(job: settings.Job, made: Bundle) -> None:
+    """Check that a bundle fits the tables of a job that `fedquilt prepare` makes bundles from.
+
+    Compared are the network of [model], what goes into it ([input], or `input` of [model]), and [[donors]] with the
+    job's labels. A key that the job leaves out may have any value in the bundle.
+
+    Raises:
+        JobError: the bundle was visibly prepared from other tables; says which.
+    """
+    known = dict(made.meta.get("network", {}))
+    into = made.meta.get("input") or known.pop("input", None) or {}
+    network = {key: value for key, value in job.model.items() if key not in ("input", *settings.NOT_NETWORK)}
+    wanted = job.input or job.model.get("input") or {}
+    odd = [
+        *(["[model]"] if network and network != {key: known[key] for key in known if key != "input"} else []),
+        *(["[input]"] if any(_plain(into.get(key)) != _plain(value) for key, value in wanted.items()) else []),
+    ]
+    if job.donors:
+        names = [donor.get("name") for donor in job.donors]
+        odd += ["[[donors]]"] if names != list(made.meta.get("donors", {})) else []
+        odd += ["labels"] if list(job.labels) != made.meta.get("labels") else []
+    if odd:
+        raise JobError(
+            f"the bundle was prepared from another job than this ({' and '.join(odd)} differ): "
+            "make it anew with `fedquilt prepare`"
+        )
+
+
+def _plain(value: Any) -> Any:
+    """As it is in JSON: a job file's 1 and 1.0, a tuple and a list are the same there."""
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def average(updates: Iterable[Update]) -> dict[str, float]:
+    """A round's metrics: each the mean over devices, weighted by the examples it was measured on.
+
+    "check.examples" is summed. A metric of which nobody has an example, or whose sum is beyond any number, is left out.
+    """
+    told: dict[str, list[tuple[float, float]]] = {}
+    examples = 0.0
+    for update in sorted(updates, key=lambda update: update.device):
+        checked = update.metrics.get("check.examples", 0.0)
+        examples += checked
+        for name, value in update.metrics.items():
+            told.setdefault(name, []).append((checked if name.startswith("check.") else update.weight, value))
+    result = {name: _mean(pairs) for name, pairs in told.items() if any(weight for weight, _ in pairs)}
+    if examples:
+        result["check.examples"] = examples
+    return {name: value for name, value in result.items() if math.isfinite(value)}
+
+
+def _mean(pairs: Sequence[tuple[float, float]]) -> float:
+    """The mean of (weight, value); weights are not negative, and not all 0."""
+    total = of = 0.0
+    for weight, value in pairs:
+        total, of = total + weight * value, of + weight
+    if math.isfinite(total) and math.isfinite(of):
+        return total / of
+    most = max(weight for weight, _ in pairs)
+    shares = sum(weight / most for weight, _ in pairs)
+    return sum(weight / most / shares * value for weight, value in pairs)

@@ -1,0 +1,68 @@
+"""The tasks that are out: sent, sent again while nobody claims them, taken back. No decisions, no log."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fedquilt import wire
+from fedquilt.core import Task
+from fedquilt.transport.link import Link
+
+REISSUE_S = 5.0  # an unclaimed task is sent again after this, then ever more rarely
+REISSUE_MOST_S = 60.0
+
+
+@dataclass
+class Issue:
+    """One open task: when it was last sent, how patient to be, and which blobs its device may have."""
+
+    sent_s: float
+    patience_s: float
+    blobs: set[str]
+
+    @property
+    def due_s(self) -> float:
+        return self.sent_s + self.patience_s
+
+
+class Issues:
+    """By device. A task is a retained message, so that it survives restarts of either side."""
+
+    def __init__(self, link: Link, topics: wire.Topics) -> None:
+        self._link, self._topics = link, topics
+        self._open: dict[str, Issue] = {}
+
+    def __contains__(self, device: str) -> bool:
+        return device in self._open
+
+    def devices(self) -> list[str]:
+        return list(self._open)
+
+    def send(self, device: str, task: Task, payload: bytes, now_s: float) -> None:
+        """Send a device its task, encoded, for the first time or again."""
+        patience_s = self._open[device].patience_s if device in self._open else REISSUE_S / 2
+        blobs = {ref.sha256 for ref in task.bundles.values()}
+        self._open[device] = Issue(now_s, min(patience_s * 2, REISSUE_MOST_S), blobs)
+        self._link.publish(self._topics.device(device, "dn", "task"), payload, retain=True)
+
+    def withdraw(self, device: str) -> None:
+        """Take back whatever task the device has."""
+        self._open.pop(device, None)
+        self._link.publish(self._topics.device(device, "dn", "task"), b"", retain=True)
+
+    def be_patient(self, device: str) -> None:
+        """The device is at it: repeat its task rarely."""
+        if device in self._open:
+            self._open[device].patience_s = REISSUE_MOST_S
+
+    def due(self, now_s: float) -> list[str]:
+        """Devices whose task is to be sent again."""
+        return [device for device, issue in self._open.items() if now_s >= issue.due_s]
+
+    def next_s(self) -> float:
+        return min((issue.due_s for issue in self._open.values()), default=math.inf)
+
+    def may_have(self, device: str, sha256: str) -> bool:
+        """Whether a blob is part of the device's open task."""
+        return device in self._open and sha256 in self._open[device].blobs

@@ -1,0 +1,158 @@
+"""How far a run had come before each round, at what cost, and where its time went: from its facts alone.
+
+A round's check is of the state that it begins with, so what stands beside it is what all rounds before it took.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fedquilt.coordinator.rounds import Answered, AnyFact, Committed, Ended
+from fedquilt.coordinator.views import costs
+from fedquilt.core import Update
+
+Dated = tuple[float, AnyFact]  # wall-clock seconds, and what happened
+
+
+@dataclass(frozen=True)
+class Personal:
+    """Accuracy on the devices' held-out shares; 0..1."""
+
+    weighted: float  # over all their examples
+    mean: float  # over devices, however many examples each has
+    worst_decile: float  # mean of the tenth of the devices, at least one, for which it is lowest
+    devices: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a run stood after so many rounds. Costs are of these rounds; None: not known of all of them."""
+
+    rounds: int
+    clock_s: float  # on the coordinator's clock: virtual in a simulation
+    real_s: float  # by the log's dates, without the pauses between a stop and what follows it
+    boards_s: (
+        float | None
+    )  # the sum of the slowest task of each round, as its board tells: by its profile if it is simulated
+    down_bytes: int
+    up_bytes: int
+    energy_j: float | None  # gross, of all boards
+    personal: Personal | None = None  # None: no check
+    loss: float | None = None  # on held-out shares
+
+
+@dataclass(frozen=True)
+class Split:
+    """Where one round's time went: means over the devices that answered. The parts add up to `lasted_s`."""
+
+    round: int
+    lasted_s: float
+    compute_s: float
+    transfer_s: float  # down and up, and until the task was begun: a device tells them in one
+    wait_s: float  # for others, or for the round to begin
+
+
+def personal(updates: Iterable[Update]) -> Personal | None:
+    """The accuracies that these updates tell of; None: none of them does."""
+    told = {
+        update.device: (update.metrics["check.accuracy"], update.metrics.get("check.examples", 0.0))
+        for update in sorted(updates, key=lambda update: update.device)
+        if "check.accuracy" in update.metrics
+    }
+    return of_devices(told)
+
+
+def of_devices(told: dict[str, tuple[float, float]]) -> Personal | None:
+    """The summary of device -> (accuracy, held-out examples); a device without examples tells nothing."""
+    told = {device: (accuracy, examples) for device, (accuracy, examples) in told.items() if examples > 0}
+    if not told:
+        return None
+    accuracies = sorted(accuracy for accuracy, _ in told.values())
+    worst = accuracies[: math.ceil(len(accuracies) / 10)]
+    examples = sum(count for _, count in told.values())
+    return Personal(
+        weighted=sum(accuracy * count for accuracy, count in told.values()) / examples,
+        mean=sum(accuracies) / len(accuracies),
+        worst_decile=sum(worst) / len(worst),
+        devices={device: accuracy for device, (accuracy, _) in told.items()},
+    )
+
+
+def points(facts: Sequence[Dated], rounds: int) -> list[Point]:
+    """Where the run stood before every round that was committed, and after the last one.
+
+    Args:
+        rounds: after which the job ends at the latest; a round beyond is its closing evaluation.
+    """
+    answers = _answers(facts)
+    found: list[Point] = []
+    clock_s, real_s, broken_off_s, down, up = 0.0, 0.0, 0.0, 0, 0
+    boards_s: float | None = 0.0
+    energy_j: float | None = 0.0
+    since, over, extra = (facts[0][0] if facts else 0.0), False, 0
+    for at, fact in facts:
+        since = min(since, at)
+        if isinstance(fact, Ended):
+            broken_off_s, since = broken_off_s + at - since, math.inf  # until it goes on, if it does
+        if not isinstance(fact, Committed):
+            continue
+        updates = [answer.update for answer in answers.get(fact.round, ())]
+        loss, counted = fact.metrics.get("check.loss"), fact.round - extra
+        if fact.settled:  # what it took is in the next point's sums
+            extra += 1
+        else:
+            found.append(Point(counted, clock_s, real_s, boards_s, down, up, energy_j, personal(updates), loss))
+            if over or counted >= rounds:
+                return found
+        clock_s, real_s = clock_s + fact.took_s, real_s + broken_off_s + at - since
+        broken_off_s, since, over = 0.0, at, fact.finished
+        taken = costs.total(updates)
+        down, up = down + taken.down_bytes, up + taken.up_bytes
+        if updates:
+            slowest_s = max(update.usage.wall_s for update in updates)
+            boards_s = None if boards_s is None else boards_s + slowest_s
+            whole_j = taken.energy_j if taken.metered == taken.tasks else None
+            energy_j = None if energy_j is None or whole_j is None else energy_j + whole_j
+    if found:
+        found.append(Point(found[-1].rounds + 1, clock_s, real_s, boards_s, down, up, energy_j))
+    return found
+
+
+def done(facts: Iterable[AnyFact], rounds: int) -> int:
+    """How many rounds of work are behind a run; the closing evaluation is none. `rounds` as of `points`."""
+    count, over = 0, False
+    for fact in facts:
+        if isinstance(fact, Committed) and not fact.settled and not over and count < rounds:
+            count, over = count + 1, fact.finished
+    return count
+
+
+def splits(facts: Sequence[Dated]) -> list[Split]:
+    """Where every committed round's time went; rounds of which no answer was timed are left out."""
+    answers = _answers(facts)
+    found = []
+    for _, fact in facts:
+        if not isinstance(fact, Committed):
+            continue
+        timed = [
+            (answer.took_s, answer.update.usage.wall_s)
+            for answer in answers.get(fact.round, ())
+            if answer.took_s is not None
+        ]
+        if not timed:
+            continue
+        lasted_s = max(fact.took_s, *(took_s for took_s, _ in timed))
+        compute_s = sum(wall_s for _, wall_s in timed) / len(timed)
+        took_s = sum(took_s for took_s, _ in timed) / len(timed)
+        found.append(Split(fact.round, lasted_s, compute_s, max(took_s - compute_s, 0.0), lasted_s - took_s))
+    return found
+
+
+def _answers(facts: Sequence[Dated]) -> dict[int, list[Answered]]:
+    found: dict[int, list[Answered]] = {}
+    for _, fact in facts:
+        if isinstance(fact, Answered):
+            found.setdefault(fact.round, []).append(fact)
+    return found

@@ -1,0 +1,226 @@
+"""A coordinator in a terminal: it runs until its job ends or it is told to stop, and says what happens."""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from fedquilt import methods
+from fedquilt.coordinator import eligibility, rounds
+from fedquilt.coordinator.executors import OverLink
+from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.rounds import Answered, AnyFact, Asked, Closed, Surveyed
+from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.views import costs, log
+from fedquilt.core import JobError
+from fedquilt.transport import link as links
+from fedquilt.transport.link import Link
+
+WAIT_SAID_S = 5.0  # a wait is told when it has lasted so long, and no sooner again when it changes
+WAIT_AGAIN_S = 600.0  # and if it does not change
+
+MORE = (
+    "start more: `fedquilt agent agent.toml` on a board, or simulated ones with `fedquilt fleet JOB --link broker "
+    "--agents-only`"
+)
+
+
+class Waiting:
+    """When a wait is told: soon after it begins or changes, then rarely."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None  # since when there is something to wait for
+        self._said, self._said_s = "", -math.inf
+
+    def line(self, whom: str | None, now_s: float) -> str | None:
+        """What to say now of what is waited for; None: nothing."""
+        if whom is None:
+            self._since_s, self._said = None, ""
+            return None
+        self._since_s = now_s if self._since_s is None else self._since_s
+        due_s = self._said_s + (WAIT_AGAIN_S if whom == self._said else WAIT_SAID_S)
+        if now_s < max(due_s, self._since_s + WAIT_SAID_S):
+            return None
+        self._said, self._said_s = whom, now_s
+        return f"waiting for {whom}"
+
+
+class Contact:
+    """When the loss of the broker and its return are told."""
+
+    def __init__(self) -> None:
+        self._connected: bool | None = None  # None: not looked at yet
+        self._session = 0
+
+    def line(self, connected: bool, session: int) -> str | None:
+        """What to say now; None: nothing has changed. A link that is up when first looked at goes without saying.
+
+        Args:
+            session: how many sessions there have been, so that a loss too short to be seen is told as well.
+        """
+        before, self._connected = self._connected, connected
+        former, self._session = self._session, session
+        if connected and (before is False or former not in (0, session)):
+            return "connected to the broker again" if former else "connected to the broker"
+        if before and not connected:
+            return "the connection to the broker is lost: it is asked for again until it is back"
+        return None
+
+
+class Console:
+    """Prints facts as sentences; on a terminal the running round is a line that is overwritten."""
+
+    def __init__(
+        self,
+        wordy: bool = False,
+        named: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        mend: str = MORE,
+    ) -> None:
+        """`wordy`: every fact; `named`: with the run it belongs to, where there may be several.
+
+        `mend`: how somebody can be brought that a round waits for.
+        """
+        self._out, self._named = sys.stdout, named
+        self._wordy, self.live = wordy, self._out.isatty()
+        self._clock, self._began_s = clock, clock()
+        self._waiting, self._contact, self._mend = Waiting(), Contact(), mend
+
+    def observe(self, job: Running, fact: AnyFact) -> None:
+        if isinstance(fact, Surveyed | Asked | Answered | Closed) and not self._wordy:
+            self._status(job)
+        else:
+            first, *more = log.sentences(fact, log.closing(job.rounds, fact))
+            self.say(f"{job.id}: {first}" if self._named else first, *more)
+
+    def say(self, first: str, *more: str) -> None:
+        clear = "\r\x1b[K" if self.live else ""
+        print(f"{clear}[{self._clock() - self._began_s:6.1f} s] {first}", file=self._out)
+        for line in more:
+            print(f"{'':11}{line}", file=self._out)
+        self._out.flush()
+
+    def contact(self, link: Link) -> None:
+        """Say when the broker is lost, and when it is back."""
+        if (line := self._contact.line(link.connected, link.session)) is not None:
+            self.say(line)
+
+    def wait(self, server: Server) -> None:
+        """Say for whom a round waits, when nobody has come for a while."""
+        job = server.active
+        able = server.registry.able(job.engines, self._clock()) if job else {}
+        line = self._waiting.line(log.waiting(job.rounds, job.engines, able.keys()) if job else None, self._clock())
+        if line is not None and job is not None:
+            self.say(f"{job.id}: {line}" if self._named else line, self._mend)
+
+    def _status(self, job: Running) -> None:
+        if self.live:
+            state = job.rounds
+            asked = len(state.asked) + len(state.answered)
+            self.status(
+                f"{job.id}: round {state.round}, at most {job.job.rounds}: {len(state.answered)} of {asked} answered"
+            )
+
+    def status(self, line: str) -> None:
+        """How it stands: on a terminal a line that the next one overwrites."""
+        if self.live:
+            print(f"\r\x1b[K{line}", end="", file=self._out, flush=True)
+        else:
+            self.say(line)
+
+
+def coordinate(
+    store: Store,
+    link: Link,
+    fleet: str,
+    console: Console,
+    only: str | None = None,
+    watch: Callable[[], None] = lambda: None,
+) -> None:
+    """Run a coordinator until the job `only` has ended (or for ever), or SIGINT or SIGTERM comes.
+
+    `watch` is called once a turn; what it raises ends the coordinator in good order.
+    """
+    server = Server(OverLink(link, fleet, store.depot, store.next_epoch()), store, console.observe, only)
+    with stopping() as stop:
+
+        def ask() -> bool:
+            watch()
+            console.contact(link)
+            console.wait(server)
+            return stop()
+
+        try:
+            links.run(server, link, ask)
+        finally:
+            server.goodbye()
+
+
+def tell(store: Store, id: str, *, follow: bool = False, json: bool = False) -> None:
+    """Print a run's facts with their wall-clock times, and with `follow` those to come until it has ended."""
+    job = store.job(id).job
+    seen, state, waiting = 0, rounds.Rounds(rounds.Plan.of(job)), Waiting()
+    engines = (job.engine,) if job.engine else methods.load(job.method).engines
+    while True:
+        ended = store.status(id) in ("done", "failed", "stopped")  # asked first, so that no last fact is missed
+        for number, at_s, fact in store.facts(id, after=seen):
+            seen, state = number, rounds.apply(state, fact, 0.0)
+            if json:
+                print(msgspec.json.encode({"at": at_s, "fact": fact}).decode())
+            else:
+                _tell(at_s, *log.sentences(fact, log.closing(state, fact)))
+        sys.stdout.flush()
+        if not ended and follow and not store.served():
+            raise JobError(
+                f"no coordinator serves {store.home} any more: `fedquilt serve --home {store.home}` goes on with {id}"
+            )
+        if ended or not follow:
+            for told in [] if json else costs.lines(costs.account(fact for _, _, fact in store.facts(id))):
+                print(told)
+            return
+        # who is online is known here only as of when it was last looked who can be asked
+        able = {*state.eligible, *(name for name, code in state.passed.items() if code in eligibility.ABLE)}
+        whom = None if state.asked else log.waiting(state, engines, able)
+        if (line := waiting.line(whom, time.monotonic())) is not None and not json:
+            _tell(time.time(), line, MORE)
+        time.sleep(0.5)
+
+
+def _tell(at_s: float, first: str, *more: str) -> None:
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
+    print("\n".join([f"{stamp}  {first}", *(f"{'':21}{line}" for line in more)]), flush=True)
+
+
+class Stop:
+    """Becomes true when the process is told to stop."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self) -> bool:
+        return self.asked
+
+
+@contextmanager
+def stopping() -> Iterator[Stop]:
+    """SIGINT, SIGTERM and SIGHUP ask for an orderly end, once; the handlers before are restored."""
+    stop = Stop()
+
+    def ask(signum: int, frame: object) -> None:
+        if stop.asked:
+            raise KeyboardInterrupt
+        stop.asked = True
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,141 @@
+"""Why a device was not asked in a round: told from the log alone, as the choice rested on nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from fedquilt.coordinator import cohort, rounds
+from fedquilt.coordinator.eligibility import REASONS
+from fedquilt.coordinator.rounds import (
+    Answered,
+    AnyFact,
+    Asked,
+    Committed,
+    Declined,
+    Rejected,
+    Reopened,
+    Rounds,
+    Surveyed,
+)
+from fedquilt.coordinator.store import Store
+from fedquilt.core import JobError
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What became of one device in one round."""
+
+    code: str  # answered, asked, declined, refused, drawn ("not drawn"), or a key of `eligible.REASONS`
+    text: str
+    place: int | None = None  # of "not drawn": in the order in which devices are taken, from 1
+    of: int | None = None  # how many stood there
+    wanted: int | None = None  # how many were taken
+
+
+def of(store: Store, run: str) -> dict[int, dict[str, Part]]:
+    """`parts` of a run in the store, by its id or its job's name.
+
+    Raises:
+        StoreError: there is no such run, or it cannot be read.
+    """
+    row = store.job(run)
+    return parts((fact for _, _, fact in store.facts(row.id)), rounds.Plan.of(row.job))
+
+
+def parts(facts: Iterable[AnyFact], plan: rounds.Plan) -> dict[int, dict[str, Part]]:
+    """Round -> device -> what became of it, of the devices known by then; the last word counts."""
+    state = Rounds(plan)
+    found: dict[int, dict[str, Part]] = {}
+    for fact in facts:
+        match fact:
+            case Asked():
+                found.setdefault(fact.round, {}).update(_chosen(state, fact))
+            case Declined():
+                found[fact.round][fact.device] = Part("declined", f"declined ({fact.code}): {fact.reason}")
+            case Rejected():
+                found[fact.round][fact.device] = Part("refused", f"its update was refused: {fact.reason}")
+            case Answered():
+                found[fact.round][fact.update.device] = Part("answered", "answered")
+            case Reopened():
+                again = dict.fromkeys(state.asked, Part("asked", "asked; silent until the deadline"))
+                found.setdefault(fact.round, {}).update(again)
+            case Committed():
+                silent = [device for device, part in found.get(fact.round, {}).items() if part.code == "asked"]
+                late = Part("asked", "asked; had not answered when the round closed")
+                found.setdefault(fact.round, {}).update(dict.fromkeys(silent, late))
+            case _:
+                pass
+        state = rounds.apply(state, fact, 0.0)
+        if isinstance(fact, Surveyed) and state.phase == "selecting":  # in case that nobody can be asked
+            found[fact.round] = {device: Part(code, REASONS.get(code, code)) for device, code in state.passed.items()}
+    return found
+
+
+def _chosen(state: Rounds, fact: Asked) -> Mapping[str, Part]:
+    """Of everybody who has not been asked in this attempt."""
+    settled = {*state.asked, *state.answered, *state.declined}
+    free = state.eligible - settled
+    since = {device: state.since.get(device, 0) for device in free}
+    costs = {device: state.costs[device] for device in free if device in state.costs}
+    wanted = len(fact.devices)
+    order = cohort.places(
+        state.plan.seed, fact.round, free, wanted, costs=costs, since=since, turns=state.plan.cohort.turns
+    )
+    told = {
+        device: Part(code, REASONS.get(code, code)) for device, code in state.passed.items() if device not in settled
+    }
+    for number, device in enumerate(order, 1):
+        text = f"not drawn: place {number} of {len(order)}, {wanted} {'was' if wanted == 1 else 'were'} taken"
+        told[device] = Part("drawn", text, number, len(order), wanted)
+    return {**told, **dict.fromkeys(fact.devices, Part("asked", "asked"))}
+
+
+def lines(found: Mapping[int, Mapping[str, Part]], round: int | None = None, device: str | None = None) -> list[str]:
+    """For people: each round's devices by what became of them, or one device's way through the rounds.
+
+    Raises:
+        JobError: there is no such round or device in the log.
+    """
+    chosen = select(found, round, device)
+    if device is not None:
+        return [f"round {number}: {parts[device].text}" for number, parts in chosen.items()]
+    told = []
+    for number, devices in chosen.items():
+        told.append(f"round {number}:")
+        groups: dict[str, list[str]] = {}
+        for name, part in sorted(devices.items(), key=lambda each: (each[1].place or 0, each[0])):
+            if part.code == "drawn":
+                groups.setdefault(f"not drawn, in order of places ({part.wanted} of {part.of} taken)", []).append(name)
+            else:
+                groups.setdefault(part.text, []).append(name)
+        told += [f"  {text}: {_names(names)}" for text, names in groups.items()]
+    return told
+
+
+def select(
+    found: Mapping[int, Mapping[str, Part]], round: int | None, device: str | None
+) -> dict[int, dict[str, Part]]:
+    """Some rounds and devices of all.
+
+    Raises:
+        JobError: there is no such round or device in the log.
+    """
+    if round is not None and round not in found:
+        raise JobError(f"nobody has been asked in a round {round}; rounds so far: {_span(sorted(found))}")
+    chosen = {number: dict(parts) for number, parts in sorted(found.items()) if round in (None, number)}
+    if device is None:
+        return chosen
+    known = {name for parts in found.values() for name in parts}
+    if device not in known:
+        raise JobError(f"the run has not heard of a device {device!r}; it knows {_names(sorted(known)) or 'none'}")
+    unheard = Part("unknown", "not heard of by then")
+    return {number: {device: parts.get(device, unheard)} for number, parts in chosen.items()}
+
+
+def _names(names: Sequence[str], most: int = 12) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _span(numbers: Sequence[int]) -> str:
+    return f"{numbers[0]} to {numbers[-1]}" if numbers else "none"

@@ -1,0 +1,338 @@
+"""What can be set on a board, as its kernel says: CPU policies, GPU and memory clocks, nvpmodel's modes.
+
+A frequency is held by lower limit = upper limit = frequency under the governor that the board has, as NVIDIA's
+`jetson_clocks` does; the memory clock (EMC) by its cap and, where debugfs shows it, by the rate and its lock.
+Only frequencies that the board lists are ever planned. Nothing here writes.
+
+The memory clock's frequencies are in debugfs, which root alone may read on nearly every board. Any other process does
+not know them: it finds the clock with an empty list, marked as hidden, and asks the clock helper for the list.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, Literal
+
+from fedquilt.core import ClockError, OperatingPoint, Wired
+from fedquilt.edge_agent.devices.sensors import sysfs
+
+TOLERANCE: Final = 0.01  # 1420.8 MHz is meant by who says 1421
+GPUS: Final = ("gv11b", "gp10b", "ga10b", "gb10b", "gpu")
+EMC: Final = "sys/kernel/debug/bpmp/debug"  # seen by root alone
+EMC_CAPS: Final = ("sys/kernel/nvpmodel_clk_cap/emc", "sys/kernel/nvpmodel_emc_cap/emc_iso_cap")  # JetPack 6; 4 and 5
+
+Kind = Literal["cpu", "gpu", "emc"]
+
+
+class Setting(Wired, frozen=True):
+    """How one lever is set. Values as its files have them, in the lever's own unit; None: there is no such file."""
+
+    name: str
+    governor: str | None = None
+    low: int | None = None
+    high: int | None = None
+    rate: int | None = None
+    lock: int | None = None
+
+
+class Settings(Wired, frozen=True):
+    """How a whole board is set: what is put back when its clocks are let go."""
+
+    mode: str | None  # nvpmodel's, by name
+    levers: tuple[Setting, ...]
+
+
+@dataclass(frozen=True)
+class Lever:
+    """One clock and its files, as far as they exist."""
+
+    name: str  # "policy0", "17000000.gpu", "emc"
+    kind: Kind
+    listed: tuple[int, ...]  # ascending, in `unit_hz`; (): none listed, so it cannot be held
+    unit_hz: int = 1
+    governor: Path | None = None
+    low: Path | None = None
+    high: Path | None = None
+    now: Path | None = None
+    rate: Path | None = None  # the memory clock's, where debugfs shows it
+    lock: Path | None = None
+    hidden: bool = False  # nothing is listed because this process may not read the list
+
+    @property
+    def listed_hz(self) -> tuple[float, ...]:
+        """The listed frequencies in hertz, ascending."""
+        return tuple(float(value * self.unit_hz) for value in self.listed)
+
+    def setting(self) -> Setting:
+        """As it is set now."""
+        low, high, rate, lock = (number(path) for path in (self.low, self.high, self.rate, self.lock))
+        return Setting(name=self.name, governor=text(self.governor), low=low, high=high, rate=rate, lock=lock)
+
+    def choose(self, hz: float) -> int:
+        """The listed value that is meant, in the lever's unit.
+
+        Raises:
+            ClockError: none is within 1 %.
+        """
+        nearest = min(self.listed, key=lambda value: abs(value * self.unit_hz - hz), default=None)
+        if nearest is None or abs(nearest * self.unit_hz - hz) > TOLERANCE * hz:
+            has = ", ".join(f"{value * self.unit_hz / 1e6:g}" for value in self.listed)
+            raise ClockError(
+                f"{self.name} ({self.kind}) has no {hz / 1e6:g} MHz: "
+                + (f"it lists {has} MHz" if has else self._unlisted())
+            )
+        return nearest
+
+    def _unlisted(self) -> str:
+        if self.hidden:
+            return "root alone may read its frequencies: run this as root, or through the clock helper"
+        return "the board lists no frequencies for it, so leave it out"
+
+    def to(self, value: int, *, low: int | None = None) -> list[Write]:
+        """Limits `low` (else `value`) and `value`. The lower goes down first: it is above the upper at no moment."""
+        writes = []
+        if self.low is not None:
+            writes.append(Write(self, self.low, min(self.listed[0], value if low is None else low)))
+        if self.high is not None:
+            writes.append(Write(self, self.high, value))
+        if self.low is not None:
+            writes.append(Write(self, self.low, value if low is None else low))
+        return writes
+
+
+@dataclass(frozen=True)
+class Write:
+    """One value for one file."""
+
+    lever: Lever
+    file: Path
+    value: int | str
+
+    def __str__(self) -> str:
+        return f"write {self.value} to {self.file} ({self.lever.name})"
+
+    def took(self, value: str | None) -> bool:
+        """Whether what the file says then is what was meant. Orin's memory clock rounds up to one it has."""
+        if value == str(self.value):
+            return True
+        if self.lever.kind != "emc" or self.file not in (self.lever.rate, self.lever.high):
+            return False
+        if value is None or not value.isdigit():
+            return False
+        near = [listed for listed in (*self.lever.listed, int(self.value)) if listed >= int(self.value)]
+        return any(abs(int(value) - listed) <= TOLERANCE * listed for listed in near)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One of nvpmodel's modes. Ids differ from release to release: a mode is known by its name."""
+
+    name: str
+    id: int
+    masks: tuple[str, ...] = ()  # parts of the GPU that are off in it: that changes only when the board starts
+    emc_hz: int | None = None
+
+
+@dataclass(frozen=True)
+class Levers:
+    """All that can be set on a board."""
+
+    found: tuple[Lever, ...]
+    modes: tuple[Mode, ...] = ()
+
+    @property
+    def hidden(self) -> tuple[Lever, ...]:
+        """Those whose frequencies this process may not read."""
+        return tuple(lever for lever in self.found if lever.hidden)
+
+    def of(self, kind: Kind) -> list[Lever]:
+        return [lever for lever in self.found if lever.kind == kind]
+
+    def settings(self, mode: str | None) -> Settings:
+        """As all of them are set now, in `mode`."""
+        return Settings(mode=mode, levers=tuple(lever.setting() for lever in self.found))
+
+    def mode(self, name: str) -> Mode | None:
+        """By name, whether or not written with MODE_ before it, blanks or capitals."""
+        return next((mode for mode in self.modes if plain(mode.name) == plain(name)), None)
+
+
+# -- what there is --------------------------------------------------------------------------------
+
+
+def discover(root: Path = Path("/")) -> Levers:
+    """Find what can be set below `root`; what is absent or lists nothing is simply not there to be held."""
+    modes = _modes(root / "etc/nvpmodel.conf")
+    return Levers((*_cpus(root), *_devfreq(root), *_emc(root, modes)), modes)
+
+
+def hottest_c(root: Path = Path("/")) -> float | None:
+    """The hottest thermal zone that answers; None: none does."""
+    return sysfs.hottest_c(sysfs.zones(root / "sys/class/thermal"))
+
+
+def _cpus(root: Path) -> Iterable[Lever]:
+    system = root / "sys/devices/system/cpu"
+    folders = sysfs.glob(system, "cpufreq/policy[0-9]*") or sysfs.glob(system, "cpu[0-9]*/cpufreq")
+    seen = {folder.resolve(): folder for folder in reversed(_numbered(folders))}
+    for folder in reversed(seen.values()):
+        if number(folder / "scaling_max_freq") is None:
+            continue  # all its cores are off
+        listed, hidden = _listed(folder / "scaling_available_frequencies")
+        yield Lever(
+            name=folder.name if folder.name != "cpufreq" else folder.parent.name,
+            kind="cpu",
+            listed=listed,
+            unit_hz=1000,
+            governor=_there(folder / "scaling_governor"),
+            low=_there(folder / "scaling_min_freq"),
+            high=_there(folder / "scaling_max_freq"),
+            now=_there(folder / "scaling_cur_freq"),
+            hidden=hidden,
+        )
+
+
+def _devfreq(root: Path) -> Iterable[Lever]:
+    """The GPU by what the device tree calls it; on Thor the memory clock too."""
+    for folder in sysfs.glob(root / "sys/class/devfreq", "*"):
+        name = text(folder / "device/of_node/name") or folder.name
+        gpu = any(part in name for part in GPUS) and "nvd" not in name  # Thor's video engines are no GPU cores
+        if (gpu or folder.name == "bwmgr") and number(folder / "max_freq") is not None:
+            listed, hidden = _listed(folder / "available_frequencies")
+            yield Lever(
+                name=folder.name if gpu else "emc",
+                kind="gpu" if gpu else "emc",
+                listed=listed,
+                governor=_there(folder / "governor"),
+                low=_there(folder / "min_freq"),
+                high=_there(folder / "max_freq"),
+                now=_there(folder / "cur_freq"),
+                hidden=hidden,
+            )
+
+
+def _emc(root: Path, modes: Sequence[Mode]) -> Iterable[Lever]:
+    """The memory clock: debugfs lists its rates in kHz; where it does not, those that the board tells elsewhere.
+
+    Where this process may not read debugfs, the list stays empty: the caps of the modes alone would pass for all of it.
+    """
+    cap = next((path for path in (root / cap for cap in EMC_CAPS) if sysfs.there(path)), None)
+    clock = root / EMC / "clk/emc"
+    rate, lock = _there(clock / "rate"), _there(clock / "mrq_rate_locked")
+    if rate is None or lock is None:
+        rate = lock = None
+    if cap is None and lock is None:
+        return
+    khz, hidden = _listed(root / EMC / "emc/possible_rates")
+    listed, hidden = tuple(each * 1000 for each in khz), hidden or sysfs.hidden(clock / "max_rate")
+    if not listed and not hidden:
+        told = {number(clock / "min_rate"), number(clock / "max_rate"), *(mode.emc_hz for mode in modes)}
+        listed = tuple(sorted(hz for hz in told if hz))
+    yield Lever("emc", "emc", listed, high=cap, now=rate, rate=rate, lock=lock, hidden=hidden and not listed)
+
+
+def _modes(conf: Path) -> tuple[Mode, ...]:
+    """Lines `< POWER_MODEL ID=1 NAME=MAXQ >`, and after each its values as `PARAMETER ARGUMENT value`."""
+    modes: list[Mode] = []
+    for line in (sysfs.text(conf) or "").splitlines():
+        if header := re.match(r"<\s*(\w+)(?:\s+ID=(\d+)\s+NAME=([^\s>]+))?", line):
+            if header[1] == "POWER_MODEL" and header[2]:
+                modes.append(Mode(header[3], int(header[2])))
+            elif modes:
+                break  # what comes after the modes
+        elif modes and len(words := line.split()) == 3 and not line.startswith("#"):
+            if words[1].endswith("PG_MASK"):
+                modes[-1] = replace(modes[-1], masks=(*modes[-1].masks, " ".join(words)))
+            elif words[:2] == ["EMC", "MAX_FREQ"] and words[2].isdigit():
+                modes[-1] = replace(modes[-1], emc_hz=int(words[2]))
+    return tuple(modes)
+
+
+# -- what to write --------------------------------------------------------------------------------
+
+
+def plan(levers: Levers, point: OperatingPoint) -> list[Write]:
+    """What holds the board at a point, in order; nvpmodel's mode, if the point names one, is set before.
+
+    Raises:
+        ClockError: the point names nothing to set, or what this board does not have or list.
+    """
+    wanted: tuple[tuple[Kind, float | None], ...] = (
+        ("cpu", point.cpu_hz),
+        ("gpu", point.gpu_hz),
+        ("emc", point.emc_hz),
+    )
+    writes: list[Write] = []
+    for kind, hz in wanted:
+        if hz is None:
+            continue
+        if not levers.of(kind):
+            raise ClockError(f"this board shows no {kind} clock that can be set: leave {kind} out of {point.name!r}")
+        for lever in levers.of(kind):
+            value = lever.choose(hz)
+            writes += lever.to(value)
+            if lever.rate is not None and lever.lock is not None:
+                writes += [Write(lever, lever.rate, value), Write(lever, lever.lock, 1)]
+    if not writes and levers.mode(point.name) is None:
+        known = ", ".join(mode.name for mode in levers.modes) or "none"
+        raise ClockError(f"{point.name!r} says no frequency and is no mode of this board; its modes: {known}")
+    return writes
+
+
+def undo(levers: Levers, saved: Settings, kinds: Iterable[Kind] = ("cpu", "gpu", "emc")) -> list[Write]:
+    """What puts clocks of these kinds back as they were; the board is in the saved mode already."""
+    found = {lever.name: lever for lever in levers.found if lever.kind in kinds}
+    writes: list[Write] = []
+    for old in saved.levers:
+        lever = found.get(old.name)
+        if lever is None or not lever.listed:
+            continue  # never held: what lists nothing cannot be
+        if lever.governor is not None and old.governor and text(lever.governor) != old.governor:
+            writes.append(Write(lever, lever.governor, old.governor))
+        if old.high is not None:
+            writes += lever.to(old.high, low=old.low)
+        if lever.lock is not None and lever.rate is not None and old.lock is not None:
+            if old.lock and old.rate is not None:
+                writes.append(Write(lever, lever.rate, old.rate))
+            writes.append(Write(lever, lever.lock, old.lock))
+    return writes
+
+
+def said(writes: Iterable[Write]) -> list[tuple[Write, str | None]]:
+    """The last write to each file, and what that file says now: `Write.took` tells whether it is right."""
+    last = {write.file: write for write in writes}
+    return [(write, text(write.file)) for write in last.values()]
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def text(path: Path | None) -> str | None:
+    return None if path is None else sysfs.line(path)
+
+
+def number(path: Path | None) -> int | None:
+    return None if path is None else sysfs.whole(path)
+
+
+def plain(name: str) -> str:
+    """A mode's name without what releases differ in: MODE_15W, "MAXN SUPER"."""
+    return name.lower().replace(" ", "_").removeprefix("mode_")
+
+
+def _listed(path: Path) -> tuple[tuple[int, ...], bool]:
+    """Whole numbers above 0, ascending; debugfs ends its list with a unit. And whether the list is hidden."""
+    words = (text(path) or "").split()
+    return tuple(sorted({int(word) for word in words if word.isdigit() and int(word) > 0})), sysfs.hidden(path)
+
+
+def _there(path: Path) -> Path | None:
+    return path if sysfs.there(path) else None
+
+
+def _numbered(folders: Iterable[Path]) -> list[Path]:
+    """policy10 after policy4."""
+    return sorted(folders, key=lambda folder: [int(found) for found in re.findall(r"\d+", "/".join(folder.parts[-2:]))])

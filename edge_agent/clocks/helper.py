@@ -1,0 +1,370 @@
+"""The clock helper: the one part of fedquilt that runs as root. It sets clocks for one client at a time.
+
+It takes only frequencies that the board lists, and puts the board's own settings back when its client lets go,
+hangs up or dies, says nothing for the watchdog's time, when the board is too hot, when it is stopped itself,
+and at its next start if it was killed (`fedquilt.edge_agent.clocks.hold`). No threads: one `step` at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import grp
+import logging
+import os
+import pwd
+import selectors
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from fedquilt.core import ClockError, JobError, StoreError
+from fedquilt.edge_agent.clocks import controls
+from fedquilt.edge_agent.clocks.client import (
+    REQUEST_MOST_BYTES,
+    SOCKET,
+    Answer,
+    Ask,
+    Clock,
+    Hold,
+    Keepalive,
+    Request,
+    Status,
+)
+from fedquilt.edge_agent.clocks.controls import Lever
+from fedquilt.edge_agent.clocks.hold import Clamp
+from fedquilt.systemd import notify
+
+log = logging.getLogger("fedquilt.clocks")
+
+STATE: Final = Path("/var/lib/fedquilt-clocks")
+WATCHDOG_S: Final = 10.0
+HOTTEST_C: Final = 85.0
+LOOK_S: Final = 1.0  # between looks at the thermal zones, and between attempts to put things back
+TICK_S: Final = 0.5  # a signal is seen within so much
+CLIENTS_MOST: Final = 8
+
+Peer = tuple[int, int, int]  # pid, uid, gid
+
+
+def peer(line: socket.socket) -> Peer:
+    """Who is at the other end, as the kernel says (SO_PEERCRED, unix(7))."""
+    return struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+
+
+def allowed(who: Peer, group: int | None) -> bool:
+    """Root, the helper's own user, and who is in the group."""
+    _, uid, gid = who
+    if uid in (0, os.geteuid()) or (group is not None and gid == group):
+        return True
+    if group is None:
+        return False
+    try:
+        return group in os.getgrouplist(pwd.getpwuid(uid).pw_name, gid)
+    except KeyError:
+        return False
+
+
+class Client:
+    """One connection, and what of its request has come so far."""
+
+    def __init__(self, line: socket.socket, who: Peer) -> None:
+        self.line, self.who = line, who
+        self.got = b""
+        self.lost: str | None = None  # why the clocks it held were let go without its asking
+
+    def __str__(self) -> str:
+        return f"process {self.who[0]} of user {self.who[1]}"
+
+
+class Helper:
+    """The socket and the one who holds. `close` it: that restores.
+
+    Args:
+        group: number of the group that may speak to it, beside root; None: root alone.
+        peer: who a connection is from.
+
+    Raises:
+        StoreError: another helper has this state or socket, or one of them cannot be made.
+    """
+
+    def __init__(
+        self,
+        clamp: Clamp,
+        path: Path,
+        state: Path,
+        *,
+        group: int | None = None,
+        watchdog_s: float = WATCHDOG_S,
+        peer: Callable[[socket.socket], Peer] = peer,
+    ) -> None:
+        self._clamp, self._path, self._group, self._peer = clamp, path, group, peer
+        self._watchdog_s = watchdog_s
+        self._holder: Client | None = None
+        self._now_s = 0.0  # grows only
+        self._seen_s: float | None = None
+        self._heard_s = self._looked_s = 0.0
+        self._owed: tuple[str, ...] = ()
+        self._decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
+        self._selector = selectors.DefaultSelector()
+        self._clients: list[Client] = []
+        self._lock = _lock(state / "lock")
+        self._owe(clamp.recover())
+        self._door = _listen(path, group)
+        self._selector.register(self._door, selectors.EVENT_READ)
+
+    def step(self, now_s: float, wait_s: float = 0.0) -> None:
+        """Answer what has come, and let go of what must not be held any longer.
+
+        Args:
+            now_s: of any clock; one that goes backwards stands still for the watchdog.
+            wait_s: how long to wait for a request.
+        """
+        self._now_s += 0.0 if self._seen_s is None else max(0.0, now_s - self._seen_s)
+        self._seen_s = now_s
+        for key, _ in self._selector.select(wait_s):
+            if key.data is None:
+                self._accept()
+            else:
+                self._hear(key.data)
+        if self._holder is not None and self._now_s - self._heard_s > self._watchdog_s:
+            self._let_go(f"let go: no word from the client for {self._watchdog_s:g} s")
+        if self._now_s - self._looked_s >= LOOK_S:
+            self._looked_s = self._now_s
+            if why := self._clamp.watch():
+                self._tell(why)
+            if self._clamp.owes:
+                self._owe(self._clamp.restore())
+
+    def close(self) -> None:
+        """Hang up on everybody and restore."""
+        for client in list(self._clients):
+            self._hang_up(client)
+        self._owe(self._clamp.restore())
+        self._selector.close()
+        self._door.close()
+        self._path.unlink(missing_ok=True)
+        os.close(self._lock)
+
+    # -- clients ------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        try:
+            line, _ = self._door.accept()
+        except OSError as error:
+            log.warning("a connection failed: %s", error)
+            return
+        line.setblocking(False)
+        client = Client(line, self._peer(line))
+        refusal = None
+        if not allowed(client.who, self._group):
+            refusal = f"user {client.who[1]} may not set clocks here: it has to be in the helper's --group"
+        elif len(self._clients) >= CLIENTS_MOST:
+            refusal = f"{CLIENTS_MOST} clients speak to the helper already: let one of them hang up"
+        if refusal is not None:
+            _send(client, Answer(error=refusal))
+            line.close()
+            return
+        self._clients.append(client)
+        self._selector.register(line, selectors.EVENT_READ, client)
+
+    def _hear(self, client: Client) -> None:
+        try:
+            some = client.line.recv(REQUEST_MOST_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            some = b""
+        if not some:
+            self._hang_up(client)
+            return
+        *requests, client.got = (client.got + some).split(b"\n")
+        if max(map(len, (*requests, client.got))) > REQUEST_MOST_BYTES:
+            _send(client, Answer(error=f"a request is one line of at most {REQUEST_MOST_BYTES} bytes"))
+            self._hang_up(client)
+            return
+        for request in requests:
+            if not _send(client, self._answer(client, request)):
+                self._hang_up(client)
+                return
+
+    def _hang_up(self, client: Client) -> None:
+        self._clients.remove(client)
+        self._selector.unregister(client.line)
+        client.line.close()
+        if client is self._holder:
+            self._let_go(f"{client} hung up: the board's own settings are put back")
+
+    def _answer(self, client: Client, line: bytes) -> Answer:
+        try:
+            request = self._decoder.decode(line)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            return Answer(error=f"no request that the helper knows: {error}")
+        if isinstance(request, Ask):
+            return Answer(status=self._status())
+        if client is self._holder:
+            self._heard_s = self._now_s
+        if isinstance(request, Hold):
+            return self._hold(client, request)
+        if isinstance(request, Keepalive):
+            return Answer(error=None if client is self._holder else client.lost or "this client holds no clocks")
+        if client is not self._holder:
+            return Answer()
+        self._let_go(None)
+        return Answer(error=f"not all is put back: {'; '.join(self._owed)}" if self._owed else None)
+
+    def _hold(self, client: Client, request: Hold) -> Answer:
+        holder = self._holder
+        if holder is not None and holder is not client:
+            held = self._clamp.point.name if self._clamp.point is not None else ""
+            return Answer(error=f"{holder} holds the clocks at {held!r}: one client at a time")
+        client.lost = None
+        try:
+            point = self._clamp.hold(request.point)
+        except ClockError as error:
+            self._holder = None
+            return Answer(error=str(error))
+        self._holder, self._heard_s = client, self._now_s
+        log.info("%s holds %s", client, point)
+        return Answer(point=point)
+
+    # -- letting go ---------------------------------------------------------------------------
+
+    def _let_go(self, why: str | None) -> None:
+        self._tell(why)
+        self._owe(self._clamp.restore())
+
+    def _tell(self, why: str | None) -> None:
+        """The holder holds no more; it reads why in the answer to its next keepalive."""
+        if why is not None:
+            log.warning("%s", why)
+        if self._holder is not None:
+            self._holder.lost, self._holder = why, None
+
+    def _owe(self, left: list[str]) -> None:
+        if tuple(left) != self._owed:
+            self._owed = tuple(left)
+            for sentence in left:
+                log.error("not put back: %s", sentence)
+
+    def _status(self) -> Status:
+        found = controls.discover(self._clamp.root)
+        return Status(
+            clocks=tuple(clock(lever) for lever in found.found),
+            mode=self._clamp.mode() if found.modes else None,
+            modes=tuple(mode.name for mode in found.modes),
+            temperature_c=controls.hottest_c(self._clamp.root),
+            hottest_c=self._clamp.hottest_c,
+            holder=None if self._holder is None else str(self._holder),
+            point=self._clamp.point,
+            owes=self._owed,
+        )
+
+
+def clock(lever: Lever) -> Clock:
+    """A lever as it is set now."""
+
+    def hz(path: Path | None) -> float | None:
+        value = controls.number(path)
+        return None if value is None or value < 0 else float(value * lever.unit_hz)
+
+    return Clock(
+        name=lever.name,
+        kind=lever.kind,
+        listed_hz=lever.listed_hz,
+        low_hz=hz(lever.low),
+        high_hz=hz(lever.high) or None,  # a cap of 0 is none
+        now_hz=hz(lever.now),
+        governor=controls.text(lever.governor),
+        hidden=lever.hidden,
+    )
+
+
+# -- the process ----------------------------------------------------------------------------------
+
+
+def serve(
+    root: Path = Path("/"),
+    path: Path = SOCKET,
+    state: Path = STATE,
+    *,
+    group: str | None = None,
+    watchdog_s: float = WATCHDOG_S,
+    hottest_c: float = HOTTEST_C,
+    dry_run: bool = False,
+) -> None:
+    """Serve until SIGTERM, SIGINT or SIGHUP; then restore and end.
+
+    Raises:
+        JobError: no such group.
+        StoreError: as in `Helper`.
+    """
+    try:
+        number = None if group is None else grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise JobError(f"no group {group!r} here: `sudo groupadd {group}`, and add the agent's user to it") from None
+    ended: list[int] = []
+    for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(kind, lambda kind, _: ended.append(kind))
+    clamp = Clamp(root, state, hottest_c=hottest_c, dry_run=dry_run)
+    helper = Helper(clamp, path, state, group=number, watchdog_s=watchdog_s)
+    try:
+        print(f"setting clocks for {f'root and group {group}' if group else 'root alone'} on {path}", flush=True)
+        notify("READY=1")
+        while not ended:
+            helper.step(time.monotonic(), TICK_S)
+            notify("WATCHDOG=1")
+    finally:
+        notify("STOPPING=1")
+        helper.close()
+
+
+def _lock(path: Path) -> int:
+    """Held for as long as this process lives: two helpers would put each other's settings back."""
+    try:
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno == errno.EWOULDBLOCK:
+            raise StoreError(f"another clock helper has {path.parent} already") from None
+        raise StoreError(f"{path} cannot be locked: {error.strerror}; run the helper as root") from None
+    return number
+
+
+def _listen(path: Path, group: int | None) -> socket.socket:
+    """A socket for its owner and group alone, from its first moment on."""
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    before = os.umask(0o177)
+    try:
+        if path.is_socket():
+            path.unlink()  # of one that was killed: the lock says that none lives
+        door.bind(str(path))
+        if group is not None:
+            os.chown(path, -1, group)
+        path.chmod(0o660)
+        door.listen(CLIENTS_MOST)
+    except OSError as error:
+        door.close()
+        raise StoreError(f"no socket at {path}: {error.strerror or error}; name another with --socket") from None
+    finally:
+        os.umask(before)
+    door.setblocking(False)
+    return door
+
+
+def _send(client: Client, answer: Answer) -> bool:
+    """Whether it went: who does not read its answers is hung up on."""
+    data = msgspec.json.encode(answer) + b"\n"
+    try:
+        return client.line.send(data) == len(data)
+    except OSError:
+        return False

@@ -1,0 +1,310 @@
+"""Holds a board's clocks at one operating point, and knows how to put back what was there before.
+
+Before its first change it writes how the board is set to a journal, on disk for good (fsync). The journal goes
+only when everything is back: whoever starts after a kill -9 finds it and restores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from fedquilt.core import ClockError, OperatingPoint, StoreError, Wired
+from fedquilt.edge_agent.clocks import controls
+from fedquilt.edge_agent.clocks.controls import Lever, Levers, Mode, Settings, Write
+from fedquilt.edge_agent.devices.sensors import sysfs
+
+log = logging.getLogger("fedquilt.clocks")
+
+NVPMODEL: Final = "usr/sbin/nvpmodel"
+NVPMODEL_S: Final = 5.0
+COOLER_C: Final = 5.0  # once too hot, clocks are held again only when it is so much cooler than the limit
+
+
+class Journal(Wired, frozen=True):
+    """What was there before."""
+
+    boot: str | None  # another start of the board has its own clocks again; only a mode outlives it
+    settings: Settings
+
+
+class Clamp:
+    """The clocks of the board below `root`. Whoever makes it calls `recover` first, and `restore` at its end.
+
+    Args:
+        state: folder of the journal; it has to outlive a restart of the board, as nvpmodel's mode does.
+        dry_run: say what would be written, and write nothing.
+        put: writes one value to one of the kernel's files.
+
+    Raises:
+        StoreError: the folder cannot be made.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        state: Path,
+        *,
+        hottest_c: float = 85.0,
+        dry_run: bool = False,
+        put: Callable[[Path, str], None] = lambda path, value: _put(path, value),
+    ) -> None:
+        self.point: OperatingPoint | None = None  # held now
+        self.hottest_c = hottest_c
+        self.root, self._dry_run, self._put = root, dry_run, put
+        self._journal = state / "clocks.json"
+        self._saved: Settings | None = None  # how the board was; None: nothing of it was changed
+        self._cooling = False
+        try:
+            state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"no folder {state} for the clocks' journal: {error.strerror}; name another") from None
+
+    def recover(self) -> list[str]:
+        """Put back what one that was killed had changed; what could not be put back, in sentences."""
+        if self._dry_run:
+            return []
+        try:
+            journal = msgspec.json.decode(self._journal.read_bytes(), type=Journal)
+        except FileNotFoundError:
+            return []
+        except (OSError, msgspec.DecodeError) as error:
+            with contextlib.suppress(OSError):
+                self._journal.replace(self._journal.with_suffix(".unreadable"))
+            return [f"{self._journal} cannot be read ({error}): clocks stay as they are until the board is restarted"]
+        self._saved = journal.settings
+        if journal.boot != self._boot():
+            self._saved = msgspec.structs.replace(journal.settings, levers=())
+        return self.restore()
+
+    def hold(self, point: OperatingPoint) -> OperatingPoint:
+        """Hold the clocks at `point`; what the board then says. What another point held and this one does not
+        name goes back to the board.
+
+        Raises:
+            ClockError: too hot, not on the board's lists, or not taken; then nothing is held any more.
+        """
+        try:
+            self._check_heat()
+            return self._hold(point)
+        except ClockError as error:
+            left = self.restore()
+            end = f"; NOT as before: {'; '.join(left)}" if left else "; the board's own settings hold"
+            raise ClockError(f"{error}{end}") from None
+
+    def restore(self) -> list[str]:
+        """Put the board's own settings back. Returns what could not be, in sentences; [] and nothing is left to do."""
+        self.point = None
+        if self._saved is None or self._dry_run:
+            return []
+        left: list[str] = []
+        try:
+            self._set_mode(controls.discover(self.root), self._saved.mode)
+        except ClockError as error:
+            left.append(str(error))
+        found = controls.discover(self.root)
+        left += self._apply(controls.undo(found, self._saved))
+        if not left:
+            self._saved = None
+            self._forget()
+        return left
+
+    @property
+    def owes(self) -> bool:
+        """Whether something of the board's own is still to be put back."""
+        return self._saved is not None and self.point is None
+
+    def watch(self) -> str | None:
+        """Let go if the board is too hot: why, or None."""
+        hot = controls.hottest_c(self.root)
+        if self._cooling and (hot is None or hot < self.hottest_c - COOLER_C):
+            self._cooling = False
+        if self.point is None or hot is None or hot <= self.hottest_c:
+            return None
+        self._cooling = True
+        self.restore()
+        return f"let go: the hottest zone is at {hot:g} C, the limit is {self.hottest_c:g} C"
+
+    def mode(self) -> str | None:
+        """nvpmodel's present mode by name; None: there is no nvpmodel, or it does not say."""
+        said = self._nvpmodel("-q") or ""
+        return next((line.partition(":")[2].strip() for line in said.splitlines() if "Power Mode:" in line), None)
+
+    # -- how ----------------------------------------------------------------------------------
+
+    def _hold(self, point: OperatingPoint) -> OperatingPoint:
+        found = controls.discover(self.root)
+        mode = found.mode(point.name)
+        if mode is None or self._dry_run:
+            writes = controls.plan(found, point)  # before anything is changed
+            if self._dry_run:
+                log.info("would set %s", "; ".join([*([f"mode {mode.name}"] if mode else []), *map(str, writes)]))
+                self.point = point
+                return point
+        if self._saved is None:
+            saved = found.settings(self.mode() if found.modes else None)
+            self._remember(saved)
+            self._saved = saved
+        wanted = mode.name if mode else self._saved.mode
+        again = self.point is not None and wanted != self._saved.mode  # what the point before had set goes with it
+        changed = self._set_mode(found, wanted, again)
+        if changed:
+            found = controls.discover(self.root)  # other cores are on now, so other policies are there
+        writes = controls.plan(found, point)
+        self._complete(found)
+        self._check_saved({write.lever for write in writes})
+        held = {write.lever.kind for write in writes}
+        others = [lever.kind for lever in found.found if lever.kind not in held]
+        back = [] if changed and mode else controls.undo(found, self._saved, others)  # a mode has limits of its own
+        wrong = self._apply([*back, *writes])
+        if wrong:
+            raise ClockError("; ".join(wrong))
+        self.point = _became(point, found)
+        return self.point
+
+    def _check_heat(self) -> None:
+        hot = controls.hottest_c(self.root)
+        limit = self.hottest_c - (COOLER_C if self._cooling else 0.0)
+        if hot is not None and hot > limit:
+            raise ClockError(f"the hottest zone is at {hot:g} C, clocks are held up to {limit:g} C: let the board cool")
+
+    def _complete(self, found: Levers) -> None:
+        """Remember levers that were not there before: those of cores that a mode has switched on."""
+        assert self._saved is not None
+        known = {old.name for old in self._saved.levers}
+        new = tuple(lever.setting() for lever in found.found if lever.name not in known)
+        if new:
+            saved = msgspec.structs.replace(self._saved, levers=(*self._saved.levers, *new))
+            self._remember(saved)
+            self._saved = saved
+
+    def _check_saved(self, wanted: set[Lever]) -> None:
+        """What cannot be read cannot be put back."""
+        assert self._saved is not None
+        known = {old.name: old for old in self._saved.levers}
+        for lever in sorted(wanted, key=lambda lever: lever.name):
+            for name in ("low", "high", "lock"):
+                path = getattr(lever, name)
+                if path is not None and getattr(known[lever.name], name) is None:
+                    raise ClockError(f"{lever.name} cannot be held: {path} did not say how it was set before")
+
+    def _apply(self, writes: list[Write]) -> list[str]:
+        """Write, then read back; what went wrong, in sentences."""
+        wrong: list[str] = []
+        for write in writes:
+            try:
+                self._put(write.file, str(write.value))
+            except OSError as error:
+                wrong.append(f"{write.file} does not take {write.value}: {error.strerror}")
+        failed = " ".join(wrong)
+        for write, said in controls.said(writes):
+            if not write.took(said) and str(write.file) not in failed:
+                wrong.append(f"{write.file} was set to {write.value} and says {said if said else 'nothing'}")
+        return wrong
+
+    def _set_mode(self, found: Levers, name: str | None, again: bool = False) -> bool:
+        """Set the mode, if the board is in another one or `again`; whether nvpmodel was told to.
+
+        Raises:
+            ClockError: it did not change, or cannot without a restart of the board.
+        """
+        mode = None if name is None else found.mode(name)
+        if mode is None:
+            return False
+        before = self.mode()
+        if before is not None and controls.plain(before) == controls.plain(mode.name) and not again:
+            return False
+        _check_masks(found.mode(before or ""), mode)
+        said = self._nvpmodel("-m", str(mode.id))
+        after = self.mode()
+        if after is None or controls.plain(after) != controls.plain(mode.name):
+            why = "it needs a restart of the board" if "reboot" in (said or "").lower() else f"it is in {after} still"
+            raise ClockError(f"nvpmodel did not go to mode {mode.name}: {why}")
+        return True
+
+    def _nvpmodel(self, *arguments: str) -> str | None:
+        """All that it says; None: there is none, or it fails. Its question whether to restart the board gets no yes."""
+        program = self.root / NVPMODEL
+        if not sysfs.there(program):
+            return None
+        try:
+            done = subprocess.run(
+                [program, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=NVPMODEL_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.decode(errors="replace")
+
+    # -- the journal --------------------------------------------------------------------------
+
+    def _boot(self) -> str | None:
+        return controls.text(self.root / "proc/sys/kernel/random/boot_id")
+
+    def _remember(self, saved: Settings) -> None:
+        draft = self._journal.with_suffix(".new")
+        try:
+            with draft.open("wb") as file:
+                file.write(msgspec.json.encode(Journal(boot=self._boot(), settings=saved)))
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(self._journal)
+            self._sync_folder()
+        except OSError as error:
+            raise ClockError(f"no clock is touched, as {self._journal} cannot be written: {error.strerror}") from None
+
+    def _forget(self) -> None:
+        try:
+            self._journal.unlink(missing_ok=True)
+            self._sync_folder()
+        except OSError as error:
+            log.warning("%s stays: %s", self._journal, error.strerror)
+
+    def _sync_folder(self) -> None:
+        folder = os.open(self._journal.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _check_masks(before: Mode | None, after: Mode) -> None:
+    if before is not None and set(before.masks) != set(after.masks):
+        raise ClockError(
+            f"mode {after.name} switches other parts of the GPU on than {before.name}, which needs a restart of the "
+            f"board: `sudo nvpmodel -m {after.id}` and restart"
+        )
+
+
+def _became(point: OperatingPoint, found: Levers) -> OperatingPoint:
+    """The point with the frequencies that the board says it is held at: the lowest of each kind."""
+    hz = {}
+    for kind, wanted in (("cpu", point.cpu_hz), ("gpu", point.gpu_hz), ("emc", point.emc_hz)):
+        told = [
+            value * lever.unit_hz
+            for lever in found.found
+            if lever.kind == kind
+            and (value := controls.number(lever.rate if lever.rate is not None else lever.high)) is not None
+        ]
+        hz[f"{kind}_hz"] = wanted if wanted is None else float(min(told, default=wanted))
+    return msgspec.structs.replace(point, **hz)
+
+
+def _put(path: Path, value: str) -> None:
+    """One write call, as the kernel's files want it; never makes a file."""
+    number = os.open(path, os.O_WRONLY | os.O_TRUNC)
+    try:
+        os.write(number, value.encode())
+    finally:
+        os.close(number)

@@ -1,0 +1,61 @@
+"""Rails by way of jetson-stats, for a Jetson whose own files tell none (a container without /sys/bus, a new board).
+
+jetson-stats is AGPL-3.0 and a daemon of its own: it is nobody's dependency here, is imported only when it is
+installed and needed, and is asked through its public client alone. Install it by `pip install fedquilt[jetson]`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from fedquilt.edge_agent.devices.sensors.power import Power
+
+log = logging.getLogger("fedquilt.devices")
+
+
+def connect(load: Callable[[str], Any] = importlib.import_module) -> JtopMeter | None:
+    """A meter that follows the jtop service, twice a second; None where that is not installed or does not run.
+
+    Args:
+        load: imports a module by its name.
+    """
+    try:
+        client = load("jtop").jtop()
+        client.start()
+    except ImportError:
+        return None
+    except Exception as error:  # its own exceptions have no base that can be named without importing it
+        log.warning("no power is read: the jtop service does not answer (%s)", error)
+        return None
+    return JtopMeter(client)
+
+
+class JtopMeter:
+    """What a running `jtop` client last heard. It says instantaneous milliwatts; its averages are none and not used."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def read(self, now_s: float) -> Power:
+        """Nothing once the service is gone: its last figures would stand still."""
+        try:
+            if not self._client.ok(spin=True):
+                return Power()
+            told = self._client.power
+            rails_w = {str(label): float(rail["power"]) / 1000 for label, rail in told["rail"].items()}
+            total_w = float(told["tot"]["power"]) / 1000
+            name = told["tot"].get("name")
+        except Exception as error:  # as above, and figures of another shape than this version's
+            log.debug("jtop tells no power: %s", error)
+            return Power()
+        if not rails_w and name is None:
+            return Power()  # its total of no rails is 0
+        if name is not None:
+            rails_w = {str(name): total_w, **rails_w}
+        return Power(total_w, f"jtop {name or 'sum of ' + ', '.join(rails_w)}", rails_w)
+
+    def close(self) -> None:
+        self._client.close()

@@ -1,0 +1,91 @@
+"""What an agent says of its device and of a task: messages made from what is known, no I/O but package versions."""
+
+from __future__ import annotations
+
+import platform
+from functools import lru_cache
+from importlib import metadata
+
+import fedquilt
+from fedquilt.core import Cost, Device, Profile, Reading, Task, Update, Usage
+from fedquilt.edge_agent import engines
+from fedquilt.edge_agent.plan import Means, Open
+from fedquilt.edge_agent.task.protocol import Outcome
+from fedquilt.wire import Progress, Telemetry
+
+
+def profile(device: str, board: Device, means: Means) -> Profile:
+    """The device as its board describes it."""
+    return Profile(
+        device=device,
+        board=board.board[:200],
+        memory_bytes=board.memory_bytes,
+        budget_bytes=means.budget_bytes,
+        engines=means.engines,
+        versions=_versions(means.engines),
+        points=board.points,
+        idle_w=board.idle_w,
+        provenance=board.provenance,
+        codecs=means.codecs,
+    )
+
+
+def telemetry(reading: Reading) -> Telemetry | None:
+    """What the sensors say; None where there are none."""
+    told = Telemetry(
+        power_w=reading.power_w,
+        energy_j=reading.energy_j,
+        temperature_c=reading.temperature_c,
+        available_bytes=reading.available_bytes,
+        battery=reading.battery,
+        charging=reading.charging,
+    )
+    return None if told == Telemetry() else told
+
+
+def progress(task: Task, fraction: float) -> Progress:
+    return Progress(job=task.job, round=task.round, attempt=task.attempt, fraction=fraction)
+
+
+def update(device: str, open: Open, outcome: Outcome, cost: Cost) -> Update:
+    """The manifest of what a task came to, and what it took on this board."""
+    task = open.task
+    moved = task.bundles.keys() & outcome.bundles.keys() if task.wire.codec != "raw" else set()
+    usage = Usage(
+        wall_s=cost.duration_s,
+        cpu_s=outcome.cpu_s,
+        energy_j=cost.energy_j,
+        idle_j=cost.idle_j,
+        energy_error_j=cost.energy_error_j,
+        energy_source=cost.energy_source,
+        point=cost.point,
+        peak_bytes=outcome.peak_bytes,
+        base_bytes=outcome.base_bytes,
+        examples=outcome.examples,
+        down_bytes=open.down_bytes,
+        up_bytes=sum({ref.sha256: ref.size for ref in outcome.bundles.values()}.values()),
+    )
+    return Update(
+        job=task.job,
+        round=task.round,
+        attempt=task.attempt,
+        device=device,
+        weight=outcome.weight,
+        bundles=outcome.bundles,
+        metrics=outcome.metrics,
+        usage=usage,
+        bases={name: task.bundles[name].sha256 for name in sorted(moved)},
+    )
+
+
+@lru_cache(maxsize=1)  # it reads files, and does not change while a process runs
+def _versions(available: tuple[str, ...]) -> dict[str, str]:
+    found = {"fedquilt": fedquilt.__version__, "python": platform.python_version()}
+    for engine in available:
+        library = engines.NEEDS[engine][0]
+        for name in (library, f"{library}-gpu"):
+            try:
+                found[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                continue
+    return found

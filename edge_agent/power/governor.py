@@ -1,0 +1,141 @@
+"""The local energy coordinator: at which operating point a task is worked on. Pure: numbers in, a point out.
+
+What is compared is the joules that the whole board takes until the deadline,
+
+    E(point) = busy_w * t + idle_w * (deadline - t)
+
+and not until the end of the work. A board that finishes early is not switched off, it waits for the round
+to close and draws idle_w meanwhile; left out, every second saved would look as if it cost nothing, and racing
+to idle would win whenever busy_w * t happens to fall with the clock. For one deadline the sum orders the points
+as (busy_w - idle_w) * t does: what the work itself takes above idle. FedStitch (arXiv 2409.07202) has the same
+sum in its equation 5, and its Table II shows that the order is an open question: from 1.12 to 1.30 GHz the time falls
+by 12 % and the power as well, so there the fastest point is simply the best; from 0.85 to 1.12 GHz the
+power grows by 25 % and the time falls by 17 %. So no point is preferred: each is counted.
+
+Policies:
+    energy   the cheapest of the points that meet the deadline with `margin` to spare
+    paper    FedStitch, section IV-D: the frequency goes down while the task is below the deadline and up while
+             it is above, until just under it. That walk ends at the slowest point that meets the deadline with
+             `margin`, whatever its power, so it is found directly; the paper gives neither step nor margin
+    max      the fastest
+    board    none: the board's own governor goes on
+Where no point meets the deadline, it is the fastest under each of them. A point that the board's profile says too
+little of is left out; none left, it is as `board`. An unknown idle_w is counted as 0, which favours racing.
+
+A task that turns out late is stepped up, never down, and not more often than every STEP_S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+from fedquilt import cost_model
+from fedquilt.core import OperatingPoint, Work
+
+STEP_S: Final = 3.0  # clocks are changed no more often: a change takes time, and what it does has to be seen first
+LEAST_DONE: Final = 0.02  # share of the work that has to be done at a point before its pace means anything
+WEIGHT: Final = 0.3  # of the latest task in the board's pace
+PACE_MOST: Final = 1000.0  # beyond this, either way, something else than the clocks is wrong
+
+Policy: TypeAlias = Literal["energy", "paper", "max", "board"]
+
+
+class Rule(NamedTuple):
+    """What the operator chose."""
+
+    policy: Policy = "energy"
+    margin: float = 0.1  # share of the predicted time that is kept to spare
+
+
+class Forecast(NamedTuple):
+    """A task at one point. `energy_j` is until the deadline, idle included; None: its power is not known."""
+
+    point: OperatingPoint
+    seconds: float
+    energy_j: float | None
+
+
+def forecasts(
+    points: Sequence[OperatingPoint], work: Work, left_s: float, idle_w: float | None, pace: float = 1.0
+) -> list[Forecast]:
+    """The task at each point that says enough of itself, fastest first.
+
+    Args:
+        left_s: until the deadline; less than 0 when it has passed.
+        pace: seconds seen over seconds predicted, of earlier tasks on this board.
+    """
+    found = []
+    for point in points:
+        seconds = cost_model.seconds(work, point)
+        if seconds is None:
+            continue
+        seconds *= pace
+        busy_j = cost_model.joules(seconds, point)
+        energy_j = None if busy_j is None else busy_j + (idle_w or 0.0) * max(left_s - seconds, 0.0)
+        found.append(Forecast(point, seconds, energy_j))
+    return sorted(found, key=lambda each: each.seconds)
+
+
+def choose(
+    rule: Rule,
+    points: Sequence[OperatingPoint],
+    work: Work,
+    left_s: float,
+    idle_w: float | None = None,
+    pace: float = 1.0,
+) -> OperatingPoint | None:
+    """The point to hold; None: leave the clocks to the board. Among equals the faster one."""
+    found = forecasts(points, work, left_s, idle_w, pace)
+    if rule.policy == "board" or not found:
+        return None
+    if rule.policy == "max":
+        return found[0].point
+    if rule.policy == "energy" and all(each.energy_j is None for each in found):
+        return None
+    in_time = [each for each in found if each.seconds * (1 + rule.margin) <= left_s]
+    if rule.policy == "paper":
+        return max(in_time, key=lambda each: each.seconds, default=found[0]).point
+    priced = [(each.energy_j, each.seconds, each) for each in in_time if each.energy_j is not None]
+    return min(priced, key=lambda each: each[:2])[2].point if priced else found[0].point
+
+
+def step_up(
+    rule: Rule,
+    points: Sequence[OperatingPoint],
+    held: OperatingPoint,
+    rest: Work,
+    left_s: float,
+    idle_w: float | None = None,
+    pace: float = 1.0,
+) -> OperatingPoint | None:
+    """A faster point for the rest of a task that would miss its deadline at the held one; None: stay.
+
+    Args:
+        rest: what is left of the work.
+        left_s: until the deadline.
+        pace: of this task so far, see `pace_of`.
+    """
+    now_s = cost_model.seconds(rest, held)
+    if rule.policy not in ("energy", "paper") or now_s is None or now_s * pace <= left_s:
+        return None
+    faster = [each for each in forecasts(points, rest, left_s, idle_w, pace) if each.seconds < now_s * pace]
+    return choose(rule, [each.point for each in faster], rest, left_s, idle_w, pace)
+
+
+def pace_of(work: Work, held: OperatingPoint, done: float, seen_s: float) -> float | None:
+    """Seconds seen over seconds predicted, for a share of the work done at a point; None: too little to tell."""
+    predicted_s = cost_model.seconds(work, held)
+    if predicted_s is None or done < LEAST_DONE or seen_s <= 0:
+        return None
+    return min(max(seen_s / (done * predicted_s), 1 / PACE_MOST), PACE_MOST)
+
+
+def averaged(before: float | None, seen: float) -> float:
+    """A board's pace with its latest task: the first one counts in full, as a profile may be far off."""
+    return seen if before is None else (1 - WEIGHT) * before + WEIGHT * seen
+
+
+def part(work: Work, share: float) -> Work:
+    """So much of a task's work. `work.on(examples)` has been applied."""
+    return Work(flops=work.flops * share, read_bytes=work.read_bytes * share)

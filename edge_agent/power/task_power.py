@@ -1,0 +1,185 @@
+"""One task's clocks and joules: asks `governor` which point, holds the board there, reads its sensors, lets go.
+
+The agent tells it what happens to the task; nothing else in the agent touches clocks.
+
+    begin --loaded--> held at a point --progress--> stepped up, perhaps --end--> Spent, and let go
+                                                                        --stop--> let go
+                                 +--the board lets go by itself--> worked on at its own clocks
+
+A task may be worked on at several points one after another; each of those stretches has its share of the work
+and a ledger of its own. Time is the board's: on a simulated board that runs in real time on a faster host,
+the seconds that its profile tells.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import msgspec
+
+from fedquilt import cost_model
+from fedquilt.core import ClockError, Cost, Device, OperatingPoint, Reading, Work
+from fedquilt.edge_agent.power import energy, governor
+
+log = logging.getLogger("fedquilt.pacer")
+
+ALIVE_S: Final = 1.0  # a board that is held is read no more rarely: it may let go of clocks that nobody asks about
+
+
+class Spent(NamedTuple):
+    """What a task took, and the pace that was seen: seconds over those predicted; None: no point was held."""
+
+    cost: Cost
+    pace: float | None
+
+
+class Pacer:
+    """Of one board; one task at a time."""
+
+    def __init__(self, board: Device, rule: governor.Rule) -> None:
+        self._board, self._rule = board, rule
+        self._warned = ""
+        self._clear()
+
+    def _clear(self) -> None:
+        self._ledger: energy.Ledger | None = None  # of the stretch in hand; None: no task
+        self._every_s = self._sample_s = math.inf
+        self._work = Work()
+        self._began_s = self._since_s = self._stepped_s = 0.0
+        self._told_s = 0.0  # of the time since it began, in `_costs`
+        self._done = self._before = 0.0  # shares of the work: done, and done before this stretch
+        self._left_s, self._pace = math.inf, 1.0
+        self._held: OperatingPoint | None = None
+        self._label: str | None = None
+        self._costs: list[Cost] = []
+        self._seen_s = self._predicted_s = 0.0  # of the stretches that are over, while a point was held
+
+    # -- a task --
+
+    def begin(self, now_s: float) -> None:
+        """Its process is about to start. What it loads first counts as the task's energy, at the board's own clocks."""
+        self.stop()
+        reading = self._board.read(now_s)
+        self._ledger = energy.Ledger(now_s).seen(now_s, reading)
+        self._began_s = self._since_s = now_s
+        self._every_s = energy.SAMPLE_S if self._ledger.at_s is not None else math.inf
+        self._sample_s = now_s + self._every_s
+        self._watched = reading != Reading()  # a board without any sensor has nothing to ask
+
+    def loaded(self, work: Work, due_s: float, pace: float | None, now_s: float) -> None:
+        """Its data is there and so the whole of its work is known: `work.on(examples)`. Now it is due at `due_s`."""
+        if self._ledger is None:
+            return
+        self._work, self._since_s, self._stepped_s = work, now_s, now_s
+        self._left_s, self._pace = due_s - now_s, 1.0 if pace is None else pace
+        if self._board.adjustable:
+            board = self._board
+            self._hold(governor.choose(self._rule, board.points, work, self._left_s, board.idle_w, self._pace), now_s)
+
+    def progress(self, fraction: float, now_s: float) -> None:
+        """So much of it is done; step up if the rest would come too late."""
+        if self._ledger is None or not self._done <= fraction <= 1:
+            return
+        self._done = fraction
+        if self._held is None or now_s < self._stepped_s + governor.STEP_S:
+            return
+        share = self._done - self._before
+        here_s = self._board_s(share, now_s)
+        pace = governor.pace_of(self._work, self._held, share, here_s)
+        if pace is None:
+            return
+        left_s = self._left_s - self._seen_s - here_s
+        rest = governor.part(self._work, 1 - self._done)
+        board = self._board
+        faster = governor.step_up(self._rule, board.points, self._held, rest, left_s, board.idle_w, pace)
+        if faster is not None:
+            self._close_stretch(self._done, now_s, now_s - self._began_s - self._told_s)
+            self._hold(faster, now_s)
+
+    def sample(self, now_s: float) -> None:
+        """Read the sensors, if it is time."""
+        if self._ledger is not None and now_s >= self._sample_s:
+            self._ledger = self._ledger.seen(now_s, self._board.read(now_s))
+            self._sample_s = now_s + self._every_s
+            self._look(now_s, now_s - self._began_s - self._told_s)
+
+    def due_s(self) -> float:
+        """When `sample` is to be called at the latest."""
+        return self._sample_s
+
+    def end(self, work: Work, wall_s: float, now_s: float) -> Spent:
+        """It has ended well: what it took. `wall_s` is what its process says, start and imports left out."""
+        if self._ledger is None:
+            return Spent(Cost(duration_s=wall_s), None)
+        self._work = work
+        self._ledger = self._ledger.seen(now_s, self._board.read(now_s))
+        self._look(now_s, max(wall_s - self._told_s, 0.0))
+        self._close_stretch(1.0, now_s, max(wall_s - self._told_s, 0.0))
+        spent = energy.total(self._costs)
+        pace = self._seen_s / self._predicted_s if self._seen_s > 0 and self._predicted_s > 0 else None
+        self.stop()
+        return Spent(spent, pace)
+
+    def stop(self) -> None:
+        """However it ended: the board gets its clocks back."""
+        held = self._held
+        self._clear()
+        if held is not None:
+            self._try(self._board.release)
+
+    # -- stretches --
+
+    def _close_stretch(self, done: float, now_s: float, lasted_s: float) -> None:
+        """What is done of the work since the last step goes to the point that is held."""
+        assert self._ledger is not None
+        share = done - self._before
+        here_s = self._board_s(share, now_s)
+        if self._held is not None:
+            self._seen_s += here_s
+            self._predicted_s += cost_model.seconds(governor.part(self._work, share), self._held) or 0.0
+        self._ledger = self._ledger.seen(now_s, self._board.read(now_s))
+        measured = self._ledger.cost(now_s, self._board.idle_w, self._label)
+        measured = msgspec.structs.replace(measured, duration_s=lasted_s)
+        self._costs.append(self._board.cost(governor.part(self._work, share), measured))
+        self._ledger = self._ledger.again(now_s)
+        self._before, self._since_s, self._told_s = done, now_s, self._told_s + lasted_s
+
+    def _look(self, now_s: float, lasted_s: float) -> None:
+        """From when the board is no longer held, what is done is done at clocks of its own."""
+        if self._held is not None and not self._board.holds:
+            self._close_stretch(self._done, now_s, lasted_s)
+            self._held = self._label = None
+
+    def _board_s(self, share: float, now_s: float) -> float:
+        """The board's own seconds in this stretch: asked with no time measured, a simulated board tells them."""
+        told_s = self._board.cost(governor.part(self._work, share), Cost(duration_s=0.0)).duration_s
+        return told_s or now_s - self._since_s
+
+    # -- clocks --
+
+    def _hold(self, point: OperatingPoint | None, now_s: float) -> None:
+        if point is None:
+            return
+        taken = self._try(lambda: self._board.hold(point))
+        if taken is None:  # go on as the board likes
+            if self._held is not None:
+                self._try(self._board.release)
+            self._held = self._label = None
+            return
+        self._held, self._label, self._stepped_s = point, taken.name, now_s
+        if self._watched:
+            self._every_s = min(self._every_s, ALIVE_S)
+            self._sample_s = min(self._sample_s, now_s + self._every_s)
+
+    def _try(self, call: Callable[[], OperatingPoint | None]) -> OperatingPoint | None:
+        """What the board answers; None where it refuses, which is said once for each reason."""
+        try:
+            return call()
+        except ClockError as error:
+            if str(error) != self._warned:
+                self._warned = str(error)
+                log.warning("the clocks are left to the board: %s", error)
+            return None

@@ -1,0 +1,298 @@
+"""What a device keeps: results that are not acknowledged yet, private state, and blobs. All survive kill -9.
+
+    <home>/blobs/                     every blob, by content (`fedquilt.blobs.store`)
+    <home>/scratch/                   where the task in hand writes; emptied at every start
+    <home>/cache/<boot>/<job>/        what a job's tasks leave for later ones; may go at any time between tasks
+    <home>/outbox/<job>@<round>/      update.json, and the private state the round leaves: private.safetensors
+    <home>/private/<job>.safetensors  the private state of a job; never sent
+    <home>/counted.json               job -> last round that was counted
+
+A result becomes durable in one step: its blobs are stored by content, where they mean nothing yet;
+update.json and the private state are completed in scratch/, and the folder is renamed into outbox/.
+Before that rename the task is worked for again, from the same private state and hence with the same
+result; after it, the update is there to be delivered. The private state moves to its place when the
+coordinator has counted the contribution, and goes with it when that is refused: a device never
+builds on work that the federation did not take.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from fedquilt import wire
+from fedquilt.blobs.store import Depot
+from fedquilt.core import BlobRef, JobError, Update, WireError
+from fedquilt.disk import doing
+
+if TYPE_CHECKING:
+    from fedquilt.core import Tensors
+
+log = logging.getLogger("fedquilt.agent")
+
+Key = tuple[str, int]  # job, round
+
+UPDATE: Final = "update.json"
+PRIVATE: Final = "private.safetensors"
+SPARE_BYTES: Final = 1 << 20  # of the disk, left for what is small
+
+
+class Local:
+    """One device's folder.
+
+    Args:
+        durable: wait for the disk at each step, as `fedquilt.blobs.store.Depot`.
+
+    Raises, from every method:
+        StoreError: it cannot be read or written; says what, where and the mend.
+    """
+
+    def __init__(self, home: Path, *, durable: bool = True) -> None:
+        self.home, self._durable = home.absolute(), durable
+        self._outbox, self._private = self.home / "outbox", self.home / "private"
+        with doing(f"make the folder {self.home}"):
+            for folder in (self._outbox, self._private):
+                folder.mkdir(parents=True, exist_ok=True)
+        self._cache: Path | None = None  # the folder that `cache` gave last
+        self.depot = Depot(self.home / "blobs", durable=durable)
+
+    def lock(self) -> int:
+        """Claim the folder for this process, as long as the file descriptor returned is open.
+
+        Raises:
+            JobError: another agent has it.
+        """
+        with doing(f"lock {self.home}"):
+            file = os.open(self.home / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(file)
+            raise JobError(f"another agent runs in {self.home}: stop it, or give this one a home of its own") from None
+        return file
+
+    # -- starting --
+
+    def recover(self) -> tuple[dict[Key, tuple[Update, bool]], dict[str, int]]:
+        """What an earlier process left: updates to deliver (and whether with private state), and rounds counted."""
+        counted = self._counted()
+        updates: dict[Key, tuple[Update, bool]] = {}
+        with doing(f"read {self._outbox}"):
+            shutil.rmtree(self.home / "scratch", ignore_errors=True)
+            for folder in sorted(self._outbox.iterdir()):
+                update = self._stored(folder)
+                if update is None or update.round <= counted.get(update.job, -1):
+                    self._remove(folder)
+                else:
+                    updates[update.job, update.round] = (update, (folder / PRIVATE).exists())
+        return updates, counted
+
+    def _stored(self, folder: Path) -> Update | None:
+        """The update in an outbox folder; None: it was being removed, or its bytes have decayed."""
+        try:
+            update = wire.decode((folder / UPDATE).read_bytes(), Update)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except WireError as error:
+            log.warning("%s is damaged (%s); its task will be worked for again", folder / UPDATE, error)
+            return None
+        lost = [name for name, ref in update.bundles.items() if not self.depot.has(ref)]
+        if lost:
+            log.warning("%s: bundle %s is gone; its task will be worked for again", folder, ", ".join(lost))
+        return None if lost else update
+
+    def _counted(self) -> dict[str, int]:
+        try:
+            return msgspec.json.decode((self.home / "counted.json").read_bytes(), type=dict[str, int])
+        except FileNotFoundError:
+            return {}
+        except (OSError, msgspec.MsgspecError) as error:
+            log.warning("%s is damaged (%s); begun anew", self.home / "counted.json", error)
+            return {}
+
+    # -- one task --
+
+    def scratch(self) -> Path:
+        """An empty folder for the task in hand to write into."""
+        folder = self.home / "scratch"
+        with doing(f"make {folder}"):
+            try:
+                folder.mkdir()
+            except FileExistsError:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+        return folder
+
+    def cache(self, job: str) -> Path:
+        """The folder of what a job's tasks leave for later ones; those of other jobs go.
+
+        It belongs to this boot of the machine: files there are whole unless the power has failed, and are not
+        worth a sync.
+        """
+        folder = self.home / "cache" / _boot() / job
+        if folder == self._cache and folder.is_dir():
+            return folder
+        with doing(f"make {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            for other in (*folder.parent.parent.iterdir(), *folder.parent.iterdir()):
+                if other not in (folder, folder.parent):
+                    shutil.rmtree(other, ignore_errors=True)
+        self._cache = folder
+        return folder
+
+    def private(self, job: str) -> Path | None:
+        """The private state that a job's next round begins with; None: none yet."""
+        path = self._private / f"{job}.safetensors"
+        return path if path.is_file() else None
+
+    def commit(self, update: Update) -> bool:
+        """Make what the task left in scratch durable as this update; whether it has private state.
+
+        The folder holds each bundle in a file named by its sha256, and the private state if there is one.
+        """
+        scratch = self.home / "scratch"
+        for ref in set(update.bundles.values()):
+            self.depot.put_file(scratch / ref.sha256, ref, move=True)
+        target = self._folder((update.job, update.round))
+        with doing(f"keep the result of {update.job}, round {update.round}, in {self._outbox}"):
+            for ref in update.bundles.values():  # one that was in the depot already is still here
+                with suppress(FileNotFoundError):
+                    os.unlink(scratch / ref.sha256)
+            (scratch / UPDATE).write_bytes(wire.encode(update))
+            if self._durable:
+                for entry in scratch.iterdir():
+                    _sync(entry)
+                _sync(scratch)
+            if target.exists():
+                self._remove(target)
+            os.rename(scratch, target)
+            self._sync(self._outbox)
+            return (target / PRIVATE).exists()
+
+    def settle(self, key: Key, accepted: bool, counted: Mapping[str, int]) -> None:
+        """The coordinator has answered an update: keep what it leaves if it counted, forget it if not.
+
+        `counted` is what is remembered from now on; private states of other jobs go.
+        """
+        folder, job = self._folder(key), key[0]
+        with doing(f"settle {job}, round {key[1]}, in {self.home}"):
+            if accepted:
+                if (folder / PRIVATE).exists():
+                    os.replace(folder / PRIVATE, self._private / f"{job}.safetensors")
+                    self._sync(self._private)
+                self._write(self.home / "counted.json", msgspec.json.encode(counted))
+                for path in self._private.iterdir():
+                    if path.name.removesuffix(".safetensors") not in counted:
+                        path.unlink()
+            self._remove(folder)
+
+    def _remove(self, folder: Path) -> None:
+        """Remove an outbox entry; without its update.json it is none, so that goes first."""
+        if folder.is_dir():
+            (folder / UPDATE).unlink(missing_ok=True)
+            self._sync(folder)
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        shutil.rmtree(entry)
+                    else:
+                        os.unlink(entry)
+            os.rmdir(folder)
+        else:
+            folder.unlink(missing_ok=True)
+
+    def _folder(self, key: Key) -> Path:
+        return self._outbox / f"{key[0]}@{key[1]}"
+
+    # -- room --
+
+    def require_room(self, size: int) -> None:
+        """Raises StoreError unless `size` more bytes can be written."""
+        with doing(f"write to {self.home}"):
+            stat = os.statvfs(self.home)
+            free = stat.f_bavail * stat.f_frsize
+            if free < size + SPARE_BYTES:
+                wanted = (size + SPARE_BYTES) / 1e6
+                raise OSError(errno.ENOSPC, f"{free / 1e6:.1f} MB are free, {wanted:.1f} MB are wanted, some to spare")
+            if self._durable:
+                self._write(self.home / "probe", b"\0")
+                (self.home / "probe").unlink()
+
+    def make_room(self, size: int, limit_bytes: int, needed: Collection[str]) -> None:
+        """Drop blobs, the longest unused first, so that `size` more bytes keep within the limit; never needed ones."""
+        with doing(f"list {self.depot.folder}"):
+            entries = [(entry.stat(), entry.name) for entry in os.scandir(self.depot.folder)]
+        over = sum(stat.st_size for stat, _ in entries) + size - limit_bytes
+        for stat, name in sorted(entries, key=lambda entry: (entry[0].st_mtime_ns, entry[1])):
+            sha256 = name.partition(".")[0]
+            if over <= 0:
+                return
+            if len(sha256) == 64 and sha256 not in needed:
+                self.depot.drop(sha256)
+                over -= stat.st_size
+
+    def used(self, refs: Collection[BlobRef]) -> None:
+        """Note that blobs are in use now."""
+        for path in filter(None, (self.depot.path(ref.sha256) for ref in refs)):
+            with doing(f"touch {path}"):
+                os.utime(path)
+
+    # -- writing --
+
+    def _write(self, path: Path, payload: bytes) -> None:
+        """Write a small file so that it is always either the old or the new one."""
+        part = path.with_name(path.name + ".part")
+        part.write_bytes(payload)
+        self._sync(part)
+        os.replace(part, path)
+        self._sync(path.parent)
+
+    def _sync(self, path: Path) -> None:
+        """Wait until a file or a folder's entries are on the disk, where that is asked for."""
+        if self._durable:
+            _sync(path)
+
+
+def write_tensors(path: Path, tensors: Tensors) -> BlobRef:
+    """Write a safetensors file and say what it is. For the task's process: this imports numpy.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    import hashlib
+
+    from fedquilt.tensors import write
+
+    write(path, tensors)
+    digest = hashlib.sha256()
+    with path.open("rb") as file:  # it is never in memory as a whole: beside the tensors it would be a second copy
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return BlobRef(sha256=digest.hexdigest(), size=path.stat().st_size)
+
+
+@cache
+def _boot() -> str:
+    """What tells this boot of the machine from any other; "unknown" where the kernel does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

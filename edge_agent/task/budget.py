@@ -1,0 +1,272 @@
+"""What fits in memory: predicted before a task is taken, watched while it runs, measured afterwards.
+
+Resident sizes come from /proc. The peak is the kernel's own high-water mark of the task's process,
+reset before each task; `ru_maxrss` would carry over what the parent once held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from fedquilt.core import Work
+from fedquilt.edge_agent.devices.sensors import sysfs
+from fedquilt.footprint import ASSUMED_BASE_BYTES as ASSUMED_BASE_BYTES
+from fedquilt.footprint import FIRST_USE_BYTES
+
+PROC = Path("/proc")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+LEARNT: Final = 0.3  # how much of the newest ratio goes into the average of true over predicted peaks
+RATIO_LEAST, RATIO_MOST = 0.8, 2.0  # of that average: one odd task neither opens nor shuts the door
+TOLERATED: Final = 1.05  # up to this a peak counts as foreseen, and the budget is planned with in full
+STEP: Final = 1.25  # a level of caution: the budget is planned with as if it were so much smaller
+LEVEL_MOST: Final = 12  # levels that failures lead to: 1.25 ** 12 = 15 times what was predicted
+
+
+@dataclass(frozen=True)
+class Caution:
+    """What a method's tasks on one engine have taught this board about predictions of their memory.
+
+    What an engine plans with comes in steps, and is the whole budget as long as peaks are as foreseen:
+    the size of micro-batches decides the last bits of a result, so it must not follow each measurement.
+    """
+
+    ratio: float = 1.0  # true over predicted peak, averaged
+    level: int = 0  # tasks that ran out of memory: as many steps down, until the agent starts anew
+
+    def seen(self, peak_bytes: int, planned_bytes: int) -> Caution:
+        """After a task that went well: what it held at its peak, and what its engine had planned it to."""
+        if planned_bytes <= 0:
+            return self
+        found = min(max(peak_bytes / planned_bytes, RATIO_LEAST), RATIO_MOST)
+        return replace(self, ratio=(1 - LEARNT) * self.ratio + LEARNT * found)
+
+    def failed(self) -> Caution:
+        """After a task that ran out of memory."""
+        return replace(self, level=min(self.level + 1, LEVEL_MOST))
+
+    @property
+    def steps(self) -> int:
+        """How many steps down the budget is planned with."""
+        over = math.log(self.ratio / TOLERATED, STEP)
+        return self.level + max(math.ceil(over), 0)
+
+    def plannable_bytes(self, budget_bytes: int, base_bytes: int) -> int:
+        """What an engine that holds `base_bytes` by itself may plan with, of the budget it is held to."""
+        return base_bytes + int(max(budget_bytes - base_bytes, 0) / STEP**self.steps)
+
+
+def base_bytes(engine: str, measured: Mapping[str, int]) -> int:
+    """What a process that holds just the engine has resident: as seen on this board, else as assumed."""
+    return measured.get(engine, ASSUMED_BASE_BYTES.get(engine, 0))
+
+
+def least_bytes(engine: str, measured: Mapping[str, int]) -> int:
+    """What a task on the engine holds at the least, whatever it is asked."""
+    return base_bytes(engine, measured) + FIRST_USE_BYTES.get(engine, 0)
+
+
+def no_engine(budget_bytes: int, engines: Collection[str]) -> str | None:
+    """That none of the engines fits into a budget, in a sentence; None: one does."""
+    need = {name: least_bytes(name, {}) for name in engines}
+    if any(size < budget_bytes for size in need.values()):
+        return None
+    held = ", ".join(f"{name} {megabytes(size)}" for name, size in need.items()) or "none is installed"
+    return (
+        f"the budget of {megabytes(budget_bytes)} is less than any engine here holds by itself ({held}): "
+        "every task will be declined until the budget is raised"
+    )
+
+
+def shortage(
+    engine: str,
+    work: Work,
+    budget_bytes: int,
+    available_bytes: int | None,
+    measured: Mapping[str, int],
+    caution: Caution = Caution(),
+) -> str | None:
+    """Why the work does not fit even in its smallest steps, in a sentence that says what would; None: it fits.
+
+    Args:
+        available_bytes: what the board can still give to this task's process; None: not known.
+        measured: engine -> resident size of a process that holds just the engine, as seen on this board.
+        caution: learnt from such work; the need is the prediction times what it says.
+    """
+    base = least_bytes(engine, measured)
+    factor = max(STEP**caution.steps, caution.ratio)
+    share = math.ceil(work.peak_bytes * factor)
+    need = base + share
+    learnt = "" if factor == 1.0 else f" ({factor:.2f} times what was predicted, as such tasks have shown here)"
+    shares = f"{megabytes(base)} for the {engine} engine, {megabytes(share)} for the work{learnt}"
+    parts = f"needs {megabytes(need)} ({shares})"
+    if need > budget_bytes:
+        return (
+            f"{parts}, the budget here is {megabytes(budget_bytes)}: "
+            "ask for less (a smaller model, batch or tier), or raise the device's budget"
+        )
+    if available_bytes is not None and need > available_bytes:
+        return (
+            f"{parts}, the board has {megabytes(available_bytes)} left: ask for less, or free memory there "
+            f"(the budget of {megabytes(budget_bytes)} would allow it)"
+        )
+    return None
+
+
+def megabytes(size: int) -> str:
+    return f"{size / 1e6:.0f} MB"
+
+
+# -- while it runs --------------------------------------------------------------------------------
+
+OUT_OF_MEMORY: Final = (
+    "out of memory",  # torch.OutOfMemoryError ("CUDA out of memory"), CUDA itself, dlopen
+    "defaultcpuallocator: can't allocate memory",  # torch
+    "defaultcpuallocator: not enough memory",
+    "nvml_success == r internal assert failed",  # torch on Tegra, which has no NVML to ask: pytorch issue 185240
+    "nvmapmemalloc",  # Tegra's driver: "NvMapMemAllocInternalTagged: 1075072515 error 12"
+    "nvmapmemhandlealloc",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+    "failed to allocate memory",  # ONNX Runtime's arena: "... for requested buffer of size"
+    "is smaller than requested bytes of",  # likewise, with a limit
+    "std::bad_alloc",
+    "bad allocation",
+    "cannot allocate memory",  # ENOMEM
+)
+"""What libraries say when they get no memory, in small letters."""
+
+
+def tells_of_memory(text: str) -> bool:
+    """Whether an error's text, or a process's last words, say that memory ran out."""
+    text = text.lower()
+    return any(sign in text for sign in OUT_OF_MEMORY)
+
+
+def is_of_memory(error: BaseException) -> bool:
+    """Whether an error means that memory ran out: by its type or number, else by what it says."""
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return tells_of_memory(str(error))
+
+
+def resident_bytes(pid: int, proc: Path = PROC) -> int | None:
+    """What a process holds in memory, shared and mapped pages too; None: it is gone."""
+    try:
+        return int((proc / str(pid) / "statm").read_text().split()[1]) * PAGE_BYTES
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def oom_kills(proc: Path = PROC) -> int | None:
+    """How often this kernel has killed for want of memory; None: it does not count (before Linux 4.13)."""
+    return _count(proc / "vmstat", "oom_kill")
+
+
+def _count(path: Path, name: str) -> int | None:
+    """A number from a file of the kernel's with lines "name number"; None: it is not there."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in path.read_text().splitlines():
+            if line.startswith(f"{name} "):
+                return int(line.split()[1])
+    return None
+
+
+class Cage:
+    """A control group (v2) with a memory limit for a task's process, where this process may make one.
+
+    It may when its own group was handed over to it (systemd: `Delegate=memory`) and holds nothing else: call `divide`
+    before the task's process is started. The kernel wants processes in leaves only, so this process moves into a leaf
+    beside the task's.
+    Elsewhere `limit` says False, and the watchdog on the resident size is all there is.
+    """
+
+    def __init__(self, root: Path = Path("/sys/fs/cgroup"), proc: Path = PROC) -> None:
+        self._root, self._proc = root, proc
+        self._task: Path | None = None
+        self._tried = False
+
+    def divide(self) -> None:
+        """Make the task's group, the first time. The kernel refuses while a child is in this process's own (EBUSY)."""
+        if not self._tried:
+            self._tried = True
+            self._task = self._prepare()
+
+    def limit(self, pid: int, budget_bytes: int) -> bool:
+        """Hold the process to its budget from now on; whether the kernel will."""
+        self.divide()
+        if self._task is None:
+            return False
+        try:
+            (self._task / "memory.max").write_text(str(budget_bytes))
+            (self._task / "cgroup.procs").write_text(str(pid))
+        except OSError:
+            return False
+        with contextlib.suppress(OSError):  # no such file where the kernel accounts no swap
+            (self._task / "memory.swap.max").write_text("0")
+        return True
+
+    def kills(self) -> int | None:
+        """How often the kernel has killed for want of memory within the limit; None: no limit, or no count."""
+        if self._task is None:
+            return None
+        return _count(self._task / "memory.events", "oom_kill")
+
+    def _prepare(self) -> Path | None:
+        own = self._own()
+        if own is None or not sysfs.there(own / "cgroup.subtree_control"):
+            return None
+        leaf, task, pid = own / "agent", own / "task", str(os.getpid())
+        try:
+            leaf.mkdir(exist_ok=True)
+            (leaf / "cgroup.procs").write_text(pid)
+        except OSError:
+            return None
+        try:
+            (own / "cgroup.subtree_control").write_text("+memory")
+            task.mkdir(exist_ok=True)
+        except OSError:  # others live in this group, or the memory controller is not ours to give
+            with contextlib.suppress(OSError):
+                (own / "cgroup.procs").write_text(pid)
+                leaf.rmdir()
+            return None
+        return task
+
+    def _own(self) -> Path | None:
+        """This process's group in the unified hierarchy; never the root, which is not ours to divide."""
+        with contextlib.suppress(OSError):
+            for line in (self._proc / "self/cgroup").read_text().splitlines():
+                if line.startswith("0::/") and line != "0::/":
+                    return self._root / line[len("0::/") :]
+        return None
+
+
+# -- what it took ---------------------------------------------------------------------------------
+
+
+def reset_peak(pid: int, proc: Path = PROC) -> bool:
+    """Start the high-water mark of an own process anew; False where the kernel refuses."""
+    try:
+        (proc / str(pid) / "clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def peak_bytes(pid: int, proc: Path = PROC) -> int | None:
+    """The most a process has held resident since its start or `reset_peak`; None: it is gone."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (proc / str(pid) / "status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None

@@ -1,0 +1,163 @@
+"""One device at its task: what `plan` decides is done here, on whatever surrounds the device.
+
+An agent surrounds it with a link, a disk and a task process; a simulated fleet with virtual time and workers
+that many devices share. Both run this same code: admission, memory, clocks, joules and the outbox are alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from fedquilt import wire
+from fedquilt.core import BlobRef, Device, Reading, StoreError, Task, Update, WireError
+from fedquilt.edge_agent import messages, plan
+from fedquilt.edge_agent.plan import Arrived, Begin, Done, Failed, Tick
+from fedquilt.edge_agent.power.governor import Rule
+from fedquilt.edge_agent.power.task_power import Pacer
+from fedquilt.edge_agent.task.protocol import Event, Loaded, Order, Outcome
+from fedquilt.edge_agent.task.worker import Worker
+from fedquilt.wire import Claim
+
+log = logging.getLogger("fedquilt.agent")
+
+
+class Surroundings(Protocol):
+    """What a device at its task needs around it.
+
+    Raises, from every method:
+        StoreError: the device's disk is full or cannot be used; the task is then refused with this reason.
+    """
+
+    def say(self, claim: Claim) -> None:
+        """Tell the coordinator whether a task is taken."""
+        ...
+
+    def offer(self, update: Update, now_s: float) -> None:
+        """Tell the coordinator what a task has come to."""
+        ...
+
+    def fetch(self, refs: Sequence[BlobRef]) -> None:
+        """Begin to bring these blobs here; `plan.Fetched` follows for each."""
+        ...
+
+    def abandon(self, sha256: str) -> None:
+        """Stop bringing a blob here, and forget what there is of it."""
+        ...
+
+    def order(self, task: Task, budget_bytes: int, plan_bytes: int) -> Order:
+        """The task with where things are on this device."""
+        ...
+
+    def keep(self, update: Update) -> bool:
+        """Make the result of the order in hand durable; whether it leaves private state."""
+        ...
+
+    def progressed(self, task: Task, fraction: float, now_s: float) -> None:
+        """So much of the task is done, 0 to 1."""
+        ...
+
+
+class Duty:
+    """A device with its board, its worker and the state of its plan.
+
+    Args:
+        state: what an earlier process has left in the outbox and counted, or nothing.
+        rule: how operating points are chosen.
+    """
+
+    def __init__(
+        self, device: str, state: plan.State, board: Device, worker: Worker, rule: Rule, around: Surroundings
+    ) -> None:
+        self.device, self.state = device, state
+        self._board, self._worker, self._around = board, worker, around
+        self._pacer = Pacer(board, rule)
+
+    def step(self, now_s: float) -> None:
+        """Read the sensors if it is time, hear the worker, and do what is due."""
+        self._pacer.sample(now_s)
+        for event in self._worker.poll(now_s):
+            self._worked(event, now_s)
+        self.feed(Tick(), now_s)
+
+    def due_s(self, now_s: float) -> float:
+        """When `step` is to be called at the latest."""
+        return min(plan.next_s(self.state), self._worker.due_s(now_s), self._pacer.due_s())
+
+    def stop(self) -> None:
+        """End the task in hand; what is in the outbox stays there."""
+        self._worker.close()
+        self._pacer.stop()
+
+    def feed(self, event: plan.Event, now_s: float) -> None:
+        """Let something count that has happened, and do what follows from it."""
+        reading = self._spare(now_s) if isinstance(event, Arrived) else Reading()
+        self.state, actions = plan.advance(self.state, event, now_s, reading)
+        self.act(actions, now_s)
+
+    def act(self, actions: Sequence[plan.Action], now_s: float) -> None:
+        """Do what the plan has decided; what the disk does not allow becomes a refusal."""
+        for action in actions:
+            try:
+                match action:
+                    case plan.Say(claim):
+                        self._around.say(claim)
+                    case plan.Fetch(refs):
+                        self._around.fetch(refs)
+                    case plan.Abandon(sha256):
+                        self._around.abandon(sha256)
+                    case Begin(task):
+                        self._begin(task, now_s)
+                    case plan.Stop():
+                        self._worker.kill()
+                        self._pacer.stop()
+                    case plan.Send(update):
+                        self._around.offer(update, now_s)
+            except StoreError as error:
+                return self.feed(Failed("disk", str(error)), now_s)
+
+    def _spare(self, now_s: float) -> Reading:
+        """The board's sensors, with what a worker that waits would give back as available."""
+        reading = self._board.read(now_s)
+        if reading.available_bytes is None:
+            return reading
+        spare = reading.available_bytes + self._worker.resident_bytes
+        return msgspec.structs.replace(reading, available_bytes=spare)
+
+    def _begin(self, task: Task, now_s: float) -> None:
+        order = self._around.order(task, self.state.means.budget_bytes, plan.plannable_bytes(self.state, task))
+        self._pacer.begin(now_s)
+        self._worker.start(order, now_s)
+
+    def _worked(self, event: Event, now_s: float) -> None:
+        open = self.state.open
+        if open is None or not open.working:
+            return
+        if isinstance(event, Outcome):
+            return self._ended(open, event, now_s)
+        if isinstance(event, Loaded):
+            pace = self.state.paces.get(open.task.method)
+            return self._pacer.loaded(open.task.work.on(event.examples), open.due_s, pace, now_s)
+        self._pacer.progress(event.fraction, now_s)
+        self._around.progressed(open.task, event.fraction, now_s)
+
+    def _ended(self, open: plan.Open, outcome: Outcome, now_s: float) -> None:
+        """Make the result durable, then let it count."""
+        if outcome.code != "ok":
+            self._pacer.stop()
+            if outcome.killed:
+                log.warning("%s, round %d: %s", open.task.job, open.task.round, outcome.reason)
+            return self.feed(Failed(outcome.code, outcome.reason, outcome.overrun, outcome.killed), now_s)
+        spent = self._pacer.end(open.task.work.on(outcome.examples), outcome.wall_s, now_s)
+        update = messages.update(self.device, open, outcome, spent.cost)
+        try:
+            wire.decode(wire.encode(update), Update)
+            private = self._around.keep(update)
+        except WireError as error:
+            return self.feed(Failed("failed", f"the method's answer cannot be sent: {error}"), now_s)
+        except StoreError as error:
+            return self.feed(Failed("disk", str(error)), now_s)
+        return self.feed(Done(update, private, spent.pace, outcome.planned_bytes), now_s)

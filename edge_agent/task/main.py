@@ -1,0 +1,295 @@
+"""The task's process: carries out orders within its memory. The heavy imports happen here.
+
+    python -m fedquilt.edge_agent.task.main PARENT
+
+takes orders as JSON lines on stdin and answers on stdout; whatever else anything prints goes to
+stderr. It ends when the daemon does, however that ends. Everything about it can be lost at any
+moment: what it writes goes into the order's folder and means nothing before the daemon says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from fedquilt import compression, core, methods, tensors
+from fedquilt.core import (
+    Answer,
+    DataError,
+    Examples,
+    MemoryBudgetError,
+    Method,
+    ModelError,
+    Site,
+    StoreError,
+    UpdateError,
+)
+from fedquilt.data import examples as data
+from fedquilt.edge_agent import engines, state
+from fedquilt.edge_agent.task import budget
+from fedquilt.edge_agent.task.process import die_with
+from fedquilt.edge_agent.task.protocol import Event, Loaded, Order, Outcome, Progressed
+
+PROGRESS_S: Final = 1.0
+
+
+class EngineError(core.FedquiltError):
+    """An engine that is unknown here, or whose library does not load."""
+
+
+class Bench:
+    """What a process keeps from one task to the next: its engine, and the device's examples.
+
+    `load` gives a device's examples by its spec; by default they are read from where the spec says.
+    """
+
+    def __init__(self, load: Callable[[data.DataSpec], tuple[Examples, Examples]] | None = None) -> None:
+        self._load = load or data.load
+        self._engine: tuple[tuple[str, int], Any] | None = None
+        self._data: tuple[dict[str, Any], tuple[Examples, Examples]] | None = None
+
+    def method(self, name: str) -> Method:
+        """The method of that name.
+
+        Raises:
+            JobError: there is none.
+        """
+        return methods.load(name)
+
+    def engine(self, name: str, budget_bytes: int) -> Any:
+        """The engine of that name, made with the first task that asks for it.
+
+        Raises:
+            EngineError: it cannot run here.
+        """
+        key = (name, budget_bytes)
+        if self._engine is None or self._engine[0] != key:
+            if self._engine is not None:
+                self._engine[1].close()
+            self._engine = None
+            try:
+                self._engine = (key, engines.make(name, budget_bytes))
+            except (core.JobError, ImportError) as error:
+                raise EngineError(str(error)) from None
+        return self._engine[1]
+
+    def examples(self, spec: dict[str, Any]) -> tuple[Examples, Examples]:
+        """The device's examples: to train on, and held out.
+
+        Raises:
+            DataError: there are none, or they cannot be read.
+        """
+        if self._data is None or self._data[0] != spec:
+            if not spec:
+                raise DataError("this device has no data: give its agent.toml a [data] table")
+            self._data = (spec, self._load(msgspec.convert(spec, data.DataSpec)))
+        return self._data[1]
+
+    def tensors(self, path: Path) -> dict[str, np.ndarray]:
+        """The tensors of a file, the caller's own."""
+        return tensors.read(path)
+
+
+def carry_out(
+    order: Order,
+    bench: Bench,
+    progress: Callable[[float], None] = lambda fraction: None,
+    own_process: bool = False,
+    loaded: Callable[[int], None] = lambda examples: None,
+) -> Outcome:
+    """Do what a task asks and write what comes of it into the order's folder. Raises nothing.
+
+    Args:
+        own_process: this process does nothing else, so its resident peak is the task's.
+        loaded: told how many examples the device has, before the work begins.
+    """
+    began_s, cpu_s, base = time.perf_counter(), time.process_time(), None
+    try:
+        engine = bench.engine(order.task.engine, plannable(order))
+        if hasattr(engine, "planned_bytes"):
+            engine.planned_bytes = None  # what an earlier task left there
+        if own_process and budget.reset_peak(os.getpid()):
+            base = budget.resident_bytes(os.getpid())
+        site = dataclasses.replace(site_of(order, bench, progress, loaded), engine=engine)
+        outcome = worked(order, bench.method(order.task.method), site)
+    except Exception as error:
+        outcome = failed(error)
+    return msgspec.structs.replace(
+        outcome,
+        wall_s=time.perf_counter() - began_s,
+        cpu_s=time.process_time() - cpu_s,
+        base_bytes=base,
+        peak_bytes=None if base is None else budget.peak_bytes(os.getpid()),
+    )
+
+
+def site_of(
+    order: Order,
+    bench: Bench,
+    progress: Callable[[float], None] = lambda fraction: None,
+    loaded: Callable[[int], None] = lambda examples: None,
+) -> Site:
+    """All that the order's client half may touch, but for its engine.
+
+    Raises:
+        DataError: the device has no examples, or none that can be read.
+    """
+    train, held = bench.examples(order.data)
+    loaded(len(train))
+    path = _finder(order)
+    return Site(
+        device=order.device,
+        budget_bytes=plannable(order),
+        engine=None,
+        rng=tensors.rng(order.task.seed),
+        train=train,
+        held=held,
+        local=compression.own(tensors.read(Path(order.private)) if order.private else {}),
+        cache=Path(order.cache),
+        load=lambda name: bench.tensors(path(name)),
+        path=path,
+        progress=progress,
+    )
+
+
+def _finder(order: Order) -> Callable[[str], Path]:
+    def path(name: str) -> Path:
+        if name not in order.bundles:
+            raise ModelError(f"the task has no bundle {name!r}; it has: {', '.join(sorted(order.bundles)) or 'none'}")
+        return Path(order.bundles[name])
+
+    return path
+
+
+def worked(order: Order, method: Method, site: Site) -> Outcome:
+    """Check what was sent, then work on it, as far as the task asks for either; bundles go into `order.out`.
+
+    Raises:
+        UpdateError: a metric or the weight is no finite number.
+        FedquiltError: what the method's client half raises.
+    """
+    task, path = order.task, _finder(order)
+
+    def private() -> core.Tensors:
+        return tensors.Floats(Path(order.private)) if order.private else {}
+
+    def base(name: str) -> core.Tensors | None:
+        return tensors.Floats(path(name)) if name in order.bundles else None
+
+    metrics: dict[str, float] = {}
+    weight, bundles = 0.0, {}
+    if "check" in task.actions:
+        if method.check is None:
+            raise core.JobError(f"method {task.method!r} has no evaluation of its own")
+        checked = method.check(task, dataclasses.replace(site, rng=tensors.rng(task.seed, "check")))
+        metrics |= {f"check.{name}": float(value) for name, value in checked.items()}
+        weight = float(checked.get("examples", len(site.held)))
+    if "work" in task.actions:
+        answer = compression.encoded(task.wire, method.work(task, site), base, private)
+        metrics |= {name: float(value) for name, value in answer.metrics.items()}
+        weight = float(answer.weight)
+        bundles = _write(answer, order.private is not None, Path(order.out))
+    for name, value in {**metrics, "weight": weight}.items():
+        if not math.isfinite(value) or (name == "weight" and value < 0):
+            raise UpdateError(f"{name} came out as {value}: the work did not converge; try a smaller learning rate")
+    planned = getattr(site.engine, "planned_bytes", None)
+    return Outcome(weight=weight, metrics=metrics, bundles=bundles, examples=len(site.train), planned_bytes=planned)
+
+
+def failed(error: Exception) -> Outcome:
+    """What an order came to whose work raised this."""
+    if isinstance(error, EngineError):
+        return Outcome(code="engine", reason=str(error)[:1000])
+    code = _code(error)
+    overrun = code == "memory" and budget.is_of_memory(error)
+    return Outcome(code=code, reason=_sentence(error)[:1000], overrun=overrun)
+
+
+def plannable(order: Order) -> int:
+    """Bytes that the order's engine may plan with."""
+    return order.budget_bytes if order.plan_bytes is None else order.plan_bytes
+
+
+def _write(answer: Answer, before: bool, out: Path) -> dict[str, core.BlobRef]:
+    """Write bundles into files named by content, and the private state where there is or was one."""
+    refs = {}
+    for name, bundle in answer.bundles.items():
+        tensors.require_finite(bundle)
+        refs[name] = ref = state.write_tensors(out / "bundle", bundle)
+        os.replace(out / "bundle", out / ref.sha256)
+    if answer.local or before:
+        tensors.require_finite(answer.local)
+        state.write_tensors(out / state.PRIVATE, answer.local)
+    return refs
+
+
+def _code(error: Exception) -> Any:
+    """What the coordinator may do about an error: the claim's code."""
+    if budget.is_of_memory(error) and not isinstance(error, DataError | StoreError | core.JobError):
+        return "memory"  # these three are our own words, about a file
+    kinds: tuple[tuple[type | tuple[type, ...], str], ...] = (
+        (MemoryBudgetError, "memory"),
+        (DataError, "data"),
+        (ModelError, "model"),
+        ((StoreError, OSError), "disk"),
+        (core.JobError, "method"),
+    )
+    return next((code for kind, code in kinds if isinstance(error, kind)), "failed")
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, core.FedquiltError):
+        return str(error)
+    if budget.is_of_memory(error):
+        said = " ".join(str(error).split())[:300] or type(error).__name__
+        return (
+            f"an allocation failed ({said}): the next try plans with less; ask for less, or free memory on the device"
+        )
+    return f"{type(error).__name__}: {error}"
+
+
+# -- the process ----------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Take orders until stdin ends."""
+    die_with(int(sys.argv[1]))
+    with contextlib.suppress(OSError):  # short of memory, the kernel should take this process and not another
+        Path("/proc/self/oom_score_adj").write_text("500")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the daemon
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    bench = Bench()
+
+    def say(event: Event) -> None:
+        answers.write(msgspec.json.encode(event) + b"\n")
+        answers.flush()
+
+    last_s = -math.inf
+
+    def progress(fraction: float) -> None:
+        nonlocal last_s
+        now_s = time.monotonic()
+        if now_s >= last_s + PROGRESS_S:
+            last_s = now_s
+            say(Progressed(min(max(float(fraction), 0.0), 1.0)))
+
+    with contextlib.suppress(BrokenPipeError):  # the daemon is gone
+        for line in sys.stdin.buffer:
+            order = msgspec.json.decode(line, type=Order)
+            say(carry_out(order, bench, progress, own_process=True, loaded=lambda examples: say(Loaded(examples))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""One child process on a leash: its pipes never block, its size is known, and why it died is told in a sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import IO, Final
+
+import msgspec
+
+from fedquilt.edge_agent.task import budget
+from fedquilt.edge_agent.task.protocol import Event, Outcome
+
+log = logging.getLogger("fedquilt.agent")
+
+LINE_MOST_BYTES: Final = 4 << 20  # of one answer; a task's thousand metrics are some 100 kB
+TAIL_BYTES: Final = 4096  # of the child's last words
+FROM_OUTSIDE: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+# Idle threads that spin take the cores from those that work, ten times over where agents share a host;
+# numpy's products are small here. Read by libraries as they load, hence set for a new process.
+QUIET: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+PR_SET_PDEATHSIG: Final = 1
+
+_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+
+
+class Child:
+    """A process that takes orders on stdin and answers on stdout, started with this process's id as last argument.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        engine: str,
+        count_kills: Callable[[], int | None] = budget.oom_kills,
+        count_own: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        """`count_kills` and `count_own`: the kernel's kills for want of memory, in all and within the task's limit."""
+        self.engine = engine
+        self.garbled = False
+        self._count_kills, self._oom_kills = count_kills, count_kills()
+        self._count_own, self._own_kills = count_own, count_own()
+        self._process = subprocess.Popen(
+            [*command, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            env={**QUIET, **os.environ},
+        )
+        self.pid = self._process.pid
+        assert self._process.stdin is not None
+        self._orders: IO[bytes] = self._process.stdin
+        self._answers: IO[bytes] | None = self._process.stdout
+        self._errors: IO[bytes] | None = self._process.stderr
+        for number in (self._orders.fileno(), *self.fds()):
+            os.set_blocking(number, False)
+        self._unsent, self._line, self._tail = b"", b"", b""
+        self._held: int | None = None
+
+    @property
+    def gone(self) -> bool:
+        """Whether it has ended, or answers no more."""
+        return self._answers is None or self._process.poll() is not None
+
+    @property
+    def words(self) -> str:
+        """The last line that it said and that was no answer."""
+        lines = self._tail.decode(errors="replace").strip().splitlines()
+        return lines[-1][-500:] if lines else "(nothing)"
+
+    def fds(self) -> list[int]:
+        return [pipe.fileno() for pipe in (self._answers, self._errors) if pipe is not None]
+
+    def send(self, line: bytes) -> None:
+        self._unsent += line
+        self._push()
+
+    def receive(self) -> list[Event]:
+        """Answers that have come; whatever else it says is kept as its last words."""
+        self._push()
+        self._errors, said = _drain(self._errors)
+        self._tail = (self._tail + said)[-TAIL_BYTES:]
+        self._answers, said = _drain(self._answers)
+        *lines, self._line = (self._line + said).split(b"\n")
+        self.garbled = self.garbled or len(self._line) > LINE_MOST_BYTES
+        events: list[Event] = []
+        for line in lines:
+            try:
+                events.append(_decoder.decode(line))
+            except msgspec.MsgspecError:
+                self._tail = (self._tail + line + b"\n")[-TAIL_BYTES:]
+                log.warning("the task's process said what is no answer: %s", line[:200])
+        return events
+
+    def look(self) -> int | None:
+        """What it holds resident; None: it is gone."""
+        held = budget.resident_bytes(self.pid)
+        self._held = held or self._held
+        return held
+
+    def obituary(self) -> Outcome:
+        """Why it is dead, in a sentence."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=1.0)
+        status = self._process.poll()
+        held = "" if self._held is None else f", which held {budget.megabytes(self._held)} when last seen,"
+        if status is None:
+            return Outcome(code="failed", reason=f"the task's process stopped answering; it said: {self.words}")
+        if status != -signal.SIGKILL and budget.tells_of_memory(self._tail.decode(errors="replace")):
+            return self._starved(f"the task's process{held} ran out of memory and ended; it said: {self.words}")
+        if status >= 0:
+            return Outcome(code="failed", reason=f"the task's process ended with code {status}; it said: {self.words}")
+        if status != -signal.SIGKILL:
+            name = signal.Signals(-status).name
+            reason = f"the task's process{held} died of {name}; it said: {self.words}"
+            return Outcome(code="failed", reason=reason, killed=-status in FROM_OUTSIDE)
+        return self._murdered(held)
+
+    def _murdered(self, held: str) -> Outcome:
+        """What a SIGKILL was for: only within the task's own limit is it certain that the task itself was too large."""
+        if (self._count_own() or 0) > (self._own_kills or 0):
+            return self._starved(f"the kernel killed the task's process{held} at its budget")
+        kills = self._count_kills()
+        if kills is None or self._oom_kills is None:  # JetPack 4 (Linux 4.9) does not count
+            how = f"the task's process{held} was killed, most likely by the kernel for want of memory"
+        elif kills > self._oom_kills:
+            how = f"the kernel ran out of memory and killed the task's process{held} most likely"
+        else:
+            return Outcome(
+                code="failed", reason=f"the task's process{held} was killed by somebody (SIGKILL)", killed=True
+            )
+        return msgspec.structs.replace(self._starved(how), killed=True)
+
+    def _starved(self, how: str) -> Outcome:
+        reason = f"{how}: ask for less, or lower budget to what the board can give"
+        return Outcome(code="memory", reason=reason[:1000], peak_bytes=self._held, overrun=True)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._orders, self._answers, self._errors):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def _push(self) -> None:
+        """Write as much of the order as the pipe takes."""
+        while self._unsent:
+            try:
+                written = self._orders.write(self._unsent[:65536])
+            except BrokenPipeError:  # it is dead, which its obituary will tell
+                self._unsent = b""
+                return
+            if written is None:  # the pipe is full
+                return
+            self._unsent = self._unsent[written:]
+
+
+def _drain(pipe: IO[bytes] | None) -> tuple[IO[bytes] | None, bytes]:
+    """What can be read now; the pipe is None once it has ended."""
+    parts: list[bytes] = []
+    while pipe is not None and sum(map(len, parts)) <= LINE_MOST_BYTES:
+        part = pipe.read(65536)
+        if part is None:
+            break
+        if not part:
+            pipe.close()
+            return None, b"".join(parts)
+        parts.append(part)
+    return pipe, b"".join(parts)
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel end this process when its parent dies, also by kill -9."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        sys.exit()

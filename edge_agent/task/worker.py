@@ -1,0 +1,251 @@
+"""Who carries out a task for the daemon: a child process, or on virtual time the daemon itself.
+
+The child (`fedquilt.edge_agent.task.main`) takes orders as JSON lines on its stdin and answers on its
+stdout. It is kept for a while after a task, so that the next one with the same engine finds its
+imports and its data in place; it may be killed at any moment, for it owns nothing that matters.
+While it works, its resident size is looked at a few times a second: above the budget it is killed
+rather than the board.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import msgspec
+
+from fedquilt.core import Cost, Device, Work
+from fedquilt.edge_agent.task import budget
+from fedquilt.edge_agent.task.process import Child
+from fedquilt.edge_agent.task.protocol import Event, Loaded, Order, Outcome, Progressed
+
+if TYPE_CHECKING:
+    from fedquilt.core import Examples
+    from fedquilt.data.examples import DataSpec
+
+    Shares = tuple[Examples, Examples]  # to train on, and held out
+
+WATCH_S: Final = 0.2  # how often the child's resident size is looked at
+TELL_S: Final = 1.0  # on virtual time, progress is told after this,
+TELL_SHARE: Final = 0.02  # or after such a share of the work if that is longer
+COMMAND: Final = (sys.executable, "-m", "fedquilt.edge_agent.task.main")
+
+
+class Worker(Protocol):
+    """Carries out one order at a time."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Held by its process now, and there for the next task's; 0: it has no process of its own."""
+        ...
+
+    def start(self, order: Order, now_s: float) -> None:
+        """Begin; how it went comes out of `poll`, also when it could not begin."""
+        ...
+
+    def poll(self, now_s: float) -> list[Event]:
+        """What has happened since; after an Outcome it is free for the next order."""
+        ...
+
+    def due_s(self, now_s: float) -> float:
+        """When it wants to be polled at the latest."""
+        ...
+
+    def kill(self) -> None:
+        """Give up the order in hand; nothing more is heard of it."""
+        ...
+
+    def fds(self) -> Sequence[int]:
+        """File descriptors that become readable when there is something to poll."""
+        ...
+
+    def close(self) -> None:
+        """End, at once."""
+        ...
+
+
+class VirtualWorker:
+    """Tells how an order goes that takes as long as it would on the board, on virtual time.
+
+    The time that is left follows the point at which the board is held, also when that changes on the way. An
+    order's outcome is handed over with `worked`, at the time at which it was begun: until then nothing is told,
+    and its time has to stand still.
+    """
+
+    resident_bytes: int = 0
+
+    def __init__(self, board: Device) -> None:
+        self._board = board
+        self.order: Order | None = None  # begun, its outcome not known yet
+        self._outcome: Outcome | None = None
+        self._loaded = False  # whether that has been told
+        self._work = Work()
+        self._done, self._at_s, self._whole_s = 0.0, 0.0, 0.0  # share done, by when, and how long all of it takes
+        self._tell_s = 0.0  # when progress is told next
+
+    def start(self, order: Order, now_s: float) -> None:
+        self.order = order
+
+    def worked(self, outcome: Outcome, now_s: float) -> None:
+        """What the order comes to once its time is up."""
+        assert self.order is not None, "no order waits for an outcome"
+        self._work, self._outcome, self.order = self.order.task.work.on(outcome.examples), outcome, None
+        self._loaded, self._done, self._at_s, self._tell_s = False, 0.0, now_s, now_s
+        self._whole_s = self._board.cost(self._work, Cost(duration_s=0.0)).duration_s
+
+    def poll(self, now_s: float) -> list[Event]:
+        if self._outcome is None:
+            return []
+        if self._outcome.code == "ok" and not self._loaded:
+            self._loaded, self._tell_s = True, now_s + self._every_s()
+            return [Loaded(self._outcome.examples)]
+        if now_s >= self._until_s():
+            outcome, self._outcome = self._outcome, None
+            return [outcome]
+        if self._outcome.code != "ok" or now_s < self._tell_s:
+            return []
+        self._tell_s = now_s + self._every_s()
+        return [Progressed(self._done_by(now_s))]
+
+    def due_s(self, now_s: float) -> float:
+        if self._outcome is None:
+            return math.inf
+        whole_s = self._board.cost(self._work, Cost(duration_s=0.0)).duration_s
+        if whole_s != self._whole_s:  # it is held at another point now
+            self._done, self._at_s, self._whole_s = self._done_by(now_s), now_s, whole_s
+        return min(self._until_s(), self._tell_s) if self._outcome.code == "ok" else self._until_s()
+
+    def kill(self) -> None:
+        self.order = self._outcome = None
+
+    def fds(self) -> Sequence[int]:
+        return ()
+
+    def close(self) -> None:
+        self.kill()
+
+    def _done_by(self, now_s: float) -> float:
+        return 1.0 if self._whole_s <= 0 else min(self._done + (now_s - self._at_s) / self._whole_s, 1.0)
+
+    def _until_s(self) -> float:
+        return self._at_s + (1 - self._done) * self._whole_s
+
+    def _every_s(self) -> float:
+        return max(TELL_S, TELL_SHARE * self._whole_s)
+
+
+class InlineWorker(VirtualWorker):
+    """Carries tasks out in this process as they begin, on virtual time."""
+
+    def __init__(self, board: Device, load: Callable[[DataSpec], Shares] | None = None) -> None:
+        """`load` gives a device's examples, where not each worker is to read the data by itself."""
+        super().__init__(board)
+        self._load = load
+        self._bench: Any = None  # fedquilt.edge_agent.task.main.Bench, made with the first order
+
+    def start(self, order: Order, now_s: float) -> None:
+        from fedquilt.edge_agent.task import main as child
+
+        super().start(order, now_s)
+        self._bench = self._bench or child.Bench(self._load)
+        self.worked(child.carry_out(order, self._bench), now_s)
+
+
+class ChildWorker:
+    """Carries tasks out in a child process; no process is started before the first order.
+
+    Args:
+        warm_s: how long a child without work waits for the next order.
+        command: the program that takes the orders.
+        cage: makes the kernel hold the child to its budget, where it can.
+    """
+
+    def __init__(self, warm_s: float, command: Sequence[str] = COMMAND, cage: budget.Cage | None = None) -> None:
+        self._warm_s, self._command = warm_s, command
+        self._cage = cage or budget.Cage()
+        self._child: Child | None = None
+        self._order: Order | None = None
+        self._idle_s = math.inf  # since when it has had nothing to do
+        self._failed: Outcome | None = None  # of an order that could not even begin
+
+    @property
+    def resident_bytes(self) -> int:
+        return (budget.resident_bytes(self._child.pid) or 0) if self._child else 0
+
+    def start(self, order: Order, now_s: float) -> None:
+        if self._child is not None and self._child.engine != order.task.engine:
+            self._end()
+        try:
+            if self._child is None:
+                self._cage.divide()
+                self._child = Child(self._command, order.task.engine, count_own=self._cage.kills)
+                self._cage.limit(self._child.pid, order.budget_bytes)
+            self._child.send(msgspec.json.encode(order) + b"\n")
+        except OSError as error:
+            self._end()
+            self._failed = Outcome(code="failed", reason=f"the task's process cannot be started: {error}")
+        self._order, self._idle_s = order, math.inf
+
+    def poll(self, now_s: float) -> list[Event]:
+        if self._failed is not None:
+            failed, self._failed, self._order = self._failed, None, None
+            return [failed]
+        if self._child is None:
+            return []
+        events: list[Event] = []
+        for event in self._child.receive():
+            if self._order is None:
+                continue  # it has answered already
+            events.append(event)
+            if isinstance(event, Outcome):
+                self._order, self._idle_s = None, now_s
+        if self._order is not None and (ended := self._watch(self._child, self._order)) is not None:
+            self._end()
+            self._order = None
+            events.append(ended)
+        elif self._order is None and (self._child.gone or now_s >= self._idle_s + self._warm_s):
+            self._end()
+        return events
+
+    def due_s(self, now_s: float) -> float:
+        if self._failed is not None:
+            return now_s
+        if self._child is None:
+            return math.inf
+        return now_s + WATCH_S if self._order else self._idle_s + self._warm_s
+
+    def kill(self) -> None:
+        self._order = self._failed = None
+        self._end()
+
+    def fds(self) -> Sequence[int]:
+        return self._child.fds() if self._child else ()
+
+    def close(self) -> None:
+        self.kill()
+
+    def _watch(self, child: Child, order: Order) -> Outcome | None:
+        """How the order ended, if its process is dead or has to die; None: it works on."""
+        held = child.look()
+        if child.garbled:
+            return Outcome(code="failed", reason=f"the task's process answers no protocol; it said: {child.words}")
+        if child.gone:
+            return child.obituary()
+        if held is not None and held > order.budget_bytes:
+            size = budget.megabytes(held)
+            limit = budget.megabytes(order.budget_bytes)
+            return Outcome(
+                code="memory",
+                reason=f"the task held {size}, the budget is {limit}, so its process was killed: "
+                "ask for less (a smaller model, batch or tier), or raise budget",
+                peak_bytes=held,
+                overrun=True,
+            )
+        return None
+
+    def _end(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child = None

@@ -1,0 +1,134 @@
+"""How a blob travels: cut into chunks that are verified one by one, and served in turn. No I/O.
+
+The side that wants a blob asks for its manifest, then for chunks (`fedquilt.blobs.download`); the side that
+has it only answers. So a slow puller never fills a broker's queue, and whatever is lost is asked
+for again: an upload is the coordinator pulling. Nothing here holds chunk bytes;
+`fedquilt.blobs.transfer` moves them between a link and a depot.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from fedquilt import wire
+from fedquilt.core import BlobRef, LinkError, StoreError
+
+HEADROOM_BYTES: Final = 1024  # of a packet, for its topic and MQTT's own header
+MANIFEST: Final = -1  # the index under which the manifest itself is asked for and queued
+
+_MANIFEST_BYTES: Final = 256  # a manifest's encoded size without its digests, at most
+_QUEUED_MOST: Final = 4 * wire.MAX_WINDOW  # chunks queued for one device; an honest one asks for fewer
+
+
+class DamagedBlobError(StoreError):
+    """A stored blob whose bytes no longer have the sha256 in its name."""
+
+
+# -- cutting --------------------------------------------------------------------------------------
+
+
+def chunk_for(max_payload: int) -> int:
+    """The chunk size, in bytes, for a link whose largest payload is `max_payload` bytes.
+
+    Raises:
+        LinkError: too small for any chunk.
+    """
+    chunk = min(wire.MAX_CHUNK, max_payload - HEADROOM_BYTES)
+    if chunk < wire.MIN_CHUNK:
+        least = wire.MIN_CHUNK + HEADROOM_BYTES
+        raise LinkError(f"the broker takes {max_payload} bytes at most: raise its packet limit to {least} or more")
+    return chunk
+
+
+def count(manifest: wire.Manifest) -> int:
+    """How many chunks a blob is cut into; the last may be shorter."""
+    return -(-manifest.size // manifest.chunk)
+
+
+def extent(manifest: wire.Manifest, index: int) -> tuple[int, int]:
+    """(offset, size) of a chunk, in bytes."""
+    offset = index * manifest.chunk
+    return offset, min(manifest.chunk, manifest.size - offset)
+
+
+def is_chunk(manifest: wire.Manifest, index: int, payload: bytes) -> bool:
+    """Whether `payload` is that chunk, byte for byte."""
+    digest = manifest.digests[64 * index : 64 * index + 64]
+    return len(payload) == extent(manifest, index)[1] and hashlib.sha256(payload).hexdigest() == digest
+
+
+def cut(ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> wire.Manifest:
+    """The manifest of a blob; `read(offset, size)` is called chunk by chunk.
+
+    Raises:
+        LinkError: the manifest would not fit in one message of `chunk` bytes.
+        DamagedBlobError: the bytes read are not the blob `ref` names.
+    """
+    chunks = -(-ref.size // chunk)
+    if _MANIFEST_BYTES + 64 * chunks > chunk:
+        most_mb = (chunk - _MANIFEST_BYTES) // 64 * chunk / 1e6
+        mend = "raise the broker's packet limit" if chunk < wire.MAX_CHUNK else "store it as several smaller files"
+        raise LinkError(
+            f"blob {ref.sha256[:12]} has {ref.size / 1e6:.0f} MB; "
+            f"in chunks of {chunk} bytes {most_mb:.0f} MB is the most that can be sent: {mend}"
+        )
+    whole, digests = hashlib.sha256(), []
+    for index in range(chunks):
+        payload = read(index * chunk, min(chunk, ref.size - index * chunk))
+        whole.update(payload)
+        digests.append(hashlib.sha256(payload).hexdigest())
+    if whole.hexdigest() != ref.sha256:
+        raise DamagedBlobError(
+            f"blob {ref.sha256[:12]} is damaged on disk: its bytes are not the ones it was stored with"
+        )
+    return wire.Manifest(sha256=ref.sha256, size=ref.size, chunk=chunk, digests="".join(digests))
+
+
+# -- serving --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Item:
+    """One message to send: a chunk, or with index MANIFEST the manifest."""
+
+    device: str
+    sha256: str
+    chunk: int  # bytes of a chunk: how the blob is cut for this device
+    index: int
+
+
+class Serve:
+    """Who is sent what next: each device in its turn, and never more queued on the link than the budget."""
+
+    def __init__(self, budget_bytes: int = 4 << 20) -> None:
+        self._budget_bytes = budget_bytes
+        self._queues: dict[str, dict[Item, None]] = {}  # device -> items, both in order
+
+    def __len__(self) -> int:
+        return sum(len(queue) for queue in self._queues.values())
+
+    def __bool__(self) -> bool:
+        """Whether anything is queued."""
+        return bool(self._queues)
+
+    def ask(self, item: Item) -> None:
+        """Queue one item, unless it is queued already or its device has asked for too much."""
+        queue = self._queues.setdefault(item.device, {})
+        if len(queue) < _QUEUED_MOST:
+            queue[item] = None
+
+    def take(self, backlog_bytes: int) -> Item | None:
+        """The next item to send while `backlog_bytes` wait on the link; None: nothing, or not yet."""
+        if not self._queues:
+            return None
+        device, queue = next(iter(self._queues.items()))
+        item = next(iter(queue))
+        if backlog_bytes > 0 and backlog_bytes + item.chunk > self._budget_bytes:
+            return None
+        del self._queues[device], queue[item]
+        if queue:
+            self._queues[device] = queue  # at the end: the others first
+        return item

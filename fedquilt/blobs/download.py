@@ -1,0 +1,230 @@
+"""Pulling one blob from one peer: what to ask for next, and whether what came is right. No I/O.
+
+Time-outs follow TCP (RFC 6298): a smoothed round-trip time, doubled when nothing at all is heard.
+The window opens by one chunk for each that arrives and is halved when one is overdue, so that a
+slow line is flooded neither at the start nor later.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from fedquilt import wire
+from fedquilt.blobs import chunks
+from fedquilt.blobs.chunks import MANIFEST
+from fedquilt.core import BlobRef
+
+WINDOW: Final = 8  # chunks on their way at once, for one blob
+BATCH: Final = 4  # chunks asked for in one message
+PATIENCE_S: Final = 300.0
+
+_START_WINDOW: Final = 2
+_TIMEOUT_LEAST_S: Final = 2.0
+_TIMEOUT_MOST_S: Final = 30.0
+_BAD_IN_A_ROW: Final = 20
+_DOUBT_S: Final = 1.0  # a "missing" is believed when it is repeated after this: it may be a late answer to an old Get
+
+
+class Pull:
+    """One blob from one peer: what to ask for next, and whether what came is right.
+
+    The caller sends what `requests` gives, hands over what arrives, writes a chunk when
+    `take_chunk` says so, and is through when `done` is true or `failed` says why not.
+    """
+
+    def __init__(self, ref: BlobRef, chunk: int, now_s: float, patience_s: float = PATIENCE_S) -> None:
+        """`chunk`: the largest this side can take, in bytes; `patience_s`: without progress, before giving up."""
+        self.ref = ref
+        self.chunk = chunk
+        self.manifest: wire.Manifest | None = None
+        self.had = bytearray()  # one byte per chunk: 1 where it is written
+        self.failed: str | None = None
+        self.duplicates = 0
+        self.bad = 0
+        self.backoff = 0  # time-outs since anything was heard
+        self._patience_s = patience_s
+        self._missing_chunks = 0
+        self._window = _START_WINDOW
+        self._asked: dict[int, float] = {}  # index -> when it was last asked for
+        self._times: dict[int, tuple[float, float]] = {}  # index -> when it was asked for: first, last
+        self._srtt_s: float | None = None
+        self._heard_s = self._progress_s = now_s
+        self._parked_s: float | None = None
+        self._bad_run = 0
+        self._doubted = False
+        self._hold_s = -math.inf
+
+    @property
+    def done(self) -> bool:
+        """Every chunk is here."""
+        return self.manifest is not None and self._missing_chunks == 0
+
+    @property
+    def timeout_s(self) -> float:
+        """How long an answer may take now."""
+        normal_s = max(_TIMEOUT_LEAST_S, 4 * (self._srtt_s or 0.0))
+        return min(normal_s * 2.0 ** min(self.backoff, 10), _TIMEOUT_MOST_S)
+
+    @property
+    def outstanding_bytes(self) -> int:
+        """What has been asked for and may still come."""
+        return len(self._asked) * self._unit
+
+    @property
+    def due_s(self) -> float:
+        """When `requests` should be called again at the latest."""
+        if not self._asked:
+            return self._hold_s
+        return min(min(self._asked.values()) + self.timeout_s, self._progress_s + self._patience_s)
+
+    # -- asking --
+
+    def requests(self, now_s: float, room_bytes: float = math.inf) -> list[wire.Get]:
+        """What to send now, asking for at most `room_bytes` beyond what is outstanding."""
+        late = self._expire(now_s)
+        if self.failed is not None or self.done or now_s < self._hold_s or room_bytes < self._unit:
+            return []
+        if self.manifest is None:
+            return [self._get((), now_s)] if MANIFEST not in self._asked else []
+        free = int(min(self._window - len(self._asked), room_bytes // self._unit))
+        if self._asked and not late and free < min(BATCH, self._window // 2):
+            return []  # a few at a time: half as many messages, and the window never runs dry
+        indices = self._absent(free)
+        return [self._get(indices[at : at + BATCH], now_s) for at in range(0, len(indices), BATCH)]
+
+    def _get(self, indices: tuple[int, ...], now_s: float) -> wire.Get:
+        for index in indices or (MANIFEST,):
+            self._asked[index] = now_s
+            self._times[index] = (self._times.get(index, (now_s,))[0], now_s)
+        return wire.Get(sha256=self.ref.sha256, chunk=self.chunk, indices=indices)
+
+    def _absent(self, most: int) -> tuple[int, ...]:
+        """The first chunks that are neither here nor asked for."""
+        found: list[int] = []
+        index = self.had.find(0)
+        while index >= 0 and len(found) < most:
+            if index not in self._asked:
+                found.append(index)
+            index = self.had.find(0, index + 1)
+        return tuple(found)
+
+    def _expire(self, now_s: float) -> bool:
+        """Give up on answers that are overdue; True: there were some."""
+        if now_s >= self._progress_s + self._patience_s:
+            self.failed = f"no answer for {self._patience_s:.0f} s"
+        timeout_s = self.timeout_s
+        # sums are compared, as in due_s: a difference may round to just below the time-out, and nothing is ever due
+        overdue = [index for index, asked_s in self._asked.items() if now_s >= asked_s + timeout_s]
+        if overdue and now_s >= self._heard_s + timeout_s:
+            # nothing comes at all: all of it is lost, or the line is slower than thought; ask for one and wait longer
+            self._asked.clear()
+            self._window = 1
+            self.backoff += 1
+        elif overdue:
+            self._window = max(1, self._window // 2)
+        for index in overdue:
+            self._asked.pop(index, None)
+        return bool(overdue)
+
+    @property
+    def _unit(self) -> int:
+        return max(1, min(self.chunk, self.ref.size))
+
+    # -- taking --
+
+    def take_manifest(self, manifest: wire.Manifest, now_s: float) -> bool:
+        """True: this is how the blob is cut from now on; call `start` with what is on disk already."""
+        self._heard(MANIFEST, now_s)
+        if self.manifest is not None and manifest.chunk >= self.manifest.chunk:
+            self.duplicates += 1
+            return False
+        fits = manifest.sha256 == self.ref.sha256 and manifest.size == self.ref.size and manifest.chunk <= self.chunk
+        if not fits or len(manifest.digests) != 64 * chunks.count(manifest):
+            self._spoilt("manifests that do not describe this blob")
+            return False
+        self._progress(now_s)
+        self.manifest, self.chunk = manifest, manifest.chunk
+        self._asked.clear()
+        self._times.clear()
+        self.start(bytes(chunks.count(manifest)))
+        return True
+
+    def start(self, had: bytes | bytearray) -> None:
+        """Begin from `had`: one byte per chunk, 1 where it is on disk and verified."""
+        self.had = bytearray(had)
+        self._missing_chunks = self.had.count(0)
+
+    def take_chunk(self, index: int, payload: bytes, now_s: float) -> bool:
+        """True: the chunk is new and right; write it at its extent."""
+        if self.manifest is None or not 0 <= index < len(self.had):
+            return False
+        self._heard(index, now_s)
+        if self.had[index]:
+            self.duplicates += 1
+            return False
+        if not chunks.is_chunk(self.manifest, index, payload):
+            self._spoilt("chunks that are damaged")
+            return False
+        self._progress(now_s)
+        self._window = min(self._window + 1, WINDOW)
+        self.had[index] = 1
+        self._missing_chunks -= 1
+        return True
+
+    def take_missing(self, reason: str, now_s: float) -> None:
+        """The peer says that it has no such blob (for us)."""
+        if now_s < self._hold_s:
+            return
+        if self._doubted:
+            self.failed = f"the other side cannot send it: {reason or 'no reason given'}"
+        self._doubted = True
+        self._hold_s = now_s + _DOUBT_S
+        self._asked.clear()
+
+    def _heard(self, index: int, now_s: float) -> None:
+        """Something came: the peer is there, and this is how long an answer takes."""
+        self._heard_s = now_s
+        self.backoff = 0
+        self._asked.pop(index, None)
+        first_s, last_s = self._times.pop(index, (None, now_s))
+        if first_s is not None and index != MANIFEST:  # a manifest is small and says little of a chunk
+            took_s = now_s - last_s
+            if self._srtt_s is None or took_s < self._srtt_s / 2:
+                took_s = now_s - first_s  # too soon for an answer to the last request: it answers an earlier one
+            self._srtt_s = took_s if self._srtt_s is None else self._srtt_s + (took_s - self._srtt_s) / 8
+
+    def _progress(self, now_s: float) -> None:
+        self._progress_s = now_s
+        self._bad_run = 0
+        self._doubted = False
+
+    def _spoilt(self, what: str) -> None:
+        self.bad += 1
+        self._bad_run += 1
+        if self._bad_run >= _BAD_IN_A_ROW:
+            self.failed = f"the other side sent {self._bad_run} {what}, one after the other"
+
+    # -- interruptions --
+
+    def reconnected(self, chunk: int, now_s: float) -> None:
+        """A new session: what was on its way is lost, and the largest chunk may be another."""
+        self._asked.clear()
+        self._times.clear()
+        self.backoff = 0
+        self._window = _START_WINDOW
+        self._heard_s = self._progress_s = now_s
+        if chunk < self.chunk or self.manifest is None:
+            self.chunk, self.manifest = chunk, None
+
+    def park(self, now_s: float) -> None:
+        """Let others go first: time stands still for this one until `unpark`."""
+        self._asked.clear()
+        self._times.clear()
+        self._parked_s = now_s
+
+    def unpark(self, now_s: float) -> None:
+        if self._parked_s is not None:
+            self._heard_s += now_s - self._parked_s
+            self._progress_s += now_s - self._parked_s
+            self._parked_s = None

@@ -1,0 +1,303 @@
+"""A folder of blobs by content: each file's name is the sha256 of its bytes.
+
+    <sha256>          whole: verified, on disk, never changed
+    <sha256>.part     on its way: as long as the blob, with holes where chunks are missing
+    <random>.tmp      being written by `put` or `put_file`
+
+A file gets its final name only when its bytes are verified and on the disk, so whatever moment the
+process is killed or the power fails, what has that name is whole. A part carries no record of
+which chunks it holds: a record could claim what a power cut took away. `resume` asks the file
+system where there is data and believes only what matches the manifest.
+
+Flat names are relied on: ONNX graphs name their external data by sha256, beside themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from fedquilt import wire
+from fedquilt.blobs import chunks
+from fedquilt.core import BlobRef, StoreError
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_BUFFER_BYTES: Final = 256 * 1024
+_STALE_S: Final = 24 * 3600.0
+_MENDS: Final = {
+    errno.ENOSPC: "the disk is full; free some space or use another folder",
+    errno.EDQUOT: "the quota is used up; free some space or use another folder",
+    errno.EACCES: "this user may not write there; change its owner or use another folder",
+    errno.EPERM: "this user may not write there; change its owner or use another folder",
+    errno.EROFS: "it is mounted read-only; use another folder",
+}
+
+
+class Depot:
+    """One folder of blobs; several processes may use it at once.
+
+    Args:
+        durable: wait for the disk, so that what has its final name also survives a power failure. On virtual time,
+            where a killed run is simply played again, only a killed process has to be survived.
+
+    Raises, from every method:
+        StoreError: it cannot be read or written; says what, where and the mend.
+    """
+
+    def __init__(self, folder: Path, wall_clock: Callable[[], float] = time.time, *, durable: bool = True) -> None:
+        self.folder = folder
+        self._prefix = os.path.join(folder, "")
+        self._durable = durable
+        self._wall_clock = wall_clock
+        with self._doing("make the folder"):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    # -- what is here --
+
+    def path(self, sha256: str) -> Path | None:
+        """The file of a whole blob."""
+        path = self._at(sha256)
+        return Path(path) if os.path.isfile(path) else None
+
+    def ref(self, sha256: str) -> BlobRef | None:
+        """The whole blob of that name, if it is here."""
+        try:
+            return BlobRef(sha256=sha256, size=os.stat(self._at(sha256)).st_size)
+        except OSError:
+            return None
+
+    def has(self, ref: BlobRef) -> bool:
+        """Whether the whole blob is here."""
+        return self.ref(ref.sha256) == ref
+
+    def read(self, sha256: str, offset: int, size: int) -> bytes:
+        """`size` bytes of a whole blob from `offset`; fewer at its end."""
+        with self._doing(f"read blob {sha256[:12]}"), open(self._at(sha256), "rb", buffering=0) as file:
+            return os.pread(file.fileno(), size, offset)
+
+    # -- whole blobs --
+
+    def put(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
+        """Store bytes; where the depot is durable they are on disk when this returns.
+
+        Raises:
+            DamagedBlobError: they are not the blob `expected`, and have not been stored.
+        """
+        ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+        if expected is not None and expected != ref:
+            raise _arrived_damaged(expected)
+        if self.has(ref):
+            return ref
+        with self._doing(f"store blob {ref.sha256[:12]}"), self._temporary() as path:
+            with open(path, "xb", buffering=0) as file:
+                _write(file.fileno(), payload, 0)
+                if self._durable:
+                    os.fsync(file.fileno())
+            self._place(path, ref.sha256)
+        return ref
+
+    def put_file(self, path: Path, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
+        """Store a file: linked where the file system can, copied where it cannot.
+
+        A linked file must not be changed in place afterwards; replacing it is fine. With `move` it is taken from
+        where it is instead; it has to be on this file system.
+
+        Raises:
+            StoreError: also if its content is not `expected`.
+        """
+        if expected is not None and self.has(expected):
+            return expected
+        with self._doing(f"store {path}"), self._temporary() as temporary:
+            try:
+                if move:
+                    os.replace(path, temporary)
+                else:
+                    os.link(os.path.realpath(path) if os.path.islink(path) else path, temporary)
+            except OSError:  # another file system, or one without links
+                digest = _copy(path, temporary, sync=self._durable)
+            else:
+                digest = _digest(temporary, sync=self._durable)
+            ref = BlobRef(sha256=digest, size=os.stat(temporary).st_size)
+            if expected not in (None, ref):
+                raise StoreError(f"{path} is not what it should be ({ref.sha256[:12]}, {ref.size} bytes): make it anew")
+            if not self.has(ref):
+                self._place(temporary, ref.sha256)
+        return ref
+
+    def adopt(self, path: str, ref: BlobRef) -> None:
+        """Take over a file of this process's own making, whose digest is `ref`'s; it is gone from `path`.
+
+        For simulated fleets: nothing waits for the disk.
+        """
+        with self._doing(f"store {path}"):
+            if self.has(ref):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+            else:
+                os.replace(path, self._at(ref.sha256))
+
+    def drop(self, sha256: str) -> None:
+        """Forget a blob, whole or in part."""
+        with self._doing(f"remove blob {sha256[:12]}"):
+            for path in (self._at(sha256), self._part(sha256)):
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+
+    def keep(self, only: set[str]) -> None:
+        """Drop every blob but these. Parts and temporary files go when nothing was written to them for a day."""
+        with self._doing("collect garbage"):
+            for name, stat in self._entries():
+                sha256, _, kind = name.partition(".")
+                stale = self._wall_clock() - stat.st_mtime >= _STALE_S
+                superfluous = kind == "part" and self.path(sha256) is not None
+                if (stale or superfluous) if kind else sha256 not in only:
+                    (self.folder / name).unlink(missing_ok=True)
+
+    # -- parts --
+
+    def resume(self, manifest: wire.Manifest) -> bytearray:
+        """Open a part for a blob, or go on with one: one byte per chunk, 1 where it is here and right."""
+        had = bytearray(chunks.count(manifest))
+        with self._doing(f"receive blob {manifest.sha256[:12]}"):
+            file = os.open(self._part(manifest.sha256), os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                if os.fstat(file).st_size != manifest.size:
+                    os.ftruncate(file, manifest.size)
+                for start, end in _data(file, manifest.size):
+                    # a chunk that was written begins inside data
+                    for index in range(-(-start // manifest.chunk), -(-end // manifest.chunk)):
+                        offset, size = chunks.extent(manifest, index)
+                        had[index] = chunks.is_chunk(manifest, index, os.pread(file, size, offset))
+            finally:
+                os.close(file)
+        return had
+
+    def write(self, sha256: str, offset: int, payload: bytes) -> None:
+        """Write a verified chunk into a part that `resume` opened."""
+        with self._doing(f"receive blob {sha256[:12]}"):
+            file = os.open(self._part(sha256), os.O_WRONLY)
+            try:
+                _write(file, payload, offset)
+            finally:
+                os.close(file)
+
+    def finish(self, ref: BlobRef) -> None:
+        """Turn a complete part into the whole blob.
+
+        Raises:
+            DamagedBlobError: its bytes are not the blob's; the part is gone.
+        """
+        part = self._part(ref.sha256)
+        with self._doing(f"complete blob {ref.sha256[:12]}"):
+            if _digest(part, sync=self._durable) != ref.sha256:
+                os.unlink(part)
+                raise _arrived_damaged(ref)
+            self._place(part, ref.sha256)
+
+    # -- within --
+
+    def _at(self, sha256: str) -> str:
+        if not _DIGEST.fullmatch(sha256):
+            raise StoreError(f"{sha256[:80]!r} names no blob: expected a sha256 in hex")
+        return f"{self._prefix}{sha256}"
+
+    def _part(self, sha256: str) -> str:
+        return f"{self._at(sha256)}.part"
+
+    def _entries(self) -> Iterator[tuple[str, os.stat_result]]:
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                sha256, _, kind = entry.name.partition(".")
+                if kind == "tmp" or (kind in ("", "part") and _DIGEST.fullmatch(sha256)):
+                    try:
+                        yield entry.name, entry.stat()
+                    except FileNotFoundError:  # another process was faster
+                        continue
+
+    @contextmanager
+    def _temporary(self) -> Iterator[str]:
+        path = f"{self._prefix}{os.urandom(16).hex()}.tmp"
+        try:
+            yield path
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+
+    def _place(self, path: str, sha256: str) -> None:
+        os.replace(path, self._at(sha256))
+        if not self._durable:
+            return
+        folder = os.open(self.folder, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            mend = _MENDS.get(error.errno or 0, "check the folder and the disk")
+            raise StoreError(f"cannot {what} in {self.folder}: {error.strerror}; {mend}") from None
+
+
+def _arrived_damaged(ref: BlobRef) -> chunks.DamagedBlobError:
+    return chunks.DamagedBlobError(
+        f"blob {ref.sha256[:12]} arrived with other content than its name says: "
+        "the sender's copy is damaged; ask for it anew"
+    )
+
+
+def _write(file: int, payload: bytes, offset: int) -> None:
+    view = memoryview(payload)
+    while view:
+        written = os.pwrite(file, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _digest(path: str, *, sync: bool = False) -> str:
+    """The sha256 of a file, read piece by piece; with `sync` its bytes are on disk first."""
+    sha256 = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        if sync:
+            os.fsync(file.fileno())
+        buffer = memoryview(bytearray(min(_BUFFER_BYTES, os.fstat(file.fileno()).st_size + 1)))
+        while size := file.readinto(buffer):
+            sha256.update(buffer[:size])
+    return sha256.hexdigest()
+
+
+def _copy(source: Path, target: str, *, sync: bool) -> str:
+    """Copy a file and return the sha256 of what was written."""
+    sha256, offset = hashlib.sha256(), 0
+    with open(source, "rb", buffering=0) as reader, open(target, "xb", buffering=0) as writer:
+        while payload := reader.read(_BUFFER_BYTES):
+            sha256.update(payload)
+            _write(writer.fileno(), payload, offset)
+            offset += len(payload)
+        if sync:
+            os.fsync(writer.fileno())
+    return sha256.hexdigest()
+
+
+def _data(file: int, size: int) -> Iterator[tuple[int, int]]:
+    """Where a sparse file holds data: (start, end), in order; all of it where the file system cannot say."""
+    at = 0
+    while at < size:
+        try:
+            start = os.lseek(file, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # only a hole is left
+                return
+            raise
+        at = os.lseek(file, start, os.SEEK_HOLE)
+        yield start, at

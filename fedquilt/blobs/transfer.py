@@ -1,0 +1,309 @@
+"""Blobs over a link, both ways, for both sides.
+
+`fedquilt.blobs.download` and `fedquilt.blobs.chunks` decide; this reads, writes and publishes.
+
+An agent publishes "up" and a coordinator "dn"; each asks on `.../<its way>/blob/get` and is answered
+under the other's `.../blob/<sha256>/`. Chunks go unreliably, because whatever is lost is asked for
+again; requests and refusals go reliably. Only chunks are in memory, never a blob: at most
+`budget_bytes` of them queued to be sent, and at most as much asked for and not yet written.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final
+
+from fedquilt import wire
+from fedquilt.blobs import chunks
+from fedquilt.blobs.chunks import MANIFEST, Item, Serve
+from fedquilt.blobs.download import PATIENCE_S, Pull
+from fedquilt.blobs.store import Depot
+from fedquilt.core import BlobRef, FedquiltError, LinkError, StoreError, Wired
+from fedquilt.transport.link import Link
+
+log = logging.getLogger("fedquilt.blobs.transfer")
+
+Key = tuple[str, str]  # device, sha256
+
+_LEAVES: Final = frozenset({"get", "manifest", "missing", "chunk"})
+_DRAIN_POLL_S: Final = 0.01  # how soon a link with a full queue is looked at again
+_OFFLINE_POLL_S: Final = 1.0
+_DIGESTS_MOST: Final = 1 << 20  # characters of manifests kept: 16,000 chunks, 4 GB of blobs
+
+
+class Transfers:
+    """Pulls what is wanted and serves what is asked for, as it is stepped."""
+
+    def __init__(
+        self,
+        link: Link,
+        depot: Depot,
+        topics: wire.Topics,
+        direction: wire.Direction,
+        allowed: Callable[[str, str], bool],
+        budget_bytes: int = 4 << 20,
+        max_pulls: int = 16,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """`direction` is the way this side publishes; `allowed(device, sha256)`: may be sent to (or by) this device.
+
+        `max_pulls` are under way at once, the others wait; one whose peer is silent goes behind them.
+        """
+        self._link, self._depot, self._topics = link, depot, topics
+        self._direction: wire.Direction = direction
+        self._other: wire.Direction = "dn" if direction == "up" else "up"
+        self._allowed = allowed
+        self._budget_bytes = budget_bytes
+        self._max_pulls = max_pulls
+        self._patience_s = patience_s
+        self._wanted: dict[Key, BlobRef] = {}
+        self._askers: dict[str, dict[Key, None]] = {}  # sha256 -> the keys of `_wanted` with it, in order
+        self._waiting: dict[Key, None] = {}  # in order
+        self._pulls: dict[Key, Pull] = {}  # begun, some of them parked
+        self._open: dict[Key, Pull] = {}  # under way, the longest unasked first
+        self._done: list[tuple[str, str, str | None]] = []
+        self._serve = Serve(budget_bytes)
+        self._manifests: dict[tuple[str, int], wire.Manifest] = {}  # the last ones cut
+        self._traffic: Counter[tuple[str, wire.Direction]] = Counter()
+        self._session = link.session
+
+    # -- what the owner asks --
+
+    def want(self, device: str, ref: BlobRef) -> None:
+        """Pull a blob from a device (an agent names itself); `take_done` tells when it is here."""
+        key = (device, ref.sha256)
+        if key in self._wanted:
+            return
+        self._wanted[key] = ref
+        self._askers.setdefault(ref.sha256, {})[key] = None
+        if self._depot.has(ref):
+            self._end(key, None)
+        else:
+            self._waiting[key] = None
+
+    def cancel(self, device: str, sha256: str) -> None:
+        """Stop pulling; what is on disk already serves the next attempt."""
+        self._forget((device, sha256))
+
+    def take_done(self) -> list[tuple[str, str, str | None]]:
+        """(device, sha256, error or None) of what has ended since the last call."""
+        done, self._done = self._done, []
+        return done
+
+    def traffic_bytes(self, device: str, direction: wire.Direction) -> int:
+        """Chunk bytes that went to ("dn") or came from ("up") a device, repetitions included."""
+        return self._traffic[device, direction]
+
+    # -- messages --
+
+    def handle(self, route: wire.Route, payload: bytes, now_s: float) -> bool:
+        """Take a message if it is about a blob.
+
+        Raises:
+            WireError: it is, but its bytes are not what its topic says.
+        """
+        if route.leaf not in _LEAVES:
+            return False
+        if route.direction == self._direction:
+            return True  # our own, come back
+        if route.leaf == "get":
+            self._answer(route.device, wire.decode(payload, wire.Get))
+            return True
+        key = (route.device, route.sha256)
+        if route.leaf == "chunk":
+            self._take_chunk(key, route.index, payload, now_s)
+        elif route.leaf == "manifest":
+            self._take_manifest(key, wire.decode(payload, wire.Manifest), now_s)
+        else:
+            missing = wire.decode(payload, wire.Missing)
+            if pull := self._pulls.get(key):
+                pull.take_missing(missing.reason, now_s)
+        return True
+
+    def _take_manifest(self, key: Key, manifest: wire.Manifest, now_s: float) -> None:
+        pull = self._pulls.get(key)
+        if pull is not None and pull.take_manifest(manifest, now_s) and not _whole(manifest):
+            try:
+                pull.start(self._depot.resume(manifest))
+            except StoreError as error:
+                self._end(key, str(error))
+            else:
+                self._complete(key, pull)
+
+    def _take_chunk(self, key: Key, index: int, payload: bytes, now_s: float) -> None:
+        pull = self._pulls.get(key)
+        if pull is None:
+            return
+        self._traffic[key[0], self._other] += len(payload)
+        if pull.take_chunk(index, payload, now_s) and pull.manifest is not None:
+            try:
+                if _whole(pull.manifest):
+                    self._depot.put(payload, pull.ref)
+                else:
+                    self._depot.write(key[1], chunks.extent(pull.manifest, index)[0], payload)
+            except StoreError as error:
+                self._end(key, str(error))
+            else:
+                self._complete(key, pull)
+
+    def _complete(self, key: Key, pull: Pull) -> None:
+        if pull.done and pull.manifest is not None:
+            try:
+                if not _whole(pull.manifest):
+                    self._depot.finish(pull.ref)
+            except StoreError as error:
+                self._end(key, str(error))
+            else:
+                self._end(key, None)
+
+    def _end(self, key: Key, error: str | None) -> None:
+        """Tell the owner; a blob that has come from one device has come for all who were to send it."""
+        ref = self._wanted[key]
+        if self._depot.has(ref):
+            error = None
+        for other in list(self._askers[key[1]]) if error is None else [key]:
+            self._done.append((*other, error))
+            self._forget(other)
+
+    def _forget(self, key: Key) -> None:
+        places: tuple[dict[Key, Any], ...] = (self._wanted, self._waiting, self._pulls, self._open)
+        for place in places:
+            place.pop(key, None)
+        askers = self._askers.get(key[1], {})
+        askers.pop(key, None)
+        if not askers:
+            self._askers.pop(key[1], None)
+
+    # -- what is due --
+
+    def step(self, now_s: float) -> float:
+        """Publish what is due; returns when to be called again."""
+        if not self._wanted and not self._serve:
+            return math.inf
+        if not self._link.connected:
+            return now_s + _OFFLINE_POLL_S
+        try:
+            chunk = chunks.chunk_for(self._link.max_payload)
+        except LinkError as error:
+            for key in list(self._wanted):
+                self._end(key, str(error))
+        else:
+            self._admit(chunk, now_s)
+            while self._request(now_s):
+                self._admit(chunk, now_s)
+        while (item := self._serve.take(self._link.backlog)) is not None:
+            self._send(item)
+        due_s = [pull.due_s for pull in self._open.values() if pull.due_s > now_s]
+        if self._serve:
+            due_s.append(now_s + _DRAIN_POLL_S)
+        return min(due_s, default=math.inf)
+
+    def _admit(self, chunk: int, now_s: float) -> None:
+        """Open pulls while there is room; of one blob only one at a time."""
+        if self._link.session != self._session:
+            self._session = self._link.session
+            for pull in self._pulls.values():
+                pull.reconnected(chunk, now_s)
+        if not self._waiting or len(self._open) >= self._max_pulls:
+            return
+        under_way = {sha256 for _, sha256 in self._open}
+        for key in list(self._waiting):
+            if len(self._open) >= self._max_pulls:
+                return
+            if key[1] not in under_way:
+                under_way.add(key[1])
+                del self._waiting[key]
+                pull = self._pulls.get(key) or Pull(self._wanted[key], chunk, now_s, self._patience_s)
+                pull.unpark(now_s)
+                self._pulls[key] = self._open[key] = pull
+
+    def _request(self, now_s: float) -> bool:
+        """Ask for what there is room for; True: a pull has left its place to another."""
+        outstanding_bytes = sum(pull.outstanding_bytes for pull in self._open.values())
+        left = False
+        for key, pull in list(self._open.items()):
+            before_bytes, backoff = pull.outstanding_bytes, pull.backoff
+            room_bytes = max(self._budget_bytes - outstanding_bytes, 0 if outstanding_bytes else pull.chunk)
+            requests = pull.requests(now_s, room_bytes)
+            if pull.failed is not None:
+                self._end(key, pull.failed)
+                left = True
+            elif pull.backoff > backoff and self._waiting:
+                self._open.pop(key).park(now_s)
+                self._waiting[key] = None
+                left = True
+            else:
+                for request in requests:
+                    self._publish(key[0], "blob/get", request)
+                if requests:
+                    self._open[key] = self._open.pop(key)
+            outstanding_bytes += pull.outstanding_bytes - before_bytes
+        return left
+
+    # -- serving --
+
+    def _answer(self, device: str, get: wire.Get) -> None:
+        try:
+            manifest = self._manifest(device, get.sha256, get.chunk)
+        except FedquiltError as error:
+            return self._refuse(device, get.sha256, str(error))
+        if get.indices and manifest.chunk == get.chunk:
+            for index in get.indices:
+                if index < chunks.count(manifest):
+                    self._serve.ask(Item(device, get.sha256, manifest.chunk, index))
+        else:  # also when our packets have become smaller since the manifest was sent
+            self._serve.ask(Item(device, get.sha256, manifest.chunk, MANIFEST))
+
+    def _manifest(self, device: str, sha256: str, asked: int) -> wire.Manifest:
+        """How a blob is cut for a device that takes chunks of `asked` bytes.
+
+        Raises:
+            StoreError: it may not have it, or it is not here (any more).
+            LinkError: too large for this broker.
+        """
+        if not self._allowed(device, sha256):
+            raise StoreError(f"blob {sha256[:12]} is not offered to {device} now")
+        ref = self._depot.ref(sha256)
+        if ref is None:
+            raise StoreError(f"blob {sha256[:12]} is not here any more")
+        chunk = min(chunks.chunk_for(self._link.max_payload), asked)
+        manifest = self._manifests.pop((sha256, chunk), None)
+        if manifest is None:
+            try:
+                manifest = chunks.cut(ref, chunk, lambda offset, size: self._depot.read(sha256, offset, size))
+            except chunks.DamagedBlobError:
+                self._depot.drop(sha256)  # so that whoever can make it again may store it again
+                raise
+            while self._manifests and sum(len(m.digests) for m in self._manifests.values()) > _DIGESTS_MOST:
+                del self._manifests[next(iter(self._manifests))]
+        self._manifests[sha256, chunk] = manifest
+        return manifest
+
+    def _send(self, item: Item) -> None:
+        device, sha256, index = item.device, item.sha256, item.index
+        try:
+            manifest = self._manifest(device, sha256, item.chunk)
+            if index == MANIFEST:
+                self._publish(device, f"blob/{sha256}/manifest", manifest)
+            elif manifest.chunk == item.chunk:
+                payload = self._depot.read(sha256, *chunks.extent(manifest, index))
+                topic = self._topics.chunk(device, self._direction, sha256, index)
+                self._link.publish(topic, payload, reliable=False)
+                self._traffic[device, self._direction] += len(payload)
+        except FedquiltError as error:
+            self._refuse(device, sha256, str(error))
+
+    def _refuse(self, device: str, sha256: str, reason: str) -> None:
+        log.info("%s is not sent blob %s: %s", device, sha256[:12], reason)
+        self._publish(device, f"blob/{sha256}/missing", wire.Missing(sha256=sha256, reason=reason[:1000]))
+
+    def _publish(self, device: str, leaf: str, message: Wired) -> None:
+        self._link.publish(self._topics.device(device, self._direction, leaf), wire.encode(message))
+
+
+def _whole(manifest: wire.Manifest) -> bool:
+    """Whether the blob comes in a single chunk: it is stored at once, and needs no part on disk to go on with."""
+    return chunks.count(manifest) == 1

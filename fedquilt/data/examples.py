@@ -1,0 +1,289 @@
+"""A board's own examples: where they come from, which share of them is this board's, and what is held out.
+
+`DataSpec` is the `[data]` table of a job or an agent. Files are read by `readers`, put together and
+brought to one shape by `mixture`, drawn rather than read by `synthetic`; shares are drawn by
+`partition`. All are imported when examples are loaded, so that the daemon, which only checks its
+table, holds no numpy. A share is drawn from the labels alone, and only its rows are then read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from fedquilt import config
+from fedquilt.core import DataError, Examples
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from fedquilt.data.readers import Reader
+
+Positive = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+Format = Literal["auto", "npz", "idx", "folder", "torchvision"]
+
+
+class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One of several places that examples come from."""
+
+    path: str
+    labels_from: Natural  # its class 0 is this class of the whole; two with the same number share their classes
+    format: Format = "auto"
+    x: str = ""
+    y: str = ""
+    dataset: str = ""
+    download: bool = False
+
+
+class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where examples are, and which are this device's.
+
+    One of `path`, `sources` and `synthetic` says where from. A simulated fleet of n devices gives all the
+    same table, and device i `share = i`, `shares = n`.
+    """
+
+    path: str = ""  # file or folder; for torchvision its root
+    format: Format = "auto"  # auto: by what is at the path
+    split: str = "train"
+    x: str = ""  # npz: name of the array of inputs; default x_<split>, else x
+    y: str = ""  # npz: name of the array of labels; default y_<split>, else y
+    dataset: str = ""  # torchvision: name of the class, "CIFAR10"
+    download: bool = False  # torchvision: fetch it if it is not there
+    labels_from: Natural = 0  # what the path's class 0 is called: where a board has but one source of a mixture
+    sources: tuple[Source, ...] = ()  # a mixture, in this order
+    synthetic: Literal["", "fedpews-32k", "fedpews-3.2k"] = ""  # drawn by the seed: needs no file
+    size: Natural = 0  # scale images to size x size; 0: as they are, all alike
+    limit: Natural = 0  # use so many of all examples, drawn by the seed; 0: all
+    per_class: Natural | dict[str, Natural] = 0  # instead, so many of each class at most; or by split
+    held: Annotated[float, Meta(ge=0, lt=1)] = 0.2  # share of the device's own that is held out
+    groups: Literal["source"] | tuple[tuple[Natural, ...], ...] = ()
+    """Classes, or sources, that no two devices of different groups have in common: devices are split among the
+    groups in blocks as even as can be, and `partition` is then among the devices of each group."""
+    partition: Literal["all", "iid", "dirichlet", "classes", "shards"] = "all"
+    share: Natural = 0  # this device's, counted from 0
+    shares: Positive = 1
+    alpha: Annotated[float, Meta(gt=0)] = 0.5  # dirichlet: concentration; small is unlike, large is like iid
+    min_size: Positive = 2  # dirichlet: draw again until the smallest share has so many
+    classes: Positive = 2  # classes: how many each device has
+    shards: Positive = 2  # shards: how many pieces of the examples in order of class each device has
+    seed: Natural = 0
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("path", "sources", "synthetic") if getattr(self, name)]
+        if len(given) != 1:
+            raise ValueError(f"one of path, sources and synthetic is wanted, not {' and '.join(given) or 'none'}")
+        for name in ("format", "x", "y", "dataset", "download", "labels_from"):
+            if given != ["path"] and getattr(self, name) not in ("", "auto", 0):
+                raise ValueError(f"{name} goes with path{', or into each source' * (given == ['sources'])}")
+        if self.synthetic and self.size:
+            raise ValueError("size is for images, not for synthetic points")
+        if self.limit and self.per_class:
+            raise ValueError("limit and per_class: one of the two")
+        if self.groups == "source":
+            if len(self.sources) < 2:
+                raise ValueError('groups = "source" needs two sources or more')
+        elif self.groups:
+            named = [kind for group in self.groups for kind in group]
+            if not all(self.groups) or len(set(named)) < len(named):
+                raise ValueError("groups: each lists a class or more, and no class is in two")
+
+    @property
+    def where(self) -> str:
+        """Where examples come from, for messages."""
+        return self.path or self.synthetic or " + ".join(source.path for source in self.sources)
+
+
+def parse(table: Mapping[str, Any], where: str = "[data]") -> DataSpec:
+    """The spec in a `[data]` table, or in another that is like it.
+
+    Raises:
+        JobError: says which key is wrong, what is expected there, and which keys there are.
+    """
+    return config.convert(table, DataSpec, where)
+
+
+def load(spec: DataSpec) -> tuple[Examples, Examples]:
+    """This device's examples: those to train on, and those held out for evaluation. In stored order, apart.
+
+    Raises:
+        DataError: unreadable, labels that do not match, or nothing in this share; names the file and the mend.
+    """
+    reader = open_(spec)
+    used = _used(reader, spec)
+    return _read(reader, used, _some(_parts(reader, used, spec, [spec.share]), len(used), spec, [spec.share]), spec)[0]
+
+
+def load_shares(spec: DataSpec) -> list[tuple[Examples, Examples]]:
+    """What `load` gives to each of the spec's shares, for a fleet in one process: all is read once.
+
+    Raises:
+        DataError: as `load`.
+    """
+    reader = open_(spec)
+    used, shares = _used(reader, spec), range(spec.shares)
+    return _read(reader, used, _some(_parts(reader, used, spec, shares), len(used), spec, shares), spec)
+
+
+class Together:
+    """`load` for the devices of one process: the first that asks has the shares of all of them read, in one pass.
+
+    A share without examples is an error for its own device only. Where the file or an example in it cannot be used,
+    each device finds out for itself whether that is its own.
+    """
+
+    def __init__(self) -> None:
+        self._shares: dict[bytes, tuple[list[tuple[Examples, Examples]], int] | None] = {}  # and how many there are
+
+    def load(self, spec: DataSpec) -> tuple[Examples, Examples]:
+        """What the function `load` gives.
+
+        Raises:
+            DataError: as the function.
+        """
+        whole = msgspec.structs.replace(spec, share=0)
+        key = msgspec.json.encode(whole)
+        if key not in self._shares:
+            try:
+                reader = open_(whole)
+                used = _used(reader, whole)
+                self._shares[key] = (
+                    _read(reader, used, _parts(reader, used, whole, range(spec.shares)), whole),
+                    len(used),
+                )
+            except DataError:
+                self._shares[key] = None
+        known = self._shares[key]
+        if known is None or spec.share >= len(known[0]):
+            return load(spec)
+        shares, count = known
+        train, held = shares[spec.share]
+        if not len(train) + len(held):
+            raise _empty(spec, spec.share, count)
+        return train, held
+
+
+def load_all(spec: DataSpec) -> Examples:
+    """All examples of the split, unpartitioned: a common test set.
+
+    Raises:
+        DataError: as `load`.
+    """
+    reader = open_(spec)
+    return _examples(reader, _used(reader, spec), spec)
+
+
+def label_counts(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
+    """How many of each class every share has: to train on, and held out, (shares, classes) each. Reads no inputs.
+
+    Raises:
+        DataError: as `load`.
+    """
+    import numpy as np
+
+    reader = open_(spec)
+    used = _used(reader, spec)
+    y = reader.y[used]
+    kinds = int(y.max()) + 1 if len(y) else 0
+    parts = _some(_parts(reader, used, spec, range(spec.shares)), len(used), spec, range(spec.shares))
+    train, held = (
+        np.stack([np.bincount(y[part[which]], minlength=kinds) for part in parts]).astype(np.int64) for which in (0, 1)
+    )
+    return train, held
+
+
+def open_(spec: DataSpec) -> Reader:
+    """All labels of the split, and the means to read the inputs of some rows.
+
+    Raises:
+        DataError: nothing is there, or nothing that can be read; names the file and the mend.
+    """
+    from fedquilt.data import sources as mixture
+    from fedquilt.data import synthetic
+
+    if spec.synthetic:
+        return synthetic.open_(spec)
+    return mixture.open_(spec)
+
+
+def _parts(
+    reader: Reader, used: np.ndarray, spec: DataSpec, shares: Sequence[int]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of each of these shares the places in `used`, ascending: to train on, and held out. A share may be empty."""
+    from fedquilt.data import partition
+
+    for share in shares:
+        if share >= spec.shares:
+            raise DataError(f"[data] share {share} of {spec.shares}: shares are counted from 0 to {spec.shares - 1}")
+    y = reader.y[used]
+    found = []
+    origin = None if reader.origin is None else reader.origin[used]
+    owned = partition.shares(y, spec, origin, shares)
+    for share, own in zip(shares, owned, strict=True):
+        if not len(own):
+            found.append((own, own))
+            continue
+        train, held = partition.hold_out(y[own], msgspec.structs.replace(spec, share=share))
+        found.append((own[train], own[held]))
+    return found
+
+
+def _some(
+    parts: Sequence[tuple[np.ndarray, np.ndarray]], count: int, spec: DataSpec, shares: Sequence[int]
+) -> Sequence[tuple[np.ndarray, np.ndarray]]:
+    """The parts of these shares, none of which may be empty; `count`: of examples in all."""
+    for share, (train, held) in zip(shares, parts, strict=True):
+        if not len(train) + len(held):
+            raise _empty(spec, share, count)
+    return parts
+
+
+def _empty(spec: DataSpec, share: int, count: int) -> DataError:
+    return DataError(
+        f"{spec.where}: share {share} of {spec.shares} ({spec.partition!r}) is empty, of {count} examples: "
+        "have fewer shares, or more examples in each"
+    )
+
+
+def _used(reader: Reader, spec: DataSpec) -> np.ndarray:
+    """The rows that the spec's `limit` or `per_class` leaves, in stored order."""
+    from fedquilt.data import partition
+
+    each = spec.per_class.get(spec.split, 0) if isinstance(spec.per_class, dict) else spec.per_class
+    if each:
+        return partition.sample_each(reader.y, each, spec.seed)
+    return partition.sample(len(reader.y), spec.limit, spec.seed)
+
+
+def _read(
+    reader: Reader, used: np.ndarray, parts: Sequence[tuple[np.ndarray, np.ndarray]], spec: DataSpec
+) -> list[tuple[Examples, Examples]]:
+    """The examples of each pair of parts, in one pass over the file; they are views of one array."""
+    import numpy as np
+
+    flat = [part for pair in parts for part in pair]
+    every = _examples(reader, used[np.concatenate(flat)], spec)
+    ends = np.cumsum([len(part) for part in flat])
+    cut = [
+        Examples(every.x[end - len(part) : end], every.y[end - len(part) : end])
+        for part, end in zip(flat, ends, strict=True)
+    ]
+    return list(zip(cut[::2], cut[1::2], strict=True))
+
+
+def _examples(reader: Reader, rows: np.ndarray, spec: DataSpec) -> Examples:
+    import numpy as np
+
+    x = reader.take(rows)
+    if x.dtype.kind == "f":
+        odd = np.flatnonzero(~np.isfinite(x).all(axis=tuple(range(1, x.ndim))))
+        if len(odd):
+            first, hold = rows[odd].min(), "hold" if len(odd) > 1 else "holds"
+            raise DataError(
+                f"{spec.where}: {len(odd)} of {len(rows)} examples {hold} NaN or infinity, the first is example "
+                f"{first}: mend the file, or leave such examples out"
+            )
+    return Examples(x, reader.y[rows])

@@ -1,0 +1,128 @@
+"""One file's examples, or several files' as one set: labels in one numbering, images in one shape.
+
+Nothing is read to find out the common shape but headers, and only the sources that chosen rows lie
+in are read for these. Images are resized by the maps that networks are fed by (`models.images`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+
+from fedquilt.core import DataError
+from fedquilt.data import readers
+from fedquilt.data.examples import DataSpec
+from fedquilt.data.readers import Reader
+from fedquilt.models.networks import inputs
+
+AT_ONCE = 256  # images resized in one go: bounds what their float32 copies hold
+
+
+def open_(spec: DataSpec) -> Reader:
+    """The reader of the spec's path, or of its sources one after the other.
+
+    Raises:
+        DataError: one cannot be read, or they cannot be brought together; names the files and the mend.
+    """
+    if not spec.sources:
+        return _sized(_numbered(readers.open_(spec), spec.labels_from), spec)
+    found = []
+    for source in spec.sources:
+        one = DataSpec(split=spec.split, size=spec.size, **msgspec.structs.asdict(source))
+        found.append(_sized(_numbered(readers.open_(one), source.labels_from), one))
+    _check_labels(found, spec)
+    return _together(found, spec)
+
+
+def _numbered(reader: Reader, first: int) -> Reader:
+    return replace(reader, y=reader.y + first) if first else reader
+
+
+def _check_labels(found: Sequence[Reader], spec: DataSpec) -> None:
+    """Two sources either share their classes or have none in common."""
+    for number, (source, reader) in enumerate(zip(spec.sources, found, strict=True)):
+        for other, earlier in zip(spec.sources[:number], found[:number], strict=True):
+            common = np.intersect1d(reader.y, earlier.y)
+            if len(common) and source.labels_from != other.labels_from:
+                raise DataError(
+                    f"{other.path} and {source.path}: class {common[0]} is in both, which do not number theirs alike: "
+                    "set labels_from apart by all classes of the first, or equal if the classes are the same"
+                )
+
+
+# -- one shape ------------------------------------------------------------------------------------
+
+
+def _sized(reader: Reader, spec: DataSpec) -> Reader:
+    """The same images scaled to the spec's size; those that were scaled when read are left as they are."""
+    if not spec.size or reader.shape[:2] == (spec.size, spec.size):
+        return reader
+    if not _is_image(reader.shape):
+        raise DataError(f"{spec.where}: [data] size is for images, not for inputs of shape {reader.shape}")
+
+    def take(rows: np.ndarray) -> np.ndarray:
+        x = reader.take(rows)
+        result = np.empty((len(x), spec.size, spec.size, *x.shape[3:]), x.dtype)
+        for first in range(0, len(x), AT_ONCE):
+            result[first : first + AT_ONCE] = _resized(x[first : first + AT_ONCE], spec.size)
+        return result
+
+    return replace(reader, take=take, shape=(spec.size, spec.size, *reader.shape[2:]))
+
+
+def _is_image(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3))
+
+
+def _resized(x: np.ndarray, size: int) -> np.ndarray:
+    """(n, h, w[, c]) of any type -> (n, size, size[, c]) of the same."""
+    maps = x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2)  # (n, c, h, w)
+    scaled = inputs.resize(maps.astype(np.float32), size, size)
+    if x.dtype.kind != "f":
+        scaled = np.rint(scaled)  # means of pixels: never out of their range
+    return (scaled[:, 0] if x.ndim == 3 else scaled.transpose(0, 2, 3, 1)).astype(x.dtype)
+
+
+def _together(found: Sequence[Reader], spec: DataSpec) -> Reader:
+    """Sources as one: grey becomes colour where there is colour, bytes become 0..1 where there are floats."""
+    shape, dtype = _common_shape(found, spec), _common_type(found, spec)
+    sizes = [len(reader.y) for reader in found]
+    starts, origin = np.cumsum([0, *sizes]), np.repeat(np.arange(len(found)), sizes)
+
+    def take(rows: np.ndarray) -> np.ndarray:
+        result = np.empty((len(rows), *shape), dtype)
+        for number, reader in enumerate(found):
+            mine = np.flatnonzero(origin[rows] == number)
+            if len(mine):
+                x = reader.take(rows[mine] - starts[number])
+                if x.ndim < result.ndim:
+                    x = x[..., None]
+                result[mine] = x if x.dtype.kind == dtype.kind else x / np.float32(255)
+        return result
+
+    return Reader(np.concatenate([reader.y for reader in found]), take, shape, dtype, origin)
+
+
+def _common_shape(found: Sequence[Reader], spec: DataSpec) -> tuple[int, ...]:
+    shapes = {reader.shape for reader in found}
+    if len(shapes) == 1:
+        return shapes.pop()
+    if all(map(_is_image, shapes)) and len({shape[:2] for shape in shapes}) == 1:
+        height, width = found[0].shape[:2]
+        return (height, width, max(shape[2] if len(shape) == 3 else 1 for shape in shapes))
+    each = ", ".join(f"{source.path} {reader.shape}" for source, reader in zip(spec.sources, found, strict=True))
+    mend = "set [data] size" if all(map(_is_image, shapes)) else "they cannot be mixed"
+    raise DataError(f"sources of several shapes: {each}: {mend}")
+
+
+def _common_type(found: Sequence[Reader], spec: DataSpec) -> np.dtype:
+    kinds = {reader.dtype for reader in found}
+    if len(kinds) == 1:
+        return kinds.pop()
+    if all(kind == np.uint8 or kind.kind == "f" for kind in kinds):
+        return np.dtype(np.float32)
+    each = ", ".join(f"{source.path} {reader.dtype}" for source, reader in zip(spec.sources, found, strict=True))
+    raise DataError(f"sources of several types: {each}: save all as uint8, or as floats from 0 to 1")

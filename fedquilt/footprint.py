@@ -1,0 +1,213 @@
+"""What work holds in memory at its peak, above an engine at work: one model for engines, orders and admission.
+
+Light: torch is imported by `weigh` alone. Constants were fitted with `fedquilt bench footprint` on x86-64
+(torch 2.13 for the CPU, onnxruntime 1.31, glibc 2.36); a board's own error is learnt as it works
+(`fedquilt.edge_agent.task.budget.Caution`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+ASSUMED_BASE_BYTES: Mapping[str, int] = {"numpy": 38 * 10**6, "onnx": 57 * 10**6, "torch": 233 * 10**6}
+"""What a task's process holds once its engine is imported: measured on x86-64, until a board's own is known."""
+FIRST_USE_BYTES: Mapping[str, int] = {"onnx": 12 * 10**6, "torch": 18 * 10**6}
+"""What an engine loads and compiles when it is first used, whatever the work."""
+
+
+def need_bytes(engine: str, peak_bytes: int, base_bytes: int | None = None) -> int:
+    """What a task's process holds at its peak: the engine imported and at work, and the work above that.
+
+    Args:
+        base_bytes: of the process with the engine imported; None: as assumed.
+    """
+    base = ASSUMED_BASE_BYTES.get(engine, 0) if base_bytes is None else base_bytes
+    return base + FIRST_USE_BYTES.get(engine, 0) + peak_bytes
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What decides the memory that training a network takes."""
+
+    weights_bytes: int  # parameters and buffers
+    convolutions: int  # tensors of four axes
+    largest_bytes: int  # the largest of them
+    kept_bytes: int  # activations of one example that the forward pass keeps for the backward one
+    widest_bytes: int  # the largest of those
+    still_bytes: int = 0  # of the parameters, those held still: without gradients and moments
+    passing_bytes: int = 0  # the largest activation of one example, kept or not
+
+
+def weigh(model: nn.Module, x: torch.Tensor) -> tuple[Trained, torch.Tensor]:
+    """What a network takes in training, and its answer (n, ...), from one forward pass of a few examples (n, ...).
+
+    A parameter that wants no gradient is held still: what only it would need of the pass is not kept.
+    The pass is one in training mode: it moves the statistics of batch normalisation, and takes two
+    examples where the network has any.
+    """
+    import torch
+
+    held = [*model.parameters(), *model.buffers()]
+    own = {value.untyped_storage().data_ptr() for value in held}
+    kept: dict[int, int] = {}
+
+    def keep(value: torch.Tensor) -> torch.Tensor:
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return value.detach()  # itself would hold the graph that holds it: torch never finds such a circle
+
+    passing = 0
+
+    def passed(module: nn.Module, given: object, found: object) -> None:
+        nonlocal passing
+        if isinstance(found, torch.Tensor):
+            passing = max(passing, found.nbytes)
+
+    watches = [module.register_forward_hook(passed) for module in model.modules()]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+            answer = model.train()(x)
+    finally:
+        for watch in watches:
+            watch.remove()
+    weights = [value.untyped_storage().nbytes() for value in held]
+    trained = Trained(
+        weights_bytes=sum(weights),
+        convolutions=convolutions(value.ndim for value in held),
+        largest_bytes=max(weights, default=0),
+        kept_bytes=-(-sum(kept.values()) // len(x)),
+        widest_bytes=-(-max(kept.values(), default=0) // len(x)),
+        still_bytes=sum(value.untyped_storage().nbytes() for value in model.parameters() if not value.requires_grad),
+        passing_bytes=-(-passing // len(x)),
+    )
+    return trained, answer
+
+
+# -- training -------------------------------------------------------------------------------------
+
+LIBRARY_BYTES = {"torchvision": 64_000_000}
+"""What the library of a network holds besides, once it is imported; torchvision imports torch's compiler."""
+FIRST_KERNEL_BYTES, KERNEL_BYTES = 9_000_000, 500_000
+"""What is compiled for a network's convolutions: once, and for each of them."""
+COPIES = 2
+"""Of the weights: as received, and the model's own. Anchors, as a correction's start, come on top; of what is trained
+also the gradients, and what the optimizer remembers."""
+FREED = 0.5
+"""Times the weights is what glibc holds of tensors that came and went."""
+WIDEST = 10
+"""Times the widest activation is at work besides those kept: gradients in and out, scratch, and what glibc holds."""
+PASSING = 4
+"""Times the largest activation is at work where nothing is kept of it: before the first tensor that is trained."""
+
+PIECES = 8
+"""Into how many parts at most what is kept for the backward pass is divided, where it does not fit."""
+
+MARGIN = 1.1
+"""True peaks were up to so many times what was predicted: who is held to a budget plans with so much less."""
+
+
+def training_bytes(
+    network: Trained,
+    examples: int,
+    *,
+    anchors: int = 0,
+    moments: int = 0,
+    library: str = "",
+    piece_bytes: int | None = None,
+) -> int:
+    """The peak of training steps on so many examples at once, above torch at work.
+
+    Args:
+        anchors: copies of the weights that a method looks at, besides COPIES.
+        moments: copies of what is trained that the optimizer remembers.
+        library: what the network's name begins with, up to a slash.
+        piece_bytes: of what is kept for the backward pass, how much is held at once; None: all of it.
+    """
+    moving = (1 + moments) * (network.weights_bytes - network.still_bytes)
+    fixed = fixed_bytes(network.weights_bytes, network.convolutions, moving, copies=COPIES + anchors, library=library)
+    kept_bytes = examples * network.kept_bytes
+    held_bytes = kept_bytes if piece_bytes is None else min(piece_bytes, kept_bytes)
+    return fixed + examples * _working_bytes(network) + held_bytes
+
+
+def fixed_bytes(
+    weights_bytes: int, convolutions: int, moving_bytes: int = 0, *, copies: int = COPIES, library: str = ""
+) -> int:
+    """The part of `training_bytes` that no smaller micro-batch makes smaller.
+
+    Args:
+        moving_bytes: gradients, and what an optimizer remembers; 0 in an evaluation.
+        copies: of the weights that are held at once.
+    """
+    compiled = FIRST_KERNEL_BYTES * min(convolutions, 1) + KERNEL_BYTES * convolutions
+    return LIBRARY_BYTES.get(library, 0) + compiled + int((copies + FREED) * weights_bytes) + moving_bytes
+
+
+def convolutions(axes: Iterable[int]) -> int:
+    """How many of a network's tensors, each with so many axes, are weights of convolutions."""
+    return sum(each == 4 for each in axes)
+
+
+def example_bytes(network: Trained) -> int:
+    """The part of `training_bytes` that each example adds."""
+    return network.kept_bytes + _working_bytes(network)
+
+
+def least_bytes(network: Trained) -> int:
+    """What each example adds at the least: with what is kept made again in PIECES, one held at a time."""
+    return -(-network.kept_bytes // PIECES) + _working_bytes(network)
+
+
+def piece_bytes(network: Trained, examples: int, room_bytes: float) -> int | None:
+    """How much of what so many examples keep may be held at once, of the room for activations; None: all of it.
+
+    Never less than one of PIECES, however small the room: each further piece costs up to a forward pass more.
+    """
+    kept_bytes = examples * network.kept_bytes
+    left_bytes = int(room_bytes) - examples * _working_bytes(network)
+    return None if kept_bytes <= left_bytes else max(left_bytes, -(-kept_bytes // PIECES))
+
+
+def coupled(model: Collection[str], moved: Collection[str] | None = None) -> bool:
+    """Whether a network's mini-batches are trained whole: batch normalisation bears on all of their examples.
+
+    Args:
+        model: names of its tensors.
+        moved: of those that are trained; None: all. Batch normalisation of which nothing is trained is held still.
+    """
+    for name in model:
+        module, _, leaf = name.rpartition(".")
+        if leaf == "running_mean":
+            own = [each for each in (f"{module}.weight", f"{module}.bias") if each in model]
+            if moved is None or not own or any(each in moved for each in own):
+                return True
+    return False
+
+
+def _working_bytes(network: Trained) -> int:
+    """What is at work for each example, beside what is kept."""
+    return max(WIDEST * network.widest_bytes, PASSING * network.passing_bytes)
+
+
+# -- inference ------------------------------------------------------------------------------------
+
+SESSION_BYTES = 2 << 20
+"""An ONNX Runtime session beside its weights and activations."""
+GAPS = 1.2
+"""Times the activations is what their places in the runtime's plan of memory take."""
+
+
+def scoring_bytes(weights_bytes: int, activation_bytes: int, examples: int) -> int:
+    """The peak of one graph on so many examples at once, its weights mapped and not laid out anew, above ONNX Runtime.
+
+    Args:
+        activation_bytes: alive together for one example, at most (`fedquilt.models.stitching.tiled_linear`).
+    """
+    return SESSION_BYTES + weights_bytes + int(GAPS * examples * activation_bytes)

@@ -1,0 +1,362 @@
+"""How messages get from one side to the other.
+
+`Link` is all that either side knows of the network. It never blocks and starts no thread:
+`publish` queues, `receive` hands over what has come, `wait` sleeps. `fedquilt.transport.mqtt.MqttLink` is a
+real broker's; `MemoryLink` is a broker of a few dictionaries on virtual time, with seeded faults,
+on which a whole federation runs in one process.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from fedquilt.transport.topic_tree import TopicTree
+
+
+class Message(NamedTuple):
+    """One message as it came."""
+
+    topic: str
+    payload: bytes
+    retained: bool = False
+
+
+class Link(Protocol):
+    """One client's connection to a broker."""
+
+    @property
+    def session(self) -> int:
+        """Grows with every (re)connection; 0 before the first."""
+        ...
+
+    @property
+    def connected(self) -> bool: ...
+
+    @property
+    def backlog(self) -> int:
+        """Bytes published and not yet handed to the network."""
+        ...
+
+    @property
+    def max_payload(self) -> int:
+        """The largest payload this broker takes, as far as is known."""
+        ...
+
+    def subscribe(self, filters: Sequence[str]) -> None:
+        """Ask for topics; remembered, and asked again after a reconnection."""
+        ...
+
+    def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
+        """Queue one message. `reliable` is QoS 1, which a broker may still drop when its queue is full.
+
+        Raises:
+            LinkError: the payload is larger than the broker takes.
+        """
+        ...
+
+    def receive(self) -> list[Message]:
+        """What has arrived since the last call."""
+        ...
+
+    def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
+        """Sleep until something arrives, one of `fds` is readable, or the time is up."""
+        ...
+
+    def close(self) -> None:
+        """Send what is queued, say goodbye (no last will) and disconnect."""
+        ...
+
+
+class Endpoint(Protocol):
+    """A coordinator or an agent: stepped, never blocking."""
+
+    @property
+    def finished(self) -> bool:
+        """Nothing is left to do."""
+        ...
+
+    def step(self, now_s: float) -> float:
+        """Handle what has arrived and what is due; returns when to be called again at the latest."""
+        ...
+
+    def fds(self) -> Sequence[int]:
+        """File descriptors whose readiness should wake it (its worker's, say)."""
+        ...
+
+
+def run(
+    endpoint: Endpoint,
+    link: Link,
+    stop: Callable[[], bool] = lambda: False,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Drive one endpoint in real time until it has finished or `stop` says so."""
+    while not endpoint.finished and not stop():
+        due = endpoint.step(clock())
+        if endpoint.finished:
+            return
+        link.wait(min(max(due - clock(), 0.0), 1.0), endpoint.fds())
+
+
+# -- in memory ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What goes wrong on a MemoryBroker, as probabilities for each delivery; delays in virtual seconds."""
+
+    drop: float = 0.0
+    duplicate: float = 0.0
+    corrupt: float = 0.0
+    delay_s: float = 0.0  # each delivery takes 1 ms plus up to this, so messages overtake each other
+
+
+NO_FAULTS = Faults()
+
+
+class MemoryBroker:
+    """Topics, retained messages and last wills in dictionaries, on virtual time."""
+
+    def __init__(self, seed: int = 0, faults: Faults = NO_FAULTS, max_payload: int = 1 << 20) -> None:
+        self.now_s = 0.0
+        self.faults = faults
+        self.max_payload = max_payload
+        self.published = 0
+        self.clients = 0  # counts every client that has come or gone
+        self._random = random.Random(seed)
+        self._retained: dict[str, tuple[int, bytes]] = {}  # topic -> since which sequence number, and the latest
+        self._topics: TopicTree[str] = TopicTree()  # those of `_retained`
+        self._links: dict[MemoryLink, None] = {}
+        self._filters: TopicTree[MemoryLink] = TopicTree()
+        self._heap: list[tuple[float, int, MemoryLink, Message]] = []
+        self._sequence = 0
+
+    def connect(self, will: tuple[str, bytes] | None = None) -> MemoryLink:
+        """A new client; `will` is published (retained) when it is lost without a goodbye."""
+        self.clients += 1
+        link = MemoryLink(self, will)
+        self._links[link] = None
+        return link
+
+    def lose(self, link: MemoryLink) -> None:
+        """The client's process died: its queue is gone, its will is published."""
+        if link not in self._links:
+            return  # it has said goodbye
+        self._forget(link)
+        link.inbox.clear()
+        if link.will is not None:
+            self._publish(link.will[0], link.will[1], retain=True)
+
+    def next_s(self) -> float | None:
+        """When the next delivery is due."""
+        return self._heap[0][0] if self._heap else None
+
+    def deliver(self) -> list[MemoryLink]:
+        """Put every delivery that is due by now into its client's inbox; the clients that have got something."""
+        reached: dict[MemoryLink, None] = {}
+        while self._heap and self._heap[0][0] <= self.now_s:
+            _, _, link, message = heapq.heappop(self._heap)
+            if link.connected:
+                link.inbox.append(message)
+                reached[link] = None
+        return list(reached)
+
+    def _forget(self, link: MemoryLink) -> None:
+        self.clients += 1
+        del self._links[link]
+        for pattern in link.filters:
+            self._filters.remove(pattern, link)
+        link.connected = False
+
+    def _publish(self, topic: str, payload: bytes, retain: bool) -> None:
+        self.published += 1
+        if retain:
+            self._retain(topic, payload)
+        takers = self._filters.matching(topic)
+        if len(takers) > 1:  # each once though several of its filters match, in the order in which they connected
+            takers = sorted(set(takers), key=lambda link: link.number)
+        for link in takers:
+            self._schedule(link, Message(topic, payload))
+
+    def _retain(self, topic: str, payload: bytes) -> None:
+        """Keep the latest message of a topic; an empty one clears it."""
+        known = self._retained.get(topic)
+        if payload:
+            if known is None:
+                self._sequence += 1
+                self._topics.add(topic, topic)
+            self._retained[topic] = (self._sequence if known is None else known[0], payload)
+        elif known is not None:
+            del self._retained[topic]
+            self._topics.remove(topic, topic)
+
+    def _subscribe(self, link: MemoryLink, filters: Sequence[str]) -> None:
+        if link in self._links:
+            for pattern in filters:
+                self._filters.add(pattern, link)
+        kept = {topic for pattern in filters for topic in self._topics.under(pattern)}
+        for topic in sorted(kept, key=lambda topic: self._retained[topic][0]):
+            self._schedule(link, Message(topic, self._retained[topic][1], True))
+
+    def _receive(self, topic: str, payload: bytes, retain: bool) -> None:
+        for copy in self._disturb(payload):
+            self._publish(topic, copy, retain)
+
+    def _schedule(self, link: MemoryLink, message: Message) -> None:
+        if self.faults == NO_FAULTS:
+            self._sequence += 1
+            heapq.heappush(self._heap, (self.now_s + 0.001, self._sequence, link, message))
+            return
+        for payload in self._disturb(message.payload):
+            self._sequence += 1
+            due = self.now_s + 0.001 + self._random.random() * self.faults.delay_s
+            heapq.heappush(self._heap, (due, self._sequence, link, message._replace(payload=payload)))
+
+    def _disturb(self, payload: bytes) -> list[bytes]:
+        roll, faults = self._random.random, self.faults
+        if faults == NO_FAULTS:
+            return [payload]
+        if roll() < faults.drop:
+            return []
+        copies = [payload, payload] if roll() < faults.duplicate else [payload]
+        return [self._corrupt(copy) if copy and roll() < faults.corrupt else copy for copy in copies]
+
+    def _corrupt(self, payload: bytes) -> bytes:
+        place = self._random.randrange(len(payload))
+        flipped = payload[place] ^ (1 << self._random.randrange(8))
+        return payload[:place] + bytes([flipped]) + payload[place + 1 :]
+
+
+class MemoryLink:
+    """A client of a MemoryBroker."""
+
+    backlog = 0
+
+    def __init__(self, broker: MemoryBroker, will: tuple[str, bytes] | None) -> None:
+        self.broker = broker
+        self.will = will
+        self.number = broker.clients  # grows with every client
+        self.session = 1
+        self.connected = True
+        self.max_payload = broker.max_payload
+        self.filters: list[str] = []
+        self.inbox: list[Message] = []
+
+    def subscribe(self, filters: Sequence[str]) -> None:
+        self.filters += [pattern for pattern in filters if pattern not in self.filters]
+        self.broker._subscribe(self, filters)
+
+    def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
+        if self.connected:
+            self.broker._receive(topic, payload, retain)
+
+    def receive(self) -> list[Message]:
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
+        raise RuntimeError("virtual time does not wait: drive a MemoryBroker with `simulate`")
+
+    def close(self) -> None:
+        if self in self.broker._links:
+            self.broker._forget(self)
+            self.inbox.clear()
+
+
+def matches(pattern: str, topic: str) -> bool:
+    """Whether an MQTT topic filter takes a topic."""
+    wanted, given = pattern.split("/"), topic.split("/")
+    for place, level in enumerate(wanted):
+        if level == "#":
+            return True
+        if place >= len(given) or level not in ("+", given[place]):
+            return False
+    return len(wanted) == len(given)
+
+
+def simulate(
+    broker: MemoryBroker,
+    endpoints: Callable[[], Sequence[tuple[MemoryLink, Endpoint]]],
+    until: Callable[[], bool],
+    limit_s: float = 1e6,
+    watch: Callable[[], None] = lambda: None,
+) -> None:
+    """Drive endpoints on virtual time until `until`.
+
+    An endpoint is stepped when something has arrived for it or when it said that it would be due, those of one
+    instant in the order of `endpoints`; one that has nothing to do costs nothing. `endpoints` is asked anew
+    whenever a client has connected to the broker or left it, so they may come and go. `watch` is called after
+    each step, for whoever shows how it goes.
+
+    Raises:
+        TimeoutError: the virtual time limit passed, or nothing is left to happen.
+    """
+    agenda = _Agenda(broker.now_s)
+    clients = -1
+    while not until():
+        reached = broker.deliver()
+        if broker.clients != clients:
+            clients = broker.clients
+            agenda.seat(endpoints(), broker.now_s)
+        for place in agenda.ready(reached, broker.now_s):
+            agenda.step(place, broker.now_s)
+            watch()
+        if until():
+            return
+        next_s = min(agenda.next_s(), math.inf if (delivery := broker.next_s()) is None else delivery)
+        if next_s > limit_s:
+            raise TimeoutError(f"nothing left to happen at virtual second {broker.now_s:.1f}")
+        broker.now_s = max(broker.now_s, next_s)
+
+
+class _Agenda:
+    """Who of the endpoints of a simulation is to be stepped when."""
+
+    def __init__(self, now_s: float) -> None:
+        self._seats: list[tuple[MemoryLink, Endpoint]] = []
+        self._due_s: list[float] = []  # by place
+        self._places: dict[MemoryLink, int] = {}
+        self._heap: list[tuple[float, int]] = []  # (due, place); outdated where `_due_s` says otherwise
+
+    def seat(self, seats: Sequence[tuple[MemoryLink, Endpoint]], now_s: float) -> None:
+        """Take these endpoints in place of those before; new ones are due now."""
+        known = {id(endpoint): due_s for (_, endpoint), due_s in zip(self._seats, self._due_s, strict=True)}
+        self._seats = list(seats)
+        self._places = {link: place for place, (link, _) in enumerate(self._seats)}
+        self._due_s = [now_s if link.inbox else known.get(id(endpoint), now_s) for link, endpoint in self._seats]
+        self._heap = [(due_s, place) for place, due_s in enumerate(self._due_s) if due_s < math.inf]
+        heapq.heapify(self._heap)
+
+    def ready(self, reached: Sequence[MemoryLink], now_s: float) -> list[int]:
+        """The places of those that have been reached or are due, ascending."""
+        found = {self._places[link] for link in reached if link in self._places}
+        while self._heap and self._heap[0][0] <= now_s:
+            due_s, place = heapq.heappop(self._heap)
+            if due_s == self._due_s[place]:
+                found.add(place)
+        return sorted(found)
+
+    def step(self, place: int, now_s: float) -> None:
+        """Step the endpoint of a place, unless it has finished."""
+        link, endpoint = self._seats[place]
+        due_s = math.inf if endpoint.finished else endpoint.step(now_s)
+        if endpoint.finished:
+            due_s = math.inf
+        elif link.inbox:
+            due_s = now_s  # it has left something for the next time
+        if due_s != self._due_s[place] or due_s <= now_s:
+            self._due_s[place] = due_s
+            if due_s < math.inf:
+                heapq.heappush(self._heap, (due_s, place))
+
+    def next_s(self) -> float:
+        """When the next one is due."""
+        while self._heap and self._heap[0][0] != self._due_s[self._heap[0][1]]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else math.inf

@@ -1,0 +1,500 @@
+"""`MqttLink`: a `Link` over an MQTT broker. The only module that imports paho.
+
+One thread, the caller's: paho is driven through its external-loop calls inside `wait`, and nothing
+here ever blocks but the resolver. MQTT 5 is tried first and 3.1.1 is used where a broker refuses it;
+nothing depends on which, but the packet limit that only MQTT 5 announces.
+
+Messages wait in our queue, not in paho's: paho 2.2 obeys neither the broker's packet limit nor its
+ReceiveMaximum, keeps an unbounded queue, and sends again for ever what makes a broker hang up. So it
+is given a few at a time and a fresh client serves each connection; `fedquilt.transport.send_queue` decides.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import select
+import socket
+import ssl
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Final
+
+import paho.mqtt.client as paho
+from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
+from paho.mqtt.packettypes import PacketTypes
+from paho.mqtt.properties import Properties
+from paho.mqtt.reasoncodes import ReasonCode
+
+from fedquilt.core import FedquiltError, LinkError
+from fedquilt.transport.connect import ANSWER_S, Broker, Waiting, dial
+from fedquilt.transport.link import Message, matches
+from fedquilt.transport.mqtt_errors import (
+    KEEP_ALIVE,
+    NOT_AUTHORIZED,
+    PROTOCOL_ERROR,
+    TOO_LARGE,
+    UNSPECIFIED,
+    UNSUPPORTED_VERSION,
+    lost,
+    not_mqtt,
+    refused,
+    tls_failed,
+    unanswered,
+    unreachable,
+)
+from fedquilt.transport.send_queue import BREAKS, Sending, SendQueue
+
+__all__ = ["Broker", "MqttLink", "backoff_s", "payload_limit"]
+
+log = logging.getLogger(__name__)
+
+KIB: Final = 1024
+HEADER: Final = KIB  # bytes left for the topic and the packet's own header
+UNANNOUNCED_5: Final = 1024 * KIB  # an MQTT 5 broker that announces no limit
+UNANNOUNCED_311: Final = 121 * KIB  # 3.1.1 cannot announce one: safe where packets end at 128 KiB
+RELIABLE_WINDOW: Final = 20  # QoS-1 messages under way, where the broker's ReceiveMaximum allows
+INBOX_BYTES: Final = 1024 * KIB  # read ahead of the caller; what is beyond waits in the broker
+SMALLEST_CEILING: Final = 16 * KIB
+STABLE_S: Final = 10.0  # a connection that held so long was a good one: back-off begins anew
+LINGER_S: Final = 5.0
+
+
+def backoff_s(failures: int, roll: float) -> float:
+    """Seconds to wait after so many failures in a row: 0.5 doubling to 30, shortened by up to half at random."""
+    return float(min(30.0, 0.5 * 2 ** min(failures - 1, 10)) * (1.0 - 0.5 * roll))
+
+
+def payload_limit(level: int, announced: int | None, override: int | None) -> int:
+    """The largest payload in bytes, by MQTT level (4 is 3.1.1) and what CONNACK announced."""
+    if override is not None:
+        return override
+    if level < 5:
+        return UNANNOUNCED_311
+    return UNANNOUNCED_5 if announced is None else max(announced - HEADER, 0)
+
+
+class _Client(paho.Client):
+    """paho on a socket that is open already, so that connecting never blocks."""
+
+    def __init__(self, sock: socket.socket, level: int, client_id: str) -> None:
+        self._given = sock
+        super().__init__(
+            CallbackAPIVersion.VERSION2,
+            client_id,
+            clean_session=None if level == 5 else False,
+            protocol=MQTTProtocolVersion(level),
+            reconnect_on_failure=False,
+        )
+        # With this callback paho queues packets instead of writing from inside publish().
+        self.on_socket_register_write = lambda client, userdata, sock: None
+
+    def _create_socket(self) -> socket.socket:
+        return self._given
+
+
+class MqttLink:
+    """One client of a broker; see `transport.link.Link`. Nothing is sent before the first `wait` or `connect`."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        client_id: str,
+        will: tuple[str, bytes] | None = None,
+        *,
+        roll: Callable[[], float] = random.random,
+    ) -> None:
+        """`will` (topic, payload) is published by the broker, retained, when this client is lost without `close`.
+
+        `roll` draws from [0, 1) for the back-off's jitter.
+        """
+        self.broker = broker
+        self.client_id = client_id
+        self.will = will
+        self.session = 0
+        self.connected = False
+        self.level = 5  # of MQTT; becomes 4 (3.1.1) where a broker refuses 5
+        self.max_payload = payload_limit(4, None, broker.max_payload)
+        self.dropped = 0  # messages given up: refused, too large, or too many while offline
+        self._roll = roll
+        self._filters: list[str] = []
+        self._inbox: list[Message] = []
+        self._inbox_bytes = 0
+        self._queue = SendQueue()
+        self._window = RELIABLE_WINDOW
+        self._ceiling: int | None = None  # bytes: what is left to try with a broker that hangs up at more
+        self._dial: Generator[Waiting, None, socket.socket] | None = None
+        self._waiting: Waiting | None = None  # what the dial waits for
+        self._socket: socket.socket | None = None  # a dialled one
+        self._client: _Client | None = None
+        self._said = ""  # what paho last had to complain of
+        self._farewell: ReasonCode | None = None  # why the connection ended
+        self._since_s = 0.0  # when it began
+        self._failures = 0  # attempts and short connections in a row
+        self._short = 0  # of these, connections that the broker soon closed
+        self._due_s = 0.0  # when to try again; during an attempt, when it has taken too long
+        self._trouble: str | None = None
+        self._refused: str | None = None
+        self._final = False  # the trouble is one that trying again cannot mend
+        self._asked = False  # a command waits in `connect`, and will tell the trouble itself
+        self._closed = False
+
+    @property
+    def backlog(self) -> int:
+        """Payload bytes published and not yet written (unreliable) or acknowledged (reliable)."""
+        return self._queue.backlog
+
+    @property
+    def problem(self) -> str | None:
+        """Why there is no connection or, with one, what the broker last refused: one sentence, or None."""
+        return self._trouble or self._refused
+
+    # -- Link -------------------------------------------------------------------------------------
+
+    def connect(self, timeout_s: float) -> None:
+        """Wait for the first connection, for commands that cannot go on without.
+
+        Raises:
+            LinkError: none within `timeout_s`, or refused in a way that waiting does not mend.
+        """
+        until = time.monotonic() + timeout_s
+        self._final, self._asked = False, True
+        try:
+            while not self.connected:
+                left = until - time.monotonic()
+                if left <= 0 or self._final:
+                    raise LinkError(self.problem or f"no answer from {self.broker} within {timeout_s:g} s")
+                self.wait(left)
+        finally:
+            self._asked = False
+
+    def subscribe(self, filters: Sequence[str]) -> None:
+        self._filters += [pattern for pattern in filters if pattern not in self._filters]
+        if filters and self.connected and self._client is not None:
+            self._client.subscribe([(pattern, 1) for pattern in filters])
+
+    def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
+        """Queue one message; without a connection only a reliable one is kept, within bounds.
+
+        Raises:
+            LinkError: the payload is larger than the broker takes.
+        """
+        if len(payload) > self.max_payload:
+            raise LinkError(
+                f"a message of {len(payload)} bytes to {topic} exceeds the {self.max_payload} of {self.broker}: "
+                "send smaller ones, or raise the broker's packet limit (and max_payload, if it is set)"
+            )
+        if not self.connected and not reliable:
+            return
+        self._queue.add(Sending(topic, payload, retain, reliable))
+        if not self.connected and (given_up := self._queue.trim()):
+            self._drop(given_up, f"too much waits for {self.broker}: the oldest messages are dropped")
+
+    def receive(self) -> list[Message]:
+        messages, self._inbox, self._inbox_bytes = self._inbox, [], 0
+        return messages
+
+    def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
+        """Sleep until something arrives, the connection changes, half of `backlog` has left, or as `Link` says.
+
+        The broker hears of us only while this runs: call it at least every `keepalive_s`.
+        """
+        until = time.monotonic() + max(timeout_s, 0.0)
+        before = (self.session, self.connected, self.problem)
+        half = self.backlog // 2 if self.backlog else -1
+        while True:
+            left = 0.0 if self._inbox else until - time.monotonic()
+            woken = self._turn(max(left, 0.0), fds)
+            if woken or self._inbox or self.backlog <= half or time.monotonic() >= until:
+                return
+            if before != (self.session, self.connected, self.problem):
+                return
+
+    def close(self) -> None:
+        until = time.monotonic() + LINGER_S
+        while self.connected and self.backlog and (left := until - time.monotonic()) > 0:
+            self._turn(left, ())
+            self.receive()
+        self._closed = True
+        if self.connected and self._client is not None and self._socket is not None:
+            _say_goodbye(self._client, self._socket)
+        self._hang_up()
+        self.connected = False
+
+    # -- one turn: a poll, and the input and output it allows --------------------------------------
+
+    def _turn(self, timeout_s: float, fds: Sequence[int]) -> bool:
+        """Whether one of `fds` is ready."""
+        if not self._closed:
+            self._begin()
+        self._hand_over()
+        poller = select.poll()
+        for fd in fds:
+            poller.register(fd, select.POLLIN)
+        waiting = self._interest()
+        if waiting is not None:
+            poller.register(*waiting)
+            if (
+                isinstance(waiting.socket, ssl.SSLSocket)
+                and waiting.events & select.POLLIN
+                and waiting.socket.pending()
+            ):
+                timeout_s = 0.0
+        ready = dict(poller.poll(min(timeout_s, self._patience_s()) * 1000))
+        if waiting is not None:
+            self._progress(bool(ready.pop(waiting.socket.fileno(), 0)))
+        return bool(ready)
+
+    def _interest(self) -> Waiting | None:
+        if self._client is None or self._socket is None:
+            return self._waiting
+        reading = select.POLLIN if self._inbox_bytes < INBOX_BYTES else 0
+        return Waiting(self._socket, reading | (select.POLLOUT if self._client.want_write() else 0))
+
+    def _patience_s(self) -> float:
+        """How long a poll may last before something of ours is due."""
+        return 1.0 if self.connected or self._closed else min(max(self._due_s - time.monotonic(), 0.0), 1.0)
+
+    def _progress(self, ready: bool) -> None:
+        late = not self.connected and time.monotonic() >= self._due_s
+        if self._client is None:
+            if ready or late:
+                self._step_dial(late)
+        elif late:
+            self._doubt_level()
+            self._lose(unreachable(self.broker, TimeoutError()))
+        else:
+            self._exchange()
+
+    # -- connecting -------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Start an attempt if one is due."""
+        if self._client is None and self._dial is None and time.monotonic() >= self._due_s:
+            self._dial = dial(self.broker)
+            self._step_dial(late=False)
+
+    def _step_dial(self, late: bool) -> None:
+        assert self._dial is not None
+        before = self._waiting
+        try:
+            self._waiting = self._dial.throw(TimeoutError()) if late else next(self._dial)
+        except StopIteration as stop:
+            self._dial = self._waiting = None
+            self._due_s = time.monotonic() + ANSWER_S  # for CONNACK
+            return self._greet(stop.value)
+        except FedquiltError as error:
+            return self._lose(error)
+        if before is None or before.socket is not self._waiting.socket:  # another address, or TLS on this one
+            self._due_s = time.monotonic() + ANSWER_S
+
+    def _greet(self, sock: socket.socket) -> None:
+        """Send CONNECT on a socket just opened."""
+        self._socket = sock
+        try:
+            password = self.broker.password()
+        except FedquiltError as error:
+            return self._lose(error)
+        client = self._client = _Client(sock, self.level, self.client_id)
+        client.username_pw_set(self.broker.user, password)
+        if self.will is not None:
+            client.will_set(*self.will, qos=1, retain=True)
+        client.on_connect = self._on_connect
+        client.on_disconnect = self._on_disconnect
+        client.on_message = self._on_message
+        client.on_publish = self._on_publish
+        client.on_subscribe = self._on_subscribe
+        client.on_log = self._on_log
+        self._farewell, self._said = None, ""
+        properties = None
+        if self.level == 5:
+            properties = Properties(PacketTypes.CONNECT)  # type: ignore[no-untyped-call]
+            properties.SessionExpiryInterval = self.broker.session_expiry_s
+            properties.MaximumPacketSize = max(self.broker.max_payload or 0, UNANNOUNCED_5) + HEADER
+        client.connect_async(
+            self.broker.host, self.broker.port, self.broker.keepalive_s, clean_start=False, properties=properties
+        )
+        client.reconnect()
+
+    def _on_connect(self, client: Any, userdata: Any, flags: Any, reason: ReasonCode, properties: Any) -> None:
+        client.on_log = None  # it costs a formatted string for every packet
+        self._farewell = reason
+        if reason.is_failure:
+            return
+        self.connected = True
+        self.session += 1
+        announced = getattr(properties, "MaximumPacketSize", None)
+        limit = payload_limit(self.level, announced, self.broker.max_payload)
+        self.max_payload = limit if self._ceiling is None else min(limit, self._ceiling)
+        self._window = min(RELIABLE_WINDOW, getattr(properties, "ReceiveMaximum", RELIABLE_WINDOW))
+        self._since_s = time.monotonic()
+        self._trouble, self._final = None, False
+        if self._filters:
+            client.subscribe([(pattern, 1) for pattern in self._filters])
+        level = "5" if self.level == 5 else "3.1.1"
+        log.info("connected to %s by MQTT %s, payloads up to %d bytes", self.broker, level, self.max_payload)
+
+    # -- connected --------------------------------------------------------------------------------
+
+    def _exchange(self) -> None:
+        """Read and write what can be without waiting."""
+        client, sock = self._client, self._socket
+        assert client is not None
+        assert sock is not None
+        peek = select.poll()
+        peek.register(sock, select.POLLIN)
+        while client.socket() is not None and self._inbox_bytes < INBOX_BYTES:
+            if not peek.poll(0) and not (isinstance(sock, ssl.SSLSocket) and sock.pending()):
+                break
+            try:
+                client.loop_read()
+            except Exception as error:  # whatever bytes that are not MQTT make of paho's decoder
+                return self._lose(not_mqtt(self.broker, str(error)))
+        if client.socket() is not None:
+            client.loop_misc()
+        self._hand_over()
+        if client.socket() is not None and client.want_write():
+            client.loop_write()
+        if client.socket() is None:
+            self._ended()
+
+    def _hand_over(self) -> None:
+        """Give paho what may now be under way."""
+        client = self._client
+        while self.connected and client is not None and client.socket() is not None:
+            message = self._queue.take(self._window)
+            if message is None:
+                return
+            if message.size > self.max_payload:  # it was published when more was taken
+                self._queue.give_up(message)
+                self._drop(1, f"{self.broker} now takes {self.max_payload} bytes at most: larger messages are dropped")
+            else:
+                qos = int(message.reliable)
+                self._queue.sent(client.publish(message.topic, message.payload, qos, message.retain).mid, message)
+
+    def _on_publish(self, client: Any, userdata: Any, mid: int, reason: ReasonCode, properties: Any) -> None:
+        """A QoS-1 message was acknowledged, or a QoS-0 message written."""
+        message = self._queue.done(mid)
+        if message is not None and reason.is_failure:
+            mine = "its certificate or user may have no right there: see the broker's ACL"
+            mend = mine if reason.value == NOT_AUTHORIZED else "see the broker's log"
+            self._drop(1, f"{self.broker} refuses messages to {message.topic} ({reason}): {mend}")
+
+    def _on_message(self, client: Any, userdata: Any, message: paho.MQTTMessage) -> None:
+        try:
+            topic = message.topic
+        except UnicodeDecodeError:
+            return
+        # Some send what was not asked for: a session's subscriptions of long ago (Mosquitto), others' (amqtt).
+        if any(matches(pattern, topic) for pattern in self._filters):
+            self._inbox.append(Message(topic, bytes(message.payload), message.retain))
+            self._inbox_bytes += len(message.payload) + len(topic)
+
+    def _on_subscribe(self, client: Any, userdata: Any, mid: int, reasons: list[ReasonCode], properties: Any) -> None:
+        for reason in reasons:
+            if reason.is_failure:
+                self._refuse(f"{self.broker} refuses a subscription of {self.client_id} ({reason}): see its ACL")
+
+    # -- losing it --------------------------------------------------------------------------------
+
+    def _on_disconnect(self, client: Any, userdata: Any, flags: Any, reason: ReasonCode, properties: Any) -> None:
+        if self._farewell is None or not self._farewell.is_failure:  # CONNACK's reason is the better one
+            self._farewell = reason
+
+    def _on_log(self, client: Any, userdata: Any, level: int, text: str) -> None:
+        if level == paho.MQTT_LOG_ERR:
+            self._said = text
+
+    def _ended(self) -> None:
+        """paho has closed the socket: find out why, and whether the other level of MQTT may do better."""
+        code = self._farewell.value if self._farewell is not None else UNSPECIFIED
+        if self.connected:
+            return self._lose(lost(self.broker, self.client_id, code, str(self._farewell), self._short >= 2))
+        if code == UNSUPPORTED_VERSION and self.level == 5:
+            log.info("%s refuses MQTT 5: using 3.1.1", self.broker)
+            self.level = 4
+            self._due_s = 0.0
+            return self._hang_up()
+        if code == PROTOCOL_ERROR:
+            return self._lose(not_mqtt(self.broker, str(self._farewell)))
+        if code > UNSPECIFIED and code != KEEP_ALIVE:
+            return self._lose(refused(self.broker, self.client_id, code, str(self._farewell)))
+        if "[SSL" in self._said:
+            return self._lose(tls_failed(self.broker, self._said.rpartition("] ")[2].partition(" (_ssl")[0]))
+        self._doubt_level()
+        self._lose(unanswered(self.broker))
+
+    def _doubt_level(self) -> None:
+        """No CONNACK came. Some 3.1.1 brokers (amqtt) choke on MQTT 5 without a word."""
+        if self.session == 0:
+            self.level = 9 - self.level
+
+    def _lose(self, error: FedquiltError) -> None:
+        """The connection, or the attempt at one, is over: put back what was under way, plan the next."""
+        self._hang_up()
+        if self.connected:
+            self._short = self._short + 1 if time.monotonic() - self._since_s < STABLE_S else 0
+            self._failures = max(self._short - 1, 0)
+        self._failures += 1
+        delay_s = backoff_s(self._failures, self._roll())
+        self._due_s = time.monotonic() + delay_s
+        if self.connected:
+            self._put_back(self._farewell.value if self._farewell is not None else UNSPECIFIED)
+        self.connected = False
+        if self._trouble != str(error):
+            log.log(logging.INFO if self._asked else logging.WARNING, "%s; trying again in %.1f s", error, delay_s)
+        self._trouble, self._final = str(error), getattr(error, "final", True)
+
+    def _put_back(self, code: int) -> None:
+        culprit = self._queue.broken(1 if code == TOO_LARGE else BREAKS, innocent=code == KEEP_ALIVE)
+        if culprit is None:
+            return
+        if culprit.size > SMALLEST_CEILING:  # the next may be half as large, and need not wait
+            self._ceiling = max(culprit.size // 2, SMALLEST_CEILING)
+            self._failures = 0
+            self._due_s = time.monotonic()
+        self._drop(
+            1,
+            f"{self.broker} hangs up at each message of {culprit.size} bytes to {culprit.topic}: it was dropped; "
+            "raise the broker's packet limit, or set max_payload to what it takes",
+        )
+
+    def _drop(self, count: int, sentence: str) -> None:
+        self.dropped += count
+        self._refuse(sentence)
+
+    def _refuse(self, sentence: str) -> None:
+        if sentence != self._refused:
+            log.warning("%s", sentence)
+        self._refused = sentence
+
+    def _hang_up(self) -> None:
+        if self._dial is not None:
+            self._dial.close()
+        if self._socket is not None:
+            self._socket.close()
+        self._dial = self._waiting = self._client = self._socket = None
+
+
+def _say_goodbye(client: _Client, sock: socket.socket) -> None:
+    """Send DISCONNECT and wait until the broker has hung up.
+
+    Closing at once while input is unread would reset the connection: a broker that has not yet read
+    the goodbye would publish our last will.
+    """
+    until = time.monotonic() + 1.0
+    with socket.socket(fileno=os.dup(sock.fileno())) as raw:  # paho closes its own once it has written
+        client.disconnect()
+        poller = select.poll()
+        poller.register(raw, select.POLLOUT)
+        while client.socket() is not None and time.monotonic() < until:
+            poller.poll(100)
+            client.loop_write()
+        raw.settimeout(0.5)
+        try:
+            raw.shutdown(socket.SHUT_WR)
+            while raw.recv(65536) and time.monotonic() < until:
+                pass
+        except OSError:
+            return

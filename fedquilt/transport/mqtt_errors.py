@@ -1,0 +1,118 @@
+"""What went wrong with a broker: one sentence each, saying what, where and the mend. No I/O."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from typing import TYPE_CHECKING, Final
+
+from fedquilt.core import LinkError
+
+if TYPE_CHECKING:
+    from fedquilt.transport.connect import Broker
+
+# reason codes of MQTT 5, to which paho translates those of 3.1.1
+UNSPECIFIED: Final = 128  # also: no reason was given
+PROTOCOL_ERROR: Final = 130
+UNSUPPORTED_VERSION: Final = 132
+KEEP_ALIVE: Final = 141
+TOO_LARGE: Final = 149
+NOT_AUTHORIZED: Final = 135
+_CREDENTIALS: Final = frozenset({134, NOT_AUTHORIZED})
+_TRANSIENT: Final = frozenset({136, 137, 151, 159})  # unavailable, busy, quota, rate
+_OUT_OF_DATE: Final = frozenset({9, 10})  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
+_REFUSED: Final = {
+    "certificate expired": "renew it: `fedquilt enrol board` on a board, `fedquilt ca issue` for the coordinator",
+    "certificate revoked": "it was revoked on purpose; if this side is to come back, enrol it with a new key",
+}
+_OTHER_NAME: Final = frozenset({62, 64})  # OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
+
+
+class DialError(LinkError):
+    """No connection. `final`: trying again cannot help before somebody mends something."""
+
+    def __init__(self, sentence: str, final: bool = False) -> None:
+        super().__init__(sentence)
+        self.final = final
+
+
+def why(error: Exception) -> str:
+    """An exception's own words, short."""
+    if reason := getattr(error, "reason", None):  # of OpenSSL
+        return str(reason).lower().replace("_", " ")
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+
+
+def unreachable(broker: Broker, error: Exception) -> DialError:
+    """A name, a connection or a TLS handshake failed."""
+    if isinstance(error, (socket.gaierror, UnicodeError)):
+        final = getattr(error, "errno", None) == socket.EAI_NONAME
+        return DialError(f"no address is known for {broker.host!r}: check the name in {broker}, or the DNS", final)
+    if isinstance(error, ssl.SSLCertVerificationError):
+        if error.verify_code in _OTHER_NAME:
+            return DialError(f"the certificate of {broker} is for another name: use the name it was made for", True)
+        if error.verify_code in _OUT_OF_DATE:
+            said = f"the certificate of {broker} is out of date by this machine's clock ({error.verify_message})"
+            return DialError(f"{said}: set the clock, or renew the broker's certificate")
+        given = f"{broker.ca} did not sign it" if broker.ca else "no authority of this system signed it"
+        reason = f"the certificate of {broker} is not to be trusted ({error.verify_message}): {given}"
+        return DialError(f"{reason}; give the CA file that did", True)
+    if isinstance(error, ssl.SSLError):
+        return tls_failed(broker, why(error))
+    if isinstance(error, ConnectionRefusedError):
+        return DialError(f"nothing listens at {broker} (connection refused): start the broker or correct the URL")
+    if broker.tls and isinstance(error, (ConnectionResetError, BrokenPipeError)):
+        return DialError(f"{broker} hung up at the TLS handshake: use its TLS port (mostly 8883), or mqtt://")
+    if isinstance(error, TimeoutError):
+        return DialError(f"no answer from {broker}: check the address, the network and the firewall")
+    return DialError(f"{broker} cannot be reached ({why(error)}): check the address, the network and the broker")
+
+
+def tls_failed(broker: Broker, said: str) -> DialError:
+    """OpenSSL gave up, or the other side's alert came; TLS 1.3 judges our certificate only after the handshake."""
+    if "wrong version number" in said or "record layer failure" in said:
+        return DialError(f"{broker} does not speak TLS there: use its TLS port (mostly 8883), or mqtt://", True)
+    if "alert" not in said:
+        return DialError(f"TLS with {broker} failed ({said}): check that it is an MQTT broker's TLS port")
+    if broker.cert is None:
+        return DialError(f"{broker} wants a certificate of ours ({said}): give cert and key", True)
+    mend = next((mend for word, mend in _REFUSED.items() if word in said), "have one signed by the broker's CA")
+    return DialError(f"{broker} refuses {broker.cert} ({said}): {mend}", True)
+
+
+def refused(broker: Broker, client_id: str, code: int, reason: str) -> DialError:
+    """CONNACK says no, with a code that is not UNSPECIFIED."""
+    if code not in _CREDENTIALS:
+        return DialError(f"{broker} refuses {client_id!r} ({reason}): see the broker's log", code not in _TRANSIENT)
+    if broker.user is None:
+        mend = "write mqtt[s]://USER@host and give a password file, or give a certificate it knows"
+        return DialError(f"{broker} refuses a client without a user ({reason}): {mend}", True)
+    mend = f"the password in {broker.password_file}" if broker.password_file else "give a password file"
+    return DialError(f"{broker} refuses user {broker.user!r} ({reason}): check the user and {mend}", True)
+
+
+def unanswered(broker: Broker) -> DialError:
+    """It hung up on our CONNECT."""
+    if not broker.tls:
+        mend = "is it an MQTT port, and is mqtts:// needed?"
+    elif broker.cert is None:
+        mend = "it may want a certificate: give cert and key"
+    else:
+        mend = f"it may want another certificate than ours, if {broker.cert} has expired or was revoked"
+    return DialError(f"{broker} hung up without an answer: {mend}")
+
+
+def not_mqtt(broker: Broker, said: str) -> DialError:
+    """Bytes came that are no MQTT packet."""
+    return DialError(f"{broker} sent what is not MQTT ({said}): check that it is an MQTT broker's port")
+
+
+def lost(broker: Broker, client_id: str, code: int, reason: str, again: bool) -> DialError:
+    """A connection ended; `again`: soon after it was made, as others before it."""
+    if code == KEEP_ALIVE:
+        return DialError(f"no sign of life from {broker}: check the network")
+    said = f" ({reason})" if code > UNSPECIFIED else ""
+    if again:
+        mend = f"check that no other client uses the id {client_id!r}, and the broker's log"
+        return DialError(f"{broker} soon closes each connection{said}: {mend}")
+    return DialError(f"{broker} closed the connection{said}: check that it still runs")

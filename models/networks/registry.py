@@ -1,0 +1,241 @@
+"""Networks by name, their weights, and what they cost. torch is imported when a network is built.
+
+A network is a table, `{"name": "mlp", "inputs": 64, "hidden": [32], "classes": 10}`. Names are the
+functions of `fedquilt.models.networks.small`, `vit`, `resnet20-cifar` (32, 44, 56), `torchvision/<architecture>`,
+`exits` around another network's table (`fedquilt.models.partial.depth`, what DepthFL ends with), and, on the operator's
+own machine only, `module:function` of a user's own code. A key "input" (see
+`fedquilt.models.networks.inputs.Input`) says what images it expects, "calls" in which order its modules are used
+(`fedquilt.layers`); building looks at neither.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fedquilt.core import ModelError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+SMALL = ("cnn", "lenet", "mlp", "plain", "residual", "rezero", "separable", "vit")
+CIFAR_DEPTHS = (20, 32, 44, 56)
+
+
+class Cost(NamedTuple):
+    """Of one example's forward pass. A multiply-add is 2 FLOPs; element-wise work is not counted."""
+
+    flops: float
+    parameters: int
+
+
+def build(network: Mapping[str, Any], *, local_code: bool = False) -> nn.Module:
+    """The network with random weights, in training mode. Seed torch to have the same ones again.
+
+    Args:
+        local_code: allow `module:function`, which imports and runs the user's own code. Never set for
+            a table that came over the network.
+
+    Raises:
+        ModelError: an unknown name or unfit settings.
+    """
+    table = dict(network)
+    name = str(table.pop("name", ""))
+    for key in ("input", "calls"):
+        table.pop(key, None)
+    factory = _factory(name, local_code)
+    if "classes" in table and name.startswith("torchvision/"):
+        table["num_classes"] = table.pop("classes")
+    table = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+    try:
+        inspect.signature(factory).bind(**table)
+        model = factory(**table)
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"network {name!r} cannot be built from {dict(network)}: {error}") from None
+    if not hasattr(model, "state_dict"):
+        raise ModelError(f"network {name!r}: the function returned a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def load(
+    network: Mapping[str, Any], weights: str | Path | None = None, *, seed: int = 0, local_code: bool = False
+) -> nn.Module:
+    """The network with weights, ready for inference (evaluation mode).
+
+    Args:
+        weights: None for random ones drawn from `seed`; "DEFAULT" or another of torchvision's own
+            (downloaded by torchvision); or a file: `.safetensors`, or a state dict by `torch.save`
+            (`.pt`, `.pth`, `.th`), which is read without running code in it.
+
+    Raises:
+        ModelError: no such weights, or they are another network's.
+    """
+    import torch
+
+    name = str(network.get("name", ""))
+    if weights is None or _is_file(weights):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = build(network, local_code=local_code)
+        if weights is not None:
+            _fill(model, name, Path(weights))
+    elif name.startswith("torchvision/"):
+        model = _download(name, network, str(weights))
+    else:
+        raise ModelError(f"weights {str(weights)!r} of network {name!r}: no such file")
+    return model.eval()
+
+
+def cost(model: nn.Module, shape: tuple[int, ...]) -> Cost:
+    """What one example of `shape` (without batch) costs in `model`, counted by torch's dispatcher."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counter = FlopCounterMode(display=False)
+    was_training = model.training
+    with torch.no_grad(), counter:
+        model.eval()(torch.zeros(1, *shape))
+    model.train(was_training)
+    return Cost(float(counter.get_total_flops()), sum(p.numel() for p in model.parameters()))
+
+
+def input_shape(network: Mapping[str, Any]) -> tuple[int, ...]:
+    """The shape of one example: from the table's "input", else from its own settings.
+
+    Raises:
+        ModelError: the table does not say it.
+    """
+    for table in (network.get("input", {}), network):
+        if "channels" in table and "size" in table:
+            return (int(table["channels"]), int(table["size"]), int(table["size"]))
+    if network.get("name") in ("mlp", "rezero"):
+        return (int(network["inputs"]),)
+    if network.get("name") == "exits":
+        return input_shape(network["of"])
+    raise ModelError(f"network {network.get('name')!r}: give it an `input` with channels and size")
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+def _factory(name: str, local_code: bool) -> Callable[..., nn.Module]:
+    if ":" in name:
+        return _own(name, local_code)
+    if name.startswith("torchvision/"):
+        return _torchvision(name)
+    from fedquilt.models.networks import small, vit
+    from fedquilt.models.partial import depth as stages
+
+    if name == "exits":
+        return partial(stages.exits, local_code=local_code)
+    if name in SMALL:
+        return getattr(vit if name == "vit" else small, name)
+    cifar = {f"resnet{depth}-cifar": depth for depth in CIFAR_DEPTHS}
+    if name in cifar:
+        return lambda classes=10: small.CifarResNet(cifar[name], classes)
+    known = ", ".join([*SMALL, *cifar, "torchvision/<architecture>", "module:function (on the operator's machine)"])
+    raise ModelError(f"network {name!r} is unknown; there are: {known}")
+
+
+def _own(name: str, local_code: bool) -> Callable[..., nn.Module]:
+    if not local_code:
+        raise ModelError(f"network {name!r} is code: it runs on the operator's machine only, never on an agent")
+    module, _, function = name.partition(":")
+    try:
+        with _importable(Path.cwd()):
+            return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ModelError(f"network {name!r}: {error}; start the command in the folder of {module}.py") from None
+
+
+def _torchvision(name: str) -> Callable[..., nn.Module]:
+    from fedquilt.models.networks.torchvision_compat import torchvision
+
+    architecture = name.removeprefix("torchvision/")
+    try:
+        builder: Callable[..., nn.Module] = torchvision().models.get_model_builder(architecture)
+    except ValueError:
+        raise ModelError(
+            f"torchvision has no architecture {architecture!r}: see torchvision.models.list_models()"
+        ) from None
+    quiet = {"init_weights": False} if architecture in ("googlenet", "inception_v3") else {}
+    return lambda num_classes=1000: builder(num_classes=num_classes, **quiet)
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+def _is_file(weights: str | Path) -> bool:
+    return isinstance(weights, Path) or Path(weights).suffix in (".pt", ".pth", ".th", ".safetensors")
+
+
+def _fill(model: nn.Module, name: str, path: Path) -> None:
+    """Put the tensors of a file into `model`, all of them, of the same names and shapes."""
+    given = _read(path)
+    wanted = model.state_dict()
+    # counters of batch norm are absent from many published files and unused in inference
+    for key in [key for key in wanted if key.endswith("num_batches_tracked") and key not in given]:
+        given[key] = wanted[key]
+    odd = sorted(key for key in given.keys() ^ wanted.keys())
+    odd += sorted(k for k in given.keys() & wanted.keys() if given[k].shape != wanted[k].shape)
+    if odd:
+        raise ModelError(
+            f"{path} does not hold the weights of {name!r}: {len(odd)} tensors differ, the first is {odd[0]!r}; "
+            "give the network the file was made from, with its number of classes"
+        )
+    model.load_state_dict(given)
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    import torch
+
+    if not path.is_file():
+        raise ModelError(f"weights {path}: no such file")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        held = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch and safetensors raise a dozen types for a damaged file
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(f"cannot read the weights {path}: {reason}; save a plain state dict") from None
+    held = held.get("state_dict", held) if isinstance(held, dict) else held
+    if not isinstance(held, dict) or not all(isinstance(value, torch.Tensor) for value in held.values()):
+        raise ModelError(f"{path} holds a {type(held).__name__}, not a state dict: save model.state_dict()")
+    return {str(key).removeprefix("module."): value for key, value in held.items()}
+
+
+def _download(name: str, network: Mapping[str, Any], weights: str) -> nn.Module:
+    from fedquilt.models.networks.torchvision_compat import torchvision
+
+    _torchvision(name)
+    architecture = name.removeprefix("torchvision/")
+    try:
+        model = torchvision().models.get_model(architecture, weights=weights)
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ModelError(f"{name} has no weights {weights!r} ({error}): give DEFAULT, or a file") from None
+    except OSError as error:
+        raise ModelError(f"cannot download the weights of {name} ({error}): give a local file instead") from None
+    classes = int(network.get("classes", 1000))
+    if classes != 1000:
+        raise ModelError(
+            f"torchvision's weights of {name} are for 1000 classes, the table says {classes}: leave it out"
+        )
+    return model
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))

@@ -1,0 +1,409 @@
+"""A network in two copies: a frozen one says which units are on, the other one's values are trained. Imports torch.
+
+DualCopy, as FedSQ has it (arXiv 2604.02990, Definition 2 and section III-B): for every pointwise
+nonlinearity l behind the first trained tensor, alpha_l = 1[z_l > 0] is taken from the frozen structural
+copy (SK), and the trained quantitative copy (QK) has h_l = alpha_l * z_l in place of the nonlinearity.
+What lies before the first trained tensor is the same in both copies and runs once.
+
+ReLU6 and leaky ReLU are piecewise linear as ReLU is, with another border or slope: these are kept, so
+that two equal copies are the network itself. GELU, SiLU, Hardswish, ELU and Mish are replaced by the
+binary gate, as the paper says: the copy is then another function than the network from the start.
+Sigmoid, tanh, softmax and PReLU are no gates and stay as they are, and so does a nonlinearity behind the
+last layer with weights: it is part of the head, which for new classes has nothing pre-trained to go by.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from fedquilt.core import ModelError
+from fedquilt.models.networks import registry
+from fedquilt.models.partial import gate_cache
+
+Gates = Literal["frozen", "own"]
+Norm = Literal["frozen_stats", "train"]
+Pool = Literal["own", "sk"]
+
+BINARY = (nn.GELU, nn.SiLU, nn.Hardswish, nn.ELU, nn.CELU, nn.SELU, nn.Mish)
+BINARY_CALLS = (F.gelu, F.silu, F.hardswish, F.elu, F.celu, F.selu, F.mish)
+RELU_CALLS = (F.relu, torch.relu, torch.relu_, F.relu_)
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def covers(trained: Sequence[str], name: str) -> bool:
+    """Whether a tensor belongs to one of these modules (or is one of these tensors)."""
+    return any(name == part or name.startswith(part + ".") for part in trained)
+
+
+def gated(z: torch.Tensor, on: torch.Tensor, slope: float = 0.0) -> torch.Tensor:
+    """alpha * z; where it is off, slope * z."""
+    return torch.where(on, z, slope * z if slope else 0.0)
+
+
+def capped(z: torch.Tensor, on: torch.Tensor, full: torch.Tensor, cap: float) -> torch.Tensor:
+    """alpha * z, but `cap` where the structural copy has reached it."""
+    return torch.where(full, cap, torch.where(on, z, 0.0))
+
+
+def chosen(z: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Max pooling that takes what the structural copy took. `indices` (n, c, h, w): places in each flattened map."""
+    return z.flatten(2).gather(2, indices.flatten(2).long()).view(indices.shape)
+
+
+class DualCopy:
+    """How a network is taken apart for a schedule of trained modules. Holds operations, no weights.
+
+    Args:
+        network: a table (`fedquilt.models.networks.registry`).
+        trained: names of modules or tensors that are trained; the rest is frozen (the paper's sigma).
+        gates: "own" leaves the network its own nonlinearities: what FedAvg trains, with the same frozen part.
+        bn: whether batch norm behind the first trained tensor keeps the pre-trained statistics, or has its own.
+        pool: whether max pooling takes the largest of its own values, or what the structural copy takes.
+
+    Raises:
+        ModelError: the network cannot be traced, or nothing of it is trained.
+    """
+
+    def __init__(
+        self,
+        network: Mapping[str, Any],
+        trained: Sequence[str],
+        *,
+        gates: Gates = "frozen",
+        bn: Norm = "frozen_stats",
+        pool: Pool = "own",
+    ) -> None:
+        with torch.device("meta"):  # the shape of the network alone
+            model = registry.build({key: value for key, value in network.items() if key != "input"})
+        self._name, self._keep_statistics = str(network.get("name")), bn == "frozen_stats"
+        self._traced = _trace(model, self._name)
+        self._late = _depending(self._traced, trained)
+        if not self._late:
+            raise ModelError(
+                f"network {self._name!r} uses no tensor of {', '.join(trained) or 'nothing'}: none is trained"
+            )
+        frozen = gates == "frozen"
+        inner = _before_weights(self._traced)
+        self._gates = {
+            node: found for node in self._late if frozen and node in inner and (found := _gate(self._traced, node))
+        }
+        self._pools = [node for node in self._late if frozen and pool == "sk" and _pools(self._traced, node)]
+        self._entries = self._boundary()
+        tail, frozen, whole = (
+            _module(model, graph)
+            for graph in (self._trailing(), self._looking(scores=False), self._looking(scores=True))
+        )
+        self._tail, self._look, self._look_scores = tail, frozen, whole
+        self.names = tuple(tail.state_dict())
+        """Tensors of the part behind the first trained one: what the quantitative copy holds."""
+        self.trained = tuple(name for name, _ in tail.named_parameters() if covers(trained, name))
+        """Of these, what gradients move."""
+        self.frozen_names = tuple(frozen.state_dict())
+        """Tensors that the structural copy needs for gates and features."""
+        self.all_names = tuple(whole.state_dict())
+        """And for scores."""
+
+    def pair(self, model: nn.Module) -> nn.Module:
+        """Both copies: examples in, scores out. Holds "frozen.NAME" of `frozen_names` and "qk.NAME" of `names`."""
+        return Pair(Part(self._look, copy.deepcopy(model)), Part(self._tail, model), self._keep_statistics)
+
+    def tail(self, model: nn.Module, layout: gate_cache.Layout) -> nn.Module:
+        """The quantitative copy alone: rows that were looked up earlier in, scores out. Holds "qk.NAME"."""
+        return Tail(layout, Part(self._tail, model), self._keep_statistics)
+
+    def looker(self, model: nn.Module, sink: Callable[[gate_cache.Seen], None]) -> nn.Module:
+        """The frozen network: scores out, and to `sink` what the tail will want. Holds "frozen.NAME" of `all_names`."""
+        counts = len(self._entries), len(self._pools)
+        return Looker(Part(self._look_scores, model), counts, sink)
+
+    def _boundary(self) -> list[fx.Node]:
+        """Values of the frozen part that the trained one takes, in the order they arise."""
+        used = {source for node in self._late for source in node.all_input_nodes}
+        return [
+            node
+            for node in self._traced.graph.nodes
+            if node in used and node not in self._late and node.op != "get_attr"
+        ]
+
+    def _looking(self, *, scores: bool) -> fx.Graph:
+        """Examples -> values at the boundary, indices of pools, masks, and scores."""
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        indices: list[fx.Node] = []
+        for node in self._traced.graph.nodes:
+            if node.op == "output":
+                continue
+            copies[node] = _quiet(graph.node_copy(node, copies.__getitem__))
+            if node in self._pools:
+                both = graph.call_function(
+                    F.max_pool2d,
+                    (copies[node.args[0]],),
+                    {**_pool_settings(self._traced, node), "return_indices": True},
+                )
+                indices.append(graph.call_function(_second, (both,)))
+        masks = []
+        for node, gate in self._gates.items():
+            z = copies[node.all_input_nodes[0]]
+            masks.append(graph.call_function(torch.gt, (z, 0.0)))
+            if gate.cap is not None:
+                masks.append(graph.call_function(torch.ge, (z, gate.cap)))
+        found = [*(copies[node] for node in self._entries), *indices, *masks]
+        end = next(node for node in self._traced.graph.nodes if node.op == "output").args[0]
+        graph.output((*found, copies[end]) if scores else tuple(found))
+        return graph
+
+    def _trailing(self) -> fx.Graph:
+        """Values at the boundary, indices, masks -> scores."""
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        for number, node in enumerate(self._entries):
+            copies[node] = graph.placeholder(f"value_{number}")
+        places = {node: graph.placeholder(f"index_{number}") for number, node in enumerate(self._pools)}
+        masks = {
+            node: [graph.placeholder(f"mask_{number}_{bit}") for bit in range(1 + (gate.cap is not None))]
+            for number, (node, gate) in enumerate(self._gates.items())
+        }
+        for node in self._traced.graph.nodes:
+            if node.op == "output":
+                graph.output(copies[node.args[0]])
+            elif node in places:
+                copies[node] = graph.call_function(chosen, (copies[node.args[0]], places[node]))
+            elif node in masks:
+                z, gate = copies[node.all_input_nodes[0]], self._gates[node]
+                copies[node] = (
+                    graph.call_function(gated, (z, *masks[node], gate.slope))
+                    if gate.cap is None
+                    else graph.call_function(capped, (z, *masks[node], gate.cap))
+                )
+            elif node in self._late or node.op == "get_attr":
+                copies[node] = _quiet(graph.node_copy(node, copies.__getitem__))
+        return graph
+
+
+def planned(network: Mapping[str, Any], trained: Sequence[str], **options: str) -> DualCopy:
+    """A `DualCopy`, the same one again in later tasks of this process."""
+    return _planned(json.dumps([network, list(trained), options], sort_keys=True))
+
+
+@lru_cache(maxsize=8)
+def _planned(settings: str) -> DualCopy:
+    network, trained, options = json.loads(settings)
+    return DualCopy(network, trained, **options)
+
+
+class Part(nn.Module):  # type: ignore[misc]
+    """Operations of a network over its own modules, under their own names.
+
+    A new GraphModule would compile them again, and torch keeps the source of every one: a process that is
+    kept for many tasks would grow.
+    """
+
+    def __init__(self, operations: fx.GraphModule, model: nn.Module) -> None:
+        super().__init__()
+        self._forward = type(operations).forward
+        for node in operations.graph.nodes:
+            if node.op == "call_module":
+                module = model.get_submodule(str(node.target))
+                if getattr(module, "inplace", False):
+                    module.inplace = False  # a gate looks at what went in
+                self._place(str(node.target), module)
+            elif node.op == "get_attr":
+                owner, _, name = str(node.target).rpartition(".")
+                self._place(str(node.target), getattr(model.get_submodule(owner), name))
+
+    def forward(self, *values: torch.Tensor) -> Any:
+        return self._forward(self, *values)
+
+    def _place(self, path: str, value: Any) -> None:
+        *parents, name = path.split(".")
+        at: nn.Module = self
+        for parent in parents:
+            if not hasattr(at, parent):
+                at.add_module(parent, nn.Module())
+            at = getattr(at, parent)
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+            at.register_buffer(name, value)
+        else:
+            setattr(at, name, value)
+
+
+class _Trained(nn.Module):  # type: ignore[misc]
+    """Batch norm may keep its statistics, and a frozen copy is never in training mode."""
+
+    def __init__(self, qk: nn.Module, keep_statistics: bool) -> None:
+        super().__init__()
+        self.qk, self._keep = qk, keep_statistics
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        for module in self.qk.modules():
+            if self._keep and isinstance(module, NORMS) and module.track_running_stats:
+                module.eval()
+        return self
+
+
+class Pair(_Trained):
+    """SK and QK on the same examples."""
+
+    def __init__(self, frozen: nn.Module, qk: nn.Module, keep_statistics: bool) -> None:
+        super().__init__(qk, keep_statistics)
+        self.frozen = frozen.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        self.frozen.eval()
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            seen = self.frozen(x)
+        return self.qk(*seen)
+
+
+class Tail(_Trained):
+    """QK on what SK has seen in the same examples earlier."""
+
+    def __init__(self, layout: gate_cache.Layout, qk: nn.Module, keep_statistics: bool) -> None:
+        super().__init__(qk, keep_statistics)
+        self._layout = layout
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.qk(*gate_cache.unpack(rows, self._layout))
+
+
+class Looker(nn.Module):  # type: ignore[misc]
+    """SK, whose features and gates are kept. In training mode (a trial run) nothing is kept."""
+
+    def __init__(self, frozen: nn.Module, counts: tuple[int, int], sink: Callable[[gate_cache.Seen], None]) -> None:
+        super().__init__()
+        self.frozen, self._counts, self._sink = frozen, counts, sink
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        *seen, scores = self.frozen(x)
+        if not self.training:
+            values, pools = self._counts
+            self._sink(gate_cache.Seen(seen[:values], seen[values : values + pools], seen[values + pools :]))
+        return scores
+
+
+def _module(model: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """The graph over the model's own modules, without those and operations it has no use for."""
+    made = fx.GraphModule(model, graph)
+    made.graph.eliminate_dead_code()
+    made.delete_all_unused_submodules()
+    made.recompile()
+    return made
+
+
+# -- taking apart ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Gate:
+    slope: float = 0.0  # of what is off
+    cap: float | None = None  # of what is on; None: none
+
+
+def _gate(traced: fx.GraphModule, node: fx.Node) -> _Gate | None:
+    """What stands for this operation in the quantitative copy; None: it is no gating nonlinearity."""
+    if node.op == "call_module":
+        module = traced.get_submodule(str(node.target))
+        if isinstance(module, nn.ReLU6):
+            return _Gate(cap=6.0)
+        if isinstance(module, nn.LeakyReLU):
+            return _Gate(slope=float(module.negative_slope))
+        return _Gate() if isinstance(module, (nn.ReLU, *BINARY)) else None
+    if node.op == "call_method":
+        return _Gate() if node.target in ("relu", "relu_") else None
+    if node.target is F.relu6:
+        return _Gate(cap=6.0)
+    if node.target is F.leaky_relu:
+        return _Gate(slope=float(node.kwargs.get("negative_slope", node.args[1] if len(node.args) > 1 else 0.01)))
+    return _Gate() if node.op == "call_function" and node.target in (*RELU_CALLS, *BINARY_CALLS) else None
+
+
+def _pools(traced: fx.GraphModule, node: fx.Node) -> bool:
+    return bool(_pool_settings(traced, node))
+
+
+def _pool_settings(traced: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
+    """The keywords of F.max_pool2d for a max pool; {}: it is none."""
+    if node.op == "call_module":
+        module = traced.get_submodule(str(node.target))
+        if not isinstance(module, nn.MaxPool2d):
+            return {}
+        fields = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
+        return {field: getattr(module, field) for field in fields}
+    if node.op == "call_function" and node.target in (F.max_pool2d, torch.max_pool2d):
+        given = dict(zip(("kernel_size", "stride", "padding", "dilation", "ceil_mode"), node.args[1:], strict=False))
+        return {**given, **{key: value for key, value in node.kwargs.items() if key != "return_indices"}}
+    return {}
+
+
+def _second(both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return both[1]
+
+
+def _quiet(node: fx.Node) -> fx.Node:
+    """No nonlinearity in place: a gate looks at what went in."""
+    if node.kwargs.get("inplace"):
+        node.kwargs = {**node.kwargs, "inplace": False}
+    if node.op == "call_method" and node.target == "relu_":
+        node.target = "relu"
+    if node.op == "call_function" and node.target in (torch.relu_, F.relu_):
+        node.target = torch.relu
+    return node
+
+
+def _depending(traced: fx.GraphModule, trained: Sequence[str]) -> dict[fx.Node, None]:
+    """Operations that a trained tensor has a part in, in order."""
+    late: dict[fx.Node, None] = {}
+    for node in traced.graph.nodes:
+        if node.op == "output":
+            continue
+        if any(source in late for source in node.all_input_nodes) or _uses(traced, node, trained):
+            late[node] = None
+    return late
+
+
+def _before_weights(traced: fx.GraphModule) -> set[fx.Node]:
+    """Operations whose value goes on into a layer with weights."""
+    found: set[fx.Node] = set()
+    for node in reversed(traced.graph.nodes):
+        if node in found or _uses(traced, node, None):
+            found.update(node.all_input_nodes)
+    return found
+
+
+def _uses(traced: fx.GraphModule, node: fx.Node, trained: Sequence[str] | None) -> bool:
+    """Whether it has a tensor of the trained ones of its own; None: any."""
+    if node.op == "get_attr":
+        names = [str(node.target)]
+    elif node.op == "call_module":
+        names = [f"{node.target}.{name}" for name in traced.get_submodule(str(node.target)).state_dict()]
+    else:
+        names = []
+    return any(trained is None or covers(trained, name) for name in names)
+
+
+def _trace(model: nn.Module, name: str) -> fx.GraphModule:
+    try:
+        traced = fx.symbolic_trace(model.eval())  # in training mode some give more than scores
+    except Exception as error:  # whatever a user's forward() raises on a symbolic value
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(
+            f"network {name!r} cannot be traced ({reason}): FedSQ takes it apart, so its forward() may not branch on "
+            "values; rewrite that place, or take another method"
+        ) from None
+    traced.graph.eliminate_dead_code()
+    end = next(node for node in traced.graph.nodes if node.op == "output").args[0]
+    if not isinstance(end, fx.Node):
+        raise ModelError(f"network {name!r} gives more than scores: FedSQ wants one score per class")
+    return traced

@@ -1,0 +1,117 @@
+"""Low-rank adapters beside linear layers (LoRA): where they go, what they begin with, how they melt in. numpy.
+
+Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (arXiv 2106.09685), section 4.1, here with
+A (in, r) and B (r, out), so that an adapted layer gives
+
+    y = x W^T + b + s x A B,   s = alpha / r,
+
+and with a branch of a device's own, FedSDG's Eq. 4 on outputs, y + m s x A_p B_p with m = sigmoid(gate).
+Tensors are named after their layer: `<layer>.lora_a`, `.lora_b`, `.own_a`, `.own_b`, and `<block>.gate`.
+The layers themselves, in torch, are in `fedquilt.models.partial.lora_torch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fedquilt import layers
+from fedquilt.core import ModelError, Tensors
+
+SHARED = ("lora_a", "lora_b")
+OWN = ("own_a", "own_b")
+GATE = "gate"
+OWN_STD = 0.01  # of B_p at first: were it 0, the gate would have no gradient
+
+
+class Spot(NamedTuple):
+    """A block, by its path in the network, and the linear layers in it that are adapted."""
+
+    block: str
+    layers: tuple[str, ...]
+
+
+def spots(model: Tensors, calls: Sequence[str] = ()) -> tuple[Spot, ...]:
+    """What is adapted, told by names and shapes alone.
+
+    In a transformer of each block the attention's output projection and the last linear layer (FedSDG,
+    section 3.4). In a network without attention every linear layer but the last of all is a block of its own.
+
+    Raises:
+        ModelError: there is nothing to adapt.
+    """
+    head = layers.head(model, calls)
+    attentions = [name.rpartition(".")[0] for name in model if name.rpartition(".")[2] == "in_proj_weight"]
+    flat = [name.removesuffix(".weight") for name in model if name.endswith(".weight") and model[name].ndim == 2]
+    found = []
+    for attention in layers.ordered(attentions, calls):
+        block = attention.rpartition(".")[0]
+        others = [each for each in flat if each.startswith(f"{block}.") and not each.startswith(f"{attention}.")]
+        if not block or not others or f"{attention}.out_proj" not in flat:
+            raise ModelError(f"no output projection or no linear layer beside the attention {attention!r}")
+        found.append(Spot(block, (f"{attention}.out_proj", layers.ordered(others, calls)[-1])))
+    if not attentions:
+        found = [Spot(each, (each,)) for each in layers.ordered(flat, calls) if each != head]
+    if not found:
+        raise ModelError("LoRA adapts linear layers, and this network has none before its head: take a transformer")
+    return tuple(found)
+
+
+def by_layer(places: Sequence[Spot]) -> tuple[Spot, ...]:
+    """The same layers, each a block of its own."""
+    return tuple(Spot(layer, (layer,)) for spot in places for layer in spot.layers)
+
+
+def given(places: Sequence[Sequence[object]]) -> tuple[Spot, ...]:
+    """Spots that have been through JSON."""
+    return tuple(Spot(str(block), tuple(map(str, names))) for block, names in places)  # type: ignore[call-overload]
+
+
+def shared(model: Tensors, places: Sequence[Spot], rank: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """The adapters that a federation begins with: A from N(0, 1/r), B = 0, so that the network is as it was."""
+    return _branch(model, places, rank, rng, SHARED, 0.0)
+
+
+def own(
+    model: Tensors, places: Sequence[Spot], rank: int, rng: np.random.Generator, gate: float
+) -> dict[str, np.ndarray]:
+    """A device's own branch at first: A_p from N(0, 1/r), B_p from N(0, OWN_STD^2), and every gate's logit."""
+    gates = {f"{spot.block}.{GATE}": np.array(gate, np.float32) for spot in places}
+    return {**_branch(model, places, rank, rng, OWN, OWN_STD), **gates}
+
+
+def openness(held: Tensors, places: Sequence[Spot]) -> list[float]:
+    """m = sigmoid(a) of every block's gate, 0..1 (FedSDG, Eq. 3)."""
+    return [float(1 / (1 + np.exp(-held[f"{spot.block}.{GATE}"].astype(np.float64)))) for spot in places]
+
+
+def merged(model: Tensors, adapters: Tensors, places: Sequence[Spot], scale: float) -> dict[str, np.ndarray]:
+    """The network's own tensors with W + s (A B)^T for W of every adapted layer: it gives the same scores alone."""
+    found = dict(model)
+    for spot in places:
+        for layer in spot.layers:
+            a, b = (adapters[f"{layer}.{leaf}"].astype(np.float64) for leaf in SHARED)
+            weight = model[f"{layer}.weight"]
+            found[f"{layer}.weight"] = (weight + scale * (a @ b).T).astype(weight.dtype)
+    return found
+
+
+def _branch(
+    model: Tensors,
+    places: Sequence[Spot],
+    rank: int,
+    rng: np.random.Generator,
+    leaves: tuple[str, str],
+    std: float,
+) -> dict[str, np.ndarray]:
+    found: Mapping[str, np.ndarray] = {}
+    for spot in places:
+        for layer in spot.layers:
+            wide, narrow = model[f"{layer}.weight"].shape  # (out, in)
+            a = rng.normal(0.0, rank**-0.5, (narrow, rank))
+            b = rng.normal(0.0, std, (rank, wide)) if std else np.zeros((rank, wide))
+            pair = {f"{layer}.{leaves[0]}": a.astype(np.float32), f"{layer}.{leaves[1]}": b.astype(np.float32)}
+            found = {**found, **pair}
+    return dict(found)

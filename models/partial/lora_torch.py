@@ -1,0 +1,75 @@
+"""Linear layers with low-rank adapters, put into a network in the place of its own. Imports torch.
+
+What they compute and how their tensors are named: `fedquilt.models.partial.lora`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fedquilt.core import ModelError
+from fedquilt.models.networks.vit import Attention
+from fedquilt.models.partial.lora import GATE, OWN, SHARED, Spot
+
+
+class LoraLinear(nn.Module):  # type: ignore[misc]
+    """A linear layer's own tensors, the shared adapter, and with `own` a branch that its block's gate scales."""
+
+    def __init__(self, linear: nn.Linear, rank: int, scale: float, *, own: bool) -> None:
+        super().__init__()
+        self.weight, self.bias, self.scale = linear.weight, linear.bias, scale
+        self.gated: tuple[nn.Module, ...] = ()  # the block that has the gate; in a tuple, it is no part of this layer
+        out, into = linear.weight.shape
+        for a, b in (SHARED, OWN) if own else (SHARED,):
+            self.register_parameter(a, nn.Parameter(torch.zeros(into, rank)))
+            self.register_parameter(b, nn.Parameter(torch.zeros(rank, out)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.linear(x, self.weight, self.bias) + self.scale * (x @ self.lora_a @ self.lora_b)
+        if self.gated:
+            m = torch.sigmoid(self.gated[0].gate)
+            y = y + m * self.scale * (x @ self.own_a @ self.own_b)
+        return y
+
+
+def insert(module: nn.Module, places: Sequence[Spot], rank: int, scale: float, *, own: bool = False) -> nn.Module:
+    """The network with adapters at these places, all zero until they are filled; it changes the one it is given.
+
+    Raises:
+        ModelError: a place is no linear layer of the network, or its attention is of a kind that is not known.
+    """
+    for name, each in list(module.named_modules()):
+        if isinstance(each, nn.MultiheadAttention):
+            try:
+                _put(module, name, Attention.of(each))
+            except ValueError as error:
+                raise ModelError(f"{name}: {error}") from None
+    for spot in places:
+        made = []
+        for layer in spot.layers:
+            try:
+                linear = module.get_submodule(layer)
+            except AttributeError:
+                linear = None
+            if not isinstance(linear, nn.Linear):
+                raise ModelError(f"{layer!r} is no linear layer of this network: LoRA has nothing to adapt there")
+            made.append(LoraLinear(linear, rank, scale, own=own))
+            _put(module, layer, made[-1])
+        if own:
+            _gate(module.get_submodule(spot.block), made)
+    return module
+
+
+def _gate(block: nn.Module, adapted: Iterable[LoraLinear]) -> None:
+    block.register_parameter(GATE, nn.Parameter(torch.zeros(())))
+    for each in adapted:
+        each.gated = (block,)
+
+
+def _put(module: nn.Module, path: str, new: nn.Module) -> None:
+    parent, _, leaf = path.rpartition(".")
+    setattr(module.get_submodule(parent), leaf, new)

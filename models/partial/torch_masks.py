@@ -1,0 +1,114 @@
+"""Masks in a torch network's forward pass: what a masked neuron says is multiplied by 0. Imports torch.
+
+What multiplies is the input of each layer that hears masked neurons: after activation, normalisation,
+pooling and flattening, so that it is as if the activation itself were multiplied, whatever lies between.
+Weights are never multiplied in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedquilt.core import ModelError, Turn
+from fedquilt.models.partial.masks import Follow, Plan
+
+SCORES = "mask_scores"
+"""Of the network, once prepared: s (h,), what the probabilities that neurons are used are the sigmoid of."""
+
+
+class Gates:
+    """The hooks of alternating steps on mask scores and on weights (`fedquilt.methods.fedpews`).
+
+    Args:
+        others: theta of the other devices, (h,); None: there are none, and no term of diversity.
+        diversity: lambda.
+        mu: of the proximal term on covered entries.
+    """
+
+    def __init__(self, plan: Plan, others: torch.Tensor | None, diversity: float, mu: float) -> None:
+        self._plan, self._others, self._diversity, self._mu = plan, others, diversity, mu
+        self._draws = torch.zeros(plan.neurons)  # uniform, (h,): neuron l is used where its draw is below theta_l
+        self._masks: dict[str, torch.Tensor] = {}
+        self._norms: list[nn.Module] = []
+
+    def turns(self, rate: float) -> tuple[Turn, Turn]:
+        """One on the scores, at `rate` times the weights' learning rate, then one on the weights."""
+        scores = Turn(
+            rate=lambda name: rate if name == SCORES else 0.0,
+            penalty=self._closeness if self._others is not None and self._diversity else None,
+            begin=lambda module: self._begin(module, weights=False),
+        )
+        weights = Turn(
+            rate=lambda name: float(name != SCORES),
+            penalty=self._pull if self._mu else None,
+            begin=lambda module: self._begin(module, weights=True),
+        )
+        return scores, weights
+
+    def prepare(self, module: Any) -> Any:
+        """The network with scores of its own, and gates before every layer that hears masked neurons."""
+        module.register_parameter(SCORES, nn.Parameter(torch.zeros(self._plan.neurons)))
+        inner = dict(module.named_modules())
+        for name, follow in self._plan.follows.items():
+            path, _, leaf = name.rpartition(".")
+            if leaf != "weight" or not follow.into:
+                continue
+            if path not in inner:
+                raise ModelError(f"the plan of masks is another network's: this one has no layer {path!r}")
+            inner[path].register_forward_pre_hook(self._gate(follow))
+        module.register_forward_pre_hook(self._sample)
+        norms = (each for each in inner.values() if isinstance(each, nn.modules.batchnorm._BatchNorm))
+        self._norms = [each for each in norms if each.running_mean is not None]
+        return module
+
+    def _begin(self, module: nn.Module, weights: bool) -> None:
+        """New draws for the step. One on the scores leaves the statistics of batch normalisation alone."""
+        self._draws = torch.rand(self._plan.neurons)  # on the CPU: the same draws wherever the network is
+        for each in self._norms:
+            each.track_running_stats = weights
+
+    def _sample(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """m = 1 where the draw is below theta; backwards the gradient reaches theta as if m were theta."""
+        theta = torch.sigmoid(getattr(module, SCORES))
+        mask = (self._draws.to(theta.device) < theta).float() + (theta - theta.detach())  # exactly 0, but a gradient
+        parts = torch.split(mask, list(self._plan.widths.values()))
+        self._masks = dict(zip(self._plan.widths, parts, strict=True))
+        self._masks |= {name: mask.new_ones(width) for name, width in self._plan.pinned.items()}
+
+    def _gate(self, follow: Follow) -> Any:
+        def gate(layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            mask, heard = self._along(follow.into, follow.repeat), inputs[0]
+            if heard.ndim > 2 and not isinstance(layer, nn.Linear):
+                mask = mask.reshape(-1, *(1,) * (heard.ndim - 2))
+            return (heard * mask.to(heard.dtype), *inputs[1:])
+
+        return gate
+
+    def _along(self, names: Sequence[str], repeat: int = 1) -> torch.Tensor:
+        found = [self._masks[name] for name in names]
+        mask = found[0] if len(found) == 1 else torch.cat(found)
+        return mask if repeat == 1 else mask.repeat_interleave(repeat)
+
+    def _closeness(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> torch.Tensor:
+        """-lambda ||theta_i - theta_{g without i}||^2, summed over neurons."""
+        assert self._others is not None
+        theta = torch.sigmoid(getattr(module, SCORES))
+        return -self._diversity * torch.square(theta - self._others.to(theta.device)).sum()
+
+    def _pull(self, module: nn.Module, x: Any, scores: Any, anchors: Mapping[str, Any]) -> torch.Tensor:
+        """mu/2 ||(x - x_g) M||^2."""
+        parts = []
+        for name, value in module.named_parameters():
+            if name == SCORES:
+                continue
+            drift, follow = value - anchors["start"][name], self._plan.follows.get(name)
+            if follow and follow.out:
+                drift = drift * self._along(follow.out).reshape(-1, *(1,) * (value.ndim - 1))
+            if follow and follow.into:
+                drift = drift * self._along(follow.into, follow.repeat).reshape(1, -1, *(1,) * (value.ndim - 2))
+            parts.append(torch.square(drift).sum())
+        return self._mu / 2 * torch.stack(parts).sum()

@@ -1,0 +1,170 @@
+"""How a network's neurons hang together, read from its forward pass by torch.fx: the plan of its masks.
+
+Where neurons go is followed from layer to layer. What is not understood is never masked: the neurons that
+enter it are pinned, and so are scores. Runs at `fedquilt prepare`; imports torch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from fedquilt.core import ModelError
+from fedquilt.models.partial.masks import Follow, Plan
+
+# what keeps neurons apart, and is 0 for one that is 0 everywhere
+_CONV = nn.modules.conv._ConvNd
+_NORM = nn.modules.batchnorm._BatchNorm
+_APART = (
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.Hardswish, nn.Tanh, nn.Identity, nn.Flatten,
+    nn.Dropout, nn.Dropout2d, nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d,
+    nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d,
+)  # fmt: skip
+_APART_FUNCTIONS = (
+    F.relu, F.relu6, F.leaky_relu, F.gelu, F.silu, F.hardswish, torch.relu, torch.tanh, F.dropout, F.max_pool2d,
+    F.avg_pool2d, F.adaptive_avg_pool2d, torch.flatten,
+)  # fmt: skip
+_TIE = (operator.add, operator.iadd, torch.add, operator.mul, torch.mul)
+
+Value = tuple[str, ...] | None
+"""The groups along a value's channels; None: those of no group."""
+
+
+def plan(model: nn.Module) -> Plan:
+    """The plan of a network's masks.
+
+    Raises:
+        ModelError: its forward pass cannot be traced.
+    """
+    try:
+        graph = fx.Tracer().trace(model)
+    except Exception as error:  # whatever the network's own code makes of a proxy
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(f"the network's forward pass cannot be traced ({reason}): it cannot be masked") from None
+    return _Reader(dict(model.named_modules()), model.state_dict()).read(graph)
+
+
+@dataclass
+class _Layer:
+    """A module with tensors: the groups of its outputs and of its inputs."""
+
+    out: tuple[str, ...]
+    into: tuple[str, ...] = ()
+
+
+@dataclass
+class _Reader:
+    modules: Mapping[str, nn.Module]
+    held: Mapping[str, torch.Tensor]
+    widths: dict[str, int] = field(default_factory=dict)  # by the layer that first makes the group
+    same: dict[str, str] = field(default_factory=dict)  # a group -> one that it is tied to
+    pinned: set[str] = field(default_factory=set)
+    layers: dict[str, _Layer] = field(default_factory=dict)
+
+    def read(self, graph: fx.Graph) -> Plan:
+        values: dict[fx.Node, Value] = {}
+        for node in graph.nodes:
+            heard = [values[each] for each in node.all_input_nodes]
+            values[node] = self._value(node, heard, values)
+        free = [name for name in self.widths if self._of(name) == name and name not in self._pins()]
+        beside: dict[str, int] = {}
+        follows = {}
+        for name, value in self.held.items():
+            path, _, leaf = name.rpartition(".")
+            if path not in self.layers or not value.ndim:
+                continue
+            layer = self.layers[path]
+            out, into = self._kept(layer.out, free), self._kept(layer.into if leaf == "weight" else (), free)
+            if out or into:
+                beside |= {each: self.widths[each] for each in (*out, *into) if each not in free}
+                across = sum(self.widths[each] for each in into)
+                repeat = int(value.shape[1]) // across if across else 1
+                follows[name] = Follow(tuple(value.shape), out, into, repeat)
+        return Plan({name: self.widths[name] for name in free}, beside, follows)
+
+    def _value(self, node: fx.Node, heard: Sequence[Value], values: Mapping[fx.Node, Value]) -> Value:
+        if node.op == "call_module" and len(heard) == 1:
+            return self._module(str(node.target), heard[0])
+        if node.op == "call_function" and node.target in _APART_FUNCTIONS and len(heard) == 1:
+            return heard[0]
+        if node.op == "call_method" and node.target in ("flatten", "relu", "contiguous") and len(heard) == 1:
+            return heard[0]
+        if node.op == "call_function" and node.target in _TIE and len(node.args) == len(heard) == 2:
+            return self._tie(*heard)
+        if node.op == "call_function" and node.target is torch.cat and None not in heard and _along_channels(node):
+            return tuple(name for each in node.args[0] for name in values[each] or ())
+        for value in heard:
+            self._pin(value)
+        return None
+
+    def _module(self, path: str, heard: Value) -> Value:
+        module = self.modules[path]
+        if isinstance(module, _APART):
+            return heard
+        if path in self.layers:  # called twice: what one call leaves out the other may need
+            self._pin((*self.layers[path].out, *(heard or ())))
+            return None
+        if isinstance(module, _NORM) and heard is not None and self._width(heard) == module.num_features:
+            self.layers[path] = _Layer(heard)
+            return heard
+        if isinstance(module, nn.Linear) or (isinstance(module, _CONV) and not module.transposed):
+            return self._layer(path, module, heard)
+        self._pin(heard)
+        return None
+
+    def _layer(self, path: str, module: Any, heard: Value) -> Value:
+        weight, apart = module.weight, getattr(module, "groups", 1)
+        width = self._width(heard or ())
+        if heard and apart > 1 and apart == len(weight) == width:  # depthwise
+            self.layers[path] = _Layer(heard)
+            return heard
+        fits = bool(heard) and apart == 1 and weight.shape[1] % width == 0
+        if not fits or (weight.ndim > 2 and weight.shape[1] != width):
+            self._pin(heard)
+            heard = None
+        self.widths[path] = len(weight)
+        self.layers[path] = _Layer((path,), heard or ())
+        return (path,)
+
+    def _tie(self, first: Value, second: Value) -> Value:
+        if first is None or second is None or [*map(self._size, first)] != [*map(self._size, second)]:
+            self._pin(first)
+            self._pin(second)
+            return None
+        for one, other in zip(first, second, strict=True):
+            a, b = sorted((self._of(one), self._of(other)), key=list(self.widths).index)
+            if a != b:
+                self.same[b] = a
+        return first
+
+    def _of(self, name: str) -> str:
+        while name in self.same:
+            name = self.same[name]
+        return name
+
+    def _pins(self) -> set[str]:
+        return {self._of(name) for name in self.pinned}
+
+    def _pin(self, value: Value) -> None:
+        self.pinned |= set(value or ())
+
+    def _size(self, name: str) -> int:
+        return self.widths[name]
+
+    def _width(self, names: Sequence[str]) -> int:
+        return sum(map(self._size, names))
+
+    def _kept(self, names: Sequence[str], free: Sequence[str]) -> tuple[str, ...]:
+        """Each by the group it is tied to; none where all are pinned."""
+        found = tuple(map(self._of, names))
+        return found if any(name in free for name in found) else ()
+
+
+def _along_channels(node: fx.Node) -> bool:
+    return node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0) == 1

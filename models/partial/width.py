@@ -1,0 +1,312 @@
+"""Sub-models: a network's tensors cut by width or to some of its layers, and put back entry by entry.
+
+Which units hang together a plan of masks tells (`fedquilt.models.partial.masks`), for networks that torch.fx can trace.
+numpy only; torch is imported by `shrunk` alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedquilt import tensors, tiers
+from fedquilt.core import ModelError, Profile, Tensors, UpdateError
+from fedquilt.models.partial.masks import Plan
+
+Places = Mapping[str, tuple[np.ndarray | None, np.ndarray | None]]
+"""Tensor -> indices along its first and its second axis; None: the whole axis. A tensor not in it is left out."""
+
+
+def by_tier(profile: Profile | None, values: Sequence[Any]) -> Any:
+    """Of five values, for less than 1 GB, 1, 2, 4 and 8 GB of budget, the device's; the first where it has not said."""
+    order = (tiers.BELOW, *tiers.SIZES)
+    return values[order.index(tiers.tier(profile)) if profile is not None else 0]
+
+
+# -- by width -------------------------------------------------------------------------------------
+
+
+def leading(plan: Plan, rate: float) -> dict[str, np.ndarray]:
+    """Of each group the first ceil(rate * width) units."""
+    return {name: np.arange(count(width, rate)) for name, width in plan.widths.items()}
+
+
+def strongest(plan: Plan, model: Tensors, rate: float) -> dict[str, np.ndarray]:
+    """As many, but those whose weights have the largest sum of magnitudes, in the order they stand in."""
+    found = {}
+    for group, width in plan.widths.items():
+        norm = np.zeros(width)
+        for name, follow in plan.follows.items():
+            if follow.out == (group,) and model[name].ndim > 1:
+                norm += np.abs(model[name].astype(np.float64)).reshape(width, -1).sum(axis=1)
+        found[group] = np.sort(np.argsort(-norm, kind="stable")[: count(width, rate)])
+    return found
+
+
+def count(width: int, rate: float) -> int:
+    """ceil(rate * width), 1 or more; 0.1 * 10 is 1, whatever binary fractions make of it."""
+    return max(1, math.ceil(round(rate * width, 9)))
+
+
+def places(plan: Plan, model: Tensors, kept: Mapping[str, np.ndarray]) -> Places:
+    """Where the kept units' entries are in every tensor of the model."""
+    widths = {**plan.pinned, **plan.widths}
+
+    def along(groups: Sequence[str], repeat: int = 1) -> np.ndarray | None:
+        if not groups or all(name not in kept or len(kept[name]) == widths[name] for name in groups):
+            return None
+        parts, first = [], 0
+        for name in groups:
+            parts.append(first + kept.get(name, np.arange(widths[name])))
+            first += widths[name]
+        units = np.concatenate(parts)
+        return units if repeat == 1 else (units[:, None] * repeat + np.arange(repeat)).reshape(-1)
+
+    found = {}
+    for name in model:
+        follow = plan.follows.get(name)
+        found[name] = (along(follow.out), along(follow.into, follow.repeat)) if follow else (None, None)
+    return found
+
+
+def cut(model: Tensors, at: Places) -> dict[str, np.ndarray]:
+    """The sub-model: new arrays, contiguous."""
+    return {
+        name: np.ascontiguousarray(model[name][_index(place)]).reshape(_shape(model[name], place))
+        for name, place in at.items()
+    }
+
+
+def lighter(model: Tensors, part: Tensors) -> tuple[float, float]:
+    """A part's share of the forward pass's arithmetic and of its activations, estimated from weights' shapes.
+
+    A layer of C channels is taken to work on pictures of 1/C^2 the size, as where channels double when pictures
+    halve. Beside convolutions linear layers do not count.
+    """
+    deep = any(array.ndim > 2 for array in model.values())
+    wide = [name for name, array in model.items() if array.ndim > (2 if deep else 1)]
+    size = {name: 1 / len(model[name]) ** 2 if deep else 1.0 for name in wide}
+
+    def weigh(some: Tensors) -> tuple[float, float]:
+        mine = [name for name in wide if name in some]
+        return sum(some[name].size * size[name] for name in mine), sum(len(some[name]) * size[name] for name in mine)
+
+    (flops, rows), (all_flops, all_rows) = weigh(part), weigh(model)
+    return (flops / all_flops, rows / all_rows) if all_flops else (1.0, 1.0)
+
+
+# -- back again -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Of every entry sum_k n_k x_k and sum_k n_k over the devices that sent it, in the whole network's shapes."""
+
+    total: dict[str, np.ndarray]  # float64; counters: the largest
+    weight: dict[str, np.ndarray]  # float64
+
+
+def add(model: Tensors, so_far: Counted | None, sent: Tensors, at: Places, weight: float) -> Counted:
+    """A device's sub-model added to a round's sums.
+
+    Raises:
+        UpdateError: it does not have the names, shapes and types of `cut(model, at)`, or is too large to be added up.
+    """
+    tensors.require_same(sent, shapes(model, at))
+    total = dict(so_far.total) if so_far else {}
+    weights = dict(so_far.weight) if so_far else {}
+    for name, place in at.items():
+        index, counter = _index(place), sent[name].dtype.kind in "iu"
+        held = (
+            total[name].copy() if name in total else np.zeros(model[name].shape, sent[name].dtype if counter else None)
+        )
+        many = weights[name].copy() if name in weights else np.zeros(model[name].shape)
+        if counter:
+            held[index] = np.maximum(held[index], sent[name])
+        else:
+            share = sent[name].astype(np.float64) * weight
+            held[index] = np.where(many[index] > 0, held[index] + share, share)
+        many[index] += weight
+        total[name], weights[name] = held, many
+    return Counted(total, weights)
+
+
+def shapes(model: Tensors, at: Places) -> dict[str, tensors.Shaped]:
+    """Of what shapes and types `cut(model, at)` is."""
+    return {name: tensors.Shaped(_shape(model[name], place), model[name].dtype) for name, place in at.items()}
+
+
+def close(model: Tensors, counted: Counted | None) -> dict[str, np.ndarray]:
+    """Of every entry the mean over who sent it; where nobody did, it is as it was."""
+    found = dict(model)
+    for name, total in counted.total.items() if counted else ():
+        weight = counted.weight[name]  # type: ignore[union-attr]
+        mean = total if total.dtype.kind in "iu" else total / np.where(weight > 0, weight, 1.0)
+        found[name] = np.where(weight > 0, mean, model[name]).astype(model[name].dtype)
+    return found
+
+
+def recognise(model: Tensors, sent: Tensors, candidates: Sequence[Places]) -> Places:
+    """Which of the cuts a device was sent: the one of its tensors' names and shapes.
+
+    Raises:
+        UpdateError: none of them.
+    """
+    shapes = {name: array.shape for name, array in sent.items()}
+    for at in candidates:
+        if shapes == {name: _shape(model[name], place) for name, place in at.items()}:
+            return at
+    raise UpdateError("the tensors have the names and shapes of none of the sub-models that this job sends")
+
+
+def _index(place: tuple[np.ndarray | None, np.ndarray | None]) -> Any:
+    rows, columns = place
+    if rows is None:
+        return ... if columns is None else (slice(None), columns)
+    return rows if columns is None else np.ix_(rows, columns)
+
+
+def _shape(array: np.ndarray, place: tuple[np.ndarray | None, np.ndarray | None]) -> tuple[int, ...]:
+    along = [size if some is None else len(some) for size, some in zip(array.shape, place, strict=False)]
+    return (*along, *array.shape[len(along) :])
+
+
+# -- in torch -------------------------------------------------------------------------------------
+
+
+def shrunk(module: Any, start: Tensors, *, scaled: bool) -> Any:
+    """The module with tensors of the shapes of `start`: the narrower network itself, not one with zeros.
+
+    Args:
+        scaled: what a narrower layer says is multiplied by its full width through its own
+            (HeteroFL's Scaler); never the layer that tells classes, whose width stays.
+
+    Raises:
+        ModelError: `start` is no cut of this network, or a layer of it cannot be cut.
+    """
+    import torch
+    from torch import nn
+
+    for path, each in module.named_modules():
+        own = {**dict(each.named_parameters(recurse=False)), **dict(each.named_buffers(recurse=False))}
+        names = {leaf: f"{path}.{leaf}" if path else leaf for leaf in own if own[leaf] is not None}
+        if odd := [name for name in names.values() if name not in start]:
+            raise ModelError(f"the sub-model has no tensor {odd[0]!r}, the network does")
+        news = {leaf: start[name].shape for leaf, name in names.items() if start[name].shape != tuple(own[leaf].shape)}
+        if not news:
+            continue
+        before = len(own["weight"]) if "weight" in own else 0
+        for leaf, shape in news.items():
+            fresh = torch.zeros(shape, dtype=own[leaf].dtype)
+            setattr(each, leaf, nn.Parameter(fresh) if isinstance(own[leaf], nn.Parameter) else fresh)
+        depthwise = _resize(each, path)
+        if scaled and not depthwise and each.weight.ndim > 1 and len(each.weight) < before:
+            each.register_forward_hook(_Scaler(before / len(each.weight)))
+    return module
+
+
+def _resize(layer: Any, path: str) -> bool:
+    """Set the layer's own numbers to its new shapes; whether it is a depthwise convolution."""
+    from torch import nn
+
+    if isinstance(layer, nn.Linear):
+        layer.out_features, layer.in_features = layer.weight.shape
+        return False
+    if isinstance(layer, nn.modules.conv._ConvNd) and not layer.transposed:
+        depthwise = layer.groups > 1
+        layer.out_channels = len(layer.weight)
+        layer.in_channels = layer.groups = len(layer.weight) if depthwise else layer.groups
+        if not depthwise:
+            layer.in_channels = layer.weight.shape[1]
+        return depthwise
+    if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        layer.num_features = len(layer.weight)
+        return False
+    raise ModelError(f"layer {path!r} is a {type(layer).__name__}: it cannot be cut by width")
+
+
+def masked(module: Any, held: np.ndarray) -> Any:
+    """The module with scores of 0, in training, for the classes that are not `held`: booleans (classes,)."""
+    import torch
+
+    def silence(whole: Any, inputs: Any, scores: Any) -> Any:
+        return scores * torch.from_numpy(held).to(scores) if whole.training else None
+
+    module.register_forward_hook(silence)
+    return module
+
+
+class Moments:
+    """Batch normalisation's statistics over examples that pass a network: each mini-batch is normalised by its own.
+
+    The network runs in evaluation mode, so it needs no room for gradients. What is found is the mean and the variance
+    over all examples together, not the mean of mini-batches' variances, which leaves out how far they are apart.
+
+    Args:
+        still: tensors whose normalisations keep their running statistics, and are not looked at.
+    """
+
+    def __init__(self, still: Collection[str] = ()) -> None:
+        self._still = still
+        self._sums: dict[str, tuple[float, np.ndarray, np.ndarray]] = {}  # by layer: n, mean, sum of squared distances
+
+    def watch(self, module: Any) -> Any:
+        """The module, which tells what passes its normalisations."""
+        for path, layer in normalised(module).items():
+            if f"{path}.running_mean" not in self._still:
+                layer.register_forward_pre_hook(self._hook(path))
+        return module
+
+    def found(self) -> dict[str, np.ndarray]:
+        """The statistics, float32, by the names of the network's own."""
+        told: dict[str, np.ndarray] = {}
+        for path, (count, mean, apart) in self._sums.items():
+            told[f"{path}.running_mean"] = mean.astype(np.float32)
+            told[f"{path}.running_var"] = (apart / count).astype(np.float32)
+        return told
+
+    def _hook(self, path: str) -> Any:
+        import torch
+
+        def look(layer: Any, inputs: tuple[Any, ...]) -> None:
+            if layer.training:  # the engine's probe of how much memory the network takes, on no real examples
+                return
+            x = inputs[0]
+            axes = [axis for axis in range(x.ndim) if axis != 1]
+            var, mean = torch.var_mean(x, dim=axes, correction=0)
+            layer.running_mean, layer.running_var = mean, var
+            count = x.numel() / x.shape[1]
+            self._add(path, count, *(each.double().cpu().numpy() for each in (mean, var * count)))
+
+        return look
+
+    def _add(self, path: str, count: float, mean: np.ndarray, apart: np.ndarray) -> None:
+        before = self._sums.get(path)
+        if before is None:
+            self._sums[path] = (count, mean, apart)
+            return
+        total, step = before[0] + count, mean - before[1]
+        apart = before[2] + apart + np.square(step) * before[0] * count / total
+        self._sums[path] = (total, before[1] + step * count / total, apart)
+
+
+def normalised(module: Any) -> dict[str, Any]:
+    """The batch normalisations that keep running statistics, by where they are."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    inner = module.named_modules()
+    return {path: each for path, each in inner if isinstance(each, _BatchNorm) and each.running_mean is not None}
+
+
+class _Scaler:
+    """A forward hook that multiplies what a layer says."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+    def __call__(self, layer: Any, inputs: Any, output: Any) -> Any:
+        return output * self._factor

@@ -1,0 +1,197 @@
+"""Blocks run over stacks of maps: one graph at a time, a few examples at a time, within a task's memory.
+
+A block runs on all examples before the next one does, so that its weights are loaded once. What lies
+between two blocks is in memory where there is room for it, else in a file (`fedquilt.models.stitching.activations`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+from typing import Protocol
+
+import numpy as np
+
+from fedquilt import tensors
+from fedquilt.core import Site, Tensors
+from fedquilt.models.networks import inputs
+from fedquilt.models.stitching import stitched
+from fedquilt.models.stitching.activations import InMemory, Mapped, Shelf, Source, Stack
+from fedquilt.models.stitching.stitched import Block
+
+STACKS = 6  # one part in so many of the room is for stacks in memory
+KEPT_MOST_BYTES = 256 << 20  # of path outputs kept for later tasks; at most half of the budget
+PIECE_BYTES = 2 << 20  # of maps at hand where no graph says how many
+
+Between = Sequence[Tensors | None]
+
+
+class Outputs(Protocol):
+    """What is known of the outputs of paths on the same images."""
+
+    def find(self, path: Sequence[Block]) -> Stack | None: ...
+
+    def keep(self, path: Sequence[Block], maps: Stack) -> None: ...
+
+
+class Flow:
+    """Runs a task's blocks, and says how far the task is; raises when it is cancelled."""
+
+    def __init__(self, site: Site, blocks: Iterable[Block], flops: float) -> None:
+        """
+        Args:
+            blocks: all that may run.
+            flops: of the whole task, for its progress.
+        """
+        self._site, self._flops, self._done = site, max(flops, 1.0), 0.0
+        room, blocks = site.engine.room_bytes, list(blocks)
+        largest = max(block.resident_bytes + block.activation_bytes for block in blocks)
+        largest += 4 * max(prod(block.out_shape) for block in blocks)  # one example at hand, to be resized for it
+        self._stacks_bytes = int(max(min(room // STACKS, room - largest), 0))
+        self.shelf = Shelf(site.cache, self._stacks_bytes, min(site.budget_bytes // 2, KEPT_MOST_BYTES))
+
+    def reserve(self, size: int) -> None:
+        """Make room for matrices of so many bytes beside the stacks."""
+        self._site.engine.make_room(size + self._stacks_bytes)
+
+    def block(
+        self, block: Block, source: Source, first: int = 0, last: int | None = None, into: Stack | None = None
+    ) -> Stack:
+        """A block's output for examples [first, last); `into` holds that of those before `first`."""
+        last = source.shape[0] if last is None else last
+        made = into or self.shelf.make((last, *block.out_shape))
+        *inner, final = block.stages
+        flops = block.flops / sum(len(stage) for stage in block.stages)
+        shift = 0
+        for stage in inner:
+            parts = list(self._stage(stage, source, first - shift, last - shift, flops))
+            source, shift = InMemory.of(np.concatenate(parts)), first
+        for y in self._stage(final, source, first - shift, last - shift, flops):
+            made.put(y)
+            del y  # else it lies beside the next one's run
+        return made
+
+    def along(self, path: Sequence[Block], between: Between, source: Source, known: Outputs) -> Stack:
+        """The output of a path's last block, from the longest beginning of the path that is known."""
+        begin, maps = len(path), known.find(path)
+        while maps is None and begin > 0:
+            begin -= 1
+            maps = known.find(path[:begin]) if begin else None
+        for i in range(begin, len(path)):
+            maps = self.block(path[i], joined(source if maps is None else maps, between[i], path[i]))
+            known.keep(path[: i + 1], maps)
+        assert maps is not None, "an empty path has no output"
+        return maps
+
+    def _stage(self, stage: Sequence[str], source: Source, first: int, last: int, flops: float) -> Iterator[np.ndarray]:
+        """Outputs, some examples at a time; tiles run one after the other on all of them."""
+        if len(stage) == 1:
+            yield from self._pieces(stage[0], source, first, last, flops)
+            return
+        tiles = [np.concatenate(list(self._pieces(graph, source, first, last, flops))) for graph in stage]
+        yield np.concatenate(tiles, axis=1)
+
+    def _pieces(self, graph: str, source: Source, first: int, last: int, flops: float) -> Iterator[np.ndarray]:
+        path, engine = self._site.path(graph), self._site.engine
+        size = engine.batch(path, self._stacks_bytes, source.example_bytes)
+        for start in range(first, last, size):
+            stop = min(start + size, last)
+            self._site.progress(min(self._done / self._flops, 1.0))
+            self._done += flops * (stop - start)
+            yield engine.run(path, source.rows(start, stop))
+
+
+class Kept:
+    """Outputs of paths on some images, from one task to the next."""
+
+    def __init__(self, flow: Flow, rows: np.ndarray, length: int) -> None:
+        """`length`: of the paths whose outputs are worth keeping."""
+        self._flow, self._rows, self._length = flow, rows, length
+
+    def find(self, path: Sequence[Block]) -> Stack | None:
+        shape = (len(self._rows), *path[-1].out_shape)
+        return self._flow.shelf.find(kept_name(path, self._rows, "path"), shape)
+
+    def keep(self, path: Sequence[Block], maps: Stack) -> None:
+        if len(path) == self._length:
+            self._flow.shelf.keep(kept_name(path, self._rows, "path"), maps, spare=True)
+
+
+class Shared:
+    """Outputs that several of some paths begin with, for as long as they go through the same images."""
+
+    def __init__(self, paths: Iterable[Sequence[Block]]) -> None:
+        every = [tuple(block.id for block in path[: i + 1]) for path in paths for i in range(len(path))]
+        self._wanted = {ids for ids in every if every.count(ids) > 1}
+        self._made: dict[tuple[str, ...], Stack] = {}
+
+    def find(self, path: Sequence[Block]) -> Stack | None:
+        return self._made.get(tuple(block.id for block in path))
+
+    def keep(self, path: Sequence[Block], maps: Stack) -> None:
+        ids = tuple(block.id for block in path)
+        if ids in self._wanted:
+            self._made[ids] = maps
+
+
+class Prepared:
+    """Stored images as networks take them (`fedquilt.models.networks.inputs.prepare`), made as they are asked for."""
+
+    def __init__(self, x: np.ndarray, wanted: inputs.Input) -> None:
+        self._x, self._wanted = x, wanted
+        self.shape = (len(x), wanted.channels, wanted.size, wanted.size)
+        self.example_bytes = 4 * prod(self.shape[1:])
+
+    def rows(self, first: int, last: int) -> np.ndarray:
+        return inputs.prepare(self._x[first:last], self._wanted)
+
+
+def kept_name(path: Sequence[Block], rows: np.ndarray, what: str) -> str:
+    """What something about a path on some of a device's examples is kept under."""
+    digest = hashlib.sha256("/".join(block.id for block in path).encode() + b"\0" + rows.tobytes())
+    return f"{what}.{digest.hexdigest()[:16]}"
+
+
+def joined(maps: Source, junction: Tensors | None, block: Block) -> Source:
+    """Maps as `block` takes them, made as they are asked for."""
+    if junction is None:
+        return maps
+    beside = 4 * (prod(maps.shape[1:]) + max(maps.shape[1], block.in_shape[0]) * prod(block.in_shape[1:]))
+    return Mapped(maps, lambda part: stitched.join(part, junction, block), block.in_shape, beside)
+
+
+def resized(maps: Source, height: int, width: int) -> Source:
+    """Maps of another size, made as they are asked for."""
+    if maps.shape[2:] == (height, width):
+        return maps
+    shape = (maps.shape[1], height, width)
+    beside = 4 * (prod(maps.shape[1:]) + maps.shape[1] * max(height, maps.shape[2]) * max(width, maps.shape[3]))
+    return Mapped(maps, lambda part: inputs.resize(part, height, width), shape, beside)
+
+
+def pieces(source: Source) -> Iterator[tuple[int, np.ndarray]]:
+    """All of a source, some PIECE_BYTES at a time, and where each begins."""
+    size = max(PIECE_BYTES // max(4 * prod(source.shape[1:]) + source.example_bytes, 1), 1)
+    for start in range(0, source.shape[0], size):
+        yield start, source.rows(start, min(start + size, source.shape[0]))
+
+
+def sample(maps: Source, positions: np.ndarray) -> np.ndarray:
+    """Channels at some positions (r,) of all n * h * w, in ascending order: (r, c) float32."""
+    _, c, h, w = maps.shape
+    found = np.empty((len(positions), c), np.float32)
+    for start, part in pieces(maps):
+        here = slice(*np.searchsorted(positions, [start * h * w, (start + len(part)) * h * w]))
+        image, position = np.divmod(positions[here] - start * h * w, h * w)
+        found[here] = part.reshape(len(part), c, h * w)[image, :, position]
+        del part
+    return found
+
+
+def positions(n: int, shape: Sequence[int], wanted: int) -> np.ndarray:
+    """Some of the n * h * w positions of maps (c, h, w), one of each stretch: the same for all of that shape."""
+    total = n * shape[1] * shape[2]
+    wanted = min(wanted, total)
+    draw = tensors.rng("positions", total).random(wanted)
+    return np.minimum((np.arange(wanted) + draw) * (total / wanted), total - 1).astype(np.int64)

@@ -1,0 +1,243 @@
+"""A donor network cut into blocks, each of which becomes an ONNX graph of its own. Imports torch.
+
+The network is traced (torch.fx) into a list of operations, and a block is what lies between two
+cuts. So running the blocks in order is the network, operation by operation. Average pool and
+flatten are at the head of the terminating block: all others map 4D to 4D, and any may follow any
+(FedStitch, arXiv 2409.07202, section 4.1). For torchvision's alexnet, densenet121, mobilenet_v2,
+resnet50 and vgg16 the rule of `fedquilt.models.stitching.cut_points` gives the paper's 6, 6, 20, 6 and 14 blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import onnx
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
+
+from fedquilt.core import ModelError
+from fedquilt.models.networks import registry, small
+from fedquilt.models.stitching import cut_points as where
+from fedquilt.models.stitching import tiled_linear
+
+OPSET = 17  # onnxruntime 1.19 and later: what JetPack 5 can install
+IR_VERSION = 8
+INLINE_BYTES = 16 * 1024  # a block with fewer bytes of weights is one file
+SMALL_BYTES = 1024  # tensors that stay in the graph: the shapes among them must
+ALIGNMENT = 64  # of tensors in the data file: a cache line
+TILE_BYTES = 32_000_000  # a linear layer with more is cut into tiles of its rows
+
+Kind = Literal["start", "middle", "end"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One piece of a donor. Shapes are without batch; FLOPs are per example."""
+
+    donor: str
+    index: int
+    kind: Kind
+    module: nn.Module
+    in_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    flops: float
+
+    @property
+    def id(self) -> str:
+        return f"{self.donor}.{self.index}"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """ONNX from "x" to "y". `data` are its weights, which the graph calls by their sha256; None: all inside."""
+
+    graph: bytes
+    data: bytes | None
+    weight_bytes: int
+    activation_bytes: int  # per example: the most that is alive at once, input and output included; 0: not known
+
+
+def split(
+    model: nn.Module, donor: str, shape: tuple[int, ...], *, cuts: Sequence[str] = (), architecture: str = ""
+) -> list[Block]:
+    """The blocks of a classifier, in order; the first is "start", the last "end".
+
+    Args:
+        shape: (channels, size, size) of one example.
+        cuts: modules after which to cut, in the order they run; none: by rule.
+        architecture: torchvision's name of it, if it is one of torchvision's.
+
+    Raises:
+        ModelError: the network cannot be traced, or not be cut there; names the module and the mend.
+    """
+    model = model.eval()
+    traced = _trace(model, donor, shape)
+    *nodes, output = traced.graph.nodes
+    result = output.args[0]
+    if len(where.shape_of(result)) != 2:
+        raise ModelError(f"donor {donor!r} is no classifier: it yields {where.shape_of(result)}, not (n, classes)")
+    found = where.operations(model, traced)
+    names = where.named(found, donor, cuts) if cuts else where.by_rule(model, found, donor, architecture)
+    place = {node.name: i for i, node in enumerate(nodes)}
+    ends = [*(place[name] for name in names), place[result.name]]
+    blocks, first = [], 0
+    for index, end in enumerate(ends):
+        kind: Kind = "start" if index == 0 else "end" if index == len(names) else "middle"
+        blocks.append(_block(traced, donor, index, kind, nodes[first : end + 1]))
+        first = end
+    return blocks
+
+
+def export(block: Block) -> tuple[tuple[Graph, ...], ...]:
+    """The block as ONNX, batch free: stages of graphs (`stitched.Block`); the same block, the same bytes.
+
+    Most are one stage of one graph; a linear layer of more than TILE_BYTES is a stage of tiles where the
+    graph can be cut there. What an engine must know of a graph is in its metadata: "activation_bytes"
+    and "weight_bytes".
+
+    Raises:
+        ModelError: an operation that ONNX cannot express.
+    """
+    return tuple(tuple(_graph(model) for model in stage) for stage in tiled_linear.stages(_onnx(block), TILE_BYTES))
+
+
+def _onnx(block: Block) -> onnx.ModelProto:
+    file = io.BytesIO()
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            # torch's newer exporter needs one package more and writes an opset that boards cannot read
+            warnings.simplefilter("ignore")
+            torch.onnx.export(
+                block.module,
+                (torch.zeros(2, *block.in_shape),),
+                file,
+                dynamo=False,
+                opset_version=OPSET,
+                input_names=["x"],
+                output_names=["y"],
+                dynamic_axes={"x": {0: "n"}, "y": {0: "n"}},
+            )
+    except Exception as error:  # torch.onnx's errors have no common base
+        raise ModelError(
+            f"block {block.id} cannot be written as ONNX: {_line(error)}; replace that operation in the network"
+        ) from error
+    model = onnx.load_from_string(file.getvalue())
+    _drop_aliases(model.graph)
+    return model
+
+
+def _drop_aliases(graph: onnx.GraphProto) -> None:
+    """Where tensors are equal, torch keeps one and writes Identity for the others; let their users read that one."""
+    tensors = {tensor.name for tensor in graph.initializer}
+    aliases = [node for node in graph.node if node.op_type == "Identity" and node.input[0] in tensors]
+    names = {node.output[0]: node.input[0] for node in aliases}
+    for alias in aliases:
+        graph.node.remove(alias)
+    for node in graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+
+
+def _graph(model: onnx.ModelProto) -> Graph:
+    activation_bytes = tiled_linear.activation_bytes(model)
+    weight_bytes = sum(_bytes(tensor) for tensor in model.graph.initializer)
+    model.ir_version = IR_VERSION
+    model.producer_name, model.producer_version = "fedquilt", ""
+    facts = {"weight_bytes": str(weight_bytes)}
+    if activation_bytes is not None:  # else engines run one example at a time
+        facts["activation_bytes"] = str(activation_bytes)
+    onnx.helper.set_model_props(model, facts)
+    data = _move_weights(model) if weight_bytes >= INLINE_BYTES else None
+    return Graph(model.SerializeToString(deterministic=True), data, weight_bytes, activation_bytes or 0)
+
+
+# -- tracing --------------------------------------------------------------------------------------
+
+
+def _trace(model: nn.Module, donor: str, shape: tuple[int, ...]) -> fx.GraphModule:
+    """The network as operations, each knowing the shape of its value for a batch of 2."""
+    try:
+        traced = fx.symbolic_trace(model).eval()
+    except Exception as error:  # whatever a user's forward() raises on a symbolic value
+        raise ModelError(
+            f"donor {donor!r} ({type(model).__name__}) cannot be traced: {_line(error)}; its forward() may not "
+            "branch on values: rewrite that place, or take another donor"
+        ) from None
+    try:
+        with torch.no_grad():
+            ShapeProp(traced).propagate(torch.zeros(2, *shape))
+    except Exception as error:
+        size = " x ".join(map(str, shape))
+        raise ModelError(
+            f"donor {donor!r} does not take images of {size}: {_line(error)}; change `size` or `channels` of [input]"
+        ) from None
+    traced.graph.eliminate_dead_code()
+    _replace_odd_pools(traced)
+    return traced
+
+
+def _replace_odd_pools(traced: fx.GraphModule) -> None:
+    for node in traced.graph.nodes:
+        module = traced.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if not (isinstance(module, nn.AdaptiveAvgPool2d) or node.target is F.adaptive_avg_pool2d):
+            continue
+        source = node.args[0]
+        before, after = where.shape_of(source)[2:], where.shape_of(node)[2:]
+        if any(b % a for b, a in zip(before, after, strict=True)):
+            name = f"{node.name}_as_product"
+            traced.add_submodule(name, small.ProductPool(before, after))
+            node.op, node.target, node.args, node.kwargs = "call_module", name, (source,), {}
+    traced.recompile()
+
+
+def _block(traced: fx.GraphModule, donor: str, index: int, kind: Kind, nodes: list[fx.Node]) -> Block:
+    """`nodes`: the value that comes in, then the operations of the block."""
+    graph = fx.Graph()
+    copies = {nodes[0]: graph.placeholder("x")}
+    used = {source for node in nodes[1:] for source in node.all_input_nodes}
+    constants = [node for node in traced.graph.nodes if node.op == "get_attr" and node in used - {*nodes}]
+    for node in [*constants, *nodes[1:]]:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(copies[nodes[-1]])
+    module = fx.GraphModule(traced, graph).eval()
+    in_shape, out_shape = where.shape_of(nodes[0])[1:], where.shape_of(nodes[-1])[1:]
+    flops = registry.cost(module, in_shape).flops
+    return Block(donor, index, kind, module, in_shape, out_shape, flops)
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+def _move_weights(model: onnx.ModelProto) -> bytes:
+    """Take the large tensors out of the graph, in order, into the bytes returned."""
+    data = io.BytesIO()
+    moved = []
+    for tensor in model.graph.initializer:
+        if _bytes(tensor) < SMALL_BYTES:
+            continue
+        data.write(bytes(-data.tell() % ALIGNMENT))
+        moved.append((tensor, data.tell(), data.write(tensor.raw_data)))
+        tensor.ClearField("raw_data")
+    payload = data.getvalue()
+    location = hashlib.sha256(payload).hexdigest()
+    for tensor, offset, length in moved:
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        for key, value in (("location", location), ("offset", str(offset)), ("length", str(length))):
+            tensor.external_data.add(key=key, value=value)
+    return payload
+
+
+def _bytes(tensor: onnx.TensorProto) -> int:
+    return math.prod(tensor.dims) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+
+
+def _line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

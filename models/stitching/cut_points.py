@@ -1,0 +1,178 @@
+"""Where a traced network may be cut, and where it should be. Imports torch.
+
+A cut is allowed after an operation whose value is the only one that goes on and is a stack of square
+maps (n, c, h, h). (Maps that are not square under a square image are channels-last: to a block of
+another network they would be noise.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from fedquilt.core import ModelError
+from fedquilt.models.networks import small
+
+# where the natural part is more than one module: a dense block and the transition after it
+_PARTS: Mapping[str, tuple[str, ...]] = {
+    "densenet": ("features.pool0", "features.transition1", "features.transition2", "features.transition3"),
+}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a traced network, in the order they run."""
+
+    name: str  # of its value in the trace
+    part: str  # the part of the network it belongs to: a child of the trunk, or of the network; "" for neither
+    owner: str  # the innermost module it belongs to
+    whole: bool  # its value is all that goes on, and is square maps: a cut is allowed
+    weighs: bool  # it has weights
+    pools: bool  # it averages over the map
+
+
+def operations(model: nn.Module, traced: fx.GraphModule) -> list[Operation]:
+    """What `traced` (of `model`, shapes propagated) does, in order; the first is the input."""
+    nodes = [node for node in traced.graph.nodes if node.op != "output"]
+    place = {node: i for i, node in enumerate(nodes)}
+    until = {node: max((place.get(user, len(nodes)) for user in node.users), default=-1) for node in nodes}
+    trunk = trunk_of(model)
+    found, alive = [], set[fx.Node]()
+    for i, node in enumerate(nodes):
+        alive = {other for other in alive if until[other] > i}
+        if node.op != "get_attr":  # a constant goes wherever it is used
+            alive.add(node)
+        module = traced.get_submodule(str(node.target)) if node.op == "call_module" else None
+        found.append(
+            Operation(
+                name=node.name,
+                part=_part(owner_of(node), trunk),
+                owner=owner_of(node),
+                whole=alive == {node} and _square(shape_of(node)),
+                weighs=module is not None and any(True for _ in module.parameters()),
+                pools=_pools(node, module),
+            )
+        )
+    return found
+
+
+def named(found: Sequence[Operation], donor: str, cuts: Sequence[str]) -> list[str]:
+    """The operations after which to cut, for names of modules in the order in which they run.
+
+    Raises:
+        ModelError: an unknown module, or one after which the network cannot be cut.
+    """
+    ends: list[int] = []
+    for cut in cuts:
+        inside = [i for i, op in enumerate(found) if op.owner == cut or op.owner.startswith(cut + ".")]
+        if not inside:
+            tops = sorted({op.owner.split(".")[0] for op in found} - {""})
+            raise ModelError(f"donor {donor!r} runs no module {cut!r}: name one of {', '.join(tops)} or of their parts")
+        if not found[inside[-1]].whole:
+            raise ModelError(
+                f"donor {donor!r} cannot be cut after {cut!r}: more than one value goes on from there, or it is no "
+                "stack of square maps (n, c, h, h); cut after the module that joins the branches, before the flatten"
+            )
+        if ends and inside[-1] <= ends[-1]:
+            raise ModelError(f"donor {donor!r}: cut {cut!r} does not come after the one before it: put them in order")
+        ends.append(inside[-1])
+    return [found[i].name for i in ends]
+
+
+def by_rule(model: nn.Module, found: Sequence[Operation], donor: str, architecture: str = "") -> list[str]:
+    """The operations after which to cut: before every part with a convolution, and before the classifier's pool.
+
+    Raises:
+        ModelError: the network has no such places.
+    """
+    head = _head(found, donor)
+    parts = next((names for family, names in _PARTS.items() if architecture.startswith(family)), ())
+    ends = named(found, donor, parts) if parts else _before_convolutions(model, found)
+    before_head = {op.name for op in found[:head]}
+    return [*(end for end in ends if end in before_head), found[head].name]
+
+
+def trunk_of(model: nn.Module) -> str:
+    """The innermost sequence that holds nine tenths of the convolutions; its children are the network's parts."""
+    name, module = "", model
+    while True:
+        total = _convolutions(module)
+        inner = (
+            (child_name, child)
+            for child_name, child in module.named_children()
+            if isinstance(child, nn.Sequential) and len(child) > 1 and _convolutions(child) >= 0.9 * total > 0
+        )
+        found = next(inner, None)
+        if found is None:
+            return name
+        name, module = f"{name}.{found[0]}".lstrip("."), found[1]
+
+
+def shape_of(node: object) -> tuple[int, ...]:
+    """Of the node's value, batch first; () if it is not one tensor."""
+    meta = node.meta.get("tensor_meta") if isinstance(node, fx.Node) else None
+    return () if meta is None or not hasattr(meta, "shape") else tuple(meta.shape)
+
+
+def owner_of(node: fx.Node) -> str:
+    """The innermost module that this operation is part of; "" for the network itself."""
+    stack = node.meta.get("nn_module_stack") or {"": None}
+    return str([*stack][-1])
+
+
+def _part(owner: str, trunk: str) -> str:
+    inside = not trunk or owner == trunk or owner.startswith(trunk + ".")
+    depth = (trunk.count(".") + 2 if trunk else 1) if inside else 1
+    return ".".join(owner.split(".")[:depth])
+
+
+def _before_convolutions(model: nn.Module, found: Sequence[Operation]) -> list[str]:
+    ends: list[str] = []
+    seen = False  # a convolution
+    for before, op in pairwise(found):
+        if op.part and op.part != before.part and _convolutions(model.get_submodule(op.part)):
+            if seen and before.whole:
+                ends.append(before.name)
+            seen = True
+    return ends
+
+
+def _head(found: Sequence[Operation], donor: str) -> int:
+    """The last operation before the terminating block."""
+    last = max((i for i, op in enumerate(found) if op.weighs), default=0)
+    first = last  # of the part that ends in the last weights: all of a classifier's layers
+    while first > 0 and found[first - 1].part == found[last].part != "":
+        first -= 1
+    start = max((i for i in range(first) if found[i].whole), default=0)
+    for i in range(start, 0, -1):  # a pool in front of it belongs to it
+        if found[i].weighs:
+            break
+        if found[i].pools and found[i - 1].whole:
+            start = i - 1
+    if not any(op.weighs for op in found[: start + 1]):
+        raise ModelError(
+            f"donor {donor!r} cannot be split: before {found[last].part or 'its classifier'!r} there is no place where "
+            "a single stack of square maps (n, c, h, h) goes on; take a convolutional network, or name `cuts`"
+        )
+    return start
+
+
+def _convolutions(module: nn.Module) -> int:
+    return sum(isinstance(inner, nn.Conv2d) for inner in module.modules())
+
+
+def _square(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 4 and shape[2] == shape[3]
+
+
+def _pools(node: fx.Node, module: nn.Module | None) -> bool:
+    if isinstance(module, (nn.AdaptiveAvgPool2d, nn.AvgPool2d, small.ProductPool)):
+        return True
+    if node.op == "call_function" and node.target in (F.adaptive_avg_pool2d, F.avg_pool2d):
+        return True
+    return node.target in ("mean", torch.mean)

@@ -1,0 +1,287 @@
+"""How a device scores blocks as the next one of a path: CKA, on its own images, by forward passes only.
+
+FedStitch (arXiv 2409.07202), section 3.2. `score` takes what was asked and a Site, and returns an Answer.
+
+The images that are scored on are drawn once for each device and job, and nothing on them is computed
+twice. In `Site.local` is the Gram matrix of each donor block's output (16 KB for 64 images). In
+`Site.cache` are the targets of junctions, some positions of what each donor block takes, and the outputs
+of the paths that were scored last: the next task begins there. What is gone is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import numpy as np
+
+from fedquilt import tensors
+from fedquilt.core import Answer, DataError, Site, Tensors
+from fedquilt.models.networks import inputs
+from fedquilt.models.stitching import block_runner, cka, least_squares, stitched, vote
+from fedquilt.models.stitching.activations import InMemory, Part, Source, Stack
+from fedquilt.models.stitching.block_runner import Flow
+from fedquilt.models.stitching.stitched import Block
+
+ScoreAt = Literal["input", "output", "hybrid"]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What every task says: where the search stands, and the blocks it names."""
+
+    turn: int
+    input: inputs.Input
+    blocks: dict[str, Block]
+
+
+@dataclass(frozen=True)
+class ScoreAsk(Ask):
+    """Score every block of `pool` as the next one after `path`."""
+
+    path: tuple[str, ...]
+    pool: tuple[str, ...]
+    score_at: ScoreAt
+    estimator: cka.Estimator
+    maps: cka.Maps
+    samples: int
+    screen: int
+    early: int  # images after which a candidate that is hopeless is dropped; 0: never
+    early_margin: float  # how far below the K-th best it has to be for that
+    positions: int  # that a junction is fitted on
+    ridge: float
+    bias: bool
+    native_factor: float  # what the score of the donor's own next block is multiplied by
+    k: int
+    epsilon: float
+    coin: int
+
+
+def score(ask: ScoreAsk, site: Site) -> Answer:
+    """Bundle "scores": the tensors of a `vote.Ballot`, in the order of the pool.
+
+    Input score: the path's maps against those that the candidate's own donor feeds it; no junction
+    and no run of the candidate. Output score: a junction is fitted on other images than are scored
+    (on the same ones every wide block would interpolate and score 1), and the candidate's output is
+    compared with its donor's. Hybrid: the input score screens, the best few get the output score.
+    Level 1 are blocks whose output was scored on all images. A candidate may run in 8 bits for its output
+    score (`Block.scored`); paths, and what it is compared with, are always of float32.
+
+    Raises:
+        DataError: too few examples.
+    """
+    scorer = _Scorer(ask, site)
+    found, level = scorer.input_scores(), np.zeros(len(ask.pool), np.int64)
+    screen = np.array([each.value for each in found])
+    tried = vote.ranking(screen, level, ask.pool)
+    values = screen.copy()
+    if ask.score_at != "input":
+        tried = tried if ask.score_at == "output" else tried[: ask.screen]
+        for j, (early, full) in zip(tried, scorer.output_scores(tried), strict=True):
+            if ask.score_at == "output":
+                screen[j] = values[j] = early.value
+            if full is not None:
+                found[j], values[j], level[j] = full, full.value, 1
+    picks, explored = vote.choose(values, level, ask.pool, ask.k, ask.epsilon, ask.coin)
+    scores = {"screen": screen, "score": values, "level": level, "picks": np.array(picks, np.int64)}
+    metrics = {
+        "turn": float(ask.turn),
+        "score": float(values[level == level.max()].max()),
+        "explored": float(explored),
+        "doubtful": float(sum(not each.sound for each in found)),
+    }
+    return Answer({"scores": scores}, float(scorer.count), metrics, scorer.local)
+
+
+class _Scorer:
+    """The images of one score task, and all that is known about blocks on them.
+
+    The first `count` images are scored; on as many others junctions are fitted, unless only inputs are scored.
+    """
+
+    def __init__(self, ask: ScoreAsk, site: Site) -> None:
+        self._ask, self._site = ask, site
+        self._path = [ask.blocks[name] for name in ask.path]
+        self._pool = [ask.blocks[name] for name in ask.pool]
+        self._fits = ask.score_at != "input"
+        shares = 2 if self._fits else 1
+        if len(site.train) < cka.MIN_IMAGES * shares:
+            need = cka.MIN_IMAGES * shares
+            raise DataError(f"{site.device} has {len(site.train)} examples: scoring needs at least {need}")
+        self.count = min(ask.samples, len(site.train) // shares)
+        self.local = drawn(site)
+        self._rows = order(self.local)[: shares * self.count]
+        self._between = stitched.junctions(self._path, site.load)
+        self._flow = Flow(site, ask.blocks.values(), self._flops())
+        self._shown = block_runner.Prepared(site.train.x[self._rows], ask.input)
+        self._maps: Stack | None = None
+        self._know_donors()
+
+    # -- scores --
+
+    def input_scores(self) -> list[cka.Score]:
+        """Of every block of the pool; a path that is one donor's own needs no run at all."""
+        known = _gram_name(self._path[-1])
+        native = stitched.is_native(self._path) and known in self.local
+        here = self.local[known] if native else self._gram(self._output(), self.count)
+        return [self._compare(block, here, _gram_name(block, -1)) for block in self._pool]
+
+    def output_scores(self, candidates: Iterable[int]) -> Iterator[tuple[cka.Score, cka.Score | None]]:
+        """Of some blocks of the pool, best first: on the first few images, and on all unless dropped by then."""
+        blocks = [self._pool[j] for j in candidates]
+        junctions = self._junctions(blocks)
+        best: list[float] = []
+        for block in blocks:
+            floor = sorted(best)[-self._ask.k] - self._ask.early_margin if len(best) >= self._ask.k else -np.inf
+            junction = None
+            if block.id in junctions:
+                weights, bias = junctions.pop(block.id)
+                junction = {"weights": weights.rows(0, len(bias)), "bias": bias}
+            early, full = self._output_score(block, junction, floor)
+            if full is not None:
+                best.append(full.value)
+            yield early, full
+
+    def _output_score(self, block: Block, junction: Tensors | None, floor: float) -> tuple[cka.Score, cka.Score | None]:
+        if junction is None and stitched.is_native(self._path):
+            exact = cka.Score(self._ask.native_factor, True)  # the donor's own output: CKA of equal matrices is 1
+            return exact, exact
+        source = block_runner.joined(self._output(), junction, block)
+        outputs = self._flow.shelf.make((self.count, *block.out_shape))
+        first = self._ask.early if self._ask.early < self.count else 0
+        if first:
+            self._flow.block(block.scored, source, 0, first, outputs)
+            early = self._compare(block, self._gram(outputs, first), _gram_name(block))
+            if early.value < floor:
+                return early, None
+        self._flow.block(block.scored, source, first, self.count, outputs)
+        full = self._compare(block, self._gram(outputs, self.count), _gram_name(block))
+        return (early if first else full), full
+
+    def _compare(self, block: Block, here: np.ndarray, reference: str) -> cka.Score:
+        there = self.local[reference][: len(here), : len(here)]
+        found = cka.cka(here, there, self._ask.estimator)
+        own = stitched.continues(self._path[-1], block)
+        return found._replace(value=found.value * self._ask.native_factor) if own else found
+
+    def _gram(self, maps: Stack, examples: int) -> np.ndarray:
+        return gram(maps, examples, self._ask.maps).astype(np.float32)
+
+    # -- what is known --
+
+    def _know_donors(self) -> None:
+        """Run the donors of the pool, each on its own, as far as anything about them is not known yet."""
+        for chain, _ in chains(self._ask.blocks, self._pool):
+            if not self._fits:
+                chain = chain[:-1]  # what the deepest candidate puts out is compared with nothing
+            unknown = [i for i, block in enumerate(chain) if not self._is_known(block, block is not chain[-1])]
+            maps: Source = self._shown
+            for block in chain[: unknown[-1] + 1] if unknown else ():
+                feeds = self._fits and block is not chain[-1]  # a candidate takes what this block puts out
+                maps = self._flow.block(block, maps, 0, len(self._rows) if feeds else self.count)
+                if _gram_name(block) not in self.local:
+                    self.local[_gram_name(block)] = self._gram(maps, self.count)
+                if feeds:
+                    positions = self._positions(block.out_shape)
+                    self._flow.reserve(8 * len(positions) * block.out_shape[0])
+                    target = block_runner.sample(self._fitted(maps), positions)
+                    self._flow.shelf.keep(self._target_name(block), InMemory.of(target), spare=False)
+
+    def _is_known(self, block: Block, feeds: bool) -> bool:
+        known = _gram_name(block) in self.local
+        return known and not (self._fits and feeds and self._target(block) is None)
+
+    def _target(self, block: Block) -> Stack | None:
+        """What a block puts out, at some positions: (positions, channels)."""
+        shape = (len(self._positions(block.out_shape)), block.out_shape[0])
+        return self._flow.shelf.find(self._target_name(block), shape)
+
+    def _target_name(self, block: Block) -> str:
+        return block_runner.kept_name([block], self._rows, f"target{self._ask.positions}")
+
+    def _positions(self, shape: Sequence[int]) -> np.ndarray:
+        return block_runner.positions(self.count, shape, self._ask.positions)
+
+    def _fitted(self, maps: Source) -> Source:
+        return Part(maps, self.count, 2 * self.count)
+
+    def _output(self) -> Stack:
+        """What the path puts out; kept for the tasks to come."""
+        if self._maps is None:
+            kept = block_runner.Kept(self._flow, self._rows, len(self._path))
+            self._maps = self._flow.along(self._path, self._between, self._shown, kept)
+        return self._maps
+
+    def _junctions(self, blocks: Sequence[Block]) -> dict[str, tuple[Stack, np.ndarray]]:
+        """Weights and bias for each block that needs a junction; of those that take maps of one size, in one fit."""
+        found: dict[str, tuple[Stack, np.ndarray]] = {}
+        strange = [block for block in blocks if not stitched.continues(self._path[-1], block)]
+        self._flow.reserve(least_squares.fit_bytes(self._path[-1].out_shape[0], self._ask.positions))
+        for size in sorted({block.in_shape[1:] for block in strange}):
+            x = block_runner.sample(
+                block_runner.resized(self._fitted(self._output()), *size), self._positions((0, *size))
+            )
+            fit = least_squares.Fit(x, self._ask.ridge, self._ask.bias)
+            for block in strange:
+                if block.in_shape[1:] == size:
+                    found[block.id] = self._junction(fit, block)
+            del x, fit  # before the next ones are made
+        return found
+
+    def _junction(self, fit: least_squares.Fit, block: Block) -> tuple[Stack, np.ndarray]:
+        """Its weights and bias, made from some of the block's channels at a time."""
+        target = self._target(self._ask.blocks[f"{block.donor}.{block.index - 1}"])
+        assert target is not None
+        rows, channels = target.shape
+        weights, bias = self._flow.shelf.make((channels, self._path[-1].out_shape[0])), np.empty(channels, np.float32)
+        for first in range(0, channels, least_squares.BLOCK):
+            last = min(first + least_squares.BLOCK, channels)
+            part, bias[first:last] = fit.weights(target.columns(first, last, rows))
+            weights.put(part.astype(np.float32))
+        return weights, bias
+
+    def _flops(self) -> float:
+        """About what the task takes."""
+        ask, n = self._ask, len(self._rows)
+        own = {block.id: block.flops for chain, _ in chains(ask.blocks, self._pool) for block in chain}
+        tried = {"input": 0, "hybrid": min(ask.screen, len(ask.pool)), "output": len(ask.pool)}[ask.score_at]
+        pool = self.count * tried * sum(block.flops for block in self._pool) / len(self._pool)
+        fresh = not any(_gram_name(block) in self.local for block in self._pool)
+        return n * self._path[-1].flops + pool + n * fresh * sum(own.values())
+
+
+def gram(maps: Stack, examples: int, how: cka.Maps) -> np.ndarray:
+    """The Gram matrix (float64) of the first so many examples, read some features or some examples at a time."""
+    if how == "flatten" or len(maps.shape) == 2:
+        features = prod(maps.shape[1:])
+        return cka.gram_of(lambda first, last: maps.columns(first, last, examples), examples, features)
+    return cka.gram(np.concatenate([cka.rows(part, how) for _, part in block_runner.pieces(Part(maps, 0, examples))]))
+
+
+def _gram_name(block: Block, offset: int = 0) -> str:
+    return f"gram.{block.donor}.{block.index + offset}"
+
+
+def drawn(site: Site) -> dict[str, np.ndarray]:
+    """The private state, begun anew when the device's examples have changed in number."""
+    if "drawn" in site.local and site.local["drawn"][0] == len(site.train):
+        return dict(site.local)
+    return {"drawn": np.array([len(site.train), site.rng.integers(1 << 62)])}
+
+
+def order(local: Tensors) -> np.ndarray:
+    """All of the device's examples, in the order in which this job takes them."""
+    examples, seed = (int(value) for value in local["drawn"])
+    return tensors.rng("drawn", seed).permutation(examples)
+
+
+def chains(blocks: dict[str, Block], candidates: Iterable[Block]) -> Iterator[tuple[list[Block], set[str]]]:
+    """For each donor of the candidates: its own path up to the deepest, and which of it are candidates."""
+    by_donor: dict[str, list[Block]] = {}
+    for block in candidates:
+        by_donor.setdefault(block.donor, []).append(block)
+    for donor, own in sorted(by_donor.items()):
+        deepest = max(block.index for block in own)
+        yield [blocks[f"{donor}.{i}"] for i in range(deepest + 1)], {block.id for block in own}

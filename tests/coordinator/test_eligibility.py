@@ -1,0 +1,118 @@
+"""Who can be asked, and for which reason somebody cannot."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedquilt.coordinator import eligibility
+from fedquilt.coordinator.eligibility import REASONS, Seen, Wants, reasons
+from fedquilt.coordinator.fleet import FRESH_S, GRACE_S, Registry
+from fedquilt.coordinator.settings import Cohort
+from fedquilt.core import Profile
+from fedquilt.wire import Presence, Telemetry
+
+PROFILE = Profile(device="a", board="b", memory_bytes=1, budget_bytes=1, engines=("torch",), versions={})
+WANTS = Wants(("numpy", "torch"), Cohort(min_battery=0.2, max_temperature_c=70.0))
+
+
+@pytest.mark.parametrize(
+    ("seen", "code"),
+    [
+        (Seen(True, PROFILE), None),
+        (Seen(False, PROFILE), "offline"),
+        (Seen(True), "profile"),
+        (Seen(True, PROFILE, Telemetry(battery=0.19)), "battery"),
+        (Seen(True, PROFILE, Telemetry(battery=0.19, charging=False)), "battery"),
+        (Seen(True, PROFILE, Telemetry(battery=0.19, charging=True)), None),
+        (Seen(True, PROFILE, Telemetry(battery=0.2)), None),
+        (Seen(True, PROFILE, Telemetry(temperature_c=70.1)), "hot"),
+        (Seen(True, PROFILE, Telemetry(temperature_c=70.0)), None),
+        (Seen(True, PROFILE, Telemetry(power_w=3.0)), None),
+    ],
+)
+def test_each_reason_holds_when_it_should_and_what_is_unknown_excludes_nobody(seen: Seen, code: str | None) -> None:
+    """At the limits too; a board that charges may be empty."""
+    assert reasons({"a": seen}, WANTS) == ({} if code is None else {"a": code})
+    assert code is None or code in REASONS
+
+
+def test_a_device_without_an_engine_of_the_method_is_passed_over() -> None:
+    """It has torch, and onnx is needed."""
+    assert reasons({"a": Seen(True, PROFILE)}, Wants(("onnx",), Cohort())) == {"a": "engine"}
+
+
+def test_a_device_that_does_not_know_the_jobs_codec_is_passed_over_and_says_so() -> None:
+    """A profile that tells of no codecs is of a version that had none but raw."""
+    fleet = {"a": Seen(True, PROFILE), "b": Seen(True, msgspec.structs.replace(PROFILE, codecs=("raw", "int8")))}
+    assert reasons(fleet, Wants(("torch",), Cohort(), "int8")) == {"a": "codec"}
+    assert reasons(fleet, Wants(("torch",), Cohort())) == {}
+    assert "[wire]" in REASONS["codec"]
+
+
+def test_by_default_battery_and_heat_exclude_nobody() -> None:
+    """A job has to say what it cares for."""
+    told = Telemetry(battery=0.0, temperature_c=120.0)
+    assert reasons({"a": Seen(True, PROFILE, told)}, Wants(("torch",), Cohort())) == {}
+
+
+def test_another_check_can_be_added() -> None:
+    """The first that holds gives the reason."""
+    checks = (lambda seen, wants: None, lambda seen, wants: "tier")
+    assert reasons({"a": Seen(True, PROFILE)}, WANTS, checks) == {"a": "tier"}
+
+
+def test_what_sensors_said_long_ago_says_nothing_of_now() -> None:
+    """And a device that drops out is gone after its grace."""
+    registry = Registry()
+    registry.presence("a", Presence(online=True, boot="1"), 0.0)
+    registry.telemetry("a", Telemetry(battery=0.1), 5.0)
+    assert registry.seen(5.0 + FRESH_S - 1) == {"a": Seen(True, None, Telemetry(battery=0.1))}
+    assert registry.seen(5.0 + FRESH_S) == {"a": Seen(True, None, None)}
+    registry.presence("a", Presence(online=False, boot="1"), 1000.0)
+    assert registry.seen(1000.0 + GRACE_S - 1)["a"].online
+    assert not registry.seen(1000.0 + GRACE_S)["a"].online
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["on", "off", "profile", "cold", "hot", "wait"]))))
+def test_what_is_kept_from_one_decision_to_the_next_is_what_would_be_found_anew(heard: list[tuple[str, str]]) -> None:
+    """Whatever comes, and whatever only time changes."""
+    kept, now_s = Registry(), 0.0
+    for place, (device, what) in enumerate(heard):
+        now_s += {"wait": GRACE_S - 1, "hot": FRESH_S / 2}.get(what, 1.0)
+        match what:
+            case "on" | "off":
+                kept.presence(device, Presence(online=what == "on", boot="1"), now_s)
+            case "profile":
+                kept.profile(device, msgspec.structs.replace(PROFILE, engines=("torch",) if place % 2 else ("onnx",)))
+            case "cold" | "hot":
+                kept.telemetry(device, Telemetry(temperature_c=90.0 if what == "hot" else 20.0), now_s)
+        anew = Registry()
+        anew.devices.update(kept.devices)
+        anew._stale.update(kept.devices)
+        assert kept.seen(now_s) == anew.seen(now_s)
+        assert kept.able(WANTS.engines, now_s) == anew.able(WANTS.engines, now_s)
+        assert kept.barred(WANTS, now_s) == reasons(anew.seen(now_s), WANTS)
+
+
+def test_a_decision_costs_what_has_changed_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what there is: a coordinator decides after each answer of thousands."""
+    looked: list[int] = []
+    monkeypatch.setattr(eligibility, "CHECKS", (lambda seen, wants: looked.append(1),))
+    registry = Registry()
+    for number in range(50):
+        registry.presence(f"d-{number}", Presence(online=True, boot="1"), 0.0)
+        registry.profile(f"d-{number}", PROFILE)
+    first, able = registry.seen(1.0), registry.able(("torch",), 1.0)
+    registry.barred(WANTS, 1.0)
+    assert len(looked) == 50
+    assert registry.seen(2.0) is first
+    assert registry.able(("torch",), 2.0) is able
+    registry.presence("d-7", Presence(online=False, boot="1"), 2.0)
+    registry.barred(WANTS, 2.0)  # within the grace it is still there
+    assert len(looked) == 50
+    registry.barred(WANTS, 2.0 + GRACE_S)
+    assert len(looked) == 51
+    assert len(registry.able(("torch",), 2.0 + GRACE_S)) == 49

@@ -1,0 +1,107 @@
+"""What a terminal is told while nothing can be done."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedquilt.coordinator.rounds import Answered, Asked, Closed, Committed, Plan, Rounds, Started, apply
+from fedquilt.coordinator.settings import Cohort
+from fedquilt.coordinator.views import log
+from fedquilt.coordinator.views.terminal import WAIT_AGAIN_S, WAIT_SAID_S, Contact, Waiting
+from fedquilt.core import BlobRef, Update, Usage
+
+REF = BlobRef(sha256="a" * 64, size=1)
+
+
+def begun(cohort: Cohort, rounds: int = 2, check_every: int = 0) -> Rounds:
+    return apply(Rounds(Plan(0, rounds, cohort, check_every)), Started(REF), 0.0)
+
+
+def answer(device: str, round: int = 0) -> Answered:
+    update = Update(
+        job="j", round=round, attempt=0, device=device, weight=1.0, bundles={}, metrics={}, usage=Usage(wall_s=1.0)
+    )
+    return Answered(round, update)
+
+
+def test_a_wait_is_told_when_it_begins_or_changes_and_else_rarely() -> None:
+    """And a wait that is over and begins again is a new one."""
+    waiting = Waiting()
+    assert waiting.line("a", 0.0) is None
+    assert waiting.line("a", WAIT_SAID_S) == "waiting for a"
+    assert waiting.line("a", WAIT_SAID_S + 100) is None
+    assert waiting.line("b", WAIT_SAID_S + 101) == "waiting for b"
+    assert waiting.line("a", WAIT_SAID_S + 102) is None  # it comes and goes: not at each turn
+    assert waiting.line("b", WAIT_SAID_S + 101 + WAIT_AGAIN_S) == "waiting for b"
+    assert waiting.line(None, 2000.0) is None
+    assert waiting.line("b", 2001.0) is None
+    assert waiting.line("b", 2001.0 + WAIT_SAID_S) == "waiting for b"
+
+
+def test_the_loss_of_the_broker_and_its_return_are_told_once() -> None:
+    """Also a loss so short that only the new session shows it; a link that is up from the start is no news."""
+    contact = Contact()
+    told = [contact.line(*now) for now in ((True, 1), (True, 1), (False, 1), (False, 1), (True, 2), (True, 3))]
+    lost, again = (
+        "the connection to the broker is lost: it is asked for again until it is back",
+        "connected to the broker again",
+    )
+    assert told == [None, None, lost, None, again, again]
+    daemon = Contact()
+    assert [daemon.line(*now) for now in ((False, 0), (True, 1), (True, 1))] == [None, "connected to the broker", None]
+
+
+def test_too_few_devices_for_a_first_round_are_told_with_how_many_are_wanted() -> None:
+    """How many are there, of which kind, and how many it takes."""
+    state = begun(Cohort(size=3, min_devices=3))
+    assert log.waiting(state, ["torch", "numpy"], ["a"]) == (
+        "devices that run torch or numpy: 1 online, at least 3 needed"
+    )
+
+
+def test_too_few_devices_for_a_quorum_are_told_with_what_is_there() -> None:
+    """Everybody has answered who could, and it is not enough before the deadline."""
+    state = apply(begun(Cohort(size=4, quorum=0.75)), Asked(0, 0, ("a", "b")), 1.0)
+    assert log.waiting(state, ["torch"], ["a", "b"]) is None  # they are at it
+    for device in "ab":
+        state = apply(state, answer(device), 2.0)
+    assert log.waiting(state, ["torch"], ["a", "b"]) == (
+        "devices that run torch: 2 online, 2 of 4 updates are here, at least 3 needed"
+    )
+
+
+def test_a_device_that_was_asked_and_has_gone_is_named() -> None:
+    """Of many the first few."""
+    names = tuple("abcdefg")
+    state = apply(begun(Cohort()), Asked(0, 0, names), 1.0)
+    assert log.waiting(state, ["torch"], []) == "a, b, c, d, e and 2 more: offline"
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_the_evaluation_after_the_last_round_is_not_told_as_a_round(finished: bool) -> None:
+    """Whether the job's rounds are over or the method has ended by itself."""
+    state = begun(Cohort(), rounds=5 if finished else 1, check_every=1)
+    facts = [Asked(0, 0, ("a",)), answer("a"), Closed(0), Committed(0, REF, finished, {})]
+    facts += [Asked(1, 0, ("a",)), answer("a", 1), Closed(1), Committed(1, REF, False, {"check.accuracy": 0.5})]
+    told = []
+    for fact in facts:
+        state = apply(state, fact, 1.0)
+        told.append(log.sentences(fact, log.closing(state, fact))[0])
+    assert told[:2] == ["round 0: asked a", "round 0: a answered in 1.00 s, 0 B down, 0 B up"]
+    assert told[2:5] == ["round 0: closed", "round 0: committed", "closing evaluation: asked a"]
+    assert told[7] == "closing evaluation: committed (check.accuracy 0.5)"
+
+
+def test_a_count_is_told_to_the_last_one() -> None:
+    """And a measure with four digits."""
+    told = log.sentences(Committed(0, REF, False, {"examples": 12001.0, "loss": 0.123456}), False)
+    assert told == ["round 0: committed (examples 12001, loss 0.1235)"]
+
+
+def test_an_evaluation_is_told_with_the_round_that_made_what_was_evaluated() -> None:
+    """Devices evaluate what they get, before they train it: the state that the round before has left."""
+    for round, of in ((0, "at the start"), (3, "after round 2")):
+        (told,) = log.sentences(Committed(round, REF, False, {"check.accuracy": 0.5, "loss": 0.25}))
+        assert told == f"round {round}: committed (loss 0.25; {of}: check.accuracy 0.5)"
+    noted = log.sentences(Committed(3, REF, False, {"check.accuracy": 0.5, "loss": 0.25}, ("a note",)))
+    assert noted == ["round 3: committed (after round 2: check.accuracy 0.5)", "a note"]

@@ -1,0 +1,147 @@
+"""Why a device was not chosen is told from the log alone."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from fedquilt.coordinator.rounds import (
+    Answered,
+    AnyFact,
+    Asked,
+    Closed,
+    Committed,
+    Declined,
+    Plan,
+    Rejected,
+    Reopened,
+    Rounds,
+    Started,
+    Surveyed,
+    apply,
+    decide,
+    survey,
+)
+from fedquilt.coordinator.settings import Cohort
+from fedquilt.coordinator.views import why
+from fedquilt.core import BlobRef, JobError, Update, Usage
+
+BLOB = BlobRef(sha256="a" * 64, size=1)
+PLAN = Plan(0, 100, Cohort(size=2), 0)
+
+
+def update(device: str, round: int = 0) -> Update:
+    return Update(job="j-1", round=round, attempt=0, device=device, weight=1.0, bundles={}, metrics={}, usage=Usage())
+
+
+def played(plan: Plan, fleet: dict[str, str], rounds: int) -> list[AnyFact]:
+    """The facts of a job whose devices all answer; `fleet` is device -> why it cannot be asked, or ""."""
+    facts: list[AnyFact] = [Started(BLOB)]
+    state = apply(Rounds(plan), facts[0], 0.0)
+    free = [device for device, code in fleet.items() if not code]
+    passed = {device: code for device, code in fleet.items() if code}
+    while state.round < rounds:
+        fact = decide(state, 0.0, free)
+        if isinstance(fact, Asked):
+            fact = survey(state, free, passed, {}) or fact
+        if fact is None and state.asked:
+            fact = Answered(state.round, update(min(state.asked), state.round))
+        facts.append(fact or Committed(state.round, BLOB, False, {}))
+        state = apply(state, facts[-1], 0.0)
+    return facts
+
+
+def test_every_device_has_its_reason_and_who_was_not_drawn_its_place() -> None:
+    """Two of four are drawn; one is hot, one offline."""
+    fleet = {"a": "", "b": "", "c": "", "d": "", "e": "hot", "f": "offline"}
+    told = why.parts(played(PLAN, fleet, 1), PLAN)[0]
+    codes = [told[device].code for device in "abcdef"]
+    assert sorted(codes[:4]) == ["answered", "answered", "drawn", "drawn"]
+    assert codes[4:] == ["hot", "offline"]
+    places = sorted((part.place, part.of, part.wanted) for part in told.values() if part.code == "drawn")
+    assert places == [(3, 4, 2), (4, 4, 2)]
+
+
+def test_the_places_told_afterwards_are_those_of_the_draw_in_every_round() -> None:
+    """Whoever is told to have had place 1 or 2 of a round was asked; with waiting counted in."""
+    plan = msgspec.structs.replace(PLAN.cohort, turns=1.0)
+    plan = Plan(7, 100, plan, 0)
+    facts = played(plan, dict.fromkeys("abcdefg", ""), 40)
+    for number, told in why.parts(facts, plan).items():
+        places = sorted(part.place for part in told.values() if part.code == "drawn")
+        assert places == [3, 4, 5, 6, 7], number
+
+
+def test_what_became_of_those_who_were_asked_is_told() -> None:
+    """Declined with its reason, refused, silent at the close; and a replacement that was not drawn at first."""
+    facts = [
+        Started(BLOB),
+        Surveyed(0, ("a", "b", "c", "d")),
+        Asked(0, 0, ("a", "b")),
+        Declined(0, "a", "memory", "too big"),
+        Asked(0, 0, ("c",)),
+        Rejected(0, "c", "NaN"),
+        Asked(0, 0, ("d",)),
+        Answered(0, update("d")),
+        Closed(0),
+        Committed(0, BLOB, False, {}),
+    ]
+    told = why.parts(facts, PLAN)[0]
+    assert [told[device].text for device in "abcd"] == [
+        "declined (memory): too big",
+        "asked; had not answered when the round closed",
+        "its update was refused: NaN",
+        "answered",
+    ]
+
+
+def test_a_device_that_was_silent_through_an_attempt_says_so() -> None:
+    """Before the next attempt asks anew."""
+    facts = [Started(BLOB), Surveyed(0, ("a",)), Asked(0, 0, ("a",)), Reopened(0, 1)]
+    assert why.parts(facts, PLAN)[0]["a"].text == "asked; silent until the deadline"
+    again = [*facts, Asked(0, 1, ("a",)), Answered(0, update("a"))]
+    assert why.parts(again, PLAN)[0]["a"].code == "answered"
+
+
+def test_a_round_that_cannot_begin_tells_why_too() -> None:
+    """All are hot."""
+    facts = [Started(BLOB), Surveyed(0, (), {"hot": ("a", "b")})]
+    assert why.lines(why.parts(facts, PLAN)) == ["round 0:", "  hotter than [cohort] max_temperature_c: a, b"]
+
+
+def test_a_log_from_before_there_were_surveys_tells_what_it_can() -> None:
+    """Who was asked, and what came of it."""
+    told = why.parts([Started(BLOB), Asked(0, 0, ("a",)), Answered(0, update("a"))], PLAN)
+    assert {device: part.code for device, part in told[0].items()} == {"a": "answered"}
+
+
+def test_a_fleet_of_a_thousand_is_noted_once_and_then_by_its_changes() -> None:
+    """Fifty rounds are one survey; when ten boards are hot, only they are noted."""
+    fleet = {f"dev-{i:04d}": "offline" if i % 3 == 0 else "" for i in range(1000)}
+    facts = played(PLAN, fleet, 50)
+    surveys = [fact for fact in facts if isinstance(fact, Surveyed)]
+    assert len(surveys) == 1
+    state = Rounds(PLAN)
+    for fact in facts:
+        state = apply(state, fact, 0.0)
+    hot = {**{d: code for d, code in fleet.items() if code}, **{f"dev-{i:04d}": "hot" for i in range(1, 31, 3)}}
+    change = survey(state, fleet.keys() - hot.keys(), hot, {})
+    assert change is not None
+    assert {code: len(devices) for code, devices in change.passed.items()} == {"hot": 10}
+    assert len(msgspec.json.encode(change)) < 300
+    assert survey(apply(state, change, 0.0), fleet.keys() - hot.keys(), hot, {}) is None
+
+
+def test_lines_are_for_people_and_ask_for_what_there_is() -> None:
+    """Grouped by reason; one device's way; an error names what there is."""
+    found = why.parts(played(PLAN, {"a": "", "b": "", "c": "battery"}, 2), PLAN)
+    assert why.lines(found, round=1) == [
+        "round 1:",
+        "  answered: a, b",
+        "  its battery is below [cohort] min_battery, and not charging: c",
+    ]
+    assert why.lines(found, device="a") == ["round 0: answered", "round 1: answered"]
+    with pytest.raises(JobError, match="rounds so far: 0 to 1"):
+        why.lines(found, round=9)
+    with pytest.raises(JobError, match="it knows a, b, c"):
+        why.lines(found, device="z")

@@ -1,0 +1,298 @@
+"""The agent's side of the clock helper, and the commands an operator has; the helper runs in a thread of the test."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fedquilt import cli
+from fedquilt.core import ClockError, JobError, OperatingPoint
+from fedquilt.edge_agent.clocks import controls
+from fedquilt.edge_agent.clocks.client import Clocks
+from fedquilt.edge_agent.clocks.helper import Helper
+from fedquilt.edge_agent.clocks.hold import Clamp
+from fedquilt.testing.boards import plant
+from fedquilt.tools.board import clocks as tool
+
+SLOW = OperatingPoint(name="slow", cpu_hz=345.6e6, busy_w=3.0)
+MAX = "sys/devices/system/cpu/cpufreq/policy0/scaling_max_freq"
+
+
+class Served:
+    """A fake TX2 and a running helper; `jump_s` moves its clock."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root, self.path, self.jump_s = folder / "root", folder / "s", 0.0
+        if not self.root.exists():
+            plant(self.root, "jetson-tx2", 4)
+        self.helper = Helper(Clamp(self.root, folder / "state"), self.path, folder / "state")
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._clients: list[Clocks] = []
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            self.helper.step(time.monotonic() + self.jump_s, 0.01)
+        self.helper.close()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
+        for clocks in self._clients:
+            clocks.close()
+
+    def max_khz(self) -> int:
+        return int((self.root / MAX).read_text())
+
+    def connect(self) -> Clocks:
+        clocks = Clocks.connect(self.path)
+        assert clocks is not None
+        self._clients.append(clocks)
+        return clocks
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    made = Served(tmp_path)
+    yield made
+    made.stop()
+
+
+class Fake:
+    """A helper that answers `said` to whatever it is asked, once, and hangs up if so told."""
+
+    def __init__(self, path: Path, said: bytes, hang_up: bool = False) -> None:
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._door.bind(str(path))
+        self._door.listen(1)
+        self._thread = threading.Thread(target=self._run, args=(said, hang_up))
+        self._thread.start()
+
+    def _run(self, said: bytes, hang_up: bool) -> None:
+        line, _ = self._door.accept()
+        with line, contextlib.suppress(ConnectionError):  # a client that has read enough may be gone before all is said
+            line.recv(4096)
+            line.sendall(said)
+            if not hang_up:
+                line.recv(4096)  # until the client goes
+
+    def close(self) -> None:
+        self._thread.join()
+        self._door.close()
+
+
+# -- the client -----------------------------------------------------------------------------------
+
+
+def test_a_point_is_held_kept_and_given_back(served: Served):
+    """What the point says beside its clocks stays with it; after the release there is nothing to keep."""
+    clocks = served.connect()
+    assert clocks.hold(SLOW) == SLOW
+    assert (served.max_khz(), clocks.point) == (345600, SLOW)
+    clocks.keepalive(0.0)
+    clocks.release()
+    assert (served.max_khz(), clocks.point) == (2035200, None)
+    clocks.keepalive(1000.0)
+    clocks.close()
+
+
+def test_a_refusal_is_the_helpers_own_sentence(served: Served):
+    """And nothing is held."""
+    clocks = served.connect()
+    with pytest.raises(ClockError, match="has no 1 MHz: it lists"):
+        clocks.hold(OperatingPoint(name="x", cpu_hz=1e6))
+    assert clocks.point is None
+    clocks.close()
+
+
+def test_letting_go_on_the_helpers_part_is_told_at_the_next_keepalive(served: Served):
+    """The helper's clock has jumped past the watchdog; the client may hold again."""
+    clocks, other = served.connect(), served.connect()
+    clocks.hold(SLOW)
+    served.jump_s = 60.0
+    end_s = time.monotonic() + 30.0
+    while other.status().holder is not None:
+        assert time.monotonic() < end_s, "the helper does not let go"
+        time.sleep(0.005)
+    with pytest.raises(ClockError, match="no word from the client for 10 s"):
+        clocks.keepalive(0.0)
+    assert clocks.point is None
+    assert clocks.hold(SLOW) == SLOW
+    clocks.close()
+
+
+def test_keepalives_are_sent_no_more_often_than_needed(tmp_path: Path):
+    """Every 2 s by the caller's clock; when that clock goes backwards, at once."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    clocks = Clocks(ours, tmp_path)
+    clocks.point = SLOW
+    sent = []
+    theirs.setblocking(False)
+    for now_s in (10.0, 11.9, 12.0, 12.1, 5.0, 5.1):
+        theirs.send(b"{}\n")
+        clocks.keepalive(now_s)
+        try:
+            sent.append((now_s, theirs.recv(4096)))
+        except BlockingIOError:
+            ours.recv(4096)  # the answer to what was not asked
+    assert [now_s for now_s, _ in sent] == [10.0, 12.0, 5.0]
+    assert {text for _, text in sent} == {b'{"type":"keepalive"}\n'}
+    clocks.close()
+    theirs.close()
+
+
+def test_without_a_helper_there_are_no_clocks(tmp_path: Path):
+    """No file; a file that is no socket; a socket that nobody listens at; a path too long for a socket."""
+    assert Clocks.connect(tmp_path / "none") is None
+    (tmp_path / "file").write_text("")
+    assert Clocks.connect(tmp_path / "file") is None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+        line.bind(str(tmp_path / "dead"))
+    assert Clocks.connect(tmp_path / "dead") is None
+    assert Clocks.connect(tmp_path / ("x" * 200)) is None
+
+
+@pytest.mark.parametrize("said", [b"what?\n", b'{"point":7}\n', b'{"error":null,"more":1}\n', b"{}\n", b"x" * 300_000])
+def test_an_answer_that_makes_no_sense_is_an_error_and_the_end(tmp_path: Path, said: bytes):
+    """The line is closed, so that a helper that lives lets go."""
+    fake = Fake(tmp_path / "s", said)
+    clocks = Clocks.connect(tmp_path / "s")
+    assert clocks is not None
+    with pytest.raises(ClockError, match=r"does not answer|answered beside the question"):
+        clocks.hold(SLOW)
+    fake.close()
+    with pytest.raises(ClockError, match="is gone"):
+        clocks.hold(SLOW)
+
+
+def test_a_helper_that_hangs_up_is_told(tmp_path: Path):
+    """As when it was killed."""
+    fake = Fake(tmp_path / "s", b'{"point":', hang_up=True)
+    clocks = Clocks.connect(tmp_path / "s")
+    assert clocks is not None
+    with pytest.raises(ClockError, match="does not answer: it hung up"):
+        clocks.hold(SLOW)
+    fake.close()
+
+
+def test_a_helper_that_was_started_anew_is_found_again(tmp_path: Path):
+    """The agent need not be restarted with it: its next hold dials again."""
+    before = Served(tmp_path)
+    clocks = Clocks.connect(before.path)
+    assert clocks is not None
+    clocks.hold(SLOW)
+    before.stop()
+    with pytest.raises(ClockError, match="does not answer"):
+        clocks.keepalive(0.0)
+    after = Served(tmp_path)
+    assert clocks.hold(SLOW) == SLOW
+    assert after.max_khz() == 345600
+    clocks.close()
+    after.stop()
+
+
+def test_a_helper_that_was_started_anew_between_two_tasks_is_found_by_the_first_hold(tmp_path: Path):
+    """Nothing is held meanwhile, so no keepalive finds out that the old helper is gone."""
+    before = Served(tmp_path)
+    clocks = Clocks.connect(before.path)
+    assert clocks is not None
+    clocks.hold(SLOW)
+    clocks.release()
+    before.stop()
+    after = Served(tmp_path)
+    try:
+        assert clocks.hold(SLOW) == SLOW
+        assert after.max_khz() == 345600
+    finally:
+        clocks.close()
+        after.stop()
+
+
+def test_a_helper_that_says_nothing_is_waited_for_two_seconds(tmp_path: Path):
+    """Then the agent goes on without it."""
+    fake = Fake(tmp_path / "s", b'{"po')
+    clocks = Clocks.connect(tmp_path / "s")
+    assert clocks is not None
+    with pytest.raises(ClockError, match="does not answer: timed out"):
+        clocks.hold(SLOW)
+    fake.close()
+
+
+# -- the commands ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "point"),
+    [
+        ("MAXQ", OperatingPoint(name="MAXQ")),
+        ("cpu=1.2GHz", OperatingPoint(name="cpu=1.2GHz", cpu_hz=1.2e9)),
+        ("cpu=345600k, GPU=850MHz ,emc=1600000000", None),
+        ("MAXN,gpu=850m", OperatingPoint(name="MAXN", gpu_hz=850e6)),
+    ],
+)
+def test_a_point_is_written_as_a_mode_or_clocks_or_both(text: str, point: OperatingPoint | None):
+    """Hz, k, M or G."""
+    expected = point or OperatingPoint(name=text, cpu_hz=345.6e6, gpu_hz=850e6, emc_hz=1.6e9)
+    assert tool.point(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", " ", "cpu=", "cpu=fast", "cpu=1,cpu=2", "npu=1GHz", "cpu=-1", "A,B", "x" * 201])
+def test_what_is_no_point_is_told(text: str):
+    """With how to write one."""
+    with pytest.raises(JobError, match=r"cpu=1\.2GHz"):
+        tool.point(text)
+
+
+def test_status_tells_the_clocks_and_who_holds(served: Served, capsys: pytest.CaptureFixture[str]):
+    """In words and as JSON, with a helper and without."""
+    where = ["--root", str(served.root), "--socket", str(served.path)]
+    clocks = served.connect()
+    clocks.hold(SLOW)
+    assert cli.main(["clocks", "status", *where]) == 0
+    shown = capsys.readouterr().out
+    assert "policy0: 345.6 now, limits 345.6 to 345.6 MHz, schedutil; lists 345.6 499.2" in shown
+    assert f"helper  process {os.getpid()} of user {os.getuid()} holds slow: cpu 345.6 MHz" in shown
+    clocks.close()
+    assert cli.main(["clocks", "status", "--format", "json", *where]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["helper"] is True
+    assert told["hottest_c"] == 85.0
+    assert cli.main(["clocks", "status", "--root", str(served.root), "--socket", str(served.root / "none")]) == 0
+    shown = capsys.readouterr().out
+    assert "helper  none at" in shown
+    assert "mode    not known of MAXN" in shown
+
+
+def test_hold_holds_for_a_while(served: Served, capsys: pytest.CaptureFixture[str]):
+    """And then gives back; what the board does not list is an error with its exit code."""
+    where = ["--root", str(served.root), "--socket", str(served.path)]
+    assert cli.main(["clocks", "hold", "cpu=345.6MHz", "--seconds", "0.01", *where]) == 0
+    assert capsys.readouterr().out == "held: cpu 345.6 MHz\nlet go: the board's own settings are back\n"
+    assert served.max_khz() == 2035200
+    assert cli.main(["clocks", "hold", "cpu=345.6GHz", *where]) == 8
+    assert "has no 345600 MHz" in capsys.readouterr().err
+
+
+def test_a_dry_hold_says_what_it_would_write_and_needs_no_helper(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """And no root."""
+    plant(tmp_path, "jetson-tx2", 4)
+    before = controls.discover(tmp_path).settings(None)
+    where = ["--root", str(tmp_path), "--socket", str(tmp_path / "s")]
+    assert cli.main(["clocks", "hold", "MAXQ,gpu=1300.5MHz", "--dry-run", *where]) == 0
+    mode = controls.discover(tmp_path).mode("MAXQ")
+    assert mode is not None
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == f"nvpmodel -m {mode.id} (MAXQ)"
+    assert [line.split(" to ")[0] for line in rest] == ["write 140250000", "write 1300500000", "write 1300500000"]
+    assert controls.discover(tmp_path).settings(None) == before
+    assert cli.main(["clocks", "hold", "MAXQ", *where]) == 8
+    assert "start one with `sudo fedquilt clocks serve`" in capsys.readouterr().err

@@ -1,0 +1,428 @@
+"""The clock helper: who may hold, until when, and that the board always gets its own settings back.
+
+Within one process, on a clock that the test moves; the last tests kill real ones.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fedquilt.core import JobError, OperatingPoint, StoreError
+from fedquilt.edge_agent.clocks import controls
+from fedquilt.edge_agent.clocks import helper as clockd
+from fedquilt.edge_agent.clocks.client import Answer, Ask, Clocks, Hold, Keepalive, Release, Request
+from fedquilt.edge_agent.clocks.helper import Helper
+from fedquilt.edge_agent.clocks.hold import Clamp
+from fedquilt.testing.boards import plant
+
+SLOW = OperatingPoint(name="slow", cpu_hz=345.6e6, gpu_hz=318.75e6)
+POLICY = "sys/devices/system/cpu/cpufreq/policy0"
+LIMIT_S = 60.0
+
+
+class Place:
+    """A TX2 made of files, and where its helper keeps what it has."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root, self.state, self.socket = folder / "root", folder / "state", folder / "run" / "s"
+        plant(self.root, "jetson-tx2", 4)
+        self.before = self.settings()
+        self.lines: list[socket.socket] = []
+
+    def settings(self) -> object:
+        return controls.discover(self.root).settings(None)
+
+    def held(self) -> bool:
+        read = [(self.root / POLICY / f"scaling_{limit}_freq").read_text().strip() for limit in ("min", "max")]
+        return read == ["345600", "345600"]
+
+    def restored(self) -> bool:
+        return self.settings() == self.before
+
+    def heat(self, celsius: float) -> None:
+        (self.root / "sys/class/thermal/thermal_zone1/temp").write_text(f"{celsius * 1000:.0f}\n")
+
+    def helper(self, **given: object) -> Helper:
+        return Helper(Clamp(self.root, self.state), self.socket, self.state, **given)  # type: ignore[arg-type]
+
+
+class Talk:
+    """A client that waits for nothing but its own helper's steps."""
+
+    def __init__(self, helper: Helper, place: Place) -> None:
+        self.helper = helper
+        self.line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        place.lines.append(self.line)
+        self.line.connect(str(place.socket))
+        self.line.setblocking(False)
+
+    def raw(self, data: bytes, now_s: float = 0.0) -> bytes:
+        self.line.sendall(data)
+        for _ in range(3):  # accept, hear
+            self.helper.step(now_s)
+        try:
+            return self.line.recv(1 << 18)
+        except BlockingIOError:
+            return b"nothing"
+
+    def ask(self, request: Request, now_s: float = 0.0) -> Answer:
+        return msgspec.json.decode(self.raw(msgspec.json.encode(request) + b"\n", now_s), type=Answer)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    made = Place(tmp_path)
+    yield made
+    for line in made.lines:
+        line.close()
+
+
+@pytest.fixture
+def helper(place: Place) -> Iterator[Helper]:
+    made = place.helper()
+    yield made
+    made.close()
+
+
+# -- one client -----------------------------------------------------------------------------------
+
+
+def test_a_client_holds_and_lets_go(helper: Helper, place: Place):
+    """The answer is what the board says; letting go twice is letting go."""
+    talk = Talk(helper, place)
+    assert talk.ask(Hold(point=SLOW)).point == SLOW
+    assert place.held()
+    assert talk.ask(Keepalive()) == Answer()
+    assert talk.ask(Release()) == Answer()
+    assert place.restored()
+    assert talk.ask(Release()) == Answer()
+    assert talk.ask(Keepalive()).error == "this client holds no clocks"
+
+
+def test_a_client_that_hangs_up_gives_the_clocks_back(helper: Helper, place: Place):
+    """Its death is the same to the helper."""
+    talk = Talk(helper, place)
+    talk.ask(Hold(point=SLOW))
+    talk.line.close()
+    helper.step(0.0)
+    assert place.restored()
+
+
+def test_a_silent_client_loses_the_clocks_and_reads_why(helper: Helper, place: Place):
+    """10 s after its last word, and not before; its next keepalive is told; it may hold again."""
+    talk = Talk(helper, place)
+    talk.ask(Hold(point=SLOW), now_s=100.0)
+    talk.ask(Keepalive(), now_s=108.0)
+    helper.step(118.0)
+    assert place.held()
+    helper.step(118.1)
+    assert place.restored()
+    assert talk.ask(Keepalive(), 118.2).error == "let go: no word from the client for 10 s"
+    assert talk.ask(Hold(point=SLOW), 118.3).point == SLOW
+
+
+def test_time_that_goes_backwards_neither_lets_go_nor_holds_for_ever(helper: Helper, place: Place):
+    """From 100 back to 5: nothing happens; then 10 s forward count as ever."""
+    talk = Talk(helper, place)
+    talk.ask(Hold(point=SLOW), now_s=100.0)
+    helper.step(5.0)
+    helper.step(14.9)
+    assert place.held()
+    helper.step(15.1)
+    assert place.restored()
+
+
+def test_a_client_that_slept_with_the_board_is_heard_before_it_is_given_up(helper: Helper, place: Place):
+    """A minute later, with its keepalive waiting."""
+    talk = Talk(helper, place)
+    talk.ask(Hold(point=SLOW), now_s=0.0)
+    assert talk.ask(Keepalive(), now_s=60.0) == Answer()
+    assert place.held()
+
+
+def test_a_board_that_gets_too_hot_is_let_go_and_the_client_reads_why(helper: Helper, place: Place):
+    """Looked at each second; a hold while it is hot is refused with the temperature."""
+    talk = Talk(helper, place)
+    talk.ask(Hold(point=SLOW), now_s=0.0)
+    place.heat(90.0)
+    helper.step(0.5)
+    assert place.held()
+    helper.step(1.0)
+    assert place.restored()
+    assert talk.ask(Keepalive(), 1.1).error == "let go: the hottest zone is at 90 C, the limit is 85 C"
+    assert "clocks are held up to 80 C" in (talk.ask(Hold(point=SLOW), 1.2).error or "")
+
+
+def test_stopping_the_helper_gives_the_clocks_back(place: Place):
+    """And takes its socket away."""
+    helper = place.helper()
+    Talk(helper, place).ask(Hold(point=SLOW))
+    helper.close()
+    assert place.restored()
+    assert not place.socket.exists()
+
+
+def test_a_refused_hold_holds_nothing(helper: Helper, place: Place):
+    """What was held before is let go too: a client that is refused is told that the board's own settings hold."""
+    talk = Talk(helper, place)
+    talk.ask(Hold(point=SLOW))
+    answer = talk.ask(Hold(point=msgspec.structs.replace(SLOW, cpu_hz=1.0)))
+    assert "has no 1e-06 MHz" in (answer.error or "")
+    assert place.restored()
+    assert talk.ask(Keepalive()).error == "this client holds no clocks"
+
+
+def test_what_could_not_be_put_back_is_told_and_tried_again(place: Place):
+    """The GPU's limit is stuck while a client lets go; a second after it is free, all is as before."""
+    stuck = [False]
+
+    def put(path: Path, value: str) -> None:
+        if not (stuck[0] and path.name == "max_freq"):
+            path.write_text(f"{value}\n")
+
+    helper = Helper(Clamp(place.root, place.state, put=put), place.socket, place.state)
+    talk = Talk(helper, place)
+    talk.ask(Hold(point=SLOW), 0.0)
+    stuck[0] = True
+    assert "not all is put back" in (talk.ask(Release(), 0.1).error or "")
+    status = talk.ask(Ask(), 0.2).status
+    assert status is not None
+    assert "max_freq was set to 1300500000 and says 318750000" in status.owes[0]
+    stuck[0] = False
+    helper.step(5.0)
+    assert place.restored()
+    assert Talk(helper, place).ask(Ask(), 5.1).status.owes == ()
+    helper.close()
+
+
+# -- more clients, and what they say ----------------------------------------------------------------
+
+
+def test_one_client_holds_at_a_time_and_anybody_may_ask(helper: Helper, place: Place):
+    """The second is told who; it gets its turn when the first has let go, and cannot let go for it."""
+    first, second = Talk(helper, place), Talk(helper, place)
+    first.ask(Hold(point=SLOW))
+    refused = second.ask(Hold(point=SLOW)).error or ""
+    assert refused.startswith(f"process {os.getpid()} of user {os.getuid()} holds the clocks at 'slow'")
+    assert second.ask(Release()) == Answer()
+    assert place.held()
+    status = second.ask(Ask()).status
+    assert status is not None
+    assert (status.point, status.holder) == (SLOW, f"process {os.getpid()} of user {os.getuid()}")
+    first.ask(Release())
+    assert second.ask(Hold(point=SLOW)).point == SLOW
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\n",
+        b"hold\n",
+        b"\xff\xfe\0\n",
+        b'{"type":"reboot"}\n',
+        b'{"type":"hold"}\n',
+        b'{"type":"hold","point":{"name":"x","cpu_hz":"fast"}}\n',
+        b'{"type":"hold","point":{"name":"x","cpu_hz":-1}}\n',
+        b'{"type":"hold","point":{"name":"x","cpu_hz":1e999}}\n',
+        b'{"type":"hold","point":{"name":"x","volts":9}}\n',
+        b'{"type":"hold","path":"/etc/passwd","point":{"name":"x"}}\n',
+        b"[" * 4000 + b"\n",
+        b'{"type":' + b"[" * 4000 + b"\n",
+    ],
+)
+def test_garbage_is_refused_and_the_client_may_go_on(garbage: bytes, helper: Helper, place: Place):
+    """Each with a sentence; nothing is touched, and the next request is answered."""
+    talk = Talk(helper, place)
+    assert msgspec.json.decode(talk.raw(garbage), type=Answer).error
+    assert place.restored()
+    assert talk.ask(Hold(point=SLOW)).point == SLOW
+
+
+@pytest.mark.parametrize("data", [b"x" * 5000, b"x" * 5000 + b"\n", b'{"type":"release"}' + b" " * 5000 + b"\n"])
+def test_a_request_without_end_is_cut_off(data: bytes, helper: Helper, place: Place):
+    """The helper's memory is not the client's to fill; a holder that does so loses the clocks."""
+    talk = Talk(helper, place)
+    talk.ask(Hold(point=SLOW))
+    answer = msgspec.json.decode(talk.raw(data), type=Answer)
+    assert answer.error == "a request is one line of at most 4096 bytes"
+    assert place.restored()
+    assert talk.line.recv(1) == b""
+
+
+def test_a_request_may_come_in_pieces_and_several_at_once(helper: Helper, place: Place):
+    """It is a stream."""
+    talk = Talk(helper, place)
+    line = msgspec.json.encode(Hold(point=SLOW)) + b"\n"
+    assert talk.raw(line[:10]) == b"nothing"
+    answers = talk.raw(line[10:] + b'{"type":"keepalive"}\n{"type":"release"}\n').splitlines()
+    assert [msgspec.json.decode(answer, type=Answer).point for answer in answers] == [SLOW, None, None]
+    assert place.restored()
+
+
+def test_a_client_that_reads_no_answers_is_hung_up_on(helper: Helper, place: Place):
+    """Its answers would fill the helper's memory, or stop it."""
+    talk = Talk(helper, place)
+    talk.ask(Hold(point=SLOW))
+    for _ in range(2000):
+        try:
+            talk.line.send(b'{"type":"status"}\n' * 20)
+        except (BlockingIOError, BrokenPipeError, ConnectionResetError):
+            break
+        helper.step(0.0)
+    for _ in range(50):
+        helper.step(0.0)
+    assert place.restored()
+
+
+def test_too_many_clients_are_told_so(helper: Helper, place: Place):
+    """The ninth; when one hangs up there is room again."""
+    talks = [Talk(helper, place) for _ in range(8)]
+    assert all(talk.ask(Keepalive()) for talk in talks)
+    ninth = Talk(helper, place)
+    helper.step(0.0)
+    assert b"8 clients" in ninth.line.recv(4096)
+    talks[0].line.close()
+    helper.step(0.0)
+    assert Talk(helper, place).ask(Release()) == Answer()
+
+
+def test_only_root_the_helpers_own_user_and_the_group_may_speak(place: Place):
+    """As the kernel names the peer; the others are told what to do."""
+    assert clockd.allowed((1, 0, 0), None)
+    assert clockd.allowed((1, os.geteuid(), 12345), None)
+    assert clockd.allowed((1, 54321, 777), 777)
+    assert not clockd.allowed((1, 54321, 778), 777)
+    assert not clockd.allowed((1, 54321, 778), None)
+    helper = place.helper(peer=lambda line: (1, 54321, 778))
+    stranger = Talk(helper, place)
+    helper.step(0.0)
+    assert b"user 54321 may not set clocks here" in stranger.line.recv(4096)
+    assert stranger.line.recv(1) == b""
+    helper.close()
+
+
+def test_the_socket_is_for_its_owner_and_group_alone(place: Place):
+    """0660, the group's if one is given, its folder passable; the journal's folder is nobody else's."""
+    helper = place.helper(group=os.getgid())
+    found = place.socket.stat()
+    assert stat.S_IMODE(found.st_mode) == 0o660
+    assert found.st_gid == os.getgid()
+    assert stat.S_IMODE(place.socket.parent.stat().st_mode) & 0o111
+    assert stat.S_IMODE(place.state.stat().st_mode) == 0o700
+    helper.close()
+
+
+def test_a_second_helper_does_not_start(helper: Helper, place: Place):
+    """It would put back what the first one's client holds."""
+    Talk(helper, place).ask(Hold(point=SLOW))
+    with pytest.raises(StoreError, match="another clock helper"):
+        place.helper()
+    assert place.held()
+
+
+def test_a_helper_that_cannot_have_its_socket_says_so(place: Place):
+    """A folder that is a file; a group that does not exist."""
+    with pytest.raises(StoreError, match=r"no socket at .*name another with --socket"):
+        Helper(Clamp(place.root, place.state), place.root / "proc/meminfo/s", place.state)
+    with pytest.raises(JobError, match="no group 'no-such-group' here"):
+        clockd.serve(place.root, place.socket, place.state, group="no-such-group")
+
+
+# -- real processes -------------------------------------------------------------------------------
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Poll what only other processes can change."""
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, f"not within {LIMIT_S:g} s: {what}"
+        time.sleep(0.01)
+
+
+class Processes:
+    """A helper and clients of it, as commands."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, *words: str) -> subprocess.Popen[bytes]:
+        where = ("--root", str(self.place.root), "--socket", str(self.place.socket))
+        made = subprocess.Popen([sys.executable, "-m", "fedquilt.cli", "clocks", *words, *where])
+        self.started.append(made)
+        return made
+
+    def helper(self) -> subprocess.Popen[bytes]:
+        made = self.start("serve", "--state", str(self.place.state))
+        until(self.answers, "the helper answers")
+        return made
+
+    def answers(self) -> bool:
+        clocks = Clocks.connect(self.place.socket)
+        if clocks is None:
+            return False
+        clocks.close()
+        return True
+
+    def client(self) -> subprocess.Popen[bytes]:
+        made = self.start("hold", "cpu=345.6MHz")
+        until(self.place.held, "the client holds")
+        return made
+
+
+@pytest.fixture
+def processes(place: Place) -> Iterator[Processes]:
+    made = Processes(place)
+    yield made
+    for process in made.started:
+        process.kill()
+        process.wait()
+
+
+def test_a_client_that_is_killed_gives_the_clocks_back(processes: Processes):
+    """kill -9: it can do nothing about it itself."""
+    processes.helper()
+    processes.client().kill()
+    until(processes.place.restored, "the helper restores")
+
+
+def test_a_helper_that_is_killed_restores_at_its_next_start(processes: Processes):
+    """kill -9 of the helper: its client is told at once; the next helper finds the journal."""
+    helper = processes.helper()
+    client = processes.client()
+    helper.kill()
+    helper.wait()
+    assert client.wait(timeout=LIMIT_S) == 8
+    assert processes.place.held()
+    processes.helper()
+    until(processes.place.restored, "the next helper restores")
+    assert not (processes.place.state / "clocks.json").exists()
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_helper_that_is_stopped_restores_and_ends_well(processes: Processes, kind: int):
+    """As systemd, Ctrl-C and a closed terminal stop it."""
+    helper = processes.helper()
+    processes.client()
+    helper.send_signal(kind)
+    assert helper.wait(timeout=LIMIT_S) == 0
+    assert processes.place.restored()
+
+
+def test_the_helper_stays_small(processes: Processes):
+    """As anonymous memory: what is its own. A bare Python has some 5 MB."""
+    helper = processes.helper()
+    status = Path(f"/proc/{helper.pid}/status").read_text()
+    anonymous_kib = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))
+    assert 0 < anonymous_kib < 20_000

@@ -1,0 +1,149 @@
+"""The energy ledger: integrals small enough to do by hand, and sensors that misbehave."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedquilt.core import Cost, Reading
+from fedquilt.edge_agent.power.energy import Ledger, total
+
+
+def powers(*samples: tuple[float, float | None]) -> Ledger:
+    ledger = Ledger(0.0)
+    for at_s, watts in samples:
+        ledger = ledger.seen(at_s, Reading(power_w=watts, energy_source="ina3221 VDD_IN"))
+    return ledger
+
+
+def counters(*samples: tuple[float, float]) -> Ledger:
+    ledger = Ledger(0.0)
+    for at_s, joules in samples:
+        ledger = ledger.seen(at_s, Reading(energy_j=joules, energy_source="rapl"))
+    return ledger
+
+
+def test_powers_are_integrated_by_trapezoids() -> None:
+    """2 W to 4 W in half a second are 1.5 J, 4 W to 4 W another 2 J; the left and right rectangles differ by 1 J."""
+    cost = powers((0.0, 2.0), (0.5, 4.0), (1.0, 4.0)).cost(1.0, idle_w=1.0, point="MAXN")
+    assert cost == Cost(
+        duration_s=1.0,
+        energy_j=1.5 + 2.0,
+        idle_j=1.0,
+        energy_error_j=0.5,
+        energy_source="ina3221 VDD_IN, 2 Hz, trapezoids",
+        point="MAXN",
+    )
+
+
+def test_a_constant_power_has_no_error() -> None:
+    """5 W for a second."""
+    cost = powers(*((i / 10, 5.0) for i in range(11))).cost(1.0, None)
+    assert cost.energy_j == pytest.approx(5.0)
+    assert cost.energy_error_j == pytest.approx(0.0)
+    assert cost.energy_source == "ina3221 VDD_IN, 10 Hz, trapezoids"
+    assert cost.idle_j is None
+
+
+def test_the_bound_holds_for_any_power_that_only_rises() -> None:
+    """t squared from 0 to 2 s, sampled each half second: the integral is 8/3, the trapezoids say 2.75."""
+    cost = powers(*((t, t * t) for t in (0.0, 0.5, 1.0, 1.5, 2.0))).cost(2.0, None)
+    assert cost.energy_j == pytest.approx(2.75)
+    assert cost.energy_error_j == pytest.approx(1.0)
+    assert cost.energy_error_j is not None
+    assert abs(cost.energy_j - 8 / 3) <= cost.energy_error_j
+
+
+def test_what_is_before_the_first_and_after_the_last_reading_is_held_and_counts_in_full_into_the_bound() -> None:
+    """0.2 s at 3 W and 0.3 s at 5 W were not watched: 2.1 J of 0.8 * 4 + 2.1."""
+    cost = powers((0.2, 3.0), (1.0, 5.0)).cost(1.3, None)
+    assert cost.energy_j == pytest.approx(0.6 + 3.2 + 1.5)
+    assert cost.energy_error_j == pytest.approx(2.1 + 0.8)
+
+
+def test_a_gap_counts_in_full_into_the_bound() -> None:
+    """3 s between two readings of 4 W: anything may have been in between."""
+    cost = powers((0.0, 4.0), (3.0, 4.0)).cost(3.0, None)
+    assert (cost.energy_j, cost.energy_error_j) == (12.0, 12.0)
+
+
+def test_missing_and_unreadable_readings_are_bridged() -> None:
+    """None and not-a-number say nothing: the trapezoid is from 0 to 0.3 s."""
+    cost = powers((0.0, 2.0), (0.1, None), (0.2, float("nan")), (0.3, 4.0)).cost(0.3, None)
+    assert cost.energy_j == pytest.approx(0.9)
+    assert cost.energy_error_j == pytest.approx(0.3)
+
+
+def test_time_that_goes_backwards_is_ignored() -> None:
+    """A reading of the past, or a second one of the same moment, adds nothing."""
+    cost = powers((0.0, 2.0), (1.0, 2.0), (0.5, 100.0), (1.0, 100.0), (2.0, 2.0)).cost(2.0, None)
+    assert cost.energy_j == 4.0
+    assert powers((5.0, 2.0)).cost(-1.0, idle_w=1.0).duration_s == 0.0
+
+
+def test_counters_are_differenced_and_may_lag_by_one_interval() -> None:
+    """7 J from 100 to 107; the most that came at once, 4 J, is how far behind it may be."""
+    cost = counters((0.0, 100.0), (1.0, 103.0), (2.0, 107.0)).cost(2.0, None)
+    assert (cost.energy_j, cost.energy_error_j, cost.energy_source) == (7.0, 4.0, "rapl, counter")
+
+
+def test_a_counter_is_preferred_to_a_power() -> None:
+    """It misses nothing between two readings."""
+    ledger = Ledger(0.0)
+    for at_s, joules in ((0.0, 0.0), (1.0, 9.0)):
+        ledger = ledger.seen(at_s, Reading(energy_j=joules, power_w=1.0, energy_source="rapl"))
+    assert ledger.cost(1.0, None).energy_j == 9.0
+
+
+def test_a_counter_that_falls_is_waited_for() -> None:
+    """5 J, then nonsense, then 8 J: what came from the last good reading on is not lost."""
+    cost = counters((0.0, 5.0), (1.0, 0.0), (2.0, 8.0)).cost(2.0, None)
+    assert cost.energy_j == 3.0
+
+
+def test_after_a_counters_last_reading_its_last_power_is_held() -> None:
+    """2 J in the last second, so 1 J in the half second after it."""
+    cost = counters((0.0, 0.0), (1.0, 2.0)).cost(1.5, None)
+    assert cost.energy_j == pytest.approx(3.0)
+    assert cost.energy_error_j == pytest.approx(2.0 + 1.0)
+
+
+@pytest.mark.parametrize("ledger", [powers(), powers((0.0, None)), counters((0.0, 7.0))], ids=["", "none", "one"])
+def test_without_a_meter_joules_are_unknown_and_not_zero(ledger: Ledger) -> None:
+    """Nor does one reading of a counter tell anything."""
+    cost = ledger.cost(10.0, idle_w=2.0)
+    assert (cost.energy_j, cost.energy_error_j, cost.energy_source) == (None, None, None)
+    assert cost.idle_j == 20.0
+
+
+def test_one_power_is_held_throughout_and_is_its_own_bound() -> None:
+    """A task shorter than the time between two readings."""
+    cost = powers((0.0, 3.0)).cost(0.05, None)
+    assert cost.energy_j == cost.energy_error_j == pytest.approx(0.15)
+    assert cost.energy_source == "ina3221 VDD_IN, one reading, trapezoids"
+
+
+def test_a_new_stretch_begins_with_the_last_reading() -> None:
+    """Nothing between two stretches is lost or counted twice."""
+    first = powers((0.0, 2.0), (1.0, 4.0))
+    second = first.again(1.0).seen(2.0, Reading(power_w=4.0))
+    assert first.cost(1.0, None).energy_j == 3.0
+    assert second.cost(2.0, None).energy_j == 4.0
+    assert first.again(1.5).cost(2.0, None).energy_j is None
+
+
+def test_stretches_are_added_up() -> None:
+    """Points in order, each sensor once; what one of them does not know is unknown of all."""
+    one = Cost(duration_s=2.0, energy_j=8.0, idle_j=2.0, energy_error_j=1.0, energy_source="rapl", point="MAXQ")
+    two = Cost(duration_s=1.0, energy_j=9.0, idle_j=1.0, energy_error_j=0.5, energy_source="rapl", point="MAXN")
+    assert total([one, two]) == Cost(
+        duration_s=3.0,
+        energy_j=17.0,
+        idle_j=3.0,
+        energy_error_j=1.5,
+        energy_source="rapl",
+        point="MAXQ, then MAXN",
+    )
+    assert total([one, Cost(duration_s=1.0)]).energy_j is None
+    assert total([one, one]).point == "MAXQ"
+    assert total([one, Cost(duration_s=1.0)]).point == "MAXQ, then let go"
+    assert total([Cost(duration_s=1.0)]).point is None

@@ -1,0 +1,164 @@
+"""Which operating point: boards of three points with round numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedquilt.core import OperatingPoint, Work
+from fedquilt.edge_agent.power import governor
+from fedquilt.edge_agent.power.governor import Rule, averaged, choose, forecasts, pace_of, part, step_up
+
+WORK = Work(flops=100.0)
+
+
+def point(name: str, flops_per_s: float | None, busy_w: float | None) -> OperatingPoint:
+    return OperatingPoint(name=name, flops_per_s=flops_per_s, busy_w=busy_w)
+
+
+# 40 s, 20 s, 10 s; above 1 W of idle they take 40, 40 and 90 J
+SLOW, MIDDLE, FAST = point("slow", 2.5, 2.0), point("middle", 5.0, 3.0), point("fast", 10.0, 10.0)
+BOARD = (MIDDLE, FAST, SLOW)
+
+
+def name(chosen: OperatingPoint | None) -> str | None:
+    return None if chosen is None else chosen.name
+
+
+def chosen(policy: str, left_s: float, points: tuple[OperatingPoint, ...] = BOARD, **others: float) -> str | None:
+    rule = Rule(policy, others.pop("margin", 0.1))  # type: ignore[arg-type]
+    return name(choose(rule, points, WORK, left_s, others.pop("idle_w", 1.0), **others))
+
+
+def test_a_forecast_counts_idle_until_the_deadline() -> None:
+    """At 10 W for 10 s and then 1 W for 40 s: 140 J until the deadline in 50 s."""
+    (fast, middle, slow) = forecasts(BOARD, WORK, 50.0, 1.0)
+    assert (fast.point, fast.seconds, fast.energy_j) == (FAST, 10.0, 140.0)
+    assert (middle.seconds, middle.energy_j) == (20.0, 90.0)
+    assert (slow.seconds, slow.energy_j) == (40.0, 90.0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "left_s", "expected"),
+    [
+        ("energy", 100.0, "middle"),  # as cheap as the slow one, and faster
+        ("energy", 21.0, "fast"),  # 20 s and a tenth are too much
+        ("energy", 22.0, "middle"),
+        ("energy", 5.0, "fast"),  # impossible
+        ("energy", -1.0, "fast"),
+        ("paper", 100.0, "slow"),
+        ("paper", 43.0, "middle"),
+        ("paper", 21.0, "fast"),
+        ("paper", 5.0, "fast"),
+        ("max", 100.0, "fast"),
+        ("board", 100.0, None),
+    ],
+)
+def test_each_policy_has_its_own_point(policy: str, left_s: float, expected: str | None) -> None:
+    """By hand, from the three points above."""
+    assert chosen(policy, left_s) == expected
+
+
+def test_racing_to_idle_wins_where_the_fast_point_takes_little_more() -> None:
+    """FedStitch's Table II, from the second to the third row: 12 % less time and less power."""
+    rows = (point("1.12 GHz", 1.21, 1.25), point("1.30 GHz", 1.38, 1.14))
+    assert chosen("energy", 1000.0, rows, idle_w=0.2) == "1.30 GHz"
+    assert chosen("paper", 1000.0, rows, idle_w=0.2) == "1.12 GHz"
+
+
+def test_without_counting_idle_racing_looks_better_than_it_is() -> None:
+    """4 W for 10 s is less than 2.2 W for 20 s; with 2 W of idle for the 10 s left over it is more."""
+    rows = (point("fast", 10.0, 4.0), point("slow", 5.0, 2.2))
+    assert chosen("energy", 30.0, rows, idle_w=2.0) == "slow"
+    assert name(choose(Rule(), rows, WORK, 30.0, None)) == "fast"
+
+
+def test_a_board_that_is_slower_than_its_profile_gets_a_faster_point() -> None:
+    """Twice as slow: 80, 40 and 20 s."""
+    assert chosen("energy", 50.0, pace=2.0) == "middle"
+    assert chosen("energy", 43.0, pace=2.0) == "fast"
+
+
+def test_points_that_lack_numbers_are_left_out() -> None:
+    """Without a speed for every policy; without a power for "energy", though it may be the fastest."""
+    assert chosen("energy", 100.0, (point("unknown", None, 1.0), FAST)) == "fast"
+    assert chosen("energy", 100.0, (point("no power", 5.0, None), FAST)) == "fast"
+    assert chosen("energy", 5.0, (point("no power", 50.0, None), FAST)) == "no power"
+    assert chosen("paper", 100.0, (point("no power", 5.0, None), FAST)) == "no power"
+
+
+@pytest.mark.parametrize("policy", ["energy", "paper", "max", "board"])
+def test_without_numbers_the_board_is_left_alone(policy: str) -> None:
+    """No points, points without speed, and work of which nothing is known."""
+    assert chosen(policy, 100.0, ()) is None
+    assert chosen(policy, 100.0, (point("unknown", None, 5.0),)) is None
+    assert choose(Rule(policy), BOARD, Work(), 100.0, 1.0) is None  # type: ignore[arg-type]
+
+
+def test_energy_without_any_power_leaves_the_board_alone() -> None:
+    """There is nothing to choose by."""
+    assert chosen("energy", 100.0, (point("a", 5.0, None), point("b", 10.0, None))) is None
+
+
+def test_a_task_in_time_is_left_alone() -> None:
+    """Half of it is done, the rest takes 20 s of the 20 that are left."""
+    assert step_up(Rule(), BOARD, SLOW, part(WORK, 0.5), 20.0, 1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "left_s", "pace", "expected"),
+    [
+        ("energy", 15.0, 1.0, "middle"),  # the rest takes 20, 10 or 5 s
+        ("energy", 10.5, 1.0, "fast"),
+        ("energy", 1.0, 1.0, "fast"),  # late whatever happens: as little as possible
+        ("energy", 30.0, 2.0, "middle"),
+        ("paper", 15.0, 1.0, "middle"),
+        ("max", 1.0, 1.0, None),
+        ("board", 1.0, 1.0, None),
+    ],
+)
+def test_a_late_task_is_stepped_up(policy: str, left_s: float, pace: float, expected: str | None) -> None:
+    """To the cheapest, or slowest, point that still makes it."""
+    rule = Rule(policy)  # type: ignore[arg-type]
+    assert name(step_up(rule, BOARD, SLOW, part(WORK, 0.5), left_s, 1.0, pace)) == expected
+
+
+def test_there_is_nothing_above_the_fastest_point() -> None:
+    """Late as it may be."""
+    assert step_up(Rule(), BOARD, FAST, WORK, 1.0, 1.0) is None
+
+
+def test_the_pace_is_time_seen_over_time_predicted() -> None:
+    """A fifth of 40 s took 16 s; a little says nothing; nonsense is bounded."""
+    assert pace_of(WORK, SLOW, 0.2, 16.0) == pytest.approx(2.0)
+    assert pace_of(WORK, SLOW, 0.01, 16.0) is None
+    assert pace_of(WORK, SLOW, 0.2, 0.0) is None
+    assert pace_of(WORK, point("unknown", None, None), 0.5, 16.0) is None
+    assert pace_of(WORK, SLOW, 1.0, 1e9) == governor.PACE_MOST
+
+
+def test_a_boards_pace_is_averaged_after_the_first() -> None:
+    """2, then 0.7 of it and 0.3 of 1."""
+    assert averaged(None, 2.0) == 2.0
+    assert averaged(2.0, 1.0) == pytest.approx(1.7)
+
+
+def test_the_cheapest_is_the_cheapest_of_all_points() -> None:
+    """Over many boards and deadlines, against trying every point."""
+    import random
+
+    roll = random.Random(0)
+    for _ in range(200):
+        points = tuple(point(str(i), roll.uniform(1, 20), roll.uniform(1, 30)) for i in range(roll.randint(1, 9)))
+        left_s, idle_w = roll.uniform(1, 60), roll.uniform(0, 5)
+        best = choose(Rule("energy", 0.0), points, WORK, left_s, idle_w)
+        assert best is not None
+
+        def joules(each: OperatingPoint, left_s: float = left_s, idle_w: float = idle_w) -> float:
+            seconds = 100.0 / (each.flops_per_s or 1)
+            return (each.busy_w or 0) * seconds + idle_w * (left_s - seconds)
+
+        in_time = [each for each in points if 100.0 / (each.flops_per_s or 1) <= left_s]
+        if in_time:
+            assert joules(best) == pytest.approx(min(joules(each) for each in in_time))
+        else:
+            assert best.flops_per_s == max(each.flops_per_s or 0 for each in points)

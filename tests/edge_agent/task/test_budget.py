@@ -1,0 +1,213 @@
+"""What fits, and what a process holds; sizes here are checked against arithmetic or the kernel."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+
+from fedquilt.core import Work
+from fedquilt.edge_agent.task import budget
+from fedquilt.edge_agent.task.budget import Caution
+
+MB = 10**6
+
+
+def test_work_fits_when_engine_and_work_together_do() -> None:
+    """30 + 70 = 100."""
+    assert budget.shortage("e", Work(peak_bytes=70 * MB), 100 * MB, None, {"e": 30 * MB}) is None
+    short = budget.shortage("e", Work(peak_bytes=71 * MB), 100 * MB, None, {"e": 30 * MB})
+    assert short is not None
+    for part in ("needs 101 MB", "30 MB for the e engine", "71 MB for the work", "budget here is 100 MB", "smaller"):
+        assert part in short
+
+
+def test_a_board_short_of_memory_is_named_as_such() -> None:
+    """The budget would do, the board would not."""
+    short = budget.shortage("e", Work(peak_bytes=10 * MB), 100 * MB, 39 * MB, {"e": 30 * MB})
+    assert short is not None
+    assert "the board has 39 MB left" in short
+    assert budget.shortage("e", Work(peak_bytes=10 * MB), 100 * MB, 40 * MB, {"e": 30 * MB}) is None
+
+
+def test_the_peak_is_the_most_since_the_reset_and_not_since_the_start() -> None:
+    """64 MB held before the reset are forgotten, 32 MB held and freed after it are not."""
+    me = os.getpid()
+    _touch(64 << 20)
+    assert budget.reset_peak(me)
+    base = budget.resident_bytes(me)
+    assert base is not None
+    _touch(32 << 20)
+    peak = budget.peak_bytes(me)
+    assert peak is not None
+    assert 30 << 20 < peak - base < 50 << 20
+
+
+def _touch(size: int) -> None:
+    with mmap.mmap(-1, size) as memory:
+        for offset in range(0, size, mmap.PAGESIZE):
+            memory[offset] = 1
+
+
+def test_a_process_that_is_gone_holds_nothing_known(tmp_path: Path) -> None:
+    """None, not 0; a kernel without these files likewise."""
+    assert budget.resident_bytes(1, proc=tmp_path) is None
+    assert budget.peak_bytes(1, proc=tmp_path) is None
+    assert not budget.reset_peak(1, proc=tmp_path)
+    assert budget.oom_kills(proc=tmp_path) is None
+
+
+def test_out_of_memory_kills_are_counted_by_the_kernel(tmp_path: Path) -> None:
+    """One line of /proc/vmstat."""
+    (tmp_path / "vmstat").write_text("pgfault 99\noom_kill 3\nnr_free 1\n")
+    assert budget.oom_kills(proc=tmp_path) == 3
+
+
+# -- control groups, on a fake tree ---------------------------------------------------------------
+
+
+@pytest.fixture
+def delegated(tmp_path: Path) -> Path:
+    """A group of version 2 that was handed to this process, as files."""
+    own = tmp_path / "sys/system.slice/fedquilt.service"
+    own.mkdir(parents=True)
+    for name in ("cgroup.subtree_control", "cgroup.procs"):
+        (own / name).write_text("")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/old\n0::/system.slice/fedquilt.service\n")
+    return own
+
+
+def cage(folder: Path) -> budget.Cage:
+    return budget.Cage(folder / "sys", folder / "proc")
+
+
+def test_a_delegated_group_holds_the_task_to_its_budget(tmp_path: Path, delegated: Path) -> None:
+    """This process goes into one leaf, the task's into another that has the limit."""
+    for leaf in ("agent", "task"):  # the kernel makes these files with the folder; here the writes do
+        (delegated / leaf).mkdir()
+    assert cage(tmp_path).limit(4711, 64 * MB)
+    assert (delegated / "cgroup.subtree_control").read_text() == "+memory"
+    assert (delegated / "agent/cgroup.procs").read_text() == str(os.getpid())
+    assert (delegated / "task/memory.max").read_text() == str(64 * MB)
+    assert (delegated / "task/memory.swap.max").read_text() == "0"
+    assert (delegated / "task/cgroup.procs").read_text() == "4711"
+
+
+def test_a_group_that_holds_others_too_is_left_as_it_was(tmp_path: Path, delegated: Path) -> None:
+    """The kernel refuses to divide it, here as a file that not even root can write; this process moves back."""
+    (delegated / "cgroup.subtree_control").unlink()
+    (delegated / "cgroup.subtree_control").symlink_to("/proc/version")
+    assert not cage(tmp_path).limit(4711, 64 * MB)
+    assert (delegated / "cgroup.procs").read_text() == str(os.getpid())
+
+
+def test_without_a_group_of_its_own_there_is_only_the_watchdog(tmp_path: Path) -> None:
+    """The root group, and control groups of version 1, are not ours to divide."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/mine\n0::/\n")
+    assert not cage(tmp_path).limit(4711, 64 * MB)
+
+
+# -- what was seen --------------------------------------------------------------------------------
+
+
+def test_the_average_of_true_over_predicted_converges_and_stays_within_bounds() -> None:
+    """1.2 each time: 0.7^20 of the first error is left; one task of a hundred times counts as 2."""
+    caution = Caution()
+    for _ in range(20):
+        caution = caution.seen(120, 100)
+    assert caution.ratio == pytest.approx(1.2, abs=0.2 * 0.7**20 + 1e-9)
+    assert Caution().seen(10_000, 100).ratio == pytest.approx(0.7 + 0.3 * 2.0)
+    assert Caution().seen(1, 100).ratio == pytest.approx(0.7 + 0.3 * 0.8)
+    assert Caution().seen(100, 0) == Caution()
+
+
+def test_what_is_planned_with_stays_the_whole_budget_while_peaks_are_as_foreseen() -> None:
+    """Ratios up to 1.05 change nothing, bit for bit; above, the room beside the engine shrinks in steps of 1.25."""
+    assert Caution(1.05).plannable_bytes(1000, 200) == 1000
+    assert Caution(0.8).plannable_bytes(1000, 200) == 1000
+    assert Caution(1.06).plannable_bytes(1000, 200) == 200 + 640
+    assert Caution(1.31).plannable_bytes(1000, 200) == 200 + 640
+    assert Caution(1.32).plannable_bytes(1000, 200) == 200 + 512
+    assert Caution(1.0).plannable_bytes(100, 200) == 200
+
+
+def test_each_task_that_ran_out_steps_down_and_no_further_than_the_bound() -> None:
+    """800 / 1.25^2 = 512."""
+    assert Caution().failed().failed().plannable_bytes(1000, 200) == 200 + 512
+    worst = Caution()
+    for _ in range(1000):
+        worst = worst.failed()
+    assert worst.steps == budget.LEVEL_MOST
+
+
+def test_a_board_that_saw_more_than_predicted_asks_for_more() -> None:
+    """Predicted 40 beside 50; at 1.2 times and one step of 1.25 it is 50, with one byte less it does not fit."""
+    work, learnt = Work(peak_bytes=40 * MB), Caution(1.2)
+    assert budget.shortage("e", work, 90 * MB, None, {"e": 50 * MB}) is None
+    short = budget.shortage("e", work, 90 * MB, None, {"e": 50 * MB}, learnt)
+    assert short is not None
+    assert "needs 100 MB" in short
+    assert "1.25 times what was predicted" in short
+    assert budget.shortage("e", work, 100 * MB, None, {"e": 50 * MB}, learnt) is None
+
+
+# -- out of memory --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 7.44 GiB",
+        "CUDA error: out of memory",
+        "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: "
+        "you tried to allocate 4000000000000 bytes. Error code 12 (Cannot allocate memory)",
+        "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes.",
+        'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "/opt/pytorch/c10/cuda/CUDACachingAllocator.cpp":838, '
+        "please report a bug to PyTorch.",
+        "NvMapMemAllocInternalTagged: 1075072515 error 12",
+        "NvMapMemHandleAlloc: error 0",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : bfc_arena.cc:376 void* onnxruntime::BFCArena::"
+        "AllocateRawInternal Failed to allocate memory for requested buffer of size 4294967296",
+        "bfc_arena.cc:342 Available memory of 100 is smaller than requested bytes of 200",
+        "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc",
+        "[ONNXRuntimeError] : 1 : FAIL : bad allocation",
+    ],
+)
+def test_what_libraries_say_when_memory_runs_out_is_recognised(text: str) -> None:
+    """Texts as torch, CUDA, cuBLAS, cuDNN, Tegra's driver, ONNX Runtime and the C++ library print them."""
+    assert budget.tells_of_memory(text)
+    assert budget.is_of_memory(RuntimeError(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "mat1 and mat2 shapes cannot be multiplied (32x10 and 20x5)",
+        "CUDA error: device-side assert triggered",
+        'handle_0 INTERNAL ASSERT FAILED at "/pytorch/c10/cuda/driver_api.cpp":11, please report a bug to PyTorch.',
+        "Trying to access memory-mapped tensor 'w' out of range",
+        "NvRmGpuLibOpen failed, error=4",
+        "[ONNXRuntimeError] : 1 : FAIL : Load model from x.onnx failed: Invalid tensor data type",
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
+        "index 12 is out of bounds for dimension 0 with size 3",
+    ],
+)
+def test_other_errors_are_not_taken_for_want_of_memory(text: str) -> None:
+    """Near misses: assertions, memory maps and drivers that fail otherwise."""
+    assert not budget.tells_of_memory(text)
+    assert not budget.is_of_memory(RuntimeError(text))
+
+
+def test_errors_are_also_known_by_type_and_number() -> None:
+    """MemoryError needs no text; of the system's errors only ENOMEM counts, whatever the file is called."""
+    assert budget.is_of_memory(MemoryError())
+    assert budget.is_of_memory(OSError(errno.ENOMEM, "Cannot allocate memory"))
+    assert not budget.is_of_memory(FileNotFoundError(errno.ENOENT, "No such file", "out of memory.npz"))

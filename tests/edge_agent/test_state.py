@@ -1,0 +1,214 @@
+"""What is on a device's disk after a crash at every point; each new Local is a new start on the same folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedquilt import tensors, wire
+from fedquilt.core import BlobRef, JobError, StoreError, Update, Usage
+from fedquilt.edge_agent.state import PRIVATE, UPDATE, Local, write_tensors
+
+KEY = ("j-1", 3)
+
+
+def worked(local: Local, private: float | None = None, round: int = 3, job: str = "j-1") -> Update:
+    """What the task's process leaves in scratch, and its manifest."""
+    out = local.scratch()
+    ref = write_tensors(out / "bundle", {"w": np.full(4, round, np.float32)})
+    os.replace(out / "bundle", out / ref.sha256)
+    if private is not None:
+        write_tensors(out / PRIVATE, {"c": np.array([private])})
+    return Update(
+        job=job, round=round, attempt=0, device="d", weight=1.0, bundles={"model": ref}, metrics={}, usage=Usage()
+    )
+
+
+def state_of(local: Local, job: str = "j-1") -> float | None:
+    path = local.private(job)
+    return None if path is None else float(tensors.read(path)["c"][0])
+
+
+def test_a_committed_result_is_found_by_the_next_start(tmp_path: Path) -> None:
+    """With its blobs in the depot, and whether it leaves private state."""
+    local = Local(tmp_path)
+    update = worked(local, private=1.0)
+    assert local.commit(update)
+    again = Local(tmp_path)
+    assert again.recover() == ({KEY: (update, True)}, {})
+    assert again.depot.has(update.bundles["model"])
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_a_crash_before_the_commit_leaves_nothing_but_the_old_private_state(tmp_path: Path) -> None:
+    """The task is worked for again, from what it began with."""
+    local = Local(tmp_path)
+    local.commit(worked(local, private=1.0, round=2))
+    local.settle(("j-1", 2), True, {"j-1": 2})
+    update = worked(local, private=2.0)
+    for name in update.bundles.values():  # the blobs were stored already, the folder was not renamed
+        local.depot.put_file(tmp_path / "scratch" / name.sha256, name)
+    again = Local(tmp_path)
+    assert again.recover() == ({}, {"j-1": 2})
+    assert state_of(again) == 1.0
+
+
+def test_private_state_counts_only_when_the_contribution_does(tmp_path: Path) -> None:
+    """Until the coordinator has answered, a job's private state is the old one; a refusal leaves it so."""
+    local = Local(tmp_path)
+    local.commit(worked(local, private=1.0))
+    assert state_of(local) is None
+    local.settle(KEY, False, {})
+    assert Local(tmp_path).recover() == ({}, {})
+    assert state_of(local) is None
+    local.commit(worked(local, private=1.0))
+    local.settle(KEY, True, {"j-1": 3})
+    assert Local(tmp_path).recover() == ({}, {"j-1": 3})
+    assert state_of(local) == 1.0
+
+
+def test_a_crash_after_the_private_state_has_moved_delivers_the_update_again(tmp_path: Path) -> None:
+    """It is acknowledged again, and settled then; the moved state stays."""
+    local = Local(tmp_path)
+    update = worked(local, private=1.0)
+    local.commit(update)
+    os.replace(tmp_path / "outbox/j-1@3" / PRIVATE, tmp_path / "private/j-1.safetensors")
+    again = Local(tmp_path)
+    assert again.recover() == ({KEY: (update, False)}, {})
+    again.settle(KEY, True, {"j-1": 3})
+    assert state_of(again) == 1.0
+
+
+def test_a_crash_after_the_count_was_noted_does_not_deliver_again(tmp_path: Path) -> None:
+    """Counted is counted, although the folder is still there."""
+    local = Local(tmp_path)
+    local.commit(worked(local))
+    (tmp_path / "counted.json").write_text('{"j-1": 3}')
+    again = Local(tmp_path)
+    assert again.recover() == ({}, {"j-1": 3})
+    assert list((tmp_path / "outbox").iterdir()) == []
+
+
+def test_a_crash_while_an_entry_is_removed_leaves_no_update(tmp_path: Path) -> None:
+    """update.json goes first, and without it there is no entry."""
+    local = Local(tmp_path)
+    local.commit(worked(local, private=1.0))
+    (tmp_path / "outbox/j-1@3" / UPDATE).unlink()
+    assert Local(tmp_path).recover() == ({}, {})
+    assert list((tmp_path / "outbox").iterdir()) == []
+
+
+@pytest.mark.parametrize("place", [0, 30, 200])
+def test_a_damaged_entry_is_worked_for_again(tmp_path: Path, place: int) -> None:
+    """A flipped bit on the card is seen by the checksum."""
+    local = Local(tmp_path)
+    local.commit(worked(local))
+    path = tmp_path / "outbox/j-1@3" / UPDATE
+    payload = bytearray(path.read_bytes())
+    payload[place] ^= 1
+    path.write_bytes(payload)
+    assert Local(tmp_path).recover() == ({}, {})
+
+
+def test_an_entry_whose_blobs_are_gone_is_worked_for_again(tmp_path: Path) -> None:
+    """It could never be delivered."""
+    local = Local(tmp_path)
+    update = worked(local)
+    local.commit(update)
+    local.depot.drop(update.bundles["model"].sha256)
+    assert Local(tmp_path).recover() == ({}, {})
+
+
+def test_a_damaged_count_begins_anew(tmp_path: Path) -> None:
+    """At worst a round is worked for in vain; the agent starts."""
+    Local(tmp_path)
+    (tmp_path / "counted.json").write_bytes(b'{"j-1"')
+    assert Local(tmp_path).recover() == ({}, {})
+
+
+def test_private_states_of_forgotten_jobs_go(tmp_path: Path) -> None:
+    """Only jobs that are remembered keep theirs."""
+    local = Local(tmp_path)
+    for job in ("old-1", "new-1"):
+        local.commit(worked(local, private=1.0, job=job))
+        local.settle((job, 3), True, {job: 3})
+    assert state_of(local, "old-1") is None
+    assert state_of(local, "new-1") == 1.0
+
+
+def test_a_commit_replaces_what_an_earlier_one_of_the_same_round_left(tmp_path: Path) -> None:
+    """Only the last can have been asked for."""
+    local = Local(tmp_path)
+    local.commit(worked(local, private=1.0))
+    update = worked(local)
+    assert not local.commit(update)
+    assert Local(tmp_path).recover() == ({KEY: (update, False)}, {})
+
+
+def test_an_update_too_large_to_send_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    """2000 long bundle names do not fit one message."""
+    local = Local(tmp_path)
+    update = worked(local)
+    ref = update.bundles["model"]
+    huge = {**{f"{n:0200}": ref for n in range(2000)}}
+    with pytest.raises(wire.WireError):
+        local.commit(
+            Update(job="j-1", round=3, attempt=0, device="d", weight=1.0, bundles=huge, metrics={}, usage=Usage())
+        )
+    assert Local(tmp_path).recover() == ({}, {})
+
+
+def test_the_longest_unused_blobs_make_room_and_needed_ones_never_do(tmp_path: Path) -> None:
+    """Four blobs of 100 bytes, room for 300 and 100 more to come: the two oldest that may go, go."""
+    local = Local(tmp_path)
+    refs = [local.depot.put(bytes([n]) * 100) for n in range(4)]
+    for age, ref in enumerate(refs):
+        os.utime(tmp_path / "blobs" / ref.sha256, (1000 + age, 1000 + age))
+    local.used([refs[1]])
+    local.make_room(100, 300, needed={refs[0].sha256})
+    assert [local.depot.has(ref) for ref in refs] == [True, True, False, False]
+
+
+def test_a_full_disk_is_an_error_that_says_so(tmp_path: Path) -> None:
+    """Asking for more than any disk has."""
+    local = Local(tmp_path)
+    local.require_room(1)
+    with pytest.raises(StoreError, match=r"are free, .* are wanted, some to spare; free some space"):
+        local.require_room(1 << 60)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_that_says_so(tmp_path: Path) -> None:
+    """/proc takes no folders, not even from root."""
+    with pytest.raises(StoreError, match=r"cannot make the folder /proc/nowhere"):
+        Local(Path("/proc/nowhere"))
+
+
+def test_two_agents_may_not_share_a_home(tmp_path: Path) -> None:
+    """The second is told; the first one's end frees it."""
+    first = Local(tmp_path).lock()
+    with pytest.raises(JobError, match="another agent runs in"):
+        Local(tmp_path).lock()
+    os.close(first)
+    os.close(Local(tmp_path).lock())
+
+
+def test_tensors_are_written_under_a_name_that_is_their_digest(tmp_path: Path) -> None:
+    """Equal tensors, equal blobs."""
+    one = write_tensors(tmp_path / "a", {"x": np.ones(2), "y": np.zeros(1)})
+    two = write_tensors(tmp_path / "b", {"y": np.zeros(1), "x": np.ones(2)})
+    assert one == two == BlobRef(sha256=one.sha256, size=(tmp_path / "a").stat().st_size)
+
+
+def test_a_jobs_cache_lasts_until_another_job_or_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a task leaves is found by the job's next one, also after a restart of the agent; nothing else stays."""
+    (Local(tmp_path).cache("a") / "kept").write_bytes(b"x")
+    assert (Local(tmp_path).cache("a") / "kept").exists()
+    assert not list(Local(tmp_path).cache("b").iterdir())
+    assert [path.name for path in tmp_path.glob("cache/*/*")] == ["b"]
+    (Local(tmp_path).cache("b") / "kept").write_bytes(b"x")
+    monkeypatch.setattr("fedquilt.edge_agent.state._boot", lambda: "another")
+    assert not list(Local(tmp_path).cache("b").iterdir())
+    assert [path.name for path in tmp_path.glob("cache/*")] == ["another"]

@@ -1,0 +1,496 @@
+"""A board's examples: exact partitions, every reader on small files, and on real data where it is at hand."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import struct
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from fedquilt import tensors
+from fedquilt.core import DataError
+from fedquilt.data import examples as data
+from fedquilt.data import partition, readers
+from fedquilt.data.examples import DataSpec
+
+REAL = Path(os.environ.get("FEDQUILT_TEST_DATA") or Path(__file__).parents[3] / "../shared/data")
+needs_real = pytest.mark.skipif(
+    not (REAL / "MNIST/raw").is_dir(),
+    reason=f"no real data in {REAL}: set FEDQUILT_TEST_DATA to a folder with MNIST/raw and cifar10-10k.npz",
+)
+# found, not imported: whether it imports is not the test's affair
+needs_torchvision = pytest.mark.skipif(find_spec("torchvision") is None, reason="torchvision is not installed")
+
+LABELS = np.repeat(np.arange(5), [40, 30, 20, 8, 2])  # 100 examples of 5 classes, unequal
+PARTITIONS = {
+    "iid": DataSpec("-", partition="iid", shares=7),
+    "dirichlet": DataSpec("-", partition="dirichlet", shares=7, alpha=0.3),
+    "classes": DataSpec("-", partition="classes", shares=7, classes=2),
+    "shards": DataSpec("-", partition="shards", shares=7, shards=3),
+    "groups": DataSpec("-", partition="dirichlet", shares=7, groups=((0, 3), (1, 2, 4))),
+}
+every_partition = pytest.mark.parametrize("kind", PARTITIONS)
+
+
+def shares(y: np.ndarray, spec: DataSpec) -> list[np.ndarray]:
+    return [partition.rows(y, msgspec.structs.replace(spec, share=share)) for share in range(spec.shares)]
+
+
+def with_options(spec: DataSpec, **options) -> DataSpec:
+    return msgspec.structs.replace(spec, **options)
+
+
+# -- partitions -----------------------------------------------------------------------------------
+
+
+@every_partition
+def test_shares_are_disjoint_and_cover_everything(kind):
+    """All shares together are all rows, each once."""
+    together = np.concatenate(shares(LABELS, PARTITIONS[kind]))
+    assert sorted(together.tolist()) == list(range(100))
+
+
+@every_partition
+def test_the_seed_decides_the_partition(kind):
+    """The same seed, the same shares; another seed, others."""
+    first, again, other = (shares(LABELS, with_options(PARTITIONS[kind], seed=seed)) for seed in (1, 1, 2))
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "digest"),
+    [
+        ("iid", "c31d85cffbca49ec"),
+        ("dirichlet", "8b4e030b3c067170"),
+        ("classes", "cf5c3de1cb002293"),
+        ("shards", "027d6d27aa575b03"),
+        ("groups", "742f144c649bde77"),
+    ],
+)
+def test_every_python_and_numpy_draws_the_same_partition(kind, digest):
+    """Devices of one fleet may run different ones: the shares are pinned by their hash."""
+    rows = b"|".join(share.astype("<i8").tobytes() for share in shares(LABELS, PARTITIONS[kind]))
+    assert hashlib.sha256(rows).hexdigest()[:16] == digest
+
+
+def test_iid_shares_differ_by_one_at_most():
+    """100 among 7: two of 15, five of 14."""
+    assert sorted(map(len, shares(LABELS, PARTITIONS["iid"]))) == [14] * 5 + [15] * 2
+
+
+def test_a_small_alpha_makes_devices_unlike_a_large_one_alike():
+    """The spread of a class over ten shares: near nothing at alpha 1000, most of it in one place at 0.05."""
+    y = np.zeros(1000, int)
+    largest = {}
+    for alpha in (0.05, 1000.0):
+        spec = DataSpec("-", partition="dirichlet", shares=10, alpha=alpha, min_size=1)
+        y[500:] = 1
+        owned = [np.bincount(y[share], minlength=2)[0] for share in shares(y, with_options(spec, seed=3))]
+        largest[alpha] = max(owned)
+    assert largest[1000.0] < 65
+    assert largest[0.05] > 200
+
+
+def test_no_dirichlet_share_is_below_the_minimum():
+    """Drawn again until it holds; and called out of reach where it cannot."""
+    spec = DataSpec("digits.npz", partition="dirichlet", shares=7, alpha=0.3, min_size=6)
+    assert min(map(len, shares(LABELS, spec))) >= 6
+    with pytest.raises(DataError, match=r"digits\.npz: none of 1000 .* raise alpha, or lower shares or min_size"):
+        partition.rows(LABELS, with_options(spec, min_size=14, alpha=0.01))
+    with pytest.raises(DataError, match="7 shares of at least 15 of only 100"):
+        partition.rows(LABELS, with_options(spec, min_size=15))
+
+
+def test_each_device_has_so_many_classes_and_each_class_a_device():
+    """7 devices of 2 classes are 14 places: every class has 2 or 3 of them, dealt out evenly."""
+    owned = shares(LABELS, PARTITIONS["classes"])
+    having = {kind: [share for share in owned if kind in LABELS[share]] for kind in range(5)}
+    assert all(len(np.unique(LABELS[share])) <= 2 for share in owned)
+    assert {len(those) for those in having.values()} <= {2, 3}
+    for kind in range(4):
+        counts = [int((LABELS[share] == kind).sum()) for share in having[kind]]
+        assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize("classes", [1, 6])
+def test_classes_that_cannot_be_given_out_are_refused(classes):
+    """3 devices of one class leave two classes to nobody; 6 of 5 classes cannot be had."""
+    spec = DataSpec("d", partition="classes", shares=3, classes=classes)
+    with pytest.raises(DataError, match="set classes from 2 to 5"):
+        partition.rows(LABELS, spec)
+
+
+def test_a_fifth_of_each_class_is_held_out():
+    """round(0.2 * 100) = 20 as 8 + 6 + 4 + 1.6 + 0.4: the fractions go to the class with the larger one."""
+    train, held = partition.hold_out(LABELS, DataSpec("-"))
+    assert np.bincount(LABELS[held], minlength=5).tolist() == [8, 6, 4, 2, 0]
+    assert sorted([*train, *held]) == list(range(100))
+    other = partition.hold_out(LABELS, DataSpec("-", seed=1))[1]
+    assert not np.array_equal(held, other)
+
+
+@pytest.mark.parametrize(("count", "share", "wanted"), [(1, 0.2, 0), (2, 0.2, 1), (3, 0.9, 2), (10, 0.0, 0)])
+def test_both_parts_have_something_where_they_can(count, share, wanted):
+    """One example is for training; of two one is held out; never all, never any unless wanted."""
+    train, held = partition.hold_out(np.zeros(count, int), DataSpec("-", held=share))
+    assert (len(train), len(held)) == (count - wanted, wanted)
+
+
+# -- npz ------------------------------------------------------------------------------------------
+
+
+def small(path: Path, save=np.savez_compressed, **arrays) -> Path:
+    """20 images of 3x3, whose every pixel is their row number; the test split holds the same from 100 on."""
+    x = np.arange(20, dtype=np.uint8)[:, None, None] * np.ones((1, 3, 3), np.uint8)
+    y = np.arange(20) % 4
+    held = {"x_train": x, "y_train": y, "x_test": x[:5] + 100, "y_test": y[:5], **arrays}
+    save(path, **held)
+    return path
+
+
+def rows_of(examples) -> list[int]:
+    return [int(image.flat[0]) for image in examples.x]
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_an_npz_gives_each_device_its_own(tmp_path: Path, save):
+    """Four devices of five examples, one of each held out; inputs and labels stay together."""
+    spec = DataSpec(str(small(tmp_path / "a.npz", save)), partition="iid", shares=4)
+    seen = []
+    for share in range(4):
+        train, held = data.load(with_options(spec, share=share))
+        assert (len(train), len(held)) == (4, 1)
+        for part in (train, held):
+            assert [row % 4 for row in rows_of(part)] == part.y.tolist()
+            seen += rows_of(part)
+    assert sorted(seen) == list(range(20))
+
+
+def test_all_shares_at_once_are_those_of_each_device(tmp_path: Path):
+    """With a limit drawn from the whole set; for a fleet in one process."""
+    x, y = np.arange(200, dtype=np.uint8).reshape(100, 2), LABELS
+    np.savez(tmp_path / "data.npz", x=x, y=y)
+    spec = DataSpec(str(tmp_path / "data.npz"), partition="dirichlet", shares=4, limit=60, seed=5)
+    together = data.load_shares(spec)
+    assert len(together) == 4
+    for share, parts in enumerate(together):
+        for part, own in zip(parts, data.load(with_options(spec, share=share)), strict=True):
+            assert np.array_equal(part.x, own.x)
+            assert np.array_equal(part.y, own.y)
+
+
+def test_one_empty_share_does_not_make_every_device_read_the_data_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A fleet larger than its data: those that have examples get them from one reading, the others are told."""
+    spec = DataSpec(str(small(tmp_path / "a.npz", np.savez)), partition="iid", shares=25)
+    opened, open_ = [], data.open_
+    monkeypatch.setattr(data, "open_", lambda spec: opened.append(spec) or open_(spec))
+    together, empty = data.Together(), []
+    for share in range(25):
+        try:
+            train, held = together.load(with_options(spec, share=share))
+            assert len(train) + len(held) == 1
+        except DataError as error:
+            empty.append(str(error))
+    assert len(empty) == 5
+    assert all("of 25 ('iid') is empty, of 20 examples" in told for told in empty)
+    assert len(opened) == 1
+
+
+def test_large_arrays_are_read_in_blocks(tmp_path: Path):
+    """Rows on either side of every block border, in any order and one of them twice, in a file of several blocks."""
+    wide = np.arange(40, dtype=np.float32)[:, None] * np.ones((1, 30_000), np.float32)  # 120 kB a row, 8 a block
+    path = small(tmp_path / "wide.npz", np.savez, x_train=wide, y_train=np.arange(40))
+    rows = np.array([23, 24, 39, 7, 8, 0, 9, 8])
+    taken = readers.open_(DataSpec(str(path))).take(rows)
+    assert taken.dtype == np.float32
+    assert np.array_equal(taken, wide[rows])
+
+
+def test_a_share_is_read_without_the_rest(tmp_path: Path):
+    """A hundredth of 200 MB, in a fresh process: its peak grows by less than a tenth of the file."""
+    path = tmp_path / "large.npz"
+    np.savez_compressed(path, x=np.zeros((2000, 100_000), np.uint8), y=np.arange(2000) % 10)
+    check = """
+import sys
+from fedquilt import tensors
+from fedquilt.edge_agent import data, partition, readers
+
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+
+before = peak()
+train, held = data.load(data.DataSpec(sys.argv[1], partition="iid", shares=100, share=5))
+assert train.x.nbytes + held.x.nbytes == 2_000_000
+assert peak() - before < 20_000_000, peak() - before
+"""
+    done = subprocess.run([sys.executable, "-c", check, path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_test_split_is_read_whole(tmp_path: Path):
+    """load_all neither partitions nor holds out."""
+    spec = DataSpec(str(small(tmp_path / "a.npz")), split="test", partition="iid", shares=4)
+    examples = data.load_all(spec)
+    assert rows_of(examples) == [100, 101, 102, 103, 104]
+    assert examples.y.dtype == np.int64
+
+
+def test_a_limit_is_drawn_over_the_whole_set(tmp_path: Path):
+    """8 of 20 by the seed, the same for all devices, not the first 8."""
+    spec = DataSpec(str(small(tmp_path / "a.npz")), limit=8, partition="iid", shares=2)
+    halves = [data.load(with_options(spec, share=share, held=0)) for share in (0, 1)]
+    drawn = sorted(rows_of(halves[0][0]) + rows_of(halves[1][0]))
+    assert len(set(drawn)) == 8
+    assert drawn == rows_of(data.load_all(spec)) != list(range(8))
+    assert len(data.load_all(with_options(spec, limit=50))) == 20
+
+
+def test_arrays_may_be_called_otherwise(tmp_path: Path):
+    """By name; x and y alone are the training split."""
+    path = tmp_path / "a.npz"
+    np.savez(path, x=np.ones((2, 3)), y=[0, 1], pixels=np.zeros((2, 3)))
+    assert data.load_all(DataSpec(str(path))).x.sum() == 6
+    assert data.load_all(DataSpec(str(path), x="pixels")).x.sum() == 0
+    with pytest.raises(DataError, match=r"a\.npz holds x, y, pixels, not x_test: set \[data\] x"):
+        data.load_all(DataSpec(str(path), split="test"))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"y_train": np.arange(19)}, r"x_train has 20 examples and y_train 19 labels: give one label for each"),
+        ({"y_train": np.linspace(0, 1, 20)}, "labels of type float64"),
+        ({"y_train": np.zeros((20, 2), int)}, r"labels of type int64, shape \(20, 2\)"),
+        ({"y_train": -np.ones(20, int)}, "one whole number from 0"),
+        ({"x_train": np.array([{}] * 20)}, r"x_train holds Python objects, .*np\.stack"),
+        ({"y_train": np.array([{}] * 20)}, "y_train holds Python objects"),
+        ({"y_train": np.array(["a"] * 20)}, "y_train holds values of type <U1"),
+        ({"y_train": np.array(3)}, "y_train is a single number"),
+        ({"x_train": np.asfortranarray(np.ones((20, 3)))}, r"save np\.ascontiguousarray\(x_train\)"),
+    ],
+)
+def test_arrays_that_are_no_examples_are_refused(tmp_path: Path, arrays, message):
+    """Each with the file's name; objects are never unpickled."""
+    path = small(tmp_path / "odd.npz", **arrays)
+    with pytest.raises(DataError, match=rf"odd\.npz.*({message})"):
+        data.load(DataSpec(str(path)))
+
+
+def test_a_damaged_npz_is_refused(tmp_path: Path):
+    """Cut short, overwritten, no zip at all, a flipped byte in the pixels."""
+    whole = small(tmp_path / "a.npz", np.savez).read_bytes()
+    flipped = bytearray(whole)
+    flipped[whole.index(b"\x05" * 9) + 3] ^= 1
+    for name, payload in {"cut": whole[:-300], "text": b"x,y\n1,2\n", "empty": b"", "flipped": bytes(flipped)}.items():
+        path = tmp_path / f"{name}.npz"
+        path.write_bytes(payload)
+        with pytest.raises(DataError, match=rf"cannot read .*{name}\.npz"):
+            data.load(DataSpec(str(path)))
+
+
+# -- IDX ------------------------------------------------------------------------------------------
+
+
+def idx(folder: Path, prefix: str, count: int, *, packed: bool = False, labels: int | None = None) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    labels = count if labels is None else labels
+    pixels = np.repeat(np.arange(count, dtype=np.uint8), 4).tobytes()
+    files = {
+        f"{prefix}-images-idx3-ubyte": struct.pack(">BBBBIII", 0, 0, 8, 3, count, 2, 2) + pixels,
+        f"{prefix}-labels-idx1-ubyte": struct.pack(">BBBBI", 0, 0, 8, 1, labels) + bytes(i % 3 for i in range(labels)),
+    }
+    for name, payload in files.items():
+        (folder / (name + ".gz" * packed)).write_bytes(gzip.compress(payload) if packed else payload)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("inside", ["", "raw"])
+def test_idx_files_are_found_in_their_folder(tmp_path: Path, packed, inside):
+    """Packed or not, beside each other or in raw/, the two splits apart."""
+    idx(tmp_path / inside, "train", 6, packed=packed)
+    idx(tmp_path / inside, "t10k", 3, packed=packed)
+    train, held = data.load(DataSpec(str(tmp_path)))
+    assert sorted(rows_of(train) + rows_of(held)) == list(range(6))
+    assert train.x.shape[1:] == (2, 2)
+    test = data.load_all(DataSpec(str(tmp_path), split="test"))
+    assert (rows_of(test), test.y.tolist()) == ([0, 1, 2], [0, 1, 2])
+
+
+def test_one_idx_file_brings_its_labels(tmp_path: Path):
+    """By its name; without them there is nothing to learn."""
+    idx(tmp_path, "train", 6)
+    images = tmp_path / "train-images-idx3-ubyte"
+    assert len(data.load_all(DataSpec(str(images)))) == 6
+    (tmp_path / "train-labels-idx1-ubyte").unlink()
+    with pytest.raises(DataError, match="train-labels-idx1-ubyte is not beside it"):
+        data.load_all(DataSpec(str(images)))
+
+
+def test_damaged_idx_files_are_refused(tmp_path: Path):
+    """Other counts, a cut, another format, a missing split: each names the file."""
+    idx(tmp_path / "counts", "train", 6, labels=5)
+    with pytest.raises(DataError, match="holds 6 images, train-labels-idx1-ubyte 5 labels"):
+        data.load(DataSpec(str(tmp_path / "counts")))
+    idx(tmp_path / "cut", "train", 6)
+    images = tmp_path / "cut/train-images-idx3-ubyte"
+    images.write_bytes(images.read_bytes()[:-5])
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte: cut short in row 4 of 6"):
+        data.load(DataSpec(str(tmp_path / "cut")))
+    images.write_bytes(b"no pixels")
+    with pytest.raises(DataError, match="train-images-idx3-ubyte is not an IDX file"):
+        data.load(DataSpec(str(tmp_path / "cut")))
+    with pytest.raises(DataError, match="for split 'test' is wanted; it has train-images-idx3-ubyte"):
+        data.load(DataSpec(str(tmp_path / "cut"), split="test"))
+    idx(tmp_path / "packed", "train", 6, packed=True)
+    packed = tmp_path / "packed/train-images-idx3-ubyte.gz"
+    packed.write_bytes(packed.read_bytes()[:-12])
+    with pytest.raises(DataError, match=r"cannot read .*train-images-idx3-ubyte\.gz"):
+        data.load(DataSpec(str(tmp_path / "packed")))
+
+
+# -- image folders, torchvision -------------------------------------------------------------------
+
+
+def picture(path: Path, value: int, size: tuple[int, int] = (4, 4), mode: str = "L") -> None:
+    image = pytest.importorskip("PIL.Image")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.new(mode, size, value if mode == "L" else (value,) * 3).save(path)
+
+
+def test_a_folder_of_images_is_read_by_class(tmp_path: Path):
+    """Classes by name, the same numbers in every split; grey and colour alike become colour."""
+    for name, value, mode in (("cat/b.png", 2, "RGB"), ("cat/a.png", 1, "L"), ("dog/c.PNG", 3, "L")):
+        picture(tmp_path / "train" / name, value, mode=mode)
+    picture(tmp_path / "test/dog/z.png", 9)
+    (tmp_path / "train/cat/notes.txt").write_text("no image")
+    train = data.load_all(DataSpec(str(tmp_path)))
+    assert train.x.shape == (3, 4, 4, 3)
+    assert (rows_of(train), train.y.tolist()) == ([1, 2, 3], [0, 0, 1])
+    test = data.load_all(DataSpec(str(tmp_path), split="test"))
+    assert (rows_of(test), test.y.tolist()) == ([9], [1])
+    alone = data.load_all(DataSpec(str(tmp_path / "train")))
+    assert np.array_equal(alone.x, train.x)
+
+
+def test_images_of_several_sizes_need_one(tmp_path: Path):
+    """The message says what to set; set, every image has it."""
+    picture(tmp_path / "cat/a.png", 1)
+    picture(tmp_path / "dog/b.png", 2, (6, 5))
+    with pytest.raises(DataError, match=r"images of \(5, 6\) and \(4, 4\) pixels: set \[data\] size"):
+        data.load_all(DataSpec(str(tmp_path)))
+    sized = data.load_all(DataSpec(str(tmp_path), size=3))
+    assert sized.x.shape == (2, 3, 3, 3)
+    assert rows_of(sized) == [1, 2]
+
+
+def test_folders_that_are_no_data_are_refused(tmp_path: Path):
+    """Empty, another split, a class never trained on, a broken image: each names the place."""
+    with pytest.raises(DataError, match="holds no images: put them in"):
+        data.load(DataSpec(str(tmp_path)))
+    picture(tmp_path / "train/cat/a.png", 1)
+    with pytest.raises(DataError, match="has no folder 'test'"):
+        data.load(DataSpec(str(tmp_path), split="test"))
+    picture(tmp_path / "test/cow/a.png", 1)
+    with pytest.raises(DataError, match="class 'cow' is not among those to train on: cat"):
+        data.load(DataSpec(str(tmp_path), split="test"))
+    for payload in (b"not a picture", (tmp_path / "train/cat/a.png").read_bytes()[:50]):
+        (tmp_path / "train/cat/b.png").write_bytes(payload)
+        with pytest.raises(DataError, match=r"cannot read .*cat/b\.png"):
+            data.load(DataSpec(str(tmp_path)))
+
+
+@needs_torchvision
+def test_a_torchvision_data_set_that_is_not_there_says_how_to_fetch_it(tmp_path: Path):
+    """It is never downloaded unasked."""
+    with pytest.raises(DataError, match=r"CIFAR10 in .*set \[data\] download = true"):
+        data.load(DataSpec(str(tmp_path), dataset="CIFAR10"))
+    with pytest.raises(DataError, match="torchvision has no data set 'CIFAR11'"):
+        data.load(DataSpec(str(tmp_path), dataset="CIFAR11"))
+
+
+# -- the table, and what is not there -------------------------------------------------------------
+
+
+def test_a_device_without_data_is_told_what_to_set(tmp_path: Path):
+    """Nothing at the path; nothing in the share; a share that does not exist."""
+    with pytest.raises(DataError, match=r"no data at .*nowhere: set \[data\] path"):
+        data.load(DataSpec(str(tmp_path / "nowhere")))
+    path = str(small(tmp_path / "a.npz"))
+    with pytest.raises(DataError, match=r"a\.npz: share 20 of 21 \('iid'\) is empty, of 20 examples: have fewer"):
+        data.load(DataSpec(path, partition="iid", share=20, shares=21))
+    with pytest.raises(DataError, match="share 4 of 4: shares are counted from 0 to 3"):
+        data.load(DataSpec(path, partition="iid", share=4, shares=4))
+
+
+@pytest.mark.parametrize("wrong", [{"held": 1.0}, {"partition": "even"}, {"shares": 0}, {"alpha": 0}, {"sead": 1}])
+def test_the_table_is_strict(wrong):
+    """Unknown keys and values out of range do not pass."""
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"path": "-", **wrong}, DataSpec)
+
+
+def test_the_table_is_checked_without_numpy():
+    """The daemon reads it, and stays small."""
+    check = "import sys; from fedquilt.edge_agent import data; data.DataSpec('-'); sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+# -- real data ------------------------------------------------------------------------------------
+
+
+@needs_real
+@needs_torchvision
+def test_mnist_reads_the_same_through_idx_and_torchvision():
+    """The official first labels, and every pixel of a hundred images by either way."""
+    by_idx = data.load_all(DataSpec(str(REAL / "MNIST"), split="test"))
+    assert by_idx.x.shape == (10000, 28, 28)
+    assert by_idx.y[:10].tolist() == [7, 2, 1, 0, 4, 1, 4, 9, 5, 9]
+    spec = DataSpec(str(REAL), dataset="MNIST", split="test", limit=100)
+    by_torchvision = data.load_all(spec)
+    rows = partition.sample(10000, 100, 0)
+    assert np.array_equal(by_torchvision.x, by_idx.x[rows])
+    assert np.array_equal(by_torchvision.y, by_idx.y[rows])
+
+
+@needs_real
+def test_cifar_is_shared_out_exactly():
+    """20 devices by Dirichlet(0.5): 10,000 in all, and one share's pixels are the file's own."""
+    path = REAL / "cifar10-10k.npz"
+    spec = DataSpec(str(path), partition="dirichlet", shares=20, seed=1)
+    y = readers.open_(spec).y
+    owned = shares(y, spec)
+    assert sorted(np.concatenate(owned).tolist()) == list(range(10000))
+    train, held = data.load(with_options(spec, share=3))
+    with np.load(path) as whole:
+        picked = tensors.rng("check").choice(len(train))
+        assert any(np.array_equal(train.x[picked], image) for image in whole["x_train"][owned[3]])
+    assert len(train) + len(held) == len(owned[3])
+    assert (train.x.dtype, train.x.shape[1:]) == (np.uint8, (32, 32, 3))
+
+
+def test_nothing_held_out_of_floats_is_no_error(tmp_path: Path):
+    """An empty part has nothing that is not finite."""
+    np.savez(tmp_path / "x.npz", x=np.zeros((10, 2, 2), np.float32), y=np.arange(10) % 2)
+    train, held = data.load(DataSpec(str(tmp_path / "x.npz"), held=0))
+    assert (len(train), held.x.shape) == (10, (0, 2, 2))
+
+
+def test_examples_that_are_not_finite_are_named(tmp_path: Path):
+    """By file and row, before anything is computed from them."""
+    x = np.zeros((10, 2, 2), np.float32)
+    x[3, 1, 1], x[7, 0, 0] = np.nan, np.inf
+    np.savez(tmp_path / "x.npz", x=x, y=np.arange(10) % 2)
+    with pytest.raises(DataError, match=r"x\.npz: 2 of 10 examples hold NaN or infinity, the first is example 3"):
+        data.load_all(data.DataSpec(str(tmp_path / "x.npz")))

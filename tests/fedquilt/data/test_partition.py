@@ -1,0 +1,134 @@
+"""Shards, groups of classes and of sources, and balanced draws: who has what, and what is refused."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from fedquilt.core import DataError, JobError
+from fedquilt.data import examples, partition
+from fedquilt.data.examples import DataSpec
+
+TEN = np.repeat(np.arange(10), 30)  # 30 examples of each of ten classes
+KNOWN = ((0, 1, 2, 3, 4), (5, 6, 7, 8, 9))
+
+
+def kinds(y: np.ndarray, owned: np.ndarray) -> set[int]:
+    return set(y[owned].tolist())
+
+
+# -- shards ---------------------------------------------------------------------------------------
+
+
+def test_shards_are_equal_and_of_few_classes():
+    """10 devices with 2 of 20 shards of 15: 30 examples each, of one class or two; every class has two shards."""
+    owned = partition.shares(TEN, DataSpec("-", partition="shards", shares=10))
+    assert [len(own) for own in owned] == [30] * 10
+    assert {len(kinds(TEN, own)) for own in owned} <= {1, 2}
+    assert any(len(kinds(TEN, own)) == 2 for own in owned)
+
+
+def test_more_shards_than_examples_are_refused():
+    """The message counts them, and says what to lower."""
+    spec = DataSpec("few.npz", partition="shards", shares=7, shards=50)
+    with pytest.raises(
+        DataError, match=r"few\.npz: 7 devices with 50 shards each are 350 shards, of only 300 .* lower"
+    ):
+        partition.rows(TEN, spec)
+
+
+# -- groups ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["iid", "dirichlet", "classes", "shards"])
+def test_devices_of_different_groups_have_no_class_in_common(kind):
+    """GENE-FL's known and agnostic devices: the first half has classes 0 to 4, the other 5 to 9, all of them."""
+    spec = DataSpec("-", partition=kind, shares=8, groups=KNOWN, classes=4, min_size=1)
+    owned = partition.shares(TEN, spec)
+    assert all(kinds(TEN, own) <= set(KNOWN[share // 4]) for share, own in enumerate(owned))
+    assert sorted(np.concatenate(owned).tolist()) == list(range(300))
+
+
+def test_each_group_is_a_partition_of_its_own():
+    """The same rows of two groups are dealt out by other draws, and a device's share is the one in all shares."""
+    spec = DataSpec("-", partition="iid", shares=8, groups=KNOWN, seed=3)
+    owned = partition.shares(TEN, spec)
+    assert not np.array_equal(owned[0] + 150, owned[4])
+    for share in (0, 3, 4, 7):
+        assert np.array_equal(partition.rows(TEN, msgspec.structs.replace(spec, share=share)), owned[share])
+
+
+def test_one_device_for_each_group_has_all_of_it():
+    """FedPeWS with two devices: a pair of classes each. Of three devices, two are in the first group."""
+    pairs = ((0, 2), (1, 3))
+    y = np.arange(40) % 4
+    spec = DataSpec("-", groups=pairs, shares=2)
+    assert [kinds(y, own) for own in partition.shares(y, spec)] == [{0, 2}, {1, 3}]
+    first, second, third = partition.shares(y, msgspec.structs.replace(spec, shares=3))
+    assert np.array_equal(first, second)  # partition = "all": all of a group to each in it
+    assert kinds(y, third) == {1, 3}
+
+
+def test_groups_that_do_not_fit_are_refused():
+    """A class that is in none of them; more groups than devices."""
+    with pytest.raises(DataError, match=r"d\.npz: class 9 is in none of \[data\] groups: list it"):
+        partition.rows(TEN, DataSpec("d.npz", shares=2, groups=((0, 1, 2, 3, 4), (5, 6, 7, 8))))
+    with pytest.raises(DataError, match="2 groups among 1 shares: have a device or more for each"):
+        partition.rows(TEN, DataSpec("d.npz", groups=KNOWN))
+
+
+# -- balanced draws -------------------------------------------------------------------------------
+
+
+def test_so_many_of_each_class_are_drawn():
+    """4 of each, and all of a class that has only 2; ascending, and others by another seed."""
+    y = np.concatenate([TEN, [10, 10]])
+    rows = partition.sample_each(y, 4, seed=1)
+    assert np.bincount(y[rows]).tolist() == [4] * 10 + [2]
+    assert np.all(np.diff(rows) > 0)
+    assert not np.array_equal(rows, partition.sample_each(y, 4, seed=2))
+    assert len(partition.sample_each(np.zeros(0, int), 4, seed=1)) == 0
+
+
+def test_a_split_has_its_own_number_of_each_class(tmp_path):
+    """400 to train on and 200 to test on are one table: here 3 and 1; a split that is not named is whole."""
+    x = np.zeros((300, 2), np.float32)
+    np.savez(tmp_path / "a.npz", x_train=x, y_train=TEN, x_test=x, y_test=TEN, x_more=x, y_more=TEN)
+    spec = examples.parse({"path": str(tmp_path / "a.npz"), "per_class": {"train": 3, "test": 1}})
+    sizes = [len(examples.load_all(msgspec.structs.replace(spec, split=split))) for split in ("train", "test", "more")]
+    assert sizes == [30, 10, 300]
+    assert len(examples.load_all(msgspec.structs.replace(spec, per_class=2))) == 20
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+MIXED = [{"path": "a.npz", "labels_from": 0}, {"path": "b.npz", "labels_from": 10}]
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({}, "one of path, sources and synthetic is wanted, not none"),
+        ({"path": "a.npz", "synthetic": "fedpews-32k"}, "not path and synthetic"),
+        ({"synthetic": "fedpews-64k"}, "synthetic"),
+        ({"synthetic": "fedpews-32k", "dataset": "MNIST"}, "dataset goes with path"),
+        ({"synthetic": "fedpews-32k", "size": 32}, "size is for images"),
+        ({"sources": MIXED, "labels_from": 3}, "labels_from goes with path, or into each source"),
+        ({"sources": [{"path": "a.npz"}]}, r"labels_from.*keys of \[data\] sources\[0\]: path, labels_from"),
+        ({"path": "a.npz", "limit": 5, "per_class": 2}, "limit and per_class"),
+        ({"path": "a.npz", "groups": "source"}, "needs two sources"),
+        ({"path": "a.npz", "groups": [[0, 1], [1, 2]]}, "no class is in two"),
+        ({"path": "a.npz", "groups": [[0, 1], []]}, "each lists a class or more"),
+        ({"path": "a.npz", "groups": [[-1]]}, r"groups"),
+        ({"path": "a.npz", "per_class": {"train": -1}}, "per_class"),
+        (
+            {"path": "a.npz", "partition": "shard"},
+            r"there are: all, classes, dirichlet, iid, shards; did you mean 'shards'",
+        ),
+    ],
+)
+def test_a_wrong_table_says_what_is_wrong(table, message):
+    """Each before anything is read, as an error of the job."""
+    with pytest.raises(JobError, match=message):
+        examples.parse(table)

@@ -1,0 +1,161 @@
+"""Predictions of memory, against networks small enough to count by hand."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+from dataclasses import replace
+
+import pytest
+
+from fedquilt import footprint
+from fedquilt.footprint import Trained
+
+
+def test_what_a_network_keeps_is_counted_once_and_without_its_weights() -> None:
+    """Linear 6 -> 4, ReLU, linear 4 -> 3: the input (6 floats) and what ReLU puts out (4), which the next layer shares.
+
+    Weights: 6 * 4 + 4 + 4 * 3 + 3 = 43 floats, the largest tensor 24.
+    """
+    torch = pytest.importorskip("torch")
+    nn = torch.nn
+    model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
+    trained, answer = footprint.weigh(model, torch.zeros(5, 6))
+    sizes = {"largest_bytes": 4 * 24, "kept_bytes": 4 * (6 + 4), "widest_bytes": 4 * 6, "passing_bytes": 4 * 4}
+    assert trained == Trained(4 * 43, 0, **sizes)
+    assert tuple(answer.shape) == (5, 3)
+
+
+def test_a_network_that_was_weighed_can_go() -> None:
+    """What ReLU puts out is kept for it, and knows what made it: if that were held as it is, nothing would go again."""
+    torch = pytest.importorskip("torch")
+    nn = torch.nn
+    model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
+    left = weakref.ref(model[0].weight)
+    footprint.weigh(model, torch.zeros(5, 6))
+    del model
+    gc.collect()
+    assert left() is None
+
+
+def test_buffers_count_as_weights_and_each_storage_once() -> None:
+    """Batch norm of 3: weight, bias, mean and variance (3 floats each) and a counter of 8 bytes. It keeps its input
+    (3 floats a row) and, for all rows together, mean and deviation (3 floats each)."""
+    torch = pytest.importorskip("torch")
+    trained, _ = footprint.weigh(torch.nn.BatchNorm1d(3), torch.randn(4, 3))
+    assert trained.weights_bytes == 4 * 12 + 8
+    assert trained.kept_bytes == (4 * 3 * 4 + 2 * 4 * 3) // 4
+
+
+def test_training_takes_the_weights_copies_and_each_examples_activations() -> None:
+    """3.5 times 2 MB of weights, 4 examples of 1 MB kept and 10 times 0.1 MB at work."""
+    network = Trained(2_000_000, 0, 1_000_000, 1_000_000, 100_000)
+    assert footprint.training_bytes(network, 4) == 7_000_000 + 8_000_000
+    more = {"anchors": 1}, {"moments": 1}, {"anchors": 1, "moments": 2}
+    added = [footprint.training_bytes(network, 4, **each) - footprint.training_bytes(network, 4) for each in more]
+    assert added == [2_000_000, 2_000_000, 6_000_000]
+
+
+def test_what_is_held_still_has_no_gradients_and_moments() -> None:
+    """Nor does a layer keep its input for the gradient of weights that have none: here 6 and 4 floats an example.
+
+    Linear 6 -> 4, ReLU, linear 4 -> 3; of 43 floats 28 are held still.
+    """
+    torch = pytest.importorskip("torch")
+    nn = torch.nn
+    model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
+    whole, _ = footprint.weigh(model, torch.zeros(5, 6))
+    model[0].requires_grad_(False)
+    head, _ = footprint.weigh(model, torch.zeros(5, 6))
+    assert (whole.still_bytes, head.still_bytes) == (0, 4 * 28)
+    assert (whole.kept_bytes, head.kept_bytes) == (4 * 10, 4 * 4)
+    assert footprint.example_bytes(head) == 4 * 4 + footprint.WIDEST * 4 * 4
+    wide = nn.Sequential(nn.Linear(6, 100), nn.Linear(100, 4), nn.Linear(4, 3))
+    wide[:2].requires_grad_(False)
+    passing, _ = footprint.weigh(wide, torch.zeros(5, 6))
+    assert footprint.example_bytes(passing) == 4 * 4 + footprint.PASSING * 4 * 100  # more than ten times 4 floats
+    whole, head = (replace(each, kept_bytes=0, widest_bytes=0, passing_bytes=0) for each in (whole, head))
+    for moments in (0, 2):
+        less = footprint.training_bytes(whole, 1, moments=moments) - footprint.training_bytes(head, 1, moments=moments)
+        assert less == (1 + moments) * 4 * 28
+
+
+def test_predictions_grow_with_the_batch_by_the_same_for_each_example() -> None:
+    """What is fixed and what an example adds make up the whole."""
+    network = Trained(10, 0, 5, 30, 2)
+    sizes = [footprint.training_bytes(network, n) for n in (1, 2, 8, 32)]
+    assert sizes == sorted(set(sizes))
+    assert sizes[3] - sizes[2] == 24 * footprint.example_bytes(network)
+    assert sizes[0] == footprint.fixed_bytes(10, 0, 10) + footprint.example_bytes(network)
+    scored = [footprint.scoring_bytes(10, 5, n) for n in (1, 2, 8, 32)]
+    assert scored == sorted(set(scored))
+    assert scored[3] - scored[0] == 31 * 6  # 1.2 times 5
+
+
+def test_convolutions_are_compiled_once_and_each() -> None:
+    """A network of linear layers compiles none; ten cost a first one and ten."""
+    torch = pytest.importorskip("torch")
+    nn = torch.nn
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Conv2d(2, 3, 3))
+    assert footprint.weigh(model, torch.zeros(2, 1, 8, 8))[0].convolutions == 2
+    none, one, ten = (footprint.fixed_bytes(0, count) for count in (0, 1, 10))
+    assert none == 0
+    assert one == footprint.FIRST_KERNEL_BYTES + footprint.KERNEL_BYTES
+    assert ten - one == 9 * footprint.KERNEL_BYTES
+
+
+def test_a_library_that_the_network_comes_from_is_counted() -> None:
+    """torchvision is imported for its networks alone."""
+    network = Trained(10, 0, 5, 30, 2)
+    more = footprint.training_bytes(network, 1, library="torchvision") - footprint.training_bytes(network, 1)
+    assert more == footprint.LIBRARY_BYTES["torchvision"]
+    assert footprint.training_bytes(network, 1, library="mlp") == footprint.training_bytes(network, 1)
+
+
+def test_a_process_needs_its_engine_at_work_and_the_work() -> None:
+    """57 and 12 MB for ONNX Runtime as assumed, or what the board has seen and 12 MB; an unknown engine needs none."""
+    assert footprint.need_bytes("onnx", 5 * 10**6) == 74 * 10**6
+    assert footprint.need_bytes("onnx", 5 * 10**6, base_bytes=60 * 10**6) == 77 * 10**6
+    assert footprint.need_bytes("mine", 5) == 5
+
+
+def test_predicting_imports_nothing_heavy() -> None:
+    """The agent daemon and the coordinator predict too."""
+    program = "import sys, fedquilt.footprint; print({'torch', 'numpy', 'onnxruntime'} & sys.modules.keys())"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(("moved", "examples"), [(None, 16), ({"0.0.weight", "0.1.weight"}, 16), ({"6.weight"}, 1)])
+def test_an_order_of_a_network_with_batch_norm_is_for_whole_mini_batches(moved: set[str] | None, examples: int) -> None:
+    """Each example counts with what it takes in the smallest pieces; where batch norm is held still, one does."""
+    pytest.importorskip("torch")
+    from fedquilt.methods import fedavg
+    from fedquilt.models.networks import registry
+
+    model = {
+        name: value.numpy()
+        for name, value in registry.build({"name": "residual", "channels": 1, "classes": 2}).state_dict().items()
+    }
+    table = {"batch": 16, "epochs": 1}
+    moves = None if moved is None else {name: model[name] for name in moved}
+    peaks = [
+        fedavg.order(fedavg.State(table, {}, model, 1.0, each), {}, moved=moves).work.peak_bytes for each in (0, 1000)
+    ]
+    assert peaks[1] - peaks[0] == examples * 1000
+
+
+def test_what_is_held_in_pieces_is_never_less_than_one_of_them() -> None:
+    """All of it where there is room, what the room leaves, and at the least a piece: the peak is planned so."""
+    network = footprint.Trained(
+        weights_bytes=100, convolutions=0, largest_bytes=100, kept_bytes=8000, widest_bytes=100
+    )  # ten times the widest, 1000 bytes, are at work for each example
+    assert footprint.piece_bytes(network, 2, 18_000) is None
+    assert footprint.piece_bytes(network, 2, 17_999) == 15_999
+    assert footprint.piece_bytes(network, 2, 2_500) == footprint.piece_bytes(network, 2, -9) == 2_000
+    whole = footprint.training_bytes(network, 2)
+    assert whole - footprint.training_bytes(network, 2, piece_bytes=2_000) == 14_000
+    fixed = whole - 2 * footprint.example_bytes(network)
+    assert footprint.training_bytes(network, 2, piece_bytes=2_000) == fixed + 2 * footprint.least_bytes(network)

@@ -1,0 +1,125 @@
+"""Broker settings: what is typed is checked at once, and no secret is ever shown."""
+
+from __future__ import annotations
+
+import select
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from fedquilt.core import JobError
+from fedquilt.transport.connect import Broker, dial
+from fedquilt.transport.mqtt_errors import DialError
+
+if TYPE_CHECKING:
+    from tests.conftest import Authority
+
+
+def test_a_url_gives_host_port_user_and_encryption() -> None:
+    """1883 and 8883 are the ports where none is named."""
+    assert Broker.parse("mqtt://broker.local") == Broker("broker.local", 1883)
+    assert Broker.parse("mqtts://broker.local") == Broker("broker.local", 8883, tls=True)
+    assert Broker.parse("mqtt://dev%2D1@[::1]:1999/") == Broker("::1", 1999, user="dev-1")
+    assert str(Broker.parse("mqtt://dev@[::1]:1999")) == "mqtt://[::1]:1999"
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("broker.local:1883", "names no broker"),
+        ("http://broker.local", "names no broker"),
+        ("mqtt://", "names no broker"),
+        ("mqtt://host:0", "names no broker"),
+        ("mqtt://host:port", "port"),
+        ("mqtt://host:70000", "port"),
+        ("mqtt://[::1", "IPv6"),
+        ("mqtt://host/topic", "goes on after the port"),
+        ("mqtt://host?x=1", "goes on after the port"),
+    ],
+)
+def test_a_url_that_names_no_broker_is_refused_with_the_form_it_must_have(url: str, says: str) -> None:
+    """Each says what to write instead."""
+    with pytest.raises(JobError, match=says) as caught:
+        Broker.parse(url)
+    assert "mqtt[s]://[user@]host[:port]" in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["mqtt://me:hunter2@host", "http://me:hunter2@host", "mqtt://me:hunter2@host:x"])
+def test_a_password_in_a_url_is_refused_and_not_repeated(url: str) -> None:
+    """Others can read command lines and logs."""
+    with pytest.raises(JobError, match=r"\*\*\*") as caught:
+        Broker.parse(url)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_the_password_is_read_from_its_file_and_never_shown(tmp_path: Path) -> None:
+    """The first line, as it is when asked for; the settings hold only the file's name."""
+    file = tmp_path / "password"
+    file.write_text("hunter2\nsecond line\n")
+    broker = Broker.parse("mqtt://me@host", password_file=file)
+    assert broker.password() == "hunter2"
+    assert "hunter2" not in repr(broker) + str(broker)
+    file.write_text("renewed")
+    assert broker.password() == "renewed"
+
+
+@pytest.mark.parametrize(
+    ("url", "files", "says"),
+    [
+        ("mqtts://host", {"ca": "absent"}, "absent cannot be read"),
+        ("mqtts://host", {"ca": "text"}, "must be PEM"),
+        ("mqtts://host", {"cert": "text"}, "give both cert and key"),
+        ("mqtts://host", {"cert": "text", "key": "text"}, "both must be PEM"),
+        ("mqtts://host", {"cert": "text", "key": "absent"}, "key file .*absent cannot be read"),
+        ("mqtt://host", {"ca": "text"}, "write mqtts://"),
+        ("mqtt://host", {"password_file": "text"}, "needs a user"),
+        ("mqtt://me@host", {"password_file": "absent"}, "cannot be read"),
+        ("mqtt://me@host", {"password_file": "empty"}, "is empty"),
+    ],
+)
+def test_files_that_cannot_be_used_are_refused_before_anything_is_dialled(
+    tmp_path: Path, url: str, files: dict[str, str], says: str
+) -> None:
+    """One sentence, with the file's name and the mend."""
+    (tmp_path / "text").write_text("just text\n")
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(JobError, match=says):
+        Broker.parse(url, **{name: tmp_path / file for name, file in files.items()})
+
+
+def test_a_key_that_is_not_the_certificates_is_refused(authority: Authority) -> None:
+    """Mixed-up files are found before the broker finds them."""
+    (cert, _), (_, key) = authority.issue("one"), authority.issue("two")
+    with pytest.raises(JobError, match="of one pair"):
+        Broker.parse("mqtts://host", cert=cert, key=key)
+
+
+@pytest.mark.parametrize("wrong", [{"keepalive_s": 1}, {"session_expiry_s": -1}, {"max_payload": 10}])
+def test_numbers_out_of_range_are_refused(wrong: dict[str, int]) -> None:
+    """MQTT's own ranges."""
+    with pytest.raises(JobError, match="it must be"):
+        Broker.parse("mqtt://host", **wrong)
+
+
+def test_a_dial_that_gets_no_answer_waits_without_blocking_and_ends_by_the_callers_clock() -> None:
+    """A listener that never answers a TLS handshake; the caller throws in TimeoutError when it has had enough."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        dialling = dial(Broker("127.0.0.1", listener.getsockname()[1], tls=True))
+        waiting = next(dialling)
+        while waiting.events == select.POLLOUT:  # TCP
+            waiting = next(dialling)
+        assert waiting.events == select.POLLIN  # for the handshake
+        with pytest.raises(DialError, match=r"no answer from mqtts://127\.0\.0\.1"):
+            dialling.throw(TimeoutError())
+        assert waiting.socket.fileno() == -1, "its socket is closed"
+
+
+def test_a_dial_that_is_given_up_closes_its_socket() -> None:
+    """No file descriptor is left behind."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        dialling = dial(Broker("127.0.0.1", listener.getsockname()[1], tls=True))
+        waiting = next(dialling)
+        dialling.close()
+        assert waiting.socket.fileno() == -1

@@ -1,0 +1,356 @@
+from __future__ import annotations
+
+import gc
+import math
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+import pytest
+
+from fedquilt.transport.link import Endpoint, Faults, Link, MemoryBroker, MemoryLink, Message, matches, run, simulate
+
+
+def arrived(broker: MemoryBroker, link: MemoryLink) -> list[Message]:
+    """What has come once everything under way was delivered."""
+    while (due := broker.next_s()) is not None:
+        broker.now_s = max(broker.now_s, due)
+        broker.deliver()
+    return link.receive()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "topic", "taken"),
+    [
+        ("a/b", "a/b", True),
+        ("a/b", "a/b/c", False),
+        ("a/b/c", "a/b", False),
+        ("a/+/c", "a/b/c", True),
+        ("a/+/c", "a/b/d", False),
+        ("a/+", "a/b/c", False),
+        ("a/+", "a/", True),
+        ("a/#", "a/b/c", True),
+        ("a/#", "a", True),
+        ("a/#", "b", False),
+        ("#", "a/b", True),
+        ("+/+", "a/b", True),
+        ("+", "a/b", False),
+    ],
+)
+def test_topic_filters_match_as_the_mqtt_standard_says(pattern: str, topic: str, taken: bool) -> None:
+    """MQTT 5.0, section 4.7."""
+    assert matches(pattern, topic) is taken
+
+
+def test_a_message_comes_once_though_two_filters_take_it() -> None:
+    """As brokers do for overlapping subscriptions, mostly."""
+    broker = MemoryBroker()
+    link = broker.connect()
+    link.subscribe(["a/#", "a/+"])
+    broker.connect().publish("a/b", b"x")
+    assert arrived(broker, link) == [Message("a/b", b"x")]
+
+
+def test_the_latest_retained_message_meets_a_new_subscriber() -> None:
+    """And says that it is retained; an empty one clears it."""
+    broker = MemoryBroker()
+    author = broker.connect()
+    author.publish("state", b"old", retain=True)
+    author.publish("state", b"new", retain=True)
+    author.publish("state", b"passing")
+    reader = broker.connect()
+    reader.subscribe(["state"])
+    assert arrived(broker, reader) == [Message("state", b"new", retained=True)]
+    author.publish("state", b"", retain=True)
+    late = broker.connect()
+    late.subscribe(["state"])
+    assert arrived(broker, late) == []
+
+
+def test_a_lost_client_leaves_its_will_and_one_that_says_goodbye_does_not() -> None:
+    """Presence is built on this."""
+    broker = MemoryBroker()
+    reader = broker.connect()
+    reader.subscribe(["will/+"])
+    lost, gone = broker.connect(will=("will/lost", b"offline")), broker.connect(will=("will/gone", b"offline"))
+    gone.close()
+    broker.lose(gone)
+    broker.lose(lost)
+    broker.lose(lost)
+    assert arrived(broker, reader) == [Message("will/lost", b"offline")]
+
+
+def test_a_lost_client_neither_sends_nor_receives() -> None:
+    """What was on its way to it is gone with its queue."""
+    broker = MemoryBroker()
+    a, b = broker.connect(), broker.connect()
+    a.subscribe(["t"])
+    b.subscribe(["t"])
+    b.publish("t", b"x")
+    broker.lose(a)
+    a.publish("t", b"y")
+    assert arrived(broker, a) == []
+    assert b.receive() == [Message("t", b"x")]
+
+
+def play(seed: int, faults: Faults, count: int = 300) -> list[bytes]:
+    """What comes through of `count` numbered messages."""
+    broker = MemoryBroker(seed, faults)
+    reader = broker.connect()
+    reader.subscribe(["t"])
+    author = broker.connect()
+    for number in range(count):
+        author.publish("t", number.to_bytes(2, "big"))
+    return [message.payload for message in arrived(broker, reader)]
+
+
+def test_faults_are_drawn_from_the_seed() -> None:
+    """The same seed plays the same; another seed does not."""
+    faults = Faults(drop=0.2, duplicate=0.2, corrupt=0.2, delay_s=1.0)
+    assert play(5, faults) == play(5, faults)
+    assert play(5, faults) != play(6, faults)
+
+
+def test_without_faults_everything_comes_once_and_in_order() -> None:
+    """The undisturbed run."""
+    assert play(0, Faults()) == [number.to_bytes(2, "big") for number in range(300)]
+
+
+def test_each_fault_does_what_it_says() -> None:
+    """One at a time. A message passes two hops, so of 300 about 0.8 * 0.8 * 300 = 192 survive a drop of 0.2."""
+    sent = [number.to_bytes(2, "big") for number in range(300)]
+    dropped = play(1, Faults(drop=0.2))
+    assert 150 < len(dropped) < 230
+    assert set(dropped) < set(sent)
+    doubled = play(1, Faults(duplicate=0.2))
+    assert 380 < len(doubled) < 480
+    assert set(doubled) == set(sent)
+    late = play(1, Faults(delay_s=1.0))
+    assert late != sent
+    assert sorted(late) == sent
+
+
+def test_a_corrupted_message_differs_in_one_bit_a_hop() -> None:
+    """Two hops, so one or two bits."""
+    broker = MemoryBroker(3, Faults(corrupt=1.0))
+    reader = broker.connect()
+    reader.subscribe(["t"])
+    author = broker.connect()
+    for _ in range(50):
+        author.publish("t", bytes(8))
+    flipped = {int.from_bytes(message.payload, "big").bit_count() for message in arrived(broker, reader)}
+    assert flipped <= {0, 1, 2}
+    assert 2 in flipped
+
+
+class Echo:
+    """Answers each message once, a virtual second after it has come."""
+
+    def __init__(self, link: Link, hears: str, says: str, begins: bool = False) -> None:
+        self.finished = False
+        self.heard_s: list[float] = []
+        self._link, self._says = link, says
+        self._due_s = 0.0 if begins else math.inf
+        link.subscribe([hears])
+
+    def fds(self) -> Sequence[int]:
+        return ()
+
+    def step(self, now_s: float) -> float:
+        if now_s >= self._due_s:
+            self._due_s = math.inf
+            self._link.publish(self._says, b"x")
+        if self._link.receive():
+            self.heard_s.append(now_s)
+            self._due_s = now_s + 1.0
+        return self._due_s
+
+
+def test_simulated_time_jumps_from_event_to_event() -> None:
+    """Each hop takes a millisecond and each answer a second: the third is heard after 2.003 s."""
+    broker = MemoryBroker()
+    here, there = broker.connect(), broker.connect()
+    a, b = Echo(here, "a", "b", begins=True), Echo(there, "b", "a")
+    simulate(broker, lambda: [(here, a), (there, b)], until=lambda: len(b.heard_s) == 2)
+    assert a.heard_s == [pytest.approx(1.002)]
+    assert b.heard_s == [pytest.approx(0.001), pytest.approx(2.003)]
+
+
+def calls(work: Callable[[], object]) -> int:
+    """How many Python functions are called while `work` runs: what it costs, whatever else the machine does."""
+    count = 0
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    before = sys.getprofile()
+    gc.collect()
+    gc.disable()  # what other tests have left must not be finalised, by functions of its own, while these are counted
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+        gc.enable()
+    return count
+
+
+def crowd(count: int) -> tuple[MemoryBroker, list[MemoryLink]]:
+    """A broker with so many devices on it, each with a retained message and filters of its own."""
+    broker = MemoryBroker()
+    links = [broker.connect() for _ in range(count)]
+    for number, link in enumerate(links):
+        link.subscribe([f"dev/{number}/dn/#", "coord"])
+        link.publish(f"dev/{number}/up/presence", b"here", retain=True)
+    return broker, links
+
+
+@pytest.mark.parametrize("what", ["publish", "retain", "subscribe", "lose"])
+def test_what_one_client_does_costs_no_more_among_many(what: str) -> None:
+    """Else a fleet is quadratic in its devices."""
+
+    def cost(count: int) -> int:
+        broker, links = crowd(count)
+        arrived(broker, links[0])
+        act: dict[str, Callable[[], object]] = {
+            "publish": lambda: links[0].publish("dev/1/dn/ack", b"x"),
+            "retain": lambda: links[0].publish("dev/1/dn/task", b"x", retain=True),
+            "subscribe": lambda: broker.connect().subscribe(["dev/1/up/#"]),
+            "lose": lambda: broker.lose(links[1]),
+        }
+        return calls(act[what])
+
+    assert cost(400) == cost(4)
+
+
+class Sleeper:
+    """Counts its steps; never due by itself after the first."""
+
+    def __init__(self, link: Link) -> None:
+        self.finished = False
+        self.steps = 0
+        self._link = link
+
+    def fds(self) -> Sequence[int]:
+        return ()
+
+    def step(self, now_s: float) -> float:
+        self.steps += 1
+        self._link.receive()
+        return math.inf
+
+
+def test_only_who_has_something_to_do_is_woken() -> None:
+    """Two talk to each other beside a crowd that sleeps: it costs the run no more than its first steps."""
+
+    def cost(count: int) -> int:
+        broker = MemoryBroker()
+        here, there = broker.connect(), broker.connect()
+        a, b = Echo(here, "a", "b", begins=True), Echo(there, "b", "a")
+        crowd = [broker.connect() for _ in range(count)]
+        sides: list[tuple[MemoryLink, Endpoint]] = [(here, a), (there, b), *((link, Sleeper(link)) for link in crowd)]
+        simulate(broker, lambda: sides, until=lambda: broker.now_s > 0)
+        spent = calls(lambda: simulate(broker, lambda: sides, until=lambda: len(b.heard_s) == 20))
+        assert all(side.steps == 2 for _, side in sides if isinstance(side, Sleeper))  # once for each `simulate`
+        return spent
+
+    assert cost(40) - cost(20) == cost(20) - cost(0) < 20 * 20
+
+
+def test_an_endpoint_may_come_on_a_link_of_its_own_while_others_run() -> None:
+    """As a process that died and is started again."""
+    broker = MemoryBroker()
+    here = broker.connect()
+    sides: list[tuple[MemoryLink, Echo]] = [(here, Echo(here, "a", "b", begins=True))]
+
+    def until() -> bool:
+        if broker.now_s >= 0 and len(sides) == 1:
+            there = broker.connect()
+            sides.append((there, Echo(there, "b", "a")))
+        return len(sides[0][1].heard_s) == 3
+
+    simulate(broker, lambda: sides, until)
+    assert sides[0][1].heard_s == [pytest.approx(1.002), pytest.approx(3.004), pytest.approx(5.006)]
+
+
+def test_whoever_watches_a_simulation_is_called_after_each_step() -> None:
+    """So that a round of thousands of devices can be told while it is on."""
+    broker = MemoryBroker()
+    here, there = broker.connect(), broker.connect()
+    a, b = Echo(here, "a", "b", begins=True), Echo(there, "b", "a")
+    seen: list[float] = []
+    simulate(
+        broker,
+        lambda: [(here, a), (there, b)],
+        until=lambda: bool(b.heard_s),
+        watch=lambda: seen.append(broker.now_s),
+    )
+    assert seen == [0.0, 0.0, pytest.approx(0.001)]
+
+
+def test_a_lost_clients_messages_do_not_keep_time_from_passing() -> None:
+    """Its queue is gone with it; its owner is not woken for what nobody will read."""
+    broker = MemoryBroker()
+    link = broker.connect()
+    link.subscribe(["t"])
+    broker.connect().publish("t", b"x")
+    broker.now_s = 1.0
+    broker.deliver()
+    broker.lose(link)
+    assert link.inbox == []
+
+
+def test_a_simulation_in_which_nothing_can_happen_any_more_ends() -> None:
+    """A deadlock is an error at once, not a hang."""
+    broker = MemoryBroker()
+    link = broker.connect()
+    silent = Echo(link, "a", "b")
+    with pytest.raises(TimeoutError, match=r"nothing left to happen at virtual second 0\.0"):
+        simulate(broker, lambda: [(link, silent)], until=lambda: False)
+
+
+def test_virtual_time_cannot_be_waited_for() -> None:
+    """Who drives a MemoryLink in real time is told how to do it right."""
+    with pytest.raises(RuntimeError, match="simulate"):
+        MemoryBroker().connect().wait(1.0)
+
+
+class PatientLink(MemoryLink):
+    """Notes how long it was asked to wait."""
+
+    waited_s: tuple[float, ...] = ()
+
+    def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
+        self.waited_s += (timeout_s,)
+
+
+class Counter:
+    """Steps three times, due after a quarter of a second and then never."""
+
+    def __init__(self) -> None:
+        self.finished = False
+        self.steps = 0
+
+    def fds(self) -> Sequence[int]:
+        return ()
+
+    def step(self, now_s: float) -> float:
+        self.steps += 1
+        self.finished = self.steps == 3
+        return now_s + 0.25 if self.steps == 1 else math.inf
+
+
+def test_real_time_waits_until_due_and_a_second_at_most() -> None:
+    """So that a request to stop is seen within a second."""
+    link, endpoint = PatientLink(MemoryBroker(), None), Counter()
+    run(endpoint, link, clock=lambda: 100.0)
+    assert link.waited_s == (0.25, 1.0)
+    assert endpoint.steps == 3
+
+
+def test_a_request_to_stop_ends_the_loop() -> None:
+    """Before the next step."""
+    link, endpoint = PatientLink(MemoryBroker(), None), Counter()
+    run(endpoint, link, stop=lambda: endpoint.steps == 1, clock=lambda: 100.0)
+    assert endpoint.steps == 1

@@ -1,0 +1,488 @@
+"""The link over real brokers: what is promised holds, and every refusal is one clear sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from fedquilt import wire
+from fedquilt.blobs.store import Depot
+from fedquilt.blobs.transfer import Transfers
+from fedquilt.core import LinkError
+from fedquilt.transport.link import Link, Message
+from fedquilt.transport.mqtt import Broker, MqttLink, backoff_s, payload_limit
+
+if TYPE_CHECKING:
+    from fedquilt.tools.broker import EmbeddedBroker
+    from tests.conftest import Authority, Mosquitto, Stage
+
+KIB = 1024
+DIES = """
+import sys
+from fedquilt.transport.mqtt import Broker, MqttLink
+link = MqttLink(Broker.parse(sys.argv[1]), "doomed", ("presence/doomed", b"lost"))
+link.connect(10)
+link.publish("presence/doomed", b"here", retain=True)
+while link.backlog:
+    link.wait(1)
+print("ready", flush=True)
+link.wait(60)
+"""
+
+
+@pytest.fixture(params=["mosquitto", "embedded_broker"])
+def url(request: pytest.FixtureRequest) -> str:
+    """Each of the two brokers."""
+    broker = request.getfixturevalue(request.param)
+    return str(broker().url if request.param == "mosquitto" else broker.url)
+
+
+# -- what both brokers do -------------------------------------------------------------------------
+
+
+def test_messages_go_round_reliably_and_unreliably_and_retained_ones_stay(url: str, stage: Stage) -> None:
+    """A later subscriber gets the retained one alone, marked as such."""
+    first: Link = stage.join(url, "first", "room/#")
+    stage.until(lambda: first.connected)
+    first.publish("room/a", b"reliable", retain=True)
+    first.publish("room/b", b"unreliable", reliable=False)
+    first.publish("elsewhere", b"not asked for")
+    assert first.backlog == len(b"reliable" + b"unreliable" + b"not asked for")
+    stage.until(lambda: len(stage.heard["first"]) == 2)
+    assert stage.heard["first"] == [Message("room/a", b"reliable"), Message("room/b", b"unreliable")]
+    stage.join(url, "second", "room/#")
+    stage.until(lambda: stage.heard["second"])
+    assert stage.heard["second"] == [Message("room/a", b"reliable", True)]
+    stage.until(lambda: first.backlog == 0)
+
+
+def test_the_last_will_tells_that_a_client_was_lost_and_a_goodbye_does_not(url: str, stage: Stage) -> None:
+    """A killed process is announced and stays announced; `close` announces nothing."""
+    watch = stage.join(url, "watch", "presence/+")
+    polite = stage.join(url, "polite", will=("presence/polite", b"lost"))
+    stage.until(lambda: watch.connected and polite.connected)
+    with subprocess.Popen([sys.executable, "-c", DIES, url], stdout=subprocess.PIPE) as doomed:
+        assert doomed.stdout is not None
+        assert doomed.stdout.readline() == b"ready\n"
+        polite.publish("presence/polite", b"leaving")
+        stage.links.remove(polite)
+        polite.close()
+        os.kill(doomed.pid, signal.SIGKILL)
+    stage.until(lambda: len(stage.heard["watch"]) == 3)
+    assert sorted(stage.payloads("watch")) == [b"here", b"leaving", b"lost"]
+    stage.join(url, "later", "presence/+")
+    stage.until(lambda: stage.heard["later"])
+    assert stage.heard["later"] == [Message("presence/doomed", b"lost", True)]
+
+
+def test_a_goodbye_in_the_middle_of_a_flood_leaves_no_will(mosquitto: Callable[..., Mosquitto], stage: Stage) -> None:
+    """Closed with input unread, one connection in five was reset before the goodbye was read: ten tries."""
+    url = mosquitto().url
+    feed = stage.join(url, "feed", "will/+", "end")
+    for n in range(10):
+        leaving = stage.join(url, f"leaving-{n}", "flood", will=(f"will/{n}", b"lost"))
+        stage.until(lambda link=leaving: feed.connected and link.connected)
+        for _ in range(100):
+            feed.publish("flood", bytes(60_000), reliable=False)
+        stage.until(lambda name=f"leaving-{n}": stage.heard[name])
+        stage.links.remove(leaving)
+        leaving.close()
+    feed.publish("end", b"end")
+    stage.until(lambda: b"end" in stage.payloads("feed"))
+    assert stage.payloads("feed") == [b"end"]
+
+
+def test_mqtt_5_is_used_where_it_is_spoken_and_3_1_1_elsewhere(
+    mosquitto: Callable[..., Mosquitto], embedded_broker: EmbeddedBroker, stage: Stage
+) -> None:
+    """The packet limit, which 3.1.1 cannot announce, is guessed low there."""
+    modern = stage.join(mosquitto().url, "modern")
+    old = stage.join(embedded_broker.url, "old")
+    stage.until(lambda: modern.connected and old.connected)
+    assert (modern.level, modern.max_payload) == (5, 1024 * KIB)
+    assert (old.level, old.max_payload) == (4, 121 * KIB)
+
+
+# -- losing the connection ------------------------------------------------------------------------
+
+
+def test_after_a_broker_restart_subscriptions_and_queued_messages_are_there_again(
+    mosquitto: Callable[..., Mosquitto], stage: Stage
+) -> None:
+    """Mosquitto without persistence forgets everything; reliable messages wait here, others are dropped."""
+    broker = mosquitto()
+    link = stage.join(broker.url, "agent", "room/#")
+    stage.until(lambda: link.connected)
+    assert link.session == 1
+    broker.kill()
+    stage.until(lambda: not link.connected)
+    assert link.problem is not None
+    assert "closed the connection" in link.problem
+    link.publish("room/a", b"kept")
+    link.publish("room/b", b"best effort", reliable=False)
+    assert link.backlog == len(b"kept")
+    broker.restart()
+    stage.until(lambda: stage.heard["agent"])
+    assert (link.session, link.problem, link.dropped) == (2, None, 0)
+    link.publish("room/c", b"last")
+    stage.until(lambda: len(stage.heard["agent"]) == 2)
+    assert stage.payloads("agent") == [b"kept", b"last"]
+
+
+def test_reliable_messages_under_way_when_the_broker_dies_arrive_in_order(
+    mosquitto: Callable[..., Mosquitto], stage: Stage
+) -> None:
+    """More than a window of them: none is lost, and the first delivery of each is in order."""
+    broker = mosquitto("max_queued_messages 0")
+    sender = stage.join(broker.url, "sender")
+    reader = stage.join(broker.url, "reader", "n/+")
+    stage.until(lambda: sender.connected and reader.connected)
+    for n in range(100):
+        sender.publish(f"n/{n}", b"%d" % n)
+    sender.wait(0.0)  # some are under way now
+    broker.kill()
+    stage.until(lambda: not sender.connected and not reader.connected)
+    broker.restart()
+    stage.until(lambda: reader.connected)
+    stage.until(lambda: sender.backlog == 0 and b"99" in stage.payloads("reader"))
+    numbers = list(dict.fromkeys(int(payload) for payload in stage.payloads("reader")))
+    assert numbers[numbers.index(99) :] == [99]
+    assert numbers == sorted(numbers)
+    assert sender.dropped == 0
+
+
+def test_an_absent_broker_makes_no_caller_wait_longer_than_asked() -> None:
+    """A listener that accepts and never says a word: neither TLS nor CONNACK comes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for scheme in ("mqtt", "mqtts"):
+            link = MqttLink(Broker.parse(f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"), "patient")
+            began_s = time.monotonic()
+            link.wait(0.05)
+            link.wait(0.05)
+            assert time.monotonic() - began_s < 1.0
+            assert not link.connected
+            link.close()
+
+
+def eventually(stage: Stage, call: Callable[[], Any]) -> Any:
+    """The result of a call that raises BlockingIOError until there is one."""
+    results: list[Any] = []
+
+    def tried() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            results.append(call())
+        return bool(results)
+
+    stage.until(tried)
+    return results[0]
+
+
+def test_a_broker_that_hangs_up_at_mqtt_5_is_asked_in_3_1_1(stage: Stage) -> None:
+    """Its CONNECT says level 5, then level 4, which a CONNACK of four bytes accepts."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        link = stage.join(f"mqtt://127.0.0.1:{listener.getsockname()[1]}", "agent")
+        for level in (5, 4):
+            with eventually(stage, listener.accept)[0] as connection:
+                connection.setblocking(False)
+                packet = eventually(stage, lambda to=connection: to.recv(1000))
+                assert packet[packet.index(b"MQTT") + 4] == level
+                if level == 4:
+                    connection.sendall(b"\x20\x02\x00\x00")
+                    stage.until(lambda: link.connected)
+
+
+@pytest.mark.parametrize(
+    ("sent", "says"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is it an MQTT port"),
+        (b"\x20\x03\x00\x00\x00" + b"\x32\x02\xff\xff", "closed the connection"),  # a topic longer than its packet
+        (b"\x20\x03\x00\x00\x00" + b"\x30\xff\xff\xff\xff\xff", "closed the connection"),  # a length of five bytes
+        (b"\x20\x02\x00", "is it an MQTT port"),
+    ],
+)
+def test_bytes_that_are_not_mqtt_cost_the_connection_and_nothing_else(stage: Stage, sent: bytes, says: str) -> None:
+    """From a broker's port that something else listens on, or a broker gone mad."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        link = stage.join(f"mqtt://127.0.0.1:{listener.getsockname()[1]}", "agent")
+        with eventually(stage, listener.accept)[0] as connection:
+            connection.setblocking(False)
+            eventually(stage, lambda: connection.recv(1000))
+            connection.sendall(sent)
+        stage.until(lambda: link.problem is not None)
+        assert says in str(link.problem) or "sent what is not MQTT" in str(link.problem)
+
+
+def test_two_clients_of_one_name_are_told_so(mosquitto: Callable[..., Mosquitto], stage: Stage) -> None:
+    """The usual cause: an SD card that was copied."""
+    url = mosquitto().url
+    first = stage.join(url, "twin")
+    stage.until(lambda: first.connected)
+    stage.join(url, "twin")
+    stage.until(lambda: "check that no other client uses the id 'twin'" in str(first.problem))
+
+
+def test_what_waits_for_a_connection_is_bounded_and_the_oldest_go_first(caplog: pytest.LogCaptureFixture) -> None:
+    """16 MiB are kept: of 200 times 100 kB the last 167; one line says so."""
+    link = MqttLink(Broker.parse("mqtt://127.0.0.1:1"), "offline")
+    for _ in range(200):
+        link.publish("t", bytes(100_000))
+    assert (link.dropped, link.backlog) == (33, 167 * 100_000)
+    assert "the oldest messages are dropped" in str(link.problem)
+    assert len(caplog.records) == 1
+
+
+# -- sizes ----------------------------------------------------------------------------------------
+
+
+def test_payloads_are_limited_by_what_the_broker_announces(mosquitto: Callable[..., Mosquitto], stage: Stage) -> None:
+    """128 KiB packets leave 127 KiB of payload: that much arrives, one byte more is refused here."""
+    link = stage.join(mosquitto("max_packet_size 131072").url, "agent", "t")
+    stage.until(lambda: link.connected)
+    assert link.max_payload == 127 * KIB
+    with pytest.raises(LinkError, match="130049 bytes to t exceeds the 130048"):
+        link.publish("t", bytes(127 * KIB + 1))
+    link.publish("t", bytes(127 * KIB))
+    stage.until(lambda: stage.heard["agent"])
+    assert stage.payloads("agent") == [bytes(127 * KIB)]
+
+
+def test_what_makes_a_broker_hang_up_is_dropped_and_what_is_behind_it_arrives(
+    mosquitto: Callable[..., Mosquitto], stage: Stage
+) -> None:
+    """message_size_limit is not announced: three tries, then half the size and the rest of the queue."""
+    link = stage.join(mosquitto("message_size_limit 200000").url, "agent", "t")
+    stage.until(lambda: link.connected)
+    link.publish("t", b"before")
+    link.publish("t", bytes(256 * KIB))
+    link.publish("t", b"behind")
+    stage.until(lambda: link.dropped and not link.backlog and b"behind" in stage.payloads("agent"))
+    assert (link.dropped, link.max_payload, link.backlog) == (1, 128 * KIB, 0)
+    assert "hangs up at each message of 262144 bytes to t: it was dropped" in str(link.problem)
+
+
+def test_limits_by_protocol_announcement_and_setting() -> None:
+    """1 KiB is left for the topic; a setting overrides everything."""
+    assert payload_limit(5, 128 * KIB, None) == 127 * KIB
+    assert payload_limit(5, None, None) == 1024 * KIB
+    assert payload_limit(4, None, None) == 121 * KIB
+    assert payload_limit(5, 128 * KIB, 50_000) == payload_limit(4, None, 50_000) == 50_000
+    assert payload_limit(5, 100, None) == 0
+
+
+def test_backoff_doubles_from_half_a_second_to_thirty_and_jitter_shortens_it() -> None:
+    """By up to half, so that a fleet does not come back at once."""
+    assert [backoff_s(n, 0.0) for n in (1, 2, 3, 7, 1000)] == [0.5, 1.0, 2.0, 30.0, 30.0]
+    assert backoff_s(2, 0.5) == 0.75
+
+
+# -- waiting --------------------------------------------------------------------------------------
+
+
+def test_wait_ends_for_a_ready_descriptor_a_message_and_a_drained_backlog(
+    mosquitto: Callable[..., Mosquitto], stage: Stage
+) -> None:
+    """Each well before its thirty seconds."""
+    link = stage.join(mosquitto().url, "agent", "t")
+    stage.until(lambda: link.connected)
+    began_s = time.monotonic()
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, b"x")
+        link.wait(30.0, [reading])
+    finally:
+        os.close(reading)
+        os.close(writing)
+    link.publish("elsewhere", b"x")
+    link.wait(30.0)
+    assert link.backlog == 0
+    link.publish("t", b"x")
+    while not link.receive():
+        link.wait(30.0)
+    link.wait(0.0)
+    assert time.monotonic() - began_s < 10.0
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def secured(mosquitto: Callable[..., Mosquitto], authority: Authority, tmp_path: Path) -> Mosquitto:
+    """Mutual TLS; a certificate's name is its user, and a user reaches its own branch only."""
+    cert, key = authority.issue("broker", "127.0.0.1")
+    (tmp_path / "acl").write_text(
+        "user coordinator\ntopic readwrite fq/#\n"
+        "pattern write fq/1/+/dev/%u/up/#\npattern read fq/1/+/dev/%u/dn/#\n"
+        "pattern read fq/1/+/coord/state\npattern read fq/1/+/job/#\n"
+    )
+    return mosquitto(
+        f"cafile {authority.ca}",
+        f"certfile {cert}",
+        f"keyfile {key}",
+        "require_certificate true",
+        "use_identity_as_username true",
+        "allow_anonymous false",
+        f"acl_file {tmp_path / 'acl'}",
+    )
+
+
+def test_a_device_reaches_its_own_branch_only(secured: Mosquitto, authority: Authority, stage: Stage) -> None:
+    """What it writes or asks for elsewhere arrives nowhere, although its subscription is granted."""
+    secure_url = secured.url.replace("mqtt:", "mqtts:")
+
+    def settings(name: str) -> Broker:
+        cert, key = authority.issue(name)
+        return Broker.parse(secure_url, ca=authority.ca, cert=cert, key=key)
+
+    coordinator = stage.join(settings("coordinator"), "coordinator", "fq/1/f/dev/+/up/#")
+    stage.join(settings("dev-a"), "dev-a", "fq/1/f/dev/dev-a/dn/#", "fq/1/f/dev/dev-b/dn/#", "fq/1/f/coord/state")
+    stage.until(lambda: all(link.connected for link in stage.links))
+    device = stage.links[1]
+    device.publish("fq/1/f/dev/dev-b/up/claim", b"forged")
+    device.publish("fq/1/f/coord/state", b"forged")
+    device.publish("fq/1/f/dev/dev-a/up/claim", b"own")
+    stage.until(lambda: stage.heard["coordinator"])
+    coordinator.publish("fq/1/f/dev/dev-b/dn/task", b"for b")
+    coordinator.publish("fq/1/f/coord/state", b"state")
+    coordinator.publish("fq/1/f/dev/dev-a/dn/task", b"for a")
+    stage.until(lambda: b"for a" in stage.payloads("dev-a"))
+    assert stage.payloads("coordinator") == [b"own"]
+    assert stage.payloads("dev-a") == [b"state", b"for a"]
+    assert device.dropped == 2
+    assert "Not authorized" in str(device.problem)
+
+
+def refusal(settings: Broker, stage: Stage, name: str = "agent") -> str:
+    """What `connect` says, which must be what `problem` says."""
+    link = stage.join(settings, name)
+    with pytest.raises(LinkError) as caught:
+        link.connect(timeout_s=10.0)
+    assert str(caught.value) == link.problem
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_tls_refusals_name_the_certificate_and_the_mend(
+    secured: Mosquitto, authority: Authority, stranger: Authority, stage: Stage
+) -> None:
+    """A broker we do not know, no certificate of ours, one the broker does not know, another name, no TLS."""
+    url = secured.url.replace("mqtt:", "mqtts:")
+    cert, key = authority.issue("dev-a")
+    odd, odd_key = stranger.issue("dev-a")
+    assert f"{stranger.ca} did not sign it" in refusal(Broker.parse(url, ca=stranger.ca), stage)
+    assert "no authority of this system signed it" in refusal(Broker.parse(url), stage)
+    assert "give cert and key" in refusal(Broker.parse(url, ca=authority.ca), stage)
+    said = refusal(Broker.parse(url, ca=authority.ca, cert=odd, key=odd_key), stage)
+    assert "signed by the broker's CA" in said or "another certificate" in said
+    by_name = Broker.parse(url.replace("127.0.0.1", "localhost"), ca=authority.ca, cert=cert, key=key)
+    assert "is for another name" in refusal(by_name, stage)
+    plain = MqttLink(Broker.parse(secured.url), "agent")
+    with pytest.raises(LinkError, match="is mqtts:// needed"):
+        plain.connect(timeout_s=0.3)
+    plain.close()
+
+
+def test_a_port_without_tls_says_so(mosquitto: Callable[..., Mosquitto]) -> None:
+    """mqtts:// to a plain listener; a broker that restarts looks the same, so a command goes on trying."""
+    link = MqttLink(Broker.parse(mosquitto().url.replace("mqtt:", "mqtts:")), "agent")
+    with pytest.raises(LinkError, match="use its TLS port"):
+        link.connect(timeout_s=0.3)
+    link.close()
+
+
+def test_a_refused_connection_names_where_and_what_to_start() -> None:
+    """A command waits as long as it was told to, in case the broker is just starting."""
+    link = MqttLink(Broker.parse("mqtt://127.0.0.1:1"), "agent")
+    with pytest.raises(LinkError, match=r"nothing listens at mqtt://127\.0\.0\.1:1 .*start the broker"):
+        link.connect(timeout_s=0.2)
+    link.close()
+
+
+def test_a_name_that_does_not_exist_is_said_at_once(stage: Stage) -> None:
+    """`.invalid` never exists; a machine without a network has no resolver to say so."""
+    link = MqttLink(Broker.parse("mqtt://broker.invalid"), "agent")
+    with pytest.raises(LinkError, match=r"no address is known for 'broker\.invalid'"):
+        link.connect(timeout_s=0.2)
+    link.close()
+
+
+def test_a_wrong_password_is_said_and_never_shown(
+    mosquitto: Callable[..., Mosquitto], stage: Stage, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Right, wrong and none; at the most talkative log level there is."""
+    caplog.set_level(logging.DEBUG)
+    passwords = tmp_path / "passwords"
+    passwords.write_text("me:s3cret-right\n")
+    subprocess.run(["mosquitto_passwd", "-U", str(passwords)], check=True)
+    url = mosquitto("allow_anonymous false", f"password_file {passwords}").url
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right.write_text("s3cret-right\n")
+    wrong.write_text("s3cret-wrong\n")
+    good = stage.join(Broker.parse(url.replace("//", "//me@"), password_file=right), "good")
+    stage.until(lambda: good.connected)
+    said = refusal(Broker.parse(url.replace("//", "//me@"), password_file=wrong), stage, "wrong")
+    assert f"check the user and the password in {wrong}" in said
+    assert "a client without a user" in refusal(Broker.parse(url), stage, "nobody")
+    assert "s3cret" not in caplog.text + said + repr(good.broker)
+
+
+# -- blobs ----------------------------------------------------------------------------------------
+
+
+def test_blobs_of_20_mb_go_both_ways_through_128_kib_packets_and_a_broker_restart(
+    mosquitto: Callable[..., Mosquitto], stage: Stage, tmp_path: Path
+) -> None:
+    """The device pulls one while the coordinator pulls another; the broker is killed when half of one has come."""
+    broker = mosquitto("max_packet_size 131072")
+    topics = wire.Topics("f")
+    down, up = (random.Random(seed).randbytes(20_000_000) for seed in (1, 2))
+    sides: dict[str, Transfers] = {}
+    depots = {name: Depot(tmp_path / name) for name in ("coordinator", "dev-a")}
+    refs = {"dev-a": depots["coordinator"].put(down), "coordinator": depots["dev-a"].put(up)}
+    filters = {"coordinator": topics.for_coordinator(), "dev-a": topics.for_device("dev-a")}
+    for name, direction in (("coordinator", "dn"), ("dev-a", "up")):
+        link = stage.join(broker.url, name, *filters[name])
+        sides[name] = Transfers(link, depots[name], topics, direction, lambda device, sha256: True)
+        sides[name].want("dev-a", refs[name])
+    done: dict[str, list[tuple[str, str, str | None]]] = {name: [] for name in sides}
+
+    def step() -> None:
+        for name, side in sides.items():
+            for message in stage.heard.pop(name, []):
+                side.handle(wire.route(message.topic), message.payload, time.monotonic())
+            side.step(time.monotonic())
+            done[name] += side.take_done()
+
+    def half() -> bool:
+        step()
+        return max(sides["dev-a"].traffic_bytes("dev-a", way) for way in ("up", "dn")) > 10_000_000
+
+    def finished() -> bool:
+        step()
+        return all(done.values())
+
+    stage.until(half, limit_s=60.0)
+    broker.kill()
+    stage.until(lambda: not any(link.connected for link in stage.links))
+    assert not any(done.values())
+    broker.restart()
+    stage.until(finished, limit_s=60.0)
+    assert done == {name: [("dev-a", refs[name].sha256, None)] for name in sides}
+    for name, blob in (("dev-a", down), ("coordinator", up)):
+        path = depots[name].path(refs[name].sha256)
+        assert path is not None
+        assert path.read_bytes() == blob
+    assert [link.session for link in stage.links] == [2, 2]

@@ -1,0 +1,63 @@
+"""Every failure of a broker is one sentence with the place and the mend."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from pathlib import Path
+
+import pytest
+
+from fedquilt.transport.connect import Broker
+from fedquilt.transport.mqtt_errors import DialError, lost, not_mqtt, refused, tls_failed, unanswered, unreachable
+
+PLAIN = Broker("host", 1883)
+TLS = Broker("host", 8883, tls=True)
+MUTUAL = Broker("host", 8883, tls=True, cert=Path("dev.crt"), key=Path("dev.key"))
+USER = Broker("host", 1883, user="me", password_file=Path("secret"))
+
+
+def out_of_date(code: int, message: str) -> ssl.SSLCertVerificationError:
+    error = ssl.SSLCertVerificationError(1, "certificate verify failed")
+    error.verify_code, error.verify_message = code, message
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "says", "final"),
+    [
+        (unreachable(PLAIN, socket.gaierror(socket.EAI_NONAME, "")), "check the name in mqtt://host:1883", True),
+        (unreachable(PLAIN, socket.gaierror(socket.EAI_AGAIN, "")), "or the DNS", False),
+        (unreachable(PLAIN, ConnectionRefusedError()), "start the broker", False),
+        (unreachable(PLAIN, TimeoutError()), "no answer from mqtt://host:1883", False),
+        (unreachable(PLAIN, OSError(113, "No route to host")), "(No route to host): check the address", False),
+        (unreachable(TLS, ConnectionResetError()), "use its TLS port", False),
+        (unreachable(TLS, ssl.SSLError(1, "wrong version number")), "does not speak TLS there", True),
+        (unreachable(TLS, out_of_date(9, "certificate is not yet valid")), "not yet valid): set the clock", False),
+        (unreachable(TLS, out_of_date(10, "certificate has expired")), "or renew the broker's certificate", False),
+        (tls_failed(TLS, "tlsv13 alert certificate required"), "give cert and key", True),
+        (tls_failed(MUTUAL, "tlsv1 alert unknown ca"), "refuses dev.crt (tlsv1 alert unknown ca)", True),
+        (tls_failed(MUTUAL, "sslv3 alert certificate expired"), "renew it: `fedquilt enrol board`", True),
+        (tls_failed(MUTUAL, "sslv3 alert certificate revoked"), "it was revoked on purpose", True),
+        (tls_failed(TLS, "unexpected eof while reading"), "check that it is an MQTT broker's TLS port", False),
+        (refused(PLAIN, "id", 135, "Not authorized"), "a client without a user (Not authorized): write mqtt", True),
+        (refused(USER, "id", 134, "Bad"), "refuses user 'me' (Bad): check the user and the password in secret", True),
+        (refused(USER, "id", 133, "Id not valid"), "refuses 'id' (Id not valid)", True),
+        (refused(USER, "id", 137, "Server busy"), "(Server busy): see the broker's log", False),
+        (unanswered(PLAIN), "is mqtts:// needed?", False),
+        (unanswered(TLS), "it may want a certificate: give cert and key", False),
+        (unanswered(MUTUAL), "another certificate than ours", False),
+        (not_mqtt(PLAIN, "Protocol error"), "check that it is an MQTT broker's port", False),
+        (lost(PLAIN, "id", 141, "", False), "no sign of life", False),
+        (lost(PLAIN, "id", 128, "", False), "closed the connection: check that it still runs", False),
+        (lost(PLAIN, "id", 142, "Session taken over", True), "(Session taken over): check that no other client", False),
+    ],
+)
+def test_a_failure_is_one_sentence_and_final_if_waiting_cannot_mend_it(
+    error: DialError, says: str, final: bool
+) -> None:
+    """A daemon tries again in any case; a command gives up at once when it is final."""
+    assert says in str(error)
+    assert "host" in str(error)
+    assert error.final is final
+    assert "\n" not in str(error)

@@ -1,0 +1,106 @@
+"""What goes out when, and who is blamed when the broker hangs up."""
+
+from __future__ import annotations
+
+from fedquilt.transport.send_queue import (
+    OFFLINE_BYTES,
+    OFFLINE_MESSAGES,
+    UNDER_WAY_BYTES,
+    UNDER_WAY_MESSAGES,
+    Sending,
+    SendQueue,
+)
+
+
+def reliable(name: str, size: int = 10) -> Sending:
+    """A QoS-1 message."""
+    return Sending(name, bytes(size), retain=False, reliable=True)
+
+
+def queue(*messages: Sending) -> SendQueue:
+    """A queue of these."""
+    made = SendQueue()
+    for message in messages:
+        made.add(message)
+    return made
+
+
+def take_all(made: SendQueue, window: int = 20) -> list[str]:
+    """Put everything under way that may be; packet ids are its topics' hashes."""
+    topics = []
+    while (message := made.take(window)) is not None:
+        made.sent(hash(message.topic), message)
+        topics.append(message.topic)
+    return topics
+
+
+def test_backlog_falls_when_a_message_is_done_not_when_it_is_taken() -> None:
+    """Three of 10 bytes: 30, and 20 after one is done; an unknown packet id changes nothing."""
+    made = queue(*map(reliable, "abc"))
+    assert take_all(made) == ["a", "b", "c"]
+    assert made.backlog == 30
+    assert made.done(hash("b")) is not None
+    assert made.done(hash("b")) is None
+    assert made.backlog == 20
+
+
+def test_a_window_of_reliable_messages_and_a_mebibyte_are_under_way_at_once() -> None:
+    """The next goes when one is done; a single message may be larger than all bounds."""
+    made = queue(*map(reliable, "abc"))
+    assert take_all(made, window=2) == ["a", "b"]
+    made.done(hash("a"))
+    assert take_all(made, window=2) == ["c"]
+    large = queue(reliable("x", UNDER_WAY_BYTES * 2), reliable("y"))
+    assert take_all(large) == ["x"]
+    tiny = queue(*(Sending(str(n), b"", False, reliable=False) for n in range(UNDER_WAY_MESSAGES + 1)))
+    assert len(take_all(tiny)) == UNDER_WAY_MESSAGES
+
+
+def test_when_a_connection_breaks_reliable_messages_are_sent_again_first_and_one_by_one() -> None:
+    """What is unreliable is lost, under way or not; what never was under way follows as usual."""
+    made = queue(reliable("a"), reliable("b"), Sending("lost", bytes(10), False, reliable=False))
+    assert take_all(made) == ["a", "b", "lost"]
+    made.add(Sending("lost too", bytes(10), False, reliable=False))
+    made.add(reliable("c"))
+    made.add(reliable("d"))
+    assert made.broken() is None
+    assert made.backlog == 40
+    assert take_all(made) == ["a"]
+    made.done(hash("a"))
+    assert take_all(made) == ["b"]
+    made.done(hash("b"))
+    assert take_all(made) == ["c", "d"]
+
+
+def test_the_message_alone_under_way_at_the_third_break_is_blamed() -> None:
+    """First with others, then twice alone; the others are kept."""
+    made = queue(reliable("guilty", 1000), reliable("innocent"))
+    assert take_all(made) == ["guilty", "innocent"]
+    assert made.broken() is None
+    assert take_all(made) == ["guilty"]
+    assert made.broken() is None
+    assert take_all(made) == ["guilty"]
+    culprit = made.broken()
+    assert culprit is not None
+    assert culprit.topic == "guilty"
+    assert (take_all(made), made.backlog) == (["innocent"], 10)
+
+
+def test_a_network_that_fails_blames_nobody_and_a_broker_that_says_too_large_blames_at_once() -> None:
+    """Ten time-outs are not the message's fault; one plain word from the broker is enough."""
+    made = queue(reliable("a"))
+    for _ in range(10):
+        take_all(made)
+        assert made.broken(innocent=True) is None
+    take_all(made)
+    assert made.broken(breaks=1) is not None
+    assert made.backlog == 0
+
+
+def test_without_a_connection_the_oldest_are_given_up_beyond_the_bounds() -> None:
+    """By bytes, and by number."""
+    made = queue(reliable("old", OFFLINE_BYTES), reliable("new"))
+    assert made.trim() == 1
+    assert take_all(made) == ["new"]
+    many = queue(*(reliable(str(n), 0) for n in range(OFFLINE_MESSAGES + 3)))
+    assert many.trim() == 3

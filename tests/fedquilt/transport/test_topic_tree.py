@@ -1,0 +1,54 @@
+"""The index says what `fedquilt.transport.link.matches` says, whatever is held."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedquilt.transport.link import matches
+from fedquilt.transport.topic_tree import TopicTree
+
+LEVEL = st.sampled_from(["a", "b", ""])
+TOPIC = st.lists(LEVEL, min_size=1, max_size=4).map("/".join)
+PATTERN = st.tuples(st.lists(LEVEL | st.just("+"), min_size=1, max_size=4), st.booleans()).map(
+    lambda drawn: "/".join([*drawn[0], *(["#"] if drawn[1] else [])])
+)
+
+
+@given(st.lists(PATTERN | st.just("#"), unique=True), TOPIC)
+def test_filters_that_take_a_topic_are_found(patterns: list[str], topic: str) -> None:
+    tree: TopicTree[str] = TopicTree()
+    for pattern in patterns:
+        tree.add(pattern, pattern)
+    assert sorted(tree.matching(topic)) == sorted(pattern for pattern in patterns if matches(pattern, topic))
+
+
+@given(st.lists(TOPIC, unique=True), PATTERN | st.just("#"))
+def test_topics_that_a_filter_takes_are_found(topics: list[str], pattern: str) -> None:
+    tree: TopicTree[str] = TopicTree()
+    for topic in topics:
+        tree.add(topic, topic)
+    assert sorted(tree.under(pattern)) == sorted(topic for topic in topics if matches(pattern, topic))
+
+
+@given(st.lists(PATTERN, unique=True, min_size=1), st.data())
+def test_what_is_removed_is_found_no_more_and_the_rest_still_is(patterns: list[str], data: st.DataObject) -> None:
+    tree: TopicTree[str] = TopicTree()
+    for pattern in patterns:
+        tree.add(pattern, pattern)
+    gone = data.draw(st.sets(st.sampled_from(patterns)))
+    for pattern in [*gone, "never/added"]:
+        tree.remove(pattern, pattern)
+    topic = data.draw(TOPIC)
+    assert set(tree.matching(topic)) == {p for p in patterns if p not in gone and matches(p, topic)}
+
+
+def test_an_empty_tree_keeps_no_levels() -> None:
+    """A task's topic comes and goes for every device of a fleet."""
+    tree: TopicTree[int] = TopicTree()
+    tree.add("a/b/c", 1)
+    tree.add("a/b", 2)
+    tree.remove("a/b/c", 1)
+    assert tree.under("#") == [2]
+    tree.remove("a/b", 2)
+    assert not tree._root.below

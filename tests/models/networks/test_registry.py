@@ -1,0 +1,126 @@
+"""Networks by name and their weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedquilt.core import ModelError
+
+torch = pytest.importorskip("torch", reason="the zoo builds torch networks")
+
+from fedquilt import tensors  # noqa: E402
+from fedquilt.models.networks import registry  # noqa: E402
+
+MLP = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
+
+
+def test_a_multilayer_perceptron_costs_two_flops_per_weight() -> None:
+    """4 x 3 and 3 x 2 weights are 18, 36 FLOPs; with 3 + 2 biases there are 23 parameters."""
+    assert registry.cost(registry.build(MLP), (4,)) == (36.0, 23)
+
+
+def test_a_convolution_is_counted_at_every_position() -> None:
+    """conv 1 -> 16, 5 x 5 on 28 x 28: 2 * 16 * 25 * 784 FLOPs, and 400 + 16 parameters."""
+    first = registry.build({"name": "cnn", "channels": 1, "size": 28, "classes": 10})[0]
+    assert registry.cost(first, (1, 28, 28)) == (2 * 16 * 25 * 784, 416)
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        MLP,
+        {"name": "cnn", "channels": 3, "size": 32, "classes": 7},
+        {"name": "plain", "channels": 1, "classes": 7, "input": {"channels": 1, "size": 28}},
+        {"name": "residual", "channels": 1, "classes": 7, "input": {"channels": 1, "size": 28}},
+        {"name": "separable", "channels": 3, "classes": 7, "input": {"channels": 3, "size": 20}},
+        {"name": "vit", "channels": 3, "size": 20, "classes": 7},
+        {"name": "resnet20-cifar", "classes": 7, "input": {"channels": 3, "size": 32}},
+        {"name": "torchvision/squeezenet1_1", "classes": 7, "input": {"channels": 3, "size": 64}},
+    ],
+    ids=lambda network: network["name"],
+)
+def test_every_network_takes_its_input_shape_and_yields_one_score_per_class(network: dict) -> None:
+    """(2, *input_shape) -> (2, classes)."""
+    model = registry.load(network)
+    shape = registry.input_shape(network)
+    assert model(torch.zeros(2, *shape)).shape == (2, network["classes"])
+
+
+def test_a_table_that_does_not_say_its_input_is_refused() -> None:
+    """A residual net takes any size: which one is not to be guessed."""
+    with pytest.raises(ModelError, match="'residual': give it an `input`"):
+        registry.input_shape({"name": "residual", "channels": 1, "classes": 2})
+
+
+def test_the_same_seed_gives_the_same_weights_and_leaves_torchs_own_seed_alone() -> None:
+    """Equal bytes for one seed, others for another, and the global generator untouched."""
+    before = torch.get_rng_state()
+    one, same, other = (tensors.encode(_numpy(registry.load(MLP, seed=seed))) for seed in (1, 1, 2))
+    assert one == same != other
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("kind", ["pt", "th", "safetensors"])
+def test_weights_come_from_every_kind_of_file(tmp_path: Path, kind: str) -> None:
+    """A state dict, the dict of a training script (with `module.` of DataParallel), and safetensors."""
+    source = registry.load(MLP, seed=5)
+    path = tmp_path / f"weights.{kind}"
+    if kind == "safetensors":
+        path.write_bytes(tensors.encode(_numpy(source)))
+    elif kind == "th":
+        torch.save({"state_dict": {f"module.{k}": v for k, v in source.state_dict().items()}, "best": 0.9}, path)
+    else:
+        torch.save(source.state_dict(), path)
+    assert tensors.encode(_numpy(registry.load(MLP, path))) == tensors.encode(_numpy(source))
+
+
+def test_weights_of_another_network_are_refused_by_the_first_tensor_that_differs(tmp_path: Path) -> None:
+    """The file holds a wider hidden layer."""
+    torch.save(registry.build({**MLP, "hidden": [9]}).state_dict(), tmp_path / "w.pt")
+    with pytest.raises(ModelError, match=r"w\.pt does not hold the weights of 'mlp'.*'1\.bias'"):
+        registry.load(MLP, tmp_path / "w.pt")
+
+
+def test_a_file_that_would_run_code_is_not_read(tmp_path: Path) -> None:
+    """torch.save of a whole module needs pickle to load."""
+    torch.save(registry.build(MLP), tmp_path / "w.pt")
+    with pytest.raises(ModelError, match="save a plain state dict"):
+        registry.load(MLP, tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize(
+    ("network", "weights", "message"),
+    [
+        ({"name": "mpl"}, None, "'mpl' is unknown; there are: cnn, "),
+        ({"name": "mlp", "inputs": 4}, None, "'classes'"),
+        ({"name": "mlp", "inputs": 4, "classes": 2, "width": 3}, None, "'width'"),
+        ({"name": "torchvision/resnet51"}, None, "no architecture 'resnet51'"),
+        (MLP, "absent.pt", "absent.pt: no such file"),
+        (MLP, "DEFAULT", "'DEFAULT' of network 'mlp': no such file"),
+        ({"name": "torchvision/resnet18"}, "IMAGENET9", "no weights 'IMAGENET9'"),
+    ],
+)
+def test_what_cannot_be_built_is_one_clear_error(network: dict, weights: str | None, message: str) -> None:
+    """The message names the network or file, and what to do."""
+    with pytest.raises(ModelError, match=message):
+        registry.load(network, weights)
+
+
+def test_a_users_own_code_runs_on_the_operators_machine_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`module:function` is imported from the working folder, and only where local code is allowed."""
+    (tmp_path / "my_own_net.py").write_text(
+        "from torch import nn\ndef tiny(classes):\n    return nn.Linear(3, classes)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    table = {"name": "my_own_net:tiny", "classes": 5}
+    with pytest.raises(ModelError, match="never on an agent"):
+        registry.build(table)
+    assert registry.build(table, local_code=True).out_features == 5
+    with pytest.raises(ModelError, match="my_own_net:huge"):
+        registry.build({"name": "my_own_net:huge"}, local_code=True)
+
+
+def _numpy(model: torch.nn.Module) -> dict:
+    return {name: value.numpy() for name, value in model.state_dict().items()}

@@ -1,0 +1,311 @@
+"""Neuron masks: what they cover, how they travel, and that masking activations is masking weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedquilt.core import ModelError, UpdateError
+from fedquilt.models.partial import masks
+from fedquilt.models.partial.masks import Follow, Plan
+from toys import MLP, MLP_MASKS
+
+# 3 inputs, 4 neurons, a flattening to 2 entries each, 2 neurons, 2 scores
+PLAN = Plan(
+    {"a": 4, "b": 2},
+    {},
+    {
+        "a.weight": Follow((4, 3), ("a",)),
+        "a.bias": Follow((4,), ("a",)),
+        "b.weight": Follow((2, 8), ("b",), ("a",), 2),
+        "c.weight": Follow((2, 2), (), ("b",)),
+    },
+)
+NETWORKS: dict[str, dict[str, Any]] = {
+    "mlp": {"inputs": 6, "classes": 3, "hidden": [5, 4]},
+    "cnn": {"channels": 1, "size": 8, "classes": 3, "width": 2},
+    "plain": {"channels": 1, "classes": 3, "width": 4},
+    "residual": {"channels": 1, "classes": 3, "width": 4},
+    "separable": {"channels": 1, "classes": 3, "width": 4},
+    "resnet20-cifar": {},
+    "torchvision/squeezenet1_1": {"classes": 3},
+    "torchvision/mobilenet_v2": {"classes": 3},
+}
+SHAPES = {
+    "mlp": (6,),
+    "resnet20-cifar": (3, 16, 16),
+    **dict.fromkeys(("cnn", "plain", "residual", "separable"), (1, 8, 8)),
+}
+
+
+def table(name: str) -> dict[str, Any]:
+    return {"name": name, **NETWORKS[name]}
+
+
+def a_mask(*neurons: int) -> np.ndarray:
+    return np.array(neurons, bool)
+
+
+def test_an_entry_is_covered_where_both_its_ends_are() -> None:
+    """Neurons 1 and 4 of a, 2 of b: rows of a, and of b's second row the entries 0, 1, 6, 7."""
+    marks = masks.covered(PLAN, a_mask(1, 0, 0, 1, 0, 1))
+    assert marks["a.weight"].tolist() == [[True] * 3, [False] * 3, [False] * 3, [True] * 3]
+    assert marks["a.bias"].tolist() == [True, False, False, True]
+    assert np.flatnonzero(marks["b.weight"]).tolist() == [8, 9, 14, 15]
+    assert marks["c.weight"].tolist() == [[False, True], [False, True]]
+
+
+def test_what_is_taken_is_put_back_where_it_was() -> None:
+    """Uncovered entries are 0, tensors that nothing masks go whole; so many entries travel as are covered."""
+    model = {
+        "a.weight": np.arange(12.0).reshape(4, 3) + 1,
+        "a.bias": np.ones(4),
+        "b.weight": np.arange(16.0).reshape(2, 8) + 1,
+        "c.weight": np.ones((2, 2)),
+        "c.bias": np.ones(2),
+    }
+    marks = masks.covered(PLAN, a_mask(1, 0, 0, 1, 0, 1))
+    sent = masks.take(model, marks)
+    assert {name: array.size for name, array in sent.items()} == {
+        "a.weight": 6,
+        "a.bias": 2,
+        "b.weight": 4,
+        "c.weight": 2,
+        "c.bias": 2,
+    }
+    again = masks.put(sent, marks)
+    for name, array in model.items():
+        np.testing.assert_array_equal(again[name], array * marks.get(name, 1))
+    with pytest.raises(UpdateError, match=r"'a.bias' has shape \(3,\), its mask covers 2"):
+        masks.put({**sent, "a.bias": np.ones(3)}, marks)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 7])
+def test_parts_of_all_devices_sum_to_one(parts: int) -> None:
+    """Also where layers are narrower than there are parts, or do not divide."""
+    total = sum(masks.part(PLAN, index, parts).astype(int) for index in range(parts))
+    assert total.tolist() == [1] * 6
+    for index in range(parts):
+        for name, mark in masks.groups(PLAN, masks.part(PLAN, index, parts)).items():
+            assert abs(int(mark.sum()) - PLAN.widths[name] / parts) < 1
+
+
+def test_a_mask_is_a_bit_for_each_neuron() -> None:
+    """13 neurons are 2 bytes; another number of bytes is refused."""
+    mask = np.random.default_rng(0).random(13) < 0.5
+    bits = masks.to_bits(mask)
+    assert (bits.nbytes, masks.from_bits(bits, 13).tolist()) == (2, mask.tolist())
+    for odd in (bits[:1], bits.astype(np.int8), np.zeros((1, 2), np.uint8)):
+        with pytest.raises(UpdateError, match="a mask of 13 neurons is 2 bytes"):
+            masks.from_bits(odd, 13)
+
+
+def test_a_plan_travels_as_a_tensor() -> None:
+    """And what is none is refused."""
+    assert masks.from_array(masks.to_array(PLAN)) == PLAN
+    for odd in (b"", b"{}", b"\xff", b'{"widths":{"a":"b"},"pinned":{},"follows":{}}'):
+        with pytest.raises(ModelError, match="plan of masks"):
+            masks.from_array(np.frombuffer(odd, np.uint8))
+
+
+def test_a_plan_of_another_network_is_refused() -> None:
+    """A tensor that is absent or shaped otherwise; groups that do not make up a shape, or do not exist."""
+    model = {name: np.zeros(follow.shape) for name, follow in PLAN.follows.items()}
+    masks.require(PLAN, model)
+    for odd in ({**model, "a.bias": np.zeros(5)}, {k: v for k, v in model.items() if k != "a.bias"}):
+        with pytest.raises(ModelError, match=r"another network's: its tensor 'a\.bias'"):
+            masks.require(PLAN, odd)
+    for follow in (Follow((4,), ("b",)), Follow((4,), ("z",)), Follow((4,), ("a",), ("b",))):
+        with pytest.raises(ModelError, match=r"damaged at 'a\.bias'"):
+            masks.require(replace(PLAN, follows={**PLAN.follows, "a.bias": follow}), model)
+
+
+# -- of real networks -----------------------------------------------------------------------------
+
+
+def network(name: str) -> tuple[Any, Any, Plan]:
+    """torch, a network of the zoo in which every tensor is away from its beginnings, and its plan."""
+    torch = pytest.importorskip("torch")
+    from fedquilt.models.networks import registry
+    from fedquilt.models.partial import trace
+
+    module = registry.load(table(name), seed=1)
+    with torch.no_grad():
+        for value in module.state_dict().values():
+            if value.is_floating_point() and value.ndim == 1:
+                value.add_(0.1 + 0.3 * torch.rand(value.shape, generator=torch.Generator().manual_seed(len(value))))
+    plan = trace.plan(module)
+    masks.require(plan, {key: value.numpy() for key, value in module.state_dict().items()})
+    return torch, module, plan
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("training", [False, True])
+def test_masking_activations_is_masking_weights(name: str, training: bool) -> None:
+    """Gates before the layers that hear give what the network gives with uncovered entries at 0, in either mode."""
+    torch, module, plan = network(name)
+    from fedquilt.models.partial.torch_masks import SCORES, Gates
+
+    mask = np.random.default_rng(3).random(plan.neurons) < 0.6
+    marks = masks.covered(plan, mask)
+    assert 0 < mask.sum() < plan.neurons
+    x = torch.randn(4, *SHAPES.get(name, (3, 64, 64)), generator=torch.Generator().manual_seed(0))
+    zeroed = {
+        key: value * torch.from_numpy(marks[key].copy()) if key in marks else value
+        for key, value in module.state_dict().items()
+    }
+    for each in module.modules():
+        each.p = 0.0 if isinstance(each, torch.nn.Dropout) else getattr(each, "p", None)
+    module.train(training)
+    with torch.no_grad():
+        wanted = torch.func.functional_call(module, {k: v.clone() for k, v in zeroed.items()}, (x,))
+        gates = Gates(plan, None, 0.0, 0.0)
+        gates.prepare(module)
+        getattr(module, SCORES).copy_(torch.from_numpy(np.where(mask, 100.0, -100.0)))
+        gates.turns(1.0)[1].begin(module)
+        found = module(x)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert float(wanted.std()) > 0
+
+
+def test_the_toy_networks_plan_is_the_traced_one() -> None:
+    """What the conformance tests of methods play with."""
+    pytest.importorskip("torch")
+    from fedquilt.models.networks import registry
+    from fedquilt.models.partial import trace
+
+    assert trace.plan(registry.build(MLP)) == MLP_MASKS
+
+
+def test_channels_that_are_added_share_a_mask() -> None:
+    """The second convolution of a block and its projected shortcut; the first one has its own."""
+    _, _, plan = network("residual")
+    assert plan.follows["2.conv2.weight"].out == plan.follows["2.shortcut.0.weight"].out
+    assert plan.follows["2.conv1.weight"].out == ("2.conv1",)
+    assert plan.follows["2.bn1.running_var"].out == ("2.conv1",)
+    assert plan.follows["2.conv1.weight"].into == plan.follows["2.shortcut.0.weight"].into
+
+
+def test_what_is_padded_is_not_masked() -> None:
+    """ResNet-20's shortcuts pad channels, so its residual streams are left alone: 3 x (16 + 32 + 64) inner ones."""
+    _, _, plan = network("resnet20-cifar")
+    assert plan.neurons == 336
+    assert "conv1.weight" not in plan.follows
+    assert "linear.weight" not in plan.follows
+
+
+def test_the_papers_networks_have_the_neurons_it_counts() -> None:
+    """Table 4: h = 32 + 64 + 128 + 32 = 256, a mask of 32 bytes, of 14,884 weights."""
+    pytest.importorskip("torch")
+    from fedquilt.models.networks import registry
+    from fedquilt.models.partial import trace
+
+    module = registry.build({"name": "mlp", "inputs": 5, "hidden": [32, 64, 128, 32], "classes": 4})
+    plan = trace.plan(module)
+    assert plan.neurons == 256
+    assert sum(value.numel() for value in module.parameters()) == 14_884
+    assert masks.to_bits(np.ones(256, bool)).nbytes == 32
+
+
+def test_scores_are_never_masked() -> None:
+    """Nor is a network that ends in a convolution and a pooling: SqueezeNet."""
+    _, _, plan = network("torchvision/squeezenet1_1")
+    assert plan.follows["classifier.1.weight"].out == ()
+    assert "classifier.1.bias" not in plan.follows
+    assert len(plan.follows["features.4.squeeze.weight"].into) == 2  # two that are put side by side
+
+
+def test_a_network_that_cannot_be_traced_says_so() -> None:
+    """Its way depends on values."""
+    torch = pytest.importorskip("torch")
+    from fedquilt.models.partial import trace
+
+    class Odd(torch.nn.Module):  # type: ignore[misc,name-defined]
+        def forward(self, x: Any) -> Any:
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(ModelError, match="cannot be traced"):
+        trace.plan(Odd())
+
+
+# -- gates ----------------------------------------------------------------------------------------
+
+
+def one_neuron() -> tuple[Any, Any, Plan]:
+    """1 input, 1 hidden neuron, 2 scores; all weights 1, no biases' effect."""
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.ReLU(), torch.nn.Linear(1, 1, bias=False))
+    with torch.no_grad():
+        for value in module.parameters():
+            value.fill_(3.0)
+    return (
+        torch,
+        module,
+        Plan({"0": 1}, {}, {"0.weight": Follow((1, 1), ("0",)), "2.weight": Follow((1, 1), (), ("0",))}),
+    )
+
+
+def test_the_gradient_goes_through_the_draw_as_if_it_were_the_probability() -> None:
+    """f = 3 * 3 * m * x at x = 2: df/dm = 18, and by s 18 theta (1 - theta), whether m is drawn 0 or 1."""
+    torch, module, plan = one_neuron()
+    from fedquilt.models.partial.torch_masks import SCORES, Gates
+
+    gates = Gates(plan, None, 0.0, 0.0)
+    gates.prepare(module)
+    scores, x = getattr(module, SCORES), torch.full((1, 1), 2.0)
+    with torch.no_grad():
+        scores.fill_(0.5)
+    theta = 1 / (1 + np.exp(-0.5))
+    seen = set()
+    for _ in range(20):
+        gates.turns(1.0)[0].begin(module)
+        scores.grad = None
+        found = module(x)
+        found.sum().backward()
+        seen.add(float(found.detach()))
+        assert float(scores.grad) == pytest.approx(18 * theta * (1 - theta), rel=1e-5)
+    assert seen == {0.0, 18.0}
+
+
+def test_being_unlike_the_others_is_worth_lambda() -> None:
+    """theta = 1/2, others 0.2 and 0.9, lambda = 3: -3 (0.09 + 0.16)."""
+    torch = pytest.importorskip("torch")
+    from fedquilt.models.partial.torch_masks import Gates
+
+    plan = Plan({"0": 2}, {}, {})
+    gates = Gates(plan, torch.tensor([0.2, 0.9]), 3.0, 0.0)
+    module = gates.prepare(torch.nn.Linear(1, 1))
+    penalty = gates.turns(1.0)[0].penalty
+    assert penalty is not None
+    assert float(penalty(module, None, None, {}).detach()) == pytest.approx(-0.75)
+    assert Gates(plan, None, 3.0, 0.0).turns(1.0)[0].penalty is None
+
+
+def test_a_step_on_scores_leaves_batch_norms_statistics() -> None:
+    """They move in the turn of the weights alone."""
+    torch, module, plan = network("plain")
+    from fedquilt.models.partial.torch_masks import Gates
+
+    gates = Gates(plan, None, 0.0, 0.0)
+    gates.prepare(module).train()
+    x = torch.randn(4, 1, 8, 8)
+    counts = []
+    for turn in gates.turns(1.0):
+        turn.begin(module)
+        module(x)
+        counts.append(int(module.state_dict()["0.1.num_batches_tracked"]))
+    assert counts == [0, 1]
+
+
+def test_a_plan_that_names_a_layer_the_network_lacks_is_refused() -> None:
+    """Where the device would otherwise mask nothing."""
+    torch, module, plan = one_neuron()
+    from fedquilt.models.partial.torch_masks import Gates
+
+    odd = replace(plan, follows={"7.weight": plan.follows["2.weight"]})
+    with pytest.raises(ModelError, match="no layer '7'"):
+        Gates(odd, None, 0.0, 0.0).prepare(module)
+    assert torch is not None

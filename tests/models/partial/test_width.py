@@ -1,0 +1,320 @@
+"""Cutting a network by width and by depth, and putting parts back: entry by entry, on numbers small enough to check."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedquilt.core import ModelError, Profile, UpdateError
+from fedquilt.models.partial import depth, masks, width
+from toys import MLP_MASKS
+
+FLATTENED = masks.Plan(
+    {"0": 4},
+    {"9": 2},
+    {
+        "0.weight": masks.Follow((4, 1, 3, 3), ("0",)),
+        "2.weight": masks.Follow((3, 12), (), ("0", "9"), 2),
+    },
+)
+
+
+def mlp() -> dict[str, np.ndarray]:
+    draws = np.random.default_rng(0)
+    shapes = {"1.weight": (5, 6), "1.bias": (5,), "3.weight": (3, 5), "3.bias": (3,)}
+    return {name: draws.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def at_rate(model: dict[str, np.ndarray], rate: float) -> width.Places:
+    return width.places(MLP_MASKS, model, width.leading(MLP_MASKS, rate))
+
+
+def profile(budget_bytes: int) -> Profile:
+    return Profile(
+        device="a", board="b", memory_bytes=2 * budget_bytes, budget_bytes=budget_bytes, engines=("torch",), versions={}
+    )
+
+
+def test_the_leading_units_are_cut_out_of_every_tensor_that_follows_them() -> None:
+    """Two of five neurons: the first two rows of what makes them, the first two columns of what hears them."""
+    model = mlp()
+    part = width.cut(model, at_rate(model, 0.4))
+    assert {name: array.shape for name, array in part.items()} == {
+        "1.weight": (2, 6),
+        "1.bias": (2,),
+        "3.weight": (3, 2),
+        "3.bias": (3,),
+    }
+    assert np.array_equal(part["1.weight"], model["1.weight"][:2])
+    assert np.array_equal(part["3.weight"], model["3.weight"][:, :2])
+    assert all(array.flags.c_contiguous for array in part.values())
+
+
+@pytest.mark.parametrize(("rate", "units"), [(0.2, 1), (0.21, 2), (0.4, 2), (0.6, 3), (1.0, 5), (0.001, 1)])
+def test_a_rate_keeps_the_ceiling_of_its_share_and_one_unit_at_least(rate: float, units: int) -> None:
+    """0.6 * 5 is 3.0000000000000004 in no machine's favour."""
+    assert width.count(5, rate) == units
+
+
+def test_columns_after_a_flattening_go_with_their_unit_and_pinned_groups_stay() -> None:
+    """Units 0 and 1 of four with two columns each, then both pinned units' columns."""
+    model = {"0.weight": np.zeros((4, 1, 3, 3), np.float32), "2.weight": np.arange(36).reshape(3, 12)}
+    part = width.cut(model, width.places(FLATTENED, model, width.leading(FLATTENED, 0.5)))
+    assert part["0.weight"].shape == (2, 1, 3, 3)
+    assert part["2.weight"][0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
+
+
+def test_the_strongest_units_are_those_with_the_largest_weights_in_their_own_order() -> None:
+    """Rows 1 and 3 are made large."""
+    model = mlp()
+    model["1.weight"][[3, 1]] *= 100
+    assert width.strongest(MLP_MASKS, model, 0.4)["1"].tolist() == [1, 3]
+
+
+def test_an_entry_is_the_mean_over_who_sent_it_and_stays_where_nobody_did() -> None:
+    """A whole model of threes by weight 1 and two leading neurons of ones by weight 3: 1.5, 3, and of none the old."""
+    model = mlp()
+    threes = {name: np.full_like(array, 3) for name, array in model.items()}
+    small = at_rate(model, 0.4)
+    ones = {name: np.ones_like(array) for name, array in width.cut(model, small).items()}
+    first = width.add(model, None, ones, small, 3.0)
+    alone = width.close(model, first)
+    assert np.array_equal(alone["1.bias"], [1, 1, *model["1.bias"][2:]])
+    both = width.close(model, width.add(model, first, threes, at_rate(model, 1.0), 1.0))
+    assert both["1.bias"].tolist() == [1.5, 1.5, 3, 3, 3]
+    assert both["3.weight"][0].tolist() == [1.5, 1.5, 3, 3, 3]
+    assert both["3.bias"].tolist() == [1.5] * 3
+    assert all(both[name].dtype == model[name].dtype for name in model)
+    assert width.close(model, None).keys() == model.keys()
+
+
+def test_how_many_have_an_entry_is_counted_by_the_formula() -> None:
+    """Rates 0.2, 0.4 and 1 of five neurons: weights 3, 2, 1, 1, 1 along them, and all 3 on what is never cut."""
+    model, total = mlp(), None
+    for rate in (0.2, 0.4, 1.0):
+        at = at_rate(model, rate)
+        total = width.add(model, total, width.cut(model, at), at, 1.0)
+    assert total is not None
+    assert total.weight["1.bias"].tolist() == [3, 2, 1, 1, 1]
+    assert total.weight["3.weight"].tolist() == [[3, 2, 1, 1, 1]] * 3
+    assert total.weight["3.bias"].tolist() == [3, 3, 3]
+    kept = width.close(model, total)
+    assert all(np.allclose(kept[name], model[name]) for name in model)
+
+
+def test_counters_are_not_averaged_and_no_weight_moves_nothing() -> None:
+    """The larger of two counts; a device without examples changes nothing."""
+    model = {"n": np.array(3), "w": np.ones(2, np.float32)}
+    at: width.Places = {"n": (None, None), "w": (None, None)}
+    total = width.add(model, None, {"n": np.array(9), "w": np.zeros(2, np.float32)}, at, 2.0)
+    total = width.add(model, total, {"n": np.array(4), "w": np.zeros(2, np.float32)}, at, 2.0)
+    assert width.close(model, total)["n"] == 9
+    idle = width.close(model, width.add(model, None, {"n": np.array(9), "w": np.zeros(2, np.float32)}, at, 0.0))
+    assert idle["w"].tolist() == [1, 1]
+    assert idle["n"] == 3
+
+
+def test_a_part_that_nobody_was_sent_is_refused() -> None:
+    """Another width, a missing tensor, and a value that is not finite."""
+    model = mlp()
+    cuts = [at_rate(model, rate) for rate in (0.2, 1.0)]
+    odd = width.cut(model, at_rate(model, 0.6))
+    with pytest.raises(UpdateError, match="none of the sub-models"):
+        width.recognise(model, odd, cuts)
+    with pytest.raises(UpdateError, match="names differ"):
+        width.add(model, None, {}, cuts[0], 1.0)
+    bad = width.cut(model, cuts[0])
+    bad["1.bias"][0] = np.nan
+    with pytest.raises(UpdateError, match="not finite"):
+        width.add(model, None, bad, width.recognise(model, bad, cuts), 1.0)
+
+
+def test_a_tiers_value_is_the_largest_that_the_budget_reaches_and_the_first_where_it_is_not_known() -> None:
+    """512 MB, 1, 3 and 8 GB, and nothing said."""
+    values = ("a", "b", "c", "d", "e")
+    budgets = (512 * 10**6, 10**9, 3 * 10**9, 8 * 10**9)
+    assert [width.by_tier(profile(budget), values) for budget in budgets] == ["a", "b", "c", "e"]
+    assert width.by_tier(None, values) == "a"
+
+
+# -- by depth -------------------------------------------------------------------------------------
+
+
+def tensors_of(table: dict[str, Any]) -> dict[str, np.ndarray]:
+    pytest.importorskip("torch")
+    from fedquilt.models.networks import registry
+
+    return {key: value.numpy() for key, value in registry.build(table).state_dict().items()}
+
+
+RESIDUAL = {"name": "residual", "channels": 1, "classes": 3, "width": 2}
+VIT = {"name": "vit", "channels": 1, "size": 8, "classes": 3, "width": 8, "depth": 1, "heads": 2}
+CALLED_IN_A_BLOCK = tuple(f"blocks.0.{part}" for part in ("norm1", "attention", "norm2", "mlp.0", "mlp.2"))
+
+
+def test_stages_hold_every_tensor_but_the_classifiers_once() -> None:
+    """Of a small residual network, and of ResNet-20 whose three stages begin where the paper's do."""
+    for table, count in ((RESIDUAL, 3), ({"name": "resnet20-cifar", "classes": 10}, 3)):
+        model = tensors_of(table)
+        body = depth.body(model, count)
+        names = [name for stage in body.stages for name in stage.names]
+        assert sorted([*names, *body.head_names]) == sorted(model)
+        assert len(body.stages) == count
+    assert [stage.width for stage in depth.body(tensors_of(RESIDUAL), 4).stages[1:]] == [2, 2, 4]
+    deep = depth.body(tensors_of({"name": "resnet20-cifar", "classes": 10}), 3)
+    assert [stage.entrance for stage in deep.stages] == ["conv1", "layer2.0.conv1", "layer3.0.conv1"]
+
+
+def test_what_has_no_weights_to_hear_with_goes_with_its_neighbour() -> None:
+    """A transformer's embedding of places with the first block, its last normalisation with the last one."""
+    pytest.importorskip("torch")
+    model = tensors_of(VIT)
+    found = depth.body(model, 9, ("", "embed", *CALLED_IN_A_BLOCK, "norm", "head"))
+    assert [stage.entrance for stage in found.stages] == ["embed", "blocks.0.norm1"]
+    assert found.stages[1].width == 8
+    assert found.stages[0].names == ("embed.bias", "embed.weight", "place")
+    assert {"norm.weight", "norm.bias"} <= {*found.stages[1].names}
+    assert (found.head, found.features, found.classes) == ("head", 8, 3)
+    names = [name for stage in found.stages for name in stage.names]
+    assert sorted([*names, *found.head_names]) == sorted(model)
+
+
+def test_what_a_transformers_stage_hears_is_the_mean_over_its_patches() -> None:
+    """Channels are last there; also where there are as many patches as channels."""
+    torch = pytest.importorskip("torch")
+    from fedquilt.models.networks import registry
+
+    table = {**VIT, "patch": 2, "width": 16}
+    whole = registry.build(table).eval()
+    model = {key: value.numpy() for key, value in whole.state_dict().items()}
+    body = depth.body(model, 2, ("", "embed", *CALLED_IN_A_BLOCK, "norm", "head"))
+    part = registry.build(table).eval()
+    start = {key: model[key] for key in body.stages[0].names}
+    part = depth.first(part, start, body.stages[1:], lambda told, scores: told[0], whole=False)
+    assert part.state_dict().keys() == start.keys()
+    part.load_state_dict({key: torch.tensor(value) for key, value in start.items()})
+    x = torch.rand(3, 1, 8, 8)
+    patches = whole.embed(x).flatten(2).transpose(1, 2) + whole.place
+    assert patches.shape == (3, 16, 16)
+    assert torch.equal(part(x), patches.mean(dim=1))
+
+
+def test_a_network_of_one_layer_has_no_depth_to_cut() -> None:
+    """Linear alone, and convolutions without a linear layer."""
+    for model in ({"0.weight": np.zeros((3, 4))}, {"0.weight": np.zeros((3, 4, 1, 1))}):
+        with pytest.raises(ModelError, match="by depth"):
+            depth.body(model, 2)
+
+
+@pytest.mark.parametrize("name", ["residual", "plain", "separable", "resnet20-cifar", "cnn"])
+def test_the_first_stages_alone_say_what_they_say_within_the_network(name: str) -> None:
+    """What the stage behind them hears, with everything behind gone; in evaluation, to the last bit."""
+    torch = pytest.importorskip("torch")
+    from fedquilt.models.networks import registry
+
+    channels = 3 if name == "resnet20-cifar" else 1
+    table: dict[str, Any] = {"name": name, "classes": 3}
+    table |= {} if name == "resnet20-cifar" else {"channels": 1, "width": 2}
+    table |= {"size": 8} if name == "cnn" else {}
+    whole = registry.build(table).eval()
+    model = {key: value.numpy() for key, value in whole.state_dict().items()}
+    body = depth.body(model, 3)
+    x, heard = torch.rand(2, channels, 8, 8), []
+    behind = body.stages[1]
+    whole.get_submodule(behind.entrance).register_forward_pre_hook(lambda layer, inputs: heard.append(inputs[0]))
+    whole(x)
+    start = {key: model[key] for key in body.stages[0].names}
+    part = registry.build(table).eval()
+    part = depth.first(part, start, (behind,), lambda told, scores: told[0], whole=False)
+    assert part.state_dict().keys() == start.keys()
+    part.load_state_dict({key: torch.tensor(value) for key, value in start.items()})
+    wanted = heard[0].mean(dim=(2, 3)) if heard[0].ndim > 2 else heard[0]
+    assert torch.equal(part(x), wanted)
+
+
+def test_names_that_do_not_tell_the_order_are_found_out() -> None:
+    """A network that uses its layer "b" before its layer "a"."""
+    torch = pytest.importorskip("torch")
+
+    class Odd(torch.nn.Module):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.z = (torch.nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: Any) -> Any:
+            return self.z(self.a(self.b(x)))
+
+    model = {key: value.numpy() for key, value in Odd().state_dict().items()}
+    body = depth.body(model, 2)
+    start = {name: model[name] for name in body.stages[0].names}
+    part = depth.first(Odd(), start, (body.stages[1],), lambda told, scores: told[0], whole=False)
+    with pytest.raises(ModelError, match="do not tell their order"):
+        part(torch.rand(2, 4))
+
+
+# -- in torch -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["residual", "plain", "separable", "cnn", "resnet20-cifar"])
+def test_a_shrunk_network_says_what_the_whole_one_says_with_the_other_units_silenced(name: str) -> None:
+    """Whole, with 0 in all entries of units that are left out: their biases and normalisations too."""
+    torch = pytest.importorskip("torch")
+    from fedquilt.models.networks import registry
+    from fedquilt.models.partial import trace
+
+    channels = 3 if name == "resnet20-cifar" else 1
+    table: dict[str, Any] = {"name": name, "classes": 3}
+    table |= {} if name == "resnet20-cifar" else {"channels": 1, "width": 4}
+    table |= {"size": 8} if name == "cnn" else {}
+    whole = registry.build(table).eval()
+    plan = trace.plan(whole)
+    model = {key: value.numpy().copy() for key, value in whole.state_dict().items()}
+    at = width.places(plan, model, width.leading(plan, 0.5))
+    part = width.cut(model, at)
+    narrow = width.shrunk(registry.build(table), part, scaled=False).eval()
+    narrow.load_state_dict({key: torch.tensor(value) for key, value in part.items()})
+    silenced = {key: torch.zeros_like(value) for key, value in whole.state_dict().items()}
+    for key, value in silenced.items():
+        rows, columns = at[key]
+        if rows is None and columns is None:
+            value.copy_(torch.tensor(model[key]))
+        elif columns is None:
+            value[torch.tensor(rows)] = torch.tensor(part[key])
+        elif rows is None:
+            value[:, torch.tensor(columns)] = torch.tensor(part[key])
+        else:
+            value[np.ix_(rows, columns)] = torch.tensor(part[key])
+    whole.load_state_dict(silenced)
+    x = torch.rand(2, channels, 8, 8)
+    assert sum(array.size for array in part.values()) < sum(array.size for array in model.values())
+    assert torch.allclose(narrow(x), whole(x), atol=1e-5)
+
+
+def test_a_scaled_layer_says_its_full_width_through_its_own_times_as_much() -> None:
+    """Half of the neurons' outputs doubled; the layer that tells classes as it is."""
+    torch = pytest.importorskip("torch")
+    from fedquilt.models.networks import registry
+    from fedquilt.models.partial import trace
+
+    table = {"name": "mlp", "inputs": 4, "hidden": [6], "classes": 3}
+    whole = registry.build(table)
+    plan = trace.plan(whole)
+    model = {key: value.numpy() for key, value in whole.state_dict().items()}
+    part = width.cut(model, width.places(plan, model, width.leading(plan, 0.5)))
+    outcomes = []
+    for scaled in (True, False):
+        narrow = width.shrunk(registry.build(table), part, scaled=scaled).eval()
+        narrow.load_state_dict({key: torch.tensor(value) for key, value in part.items()})
+        outcomes.append(narrow(torch.ones(1, 4)) - torch.tensor(part["3.bias"]))
+    assert torch.allclose(outcomes[0], 2 * outcomes[1])
+
+
+def test_tensors_of_another_network_are_told_by_name() -> None:
+    """A sub-model that lacks a tensor."""
+    pytest.importorskip("torch")
+    from fedquilt.models.networks import registry
+
+    with pytest.raises(ModelError, match=r"no tensor '1\.weight'"):
+        width.shrunk(registry.build({"name": "mlp", "inputs": 4, "classes": 3}), {}, scaled=False)

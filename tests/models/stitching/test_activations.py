@@ -1,0 +1,125 @@
+"""Stacks hand out what was put in, wherever they lie; what is kept is whole or absent."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedquilt.core import StoreError
+from fedquilt.models.stitching.activations import InFile, InMemory, Mapped, Part, Shelf, Stack
+
+X = np.random.default_rng(0).normal(size=(7, 2, 3, 3)).astype(np.float32)
+
+
+def stack(where: str, folder: Path) -> Stack:
+    made = InMemory(X.shape) if where == "memory" else InFile(X.shape, folder)
+    for part in (X[:3], X[3:4], X[4:]):
+        made.put(part)
+    return made
+
+
+@pytest.mark.parametrize("where", ["memory", "file"])
+@pytest.mark.parametrize(("first", "last"), [(0, 7), (0, 3), (1, 2), (2, 6), (3, 4), (6, 7)])
+def test_rows_and_columns_are_those_that_were_put(where: str, first: int, last: int, tmp_path: Path) -> None:
+    """Across the pieces that it was put in, bit for bit."""
+    made = stack(where, tmp_path)
+    assert np.array_equal(made.rows(first, last), X[first:last])
+    assert np.array_equal(made.columns(first, last, 5), X.reshape(7, -1)[:5, first:last])
+    assert made.nbytes == X.nbytes
+
+
+@pytest.mark.parametrize("where", ["memory", "file"])
+def test_a_saved_stack_is_found_again_and_only_in_its_shape(where: str, tmp_path: Path) -> None:
+    """The file stays when the stack goes; one cut short is none."""
+    made = stack(where, tmp_path)
+    made.save(tmp_path / "kept")
+    del made
+    gc.collect()
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    found = InFile.open(tmp_path / "kept", X.shape)
+    assert found is not None
+    assert np.array_equal(found.rows(0, 7), X)
+    assert InFile.open(tmp_path / "kept", (8, 2, 3, 3)) is None
+    assert InFile.open(tmp_path / "absent", X.shape) is None
+    os.truncate(tmp_path / "kept", 100)
+    assert InFile.open(tmp_path / "kept", X.shape) is None
+    with pytest.raises(StoreError, match="cut short"):
+        found.rows(0, 7)
+
+
+def open_in(folder: Path) -> list[str]:
+    """The files of a folder that this process has open, also those that are deleted since."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the descriptor that listed the others is closed again
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return [path for path in found if path.startswith(f"{folder.resolve()}/")]
+
+
+def test_a_stack_that_is_not_saved_leaves_nothing(tmp_path: Path) -> None:
+    """Its file goes with it, and its descriptor. Descriptors of earlier tests may be closed meanwhile."""
+    made = stack("file", tmp_path)
+    assert len(list(tmp_path.iterdir())) == len(open_in(tmp_path)) == 1
+    del made
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+    assert not open_in(tmp_path)
+
+
+def test_a_full_disk_is_told_with_a_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be written raises; what can be spared is just not kept."""
+
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    shelf = Shelf(tmp_path, 10**6, 10**6)
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(StoreError, match="No space left on device; free some space"):
+        stack("file", tmp_path)
+    with pytest.raises(StoreError, match="free some space"):
+        shelf.keep("needed", stack("memory", tmp_path), spare=False)
+    shelf.keep("spared", stack("memory", tmp_path), spare=True)
+    assert shelf.find("needed", X.shape) is shelf.find("spared", X.shape) is None
+
+
+def test_stacks_are_in_memory_while_there_is_room(tmp_path: Path) -> None:
+    """Two fit; the third goes to a file until one of them is gone. What a killed task left is swept."""
+    (tmp_path / "part-left").write_bytes(b"x")
+    shelf = Shelf(tmp_path, 2 * X.nbytes, 0)
+    assert not list(tmp_path.iterdir())
+    first, second, third = (shelf.make(X.shape) for _ in range(3))
+    assert [type(each) for each in (first, second, third)] == [InMemory, InMemory, InFile]
+    del first
+    gc.collect()
+    assert isinstance(shelf.make(X.shape), InMemory)
+
+
+def test_what_is_kept_makes_room_for_newer_and_the_longest_unused_goes_first(tmp_path: Path) -> None:
+    """Room for two: reading the older one saves it. What cannot be spared stays, whatever comes."""
+    shelf = Shelf(tmp_path, 10**6, 2 * X.nbytes)
+    shelf.keep("target", InMemory.of(X), spare=False)
+    for name, age in (("a", 300), ("b", 200)):
+        shelf.keep(name, InMemory.of(X), spare=True)
+        path = tmp_path / f"{name}.spare"
+        os.utime(path, (path.stat().st_atime - age, path.stat().st_mtime - age))
+    assert shelf.find("a", X.shape) is not None
+    shelf.keep("c", InMemory.of(X), spare=True)
+    assert [shelf.find(name, X.shape) is not None for name in ("a", "b", "c", "target")] == [True, False, True, True]
+    shelf.keep("wide", InMemory.of(np.concatenate([X, X, X])), spare=True)  # would never fit: nothing goes for it
+    assert [shelf.find(name, X.shape) is not None for name in ("a", "c", "target")] == [True, True, True]
+
+
+def test_views_change_values_or_places_and_nothing_else(tmp_path: Path) -> None:
+    """Mapped through a function as asked for; Part counts from its first example."""
+    doubled = Mapped(stack("file", tmp_path), lambda x: 2 * x[:, :1], (1, 3, 3), 5)
+    assert doubled.shape == (7, 1, 3, 3)
+    part = Part(doubled, 2, 6)
+    assert part.shape == (4, 1, 3, 3)
+    assert part.example_bytes == 5
+    assert np.array_equal(part.rows(1, 3), 2 * X[3:5, :1])

@@ -1,0 +1,152 @@
+"""A block gives what it gives, however its examples and its weights are taken apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedquilt import tensors
+from fedquilt.core import Examples, Site
+from fedquilt.models.networks import inputs
+from fedquilt.models.stitching import block_runner, stitched
+from fedquilt.models.stitching.activations import InFile, InMemory
+from fedquilt.models.stitching.block_runner import Flow
+from fedquilt.models.stitching.stitched import Block
+
+DRAWS = np.random.default_rng(0)
+X = DRAWS.normal(size=(10, 3, 6, 6)).astype(np.float32)
+TILES = DRAWS.normal(size=(3, 4, 27)).astype(np.float32)
+
+
+class Runner:
+    """Graphs as functions, `size` examples at a time."""
+
+    name = "onnx"
+
+    def __init__(self, size: int, room_bytes: int) -> None:
+        self.size, self.room_bytes, self.runs = size, room_bytes, list[tuple[str, int]]()
+
+    def batch(self, graph: Path, around_bytes: int = 0, example_bytes: int = 0) -> int:
+        return self.size
+
+    def make_room(self, size: int) -> None:
+        pass
+
+    def run(self, graph: Path, x: np.ndarray) -> np.ndarray:
+        self.runs.append((graph.name, len(x)))
+        if graph.name == "pool":
+            return x.reshape(len(x), 3, 3, 2, 3, 2).mean(axis=(3, 5)).reshape(len(x), -1)
+        if graph.name.startswith("tile"):
+            return x @ TILES[int(graph.name[4:])].T
+        return x + 1
+
+    def close(self) -> None:
+        pass
+
+
+def block(index: int, *stages: tuple[str, ...]) -> Block:
+    shape = (12,) if len(stages) > 1 else (3, 6, 6)
+    return Block("a", index, "middle", stages, (), (3, 6, 6), shape, 10.0, 1, 1, 1)
+
+
+TILED = block(0, ("pool",), ("tile0", "tile1", "tile2"))
+WHOLE = np.concatenate([X.reshape(10, 3, 3, 2, 3, 2).mean(axis=(3, 5)).reshape(10, -1) @ tile.T for tile in TILES], 1)
+
+
+def flowing(folder: Path, size: int = 4, room_bytes: int = 1 << 20) -> tuple[Flow, Runner, list[float]]:
+    runner, seen = Runner(size, room_bytes), list[float]()
+    nobody = Examples(X[:0], np.zeros(0, np.int64))
+    site = Site("d", 1 << 20, runner, tensors.rng(0), nobody, nobody, {}, lambda name: {}, Path, folder, seen.append)
+    return Flow(site, [TILED], 100.0), runner, seen
+
+
+@pytest.mark.parametrize("size", [1, 4, 64])
+@pytest.mark.parametrize("room_bytes", [0, 1 << 20])
+def test_tiles_and_micro_batches_change_no_value(size: int, room_bytes: int, tmp_path: Path) -> None:
+    """A layer in three tiles, any number of examples at a time, in memory or in a file; no tile is loaded twice."""
+    run, runner, seen = flowing(tmp_path, size, room_bytes)
+    made = run.block(TILED, InMemory.of(X))
+    assert isinstance(made, InMemory if room_bytes else InFile)
+    np.testing.assert_allclose(made.rows(0, 10), WHOLE, atol=1e-5)
+    order = [name for name, _ in runner.runs]
+    assert order == sorted(order)  # pool, tile0, tile1, tile2
+    assert seen == sorted(seen)
+    assert seen[-1] < 1.0
+
+
+def test_a_block_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    """First three examples, then the rest, into the same stack."""
+    run, runner, _ = flowing(tmp_path)
+    made = run.shelf.make((10, 12))
+    run.block(TILED, InMemory.of(X), 0, 3, made)
+    run.block(TILED, InMemory.of(X), 3, 10, made)
+    np.testing.assert_allclose(made.rows(0, 10), WHOLE, atol=1e-5)
+    assert sum(n for name, n in runner.runs if name == "pool") == 10
+
+
+def test_a_path_begins_where_it_is_known_and_is_kept_for_later(tmp_path: Path) -> None:
+    """The second task runs one block, the third none; other images begin anew, and so does a longer path's rest."""
+    path, rows = [block(i, (f"plus{i}",)) for i in range(3)], np.arange(10)
+    for length, ran in ((2, ["plus0", "plus1"]), (3, ["plus2"]), (3, [])):
+        run, runner, _ = flowing(tmp_path, 64)
+        found = run.along(path[:length], [None] * length, InMemory.of(X), block_runner.Kept(run, rows, length))
+        assert np.array_equal(found.rows(0, 10), X + 1 + 1 + (length == 3))
+        assert [name for name, _ in runner.runs] == ran
+    run, runner, _ = flowing(tmp_path, 64)
+    run.along(path, [None] * 3, InMemory.of(X), block_runner.Kept(run, rows[::-1].copy(), 3))
+    assert len(runner.runs) == 3
+
+
+def test_paths_that_begin_alike_share_what_they_begin_with(tmp_path: Path) -> None:
+    """Of a.0 > a.1 and a.0 > a.2, a.0 runs once; what only one path has is not held."""
+    a, b, c = (block(i, (f"plus{i}",)) for i in range(3))
+    run, runner, _ = flowing(tmp_path, 64)
+    shared = block_runner.Shared([[a, b], [a, c]])
+    for path in ([a, b], [a, c]):
+        run.along(path, [None, None], InMemory.of(X), shared)
+    assert [name for name, _ in runner.runs] == ["plus0", "plus1", "plus2"]
+    assert shared.find([a]) is not None
+    assert shared.find([a, b]) is None
+
+
+@pytest.mark.parametrize("size", [3, 6, 12])
+def test_maps_are_joined_and_resized_as_they_are_asked_for(size: int) -> None:
+    """Any few of them are those of the whole, whether maps shrink, stay or grow."""
+    after = replace(block(1, ("plus",)), in_shape=(5, size, size))
+    junction = {
+        "weights": DRAWS.normal(size=(5, 3)).astype(np.float32),
+        "bias": DRAWS.normal(size=5).astype(np.float32),
+    }
+    source = block_runner.joined(InMemory.of(X), junction, after)
+    assert source.shape == (10, 5, size, size)
+    np.testing.assert_allclose(source.rows(2, 5), stitched.join(X, junction, after)[2:5], rtol=1e-6)
+    explicit = np.einsum("kc,nchw->nkhw", junction["weights"], inputs.resize(X, size, size))
+    np.testing.assert_allclose(source.rows(0, 10), explicit + junction["bias"][:, None, None], atol=1e-5)
+    assert np.array_equal(
+        block_runner.resized(InMemory.of(X), size, size).rows(1, 3), inputs.resize(X[1:3], size, size)
+    )
+
+
+@pytest.mark.parametrize("wanted", [1, 17, 360, 999])
+def test_positions_are_spread_over_all_images_and_taken_in_order(wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None twice, the same at every call; their channels are those of the maps, a few images at a time."""
+    found = block_runner.positions(10, (3, 6, 6), wanted)
+    assert len(found) == min(wanted, 360)
+    assert (np.diff(found) > 0).all()
+    assert found[0] >= 0
+    assert found[-1] < 360
+    assert np.array_equal(found, block_runner.positions(10, (9, 6, 6), wanted))
+    monkeypatch.setattr(block_runner, "PIECE_BYTES", 3 * X[0].nbytes)
+    rows = X.transpose(0, 2, 3, 1).reshape(360, 3)
+    assert np.array_equal(block_runner.sample(InMemory.of(X), found), rows[found])
+
+
+def test_stored_images_are_prepared_as_they_are_asked_for() -> None:
+    """The same values as all at once."""
+    stored, wanted = DRAWS.integers(0, 256, size=(5, 8, 8), dtype=np.uint8), inputs.Input(3, 6, (0.5,), (0.2,))
+    source = block_runner.Prepared(stored, wanted)
+    assert source.shape == (5, 3, 6, 6)
+    assert np.array_equal(source.rows(1, 4), inputs.prepare(stored, wanted)[1:4])

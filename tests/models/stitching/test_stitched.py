@@ -1,0 +1,122 @@
+"""What may follow what, and what comes out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fedquilt.core import ModelError
+from fedquilt.models.networks import inputs
+from fedquilt.models.stitching import least_squares, stitched
+from fedquilt.models.stitching.stitched import Block
+
+RNG = np.random.default_rng(0)
+
+
+def block(donor: str, index: int, before: tuple[int, ...], after: tuple[int, ...], kind: str = "middle") -> Block:
+    return Block(donor, index, kind, ((f"{donor}.{index}.onnx",),), (), before, after, 1, 1, 1, 1)  # type: ignore[arg-type]
+
+
+A0 = block("a", 0, (1, 8, 8), (3, 8, 8), "start")
+A1 = block("a", 1, (3, 8, 8), (4, 4, 4))
+A2 = block("a", 2, (4, 4, 4), (10,), "end")
+B1 = block("b", 1, (5, 4, 4), (5, 4, 4))
+
+
+def test_only_the_next_block_of_the_same_donor_continues() -> None:
+    """a.1 continues a.0; a.2 does not, nor does b.1."""
+    assert stitched.continues(A0, A1)
+    assert not stitched.continues(A0, A2)
+    assert not stitched.continues(A0, B1)
+    assert stitched.is_native([A0, A1, A2])
+    assert not stitched.is_native([A0, A2])
+    assert not stitched.is_native([A1, A2])
+
+
+def test_maps_go_to_maps_within_twofold_enlargement() -> None:
+    """4x4 to 8x8 is allowed, 4x4 to 9x9 only by the switch, vectors to maps never, and no start in the middle."""
+    assert stitched.compatible(A1, A1)
+    wide = block("b", 3, (5, 9, 9), (5, 9, 9))
+    assert not stitched.compatible(A1, wide)
+    assert stitched.compatible(A1, wide, max_upsampling=3.0)
+    assert not stitched.compatible(A2, A1)
+    assert not stitched.compatible(A1, A0)
+
+
+def test_a_junction_resizes_and_then_projects() -> None:
+    """By hand: averaged 2x2 cells, then weights times channels plus bias."""
+    maps = RNG.normal(size=(2, 3, 8, 8)).astype(np.float32)
+    junction = {"weights": RNG.normal(size=(5, 3)).astype(np.float32), "bias": np.arange(5, dtype=np.float32)}
+    cells = maps.reshape(2, 3, 4, 2, 4, 2).mean(axis=(3, 5))
+    want = np.einsum("kc,nchw->nkhw", junction["weights"], cells) + junction["bias"][:, None, None]
+    assert np.allclose(stitched.join(maps, junction, B1), want, atol=1e-5)
+
+
+def test_a_fitted_junction_recovers_a_linear_map() -> None:
+    """Where the donor's own input is a projection of what comes in, the junction is that projection."""
+    maps = RNG.normal(size=(20, 3, 8, 8)).astype(np.float32)
+    true = {"weights": RNG.normal(size=(5, 3)).astype(np.float32), "bias": np.arange(5, dtype=np.float32)}
+    target = stitched.join(maps, true, B1)
+    rows = [each.transpose(0, 2, 3, 1).reshape(-1, each.shape[1]) for each in (inputs.resize(maps, 4, 4), target)]
+    weights, bias = least_squares.Fit(rows[0], ridge=1e-9).weights(rows[1])
+    assert np.allclose(weights, true["weights"], atol=1e-4)
+    assert np.allclose(bias, true["bias"], atol=1e-4)
+
+
+def test_every_prefix_has_junctions_of_its_own() -> None:
+    """A junction is asked for by its path's name, and not at all between neighbours."""
+    asked: list[str] = []
+
+    def load(name: str) -> dict[str, np.ndarray]:
+        asked.append(name)
+        return {}
+
+    assert stitched.junctions([A0, A1, B1], load)[:2] == [None, None]
+    assert asked == [stitched.junction_name(("a.0", "a.1", "b.1"))]
+    assert stitched.junction_name(("a.0", "b.1")) != asked[0]
+
+
+def test_alignment_is_logsumexp_within_a_group_and_argmax_over_groups() -> None:
+    """Two classes at log 2 beat one at log 3: 4 > 3; a label without classes never wins."""
+    logits = np.log(np.array([[2.0, 2.0, 3.0]]))
+    scores = stitched.align(logits, [(2,), (0, 1), ()])
+    assert np.allclose(np.exp(scores), [[3.0, 4.0, 0.0]])
+    assert scores.argmax() == 1
+    assert stitched.align(np.array([[1e4, 0.0]]), [(0,), (1,)]).tolist() == [[1e4, 0.0]]
+
+
+def test_random_features_keep_lengths_on_average() -> None:
+    """A vector of length 1 has length about 1 afterwards; the same seed gives the same projection."""
+    draw = stitched.random_features(50, 4000, seed=3)
+    z = RNG.normal(size=50)
+    assert np.linalg.norm(z @ draw) == pytest.approx(np.linalg.norm(z), rel=0.1)
+    assert np.array_equal(draw, stitched.random_features(50, 4000, seed=3))
+
+
+def test_a_network_without_labels_says_so() -> None:
+    """Neither head nor alignment: what would the outputs mean?"""
+    with pytest.raises(ModelError, match="no labels"):
+        stitched.classify([A0], [None], lambda block, x: x, np.zeros((1, 1, 8, 8)))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda meta: meta.pop("donors"), "holds no donor blocks"),
+        (lambda meta: meta["blocks"].pop("a.1"), "expected start, middle"),
+        (lambda meta: meta["donors"]["a"].update(align=[[0]]), "align names 1 labels"),
+        (lambda meta: meta["blocks"]["a.0"].update(in_shape="big"), "holds no donor blocks"),
+    ],
+)
+def test_a_bundle_that_contradicts_itself_is_refused(change: object, why: str) -> None:
+    """What is wrong and how to mend it, before any device is asked."""
+    meta = {
+        "input": {"channels": 1, "size": 8},
+        "labels": ["x", "y"],
+        "donors": {"a": {"blocks": ["a.0", "a.1", "a.2"], "classes": 10}},
+        "blocks": {b.id: {name: getattr(b, name) for name in Block.__dataclass_fields__} for b in (A0, A1, A2)},
+    }
+    assert stitched.stock(meta).donors["a"].align is None
+    change(meta)  # type: ignore[operator]
+    with pytest.raises(ModelError, match=why):
+        stitched.stock(meta)

@@ -1,0 +1,214 @@
+"""Job tables made into bundles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from fedquilt import bundle, tensors
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.job import require_made_for
+from fedquilt.core import JobError, ModelError
+
+pytest.importorskip("torch", reason="preparing cuts torch networks")
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
+from fedquilt.models.networks import registry
+from fedquilt.models.partial import masks
+from fedquilt.models.stitching import blocks, stitched
+from fedquilt.tools.artefacts.prepare import prepare
+from fedquilt.tools.experiments import compare
+
+PLAIN = {"name": "plain", "channels": 1, "classes": 3}
+RESIDUAL = {"name": "residual", "channels": 1, "classes": 3}
+
+
+def job(*donors: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"input": {"channels": 1, "size": 28}, "labels": ["a", "b", "c"], "donors": list(donors), **more}
+
+
+def test_a_model_table_becomes_first_weights_and_facts(tmp_path: Path) -> None:
+    """4 x 3 and 3 x 2 weights: 36 FLOPs; inputs of 4 and 3 floats kept for the backward pass, and 10 times the wider
+    at work. The network's table goes to the agents without weights and seed."""
+    made = prepare({"model": {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2, "seed": 7}}, tmp_path)
+    network = {"name": "mlp", "inputs": 4, "hidden": [3], "classes": 2}
+    size = 4 * (4 + 3) + 10 * 4 * 4
+    order = ["", "0", "1", "2", "3"]
+    facts = {"flops": 36.0, "example_bytes": size, "calls": order, "pretrained": False}
+    assert made.meta == {"network": network, **facts}
+    wanted = {name: value.numpy() for name, value in registry.load(network, seed=7).state_dict().items()}
+    assert tensors.encode(made.load("model")) == tensors.encode(wanted)
+    assert masks.from_array(made.load("masks")["json"]).widths == {"1": 3}  # the hidden neurons
+
+
+def test_the_input_table_goes_with_the_model(tmp_path: Path) -> None:
+    """An agent needs it to turn stored images into what the network takes."""
+    made = prepare({"model": RESIDUAL, "input": {"channels": 1, "size": 8, "mean": [0.5]}}, tmp_path)
+    assert made.meta["network"]["input"] == {"channels": 1, "size": 8, "mean": [0.5], "std": [1.0]}
+
+
+@pytest.mark.parametrize(
+    ("tables", "edited"),
+    [
+        ({"model": {**RESIDUAL, "input": {"channels": 1, "size": 8}}}, {"input": {"channels": 1, "size": 9}}),
+        ({"model": RESIDUAL, "input": {"channels": 1, "size": 8, "mean": [0.5]}}, {"channels": 1, "classes": 4}),
+        ({"model": {**RESIDUAL, "seed": 3}, "input": {"channels": 1, "size": 8}}, {"name": "plain"}),
+    ],
+)
+def test_what_prepare_makes_of_a_job_is_that_jobs_bundle_and_no_others(
+    tmp_path: Path, tables: dict[str, Any], edited: dict[str, Any]
+) -> None:
+    """A bundle fits its job wherever the input table stands; `fleet`, `serve` and `compare` check alike."""
+    made = prepare(tables, tmp_path)
+    np.savez(tmp_path / "own.npz", x=np.zeros((6, 8, 8), np.uint8), y=np.arange(6) % 3)
+    data = {"path": str(tmp_path / "own.npz")}
+    own = settings.parse({"name": "a", "method": "fedavg", "data": data, **tables})
+    require_made_for(own, made)
+    assert len(compare.cases(own, tmp_path, seeds=[0])) == 1
+    other = msgspec.structs.replace(own, model={**own.model, **edited})
+    with pytest.raises(JobError, match="prepared from another job"):
+        require_made_for(other, made)
+    with pytest.raises(JobError, match="prepared from another job"):
+        compare.cases(other, tmp_path, seeds=[0])
+
+
+def test_another_input_table_than_the_bundles_is_refused(tmp_path: Path) -> None:
+    """The bundle's is what boards would use; a key that the job leaves out is the bundle's to say."""
+    made = prepare({"model": RESIDUAL, "input": {"channels": 1, "size": 8, "mean": [0.5], "std": [1]}}, tmp_path)
+    own = settings.parse({"name": "a", "method": "fedavg", "model": RESIDUAL, "input": {"channels": 1, "size": 8}})
+    require_made_for(own, made)
+    with pytest.raises(JobError, match=r"another job than this \(\[input\] differ"):
+        require_made_for(msgspec.structs.replace(own, input={"channels": 1, "size": 8, "mean": [0.4]}), made)
+
+
+@pytest.mark.parametrize("tile_bytes", [blocks.TILE_BYTES, 300])
+def test_a_bundle_of_donors_is_a_stock_whose_blocks_run_where_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tile_bytes: int
+) -> None:
+    """Every donor's blocks, in order, from the bundle's own folder, give what the network gives; tiled or whole."""
+    monkeypatch.setattr(blocks, "TILE_BYTES", tile_bytes)
+    prepare(job({"name": "p", "network": PLAIN, "seed": 1}, {"name": "r", "network": RESIDUAL, "seed": 2}), tmp_path)
+    opened = bundle.load(tmp_path)
+    stock = stitched.stock(opened.meta)
+    assert {name: len(donor.blocks) for name, donor in stock.donors.items()} == {"p": 5, "r": 5}
+    x = np.random.default_rng(0).normal(size=(3, 1, 28, 28)).astype(np.float32)
+    engine = OnnxEngine(2**30)
+    for name, network, seed in (("p", PLAIN, 1), ("r", RESIDUAL, 2)):
+        path = [stock.blocks[block] for block in stock.donors[name].blocks]
+        y = stitched.forward(
+            path,
+            [None] * len(path),
+            lambda block, maps: stitched.run_block(
+                block, lambda file, value: engine.run(tmp_path / "blobs" / opened.files[file].sha256, value), maps
+            ),
+            x,
+        )
+        wanted = registry.load(network, seed=seed)(_torch(x)).detach().numpy()
+        np.testing.assert_allclose(y, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_block_in_tiles_names_its_graphs_by_stage_and_tile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pool and flatten, then 64 -> 3 in tiles of a row, whose bytes (and a bias each) are what has to be resident."""
+    monkeypatch.setattr(blocks, "TILE_BYTES", 300)
+    made = prepare(job({"name": "r", "network": RESIDUAL}), tmp_path)
+    table = made.meta["blocks"]
+    assert table["r.4"]["stages"] == [["r.4.0.onnx"], ["r.4.1.0.onnx", "r.4.1.1.onnx", "r.4.1.2.onnx"]]
+    assert (table["r.4"]["weight_bytes"], table["r.4"]["resident_bytes"]) == (3 * 260, 260)
+    assert (table["r.3"]["stages"], table["r.3"]["data"]) == ([["r.3.onnx"]], ["r.3.data"])
+    assert table["r.3"]["weight_bytes"] == table["r.3"]["resident_bytes"]
+    used = [name for block in stitched.stock(made.meta).blocks.values() for name in block.files]
+    assert sorted(used) == sorted(made.files)
+
+
+def test_preparing_twice_gives_the_same_bytes(tmp_path: Path) -> None:
+    """The same bundle.json, which names every file by its sha256."""
+    table = job({"name": "r", "network": RESIDUAL, "seed": 2, "align": [[1], [], [0, 2]]}, model=PLAIN)
+    said: list[str] = []
+    for folder in ("one", "two"):
+        prepare(table, tmp_path / folder, said.append)
+    one, two = (tmp_path / folder / "bundle.json" for folder in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
+    assert said[:2] == ["model plain: 135 kB", "donor r: 5 blocks, 307 kB"]
+
+
+@pytest.mark.parametrize(
+    ("align", "wanted"),
+    [
+        ("identity", [[0], [1], [2]]),
+        ([[2], [0, 1], []], [[2], [0, 1], []]),
+        (None, None),
+    ],
+)
+def test_donor_classes_are_aligned_with_labels_by_list_or_by_name(tmp_path: Path, align: Any, wanted: Any) -> None:
+    """Without an alignment the donor's own classes say nothing, and the bundle does not have the key."""
+    donor = {"name": "p", "network": PLAIN, **({} if align is None else {"align": align})}
+    assert prepare(job(donor), tmp_path).meta["donors"]["p"].get("align") == wanted
+
+
+def test_imagenet_is_aligned_with_cifar10_by_its_own_ids(tmp_path: Path) -> None:
+    """Ten labels; 118 dogs, one horse; no class counts twice (the loader would refuse it)."""
+    labels = [str(i) for i in range(10)]
+    donor = {"name": "s", "network": {"name": "torchvision/squeezenet1_1"}, "align": "imagenet-cifar10"}
+    made = prepare({"input": {"channels": 3, "size": 64}, "labels": labels, "donors": [donor]}, tmp_path)
+    groups = made.meta["donors"]["s"]["align"]
+    assert [len(group) for group in groups] == [2, 9, 59, 5, 3, 118, 3, 1, 11, 6]
+    assert groups[7] == [339]
+
+
+def test_a_users_own_network_is_a_donor_but_never_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Donors travel as ONNX; a model's code would have to run on every agent."""
+    (tmp_path / "own_donor_net.py").write_text(
+        "from torch import nn\n"
+        "def net():\n"
+        "    two = nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 3)\n"
+        "    return nn.Sequential(*two, nn.Flatten(), nn.Linear(1152, 3))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    donor = {"name": "own", "network": {"name": "own_donor_net:net"}, "cuts": ["1", "2"]}
+    assert prepare(job(donor), tmp_path / "out").meta["donors"]["own"]["blocks"] == ["own.0", "own.1", "own.2"]
+    with pytest.raises(ModelError, match="never on an agent"):
+        prepare({"model": {"name": "own_donor_net:net"}, "input": {"channels": 1, "size": 28}}, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("table", "error", "message"),
+    [
+        ({}, JobError, r"neither \[model\] nor \[\[donors\]\]"),
+        ({"donors": [{"name": "p", "network": PLAIN}]}, JobError, r"also needs \[input\]"),
+        (job({"name": "p", "netwrok": PLAIN}), JobError, r"\[\[donors\]\] 1: .*netwrok.*you mean .network."),
+        (job({"name": "p", "network": PLAIN}, {"name": "p", "network": PLAIN}), JobError, "two donors are called 'p'"),
+        (job({"name": "P!", "network": PLAIN}), JobError, r"\[\[donors\]\] 1"),
+        (job(input={"channels": 3, "size": 28, "mean": [0, 0]}, model=PLAIN), JobError, "mean has 2 values"),
+        (job({"name": "p", "network": PLAIN, "align": "by-name"}), JobError, "align 'by-name' is unknown; there are"),
+        (job({"name": "p", "network": PLAIN, "align": [[0]]}), JobError, "align is for 1 labels, the job has 3"),
+        (job({"name": "p", "network": PLAIN, "align": [[0], [1], [3]]}), ModelError, r"class 3, which .* \(it has 3\)"),
+        (job({"name": "p", "network": PLAIN, "align": [[0], [1], [1]]}), ModelError, "class 1, which is there twice"),
+        (job({"name": "p", "network": PLAIN, "weights": "no.pt"}), ModelError, "no.pt: no such file"),
+        (job({"name": "p", "network": PLAIN, "cuts": ["9"]}), ModelError, "donor 'p' runs no module '9'"),
+    ],
+)  # fmt: skip
+def test_a_table_that_cannot_be_prepared_is_refused_before_anything_is_written(
+    tmp_path: Path, table: dict, error: type, message: str
+) -> None:
+    """The message names the table, the key or class, and what would do."""
+    with pytest.raises(error, match=message):
+        prepare(table, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_was_prepared_before_is_replaced(tmp_path: Path) -> None:
+    """Another job in the same folder: its index stands alone."""
+    prepare(job({"name": "p", "network": PLAIN}), tmp_path)
+    assert set(prepare({"model": PLAIN, "input": {"channels": 1, "size": 28}}, tmp_path).files) == {"model", "masks"}
+
+
+def _torch(x: np.ndarray) -> Any:
+    import torch
+
+    return torch.from_numpy(x)

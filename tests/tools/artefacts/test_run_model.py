@@ -1,0 +1,131 @@
+"""Exported networks on images."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedquilt.core import DataError, ModelError
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+from onnx import TensorProto, helper, numpy_helper  # noqa: E402
+
+from fedquilt.tools.artefacts.run_model import Row, accuracy, main, run_model  # noqa: E402
+
+LEVELS = np.array([10, 30, 200, 250], np.uint8)  # brightness of four images
+
+
+def network(path: Path, facts: dict[str, str]) -> Path:
+    """Scores of "night" and "day": 0.5 - mean and mean - 0.5."""
+    value = helper.make_tensor_value_info
+    weights, bias = np.array([[-1.0, 1.0]], np.float32), np.array([0.5, -0.5], np.float32)
+    graph = helper.make_graph(
+        [
+            helper.make_node("GlobalAveragePool", ["x"], ["pooled"]),
+            helper.make_node("Flatten", ["pooled"], ["mean"]),
+            helper.make_node("Gemm", ["mean", "w", "b"], ["scores"]),
+        ],
+        "net",
+        [value("x", TensorProto.FLOAT, ["n", 1, 4, 4])],
+        [value("scores", TensorProto.FLOAT, ["n", 2])],
+        [numpy_helper.from_array(weights, "w"), numpy_helper.from_array(bias, "b")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    helper.set_model_props(model, facts)
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return network(
+        tmp_path / "net.onnx", {"labels": '["night", "day"]', "input": json.dumps({"channels": 1, "size": 4})}
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two images under the names of labels, one under another name; colour and grey, of several sizes."""
+    image = pytest.importorskip("PIL.Image", reason="image files are written and read by Pillow")
+    for name, level, size in (("day/a.png", 250, 9), ("night/b.PNG", 200, 3), ("found/c.png", 10, 4)):
+        path = tmp_path / "images" / name
+        path.parent.mkdir(parents=True)
+        image.fromarray(np.full((size, size, 3), level, np.uint8)).save(path)
+    (tmp_path / "images" / "notes.txt").write_text("no image")
+    return tmp_path / "images"
+
+
+def npz(path: Path, **arrays: np.ndarray) -> Path:
+    np.savez(path, **arrays)
+    return path
+
+
+def test_a_folder_of_images_is_classified_and_its_subfolders_tell_the_truth(model: Path, folder: Path) -> None:
+    """b is bright but lies under "night"; nothing is known of c; the score of a is 250/255 - 0.5."""
+    rows = run_model(model, folder)
+    assert [(row.image, row.label, row.truth) for row in rows] == [
+        ("day/a.png", "day", "day"),
+        ("found/c.png", "night", None),
+        ("night/b.PNG", "day", "night"),
+    ]
+    assert rows[0].score == pytest.approx(250 / 255 - 0.5, abs=1e-6)
+    assert accuracy(rows) == 0.5
+
+
+def test_an_npz_is_classified_in_order_and_in_batches(model: Path, tmp_path: Path) -> None:
+    """200 images in four levels, two dark and two bright, with and without labels."""
+    x = np.broadcast_to(np.tile(LEVELS, 50)[:, None, None], (200, 8, 8))
+    rows = run_model(model, npz(tmp_path / "a.npz", x=x))
+    assert [row.label for row in rows] == ["night", "night", "day", "day"] * 50
+    assert [row.image for row in rows] == [str(i) for i in range(200)]
+    assert accuracy(rows) is None
+    assert accuracy(run_model(model, npz(tmp_path / "b.npz", x_test=x, y_test=np.tile([0, 1, 1, 1], 50)))) == 0.75
+
+
+def test_what_is_printed_tells_wrong_answers_and_the_share_of_right_ones(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Text for people, JSON for programs."""
+    source = npz(tmp_path / "a.npz", x=np.broadcast_to(LEVELS[:2, None, None], (2, 4, 4)), y=np.array([0, 1]))
+    assert main(model, source, "text") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "image  label  score",
+        "0      night  0.461",
+        "1      night  0.382   wrong: it is day",
+        "score: the network's output for the label, the largest of all labels'; it is no probability",
+        "50.0% of 2 images right",
+    ]
+    main(model, source, "json")
+    told = json.loads(capsys.readouterr().out)
+    assert told["accuracy"] == 0.5
+    assert Row(**told["images"][1]) == run_model(model, source)[1]
+
+
+def test_what_cannot_be_classified_says_why(model: Path, tmp_path: Path) -> None:
+    """Another network, no images, a damaged image, labels out of range, code in an .npz."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    good = npz(tmp_path / "good.npz", x=np.zeros((2, 4, 4), np.uint8))
+    with pytest.raises(ModelError, match="does not say its labels: give a network that `fedquilt export` wrote"):
+        run_model(network(tmp_path / "other.onnx", {}), good)
+    with pytest.raises(ModelError, match="there is no graph"):
+        run_model(tmp_path / "absent.onnx", good)
+    with pytest.raises(DataError, match="neither a folder of images nor an"):
+        run_model(model, tmp_path / "absent")
+    with pytest.raises(DataError, match="holds no images; known are"):
+        run_model(model, empty)
+    with pytest.raises(DataError, match="expected under 'x_test' or 'x'"):
+        run_model(model, npz(tmp_path / "a.npz", z=np.zeros(3)))
+    with pytest.raises(DataError, match="labels must be one of 0 to 1 for each of the 2 images"):
+        run_model(model, npz(tmp_path / "b.npz", x=np.zeros((2, 4, 4), np.uint8), y=np.array([0, 2])))
+    with pytest.raises(DataError, match=r"cannot read .*c\.npz"):
+        run_model(model, npz(tmp_path / "c.npz", x=np.array([{}, {}])))
+    (empty / "broken.png").write_bytes(b"no png")
+    pytest.importorskip("PIL", reason="a damaged image is told by Pillow")
+    with pytest.raises(DataError, match=r"cannot read the image .*broken\.png"):
+        run_model(model, empty)

@@ -1,0 +1,163 @@
+"""The audit: gradients out of what methods send, pictures out of gradients, and pictures on a sheet."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedquilt.core import DataError, Examples, JobError
+from fedquilt.tools.audit import Row, fingerprints, measure, picture, psnr, rows, uploaded
+
+TABLE = {"channels": 1, "size": 12}
+NETWORK = {"name": "lenet", **TABLE, "classes": 3, "width": 4, "input": TABLE}
+
+
+@pytest.fixture(scope="module")
+def attack():  # type: ignore[no-untyped-def]
+    """The attack needs torch."""
+    pytest.importorskip("torch")
+    from fedquilt.tools.audit import attack as module
+
+    module.single()
+    return module
+
+
+def engine():  # type: ignore[no-untyped-def]
+    from fedquilt.edge_agent.engines.torch_engine import TorchEngine
+
+    return TorchEngine(1 << 40)
+
+
+def one() -> Examples:
+    """A bright bar on dark ground, label 1."""
+    x = np.full((1, 12, 12), 30, np.uint8)
+    x[0, 3:6, 2:9] = 220
+    return Examples(x, np.array([1]))
+
+
+def test_what_fedavg_uploads_is_its_gradient(attack) -> None:  # type: ignore[no-untyped-def]
+    """One step of one example with rate 1: every layer, equal to the gradient that torch reckons."""
+    import torch
+    import torch.nn.functional as F
+
+    from fedquilt.models.networks import inputs, registry
+
+    start = attack.weights(NETWORK, 0)
+    found = uploaded(Row("x", "fedavg", {}), NETWORK, start, one(), engine())
+    model = registry.build(NETWORK)
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            value.copy_(torch.tensor(start[name]))
+    x = torch.from_numpy(inputs.prepare(one().x, TABLE))
+    F.cross_entropy(model(x), torch.tensor([1])).backward()
+    assert found.keys() == start.keys()
+    for name, value in model.named_parameters():
+        np.testing.assert_allclose(found[name], value.grad.numpy(), atol=1e-6)
+    assert attack.label_of(found, "7") == 1
+
+
+def test_genefl_uploads_a_layer_or_all_but_the_head_and_nothing_of_a_fingerprint(attack) -> None:  # type: ignore[no-untyped-def]
+    """The first round's fingerprint is no tensor of the network."""
+    start = attack.weights(NETWORK, 0)
+    whole = uploaded(Row("x", "genefl", {}), NETWORK, start, one(), engine())
+    assert {name.partition(".")[0] for name in whole} == {"0", "2", "4"}
+    single = uploaded(Row("x", "genefl", {"first_layers": 1}), NETWORK, start, one(), engine())
+    assert len({name.partition(".")[0] for name in single}) == 1
+    assert attack.label_of(single, "7") is None
+    part = uploaded(Row("x", "parfed", {"layers": 1}), NETWORK, start, one(), engine())
+    assert start.keys() - part.keys() == {"4.weight"}
+
+
+def test_a_method_that_uploads_no_layers_cannot_be_audited(attack) -> None:  # type: ignore[no-untyped-def]
+    """Says so instead of telling a figure."""
+    start = attack.weights(NETWORK, 0)
+    with pytest.raises(JobError, match="uploads no tensors"):
+        uploaded(Row("x", "genefl", {"gather": 9}), NETWORK, start, one(), engine())
+
+
+def test_a_whole_gradient_gives_the_picture_away_and_a_single_layer_s_does_not(attack) -> None:  # type: ignore[no-untyped-def]
+    """PSNR of the reconstruction: of 144 pixels the first layer's gradient has 104 values, the whole one 1023."""
+    from fedquilt import tensors
+    from fedquilt.models.networks import inputs
+
+    start, truth = attack.weights(NETWORK, 0), inputs.prepare(one().x, TABLE)[0]
+    found = {}
+    for name, row in (("all", Row("x", "fedavg", {})), ("one", Row("x", "genefl", {"first_layers": 1}))):
+        gradient = uploaded(row, NETWORK, start, one(), engine())
+        guess = attack.reconstruct(NETWORK, start, gradient, 1, truth.shape, tensors.rng("t"), 100)
+        assert guess.shape == truth.shape
+        assert 0 <= guess.min() <= guess.max() <= 1
+        found[name] = psnr(guess, truth)
+    assert found["all"] > 30
+    assert found["one"] < found["all"] - 10
+
+
+def test_rows_are_methods_that_there_are() -> None:
+    """Each with parameters that it has; the noise is named."""
+    from fedquilt import methods
+
+    told = rows(0.01)
+    assert told[1].label == "FedAvg, noise 0.01"
+    for row in told:
+        methods.load(row.method).params(**row.params)
+
+
+def test_the_command_writes_the_pictures_and_tells_every_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On two small pictures in an .npz, with few steps."""
+    pytest.importorskip("torch")
+    from fedquilt import cli
+
+    x = np.concatenate([one().x, 255 - one().x])
+    np.savez(tmp_path / "data.npz", x_train=x, y_train=np.array([0, 1]))
+    out = tmp_path / "new" / "sheet.svg"
+    asked = ["audit", "--data", str(tmp_path / "data.npz"), "--images", "1", "--steps", "3", "--out", str(out)]
+    assert cli.main([*asked, "--format", "json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["rows"]) == 6
+    assert all(len(row["psnr_db"]) == 1 for row in told["rows"].values())
+    assert told["fingerprints"][0] == {"examples": 1, "cosine": 1.0}
+    assert out.read_text().count("data:image/png;base64,") == 7
+    assert cli.main(asked) == 0
+    assert "FedAvg, noise 0.001" in capsys.readouterr().out
+
+
+def test_what_are_no_square_pictures_is_said(tmp_path: Path) -> None:
+    """And how to scale them."""
+    pytest.importorskip("torch")
+    np.savez(tmp_path / "data.npz", x_train=np.zeros((3, 8, 6), np.uint8), y_train=np.zeros(3, int))
+    with pytest.raises(DataError, match="square images are wanted, --size"):
+        measure(tmp_path / "data.npz")
+
+
+def test_psnr_by_hand() -> None:
+    """An error of 0.1 everywhere is 20 dB; none is told as 100."""
+    assert psnr(np.full((2, 2), 0.6), np.full((2, 2), 0.5)) == pytest.approx(20)
+    assert psnr(np.ones((2, 2)), np.ones((2, 2))) == 100
+
+
+def test_a_fingerprint_tells_of_as_many_examples_as_there_are() -> None:
+    """One example is its own mean picture."""
+    some = Examples(np.repeat(one().x, 20, axis=0), np.zeros(20, int))
+    assert [each["examples"] for each in fingerprints(some)] == [1, 16]
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 1), (2, 3, 3)])
+def test_a_png_holds_its_pixels(shape: tuple[int, ...]) -> None:
+    """Grey and colour: size, kind, and every byte, with what is beyond 0..1 cut off."""
+    image = np.linspace(-0.2, 1.2, int(np.prod(shape))).reshape(shape)
+    payload = picture.png(image)
+    assert payload[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height, depth, kind = struct.unpack(">IIBB", payload[16:26])
+    assert (width, height, depth, kind) == (3, 2, 8, 2 if shape[-1:] == (3,) and len(shape) == 3 else 0)
+    (size,) = struct.unpack(">I", payload[33:37])
+    lines = zlib.decompress(payload[41 : 41 + size])
+    pixels = np.frombuffer(lines, np.uint8).reshape(2, -1)
+    assert not pixels[:, 0].any()
+    np.testing.assert_array_equal(pixels[:, 1:].reshape(-1), np.rint(np.clip(image, 0, 1) * 255).reshape(-1))

@@ -1,0 +1,242 @@
+"""Recording a profile on a fake board: its clocks, its meter and the time are objects given to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from fedquilt import profiles
+from fedquilt.core import ClockError, JobError, OperatingPoint, Reading, StoreError
+from fedquilt.edge_agent.clocks.client import Clock
+from fedquilt.profiles import model, write
+from fedquilt.tools.board import measure, record, workloads
+from fedquilt.tools.board.measure import Rig
+
+LISTS = {"cpu_hz": (0.5e9, 1e9, 1.5e9, 2e9), "gpu_hz": (0.3e9, 0.8e9, 1.3e9)}
+TOP = {"cpu_hz": 2e9, "gpu_hz": 1.3e9}
+TIME = model.Inverse(2e-12, {"cpu_hz": 2e-3, "gpu_hz": 6e-3})
+TRAFFIC = model.Inverse(1e-10, {"cpu_hz": 0.2})
+POWER = model.Draw(3.0, {"cpu_hz": 2.0, "gpu_hz": 6.0}, exponent=2.0)
+FACTS = record.Facts("NVIDIA Jetson Toy (rev. 2)", 8 << 30, "A fake board in a test.")
+
+
+class FakeBoard:
+    """A board that follows the model exactly, on a clock that its own work moves. Not held, it is at its lowest."""
+
+    def __init__(self, *, meter: bool = True) -> None:
+        self.now_s, self.meter, self.energy_j = 100.0, meter, 0.0
+        self.held: OperatingPoint | None = None
+        self.releases = 0
+        self.heard_s = self.now_s
+        self.trouble: Callable[[OperatingPoint], None] = lambda point: None
+
+    def clocks(self) -> dict[str, float]:
+        return {axis: getattr(self.held, axis) if self.held else LISTS[axis][0] for axis in LISTS}
+
+    def pass_s(self, seconds: float, watts: float) -> None:
+        self.now_s += seconds
+        self.energy_j += watts * seconds
+
+    def compute(self) -> None:
+        if self.held is not None:
+            self.trouble(self.held)
+        self.pass_s(1e9 * TIME.seconds(self.clocks(), TOP), POWER.watts(self.clocks(), TOP))
+
+    def traffic(self) -> None:
+        self.pass_s(1e8 * TRAFFIC.seconds(self.clocks(), TOP), POWER.watts(self.clocks(), TOP))
+
+    def read(self, now_s: float) -> Reading:
+        return Reading(energy_j=self.energy_j, energy_source="fake counter") if self.meter else Reading()
+
+    def hold(self, point: OperatingPoint) -> OperatingPoint:
+        self.held = point
+        self.heard_s = self.now_s
+        return point
+
+    def keepalive(self, now_s: float) -> None:
+        assert now_s - self.heard_s < 10.0, "a clock helper would have let go"
+        self.heard_s = now_s
+
+    def release(self) -> None:
+        self.held = None
+        self.releases += 1
+
+    def rig(self, *, clocks: bool = True) -> Rig:
+        work = workloads.Workload("fake work", 1e9, self.compute, 1e8, self.traffic)
+        return Rig(work, self.read, self if clocks else None, lambda: self.now_s, lambda s: self.pass_s(s, 1.5))
+
+
+POINTS = measure.chosen(measure.candidates(LISTS))
+
+
+def test_what_is_measured_is_what_the_board_does():
+    """Each point's speed, traffic and power to a part in a thousand; idle power of 1.5 W first; clocks given back."""
+    board = FakeBoard()
+    found = measure.measure(board.rig(), POINTS, 120.0)
+    assert found.idle_w == pytest.approx(1.5)
+    assert [each.point.name for each in found.points] == [point.name for point in POINTS]
+    for each in found.points:
+        at = measure.clocks_of(each.point)
+        assert each.point.flops_per_s == pytest.approx(1 / TIME.seconds(at, TOP), rel=1e-3)
+        assert each.point.bytes_per_s == pytest.approx(1 / TRAFFIC.seconds(at, TOP), rel=1e-3)
+        assert each.point.busy_w == pytest.approx(POWER.watts(at, TOP), rel=1e-3)
+    assert (board.held, board.releases, found.skipped) == (None, 1, ())
+    assert found.power_source == "fake counter, counter"
+
+
+def test_the_profile_that_comes_out_holds_the_board_s_own_law_and_reads_back():
+    """The coefficients that the fake follows, measured by their sources, and the errors of the fit near nothing."""
+    result = record.profile(measure.measure(FakeBoard().rig(), POINTS, 120.0), FACTS, LISTS)
+    board = profiles.parse(write.text(result.board), "recorded")
+    assert board == result.board
+    assert (board.board, board.title) == ("nvidia-jetson-toy-rev.-2", "NVIDIA Jetson Toy (rev. 2)")
+    assert board.provenance() == "measured"
+    assert board.model.inverse("flop").cycles == pytest.approx(dict(TIME.cycles), rel=1e-3)
+    assert board.model.inverse("byte").cycles == pytest.approx(dict(TRAFFIC.cycles), rel=1e-3)
+    assert (board.model.draw().base_w, board.model.draw().exponent) == (pytest.approx(3.0, rel=1e-3), 2.0)
+    assert len(board.operating_points()) == 12  # 4 x 3, those measured among them
+    assert result.time_errors.worst < 1e-6
+    assert "at points left out of the fit" in board.sources["fit"].text
+    assert "A fake board in a test." in board.sources["measured"].text
+
+
+def test_time_is_bounded_and_what_was_left_out_is_said():
+    """In 4 s not all nine points have their 1.5 s; no more than one unit of work goes beyond."""
+    board = FakeBoard()
+    found = measure.measure(board.rig(), POINTS, 4.0)
+    assert board.now_s - 100.0 < 4.0 + 1e9 * TIME.seconds({axis: values[0] for axis, values in LISTS.items()}, TOP)
+    assert found.skipped
+    assert len(found.points) + len(found.skipped) == len(POINTS)
+    assert {reason for _, reason in found.skipped} == {"no time was left"}
+    assert board.held is None
+
+
+def test_a_point_too_slow_for_its_time_is_skipped():
+    """Units that take 5 s more there do not fit, three of them, into a share of 7 s; the other points are measured."""
+    board = FakeBoard()
+
+    def slow(point: OperatingPoint) -> None:
+        if point.name == POINTS[2].name:
+            board.pass_s(5.0, 1.0)
+
+    board.trouble = slow
+    found = measure.measure(board.rig(), POINTS, 60.0)
+    assert [name for name, _ in found.skipped] == [POINTS[2].name]
+    assert "did not suffice" in found.skipped[0][1]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, SystemExit])
+def test_clocks_are_given_back_whatever_happens(error):
+    """An interrupt, a fault of the workload, an exit: at a held point in the middle of it all."""
+    board = FakeBoard()
+
+    def fault(point: OperatingPoint) -> None:
+        if point.name == POINTS[3].name:
+            raise error
+
+    board.trouble = fault
+    with pytest.raises(error):
+        measure.measure(board.rig(), POINTS, 120.0)
+    assert (board.held, board.releases) == (None, 1)
+
+
+def test_a_point_that_the_board_refuses_is_skipped_with_its_reason():
+    """As when it is too hot there, or the helper lets go meanwhile; the rest goes on."""
+    board = FakeBoard()
+
+    def hot(point: OperatingPoint) -> None:
+        if point.name == POINTS[0].name:
+            raise ClockError("the hottest zone is at 90 C")
+
+    board.trouble = hot
+    found = measure.measure(board.rig(), POINTS, 120.0)
+    assert found.skipped == ((POINTS[0].name, "the hottest zone is at 90 C"),)
+    assert len(found.points) == len(POINTS) - 1
+
+
+def test_without_a_clock_helper_the_one_point_is_as_the_board_is():
+    """No clocks, no model, and the profile is whole all the same."""
+    found = measure.measure(FakeBoard().rig(clocks=False), [], 20.0)
+    result = record.profile(found, FACTS, {})
+    (point,) = profiles.parse(write.text(result.board), "recorded").operating_points()
+    assert (point.name, point.cpu_hz, result.board.model, result.time_errors) == ("as-is", None, None, None)
+    assert point.flops_per_s == pytest.approx(1 / TIME.seconds({a: v[0] for a, v in LISTS.items()}, TOP), rel=1e-3)
+    assert any("too few to fit" in line for line in record.lines(result))
+
+
+def test_without_a_meter_power_is_left_out_and_that_is_said():
+    """None, never 0; the model has times alone."""
+    found = measure.measure(FakeBoard(meter=False).rig(), POINTS, 120.0)
+    result = record.profile(found, FACTS, LISTS)
+    assert (found.idle_w, result.board.idle_w, result.power_errors) == (None, None, None)
+    assert all(point.busy_w is None and point.flops_per_s for point in result.board.operating_points())
+    assert "power could not be measured" in result.board.sources["measured"].text
+    assert "no power meter: power is left out of the profile" in record.lines(result)
+
+
+def test_a_recording_of_nothing_is_an_error_with_the_reasons():
+    """And the mend."""
+    found = measure.measure(FakeBoard().rig(), POINTS, 0.1)
+    with pytest.raises(ClockError, match=r"no time was left.*more --minutes"):
+        record.profile(found, FACTS, LISTS)
+
+
+def test_what_the_helper_lists_is_shared_by_all_clocks_of_a_kind():
+    """Two clusters of cores at 1 and 2 and at 2 and 3 Hz can both be set to 2; the GPU has its own list."""
+
+    def clock(name: str, kind: str, *listed: float) -> Clock:
+        return Clock(name=name, kind=kind, listed_hz=listed, low_hz=None, high_hz=None, now_hz=None, governor=None)
+
+    clocks = [
+        clock("policy0", "cpu", 1, 2),
+        clock("policy4", "cpu", 3, 2),
+        clock("gpu", "gpu", 9, 7),
+        clock("e", "emc"),
+    ]
+    assert record.listed(clocks) == {"cpu_hz": (2.0,), "gpu_hz": (7.0, 9.0)}
+
+
+def test_results_are_told_to_programs_too(tmp_path):
+    """Errors by point and in all, and what was skipped."""
+    result = record.profile(measure.measure(FakeBoard().rig(), POINTS, 120.0), FACTS, LISTS)
+    told = json.loads(json.dumps(record.table(result, tmp_path)))
+    assert told["error"]["time"]["worst"] < 1e-6
+    assert len(told["points"]) == len(POINTS)
+    assert told["points"][0]["left_out"]["power"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_dry_run_measures_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    """It says what it would measure: on a host without a helper, the one point."""
+    monkeypatch.chdir(tmp_path)
+    assert record.main(None, 1.0, None, tmp_path / "no.sock", dry_run=True) == 0
+    assert "as-is" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_board_is_looked_for_below_the_root_that_is_given(tmp_path):
+    """As in a container: where there is no proc, there is no board."""
+    with pytest.raises(JobError, match="/proc/meminfo"):
+        record.main(None, 1.0, None, tmp_path / "no.sock", root=tmp_path, dry_run=True)
+
+
+def test_what_cannot_be_done_is_said_before_minutes_are_spent(tmp_path):
+    """Points without a helper; a folder that cannot be made; words that are no point."""
+    with pytest.raises(JobError, match="no clock helper"):
+        record.main(None, 1.0, ["MAXN"], tmp_path / "no.sock")
+    (tmp_path / "no").write_text("a file is in the folder's place")
+    with pytest.raises(StoreError, match=r"cannot write .*board\.toml: File exists"):
+        record.main(tmp_path / "no" / "board.toml", 1.0, None, tmp_path / "no.sock")
+
+
+def test_the_units_of_work_are_float32_and_count_what_they_say():
+    """A convolution of 3 x 3 over 64 channels of 4 images of 56 x 56, twice: 2 * 2 * 4 * 64 * 64 * 9 * 3136 FLOP."""
+    pytest.importorskip("onnxruntime")
+    work = workloads.best()
+    assert "convolutions" in work.name
+    assert work.flops == 2 * 2 * 4 * 64 * 64 * 9 * 56 * 56
+    (answer,) = work.compute()
+    assert (answer.shape, answer.dtype) == ((4, 64, 56, 56), "float32")
+    work.traffic()
+    assert work.read_bytes == 2 * 64 * 2**20

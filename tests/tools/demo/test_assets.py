@@ -1,0 +1,108 @@
+"""What the demo ships: digits, donors, and the command that trains them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedquilt import bundle
+from fedquilt.coordinator import settings
+from fedquilt.core import DataError
+from fedquilt.models.stitching import stitched
+
+DEMO = Path(__file__).resolve().parents[3] / "tools" / "demo"
+
+
+def test_the_digits_are_all_of_ucis_test_set_as_bytes_split_for_good() -> None:
+    """1,797 images of 8 x 8 in seventeen levels from 0 to 255; a quarter is for testing; the source is named."""
+    with np.load(DEMO / "digits.npz", allow_pickle=False) as held:
+        digits = dict(held)
+    assert {name: array.shape for name, array in digits.items()} == {
+        "x_train": (1347, 8, 8),
+        "y_train": (1347,),
+        "x_test": (450, 8, 8),
+        "y_test": (450,),
+    }
+    levels = np.unique(np.concatenate([digits["x_train"], digits["x_test"]]))
+    assert levels.tolist() == np.round(np.arange(17) * 255 / 16).tolist()
+    counts = np.bincount(np.concatenate([digits["y_train"], digits["y_test"]]))
+    assert counts.tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]  # as UCI lists them
+    told = (DEMO / "ATTRIBUTION.md").read_text(encoding="utf-8")
+    assert "10.24432/C50P49" in told
+    assert "CC BY 4.0" in told
+
+
+def test_the_donors_are_small_differ_and_are_those_of_the_job() -> None:
+    """Three architectures in under 2 MB, of the job's own input and labels; every block is called for."""
+    job = settings.load(DEMO / "job.toml")
+    opened = bundle.load(DEMO / "bundle")
+    stock = stitched.stock(opened.meta)
+    assert [donor["name"] for donor in job.donors] == list(stock.donors)
+    assert len({donor["network"]["name"] for donor in job.donors}) == 3
+    assert stock.labels == job.labels
+    assert (stock.input.channels, stock.input.size) == (job.input["channels"], job.input["size"])
+    assert sum(ref.size for ref in opened.files.values()) < 2e6
+    used = {name for block in stock.blocks.values() for name in block.files}
+    assert used == set(opened.files)
+    on_disk = {path.name for path in (DEMO / "bundle" / "blobs").iterdir()}
+    assert on_disk == {ref.sha256 for ref in opened.files.values()}
+
+
+@pytest.fixture
+def little_mnist(tmp_path: Path) -> Path:
+    """256 images to train on and 16 to test on, in MNIST's own files: bars whose height is the digit."""
+    for part, count in (("train", 256), ("t10k", 16)):
+        y = np.arange(count, dtype=np.uint8) % 10
+        x = np.zeros((count, 28, 28), np.uint8)
+        for image, digit in zip(x, y, strict=True):
+            image[2 : 4 + 2 * digit, 8:20] = 255
+        for kind, array in (("images-idx3", x), ("labels-idx1", y)):
+            header = np.array([0x800 + array.ndim, *array.shape], ">u4").tobytes()
+            (tmp_path / f"{part}-{kind}-ubyte").write_bytes(header + array.tobytes())
+    return tmp_path
+
+
+def test_training_the_donors_twice_gives_the_same_bytes(little_mnist: Path, tmp_path: Path) -> None:
+    """Weights and bundle; what is written is what the demo's job names."""
+    pytest.importorskip("torch", reason="training donors takes torch")
+    from fedquilt.tools.artefacts.train_donors import train
+
+    for out in ("one", "two"):
+        said: list[str] = []
+        accuracies = train(little_mnist, tmp_path / out, said.append)
+        assert set(accuracies) == {"plain", "residual", "separable"}
+    one, two = (
+        {str(path.relative_to(tmp_path / out)): path.read_bytes() for path in (tmp_path / out).rglob("*.*")}
+        for out in ("one", "two")
+    )
+    assert one == two
+    assert {"weights/plain.safetensors", "weights/residual.safetensors", "bundle/bundle.json"} <= set(one)
+    assert said[-1].startswith("donor separable: 6 blocks")
+
+
+def test_each_donor_sees_the_images_its_own_way_and_none_leaves_the_range() -> None:
+    """Same shape, values still 0 to 1, and changed."""
+    torch = pytest.importorskip("torch", reason="augmentations are torch's")
+    from fedquilt.tools.artefacts.train_donors import AUGMENTATIONS
+
+    x = torch.zeros(4, 1, 28, 28)
+    x[:, :, 6:22, 10:18] = 1.0
+    seen = {name: augment(x, torch.Generator().manual_seed(0)) for name, augment in AUGMENTATIONS.items()}
+    for name, images in seen.items():
+        assert images.shape == x.shape, name
+        assert 0 <= float(images.min()) <= float(images.max()) <= 1 + 1e-6, name
+        assert not torch.equal(images, x), name
+    assert float(seen["residual"].sum()) > float(x.sum())  # enlarged
+    assert torch.equal(seen["separable"][1::2], x[1::2])  # every second one as it is
+
+
+def test_a_folder_without_mnist_is_refused(tmp_path: Path) -> None:
+    """Before anything is trained or written."""
+    pytest.importorskip("torch", reason="training donors takes torch")
+    from fedquilt.tools.artefacts.train_donors import train
+
+    with pytest.raises(DataError, match=str(tmp_path)):
+        train(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

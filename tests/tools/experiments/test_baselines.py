@@ -1,0 +1,141 @@
+"""Baselines over toy donors whose blocks are numpy functions, and what such runs take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedquilt import tensors
+from fedquilt.core import Answer, DeviceView, Examples, Order
+from fedquilt.methods.fedstitch import METHOD, Params
+from fedquilt.models.stitching import stitched as stitch
+from fedquilt.tools.bench.ablate import forgetful
+from fedquilt.tools.experiments.baselines import Bench, along, beside_itself, mirrored
+from fedquilt.tools.simulation.run import Hands, Round, Simulation
+from toys import DONORS, SMALL, build, folder, job, members, play
+
+PARAMS = Params(**SMALL)
+JOB = job("fedstitch", SMALL, seed=3)
+
+
+def bench(place: Path) -> Bench:
+    """Three donors, written into a folder; tested on what the devices hold out."""
+    bundle, runner = build()
+    folder(place, bundle)
+    train, held = (pooled([getattr(each, part) for each in members()]) for part in ("train", "held"))
+    return Bench(bundle, Path, runner, train, held)
+
+
+def pooled(shares: list[Examples]) -> Examples:
+    return Examples(np.concatenate([each.x for each in shares]), np.concatenate([each.y for each in shares]))
+
+
+# -- what runs take -------------------------------------------------------------------------------
+
+
+def test_bytes_are_those_of_what_is_sent_and_content_is_sent_once() -> None:
+    """One device, two rounds: a file named in both, a tensor that changes and one that does not."""
+    bundle, runner = build()
+    blob = bundle.files["ash.0.onnx"]
+    same, one, other = ({"w": np.full(4, value, np.float32)} for value in (0, 1, 2))
+    answer = {"y": np.zeros(3)}
+    rounds: list[Round] = []
+
+    def send(turn: int, device: DeviceView) -> Order:
+        return Order({}, {"ash.0.onnx": blob, "same": same, "changing": (one, other)[turn]})
+
+    def observe(simulation: Simulation, hands: Hands) -> None:
+        rounds[:] = simulation.rounds
+
+    toy = replace(
+        METHOD,
+        state=int,
+        init=lambda bundle, params, seed: 0,
+        send=send,
+        work=lambda task, site: Answer({"answer": answer}, 1.0),
+        fold=lambda turn, total, update: update,
+        step=lambda turn, total: turn + 1,
+        done=lambda turn: turn == 2,
+        story=lambda turn: (),
+    )
+    last = play("fedstitch", bundle, members(1), engine=runner, method=toy, observe=observe)[-1]
+    size = {name: len(tensors.encode(value)) for name, value in (("same", same), ("one", one), ("other", other))}
+    assert last == 2
+    assert [each.down_bytes for each in rounds] == [blob.size + size["same"] + size["one"], size["other"]]
+    assert [each.up_bytes for each in rounds] == [len(tensors.encode(answer))] * 2
+
+
+def test_a_device_that_keeps_nothing_takes_longer_to_the_same_end() -> None:
+    """Its references are gone before every task: more runs of blocks, every bit the same."""
+    ends, runs = [], []
+    for method in (METHOD, forgetful(METHOD)):
+        bundle, runner = build()
+        ends.append(play("fedstitch", bundle, members(), SMALL, engine=runner, method=method, seed=3, rounds=1000)[-1])
+        runs.append(sum(runner.runs.values()))
+    assert tensors.pack(ends[0]) == tensors.pack(ends[1])
+    assert runs[1] > 1.5 * runs[0]
+
+
+# -- donors ---------------------------------------------------------------------------------------
+
+
+def test_a_donor_stitched_to_itself_is_about_as_good_as_with_a_new_head(tmp_path: Path) -> None:
+    """Its junctions are fitted on maps that equal their targets; both heads are of all devices' images."""
+    made = bench(tmp_path)
+    stitched = made.stitched_to_themselves(JOB, tmp_path, members())
+    heads = made.heads(PARAMS.head_ridge)
+    assert [each.name for each in stitched] == [each.name for each in heads] == list(DONORS)
+    assert all(each.accuracy > 0.6 for each in heads)
+    for one, other in zip(stitched, heads, strict=True):
+        assert one.accuracy == pytest.approx(other.accuracy, abs=0.05)
+
+
+def test_a_donor_stitched_to_itself_has_a_junction_at_every_boundary() -> None:
+    """ash.0 > twin's ash.1 > ash.2: two junctions of the channels' width, neither of them the identity."""
+    bundle, runner = build()
+    _, path = mirrored(bundle, "ash")
+    assert path == ["ash.0", "ash's twin.1", "ash.2", "ash's twin.3"]
+    led = beside_itself("ash", path)
+    last = play("fedstitch", bundle, members(), SMALL, engine=runner, method=led, rounds=1000)[-1]
+    found = METHOD.result(last)
+    assert found.meta["path"] == path[:3]
+    assert [junction["kind"] for junction in found.meta["junctions"]] == ["projection", "projection"]
+    weights = [found.tensors[junction["weights"]] for junction in found.meta["junctions"]]
+    assert [each.shape for each in weights] == [(4, 4), (6, 6)]
+    for each in weights:
+        assert np.allclose(each, np.eye(len(each)), atol=0.05)
+        assert not np.array_equal(each, np.eye(len(each)))
+
+
+def test_a_path_that_is_given_is_taken_with_junctions_where_blocks_are_strangers() -> None:
+    """ash.0 > ash.1 > fir.1 > fir.2, although a search would be offered more: one junction, one head, no score."""
+    bundle, runner = build()
+    led, params = along(["ash.0", "ash.1", "fir.1", "fir.2"]), {**SMALL, "depth": 5}
+    run = play("fedstitch", bundle, members(), params, engine=runner, method=led, rounds=1000)
+    assert [state.phase for state in run] == ["fit", "head", "validate", "done"]
+
+
+def test_a_head_solved_as_a_stitched_networks_is_that_of_all_where_all_are_asked(tmp_path: Path) -> None:
+    """The devices' sums give what the pooled images give; with one device a round it is another head."""
+    made = bench(tmp_path)
+    pooled = [each.accuracy for each in made.heads(PARAMS.head_ridge)]
+    assert [each.accuracy for each in made.heads_alike(JOB, tmp_path, members())] == pooled
+    few = made.heads_alike(job("fedstitch", SMALL, seed=3, cohort={"size": 1}), tmp_path, members())
+    assert [each.accuracy for each in few] != pooled
+
+
+def test_donors_are_tested_as_they_are(tmp_path: Path) -> None:
+    """Those without aligned classes are left out; accuracy is that of the aligned arg-max."""
+    made = bench(tmp_path)
+    found = made.unmodified()
+    assert [each.name for each in found] == ["ash", "elm"]
+    stock = stitch.stock(made.bundle.meta)
+    x = (made.test.x[:, None].astype(np.float32) / 255 - 0.5) / 0.5
+    for each in found:
+        logits = x
+        for name in stock.donors[each.name].blocks:
+            logits = made.engine.run(Path(f"{name}.onnx"), logits)
+        assert each.accuracy == pytest.approx(float((logits.argmax(axis=1) == made.test.y).mean()))

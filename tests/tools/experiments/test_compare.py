@@ -1,0 +1,357 @@
+"""Methods beside each other: which runs there are, that none is made twice, and what the table says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+
+from fedquilt import bundle, tensors
+from fedquilt.cli import main
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.settings import Job
+from fedquilt.core import JobError, UpdateError
+from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.tools.experiments import compare, single_run
+from fedquilt.tools.experiments import tables as compare_table
+from fedquilt.tools.experiments.compare import Case
+from fedquilt.tools.experiments.single_run import Mark, Run
+from fedquilt.tools.simulation import agents
+
+DIGITS = Path(agents.__file__).parents[1] / "demo" / "digits.npz"
+NETWORK = {"name": "mlp", "inputs": 64, "hidden": [8], "classes": 10}
+TABLE: dict[str, Any] = {
+    "name": "digits",
+    "method": "fedavg",
+    "rounds": 2,
+    "engine": "numpy",
+    "params": {"lr": 0.2, "batch": 16},
+    "fleet": {"devices": 3, "boards": ["jetson-nano"]},
+    "data": {"path": str(DIGITS), "partition": "dirichlet", "alpha": 1.0},
+    "compare": {"fedprox": {"mu": 0.1}},
+}
+JOB = settings.parse(TABLE)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The bundle."""
+    first = tensors.encode(numpy_engine.init(NETWORK, seed=0))
+    bundle.write(tmp_path / "bundle", {"network": NETWORK, "flops": 1200}, {"model": first})
+    return tmp_path / "bundle"
+
+
+def mark(rounds: int, accuracy: float | None, **changes: Any) -> Mark:
+    known = {
+        "test": accuracy,
+        "held": 0.5,
+        "mean": 0.5,
+        "worst_decile": 0.25,
+        "seconds": 2.0 * rounds,
+        "real_s": 1.0 * rounds,
+        "down_bytes": 600_000 * rounds,
+        "up_bytes": 400_000 * rounds,
+        "energy_j": 10.0 * rounds,
+    }
+    return Mark(rounds=rounds, **{**known, **changes})
+
+
+def made(method: str, seed: int, *accuracies: float, **changes: Any) -> Run:
+    marks = tuple(mark(number, value, **changes) for number, value in enumerate(accuracies, 1))
+    return Run(method=method, seed=seed, params={}, devices=3, tested=100, marks=marks)
+
+
+# -- which runs -----------------------------------------------------------------------------------
+
+
+def test_there_is_a_run_for_each_seed_and_method(folder: Path) -> None:
+    """A seed draws the partition too; each has its own key; the shared parameters go to all, the own to one."""
+    jobs = [case.settings for case in compare.cases(JOB, folder, seeds=[1, 0])]
+    assert [(job.seed, job.method) for job in jobs] == [(0, "fedavg"), (0, "fedprox"), (1, "fedavg"), (1, "fedprox")]
+    assert [job.data["seed"] for job in jobs] == [0, 0, 1, 1]
+    assert jobs[0].params == {"lr": 0.2, "batch": 16}
+    assert jobs[1].params == {"lr": 0.2, "batch": 16, "mu": 0.1}
+    assert {job.check.every for job in jobs} == {1}
+    assert len({case.key for case in compare.cases(JOB, folder, seeds=[1, 0])}) == 4
+
+
+def test_a_key_changes_with_what_the_run_depends_on_and_nothing_else(folder: Path, tmp_path: Path) -> None:
+    """The parameters, the rounds, limits, the bundle's content; not another method's table, or where the bundle is."""
+    (case,) = compare.cases(JOB, folder, ["fedavg"], [0])
+    (other,) = compare.cases(JOB, folder, ["fedavg"], [0], changes={"fedavg": {"lr": 0.3}})
+    (longer,) = compare.cases(JOB, folder, ["fedavg"], [0], rounds=3)
+    (same,) = compare.cases(msgspec.structs.replace(JOB, compare={}), folder, ["fedavg"], [0])
+    limit = settings.Stop(max_joules=1.0)
+    (limited,) = compare.cases(msgspec.structs.replace(JOB, stop=limit), folder, ["fedavg"], [0])
+    assert limited.key != case.key
+    assert len({case.key, other.key, longer.key}) == 3
+    assert same.key == case.key
+    shutil.copytree(folder, tmp_path / "moved")
+    index = (folder / "bundle.json").read_bytes()
+    moved = msgspec.structs.replace(case, folder=str(tmp_path / "moved"))
+    assert moved.key == case.key
+    (tmp_path / "moved" / "bundle.json").write_bytes(index + b" ")
+    assert moved.key != case.key
+
+
+def test_a_method_that_an_engine_cannot_run_gets_one_of_its_own(folder: Path) -> None:
+    """The job's numpy is not FedSQ's; FedProx keeps it."""
+    (prox, sq) = compare.cases(JOB, folder, ["fedprox", "fedsq"], [0])
+    assert (prox.settings.engine, sq.settings.engine) == ("numpy", None)
+
+
+def test_another_methods_parameters_are_left_out_and_its_own_unknown_ones_refused(folder: Path) -> None:
+    """[params] of a FedProx job holds mu, which FedAvg does not have."""
+    job = settings.parse({**TABLE, "method": "fedprox", "params": {"mu": 0.5, "lr": 0.1}, "compare": {}})
+    assert compare.params_of(job, "fedavg", {}) == {"lr": 0.1}
+    assert compare.params_of(job, "fedprox", {"mu": 0.7}) == {"mu": 0.7, "lr": 0.1}
+    with pytest.raises(JobError, match="fedavg has no such parameter"):
+        compare.cases(JOB, folder, ["fedavg"], [0], changes={"fedavg": {"mu": 1.0}})
+
+
+@pytest.mark.parametrize(
+    ("job", "names", "changes", "said"),
+    [
+        (JOB, ["fedavgg"], {}, "is unknown; there are: "),
+        (msgspec.structs.replace(JOB, compare={"nosuch": {}}), ["fedavg"], {}, "'nosuch' is unknown"),
+        (msgspec.structs.replace(JOB, data={}), ["fedavg"], {}, r"no \[data\]"),
+        (JOB, ["fedavg"], {"fedprox": {"mu": 1.0}}, "fedprox is not compared"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_anything_runs(
+    folder: Path, job: Job, names: list[str], changes: dict[str, Any], said: str
+) -> None:
+    """Each names what is wrong, or what there is."""
+    with pytest.raises(JobError, match=said):
+        compare.cases(job, folder, names, [0], changes=changes)
+
+
+def test_parameters_of_the_command_line_are_toml_values() -> None:
+    """Numbers, booleans, lists, strings with and without quotes."""
+    assert compare.parse_changes(["fedprox.mu=0.1", "fedopt.optimizer=adam", 'fedopt.name="x y"', "a.b=[1, 2]"]) == {
+        "fedprox": {"mu": 0.1},
+        "fedopt": {"optimizer": "adam", "name": "x y"},
+        "a": {"b": [1, 2]},
+    }
+    for odd in ("mu=0.1", "fedprox.mu", "fedprox.=1", ".mu=1", "fedprox.mu="):
+        with pytest.raises(JobError, match="wanted METHOD"):
+            compare.parse_changes([odd])
+
+
+# -- resuming -------------------------------------------------------------------------------------
+
+
+def player(played: list[Case]) -> Callable[[Case, Callable[[int], None]], Run]:
+    def play(case: Case, tell: Callable[[int], None]) -> Run:
+        played.append(case)
+        tell(1)
+        job = case.settings
+        if job.method == "fedprox" and job.seed == 1:
+            raise UpdateError("the loss has exploded")
+        return made(job.method, job.seed, 0.5)
+
+    return play
+
+
+def test_a_finished_run_is_not_made_again(folder: Path, tmp_path: Path) -> None:
+    """The second time only what failed; a third seed adds its own runs; a damaged file is made anew."""
+    todo = compare.cases(JOB, folder, ["fedavg", "fedprox"], [0, 1])
+    first: list[Case] = []
+    said: list[str] = []
+    runs, failed = compare.played(todo, tmp_path / "out", player(first), said.append)
+    assert (len(first), len(runs), failed) == (4, 3, ["fedprox, seed 1: the loss has exploded"])
+    second: list[Case] = []
+    again, _ = compare.played(todo, tmp_path / "out", player(second), said.append)
+    assert [(case.settings.method, case.settings.seed) for case in second] == [("fedprox", 1)]
+    assert again == runs
+    assert "3 of 4 runs are in" in said[4]
+    more: list[Case] = []
+    compare.played(compare.cases(JOB, folder, ["fedavg"], [0, 1, 2]), tmp_path / "out", player(more), said.append)
+    assert [case.settings.seed for case in more] == [2]
+    (tmp_path / "out" / "runs" / f"{todo[0].key}.json").write_text("{")
+    last: list[Case] = []
+    compare.played(todo[:1], tmp_path / "out", player(last), said.append)
+    assert last == todo[:1]
+
+
+def test_runs_on_other_labels_are_made_anew(folder: Path, tmp_path: Path) -> None:
+    """The file's name and shape are the same, and what was learned from it is not; the user is told."""
+    import numpy as np
+
+    stored = dict(np.load(DIGITS))
+    np.savez(tmp_path / "own.npz", **stored)
+    job = settings.parse({**TABLE, "data": {"path": str(tmp_path / "own.npz"), "partition": "iid"}, "rounds": 1})
+    todo = compare.cases(job, folder, ["fedavg"], [0])
+
+    def play(case: Case, tell: Callable[[int], None]) -> Run:
+        return single_run.play(case.settings, Path(case.folder), tell)
+
+    said: list[str] = []
+    (before,), _ = compare.played(todo, tmp_path / "out", play, said.append)
+    np.savez(tmp_path / "own.npz", **{**stored, "y_test": np.random.default_rng(0).permutation(stored["y_test"])})
+    said.clear()
+    (after,), _ = compare.played(todo, tmp_path / "out", play, said.append)
+    assert after.marks[-1].test != before.marks[-1].test
+    assert "1 other runs in" in said[0]
+
+
+def test_an_interrupted_comparison_keeps_what_was_finished(folder: Path, tmp_path: Path) -> None:
+    """Ctrl-C in the second run."""
+    todo = compare.cases(JOB, folder, ["fedavg", "fedprox"], [0])
+    played: list[Case] = []
+
+    def interrupted(case: Case, tell: Callable[[int], None]) -> Run:
+        if played:
+            raise KeyboardInterrupt
+        return player(played)(case, tell)
+
+    with pytest.raises(KeyboardInterrupt):
+        compare.played(todo, tmp_path / "out", interrupted, lambda line: None)
+    assert len(list((tmp_path / "out" / "runs").glob("*.json"))) == 1
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+
+def test_the_table_has_means_and_deviations_over_seeds() -> None:
+    """0.8 and 0.9: mean 0.85, sd 0.0707; of one seed there is no sd."""
+    avg, prox = compare_table.table(
+        [made("fedavg", 0, 0.5, 0.8), made("fedavg", 1, 0.95, 0.9), made("p", 0, 0.4)], None
+    )
+    assert avg["accuracy"] == pytest.approx(0.85)
+    assert avg["sd"] == pytest.approx(0.0707, abs=1e-4)
+    assert avg["best"] == pytest.approx((0.8 + 0.95) / 2)
+    assert avg["in_all"] == {"rounds": 2.0, "bytes": 2e6, "energy_j": 20.0, "seconds": 4.0, "real_s": 2.0}
+    assert (prox["sd"], prox["worst_decile"]) == (None, 0.25)
+
+
+def test_costs_to_a_target_are_those_of_the_first_evaluation_that_reached_it() -> None:
+    """Rounds 2 and 1, that is 1.5; a seed that never got there counts in "reached" alone."""
+    runs = [made("fedavg", 0, 0.5, 0.8, 0.7), made("fedavg", 1, 0.9, 0.1), made("fedavg", 2, 0.1, 0.2)]
+    (row,) = compare_table.table(runs, 0.8)
+    assert row["reached"] == 2
+    assert row["to_target"] == {"rounds": 1.5, "bytes": 1.5e6, "energy_j": 15.0, "seconds": 3.0, "real_s": 1.5}
+    (never,) = compare_table.table(runs, 0.99)
+    assert (never["reached"], never["to_target"]["rounds"]) == (0, None)
+    shown = "\n".join(compare_table.lines(compare_table.result("j", runs, 0.8)))
+    assert "2 of 3" in shown
+    assert "to 80 %" in shown
+
+
+def test_what_one_run_does_not_know_has_no_mean() -> None:
+    """A board without a profile has no joules; the mean of the others would be another fleet's."""
+    runs = [made("fedavg", 0, 0.5), made("fedavg", 1, 0.5, energy_j=None)]
+    (row,) = compare_table.table(runs, None)
+    assert row["in_all"]["energy_j"] is None
+    assert "accuracy-energy.svg" not in compare_table.drawn(runs, None)
+    assert "accuracy-rounds.svg" in compare_table.drawn(runs, None)
+
+
+def test_without_a_test_set_accuracy_is_on_held_out_shares() -> None:
+    """And the result says so."""
+    run = msgspec.structs.replace(made("fedavg", 0, 0.9), tested=0, marks=(mark(1, None, held=0.6),))
+    found = compare_table.result("j", [run], None)
+    assert (found["table"][0]["accuracy"], found["accuracy_on"]) == (0.6, "held-out shares")
+
+
+def test_on_held_out_shares_a_test_set_does_not_count() -> None:
+    """What is compared of methods that leave each device a network of its own: here 0.5 of 0.9."""
+    (row,) = compare_table.table(compare_table.personal([made("local", 0, 0.9)]), 0.8)
+    assert (row["accuracy"], row["reached"]) == (0.5, 0)
+    of_test, of_held = (
+        " ".join(compare_table.notes(compare_table.result("j", runs, None)))
+        for runs in ([made("local", 0, 0.9)], compare_table.personal([made("local", 0, 0.9)]))
+    )
+    assert "--on held compares by these" in of_test
+    assert "--on held" not in of_held
+
+
+def test_nothing_that_ended_is_a_table_of_nothing(tmp_path: Path) -> None:
+    """All runs failed: files are written all the same."""
+    found = compare_table.result("j", [], None, ["fedavg, seed 0: no"])
+    assert compare_table.lines(found) == ["no run has come to an end"]
+    compare_table.write(found, [], tmp_path)
+    assert json.loads((tmp_path / "compare.json").read_text())["failed"] == ["fedavg, seed 0: no"]
+    assert "fedavg, seed 0: no" in (tmp_path / "compare.html").read_text()
+
+
+def test_a_smaller_table_does_not_replace_a_larger_one(tmp_path: Path) -> None:
+    """It is moved aside with its pictures, and that is said; one that holds all of it takes its place."""
+    larger = [made("fedavg", 0, 0.5, 0.6), made("fedprox", 0, 0.5, 0.6)]
+    compare_table.write(compare_table.result("j", larger, None), larger, tmp_path)
+    kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    told = compare_table.write(compare_table.result("j", larger[:1], None), larger[:1], tmp_path)
+    assert "held more (fedprox with seed 0)" in told[0]
+    assert {path.name: path.read_bytes() for path in (tmp_path / "earlier-1").iterdir()} == kept
+    shorter = [made("fedavg", 0, 0.5)]
+    compare_table.write(compare_table.result("j", shorter, None), shorter, tmp_path)
+    assert (tmp_path / "earlier-2" / "compare.html").exists()
+    whole = [made("fedavg", 0, 0.5, 0.6), made("fedavg", 1, 0.5)]
+    assert compare_table.write(compare_table.result("j", whole, None), whole, tmp_path)[0].endswith("compare.json")
+    assert not (tmp_path / "earlier-3").exists()
+
+
+# -- the whole ------------------------------------------------------------------------------------
+
+
+def test_the_command_compares_on_a_real_fleet_and_goes_on_where_it_was(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two methods on the digits: both learn, the JSON is the table, plots are pictures; again runs nothing."""
+    from fedquilt import config
+
+    job = tmp_path / "job.toml"
+    job.write_text(config.text({key: value for key, value in TABLE.items() if key != "compare"}))
+    words = ["compare", str(job), "--bundle", str(folder), "--methods", "fedavg", "fedprox", "--seeds", "0"]
+    words += ["--set", "fedprox.mu=0.1", "--target", "0.2", "--out", str(tmp_path / "out"), "--workers", "1"]
+    assert main([*words, "--format", "json"]) == 0
+    shown = capsys.readouterr()
+    result = json.loads(shown.out)
+    assert "[2/2" in shown.err
+    assert [row["method"] for row in result["table"]] == ["fedavg", "fedprox"]
+    assert result["accuracy_on"] == "test set"
+    fedavg, fedprox = result["runs"]
+    assert fedprox["params"]["mu"] == 0.1
+    assert (fedavg["tested"], fedavg["devices"]) == (450, 3)
+    assert [each["rounds"] for each in fedavg["marks"]] == [1, 2]
+    assert fedavg["marks"][1]["test"] > 0.2
+    assert fedavg["marks"][1]["energy_j"] > fedavg["marks"][0]["energy_j"] > 0
+    assert fedavg["marks"][1]["down_bytes"] > 0
+    assert 0 <= fedavg["marks"][1]["worst_decile"] <= fedavg["marks"][1]["mean"] <= 1
+    assert result["table"][0]["reached"] == 1
+    for plot in (tmp_path / "out").glob("*.svg"):
+        ElementTree.fromstring(plot.read_text())
+    assert json.loads((tmp_path / "out" / "compare.json").read_text()) == result
+    assert main([*words, "--on", "held", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["accuracy_on"] == "held-out shares"
+    assert main(words) == 0
+    shown = capsys.readouterr()
+    assert "2 of 2 runs are in" in shown.err
+    assert "fedprox" in shown.out
+    assert main(["compare", str(job), "--bundle", str(folder), "--methods", "fedsgd"]) == 2
+    assert "is unknown; there are: " in capsys.readouterr().err
+
+
+def test_data_without_a_test_split_is_compared_on_held_out_shares(folder: Path, tmp_path: Path) -> None:
+    """A [test] that cannot be read is an error all the same."""
+    import numpy as np
+
+    stored = np.load(DIGITS)
+    np.savez(tmp_path / "own.npz", x_train=stored["x_train"][:200], y_train=stored["y_train"][:200])
+    data = {"path": str(tmp_path / "own.npz"), "partition": "iid"}
+    job = settings.parse({**TABLE, "data": data, "rounds": 1, "compare": {}})
+    (case,) = compare.cases(job, folder, seeds=[0])
+    run = single_run.play(case.settings, folder, lambda done: None)
+    assert (run.tested, run.marks[0].test) == (0, None)
+    assert run.marks[0].held is not None
+    from fedquilt.core import DataError
+
+    odd = msgspec.structs.replace(job, test={"path": str(tmp_path / "none.npz")})
+    with pytest.raises(DataError, match=r"none\.npz"):
+        single_run.play(odd, folder, lambda done: None)

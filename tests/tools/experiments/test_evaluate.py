@@ -1,0 +1,263 @@
+"""A run's global model on a common test set, found out beside the coordinator."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedquilt import bundle, methods, tensors
+from fedquilt.cli import main
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.rounds import AnyFact, Asked, Closed, Committed, Ended, Started
+from fedquilt.coordinator.store import Store
+from fedquilt.core import BlobRef, Examples, JobError, StoreError
+from fedquilt.tools.experiments import evaluate
+from fedquilt.tools.experiments.evaluate import Score
+from fedquilt.tools.simulation import agents
+
+DIGITS = Path(agents.__file__).parents[1] / "demo" / "digits.npz"
+NETWORK = {"name": "mlp", "inputs": 2, "hidden": [], "classes": 2}
+RIGHT = {"1.weight": np.eye(2, dtype=np.float32), "1.bias": np.zeros(2, np.float32)}
+WRONG = {**RIGHT, "1.weight": -RIGHT["1.weight"]}
+TABLE: dict[str, Any] = {"name": "points", "method": "fedavg", "rounds": 3, "engine": "numpy"}
+
+
+def write_test_set(file: Path) -> None:
+    """Four points, three of which the network RIGHT knows, WRONG the other."""
+    x = np.array([[1, 0], [0, 1], [2, 1], [3, 1]], np.float32)
+    np.savez(file, x_test=x, y_test=np.array([0, 1, 0, 1]))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    write_test_set(tmp_path / "points.npz")
+    bundle.write(tmp_path / "bundle", {"network": NETWORK, "flops": 8}, {"model": tensors.encode(RIGHT)})
+    with Store(tmp_path / "runs") as opened:
+        yield opened
+
+
+def begun(store: Store, **changes: object) -> str:
+    """A run in the store without facts yet."""
+    folder = store.home.parent
+    table = {**TABLE, "test": {"path": str(folder / "points.npz")}, **changes}
+    run = store.add(settings.parse(table), folder / "bundle")
+    store.set_status(run, "running")
+    return run
+
+
+def put(store: Store, run: str, model: dict[str, np.ndarray]) -> BlobRef:
+    row = store.job(run)
+    method = methods.load("fedavg")
+    state = method.init(bundle.load(row.bundle), settings.params(row.job), 0)
+    return store.depot.put(tensors.pack(type(state)(**{**vars(state), "model": model})))
+
+
+def log(store: Store, run: str, fact: AnyFact) -> None:
+    """Write a fact, and before a round is committed those that have to come first."""
+    if isinstance(fact, Committed):
+        store.append(run, Asked(fact.round, 0, ("a",)))
+        store.append(run, Closed(fact.round))
+    store.append(run, fact)
+
+
+def test_the_last_state_is_scored_and_kept(store: Store) -> None:
+    """Three of four are right; a second look at the same store evaluates nothing again."""
+    run = begun(store)
+    store.append(run, Started(put(store, run, WRONG)))
+    log(store, run, Committed(0, put(store, run, RIGHT), False, {}))
+    store.set_status(run, "done")
+    said: list[Score] = []
+    found = evaluate.evaluate(store, "points", say=said.append)
+    (score,) = found.scores
+    assert (score.rounds, score.accuracy, score.examples) == (1, 0.75, 4)
+    assert said == [score]
+    assert evaluate.evaluate(store, run, say=said.append) == found
+    assert len(said) == 1
+
+
+def test_following_scores_every_state_that_is_there_when_it_is_looked_for(store: Store) -> None:
+    """One comes with each look; the one whose blob the coordinator has dropped by then is passed over."""
+    run = begun(store)
+    store.append(run, Started(put(store, run, WRONG)))
+    gone = put(store, run, {**RIGHT, "1.bias": np.ones(2, np.float32)})
+    news = [
+        [Committed(0, put(store, run, RIGHT), False, {})],
+        [Committed(1, gone, False, {}), Committed(2, put(store, run, WRONG), True, {}), Ended("done")],
+    ]
+
+    def sleep(seconds: float) -> None:
+        facts = news.pop(0)
+        for fact in facts:
+            log(store, run, fact)
+        if len(facts) > 1:
+            store.depot.drop(gone.sha256)
+            store.set_status(run, "done")
+
+    found = evaluate.evaluate(store, run, follow=True, sleep=sleep)
+    assert [(score.rounds, score.accuracy) for score in found.scores] == [(0, 0.25), (1, 0.75)]
+    assert not news
+
+
+def test_a_state_that_is_the_same_as_before_is_not_evaluated_again(store: Store) -> None:
+    """A closing evaluation commits the state that there was; its rounds are those of the work."""
+    run = begun(store)
+    ref = put(store, run, RIGHT)
+    for fact in (Started(ref), Committed(0, ref, False, {}), Committed(1, ref, False, {})):
+        log(store, run, fact)
+    store.set_status(run, "done")
+    assert [score.rounds for score in evaluate.evaluate(store, run).scores] == [0]
+
+
+def test_a_lost_state_of_an_ended_run_is_an_error(store: Store) -> None:
+    """There is nothing to wait for."""
+    run = begun(store)
+    store.append(run, Started(BlobRef(sha256="a" * 64, size=1)))
+    store.set_status(run, "done")
+    with pytest.raises(StoreError, match="gone"):
+        evaluate.evaluate(store, run)
+
+
+def test_scores_on_another_test_set_are_not_mixed_with_these(store: Store) -> None:
+    """What is on disk counts only for the test set that it was found on."""
+    run = begun(store)
+    store.append(run, Started(put(store, run, RIGHT)))
+    store.set_status(run, "done")
+    evaluate.evaluate(store, run)
+    row = store.job(run)
+    assert len(evaluate.read(store.home, row).scores) == 1
+    other = settings.parse({**TABLE, "test": {"path": "/elsewhere.npz"}})
+    assert evaluate.read(store.home, row._replace(job=other)).scores == ()
+    evaluate.file(store.home, run).write_text("{ half")
+    assert evaluate.read(store.home, row).scores == ()
+
+
+def test_the_test_set_is_the_jobs_own_or_the_data_s_test_split() -> None:
+    """[test] alone where it says where from, else over [data]; a device's share is no part of it."""
+    data = {"path": "a.npz", "partition": "iid", "held": 0.5, "share": 1, "shares": 2}
+    job = settings.parse({**TABLE, "data": data})
+    assert evaluate.table(job) == {"path": "a.npz", "partition": "iid", "split": "test"}
+    job = settings.parse({**TABLE, "data": data, "test": {"limit": 5}})
+    assert evaluate.table(job)["limit"] == 5
+    job = settings.parse({**TABLE, "data": data, "test": {"path": "b.npz", "split": "val"}})
+    assert evaluate.table(job) == {"path": "b.npz", "split": "val"}
+
+
+def test_a_test_set_beside_the_job_file_is_found_from_anywhere(tmp_path: Path) -> None:
+    """Its path is taken from the job file's folder."""
+    write_test_set(tmp_path / "points.npz")
+    (tmp_path / "job.toml").write_text('name = "points"\nmethod = "fedavg"\n[test]\npath = "points.npz"\n')
+    job = settings.load(tmp_path / "job.toml")
+    assert evaluate.table(job)["path"] == str(tmp_path / "points.npz")
+    assert len(evaluate.test_set(job)) == 4
+
+
+def test_arrays_that_are_named_for_training_are_no_test_set() -> None:
+    """[data] x = "pictures" would be what was trained on; nor is there one without any table."""
+    job = settings.parse({**TABLE, "data": {"path": "a.npz", "x": "pictures", "y": "names"}})
+    with pytest.raises(JobError, match=r"name that of \[test\] too"):
+        evaluate.table(job)
+    with pytest.raises(JobError, match="nothing to test on"):
+        evaluate.table(settings.parse(TABLE))
+
+
+def test_an_engine_and_a_test_set_can_be_given(tmp_path: Path, store: Store) -> None:
+    """As a comparison does, which has both; a model of the method's first state."""
+    run = begun(store)
+    row = store.job(run)
+    method = methods.load("fedavg")
+    state = method.init(bundle.load(row.bundle), settings.params(row.job), 0)
+    test = Examples(np.array([[1, 0]], np.float32), np.array([1]))
+    with evaluate.Evaluator(row.job, row.bundle, test=test) as judge:
+        score = judge.score(state, 7)
+    assert score is not None
+    assert (score.rounds, score.accuracy, score.examples) == (7, 0.0, 1)
+
+
+def test_the_verb_tells_people_and_programs(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a run that is not there is an error with its own exit code."""
+    run = begun(store)
+    store.append(run, Started(put(store, run, RIGHT)))
+    store.set_status(run, "done")
+    home = ["--home", str(store.home)]
+    assert main(["evaluate", run, *home]) == 0
+    assert "after 0 rounds: accuracy 75.00 % of 4 examples" in capsys.readouterr().out
+    assert main(["evaluate", run, *home, "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["scores"][0]["accuracy"] == 0.75
+    assert main(["evaluate", "nothing", *home]) == 6
+
+
+def test_a_run_of_a_fleet_is_scored_on_the_test_split_of_its_data(tmp_path: Path) -> None:
+    """The digits: after three rounds it knows more than at first."""
+    network = {"name": "mlp", "inputs": 64, "hidden": [16], "classes": 10}
+    from fedquilt.edge_agent.engines import numpy_engine
+
+    first = tensors.encode(numpy_engine.init(network, seed=0))
+    bundle.write(tmp_path / "bundle", {"network": network, "flops": 2176}, {"model": first})
+    table = {**TABLE, "params": {"lr": 0.2, "batch": 16}, "fleet": {"devices": 2}, "data": {"path": str(DIGITS)}}
+    plan = agents.Plan(settings.parse(table), tmp_path / "bundle", tmp_path / "runs")
+    run, _ = agents.virtually(plan)
+    with Store(plan.home) as opened:
+        (score,) = evaluate.evaluate(opened, run).scores
+    assert score.rounds == 3
+    assert score.accuracy > 0.5
+
+
+def test_a_method_of_sub_models_is_judged_by_the_whole_network(tmp_path: Path) -> None:
+    """Two hidden neurons know three of the four points; one alone, which devices of unknown memory get, knows two."""
+    pytest.importorskip("torch")
+    from fedquilt.models.networks import registry
+    from fedquilt.models.partial import masks
+
+    network = {"name": "mlp", "inputs": 2, "hidden": [2], "classes": 2}
+    model = {key: value.numpy() for key, value in registry.load(network).state_dict().items()}
+    for name, array in {
+        "1.weight": np.eye(2),
+        "1.bias": np.zeros(2),
+        "3.weight": np.eye(2),
+        "3.bias": np.zeros(2),
+    }.items():
+        model[name] = array.astype(np.float32)
+    follows = {
+        "1.weight": masks.Follow((2, 2), ("1",)),
+        "1.bias": masks.Follow((2,), ("1",)),
+        "3.weight": masks.Follow((2, 2), (), ("1",)),
+    }
+    plan = tensors.encode({"json": masks.to_array(masks.Plan({"1": 2}, {}, follows))})
+    bundle.write(tmp_path / "bundle", {"network": network}, {"model": tensors.encode(model), "masks": plan})
+    write_test_set(tmp_path / "points.npz")
+    job = settings.parse({"name": "points", "method": "heterofl", "test": {"path": str(tmp_path / "points.npz")}})
+    state = methods.load("heterofl").init(bundle.load(tmp_path / "bundle"), settings.params(job), 0)
+    with evaluate.Evaluator(job, tmp_path / "bundle") as judge:
+        score = judge.score(state, 0)
+    assert score is not None
+    assert score.accuracy == 0.75
+
+
+def test_fedsq_is_judged_with_the_gates_of_the_pre_trained_copy(tmp_path: Path) -> None:
+    """Both layers have changed their signs: gated by the pre-trained copy the scores are as they were, while the
+    weights alone would leave every hidden neuron off and give every point to the first class."""
+    pytest.importorskip("torch")
+    network = {"name": "mlp", "inputs": 2, "hidden": [2], "classes": 2}
+    sides = {"1.weight": np.eye(2), "1.bias": np.zeros(2), "3.weight": np.eye(2), "3.bias": np.zeros(2)}
+    model = {name: array.astype(np.float32) for name, array in sides.items()}
+    bundle.write(tmp_path / "bundle", {"network": network}, {"model": tensors.encode(model)})
+    write_test_set(tmp_path / "points.npz")
+    job = settings.parse({"name": "points", "method": "fedsq", "test": {"path": str(tmp_path / "points.npz")}})
+    begun = methods.load("fedsq").init(bundle.load(tmp_path / "bundle"), settings.params(job), 0)
+    moved = replace(begun, model={name: -array for name, array in begun.model.items()})
+    alone = methods.load("fedavg").init(bundle.load(tmp_path / "bundle"), settings.params(job), 0)
+    with evaluate.Evaluator(job, tmp_path / "bundle") as judge:
+        first, found = judge.score(begun, 0), judge.score(moved, 1)
+    plain = settings.parse({"name": "points", "method": "fedavg", "test": {"path": str(tmp_path / "points.npz")}})
+    with evaluate.Evaluator(plain, tmp_path / "bundle") as judge:
+        bare = judge.score(replace(alone, model=moved.model), 1)
+    assert first is not None
+    assert found is not None
+    assert bare is not None
+    assert found.accuracy == first.accuracy == 0.75
+    assert bare.accuracy != 0.75

@@ -1,0 +1,173 @@
+"""A partition is shown as a picture, a table and JSON, which agree with what devices then load."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from fedquilt.cli import main
+from fedquilt.coordinator import settings
+from fedquilt.core import DataError, JobError
+from fedquilt.data import examples as data
+from fedquilt.tools.experiments import partition
+from fedquilt.tools.experiments.partition import Counts
+from fedquilt.tools.simulation import agents
+
+DIGITS = Path(agents.__file__).parents[1] / "demo" / "digits.npz"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def job(folder: Path, more: str = 'partition = "dirichlet"\nalpha = 0.3\n', data: str = f'path = "{DIGITS}"') -> Path:
+    file = folder / "job.toml"
+    file.write_text(f'name = "digits"\nmethod = "fedavg"\nseed = 3\n[fleet]\ndevices = 4\n[data]\n{data}\n{more}')
+    return file
+
+
+def hand() -> Counts:
+    """Two devices, three classes; the second device has nothing of the first class."""
+    return Counts(
+        ("a", "b&c"), ("cat", "dog", "<owl>"), np.array([[8, 1, 0], [0, 2, 4]]), np.array([[1, 0, 0], [0, 1, 0]])
+    )
+
+
+def test_counts_are_those_of_what_devices_load(tmp_path: Path) -> None:
+    """The very shares of `fedquilt fleet`, seed and all."""
+    parsed = settings.load(job(tmp_path))
+    counts = partition.of_job(parsed)
+    members, _ = agents.Plan(parsed, tmp_path, tmp_path).members()
+    assert counts.devices == tuple(member.device for member in members)
+    for own, train, held in zip(members, counts.train, counts.held, strict=True):
+        assert np.bincount(own.train.y, minlength=10).tolist() == train.tolist()
+        assert np.bincount(own.held.y, minlength=10).tolist() == held.tolist()
+
+
+def test_a_dot_has_the_area_of_its_count() -> None:
+    """9 of the largest dot, so 1 has a third of its radius; nothing is drawn where there is nothing."""
+    drawn = ElementTree.fromstring(partition.svg(hand(), "two <devices>"))
+    dots = {
+        group.findtext(f"{SVG}title"): [float(circle.get("r", "")) for circle in group.iter(f"{SVG}circle")]
+        for group in drawn.iter(f"{SVG}g")
+        if group.find(f"{SVG}circle") is not None
+    }
+    assert dots == {
+        "a, class cat: 8 to train on, 1 held out": [15.5, 14.6],  # 15.5 sqrt(8/9)
+        "a, class dog: 1 to train on, 0 held out": [5.2],
+        "b&c, class dog: 2 to train on, 1 held out": [8.9, 7.3],
+        "b&c, class <owl>: 4 to train on, 0 held out": [10.3],
+    }
+    texts = [text.text for text in drawn.iter(f"{SVG}text")]
+    assert {"two <devices>", "cat", "dog", "<owl>", "a", "b&c", "9"} <= set(texts)
+
+
+def test_everything_drawn_lies_in_the_picture() -> None:
+    """Of one device, of many with long names, and of 30 classes."""
+    rng = np.random.default_rng(0)
+    for devices, classes in ((1, 1), (300, 30)):
+        held = rng.integers(0, 5, (devices, classes))
+        names = tuple(f"jetson-orin-nano-super-{number}" for number in range(devices))
+        counts = Counts(names, tuple(map(str, range(classes))), held * 4, held)
+        drawn = ElementTree.fromstring(partition.svg(counts))
+        width, height = float(drawn.get("width", "")), float(drawn.get("height", ""))
+        for circle in drawn.iter(f"{SVG}circle"):
+            x, y, r = (float(circle.get(key, "")) for key in ("cx", "cy", "r"))
+            assert r <= x <= width - r
+            assert r <= y <= height - r
+        longest = max(
+            (text for text in drawn.iter(f"{SVG}text") if text.get("transform")), key=lambda t: len(t.text or "")
+        )
+        assert float(longest.get("y", "")) + 5.5 * len(longest.text or "") <= height
+
+
+def test_the_table_for_people_counts_devices_and_classes() -> None:
+    """Held-out examples are among those of a class; a point is none; many classes are summed up."""
+    assert partition.lines(hand()) == [
+        "device  examples  held out  cat  dog  <owl>",
+        "a             10         1    9    1      .",
+        "b&c            7         1    .    3      4",
+        "2 devices with 7 to 10 examples, 17 in all, of 3 classes; 2 are held out",
+    ]
+    wide = Counts(("a",), tuple(map(str, range(40))), np.eye(1, 40, 7, dtype=int) * 3 + 1, np.zeros((1, 40), int))
+    assert partition.lines(wide)[:2] == [
+        "device  examples  held out  classes  largest class",
+        "a             43         0       40         7 (9%)",
+    ]
+
+
+def test_the_command_draws_prints_and_is_read_by_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Text with a picture beside it; JSON for as many devices as asked."""
+    file, picture = job(tmp_path), tmp_path / "new" / "folder" / "shares.svg"
+    assert main(["partition", str(file), "--out", str(picture)]) == 0
+    told = capsys.readouterr().out
+    assert "x86-host-03" in told
+    assert told.endswith(f"drawn in {picture}\n")
+    assert ElementTree.parse(picture).getroot().tag == f"{SVG}svg"
+    assert main(["partition", str(file), "--devices", "6", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["classes"] == [str(kind) for kind in range(10)]
+    assert len(found["devices"]) == 6
+    with np.load(DIGITS) as arrays:
+        whole = np.bincount(arrays["y_train"])
+    every = np.array([[device["train"], device["held"]] for device in found["devices"]])
+    assert every.sum(axis=(0, 1)).tolist() == whole.tolist()
+
+
+def test_a_job_names_its_classes(tmp_path: Path) -> None:
+    """Where it lists labels, enough of them."""
+    parsed = msgspec.structs.replace(settings.load(job(tmp_path)), labels=tuple("abcdefghij"))
+    assert partition.of_job(parsed).classes == tuple("abcdefghij")
+    short = msgspec.structs.replace(parsed, labels=("a",))
+    assert partition.of_job(short).classes[:2] == ("0", "1")
+
+
+def test_paths_of_sources_are_taken_from_the_jobs_folder(tmp_path: Path) -> None:
+    """As a plain path is."""
+    for name in ("a", "b"):
+        np.savez(tmp_path / f"{name}.npz", x=np.zeros((8, 2)), y=np.arange(8) % 2)
+    listed = 'sources = [{ path = "a.npz", labels_from = 0 }, { path = "b.npz", labels_from = 2 }]'
+    file = job(tmp_path, 'partition = "iid"\ngroups = "source"\n', listed)
+    counts = partition.of_job(settings.load(file))
+    assert ((counts.train + counts.held) > 0).tolist() == [[True, True, False, False]] * 2 + [
+        [False, False, True, True]
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "message"),
+    [
+        ('partition = "dirichlet"\nmin_size = 9999\n', 3, "4 shares of at least 9999 of only"),
+        ("alpha = -1\n", 2, "job.toml: [data]: Expected `float` > 0.0 - at `$.alpha`"),
+        ('synthetic = "fedpews-32k"\n', 2, "one of path, sources and synthetic is wanted, not path and synthetic"),
+    ],
+)
+def test_what_cannot_be_shared_out_ends_with_its_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, code: int, message: str
+) -> None:
+    """2 for the table, 3 for the data; one sentence."""
+    assert main(["partition", str(job(tmp_path, more))]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_a_job_without_data_is_told(tmp_path: Path) -> None:
+    """There is nothing to share out."""
+    file = tmp_path / "job.toml"
+    file.write_text('name = "none"\nmethod = "fedavg"\n')
+    with pytest.raises(JobError, match=r"\[data\] table"):
+        partition.of_job(settings.load(file))
+
+
+def test_labels_alone_are_read(tmp_path: Path) -> None:
+    """A picture of a set whose inputs are damaged can still be had."""
+    np.savez(tmp_path / "a.npz", x=np.full((40, 2000), 9, np.uint8), y=np.arange(40) % 4)
+    payload = bytearray((tmp_path / "a.npz").read_bytes())
+    payload[payload.index(b"\x09" * 64) + 70_000] = 0
+    (tmp_path / "a.npz").write_bytes(payload)
+    spec = data.DataSpec(str(tmp_path / "a.npz"), partition="iid", shares=5)
+    with pytest.raises(DataError, match="Bad CRC-32"):
+        data.load(spec)
+    train, held = data.label_counts(spec)
+    assert (train + held).sum(axis=0).tolist() == [10] * 4

@@ -1,0 +1,56 @@
+"""What `fedquilt methods` tells of a method."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fedquilt import methods
+from fedquilt.cli import main
+from fedquilt.core import JobError
+from fedquilt.tools.report import method_pages
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_a_parameter_has_its_range_default_and_what_its_line_says() -> None:
+    """Inherited ones come first; a comment of its own line is of no field."""
+    found = {each.name: each for each in method_pages.card("fedprox").parameters}
+    assert next(iter(found)) == "epochs"
+    assert (found["epochs"].kind, found["epochs"].default) == ("integer >= 1", 1)
+    assert "passes" in found["epochs"].about
+    assert found["optimizer"].kind == '"sgd" or "adam"'
+    assert found["mixed"].kind == "true or false"
+    assert {each.name: each for each in method_pages.card("fedstitch").parameters}["maps"].about == ""
+
+
+def test_methods_are_listed_with_their_first_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every file of methods/ is there, and one named alone is told in full."""
+    assert main(["methods"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == methods.names()
+    assert main(["methods", "scaffold", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["paper"] == "arXiv 1910.06378"
+
+
+def test_a_card_names_the_tables_that_run_the_method() -> None:
+    """The command, and where the figures are; a method that no table runs has no such line."""
+    lines = method_pages.lines(method_pages.card("fedlora"))
+    assert any("`fedquilt reproduce fedsdg --data FOLDER`" in line for line in lines)
+    assert any("(../stitching.md#" in line for line in method_pages.lines(method_pages.card("fedstitch")))
+    assert not any("Compared in" in line for line in method_pages.lines(method_pages.card("scaffold")))
+
+
+def test_an_unknown_method_is_told_with_the_known_ones() -> None:
+    """As everywhere."""
+    with pytest.raises(JobError, match=r"'fedfoo' is unknown; there are: .*fedavg"):
+        method_pages.card("fedfoo")
+
+
+def test_the_pages_in_the_repository_are_those_that_would_be_written(tmp_path: Path) -> None:
+    """`fedquilt methods --out docs/methods` after a change."""
+    (tmp_path / "gone.md").write_text("of a method that is no more")
+    fresh = {path.name: path.read_text() for path in method_pages.write(tmp_path)}
+    assert not (tmp_path / "gone.md").exists()
+    assert {path.name: path.read_text() for path in (ROOT / "docs" / "methods").glob("*.md")} == fresh

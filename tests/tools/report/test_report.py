@@ -1,0 +1,283 @@
+"""A run's page: one file, well-formed, nothing from elsewhere, with the run's own numbers."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from fedquilt import bundle, tensors
+from fedquilt.cli import main
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.rounds import (
+    Answered,
+    AnyFact,
+    Asked,
+    Closed,
+    Committed,
+    Declined,
+    Ended,
+    Started,
+    Surveyed,
+)
+from fedquilt.coordinator.store import Store
+from fedquilt.core import BlobRef, Update, Usage
+from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.tools import report
+from fedquilt.tools.experiments import evaluate
+from fedquilt.tools.report import matrix, sections
+from fedquilt.tools.simulation import agents
+
+BLOB = BlobRef(sha256="a" * 64, size=1)
+DIGITS = Path(agents.__file__).parents[1] / "demo" / "digits.npz"
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+
+
+class Page(HTMLParser):
+    """Checks that every element is closed in order; keeps what is shown and where it comes from."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.links: list[str] = []
+        self.shown: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.links += [str(value) for name, value in attrs if name in ("src", "href", "xlink:href", "action")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.shown.append(data)
+
+
+def update(device: str, round: int, accuracy: float | None = None, **usage: Any) -> Update:
+    metrics = {} if accuracy is None else {"check.accuracy": accuracy, "check.examples": 10.0}
+    usage = {"wall_s": 2.0, "down_bytes": 3_000_000, "up_bytes": 1_000_000, **usage}
+    return Update(
+        job="j",
+        round=round,
+        attempt=0,
+        device=device,
+        weight=1.0,
+        bundles={},
+        metrics=metrics,
+        usage=Usage(**usage),
+    )
+
+
+METERED = {"energy_j": 12.5, "idle_j": 4.5, "energy_source": "INA3221", "peak_bytes": 300_000_000, "base_bytes": 10**8}
+FACTS: list[AnyFact] = [
+    Started(BLOB),
+    Surveyed(0, ("a", "b", "c"), {"hot": ("d",)}),
+    Asked(0, 0, ("a", "b")),
+    Answered(0, update("a", 0, 0.25, **METERED), 3.0),
+    Declined(0, "b", "memory", "too big for 64 MB"),
+    Closed(0),
+    Committed(0, BLOB, False, {"check.accuracy": 0.25, "check.examples": 10.0}, ("one <b>bold</b> note",), 4.0),
+    Asked(1, 0, ("a",)),
+    Answered(1, update("a", 1, 0.875), 3.0),
+    Closed(1),
+    Committed(1, BLOB, False, {"check.accuracy": 0.875, "check.examples": 10.0}, (), 4.0),
+    Ended("done"),
+]
+
+
+def run_of(store: Store, facts: list[AnyFact], **changes: object) -> str:
+    run = store.add(settings.parse({"name": "leaves", "method": "fedavg", "rounds": 1, **changes}), store.home)
+    for fact in facts:
+        store.append(run, fact)
+    store.set_status(run, "done")
+    return run
+
+
+def page_of(tmp_path: Path, facts: list[AnyFact], **changes: object) -> tuple[str, Page]:
+    with Store(tmp_path / "runs") as store:
+        run = run_of(store, facts, **changes)
+        text = report.main(store, run, tmp_path / "out" / "page.html").read_text()
+    return text, Page(text)
+
+
+def test_the_page_is_well_formed_and_needs_nothing_but_itself(tmp_path: Path) -> None:
+    """Every element is closed; no script, no link, no picture, no font from elsewhere; each plot is proper XML."""
+    text, page = page_of(tmp_path, FACTS)
+    assert not page.tags & {"script", "link", "img", "iframe", "object"}
+    assert page.links == []
+    assert "url(" not in text
+    assert "@import" not in text
+    assert set(re.findall(r"https?://[^\"'<> ]+", text)) <= {"http://www.w3.org/2000/svg"}
+    pictures = re.findall(r"<svg.*?</svg>", text, re.S)
+    assert len(pictures) >= 7
+    for picture in pictures:
+        ElementTree.fromstring(picture)
+    assert "prefers-color-scheme:dark" in text
+
+
+def test_the_page_holds_the_runs_numbers(tmp_path: Path) -> None:
+    """The last accuracy, the joules of the one metered task, its memory, bytes, and whom it could not ask why."""
+    _, page = page_of(tmp_path, FACTS)
+    shown = " ".join(page.shown)
+    for wanted in (
+        "87.5 %",  # after the last round
+        "12.50 J",  # of the boards
+        "1 of 2 tasks",  # that were metered
+        "8.00",  # above idle
+        "300 MB",  # at its highest
+        "by the coordinator's clock",
+        "by this machine's clock",
+        "rounds count from 0",
+        "closing evaluation: committed",
+        "6 MB down and 2 MB up",
+        "declined (memory): too big for 64 MB",
+        "hotter than",
+        "INA3221",
+        "done",
+    ):
+        assert wanted in shown, wanted
+
+
+def test_where_the_time_went_adds_up(tmp_path: Path) -> None:
+    """Both rounds: 2 s at the task, 1 s moving, 1 s waiting, of 4 s."""
+    _, page = page_of(tmp_path, FACTS)
+    shown = " ".join(page.shown)
+    assert "50 % at its task, 25 % fetching, starting and sending, 25 % waiting" in shown
+
+
+def test_what_a_run_says_is_text_and_no_html(tmp_path: Path) -> None:
+    """A note of a method or a reason of a device comes from elsewhere."""
+    text, page = page_of(tmp_path, FACTS)
+    assert "one <b>bold</b> note" in "".join(page.shown)
+    assert "<b>bold" not in text
+
+
+def test_a_run_that_has_not_begun_has_a_page(tmp_path: Path) -> None:
+    """It says what is not known, and is written all the same."""
+    _, page = page_of(tmp_path, [])
+    assert "Nothing yet." in "".join(page.shown)
+
+
+def test_boards_without_meters_have_no_joules(tmp_path: Path) -> None:
+    """Not 0 J: no tile, no picture, and a dash in the table."""
+    facts = [
+        Started(BLOB),
+        Asked(0, 0, ("a",)),
+        Answered(0, update("a", 0), 2.0),
+        Closed(0),
+        Committed(0, BLOB, False, {}, (), 2.0),
+    ]
+    text, _ = page_of(tmp_path, facts)
+    assert "Energy of each device" not in text
+    assert "Accuracy by energy" not in text
+    assert "of the boards" not in text
+
+
+def test_a_large_fleet_is_drawn_in_part_and_told_in_whole(tmp_path: Path) -> None:
+    """A hundred devices and a hundred rounds: the pictures stay small, the table has every device."""
+    facts: list[AnyFact] = [Started(BLOB)]
+    for number in range(100):
+        device = f"dev-{number:03d}"
+        facts += [Asked(number, 0, (device,)), Answered(number, update(device, number, **METERED), 2.0)]
+        facts += [Closed(number), Committed(number, BLOB, False, {}, (), 2.0)]
+    text, page = page_of(tmp_path, facts, rounds=200)
+    shown = "".join(page.shown)
+    assert "40 of 100 rounds are drawn" in shown
+    assert "Drawn: 40 of 100 devices" in shown
+    assert "40 devices more, not drawn" in shown
+    assert all(f"<td>dev-{number:03d}</td>" in text for number in range(100))
+
+
+def test_the_picture_of_who_took_part_has_a_square_for_each(tmp_path: Path) -> None:
+    """Three in round 0, two of whom were not asked; each says why when pointed at."""
+    with Store(tmp_path) as store:
+        found = report.gather(store, run_of(store, FACTS))
+    picture = matrix.svg(found.parts)
+    tips = [each.text for each in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}title")]
+    assert "round 0, a: answered" in tips
+    assert "round 0, b: declined (memory): too big for 64 MB" in tips
+    assert "round 0, d: hotter than [cohort] max_temperature_c" in tips
+    assert any(tip is not None and tip.startswith("round 0, c: not drawn") for tip in tips)
+
+
+def test_a_fleets_run_is_reported_with_its_partition_and_its_test_accuracy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the commands: a simulated fleet on the digits, evaluated, reported."""
+    network = {"name": "mlp", "inputs": 64, "hidden": [8], "classes": 10}
+    first = tensors.encode(numpy_engine.init(network, seed=0))
+    bundle.write(tmp_path / "bundle", {"network": network, "flops": 1200}, {"model": first})
+    table = {
+        "name": "digits",
+        "method": "fedavg",
+        "rounds": 2,
+        "engine": "numpy",
+        "params": {"lr": 0.2},
+        "check": {"every": 1},
+        "fleet": {"devices": 3, "boards": ["jetson-nano"]},
+        "data": {"path": str(DIGITS), "partition": "iid"},
+    }
+    plan = agents.Plan(settings.parse(table), tmp_path / "bundle", tmp_path / "runs")
+    agents.virtually(plan)
+    home = ["--home", str(plan.home)]
+    assert main(["evaluate", "digits", *home]) == 0
+    assert main(["report", "digits", *home, "--out", str(tmp_path / "page.html")]) == 0
+    page = Page((tmp_path / "page.html").read_text())
+    shown = " ".join(page.shown)
+    with Store(plan.home) as store:
+        (score,) = evaluate.read(store.home, store.job("digits")).scores
+    assert sections.percent(score.accuracy) in shown
+    assert "accuracy on the test set" in shown
+    assert "jetson-nano-02" in shown
+    assert "Who has which examples" in shown
+    assert "Accuracy by energy" in shown
+
+
+def test_one_evaluation_is_told_and_not_drawn(tmp_path: Path) -> None:
+    """A stitched network has an accuracy when it is there, and none before."""
+    text, page = page_of(tmp_path, FACTS[:7], rounds=5)
+    assert "Accuracy by round" not in text
+    assert "25.0 %" in " ".join(page.shown)
+
+
+def test_the_partition_is_drawn_for_the_devices_that_took_part_and_for_no_others(tmp_path: Path) -> None:
+    """Two of a job for eight, when two were started; boards of one's own have data that nobody here knows."""
+    changes: dict[str, Any] = {
+        "data": {"path": str(DIGITS), "partition": "iid"},
+        "fleet": {"devices": 8, "boards": ["jetson-nano"]},
+    }
+
+    def picture(*devices: str) -> str:
+        with Store(tmp_path) as store:
+            facts: list[AnyFact] = [Started(BLOB), Surveyed(0, devices), Asked(0, 0, devices)]
+            return report.gather(store, run_of(store, facts, **changes)).partition
+
+    two = picture("jetson-nano-00", "jetson-nano-01")
+    assert "jetson-nano-01" in two
+    assert "jetson-nano-02" not in two
+    assert "jetson-nano-07" in picture("jetson-nano-00", "jetson-nano-07")
+    assert picture("kitchen", "cellar") == ""
+
+
+def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As is a run that is not there; both with the exit code of folders."""
+    (tmp_path / "file").write_text("")
+    with Store(tmp_path / "runs") as store:
+        run_of(store, FACTS)
+    home = ["--home", str(tmp_path / "runs")]
+    assert main(["report", "leaves", *home, "--out", str(tmp_path / "file" / "page.html")]) == 6
+    assert "cannot write" in capsys.readouterr().err
+    assert main(["report", "nothing", *home]) == 6

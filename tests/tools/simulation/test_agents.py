@@ -1,0 +1,284 @@
+"""Simulated fleets run the agents' own code: on virtual time, and as processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fedquilt import bundle, config, tensors
+from fedquilt.cli import main
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.rounds import Answered, Committed
+from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.views import costs
+from fedquilt.core import DataError, JobError
+from fedquilt.data import examples
+from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.tools.artefacts import export
+from fedquilt.tools.simulation import agents as fleet
+
+DIGITS = Path(fleet.__file__).parents[1] / "demo" / "digits.npz"
+LIMIT_S = 60.0
+NETWORK = {"name": "mlp", "inputs": 64, "hidden": [16], "classes": 10}
+
+
+def plan(folder: Path, **changes: object) -> fleet.Plan:
+    table = {
+        "name": "fleet",
+        "method": "fedavg",
+        "rounds": 2,
+        "engine": "numpy",
+        "params": {"lr": 0.2, "batch": 16},
+        "check": {"every": 2},
+        "fleet": {"devices": 3, "boards": ["jetson-nano", "jetson-tx2"], "budgets": ["256MB", "512MB"]},
+        "data": {"path": str(DIGITS), "partition": "dirichlet", "alpha": 1.0},
+        **changes,
+    }
+    first = tensors.encode(numpy_engine.init(NETWORK, seed=0))
+    bundle.write(folder / "bundle", {"network": NETWORK, "flops": 2176}, {"model": first})
+    return fleet.Plan(settings.parse(table), folder / "bundle", folder / "runs")
+
+
+def facts_of(given: fleet.Plan, run: str) -> list[object]:
+    with Store(given.home) as store:
+        return [fact for _, _, fact in store.facts(run)]
+
+
+def test_a_fleet_on_virtual_time_that_waits_for_boards_that_never_come_says_so(tmp_path: Path) -> None:
+    """Boards go on telling their sensors, so that virtual time would pass for ever."""
+    given = plan(tmp_path, cohort={"min_devices": 5}, fleet={"devices": 2})
+    with pytest.raises(JobError, match="has waited for boards since its round 0"):
+        fleet.virtually(given)
+
+
+def test_a_fleet_on_virtual_time_trains_and_reports_what_its_boards_would_take(tmp_path: Path) -> None:
+    """Times and joules come from the profiles, and say so."""
+    given = plan(tmp_path)
+    run, status = fleet.virtually(given)
+    assert status == "done"
+    facts = facts_of(given, run)
+    found = costs.account(facts).devices["jetson-nano-00"]
+    assert found.tasks == 3  # two rounds, and the closing evaluation
+    assert found.energy_j is not None
+    assert "jetson-nano" in str(found.energy_source)
+    metrics = [fact.metrics for fact in facts if isinstance(fact, Committed)]
+    checks = [found["check.accuracy"] for found in metrics if "check.accuracy" in found]
+    assert checks[-1] > checks[0] + 0.2
+    with Store(given.home) as store:
+        assert "network" in export.export(store, run, tmp_path / "weights.safetensors")
+    assert tensors.read(tmp_path / "weights.safetensors").keys() == {"1.weight", "1.bias", "3.weight", "3.bias"}
+
+
+def test_processes_on_a_real_broker_end_with_the_same_bits_as_virtual_time(tmp_path: Path) -> None:
+    """There is no second agent loop: where the arithmetic runs does not matter."""
+    virtual, real = plan(tmp_path / "virtual"), plan(tmp_path / "real")
+    one, _ = fleet.virtually(virtual)
+    other, status = fleet.really(real, None)
+    assert status == "done"
+    last = [[f for f in facts_of(p, run) if isinstance(f, Committed)][-1] for p, run in ((virtual, one), (real, other))]
+    assert last[0].state == last[1].state
+    peaks = [fact.update.usage.peak_bytes for fact in facts_of(real, other) if isinstance(fact, Answered)]
+    assert all(peak is not None and 10e6 < peak < 256e6 for peak in peaks)
+
+
+def test_a_fleet_whose_agents_all_fail_says_what_one_of_them_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, not at a deadline."""
+    monkeypatch.setattr(fleet, "AGENT", "raise SystemExit('the port is taken')")
+    with pytest.raises(JobError, match="every agent has ended; jetson-nano-00 said: the port is taken"):
+        fleet.really(plan(tmp_path), None)
+
+
+def test_an_agent_that_is_killed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once, by name and with how it ended; the others go on, and the round closes with them."""
+    killed = fleet.AGENT.replace(
+        "import sys;", "import os, sys; 'jetson-tx2-01' in sys.argv[2] and os.kill(os.getpid(), 9);"
+    )
+    monkeypatch.setattr(fleet, "AGENT", killed)
+    given = plan(tmp_path, cohort={"size": 2}, check={"every": 0})
+    monkeypatch.setattr(fleet.Plan, "submit", lambda plan, store: store.add(plan.job, plan.bundle.resolve()))
+    _, status = fleet.really(given, None)
+    assert status == "done"
+    told = [line for line in capsys.readouterr().out.splitlines() if "the agent of" in line]
+    assert len(told) == 1
+    assert "the agent of jetson-tx2-01 was killed by SIGKILL; it said: (nothing)" in told[0]
+    assert told[0].endswith("2 agents go on")
+
+
+def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_agents(tmp_path: Path) -> None:
+    """Its agents end with it, and another coordinator of its home would find nothing that holds it up."""
+    job, given = tmp_path / "job.toml", plan(tmp_path, rounds=30, check={"every": 0})
+    table = msgspec.to_builtins(given.job)
+    job.write_text(
+        config.text({key: table[key] for key in ("name", "method", "rounds", "engine", "params", "fleet", "data")})
+    )
+    words = [sys.executable, "-m", "fedquilt.cli", "fleet", str(job), "--bundle", str(given.bundle)]
+    words += ["--home", str(given.home)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        try:
+            while "round 1: committed" not in first.stdout.readline():
+                assert first.poll() is None
+            agents = children(first.pid)
+            assert len(agents) >= 3
+        finally:
+            first.kill()
+    until(lambda: not any(alive(pid) for pid in agents))
+    again = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
+    assert again.returncode == 0, again.stdout + again.stderr
+    with Store(given.home) as store:
+        (row,) = store.jobs()
+        assert row.status == "done"
+        committed = [fact.round for _, _, fact in store.facts(row.id) if isinstance(fact, Committed)]
+    assert committed == list(range(30))
+    assert "round 0: committed" not in again.stdout
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, and what these have started."""
+    found = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [*found, *(pid for each in found if alive(each) for pid in children(each))]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and no zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"boards": ["jetson-nanoo"]}, r"\[fleet\].*jetson-nanoo"), ({"budgets": ["128XB"]}, r"\[fleet\].*128XB")],
+)
+def test_boards_and_budgets_that_there_are_not_leave_no_run_behind(
+    tmp_path: Path, changes: dict[str, object], said: str
+) -> None:
+    """On virtual time as with processes."""
+    given = plan(tmp_path, fleet={"devices": 3, **changes})
+    for run in (lambda: fleet.virtually(given), lambda: fleet.really(given, None)):
+        with pytest.raises(JobError, match=said):
+            run()
+    with Store(given.home) as store:
+        assert store.jobs() == []
+
+
+def test_an_evaluation_costs_simulated_boards_a_forward_pass(tmp_path: Path) -> None:
+    """Of the three that each of the two epochs of training takes; its weights are read once."""
+    facts = facts_of(given := plan(tmp_path, params={"epochs": 2}), fleet.virtually(given)[0])
+    told = [(fact.update.device, fact.update.usage) for fact in facts if isinstance(fact, Answered)]
+    assert len(told) == 9
+    trained = {device: usage.energy_j for device, usage in told[3:6]}
+    for device, usage in told[6:]:
+        assert usage.energy_j is not None
+        assert trained[device] / 6 <= usage.energy_j <= trained[device] / 3
+
+
+def test_a_fleet_needs_data(tmp_path: Path) -> None:
+    """The job says what is shared out."""
+    with pytest.raises(JobError, match=r"\[data\]"):
+        fleet.virtually(plan(tmp_path, data={}))
+
+
+@pytest.mark.parametrize("wrong", [{"partition": "dirichelt"}, {"alpha": 0.0}, {"path": "/nowhere/digits.npz"}])
+def test_data_that_cannot_be_is_told_before_anything_is_queued(tmp_path: Path, wrong: dict[str, object]) -> None:
+    """A typo leaves no run behind that a coordinator would take up later."""
+    given = plan(tmp_path, data={"path": str(DIGITS), "partition": "dirichlet", "alpha": 1.0, **wrong})
+    with Store(given.home) as store:
+        with pytest.raises((JobError, DataError)):
+            given.submit(store)
+        assert store.jobs() == []
+
+
+def test_a_fleet_in_a_folder_that_was_used_before_is_fresh(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What boards kept of another run would change what is measured: the same job takes the same bytes again."""
+    given = plan(tmp_path)
+    took = []
+    for _ in range(2):
+        run, status = fleet.virtually(given)
+        assert status == "done"
+        took.append(costs.account(facts_of(given, run)).whole.down_bytes)
+    assert took[0] == took[1] > 0
+    assert caplog.records == []
+
+
+def test_boards_of_a_run_that_is_over_keep_what_is_theirs_and_no_blobs(tmp_path: Path) -> None:
+    """Their private state may be wanted; what came over the network can come again."""
+    given = plan(tmp_path)
+    run, _ = fleet.virtually(given)
+    home = given.folder(run, "jetson-nano-00")
+    assert {path.name for path in home.iterdir()} == {"counted.json", "private"}
+    assert next(table["home"] for table in given.agents()) == str(given.folder("", "jetson-nano-00"))
+
+
+def test_ctrl_c_on_virtual_time_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it does with processes."""
+
+    def interrupted(*given: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fleet, "virtually", interrupted)
+    job = tmp_path / "job.toml"
+    job.write_text('name = "a"\nmethod = "fedavg"\n')
+    assert main(["fleet", str(job), "--link", "memory", "--home", str(tmp_path / "runs")]) == 130
+    assert f"interrupted; `fedquilt fleet {job} --home {tmp_path / 'runs'}` continues it" in capsys.readouterr().out
+
+
+def test_virtual_time_waits_for_no_disk_and_processes_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a simulated fleet's thousands of syncs none is worth its time; a store that is opened otherwise keeps them."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    given = plan(tmp_path)
+    assert fleet.virtually(given)[1] == "done"
+    assert synced == []
+    with Store(tmp_path / "real") as store, Store(tmp_path / "virtual", durable=False) as other:
+        assert store._db.execute("pragma synchronous").fetchone() == (2,)  # full
+        assert other._db.execute("pragma synchronous").fetchone() == (0,)
+        store.depot.put(b"x")
+        assert len(synced) == 2  # the file and its folder
+        other.depot.put(b"x")
+        assert len(synced) == 2
+
+
+def test_a_fleets_data_is_read_once_for_all_its_boards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by itself would read and share out all of it."""
+    reads: list[object] = []
+    read = examples.open_
+    monkeypatch.setattr(examples, "open_", lambda spec: reads.append(spec) or read(spec))
+    given = plan(tmp_path)
+    fleet.virtually(given)
+    assert len(reads) == 2  # once before anything is queued
+
+
+def test_a_fleet_is_told_of_from_the_first_second(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Making thousands of boards and their first round take minutes, in which no fact comes."""
+    given = plan(tmp_path)
+    ticks = iter(range(1_000_000))
+    fleet.virtually(given, real_clock=lambda: float(next(ticks)))
+    told = capsys.readouterr().out.splitlines()
+    assert "3 boards" in told[0]
+    assert any("1 of 3 boards are made" in line for line in told)
+    at_work = [place for place, line in enumerate(told) if "round 0: 0 of 3 answered" in line and "at work" in line]
+    committed = [place for place, line in enumerate(told) if "round 0: committed" in line]
+    assert at_work
+    assert at_work[0] < committed[0]

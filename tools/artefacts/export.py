@@ -1,0 +1,67 @@
+"""`fedquilt export`: a run's result as a file that other programs read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from fedquilt import bundle, methods, tensors, units
+from fedquilt.coordinator.rounds import Committed, Started
+from fedquilt.coordinator.store import Store
+from fedquilt.core import Artefact, JobError, StoreError
+from fedquilt.models.stitching import stitched
+
+
+def artefact(store: Store, run: str) -> Artefact:
+    """What a run has come to, as of its last committed round.
+
+    Raises:
+        StoreError: no such run, or its state is gone.
+        JobError: it has not begun.
+    """
+    row = store.job(run)
+    states = [fact.state for _, _, fact in store.facts(row.id) if isinstance(fact, Started | Committed)]
+    if not states:
+        raise JobError(f"{run} is {row.status} and has no state yet")
+    path = store.depot.path(states[-1].sha256)
+    if path is None:
+        raise StoreError(f"the state of {run} ({states[-1].sha256[:12]}) is gone from {store.home}")
+    method = methods.load(row.job.method)
+    return method.result(tensors.unpack(path.read_bytes(), method.state))
+
+
+def export(store: Store, run: str, out: Path) -> str:
+    """Write a run's result to `out`; says what it is.
+
+    A stitched network becomes one ONNX file (images in, scores of the labels out), trained weights a
+    safetensors file with the network's table in its header.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    found = artefact(store, run)
+    if found.kind == "stitched":
+        from fedquilt.models.stitching import export_onnx  # needs onnx, which a coordinator does not
+
+        index = bundle.load(store.job(run).bundle)
+        folder = store.job(run).bundle / "blobs"
+        files = {name: folder / ref.sha256 for name, ref in index.files.items()}
+        payload = export_onnx.stitched(found.meta, found.tensors, stitched.stock(index.meta).blocks, files)
+        what = f"{len(found.meta['path'])} blocks, labels {', '.join(found.meta['labels'])}"
+    else:
+        network = msgspec.json.encode(found.meta).decode()
+        payload = tensors.encode(found.tensors, {"fedquilt": network})
+        what = f"{len(found.tensors)} tensors of {network}"
+    part = out.with_name(out.name + ".part")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.exists() and not out.is_file():
+            out.write_bytes(payload)  # a device or a pipe: written to, never replaced
+        else:
+            part.write_bytes(payload)
+            os.replace(part, out)
+    except OSError as error:
+        raise StoreError(f"cannot write {out}: {error.strerror}") from None
+    return f"{out}: {units.size(len(payload))}, {what}"

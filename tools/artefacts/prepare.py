@@ -1,0 +1,228 @@
+"""Make a job's bundle on the operator's machine: donors cut into ONNX blocks, or a network's first weights.
+
+What the agents need of torch happens here, once; the coordinator only serves the result. Preparing
+the same job twice gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fedquilt import bundle, config, footprint, tensors, units
+from fedquilt.coordinator.settings import NOT_NETWORK
+from fedquilt.core import Bundle, JobError, ModelError, Name
+from fedquilt.models.networks import registry
+from fedquilt.models.networks.inputs import Input
+from fedquilt.models.partial import masks
+from fedquilt.tools.artefacts import frozen_part
+
+if TYPE_CHECKING:
+    from fedquilt.tools.artefacts.quantize import Trial
+
+Align = str | tuple[tuple[int, ...], ...]
+
+
+class Donor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One `[[donors]]` table."""
+
+    name: Name
+    network: dict[str, Any]  # see fedquilt.models.networks.registry; a user's own code is allowed here
+    weights: str | None = None  # a file, or a name of torchvision's ("DEFAULT"); none: random from `seed`
+    seed: int = 0
+    cuts: tuple[str, ...] = ()  # modules after which to cut; none: by rule
+    align: Align | None = None  # for each label the donor's classes that mean it, or one of ALIGNMENTS
+
+
+# ImageNet-1K has no deer (hartebeest, impala and gazelle stand in) and one horse (sorrel)
+_IMAGENET_CIFAR10: tuple[tuple[int, ...], ...] = (
+    (404, 895),  # airplane
+    (436, 468, 511, 609, 627, 656, 661, 751, 817),  # automobile
+    (*range(7, 25), *range(80, 101), *range(127, 147)),  # bird
+    tuple(range(281, 286)),  # cat
+    tuple(range(351, 354)),  # deer
+    tuple(range(151, 269)),  # dog
+    tuple(range(30, 33)),  # frog
+    (339,),  # horse
+    (403, 484, 510, 554, 625, 628, 724, 780, 814, 871, 914),  # ship
+    (555, 569, 675, 717, 864, 867),  # truck
+)
+
+ALIGNMENTS: Mapping[str, Callable[[int], tuple[tuple[int, ...], ...]]] = {
+    "identity": lambda classes: tuple((i,) for i in range(classes)),  # class i means label i
+    "imagenet-cifar10": lambda classes: _IMAGENET_CIFAR10,
+}
+
+
+def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lambda line: None) -> Bundle:
+    """Write the bundle of a job (a job file's table) into the folder `out`.
+
+    From `[model]`: the files "model" and "masks" (`models.partial.masks`), if it can be masked, both safetensors, and
+    meta "network", "flops" and "example_bytes" of one example, "calls" (`models.networks.calls`), and "pretrained":
+    whether its weights are a file's.
+    With `weights_classes`, the number of classes that the weights are for, the last layer is a new one.
+    From `[schedule]`: meta "schedule", which part of it to train (`fedquilt.tools.artefacts.frozen_part`).
+    From `[input]`, `labels` and `[[donors]]`: files "<block>.onnx" and "<block>.data", and meta "input",
+    "labels", "donors", "blocks" (`fedquilt.models.stitching.stitched.stock` reads them). A block's id is
+    "<donor>.<index>".
+    From `[int8]`: files "<block>.int8.onnx" of the blocks that `fedquilt.tools.artefacts.quantize` accepts.
+
+    Raises:
+        JobError: a key that is missing or wrong.
+        DataError: the images of `[int8]` cannot be had, or are too few.
+        ModelError: a network or its weights cannot be had, or a donor cannot be cut.
+        StoreError: the folder cannot be written.
+    """
+    meta: dict[str, Any] = {}
+    files: dict[str, bytes] = {}
+    if not job.get("model") and not job.get("donors"):
+        raise JobError("the job has neither [model] nor [[donors]]: there is nothing to prepare")
+    wanted = _input(job["input"]) if job.get("input") else None
+    trial = _trial(job) if job.get("int8") else None
+    if job.get("model"):
+        facts, parts = _model(job["model"], wanted)
+        meta |= facts
+        files |= parts
+        say(f"model {facts['network']['name']}: {units.size(len(files['model']))}")
+        if job.get("schedule"):
+            model = tensors.decode(files["model"])
+            meta["schedule"] = frozen_part.at_prepare(job["schedule"], facts["network"], model, say)
+    if job.get("donors"):
+        meta |= _stock(job, wanted, files, say)
+    if trial is not None:
+        for name, graph in trial.accepted(out, meta, files, say).items():
+            meta["blocks"][name]["int8"] = f"{name}.int8.onnx"
+            files[f"{name}.int8.onnx"] = graph
+    return bundle.write(out, meta, files)
+
+
+def _input(table: Mapping[str, Any]) -> Input:
+    wanted = config.convert(table, Input, "[input]")
+    for key in ("mean", "std"):
+        if len(getattr(wanted, key)) not in (1, wanted.channels):
+            raise JobError(f"[input] {key} has {len(getattr(wanted, key))} values: give 1 or {wanted.channels}")
+    return wanted
+
+
+def _model(table: Mapping[str, Any], wanted: Input | None) -> tuple[dict[str, Any], dict[str, bytes]]:
+    network = {key: value for key, value in table.items() if key not in NOT_NETWORK}
+    if wanted is not None:
+        network["input"] = msgspec.to_builtins(wanted)
+    import torch
+
+    from fedquilt.models.networks import calls
+    from fedquilt.models.partial import trace
+
+    if "weights_classes" in table:
+        model = frozen_part.warm(
+            network, str(table.get("weights")), int(table["weights_classes"]), int(table.get("seed", 0))
+        )
+    else:
+        model = registry.load(network, table.get("weights"), seed=int(table.get("seed", 0)))
+    flops = registry.cost(model, registry.input_shape(network)).flops
+    parts = {"model": tensors.encode({name: value.numpy() for name, value in model.state_dict().items()})}
+    with contextlib.suppress(ModelError):  # it cannot be traced: a method that wants masks will say so
+        parts["masks"] = tensors.encode({"json": masks.to_array(trace.plan(model))})
+    trained, _ = footprint.weigh(model, torch.zeros(2, *registry.input_shape(network)))  # last: it moves batch norm
+    whole = footprint.coupled(model.state_dict())
+    each_bytes = footprint.least_bytes(trained) if whole else footprint.example_bytes(trained)
+    order = calls.trace(model, registry.input_shape(network))
+    facts = {"network": network, "flops": flops, "example_bytes": each_bytes, "calls": order}
+    return {**facts, "pretrained": table.get("weights") is not None}, parts
+
+
+def _trial(job: Mapping[str, Any]) -> Trial:
+    from fedquilt.tools.artefacts import quantize  # onnxruntime
+
+    return quantize.trial(job)
+
+
+def _stock(
+    job: Mapping[str, Any], wanted: Input | None, files: dict[str, bytes], say: Callable[[str], None]
+) -> dict[str, Any]:
+    labels = [str(label) for label in job.get("labels") or ()]
+    if wanted is None or not labels:
+        raise JobError("a job with [[donors]] also needs [input] (channels, size, mean, std) and labels = [...]")
+    donors = [config.convert(table, Donor, f"[[donors]] {i + 1}") for i, table in enumerate(job["donors"])]
+    twice = sorted({donor.name for donor in donors if sum(other.name == donor.name for other in donors) > 1})
+    if twice:
+        raise JobError(f"two donors are called {twice[0]!r}: give each its own name")
+    meta: dict[str, Any] = {"input": msgspec.to_builtins(wanted), "labels": labels, "donors": {}, "blocks": {}}
+    for donor in donors:
+        facts, blocks = _donor(donor, wanted, labels, files)
+        meta["donors"][donor.name] = facts
+        meta["blocks"] |= blocks
+        size = sum(block["weight_bytes"] for block in blocks.values())
+        say(f"donor {donor.name}: {len(blocks)} blocks, {units.size(size)}")
+    return meta
+
+
+def _donor(
+    donor: Donor, wanted: Input, labels: Sequence[str], files: dict[str, bytes]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    from fedquilt.models.stitching import blocks  # torch and onnx
+
+    shape = (wanted.channels, wanted.size, wanted.size)
+    model = registry.load(donor.network, donor.weights, seed=donor.seed, local_code=True)
+    architecture = str(donor.network.get("name", "")).removeprefix("torchvision/")
+    parts = blocks.split(model, donor.name, shape, cuts=donor.cuts, architecture=architecture)
+    classes = parts[-1].out_shape[0]
+    facts: dict[str, Any] = {"blocks": [part.id for part in parts], "classes": classes}
+    if donor.align is not None:
+        facts["align"] = _align(donor, classes, labels)
+    table = {}
+    for part in parts:
+        stages = blocks.export(part)
+        graphs = [graph for stage in stages for graph in stage]
+        names = _names(part.id, [len(stage) for stage in stages])
+        flat = [name for stage in names for name in stage]
+        files |= {f"{name}.onnx": graph.graph for name, graph in zip(flat, graphs, strict=True)}
+        data = {f"{name}.data": graph.data for name, graph in zip(flat, graphs, strict=True) if graph.data is not None}
+        files |= data
+        table[part.id] = {
+            "donor": part.donor,
+            "index": part.index,
+            "kind": part.kind,
+            "stages": [[f"{name}.onnx" for name in stage] for stage in names],
+            "data": list(data),
+            "in_shape": list(part.in_shape),
+            "out_shape": list(part.out_shape),
+            "flops": part.flops,
+            "weight_bytes": sum(graph.weight_bytes for graph in graphs),
+            "resident_bytes": max(graph.weight_bytes for graph in graphs),
+            "activation_bytes": max(graph.activation_bytes for graph in graphs),
+        }
+    return facts, table
+
+
+def _names(block: str, counts: Sequence[int]) -> list[list[str]]:
+    """What the graphs of each stage are called: "<block>" alone, else "<block>.<stage>", and ".<tile>" of several."""
+    if list(counts) == [1]:
+        return [[block]]
+    return [
+        [f"{block}.{stage}"] if count == 1 else [f"{block}.{stage}.{tile}" for tile in range(count)]
+        for stage, count in enumerate(counts)
+    ]
+
+
+def _align(donor: Donor, classes: int, labels: Sequence[str]) -> list[list[int]]:
+    groups = donor.align
+    if isinstance(groups, str):
+        if groups not in ALIGNMENTS:
+            raise JobError(f"donor {donor.name!r}: align {groups!r} is unknown; there are: {', '.join(ALIGNMENTS)}")
+        groups = ALIGNMENTS[groups](classes)
+    assert groups is not None
+    if len(groups) != len(labels):
+        raise JobError(f"donor {donor.name!r}: align is for {len(groups)} labels, the job has {len(labels)}")
+    given = [number for group in groups for number in group]
+    odd = [number for number in given if not 0 <= number < classes or given.count(number) > 1]
+    if odd:
+        raise ModelError(
+            f"donor {donor.name!r}: align names class {odd[0]}, which "
+            + ("is there twice" if 0 <= odd[0] < classes else f"the donor does not have (it has {classes})")
+        )
+    return [list(group) for group in groups]

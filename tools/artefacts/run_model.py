@@ -1,0 +1,126 @@
+"""Classify images with an exported network: all it takes is in the ONNX file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from fedquilt.core import DataError, ModelError
+from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
+from fedquilt.models.networks import inputs
+
+BATCH = 64
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One image."""
+
+    image: str  # its file, or its place in the .npz
+    label: str
+    score: float  # the network's output for that label, the largest of all; no probability: it may be above 1
+    truth: str | None  # the label it is known to have
+
+
+def run_model(model: Path, source: Path) -> list[Row]:
+    """Classify a folder of images, or the images of an .npz file.
+
+    The true label of an image is the name of its folder, where that is one of the network's labels. Of
+    an .npz, images are "x_test" or "x" (n, h, w[, 3]) and labels, if there are any, "y_test" or "y" (n,).
+
+    Raises:
+        ModelError: the file is no network that `fedquilt export` wrote.
+        DataError: there are no images, or one cannot be read.
+    """
+    engine = OnnxEngine(psutil.virtual_memory().available)
+    facts = engine.facts(model)
+    if "labels" not in facts or "input" not in facts:
+        raise ModelError(f"{model} does not say its labels: give a network that `fedquilt export` wrote")
+    labels, wanted = json.loads(facts["labels"]), inputs.Input(**json.loads(facts["input"]))
+    batches = _from_npz(source, labels, wanted) if source.suffix == ".npz" else _from_folder(source, labels, wanted)
+    rows = []
+    for names, truths, x in batches:
+        scores = engine.run(model, x)
+        rows += [
+            Row(name, labels[best], float(scores[i, best]), truth)
+            for i, (name, truth, best) in enumerate(zip(names, truths, scores.argmax(axis=1), strict=True))
+        ]
+    return rows
+
+
+def accuracy(rows: Sequence[Row]) -> float | None:
+    """The share of right answers among images whose label is known; None: it is known of none."""
+    known = [row.label == row.truth for row in rows if row.truth is not None]
+    return sum(known) / len(known) if known else None
+
+
+def main(model: Path, source: Path, format: str) -> int:
+    """Print what each image shows, and how many are right where that is known."""
+    rows = run_model(model, source)
+    share = accuracy(rows)
+    if format == "json":
+        print(json.dumps({"images": [asdict(row) for row in rows], "accuracy": share}, indent=1))
+        return 0
+    width = max(len("image"), *(len(row.image) for row in rows))
+    wide = max(len("label"), *(len(row.label) for row in rows))
+    print(f"{'image':{width}}  {'label':{wide}}  score")
+    for row in rows:
+        known = "" if row.truth in (None, row.label) else f"   wrong: it is {row.truth}"
+        print(f"{row.image:{width}}  {row.label:{wide}}  {row.score:5.3f}{known}")
+    print("score: the network's output for the label, the largest of all labels'; it is no probability")
+    if share is not None:
+        print(f"{share:.1%} of {sum(row.truth is not None for row in rows)} images right")
+    return 0
+
+
+Batch = tuple[list[str], list[str | None], np.ndarray]
+
+
+def _from_npz(path: Path, labels: Sequence[str], wanted: inputs.Input) -> Iterator[Batch]:
+    try:
+        with np.load(path, allow_pickle=False) as held:
+            x = next((held[key] for key in ("x_test", "x") if key in held), None)
+            y = next((held[key] for key in ("y_test", "y") if key in held), None)
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path}: {error}") from None
+    if x is None or not len(x):
+        raise DataError(f"{path} holds no images: they are expected under 'x_test' or 'x'")
+    if y is not None and (len(y) != len(x) or y.min() < 0 or y.max() >= len(labels)):
+        raise DataError(f"{path}: labels must be one of 0 to {len(labels) - 1} for each of the {len(x)} images")
+    for first in range(0, len(x), BATCH):
+        part = x[first : first + BATCH]
+        names = [str(first + i) for i in range(len(part))]
+        truths = [None if y is None else labels[int(y[first + i])] for i in range(len(part))]
+        yield names, truths, inputs.prepare(part, wanted)
+
+
+def _from_folder(folder: Path, labels: Sequence[str], wanted: inputs.Input) -> Iterator[Batch]:
+    if not folder.is_dir():
+        raise DataError(f"{folder} is neither a folder of images nor an .npz file")
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    if not paths:
+        raise DataError(f"{folder} holds no images; known are {', '.join(SUFFIXES)}")
+    for first in range(0, len(paths), BATCH):
+        part = paths[first : first + BATCH]
+        names = [str(path.relative_to(folder)) for path in part]
+        truths = [path.parent.name if path.parent.name in labels else None for path in part]
+        yield names, truths, np.concatenate([_image(path, wanted) for path in part])
+
+
+def _image(path: Path, wanted: inputs.Input) -> np.ndarray:
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise DataError("reading image files needs Pillow: pip install 'fedquilt[images]'") from None
+    try:
+        with Image.open(path) as image:
+            pixels = np.asarray(image.convert("L" if wanted.channels == 1 else "RGB"))
+    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        raise DataError(f"cannot read the image {path}: {error}") from None
+    return inputs.prepare(pixels[None], wanted)

@@ -1,0 +1,164 @@
+"""Train the demo's donors on MNIST: `python -m fedquilt.tools.artefacts.train_donors --data FOLDER --out FOLDER`.
+
+Needs torch, some minutes, and MNIST's four `*-ubyte` files (torchvision.datasets.MNIST fetches them).
+On one machine the result is the same bytes every time: one thread, seeds, deterministic algorithms.
+
+The three see MNIST differently, so that they become good at different things; none sees the digits of
+the demo. How each sees it is in AUGMENTATIONS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from fedquilt import tensors
+from fedquilt.coordinator import settings
+from fedquilt.core import DataError, derive_seed
+from fedquilt.data.examples import DataSpec, load_all
+from fedquilt.models.networks import registry
+from fedquilt.tools.artefacts.prepare import prepare
+
+DEMO = Path(__file__).resolve().parents[1] / "demo" / "job.toml"
+EPOCHS = 2
+BATCH = 128
+LEARNING_RATE = 0.1  # of SGD with momentum, falling to 0 along a cosine
+MOMENTUM = 0.9
+WEIGHT_DECAY = 5e-4
+
+Augmentation = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
+
+
+def moved(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """Shifted by up to 3 pixels either way."""
+    return _warp(x, scale=(1.0, 1.0), shift=3 / 14, draw=draw)
+
+
+def scaled(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """From its own size to filling the frame, 1.4 times, and shifted by up to a pixel."""
+    return _warp(x, scale=(1.0, 1.4), shift=1 / 14, draw=draw)
+
+
+def coarse(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """Every second one through 9 to 27 pixels and back: what a camera of lower resolution sees."""
+    size = int(torch.randint(9, 28, (), generator=draw))
+    small = F.interpolate(x[::2], size=(size, size), mode="area")
+    mixed = x.clone()
+    mixed[::2] = F.interpolate(small, size=x.shape[2:], mode="bilinear")
+    return mixed
+
+
+AUGMENTATIONS: Mapping[str, Augmentation] = {"plain": moved, "residual": scaled, "separable": coarse}
+
+
+def train(data: Path, out: Path, say: Callable[[str], None] = print) -> dict[str, float]:
+    """Train every donor of the demo's job; write `out`/weights/<name>.safetensors and the bundle `out`/bundle.
+
+    Returns:
+        Accuracy on MNIST's test images, by donor.
+
+    Raises:
+        DataError: `data` does not hold MNIST.
+    """
+    job = settings.load(DEMO)
+    x, y = _mnist(data, "train")
+    x_test, y_test = _mnist(data, "test")
+    accuracies = {}
+    tables = []
+    for donor in job.donors:
+        name = donor["name"]
+        with _reproducible():
+            model = _fit(donor["network"], x, y, AUGMENTATIONS[name], derive_seed("donor", name), say)
+        with torch.no_grad():
+            accuracies[name] = float((model(x_test).argmax(1) == y_test).float().mean())
+        say(f"{name}: {accuracies[name]:.2%} of MNIST's test images")
+        weights = out / "weights" / f"{name}.safetensors"
+        weights.parent.mkdir(parents=True, exist_ok=True)
+        weights.write_bytes(tensors.encode({key: value.numpy() for key, value in model.state_dict().items()}))
+        tables.append({**donor, "weights": str(weights)})
+    prepare({"input": job.input, "labels": job.labels, "donors": tables}, out / "bundle", say)
+    return accuracies
+
+
+@contextmanager
+def _reproducible() -> Iterator[None]:
+    """One thread and deterministic algorithms inside; as before afterwards."""
+    threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(strict)
+
+
+def _fit(
+    network: Mapping[str, Any],
+    x: torch.Tensor,
+    y: torch.Tensor,
+    augment: Augmentation,
+    seed: int,
+    say: Callable[[str], None],
+) -> torch.nn.Module:
+    draw = torch.Generator().manual_seed(seed)
+    model = registry.load(network, seed=seed).train()
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, nesterov=True
+    )
+    steps = EPOCHS * (len(y) // BATCH)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for epoch in range(EPOCHS):
+        order = torch.randperm(len(y), generator=draw)
+        total = 0.0
+        for first in range(0, len(y) - BATCH + 1, BATCH):
+            rows = order[first : first + BATCH]
+            loss = F.cross_entropy(model(augment(x[rows], draw)), y[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            total += float(loss.detach())
+        say(f"{network['name']}: epoch {epoch + 1} of {EPOCHS}, loss {total / (len(y) // BATCH):.3f}")
+    return model.eval()
+
+
+def _warp(x: torch.Tensor, scale: tuple[float, float], shift: float, draw: torch.Generator) -> torch.Tensor:
+    """Each image enlarged by a factor within `scale` and moved by at most `shift` of half its width."""
+    n = len(x)
+    factor = scale[0] + (scale[1] - scale[0]) * torch.rand(n, generator=draw)
+    move = shift * (2 * torch.rand(n, 2, generator=draw) - 1)
+    theta = torch.zeros(n, 2, 3)
+    theta[:, 0, 0] = theta[:, 1, 1] = 1 / factor
+    theta[:, :, 2] = move
+    grid = F.affine_grid(theta, list(x.shape), align_corners=False)
+    return F.grid_sample(x, grid, align_corners=False)
+
+
+def _mnist(folder: Path, split: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images (n, 1, 28, 28) in 0..1 and labels (n,)."""
+    found = load_all(DataSpec(path=str(folder), split=split))
+    if found.x.shape[1:] != (28, 28):
+        raise DataError(f"{folder} holds images of shape {found.x.shape[1:]}, MNIST's are 28 x 28")
+    return torch.from_numpy(found.x[:, None].astype(np.float32) / 255), torch.from_numpy(found.y)
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    arguments.add_argument("--data", type=Path, required=True, help="folder of MNIST's *-ubyte files, or of its raw/")
+    arguments.add_argument("--out", type=Path, required=True, help="folder for the weights and the bundle")
+    given = arguments.parse_args()
+    train(given.data, given.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

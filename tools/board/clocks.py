@@ -1,0 +1,130 @@
+"""`fedquilt clocks`: look at a board's clocks, and try an operating point by hand."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from fedquilt.core import ClockError, JobError, OperatingPoint
+from fedquilt.edge_agent.clocks import controls
+from fedquilt.edge_agent.clocks.client import Clock, Clocks, Status
+from fedquilt.edge_agent.clocks.helper import clock
+
+UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+
+
+def point(text: str) -> OperatingPoint:
+    """ "MAXQ", a mode of the board; or "cpu=1.2GHz,gpu=850MHz,emc=1600M"; or a mode first and then clocks.
+
+    Raises:
+        JobError: it is neither.
+    """
+    first, *rest = text.split(",")
+    named = "=" not in first
+    hz: dict[str, float] = {}
+    for part in rest if named else [first, *rest]:
+        found = re.fullmatch(r"\s*(cpu|gpu|emc)\s*=\s*(\d+(?:\.\d+)?)\s*([kmg]?)(?:hz)?\s*", part, re.IGNORECASE)
+        if found is None or f"{found[1].lower()}_hz" in hz:
+            raise JobError(f"{part.strip()!r} is no clock: write cpu=1.2GHz, gpu=850MHz or emc=1600MHz, each once")
+        hz[f"{found[1].lower()}_hz"] = float(found[2]) * UNITS[found[3].lower()]
+    if named and not 0 < len(first.strip()) <= 200:
+        raise JobError("name a mode of the board, or clocks as in cpu=1.2GHz,gpu=850MHz")
+    return OperatingPoint(name=first.strip() if named else text.strip()[:200], **hz)
+
+
+def status(root: Path, socket: Path, format: str) -> int:
+    """What can be set here, how it is set, and who holds it; without a helper, as far as this user can see."""
+    clocks = Clocks.connect(socket)
+    if clocks is not None:
+        try:
+            told = clocks.status()
+        finally:
+            clocks.close()
+    else:
+        found = controls.discover(root)
+        told = Status(
+            clocks=tuple(clock(lever) for lever in found.found),
+            modes=tuple(mode.name for mode in found.modes),
+            temperature_c=controls.hottest_c(root),
+        )
+    if format == "json":
+        print(msgspec.json.encode({"helper": clocks is not None, **msgspec.to_builtins(told)}).decode())
+    else:
+        print("\n".join(_lines(told, socket if clocks is None else None)))
+    return 0
+
+
+def hold(text: str, root: Path, socket: Path, *, dry_run: bool = False, seconds: float | None = None) -> int:
+    """Hold a point for so many seconds, or until interrupted.
+
+    Raises:
+        JobError: `text` is no point.
+        ClockError: there is no helper, or it refuses or lets go.
+    """
+    wanted = point(text)
+    if dry_run:
+        found = controls.discover(root)
+        mode = found.mode(wanted.name)
+        print("\n".join([*([f"nvpmodel -m {mode.id} ({mode.name})"] if mode else []), *_writes(found, wanted)]))
+        return 0
+    clocks = Clocks.connect(socket)
+    if clocks is None:
+        raise ClockError(f"no clock helper at {socket}: start one with `sudo fedquilt clocks serve`")
+    try:
+        became = clocks.hold(wanted)
+        print(f"held: {_said(became)}{'' if seconds else ' (interrupt to let go)'}", flush=True)
+        _wait(clocks, seconds, time.monotonic, time.sleep)
+        clocks.release()
+        print("let go: the board's own settings are back")
+    finally:
+        clocks.close()
+    return 0
+
+
+def _wait(clocks: Clocks, seconds: float | None, now: Callable[[], float], sleep: Callable[[float], None]) -> None:
+    begun_s = now()
+    while seconds is None or now() - begun_s < seconds:
+        left_s = 1.0 if seconds is None else begun_s + seconds - now()
+        sleep(min(1.0, max(0.0, left_s)))
+        clocks.keepalive(now())
+
+
+def _writes(found: controls.Levers, wanted: OperatingPoint) -> list[str]:
+    return [f"{write}" for write in controls.plan(found, wanted)]
+
+
+def _said(point: OperatingPoint) -> str:
+    clocks = {"cpu": point.cpu_hz, "gpu": point.gpu_hz, "emc": point.emc_hz}
+    told = ", ".join(f"{kind} {hz / 1e6:g} MHz" for kind, hz in clocks.items() if hz is not None)
+    return told or f"mode {point.name}"
+
+
+def _lines(told: Status, missing: Path | None) -> list[str]:
+    lines = [_line(one) for one in told.clocks] or ["no clock of this machine can be seen"]
+    if told.modes:
+        lines.append(f"mode    {told.mode or 'not known'} of {', '.join(told.modes)}")
+    if told.temperature_c is not None:
+        limit = "" if told.hottest_c is None else f"; above {told.hottest_c:g} C nothing is held"
+        lines.append(f"hottest {told.temperature_c:g} C{limit}")
+    if missing is not None:
+        lines.append(f"helper  none at {missing}: `sudo fedquilt clocks serve` starts one")
+    elif told.point is None or told.holder is None:
+        lines.append("helper  nobody holds the clocks")
+    else:
+        lines.append(f"helper  {told.holder} holds {told.point.name}: {_said(told.point)}")
+    return [*lines, *(f"NOT PUT BACK: {sentence}" for sentence in told.owes)]
+
+
+def _line(one: Clock) -> str:
+    def mhz(hz: float | None) -> str:
+        return "?" if hz is None else f"{hz / 1e6:g}"
+
+    listed = " ".join(mhz(hz) for hz in one.listed_hz)
+    limits = f"{mhz(one.now_hz)} now, limits {mhz(one.low_hz)} to {mhz(one.high_hz)} MHz"
+    governor = f", {one.governor}" if one.governor else ""
+    none = "its list is for root alone to read" if one.hidden else "lists none: not settable"
+    return f"{one.kind:7} {one.name}: {limits}{governor}; " + (f"lists {listed}" if listed else none)

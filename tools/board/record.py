@@ -1,0 +1,271 @@
+"""`fedquilt record`: measure a profile on the board it runs on, fit the model, and write both as TOML."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from fedquilt import disk, profiles
+from fedquilt.core import ClockError, JobError, OperatingPoint
+from fedquilt.edge_agent import devices
+from fedquilt.edge_agent.clocks.client import Clock, Clocks
+from fedquilt.profiles import Board, Figure, Point, Source, Steps, fit, write
+from fedquilt.profiles import model as laws
+from fedquilt.tools.board import clocks as typed
+from fedquilt.tools.board import measure, workloads
+from fedquilt.tools.board.measure import Measured, Recording
+
+MEASURED, FITTED, HOST, LISTED = "measured", "fit", "host", "clocks"  # sources
+KINDS: Final = {"cpu": "cpu_hz", "gpu": "gpu_hz", "emc": "emc_hz"}
+
+Lists: TypeAlias = dict[str, tuple[float, ...]]
+AllErrors: TypeAlias = tuple[fit.Errors | None, fit.Errors | None, fit.Errors | None]  # of time, traffic, power
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of the board without measuring."""
+
+    board: str
+    memory_bytes: int
+    told: str  # kernel, versions, date, load: for the source's text
+
+
+@dataclass(frozen=True)
+class Result:
+    """A profile, and how well its model fits what was measured."""
+
+    board: Board
+    recording: Recording
+    time_errors: fit.Errors | None  # of seconds per FLOP; None: too few points for a model
+    traffic_errors: fit.Errors | None
+    power_errors: fit.Errors | None
+
+
+def main(
+    out: Path | None,
+    minutes: float,
+    named: Sequence[str] | None,
+    socket: Path,
+    *,
+    root: Path = devices.ROOT,
+    dry_run: bool = False,
+    format: str = "text",
+    say: Callable[[str], None] = print,
+) -> int:
+    """Measure this board and write its profile; 0 when every chosen point was measured, else 1.
+
+    `root` is where `proc` and `sys` are: in a container, where the host's are mounted.
+
+    Raises:
+        JobError: a point that is none, or points without anything that sets clocks.
+        ClockError: not one point could be measured.
+        StoreError: the file cannot be written.
+    """
+    if out is not None:
+        disk.ready(out)  # before minutes of measuring
+    clocks = Clocks.connect(socket)
+    try:
+        device = devices.make("auto", root, connect=lambda: None)
+        lists = {} if clocks is None else listed(clocks.status().clocks)
+        if not lists and named:
+            raise JobError(f"points cannot be chosen: no clock helper at {socket}, or it lists no clocks")
+        points = [typed.point(name) for name in named] if named else measure.chosen(measure.candidates(lists))
+        if dry_run:
+            plan = [point.name for point in points] or [measure.OWN]
+            say(msgspec.json.encode({"points": plan, "minutes": minutes}).decode() if format == "json" else _plan(plan))
+            return 0
+        work = workloads.best()
+        load = f"{os.getloadavg()[0]:.1f} other"
+        rig = measure.Rig(work, device.read, clocks if lists else None, time.monotonic, time.sleep)
+        quiet = format == "json"
+        recording = measure.measure(rig, points, 60 * minutes, (lambda line: None) if quiet else say)
+    finally:
+        if clocks is not None:
+            clocks.close()
+    result = profile(recording, Facts(device.board, device.memory_bytes, _told(work, load)), lists)
+    path = out or Path(f"{result.board.board}.toml")
+    disk.write(path, write.text(result.board))
+    say(msgspec.json.encode(table(result, path)).decode() if quiet else "\n".join([*lines(result), _next(path)]))
+    return 1 if recording.skipped else 0
+
+
+def listed(clocks: Sequence[Clock]) -> Lists:
+    """axis -> what every clock of that kind can be set to, rising; an axis of which nothing is shared is left out."""
+    found: Lists = {}
+    for kind, axis in KINDS.items():
+        each = [set(clock.listed_hz) for clock in clocks if clock.kind == kind and clock.listed_hz]
+        if each and (shared := set.intersection(*each)):
+            found[axis] = tuple(sorted(shared))
+    return found
+
+
+def profile(recording: Recording, facts: Facts, lists: Lists) -> Result:
+    """The profile: points as they were measured and, with enough of them, clocks and model.
+
+    Raises:
+        ClockError: not one point could be measured.
+    """
+    done = recording.points
+    if not done:
+        why = "; ".join(f"{name}: {reason}" for name, reason in recording.skipped)
+        raise ClockError(f"nothing could be measured ({why}): give it more --minutes, or let the board cool")
+    sources = {
+        HOST: Source("measured", f"MemTotal of /proc/meminfo on the board itself. {facts.told}"),
+        MEASURED: Source("measured", _how(recording, facts)),
+    }
+    top = {axis: values[-1] for axis, values in lists.items()}
+    varying = [axis for axis in top if len({getattr(each.point, axis) or top[axis] for each in done}) > 1]
+    model, clocks = None, None
+    errors: AllErrors = (None, None, None)
+    if varying and len(done) >= len(varying) + 2:
+        model, errors = _model(recording, top)
+        axes = {axis: Steps(values, LISTED) for axis, values in lists.items()}
+        clocks = profiles.Clocks(**axes)
+        sources[LISTED] = Source("measured", "What the board's own clock files list, as the clock helper told it.")
+        sources[FITTED] = Source("measured", _fit_text(len(done), errors))
+    board = Board(
+        board=_slug(facts.board),
+        title=facts.board[:200],
+        memory_bytes=Figure(facts.memory_bytes, HOST),
+        idle_w=_figure(recording.idle_w, MEASURED),
+        sources=sources,
+        clocks=clocks,
+        model=model,
+        points=tuple(_as_point(each.point) for each in done),
+    )
+    return Result(board, recording, *errors)
+
+
+def _model(recording: Recording, top: dict[str, float]) -> tuple[profiles.Model, AllErrors]:
+    def seen(value: Callable[[OperatingPoint], float | None]) -> list[fit.Seen]:
+        each = [(measure.clocks_of(done.point), value(done.point)) for done in recording.points]
+        return [fit.Seen(clocks, known) for clocks, known in each if known]
+
+    times, time_errors = fit.inverse(seen(lambda point: 1 / (point.flops_per_s or 1.0)), top)
+    traffic, traffic_errors = fit.inverse(seen(lambda point: 1 / (point.bytes_per_s or 1.0)), top)
+    numbers = {"flop_s": times.fixed_s, "byte_s": traffic.fixed_s}
+    for axis in laws.AXES:
+        numbers[f"flop_{axis[:-3]}_cycles"] = times.cycles.get(axis, 0.0)
+        numbers[f"byte_{axis[:-3]}_cycles"] = traffic.cycles.get(axis, 0.0)
+    power_errors = None
+    powers = seen(lambda point: point.busy_w)
+    if len(powers) == len(recording.points):
+        draw, power_errors = fit.draw(powers, top, recording.idle_w or 0.0)
+        numbers |= {"base_w": draw.base_w, "exponent": draw.exponent}
+        numbers |= {key: draw.axes_w.get(axis, 0.0) for axis, key in laws.POWERED.items()}
+    figures = {key: _figure(value, FITTED) for key, value in numbers.items() if value > 0}
+    return profiles.Model(**figures), (time_errors, traffic_errors, power_errors)
+
+
+def _as_point(point: OperatingPoint) -> Point:
+    clocks = {axis: _figure(getattr(point, axis), MEASURED) for axis in laws.AXES}
+    numbers = {key: _figure(getattr(point, key), MEASURED) for key in profiles.BEHIND}
+    return Point(name=point.name, **clocks, **numbers)
+
+
+def _figure(value: float | None, source: str) -> Figure | None:
+    return None if value is None else Figure(float(f"{value:.12g}"), source)
+
+
+def _slug(name: str) -> str:
+    """A board's name as a file's: "NVIDIA Jetson TX2" -> "nvidia-jetson-tx2"."""
+    return re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("-._")[:64] or "board"
+
+
+# -- what is said ---------------------------------------------------------------------------------
+
+
+def _told(work: workloads.Workload, load: str) -> str:
+    """When, on which kernel, with which versions, and how busy the machine was otherwise."""
+    versions = {"kernel": platform.release(), "python": platform.python_version(), **work.versions}
+    on = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return f"{work.name}; {on}; {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC; {load} processes ran before."
+
+
+def _how(recording: Recording, facts: Facts) -> str:
+    each_s = sum(done.took_s for done in recording.points) / len(recording.points)
+    power = "power could not be measured" if recording.power_source is None else f"power: {recording.power_source}"
+    skipped = f"; {len(recording.skipped)} more points were skipped" if recording.skipped else ""
+    return (
+        f"fedquilt record on {facts.board}: median time of a unit of work, {len(recording.points)} "
+        f"point(s) in {each_s:.1f} s each{skipped}; {power}. {facts.told}"
+    )
+
+
+def _fit_text(count: int, errors: Sequence[fit.Errors | None]) -> str:
+    told = [
+        f"{name} off by {_percent(each.median)} (median) and {_percent(each.worst)} (worst)"
+        for name, each in zip(("time", "traffic", "power"), errors, strict=True)
+        if each is not None
+    ]
+    return f"Fitted to the {count} measured points; at points left out of the fit, one at a time: {'; '.join(told)}."
+
+
+def _percent(value: float | None) -> str:
+    return "an unknown share" if value is None else f"{100 * value:.1f} %"
+
+
+def lines(result: Result) -> list[str]:
+    """The result for people."""
+    recording = result.recording
+    idle = "not measurable here" if recording.idle_w is None else f"{recording.idle_w:.2f} W"
+    said = [f"idle power: {idle}"]
+    if recording.power_source is None:
+        said.append("no power meter: power is left out of the profile")
+    if result.time_errors is None:
+        said.append(f"no model: {len(recording.points)} point(s) at known clocks are too few to fit one")
+    else:
+        said += [f"    {each.point.name:28} {_errors(result, place)}" for place, each in enumerate(recording.points)]
+        said.append(result.board.sources[FITTED].text)
+    said += [f"skipped {name}: {reason}" for name, reason in recording.skipped]
+    return said
+
+
+def _errors(result: Result, place: int) -> str:
+    """The model at one point against what was measured there: fitted, and left out."""
+
+    def percent(value: float | None) -> str:
+        return "?" if value is None else f"{100 * value:+.1f} %"
+
+    parts = (("time", result.time_errors), ("traffic", result.traffic_errors), ("power", result.power_errors))
+    known = [(name, each) for name, each in parts if each is not None]
+    return ", ".join(f"{n} {percent(e.fitted[place])} (left out {percent(e.left_out[place])})" for n, e in known)
+
+
+def table(result: Result, path: Path) -> dict[str, Any]:
+    """The result for programs."""
+    recording = result.recording
+    errors = (("time", result.time_errors), ("traffic", result.traffic_errors), ("power", result.power_errors))
+
+    def point(place: int, each: Measured) -> dict[str, Any]:
+        off = {name: e.left_out[place] for name, e in errors if e is not None}
+        return {**msgspec.to_builtins(each.point), "units": each.units, "took_s": each.took_s, "left_out": off}
+
+    return {
+        "profile": str(path),
+        "board": result.board.board,
+        "idle_w": recording.idle_w,
+        "power_source": recording.power_source,
+        "points": [point(place, each) for place, each in enumerate(recording.points)],
+        "skipped": [{"point": name, "why": reason} for name, reason in recording.skipped],
+        "error": {name: {"median": e.median, "worst": e.worst} for name, e in errors if e is not None},
+        "took_s": recording.took_s,
+    }
+
+
+def _plan(points: Sequence[str]) -> str:
+    return "\n".join(["would measure, without setting anything now:", *(f"    {name}" for name in points)])
+
+
+def _next(path: Path) -> str:
+    return f'wrote {path}; `profile = "{path.resolve()}"` in agent.toml makes the agent use it'

@@ -1,0 +1,174 @@
+"""`fedquilt broker`, and the broker of demos and tests: amqtt in a thread of its own.
+
+It speaks MQTT 3.1.1 only, keeps everything in memory and lets clients queue without bound: right for
+one machine or a small network, wrong for a site, where Mosquitto belongs.
+It listens on loopback, and anywhere else only with a password file; `python -m fedquilt.tools.broker
+USER` asks for a password and prints the line to put in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import ipaddress
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fedquilt.core import JobError, LinkError
+
+STOP_S = 5.0
+
+
+class EmbeddedBroker:
+    """An MQTT 3.1.1 broker in this process; a context manager, or `start` and `stop`."""
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, password_file: str | Path | None = None) -> None:
+        """`port` 0 is a free one. Without `password_file` anybody may connect, so only from this machine.
+
+        Raises:
+            JobError: it would be open to a network, or the password file cannot be used.
+        """
+        self.host = host
+        self.port = port
+        self.password_file = None if password_file is None else Path(password_file)
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        if self.password_file is not None:
+            _check_passwords(self.password_file)
+        elif not _is_loopback(host):
+            raise JobError(
+                f"a broker on {host} is open to the network, so it needs --password-file "
+                "(python -m fedquilt.tools.broker USER makes a line of it)"
+            )
+
+    @property
+    def url(self) -> str:
+        return f"mqtt://{self.host}:{self.port}"
+
+    def start(self) -> EmbeddedBroker:
+        """Listen, in a thread of its own, until `stop`.
+
+        Raises:
+            JobError: amqtt is not installed.
+            LinkError: the address cannot be listened on.
+        """
+        try:
+            from fedquilt.tools.broker.amqtt_fixes import MendedBroker
+        except ModuleNotFoundError:
+            raise JobError("the embedded broker needs amqtt: pip install 'fedquilt[demo]'") from None
+        for name in ("amqtt", "transitions"):  # each connection is three lines of theirs
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        ready = threading.Event()
+        failures: list[BaseException] = []
+        self._thread = threading.Thread(
+            target=self._run, args=(MendedBroker, ready, failures), name="broker", daemon=True
+        )
+        self._thread.start()
+        ready.wait()
+        if failures:
+            self._thread.join()
+            self._thread = None
+            raise LinkError(
+                f"cannot listen on {self.host}:{self.port} ({failures[0]}): choose another port, or stop what uses it"
+            )
+        return self
+
+    def stop(self) -> None:
+        """Disconnect everybody and end the thread."""
+        if self._thread is None or self._loop is None or self._stop is None:
+            return
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+        self._thread = None
+
+    def __enter__(self) -> EmbeddedBroker:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # -- in the thread ----------------------------------------------------------------------------
+
+    def _run(
+        self, make: Callable[[dict[str, Any]], Any], ready: threading.Event, failures: list[BaseException]
+    ) -> None:
+        try:
+            asyncio.run(self._serve(make, ready))
+        except Exception as error:
+            failures.append(error)
+        finally:
+            ready.set()
+
+    async def _serve(self, make: Callable[[dict[str, Any]], Any], ready: threading.Event) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._loop.set_exception_handler(lambda loop, context: None)  # amqtt leaves tasks of lost clients behind
+        auth: dict[str, Any] = {"amqtt.plugins.authentication.AnonymousAuthPlugin": {"allow_anonymous": True}}
+        if self.password_file is not None:
+            auth = {"amqtt.plugins.authentication.FileAuthPlugin": {"password_file": str(self.password_file)}}
+        listener = {"type": "tcp", "bind": f"{self.host}:{self.port}"}
+        broker = make({"listeners": {"default": listener}, "plugins": auth})
+        await broker.start()
+        self.port = broker.port
+        ready.set()
+        await self._stop.wait()
+        await asyncio.wait([asyncio.ensure_future(broker.shutdown())], timeout=STOP_S)
+
+
+# -- passwords ------------------------------------------------------------------------------------
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_passwords(path: Path) -> None:
+    try:
+        lines = path.read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"password file {path} cannot be read: {error}") from None
+    if not lines or not all(":$argon2" in line for line in lines):
+        raise JobError(
+            f"password file {path} must hold lines USER:HASH with argon2 hashes: "
+            "python -m fedquilt.tools.broker USER makes one"
+        )
+
+
+def password_line(user: str, password: str) -> str:
+    """A line of a password file: the user and an argon2 hash, no newline.
+
+    Raises:
+        JobError: a user's name with a colon or white space, or no password.
+    """
+    from pwdlib import PasswordHash
+    from pwdlib.hashers.argon2 import Argon2Hasher
+
+    if not user or not password or ":" in user or user.split() != [user]:
+        raise JobError("a user's name has no colon and no white space, and a password is not empty")
+    return f"{user}:{PasswordHash((Argon2Hasher(),)).hash(password)}"
+
+
+def serve(host: str, port: int, password_file: str | Path | None = None) -> None:
+    """Run the broker in the foreground until interrupted or terminated; for `fedquilt broker`."""
+    done = threading.Event()
+    with EmbeddedBroker(host, port, password_file) as broker:
+        signal.signal(signal.SIGTERM, lambda signum, frame: done.set())
+        print(f"listening on {broker.url} (MQTT 3.1.1); Ctrl-C ends it", flush=True)
+        done.wait()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m fedquilt.tools.broker USER >> PASSWORD_FILE")
+    print(password_line(sys.argv[1], getpass.getpass()))

@@ -1,0 +1,217 @@
+"""`fedquilt compare`: several methods on one simulated fleet with several seeds, beside each other.
+
+A seed draws the partition, the cohorts and the order of examples, the same for every method; all begin with the
+bundle's weights. Runs go through the coordinator's own rounds on simulated boards. Seconds and joules
+are those of the simulated boards, by their profiles. Finished runs are kept in a folder and are not repeated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fedquilt import bundle, config, methods
+from fedquilt.coordinator import settings as jobs
+from fedquilt.coordinator.job import require_made_for
+from fedquilt.coordinator.settings import Job
+from fedquilt.core import FedquiltError, JobError
+from fedquilt.data import examples
+from fedquilt.tools.artefacts import fitting
+from fedquilt.tools.experiments import evaluate, run_cache
+from fedquilt.tools.experiments.run_cache import Kept
+from fedquilt.tools.experiments.single_run import FORMAT, Run, play
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One run to be made: its job as JSON, exactly."""
+
+    job: bytes
+    folder: str  # of the bundle
+
+    @property
+    def key(self) -> str:
+        """What the run depends on."""
+        return run_cache.key(str(FORMAT).encode(), self.job, bundle=Path(self.folder), data=run_cache.paths(self.job))
+
+    @property
+    def settings(self) -> Job:
+        return jobs.parse(msgspec.json.decode(self.job))
+
+
+Player = Callable[[Case, Callable[[int], None]], Run]
+
+
+# -- what is to be run ----------------------------------------------------------------------------
+
+
+def cases(
+    job: Job,
+    folder: Path,
+    names: Sequence[str] = (),
+    seeds: Sequence[int] = (0, 1, 2),
+    *,
+    rounds: int | None = None,
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[Case]:
+    """One for each seed and method, seed by seed, so that an interrupted comparison has whole rows.
+
+    Args:
+        names: of methods; (): the job's own and those of its [compare] tables.
+        rounds: of every run; None: the job's.
+        changes: method -> parameters, over the job's [params] and [compare.METHOD].
+
+    Raises:
+        JobError: an unknown method or parameter, no [data], or no bundle or another job's; says what there is.
+        DataError: the data cannot be read, or the network cannot take them.
+    """
+    made = bundle.load(folder)
+    require_made_for(job, made)
+    if not job.data:
+        raise JobError(f"job {job.name!r} has no [data] table: what is shared out among its devices")
+    chosen = list(dict.fromkeys(names or (job.method, *job.compare)))
+    changes = changes or {}
+    for name in (*chosen, *job.compare, *changes):
+        methods.load(name)
+    if idle := sorted(changes.keys() - set(chosen)):
+        raise JobError(f"--set {idle[0]}...: {idle[0]} is not compared; --methods {' '.join([*chosen, idle[0]])}")
+    fitting.require_fit(made.meta, examples.parse(job.data))
+    if job.test:
+        fitting.require_fit(made.meta, examples.parse(evaluate.table(job), "[test]"))
+    found = []
+    for seed in sorted(set(seeds)):
+        for name in chosen:
+            method = methods.load(name)
+            every = 0 if method.check is None else job.check.every or 1
+            table = {
+                **msgspec.to_builtins(job),
+                "method": name,
+                "params": params_of(job, name, changes.get(name, {})),
+                "seed": seed,
+                "data": {**job.data, "seed": seed},
+                "engine": job.engine if job.engine in method.engines else None,
+                "rounds": rounds or job.rounds,
+                "check": {"every": every},
+            }
+            table.pop("compare")
+            jobs.parse(table)
+            found.append(Case(msgspec.json.encode(table, order="sorted"), str(folder)))
+    return found
+
+
+def params_of(job: Job, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A method's parameters: what it knows of [params], over it its own table, over it the changes.
+
+    Another method's parameters in [params] are not its; in its own table an unknown one is an error.
+    """
+    known = {field.name for field in dataclasses.fields(methods.load(name).params)}
+    shared = {key: value for key, value in job.params.items() if key in known or name == job.method}
+    return {**shared, **job.compare.get(name, {}), **changes}
+
+
+def parse_changes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """From "fedprox.mu=0.1"; values are TOML's, a bare word is a string.
+
+    Raises:
+        JobError: not of this form.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        where, equals, value = text.partition("=")
+        name, dot, key = where.strip().partition(".")
+        if not (equals and dot and name and key and value.strip()):
+            raise JobError(f"--set {text}: wanted METHOD.PARAMETER=VALUE, as in fedprox.mu=0.1")
+        try:
+            read = config.parse(f"value = {value}", text)["value"]
+        except JobError:
+            read = value.strip()
+        found.setdefault(name, {})[key] = read
+    return found
+
+
+# -- all runs -------------------------------------------------------------------------------------
+
+
+def played(todo: Sequence[Case], out: Path, player: Player, say: Callable[[str], None]) -> tuple[list[Run], list[str]]:
+    """The runs of all cases, in their order, and what failed. Finished ones lie in `out`/runs."""
+    store = Kept(out, Run)
+    keys = {case: case.key for case in todo}  # of the data as they are before anything runs
+    found = {case: run for case, key in keys.items() if (run := store.find(key)) is not None}
+    missing = [case for case in todo if case not in found]
+    for line in store.told(len(found), keys.values()):
+        say(line)
+    failed: list[str] = []
+    began_s = time.monotonic()
+    for count, case in enumerate(missing, 1):
+        job = case.settings
+        name = f"{job.method}, seed {job.seed}"
+        live = _live(f"[{count}/{len(missing)}] {name}", job.rounds)
+        try:
+            run = player(case, live)
+        except FedquiltError as error:
+            failed.append(f"{name}: {error}")
+            say(f"[{count}/{len(missing)}] {name} failed: {error}")
+            continue
+        found[case] = run
+        store.keep(keys[case], run)
+        left_s = (time.monotonic() - began_s) / count * (len(missing) - count)
+        last = run.marks[-1].accuracy if run.marks else None
+        told = "" if last is None else f": {100 * last:.1f} %"
+        say(f"[{count}/{len(missing)}, about {left_s / 60:.0f} min left] {name}{told}")
+    return [found[case] for case in todo if case in found], failed
+
+
+def _live(name: str, rounds: int) -> Callable[[int], None]:
+    """On a terminal a line that is overwritten."""
+    if not sys.stderr.isatty():
+        return lambda done: None
+
+    def tell(done: int) -> None:
+        print(f"\r\x1b[K{name}: round {done} of {rounds}", end="", file=sys.stderr, flush=True)
+
+    return tell
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def main(
+    job: Job,
+    folder: Path,
+    out: Path,
+    *,
+    names: Sequence[str] = (),
+    seeds: Sequence[int] = (0, 1, 2),
+    rounds: int | None = None,
+    target: float | None = None,
+    on: str = "test",
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+    workers: int | None = None,
+    format: str = "text",
+) -> int:
+    """Make the runs that are missing, print the table, write plots, page and JSON to `out`; 1 when a run failed."""
+    from fedquilt.tools.experiments import tables as compare_table
+
+    count = workers or len(os.sched_getaffinity(0))
+    todo = cases(job, folder, names, seeds, rounds=rounds, changes=changes)
+    runs, failed = played(todo, out, lambda case, tell: play(case.settings, Path(case.folder), tell, count), _say)
+    if on == "held":
+        runs = compare_table.personal(runs)
+    result = compare_table.result(job.name, runs, target, failed)
+    files = compare_table.write(result, runs, out)
+    if format == "json":
+        print(msgspec.json.format(msgspec.json.encode(result)).decode())
+    else:
+        print("\n".join([*compare_table.lines(result), *(f"failed: {each}" for each in failed), *files]))
+    return 1 if failed else 0
+
+
+def _say(line: str) -> None:
+    clear = "\r\x1b[K" if sys.stderr.isatty() else ""
+    print(f"{clear}{line}", file=sys.stderr, flush=True)

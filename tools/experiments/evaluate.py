@@ -1,0 +1,286 @@
+"""`fedquilt evaluate`: what a run's global model comes to on examples that no device has.
+
+A process beside the coordinator, which holds no torch. It reads committed states from the coordinator's store and
+writes what it finds to HOME/evaluations/RUN.json. The coordinator drops a state when the next is committed, so what
+is wanted of every round has to be followed while it runs; when rounds are faster than evaluations, some are passed
+over, and the last one never is.
+
+A method's own `check` is given the test set as the held-out share of a device that has taken part in nothing and has
+room for everything: what such a newcomer would have. A stitched network is run as it would be exported.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fedquilt import bundle, methods, tensors
+from fedquilt.coordinator import rounds
+from fedquilt.coordinator.rounds import Committed, Plan, Rounds, Started
+from fedquilt.coordinator.settings import Job
+from fedquilt.coordinator.store import Row, Store
+from fedquilt.core import (
+    BlobRef,
+    DeviceView,
+    Examples,
+    JobError,
+    Method,
+    Profile,
+    StoreError,
+)
+from fedquilt.data import examples as data
+from fedquilt.edge_agent import engines
+from fedquilt.tools.simulation import Member
+from fedquilt.tools.simulation.hands import delivered
+
+BUDGET_BYTES = 1 << 40  # nothing is refused here
+LOOK_S = 1.0  # between looks at a store that has nothing new
+NOBODY = "evaluator"
+ENDED = ("done", "failed", "stopped")
+
+
+class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The global model after so many rounds, on the test set."""
+
+    rounds: int
+    accuracy: float  # 0..1
+    examples: int
+    loss: float | None = None  # None: the method does not tell
+    state: str = ""  # sha256
+
+
+class Scores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that is known of a run, and on what."""
+
+    test: dict[str, Any]  # the test set as a [data] table
+    scores: tuple[Score, ...] = ()
+
+
+# -- what it is tested on -------------------------------------------------------------------------
+
+
+def table(job: Job) -> dict[str, Any]:
+    """The test set as a [data] table: [test] over [data], split "test"; a [test] that says where from stands alone.
+
+    Raises:
+        JobError: the job has neither.
+    """
+    if not job.data and not job.test:
+        raise JobError(f"job {job.name!r} has neither [test] nor [data]: there is nothing to test on")
+    alone = {"path", "sources", "synthetic"} & job.test.keys()
+    odd = [] if alone else sorted({"x", "y"} & job.data.keys() - job.test.keys())
+    if odd:
+        raise JobError(f"[data] names the array {odd[0]} = {job.data[odd[0]]!r}, of any split: name that of [test] too")
+    found = {**({} if alone else job.data), "split": "test", **job.test}
+    if found.get("synthetic"):
+        found.setdefault("seed", job.seed)  # the devices' points are drawn by it too
+    return {key: value for key, value in found.items() if key not in ("share", "shares", "held")}
+
+
+def test_set(job: Job) -> Examples:
+    """The examples that no device has.
+
+    Raises:
+        JobError: the job names none, or the table is wrong.
+        DataError: they cannot be read.
+    """
+    return data.load_all(data.parse(table(job)))
+
+
+# -- one state ------------------------------------------------------------------------------------
+
+
+class Evaluator:
+    """Scores states of one job on its test set.
+
+    Raises:
+        JobError: no engine of the method's is installed here, or the bundle is not to be had.
+        DataError: the test set cannot be read.
+    """
+
+    def __init__(self, job: Job, folder: Path, *, test: Examples | None = None, engine: Any = None) -> None:
+        self.job, self.method, self._folder = job, methods.load(job.method), folder
+        self._test = test_set(job) if test is None else test
+        self._bundle = bundle.load(folder)
+        self._engine = engine
+        self._cache = tempfile.TemporaryDirectory(prefix="fedquilt-evaluator-")
+
+    def __enter__(self) -> Evaluator:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._cache.cleanup()
+
+    def score(self, state: Any, rounds: int, sha256: str = "", *, budget_bytes: int = BUDGET_BYTES) -> Score | None:
+        """None: the method has nothing to test yet.
+
+        Args:
+            budget_bytes: of a device that has taken part in nothing: methods of sub-models send as much as it holds,
+                by default the whole network.
+        """
+        if self.method.check is None:
+            return self._stitched(state, rounds, sha256)
+        engine = self._made(self.job.engine or _first(self.method))
+        order = self.method.send(state, self._newcomer(engine.name, budget_bytes))
+        if order is None:
+            return None
+        newcomer = Member(NOBODY, Examples(self._test.x[:0], self._test.y[:0]), self._test)
+        with tempfile.TemporaryDirectory(dir=self._cache.name) as folder:
+            given = delivered(
+                self.method, order, newcomer, Path(folder), engine=engine, actions=("check",), path=self._path
+            )
+            told = self.method.check(*given)
+        if "accuracy" not in told:
+            return None
+        return Score(rounds, float(told["accuracy"]), int(told["examples"]), told.get("loss"), sha256)
+
+    def _newcomer(self, engine: str, budget_bytes: int) -> DeviceView:
+        profile = Profile(
+            device=NOBODY,
+            board="none",
+            memory_bytes=budget_bytes,
+            budget_bytes=budget_bytes,
+            engines=(engine,),
+            versions={},
+        )
+        return DeviceView(NOBODY, profile)
+
+    def _path(self, ref: BlobRef) -> Path:
+        return self._folder / "blobs" / ref.sha256
+
+    def _made(self, name: str) -> Any:
+        if self._engine is None:
+            self._engine = engines.make(name, BUDGET_BYTES)
+        return self._engine
+
+    def _stitched(self, state: Any, rounds: int, sha256: str) -> Score | None:
+        from fedquilt.tools.experiments.baselines import Bench
+
+        if not self.method.done(state):
+            return None
+        engine = self._made(self.job.engine or _first(self.method))
+        bench = Bench(self._bundle, lambda name: self._path(self._bundle.files[name]), engine, self._test, self._test)
+        accuracy = bench.accuracy_of(self.method.result(state))
+        return Score(rounds, accuracy, len(self._test), None, sha256)
+
+
+def _first(method: Method) -> str:
+    """The first of the method's engines that is installed here."""
+    there = engines.available()
+    return next((name for name in method.engines if name in there), method.engines[0])
+
+
+# -- a run ----------------------------------------------------------------------------------------
+
+
+def evaluate(
+    store: Store,
+    run: str,
+    *,
+    follow: bool = False,
+    say: Callable[[Score], None] = lambda score: None,
+    sleep: Callable[[float], None] = time.sleep,
+    make: Callable[[Job, Path], Evaluator] = Evaluator,
+) -> Scores:
+    """Score what the store still has of a run's states; with `follow` all that come, until the run has ended.
+
+    Raises:
+        StoreError: there is no such run.
+        JobError, DataError: it cannot be tested.
+    """
+    row = store.job(run)
+    found, states = read(store.home, row), _States(store, row)
+    with make(row.job, row.bundle) as evaluator:
+        while True:
+            ended = store.status(row.id) in ENDED  # before its states are looked at
+            score = _latest(states, evaluator, {score.state for score in found.scores}, ended)
+            if score is not None:
+                say(score)
+                found = msgspec.structs.replace(found, scores=(*found.scores, score))
+                _write(file(store.home, row.id), found)
+            elif ended or not follow:
+                return found
+            else:
+                sleep(LOOK_S)
+
+
+class _States:
+    """The latest state of a run; each look reads what the log has got since the one before."""
+
+    def __init__(self, store: Store, row: Row) -> None:
+        self.store, self._run, self._seen = store, row.id, 0
+        self._rounds = Rounds(Plan.of(row.job))
+        self._latest: tuple[int, BlobRef] | None = None
+
+    @property
+    def settling(self) -> bool:
+        """Whether what an evaluation of the latest state needs is being gathered."""
+        return self._rounds.settling
+
+    def look(self) -> tuple[int, BlobRef] | None:
+        """(rounds, state); None: the run has none yet. A closing evaluation leaves the state as it was."""
+        for seq, _, fact in self.store.facts(self._run, self._seen):
+            self._seen, self._rounds = seq, rounds.apply(self._rounds, fact, 0.0)
+            if isinstance(fact, Started):
+                self._latest = (0, fact.state)
+            elif isinstance(fact, Committed) and (self._latest is None or fact.state != self._latest[1]):
+                self._latest = (self._rounds.counted, fact.state)
+        return self._latest
+
+
+def _latest(states: _States, evaluator: Evaluator, known: set[str], ended: bool) -> Score | None:
+    """The latest state's score; None: there is no new one, or it is gone already as the next has been committed."""
+    latest = states.look()
+    if latest is None or latest[1].sha256 in known or (states.settling and not ended):
+        return None
+    done, ref = latest
+    path = states.store.depot.path(ref.sha256)
+    try:
+        payload = None if path is None else path.read_bytes()
+    except FileNotFoundError:
+        payload = None
+    if payload is None:
+        if ended:
+            raise StoreError(f"the state after {done} rounds ({ref.sha256[:12]}) is gone from {states.store.home}")
+        return None
+    return evaluator.score(tensors.unpack(payload, evaluator.method.state), done, ref.sha256)
+
+
+def file(home: Path, run: str) -> Path:
+    """Where a run's scores lie."""
+    return home / "evaluations" / f"{run}.json"
+
+
+def read(home: Path, row: Row) -> Scores:
+    """What has been found of a run on the test set that its job names; nothing: no scores."""
+    nothing = Scores({} if not (row.job.data or row.job.test) else table(row.job))
+    try:
+        found = msgspec.json.decode(file(home, row.id).read_bytes(), type=Scores)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return nothing
+    return found if found.test == nothing.test else nothing
+
+
+def _write(path: Path, found: Scores) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
+        os.replace(part, path)
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error.strerror}") from None
+
+
+def line(score: Score) -> str:
+    """For people."""
+    loss = "" if score.loss is None else f", loss {score.loss:.4g}"
+    return f"after {score.rounds} rounds: accuracy {100 * score.accuracy:.2f} % of {score.examples} examples{loss}"

@@ -1,0 +1,224 @@
+"""The runs behind the table `fedstitch`: networks to begin with, a run of one arm, and what a task holds in memory."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from fedquilt import bundle as bundles
+from fedquilt import methods, tiers
+from fedquilt.coordinator import cohort, settings
+from fedquilt.coordinator.settings import Check, Job
+from fedquilt.core import Cost, DeviceView, ModelError, Profile
+from fedquilt.data import examples as shares
+from fedquilt.edge_agent import devices as boards
+from fedquilt.edge_agent.settings import size_bytes
+from fedquilt.edge_agent.task.protocol import Order, Outcome
+from fedquilt.tools.artefacts import batchnorm, prepare
+from fedquilt.tools.experiments import single_run
+from fedquilt.tools.experiments.papers import common
+from fedquilt.tools.simulation import Member
+from fedquilt.tools.simulation.run import Simulation
+from fedquilt.tools.simulation.run import play as play_all
+from fedquilt.tools.simulation.task_process import TaskProcess
+
+BOARD: Final = "jetson-tx2"
+DEVICES: Final = 20
+ASKED: Final = 4
+BUDGETS: Final = ("1GB", "2GB", "4GB") * 3 + ("8GB",)  # 30, 30, 30 and 10 % of devices
+IMAGES: Final = 5000  # of all devices
+TESTED: Final = 1000
+INPUT: Final = {"channels": 3, "size": 64, "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+SCRATCH: Final = {"name": "resnet20-cifar", "classes": 10, "input": {**INPUT, "size": 32}}
+LABELS: Final = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+DONORS: Final = ("mobilenet_v2", "squeezenet1_1")
+CLASSES: Final = 1000  # of the donors' weights
+SEEN: Final = 256  # images without labels that give a folded network its statistics
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One row: a method, what it begins with, and how the paper has it trained."""
+
+    method: str
+    start: str  # "donors": blocks; "scratch": random weights; else the donor of this name with a new head
+    group: int  # the paper's; 0: FedStitch itself
+    rounds: int
+    params: Mapping[str, Any] = field(default_factory=dict)
+    every: int = 1  # rounds from one evaluation to the next
+    alone: int = 0  # so many devices, each by itself; 0: all together
+    paper: tuple[float, float] | None = None  # its accuracy on CIFAR-10 in %: IID, and Dirichlet 1
+    paper_rounds: int | None = None  # with the paper's PAPER_EPOCHS; None: nothing is trained
+
+    @property
+    def trains(self) -> bool:
+        return self.start != "donors"
+
+
+def prepared(arms: Mapping[str, Arm], data: Path, seeds: Sequence[int], folder: Path) -> dict[tuple[str, int], Path]:
+    """The bundles that the arms begin with, by `Arm.start` and seed: heads and random weights are drawn from it.
+
+    Raises:
+        DataError: images or weights are not in the folder `data`.
+    """
+    found: dict[tuple[str, int], Path] = {}
+    for start in dict.fromkeys(arm.start for arm in arms.values()):
+        table: dict[str, Any] = {"input": INPUT}
+        if start == "donors":
+            table["labels"] = LABELS
+            table["donors"] = [
+                {"name": name, "network": {"name": f"torchvision/{name}"}, "weights": str(common.weights(data, name))}
+                for name in DONORS
+            ]
+            prepare.prepare(table, folder / start)
+            found |= dict.fromkeys(((start, seed) for seed in seeds), folder / start)
+            continue
+        if start == "scratch":
+            table = {"model": SCRATCH}
+        else:
+            file = str(trainable(data, start, folder))
+            network = {"name": f"torchvision/{start}", "classes": len(LABELS)}
+            table["model"] = {**network, "weights": file, "weights_classes": CLASSES}
+        for seed in seeds:
+            found[start, seed] = folder / f"{start}-{seed}"
+            prepare.prepare({**table, "model": {**table["model"], "seed": seed}}, found[start, seed])
+    return found
+
+
+def trainable(data: Path, architecture: str, folder: Path) -> Path:
+    """The donor's weights, with statistics in its normalisations if they were folded away."""
+    import torch
+    from safetensors.torch import save_file
+
+    from fedquilt.models.networks import inputs, registry
+
+    file = common.weights(data, architecture)
+    model = registry.load({"name": f"torchvision/{architecture}"}, file)
+    if not batchnorm.folded(model):
+        return file
+    some = shares.load_all(shares.DataSpec(**common.cifar(data), limit=SEEN))
+    batchnorm.unfold(model, torch.from_numpy(inputs.prepare(some.x, msgspec.convert(INPUT, inputs.Input))))
+    save_file(model.state_dict(), folder / f"{architecture}.safetensors")
+    return folder / f"{architecture}.safetensors"
+
+
+def job(arm: Arm, data: Path, partition: Mapping[str, Any], seed: int, rounds: int, **changes: Any) -> Job:
+    """The arm as a job; `changes` are of its parameters."""
+    method, asked = methods.load(arm.method), 1 if arm.alone else ASKED
+    return settings.parse(
+        {
+            "name": "reproduce",
+            "method": arm.method,
+            "rounds": rounds,
+            "seed": seed,
+            "params": {**arm.params, **changes},
+            "cohort": {"size": asked, **common.UNHURRIED},
+            "check": {"every": 0 if method.check is None else arm.every},
+            "fleet": {"devices": DEVICES, "boards": [BOARD], "budgets": list(BUDGETS)},
+            "data": {**common.cifar(data), **partition, "limit": IMAGES, "seed": seed},
+            "test": {"limit": TESTED},
+        }
+    )
+
+
+def play(folder: Path, given: Job, alone: str, planned: Job | None) -> dict[str, Any]:
+    """One run: what was seen at its evaluations, and what it would take as `planned`.
+
+    Args:
+        alone: the one device that takes part; "": all.
+    """
+    import torch
+
+    torch.set_num_threads(1)  # others run beside it
+    run = single_run.play(given, folder, lambda done: None, alone=alone)
+    found: dict[str, Any] = {"marks": [msgspec.to_builtins(mark) for mark in run.marks]}
+    if planned is not None:
+        found["planned"] = whole(planned, first_costs(planned, folder, single_run.shares(given, folder)[0]))
+    return found
+
+
+def first_costs(given: Job, folder: Path, members: Sequence[Member]) -> dict[str, Cost | None]:
+    """What the first round's task takes on each device's board; None: its budget does not hold it."""
+    method = methods.load(given.method)
+    state = method.init(bundles.load(folder), settings.params(given), given.seed)
+    found: dict[str, Cost | None] = {}
+    for index, member in enumerate(members):
+        profile = profile_of(member.device, given, size_bytes(given.fleet.budgets[index % len(given.fleet.budgets)]))
+        order = method.send(state, DeviceView(member.device, profile))
+        able = order is not None and tiers.fits(profile, method.engines[0], order.work)
+        board = boards.make(profile.board)
+        work = order.work.on(len(member.train)) if order is not None else None
+        found[member.device] = board.cost(work, Cost(duration_s=0.0)) if able and work is not None else None
+    return found
+
+
+def whole(given: Job, costs: Mapping[str, Cost | None]) -> dict[str, float]:
+    """Seconds of the slowest board of each round, and joules of all, over the job's rounds, each like the first."""
+    seconds = energy_j = 0.0
+    for number in range(given.rounds):
+        asked = cohort.sample(given.seed, number, costs, given.cohort.size)
+        own = [cost for name in asked if (cost := costs[name]) is not None]
+        seconds += max((cost.duration_s for cost in own), default=0.0)
+        energy_j += sum(cost.energy_j or 0.0 for cost in own)
+    return {"rounds": given.rounds, "seconds": seconds, "energy_j": energy_j}
+
+
+def profile_of(device: str, given: Job, budget_bytes: int) -> Profile:
+    board = boards.make(given.fleet.boards[0])
+    return Profile(
+        device=device,
+        board=given.fleet.boards[0],
+        memory_bytes=board.memory_bytes,
+        budget_bytes=budget_bytes,
+        engines=tuple(methods.load(given.method).engines[:1]),
+        versions={},
+        provenance=board.provenance,
+    )
+
+
+def peak_bytes(arm: Arm, folder: Path, given: Job, budget: str) -> int | None:
+    """The most that the task process of a device holds, whose budget is this: a round of training, a whole search.
+
+    It is alone in its job, with the first share of the examples, and its orders are carried out by the agent's own
+    task process. None: it declines, since its budget does not hold the work.
+
+    Raises:
+        ModelError: a task failed, or this kernel tells no peaks.
+    """
+    alone = msgspec.structs.replace(
+        given,
+        cohort=msgspec.structs.replace(given.cohort, size=0, attempts=1),
+        check=Check(),
+        fleet=msgspec.structs.replace(given.fleet, budgets=(budget,)),
+    )
+    member, engine = single_run.shares(given, folder)[0][0], methods.load(arm.method).engines[0]
+    peaks: list[int] = []
+    with tempfile.TemporaryDirectory(prefix="fedquilt-") as scratch:
+        own = Path(scratch) / "own.npz"
+        np.savez(own, x_train=member.train.x, y_train=member.train.y)
+        data = {"path": str(own)}
+        with (
+            TaskProcess(arm.method, engine, size_bytes(budget), data, Path, Path(scratch)) as process,
+            Simulation(alone, folder, {member.device: 0}, Path(scratch) / "home", engine=engine) as simulation,
+        ):
+
+            def carry(asked: Sequence[tuple[Simulation, Order]]) -> list[Outcome]:
+                outcomes = [process.ask(order) for _, order in asked]
+                for outcome in outcomes:
+                    if outcome.code != "ok":
+                        raise ModelError(f"a task of {arm.method} in {budget}: {outcome.reason}")
+                    if outcome.peak_bytes is None:
+                        raise ModelError("this kernel does not tell what a process has held at most")
+                    peaks.append(outcome.peak_bytes)
+                return outcomes
+
+            for each in play_all([simulation], carry):
+                if arm.trains and each.rounds:
+                    break
+    return max(peaks, default=None)

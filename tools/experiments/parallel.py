@@ -1,0 +1,44 @@
+"""Independent runs by as many processes as there are cores: each result as it is there; they end with this process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any, TypeVar
+
+from fedquilt.edge_agent.task import process
+
+T = TypeVar("T")
+
+
+def spread(
+    play: Callable[..., T], todo: Sequence[tuple[Any, ...]], workers: int | None = None
+) -> Iterator[tuple[int, T]]:
+    """(index, `play(*todo[index])`) as each is finished. What one raises ends the others.
+
+    Args:
+        play: a function of a module, since each process imports it anew.
+        workers: None: one for each core that this process may use.
+    """
+    if not todo:
+        return
+    count = min(workers or len(os.sched_getaffinity(0)), len(todo))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, context, _begin, (os.getpid(),)) as pool:
+        try:
+            waiting = {pool.submit(play, *given): index for index, given in enumerate(todo)}
+            for future in as_completed(waiting):
+                yield waiting[future], future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
+
+
+def _begin(parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends this process
+    process.die_with(parent)

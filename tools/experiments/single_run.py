@@ -1,0 +1,158 @@
+"""One run of a comparison: a method with a seed on a simulated fleet, and what it had come to after its rounds."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fedquilt import methods
+from fedquilt.coordinator.settings import Check, Job
+from fedquilt.coordinator.views import progress
+from fedquilt.core import DataError, Examples, JobError
+from fedquilt.data import examples
+from fedquilt.tools.experiments import evaluate
+from fedquilt.tools.experiments.evaluate import Evaluator
+from fedquilt.tools.simulation import Member
+from fedquilt.tools.simulation import agents as fleet
+from fedquilt.tools.simulation.run import Hands, Round, Simulation, simulate
+
+FORMAT = 2  # of a finished run on disk
+
+
+class Mark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a run stood after so many rounds. Costs are of all of them; None: not known."""
+
+    rounds: int
+    test: float | None  # accuracy on the test set, 0..1
+    held: float | None  # on all held-out shares together
+    mean: float | None  # likewise, of devices
+    worst_decile: float | None
+    seconds: float | None  # on the simulated boards, from each round's opening to its end
+    real_s: float  # on this machine, evaluation aside
+    down_bytes: int
+    up_bytes: int
+    energy_j: float | None
+
+    @property
+    def accuracy(self) -> float | None:
+        """On the test set, or where there is none on held-out shares."""
+        return self.held if self.test is None else self.test
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One method with one seed."""
+
+    method: str
+    seed: int
+    params: dict[str, Any]
+    devices: int
+    tested: int  # examples of the test set; 0: there is none
+    marks: tuple[Mark, ...]
+    refusals: dict[str, str] = {}  # device -> why it did not take part in some round
+    format: int = FORMAT
+
+
+def play(job: Job, folder: Path, tell: Callable[[int], None], workers: int = 1, alone: str = "") -> Run:
+    """Make one run. `tell` hears how many rounds are done.
+
+    The global model is evaluated beside the rounds, every `check.every` of them and after the last: on all devices'
+    held-out shares and on the test set.
+
+    Args:
+        alone: the one device that takes part; "": all do.
+
+    Raises:
+        FedquiltError: what its data, its bundle or the run raise; the run has failed.
+    """
+    members, test = shares(job, folder)
+    members = [member for member in members if alone in ("", member.device)]
+    marks: list[Mark] = []
+    spent = _Spent()
+    every, checked = job.check.every, methods.load(job.method).check is not None
+    refusals: dict[str, str] = {}
+    judge = None if test is None or checked else Evaluator(job, folder, test=test)
+
+    def observe(simulation: Simulation, hands: Hands) -> None:
+        spent.add(simulation.rounds[spent.rounds :])
+        done, last = simulation.done, simulation.finished or simulation.over
+        due = last or bool(every and done % every == 0)
+        if done and due and simulation.ready and (not marks or marks[-1].rounds < done):
+            devices = hands.evaluate(simulation) if checked and every else {}
+            found = hands.test(simulation) if checked and test is not None else None
+            accuracy = None if found is None else found.get("accuracy")
+            if judge is not None and (score := judge.score(simulation.state, done)) is not None:
+                accuracy = score.accuracy
+            marks.append(spent.mark(done, devices, accuracy))
+        refusals.update(simulation.refusals)
+        tell(done)
+
+    with contextlib.nullcontext() if judge is None else judge:
+        beside = msgspec.structs.replace(job, check=Check(every=every, beside=True))
+        simulate(beside, folder, members, workers=workers, together=True, test=test, observe=observe)
+    return Run(
+        method=job.method,
+        seed=job.seed,
+        params=job.params,
+        devices=len(members),
+        tested=len(test) if test is not None else 0,
+        marks=tuple(marks),
+        refusals=refusals,
+    )
+
+
+def shares(job: Job, folder: Path) -> tuple[list[Member], Examples | None]:
+    """What each device has, and the test set; None: the job names none and its [data] has no split "test".
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    agents = fleet.Plan(job, folder, Path()).agents()
+    split = examples.load_shares(examples.parse(agents[0]["data"]))
+    members = [Member(agent["device"], *share) for agent, share in zip(agents, split, strict=True)]
+    try:
+        return members, evaluate.test_set(job)
+    except (DataError, JobError):
+        if job.test:
+            raise
+        return members, None
+
+
+@dataclasses.dataclass
+class _Spent:
+    """What the rounds so far have taken."""
+
+    rounds: int = 0
+    seconds: float | None = 0.0
+    real_s: float = 0.0
+    down_bytes: int = 0
+    up_bytes: int = 0
+    energy_j: float | None = 0.0
+
+    def add(self, rounds: Sequence[Round]) -> None:
+        for round in rounds:
+            self.rounds += 1
+            self.seconds = _plus(self.seconds, round.duration_s)
+            self.energy_j = _plus(self.energy_j, round.energy_j)
+            self.real_s += round.wall_s
+            self.down_bytes += round.down_bytes
+            self.up_bytes += round.up_bytes
+
+    def mark(self, done: int, devices: Mapping[str, Mapping[str, float]], test: float | None) -> Mark:
+        told = {name: (each["accuracy"], each["examples"]) for name, each in devices.items() if "accuracy" in each}
+        own = progress.of_devices(told)
+        return Mark(
+            test=test,
+            held=None if own is None else own.weighted,
+            mean=None if own is None else own.mean,
+            worst_decile=None if own is None else own.worst_decile,
+            **{**vars(self), "rounds": done},
+        )
+
+
+def _plus(total: float | None, value: float | None) -> float | None:
+    return None if total is None or value is None else total + value

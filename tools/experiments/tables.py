@@ -1,0 +1,285 @@
+"""What a comparison came to: a table over seeds, what each method took to a target, plots and a page."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from fedquilt import units
+from fedquilt.core import StoreError
+from fedquilt.tools.experiments.single_run import Mark, Run
+from fedquilt.tools.report import page, plots
+
+COSTS: Final = ("rounds", "bytes", "energy_j", "seconds", "real_s")
+FILES: Final = {"energy_j": "energy", "seconds": "board-time", "real_s": "real-time"}
+
+
+def result(job: str, runs: Sequence[Run], target: float | None, failed: Sequence[str] = ()) -> dict[str, Any]:
+    """For programs: the table, and every run.
+
+    Args:
+        target: accuracy, 0..1, to which costs are counted; None: none is.
+    """
+    return {
+        "job": job,
+        "accuracy_on": "test set" if any(run.tested for run in runs) else "held-out shares",
+        "target": target,
+        "table": table(runs, target),
+        "failed": list(failed),
+        "runs": [msgspec.to_builtins(run) for run in runs],
+    }
+
+
+def personal(runs: Sequence[Run]) -> list[Run]:
+    """The runs without their test set: accuracy is then that on the devices' held-out shares."""
+    return [
+        msgspec.structs.replace(
+            run, tested=0, marks=tuple(msgspec.structs.replace(mark, test=None) for mark in run.marks)
+        )
+        for run in runs
+    ]
+
+
+def table(runs: Sequence[Run], target: float | None) -> list[dict[str, Any]]:
+    """A row for each method: means over its seeds. "sd" is None of one seed; a cost is None where one run's is."""
+    return [
+        _row(name, [run for run in runs if run.method == name and run.marks], target)
+        for name in dict.fromkeys(run.method for run in runs if run.marks)
+    ]
+
+
+def _row(name: str, runs: Sequence[Run], target: float | None) -> dict[str, Any]:
+    last = [run.marks[-1] for run in runs]
+    found: dict[str, Any] = {
+        "method": name,
+        "seeds": [run.seed for run in runs],
+        "accuracy": _mean([mark.accuracy for mark in last]),
+        "sd": _sd([mark.accuracy for mark in last]),
+        "held": _mean([mark.held for mark in last]),
+        "worst_decile": _mean([mark.worst_decile for mark in last]),
+        "best": _mean([_best(run) for run in runs]),
+        "in_all": {cost: _mean([_cost(mark, cost) for mark in last]) for cost in COSTS},
+    }
+    if target is not None:
+        reached = [mark for run in runs if (mark := first(run, target)) is not None]
+        found["reached"] = len(reached)
+        found["to_target"] = {cost: _mean([_cost(mark, cost) for mark in reached]) for cost in COSTS}
+        found["rounds_sd"] = _sd([float(mark.rounds) for mark in reached])
+    return found
+
+
+def first(run: Run, target: float) -> Mark | None:
+    """The first evaluation at which the target was reached."""
+    return next((mark for mark in run.marks if mark.accuracy is not None and mark.accuracy >= target), None)
+
+
+def _best(run: Run) -> float | None:
+    return max((mark.accuracy for mark in run.marks if mark.accuracy is not None), default=None)
+
+
+def _cost(mark: Mark, name: str) -> float | None:
+    return float(mark.down_bytes + mark.up_bytes) if name == "bytes" else getattr(mark, name)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known and len(known) == len(values) else None
+
+
+def _sd(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.stdev(known) if len(known) > 1 and len(known) == len(values) else None
+
+
+# -- for people -----------------------------------------------------------------------------------
+
+
+def head(result: dict[str, Any]) -> list[str]:
+    """Of `rows`."""
+    first = ["method", "seeds", "accuracy %", "sd", "best %", "held-out %", "worst tenth %"]
+    costs = ["rounds", "bytes", "J", "board s", "real s"]
+    return [*first, *([f"to {100 * result['target']:g} %: seeds", *costs] if result["target"] is not None else costs)]
+
+
+def rows(result: dict[str, Any]) -> list[list[str]]:
+    """The table's cells; costs to the target if there is one, else in all."""
+    found = []
+    for row in result["table"]:
+        cells = [row["method"], str(len(row["seeds"]))]
+        cells += [_cell(row[name], 100, 2) for name in ("accuracy", "sd", "best", "held", "worst_decile")]
+        costs = row["in_all"]
+        if result["target"] is not None:
+            costs = row["to_target"]
+            cells.append(f"{row['reached']} of {len(row['seeds'])}")
+        moved = costs["bytes"]
+        cells += [_cell(costs["rounds"], 1, 1), "-" if moved is None else units.size(round(moved))]
+        cells += [_figures(costs[name]) for name in ("energy_j", "seconds", "real_s")]
+        found.append(cells)
+    return found
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """The table as text, and what its columns mean."""
+    if not result["table"]:
+        return ["no run has come to an end"]
+    body = [head(result), *rows(result)]
+    widths = [max(map(len, column)) for column in zip(*body, strict=True)]
+    told = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in body]
+    return [*told, "", *notes(result)]
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    counted = (
+        "costs: in all; --target A counts them to an accuracy"
+        if result["target"] is None
+        else "costs: to the first evaluation at or above the target, means over the seeds that reached it"
+    )
+    personal = (
+        [
+            "a test set is classified by what all devices share: methods that leave each device its own network are "
+            "for the devices' own examples, column held-out %; --on held compares by these"
+        ]
+        if result["accuracy_on"] == "test set"
+        else []
+    )
+    return [
+        f"accuracy: on the {result['accuracy_on']} after the last round, mean and sd over seeds; best: of any round",
+        *personal,
+        counted,
+        "J: of the simulated boards' tasks, at their governors' points; board s: of whole rounds; real s: this machine",
+    ]
+
+
+def _cell(value: float | None, scale: float, digits: int) -> str:
+    return "-" if value is None else f"{scale * value:.{digits}f}"
+
+
+def _figures(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+# -- pictures -------------------------------------------------------------------------------------
+
+
+def drawn(runs: Sequence[Run], target: float | None) -> dict[str, str]:
+    """File name -> SVG: accuracy over each cost, mean of the seeds with a band of one sd, and at the end."""
+    kind = "test" if any(run.tested for run in runs) else "held-out"
+    label, level = f"{kind} accuracy, %", None if target is None else 100 * target
+    found = {}
+    for cost, title, unit in (
+        ("rounds", "by round", "rounds"),
+        ("bytes", "by bytes", "B, down and up"),
+        ("energy_j", "by energy", "J of the boards"),
+        ("seconds", "by the boards' time", "s of the slowest board"),
+        ("real_s", "by this machine's time", "s"),
+    ):
+        lines, largest = [], 0.0
+        for name in dict.fromkeys(run.method for run in runs):
+            line = _line(name, [run for run in runs if run.method == name], cost)
+            if line is not None:
+                lines.append(line)
+                largest = max([largest, *line.x])
+        if not lines:
+            continue
+        whole = cost == "rounds" or (cost in ("seconds", "real_s") and largest >= 1)
+        scale, prefix = (1.0, "") if whole else units.unit(largest)
+        scaled = [plots.Line(each.name, [x / scale for x in each.x], each.y, each.low, each.high) for each in lines]
+        name = FILES.get(cost, cost)
+        found[f"accuracy-{name}.svg"] = plots.lines(
+            scaled, f"Accuracy {title}", prefix + unit, label, level=level, most=100.0
+        )
+    ends = [
+        plots.Dots(name, [100 * value for run in runs if run.method == name and (value := _last(run)) is not None])
+        for name in dict.fromkeys(run.method for run in runs)
+    ]
+    found["accuracy-end.svg"] = plots.dots(ends, "Accuracy at the end, a dot for each seed", label, most=100.0)
+    return found
+
+
+def _last(run: Run) -> float | None:
+    return run.marks[-1].accuracy if run.marks else None
+
+
+def _line(name: str, runs: Sequence[Run], cost: str) -> plots.Line | None:
+    """Means over seeds at the numbers of rounds that all of them have; None: the cost is not known."""
+    by_rounds = [{mark.rounds: mark for mark in run.marks if mark.accuracy is not None} for run in runs]
+    common = sorted(set.intersection(*map(set, by_rounds))) if by_rounds else []
+    x, y, low, high = [], [], [], []
+    for number in common:
+        marks = [marks[number] for marks in by_rounds]
+        at, value = _mean([_cost(mark, cost) for mark in marks]), _mean([mark.accuracy for mark in marks])
+        if at is None or value is None:
+            return None
+        spread = _sd([mark.accuracy for mark in marks]) or 0.0
+        x.append(at)
+        y.append(100 * value)
+        low.append(100 * max(value - spread, 0.0))
+        high.append(100 * min(value + spread, 1.0))
+    banded = len(runs) > 1
+    return plots.Line(name, x, y, low if banded else (), high if banded else ()) if x else None
+
+
+def write(result: dict[str, Any], runs: Sequence[Run], out: Path) -> list[str]:
+    """Write compare.json, compare.html and the plots into `out`; their places, and where a larger table has gone.
+
+    A table in `out` that holds runs which this one lacks, or more rounds of one, is moved into a folder of its own.
+
+    Raises:
+        StoreError: they cannot be written.
+    """
+    moved = _set_aside(runs, out)
+    pictures = drawn(runs, result["target"]) if result["table"] else {}
+    files = {"compare.json": msgspec.json.format(msgspec.json.encode(result)).decode() + "\n"}
+    files |= {name: plots.alone(svg) for name, svg in pictures.items()}
+    params = [f"{run.method}: {msgspec.json.encode(run.params).decode()}" for run in runs]
+    parts = [
+        page.heading(f"{result['job']}: methods compared", f"accuracy on the {result['accuracy_on']}"),
+        page.section("Table", page.table(head(result), rows(result)), *map(page.text, notes(result))),
+        page.section("Plots", page.plots(list(pictures.values()))),
+        page.section("Parameters", page.story(list(dict.fromkeys(params)))),
+        page.section("Failed", page.story(result["failed"])) if result["failed"] else "",
+    ]
+    files["compare.html"] = page.page(f"{result['job']} · fedquilt compare", [part for part in parts if part])
+    try:
+        for name, text in files.items():
+            (out / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StoreError(f"cannot write into {out}: {error.strerror}") from None
+    return [*moved, *(str(out / name) for name in files)]
+
+
+def _set_aside(runs: Sequence[Run], out: Path) -> list[str]:
+    """Move an earlier table and its pictures away, if these runs do not contain it; a sentence on it."""
+    try:
+        earlier = msgspec.json.decode((out / "compare.json").read_bytes(), type=_Written).runs
+    except (FileNotFoundError, msgspec.DecodeError):  # none, or what no version of this command has written whole
+        return []
+    now = {(run.method, run.seed): _rounds(run) for run in runs}
+    lost = [run for run in earlier if now.get((run.method, run.seed), -1) < _rounds(run)]
+    if not lost:
+        return []
+    place = next(path for i in itertools.count(1) if not (path := out / f"earlier-{i}").exists())
+    try:
+        place.mkdir()
+        for path in [out / "compare.json", out / "compare.html", *sorted(out.glob("accuracy-*.svg"))]:
+            if path.exists():
+                path.rename(place / path.name)
+    except OSError as error:
+        raise StoreError(f"cannot move the table in {out} into {place}: {error.strerror}") from None
+    names = ", ".join(f"{run.method} with seed {run.seed}" for run in lost[:3]) + ", ..." * (len(lost) > 3)
+    return [f"the table that was here held more ({names}): it is in {place} now"]
+
+
+def _rounds(run: Run) -> int:
+    return run.marks[-1].rounds if run.marks else 0
+
+
+class _Written(msgspec.Struct):
+    """What of compare.json says how large its table is."""
+
+    runs: list[Run]

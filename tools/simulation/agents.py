@@ -1,0 +1,328 @@
+"""Simulated fleets: the agents' own code N times, as processes on a broker or in one process on virtual time.
+
+Only the board is simulated (time and energy follow its profile) and, on virtual time, the link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from fedquilt import config as tables
+from fedquilt.bundle import load
+from fedquilt.coordinator.executors import OverLink
+from fedquilt.coordinator.job import first_state, require_made_for
+from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.settings import Job
+from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.views.terminal import Console, coordinate
+from fedquilt.core import Device, Examples, JobError
+from fedquilt.data import examples
+from fedquilt.edge_agent import settings
+from fedquilt.edge_agent.agent import Agent
+from fedquilt.edge_agent.devices import make as make_board
+from fedquilt.edge_agent.task.worker import InlineWorker
+from fedquilt.tools.artefacts import fitting
+from fedquilt.tools.broker import EmbeddedBroker
+from fedquilt.tools.simulation import Member
+from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, simulate
+from fedquilt.transport.mqtt import Broker, MqttLink
+
+WAITS_S: Final = 3600.0  # of virtual time for which nobody is at a run
+PULSE_S: Final = 5.0  # how often it is told how far a fleet on virtual time is, between its facts
+PULSE_LIVE_S: Final = 0.5  # on a terminal, where it is one line that is overwritten
+
+# an agent that does not outlive this process, however this process ends
+AGENT = (
+    "import sys; from fedquilt.edge_agent.task.process import die_with; die_with(int(sys.argv[1])); "
+    "from fedquilt.cli import main; sys.exit(main(['agent', sys.argv[2]]))"
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job and the boards it runs on."""
+
+    job: Job
+    bundle: Path
+    home: Path
+    devices: int | None = None  # default: the job's fleet.devices
+    fleet: str = "fleet"
+
+    @property
+    def size(self) -> int:
+        return self.devices or self.job.fleet.devices
+
+    def folder(self, run: str, device: str) -> Path:
+        """An agent's home: its own in each run, as what a board has kept of another would change what is measured.
+
+        Without a run, which agents for a coordinator elsewhere know nothing of, it is kept from run to run.
+        """
+        return (self.home / "agents" / run / device).resolve()
+
+    def agents(self, run: str = "") -> list[dict[str, Any]]:
+        """Every agent's settings, as the tables of its agent.toml; boards and budgets are taken in turn.
+
+        Raises:
+            JobError: the job has no [data].
+        """
+        if not self.job.data:
+            raise JobError("a simulated fleet needs the job's [data] table: what is shared out among its devices")
+        spec = self.job.fleet
+        agents = []
+        for index in range(self.size):
+            board = spec.boards[index % len(spec.boards)]
+            device = f"{board}-{index:02d}"
+            agents.append(
+                {
+                    "device": device,
+                    "fleet": self.fleet,
+                    "home": str(self.folder(run, device)),
+                    "board": board,
+                    "budget": spec.budgets[index % len(spec.budgets)],
+                    "governor": {"policy": spec.policy},
+                    "data": {"seed": self.job.seed, **self.job.data, "share": index, "shares": self.size},
+                }
+            )
+        return agents
+
+    def members(self) -> tuple[list[Member], Examples]:
+        """What each device has, and the test set that no device has.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        tables = self.agents()
+        shares = examples.load_shares(msgspec.convert(tables[0]["data"], examples.DataSpec))
+        found = [Member(table["device"], *share) for table, share in zip(tables, shares, strict=True)]
+        return found, examples.load_all(msgspec.convert({**self.job.data, "split": "test"}, examples.DataSpec))
+
+    def submit(self, store: Store, make: Callable[[str], Device] = make_board) -> str:
+        """Queue the job, or take up its unfinished run; the first round waits for the whole fleet. The run's id.
+
+        Raises:
+            JobError, ModelError: the bundle, or a key of [data] or [fleet] is wrong, or the method cannot train the
+                bundle's network.
+            DataError: there is no data, or none that can be read, or the network cannot take them.
+        """
+        made = load(self.bundle)
+        require_made_for(self.job, made)
+        agents = self.agents()
+        fitting.require_fit(made.meta, examples.parse(agents[0]["data"]))  # else every board would find out for itself
+        with tables.naming("[fleet]"):
+            for budget in dict.fromkeys(self.job.fleet.budgets):
+                settings.size_bytes(budget)
+            for board in dict.fromkeys(agent["board"] for agent in agents):
+                make(board)
+        cohort = msgspec.structs.replace(self.job.cohort, start_devices=self.size)
+        job, folder = msgspec.structs.replace(self.job, cohort=cohort), self.bundle.resolve()
+        run = store.unfinished(job, folder, "fleet")
+        if run is None:
+            first_state(job, made)
+            return store.add(job, folder, "fleet")
+        store.set_status(run, "running")
+        return run
+
+
+def really(
+    plan: Plan, broker: Mapping[str, Any] | None, *, agents_only: bool = False, wordy: bool = False
+) -> tuple[str, str]:
+    """Agents as processes; a coordinator here unless it runs elsewhere. Returns (run, how it ended).
+
+    `broker` is the [broker] table of an agent.toml; None starts an embedded one.
+
+    Raises:
+        JobError: every agent has ended, with the last words of one.
+    """
+    with contextlib.ExitStack() as stack:
+        if broker is None:
+            broker = {"url": stack.enter_context(EmbeddedBroker()).url}
+        if agents_only:
+            for agent in stack.enter_context(_processes(plan.agents(), broker)).values():
+                agent.wait()
+            return "", "done"
+        store = stack.enter_context(Store(plan.home))
+        if not store.lock():
+            raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")
+        run = plan.submit(store)
+        agents = stack.enter_context(_processes(plan.agents(run), broker))
+        link = MqttLink(Broker.parse(**broker), f"fedquilt-coordinator-{plan.fleet}")
+        link.connect(timeout_s=10.0)
+        console = Console(wordy=wordy, mend=f"the boards' logs: {plan.folder(run, '*')}/agent.log")
+        coordinate(store, link, plan.fleet, console, only=run, watch=_Watch(plan, run, agents, console.say))
+        ended = store.status(run)
+    if ended == "done":
+        _tidy(plan, run)
+    return run, ended
+
+
+def virtually(
+    plan: Plan,
+    *,
+    wordy: bool = False,
+    make: Callable[[str], Device] = make_board,
+    real_clock: Callable[[], float] = time.monotonic,
+) -> tuple[str, str]:
+    """Everything in this process on virtual time. Returns (run, how it ended).
+
+    `make` makes a board by its name. How far the fleet is, is told every few seconds of `real_clock`. Nothing waits
+    for the disk: what a killed process leaves is whole, what a power failure leaves need not be.
+    """
+    broker = MemoryBroker(plan.job.seed)
+    with Store(plan.home, durable=False) as store:
+        if not store.lock():
+            raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")
+        run = plan.submit(store, make)
+        console = Console(wordy=wordy, clock=lambda: broker.now_s)
+        pulse = _Pulse(console, real_clock)
+        console.say(f"{run}: making {plan.size} boards")
+        link = broker.connect()
+        server = Server(OverLink(link, plan.fleet, store.depot, store.next_epoch()), store, console.observe, only=run)
+        sides: list[tuple[MemoryLink, Endpoint]] = [(link, server)]
+        together = examples.Together()
+        agents: list[Agent] = []
+        waiting = _Waiting(run)
+        for table in plan.agents(run):
+            options = settings.parse(table)
+            board = make(options.board)
+            own = broker.connect()
+            agents.append(Agent(own, options, board, InlineWorker(board, together.load), durable=False))
+            sides.append((own, agents[-1]))
+            pulse.tell(lambda: f"{run}: {len(agents)} of {plan.size} boards are made")
+
+        def watch() -> None:
+            pulse.tell(lambda: _how_far(run, server, agents))
+            waiting.look(server, broker.now_s)
+
+        simulate(broker, lambda: sides, lambda: server.finished, watch=watch)
+        ended = store.status(run)
+    if ended == "done":
+        _tidy(plan, run)
+    return run, ended
+
+
+class _Pulse:
+    """Tells how far a fleet on virtual time is, at once and then every few seconds of real time."""
+
+    def __init__(self, console: Console, clock: Callable[[], float]) -> None:
+        self._console, self._clock = console, clock
+        self._due_s = clock()
+
+    def tell(self, line: Callable[[], str]) -> None:
+        """Show `line` if it is time."""
+        now_s = self._clock()
+        if now_s >= self._due_s:
+            self._due_s = now_s + (PULSE_LIVE_S if self._console.live else PULSE_S)
+            self._console.status(line())
+
+
+class _Waiting:
+    """Ends a fleet on virtual time that waits for boards which will never come.
+
+    Raises:
+        JobError: nobody has been at the run for WAITS_S.
+    """
+
+    def __init__(self, run: str) -> None:
+        self._run, self._busy_s = run, 0.0
+
+    def look(self, server: Server, now_s: float) -> None:
+        job = server.active
+        if job is None or job.rounds.asked or job.rounds.phase not in ("new", "selecting", "open"):
+            self._busy_s = now_s
+        elif now_s > self._busy_s + WAITS_S:
+            raise JobError(
+                f"{self._run} has waited for boards since its round {job.rounds.round}, and no others will come: "
+                "see `fedquilt why`, and mend [cohort] (min_devices, min_battery, max_temperature_c) or [fleet]"
+            )
+
+
+def _how_far(run: str, server: Server, agents: Sequence[Agent]) -> str:
+    """Where the running round stands, as its facts and its boards tell."""
+    job = server.active
+    if job is None:
+        return f"{run}: {len(agents)} boards are there"
+    state = job.rounds
+    asked = len(state.asked) + len(state.answered)
+    at_work = sum(agent.duty.state.open is not None and agent.duty.state.open.working for agent in agents)
+    return f"{run}: round {state.round}: {len(state.answered)} of {asked} answered, {at_work} at work"
+
+
+def _tidy(plan: Plan, run: str) -> None:
+    """Of a run that is over, boards keep their logs and what is private to them: no blobs."""
+    for table in plan.agents(run):
+        for name in ("blobs", "cache", "outbox", "scratch"):
+            shutil.rmtree(Path(table["home"]) / name, ignore_errors=True)
+
+
+# -- processes ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _processes(
+    agents: Sequence[Mapping[str, Any]], broker: Mapping[str, Any]
+) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """The fleet's agents, each with its agent.toml and its log; they are told to stop at the end."""
+    started: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for table in agents:
+            home = Path(table["home"])
+            home.mkdir(parents=True, exist_ok=True)
+            (home / "agent.toml").write_text(tables.text({**table, "broker": dict(broker)}))
+            with (home / "agent.log").open("ab") as log:
+                command = [sys.executable, "-c", AGENT, str(os.getpid()), str(home / "agent.toml")]
+                started[table["device"]] = subprocess.Popen(command, stdout=log, stderr=log)
+        yield started
+    finally:
+        for process in started.values():
+            process.terminate()
+        for process in started.values():
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+class _Watch:
+    """Watches the agents' processes of a running fleet and reports those that end."""
+
+    def __init__(
+        self, plan: Plan, run: str, agents: Mapping[str, subprocess.Popen[bytes]], say: Callable[[str], None]
+    ) -> None:
+        self._plan, self._run, self._agents, self._say = plan, run, agents, say
+        self._ended: set[str] = set()  # devices whose end has been told
+
+    def __call__(self) -> None:
+        """Tell each agent that has ended since the last call, and why.
+
+        Raises:
+            JobError: none is left, with the last words of one.
+        """
+        for device, process in sorted(self._agents.items()):
+            if device not in self._ended and (code := process.poll()) is not None:
+                self._ended.add(device)
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                words, log = self._last(device)
+                left = len(self._agents) - len(self._ended)
+                self._say(f"the agent of {device} {how}; it said: {words} ({log}); {left} agents go on")
+        if len(self._ended) == len(self._agents):
+            device = sorted(self._agents)[0]
+            words, log = self._last(device)
+            raise JobError(f"every agent has ended; {device} said: {words} ({log})")
+
+    def _last(self, device: str) -> tuple[str, Path]:
+        """The last line in an agent's log, and the log."""
+        log = self._plan.folder(self._run, device) / "agent.log"
+        return (log.read_text(errors="replace").strip().splitlines() or ["(nothing)"])[-1], log

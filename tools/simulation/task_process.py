@@ -1,0 +1,125 @@
+"""One device's tasks in the agent's own task process, to see what they hold: what its updates would tell in `Usage`."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from fedquilt import tensors, wire
+from fedquilt.coordinator.job import make_task
+from fedquilt.core import BlobRef, ModelError, Order, Task, Tensors, derive_seed
+from fedquilt.edge_agent import state
+from fedquilt.edge_agent.task import budget, protocol
+from fedquilt.edge_agent.task.process import Child
+from fedquilt.edge_agent.task.worker import COMMAND
+
+LOOK_S = 0.02
+
+
+class TaskProcess:
+    """A process for one engine under one budget, alive within `with`; the device's private state goes along.
+
+    `outside_bytes` is the peak that the kernel told of it after its last task, 0 if it tells none.
+
+    Args:
+        data: the device's [data] table.
+        find: finds a bundle's file on disk.
+        folder: scratch.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        engine: str,
+        budget_bytes: int,
+        data: Mapping[str, Any],
+        find: Callable[[str], Path],
+        folder: Path,
+    ) -> None:
+        self._method, self._engine, self._budget_bytes = method, engine, budget_bytes
+        self._data, self._find, self._folder = dict(data), find, folder
+        self._private: str | None = None
+        self._child: Child | None = None
+        self.outside_bytes = 0
+
+    def __enter__(self) -> TaskProcess:
+        self._child = Child(COMMAND, self._engine)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._child is not None:
+            self._child.kill()
+
+    def carry_out(self, order: Order, number: int) -> tuple[protocol.Outcome, dict[str, Tensors]]:
+        """How the task went, and the tensors that it would send.
+
+        Raises:
+            ModelError: it did not go well; says why.
+        """
+        out = self._folder / str(number)
+        out.mkdir()
+
+        def blob(value: Tensors | BlobRef) -> BlobRef:
+            if isinstance(value, BlobRef):
+                return value
+            payload = tensors.encode(value)
+            ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+            (out / f"{ref.sha256}.in").write_bytes(payload)
+            return ref
+
+        task = make_task(
+            order,
+            blob=blob,
+            actions=("work",),
+            job="alone",
+            round=number,
+            attempt=0,
+            method=self._method,
+            engine=self._engine,
+            seed=derive_seed("alone", number),
+            deadline_s=0.0,
+        )
+        files = {
+            name: str(self._find(name) if isinstance(value, BlobRef) else out / f"{task.bundles[name].sha256}.in")
+            for name, value in order.bundles.items()
+        }
+        asked = protocol.Order(
+            task=wire.decode(wire.encode(task), Task),
+            device="alone",
+            budget_bytes=self._budget_bytes,
+            data={},
+            bundles=files,
+            private=self._private,
+            cache=str(self._folder / "cache"),
+            out=str(out),
+        )
+        outcome = self.ask(asked)
+        if outcome.code != "ok":
+            raise ModelError(f"a task of {self._method} in {self._budget_bytes / 1e6:.0f} MB: {outcome.reason}")
+        if (out / state.PRIVATE).exists():
+            self._private = str(out / state.PRIVATE)
+        return outcome, {name: tensors.read(out / ref.sha256) for name, ref in outcome.bundles.items()}
+
+    def ask(self, order: protocol.Order) -> protocol.Outcome:
+        """What an order comes to with this device's data."""
+        assert self._child is not None
+        return self._answer(self._child, msgspec.json.encode(msgspec.structs.replace(order, data=self._data)) + b"\n")
+
+    def _answer(self, child: Child, line: bytes) -> protocol.Outcome:
+        child.send(line)
+        while True:
+            for event in child.receive():
+                if isinstance(event, protocol.Outcome):
+                    self.outside_bytes = budget.peak_bytes(child.pid) or 0
+                    return event
+            if child.gone:
+                return child.obituary()
+            time.sleep(LOOK_S)
