@@ -75,7 +75,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stop: Stop = Stop()
     check: Check = Check()
     fleet: Fleet = Fleet()
-    data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.data.examples.DataSpec
+    data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.data.spec.DataSpec
     test: dict[str, Any] = msgspec.field(default_factory=dict)  # a DataSpec too: what no device has
     compare: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)  # method -> params
     model: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.tools.artefacts.prepare

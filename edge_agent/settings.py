@@ -26,7 +26,7 @@ from msgspec import Meta
 
 from fedquilt import config, profiles
 from fedquilt.core import JobError, Name
-from fedquilt.data import examples as data
+from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent.power.governor import Policy, Rule
 
 UNITS = {
@@ -80,7 +80,7 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     broker: BrokerSettings = BrokerSettings()
     enrol: EnrolSettings = EnrolSettings()
     governor: GovernorSettings = GovernorSettings()
-    data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.data.examples.DataSpec
+    data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.data.spec.DataSpec
 
     def budget_bytes(self, memory_bytes: int) -> int:
         """The most a task's process may hold, on a board with so much memory."""
@@ -126,7 +126,7 @@ def parse(table: Mapping[str, Any]) -> AgentSettings:
     """
     settings = config.convert(table, AgentSettings, "an agent's settings")
     if settings.data:
-        data.parse(settings.data)
+        DataSpec.parse(settings.data)
     for key, size in (("budget", settings.budget), ("cache", settings.cache)):
         if size is not None:
             try:

@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from fedquilt import threads
 from fedquilt.core import FedquiltError, JobError, StoreError
-from fedquilt.edge_agent.task import process
 from fedquilt.typed import parser
 
 
@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     options = parser().parse_args(argv)
     level = logging.DEBUG if options.verbose > 1 else logging.INFO if options.verbose else logging.WARNING
-    for name, value in process.QUIET.items():
+    for name, value in threads.QUIET.items():
         os.environ.setdefault(name, value)  # before a verb imports numpy
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:

@@ -35,10 +35,10 @@ def prepare(options: argparse.Namespace) -> int:
     with config.naming(str(options.job)):
         running.first_state(job, made)
     if job.data:
-        from fedquilt.data import examples
+        from fedquilt.data.spec import DataSpec
         from fedquilt.tools.artefacts import fitting
 
-        spec = examples.parse(job.data)
+        spec = DataSpec.parse(job.data)
         if spec.synthetic or all(
             Path(each.path).exists() for each in spec.sources or (spec,)
         ):  # else only boards have it
@@ -477,16 +477,16 @@ def _job(path: Path) -> Any:
     """
     from fedquilt import config
     from fedquilt.coordinator import settings
-    from fedquilt.data import examples
+    from fedquilt.data.spec import DataSpec
 
     job = settings.load(path)
     with config.naming(str(path)):
         if job.data:
-            examples.parse(job.data)
+            DataSpec.parse(job.data)
         if job.test:
             from fedquilt.tools.experiments import evaluate as evaluator
 
-            examples.parse(evaluator.table(job), "[test]")
+            DataSpec.parse(evaluator.table(job), "[test]")
     return job
 
 

@@ -15,8 +15,8 @@ from fedquilt import bundle, methods, tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import BlobRef, Bundle, Examples, Method, Order, Site, Task
+from fedquilt.data import images
 from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.models.networks import inputs
 from fedquilt.models.partial import masks
 from fedquilt.tools.simulation import Member, hands
 from fedquilt.tools.simulation import run as simulated
@@ -139,7 +139,7 @@ def convolution(seed: int, before: int, after: int, pool: bool) -> Callable[[np.
         padded = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
         windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3))
         maps = np.maximum(np.einsum("nchwij,kcij->nkhw", windows, kernel, optimize=True), 0)
-        return inputs.resize(maps, maps.shape[2] // 2, maps.shape[3] // 2) if pool else maps
+        return images.resize(maps, maps.shape[2] // 2, maps.shape[3] // 2) if pool else maps
 
     return run
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from fedquilt.core import DataError, JobError, ModelError, UpdateError
-from fedquilt.models.networks import inputs as images
+from fedquilt.data import images
 
 if TYPE_CHECKING:
     from fedquilt.core import Examples, Fit, Tensors

@@ -36,6 +36,7 @@ from fedquilt.core import (
     UpdateError,
 )
 from fedquilt.data import examples as data
+from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import engines, state
 from fedquilt.edge_agent.task import budget
 from fedquilt.edge_agent.task.process import die_with
@@ -54,7 +55,7 @@ class Bench:
     `load` gives a device's examples by its spec; by default they are read from where the spec says.
     """
 
-    def __init__(self, load: Callable[[data.DataSpec], tuple[Examples, Examples]] | None = None) -> None:
+    def __init__(self, load: Callable[[DataSpec], tuple[Examples, Examples]] | None = None) -> None:
         self._load = load or data.load
         self._engine: tuple[tuple[str, int], Any] | None = None
         self._data: tuple[dict[str, Any], tuple[Examples, Examples]] | None = None
@@ -93,7 +94,7 @@ class Bench:
         if self._data is None or self._data[0] != spec:
             if not spec:
                 raise DataError("this device has no data: give its agent.toml a [data] table")
-            self._data = (spec, self._load(msgspec.convert(spec, data.DataSpec)))
+            self._data = (spec, self._load(msgspec.convert(spec, DataSpec)))
         return self._data[1]
 
     def tensors(self, path: Path) -> dict[str, np.ndarray]:

@@ -14,6 +14,7 @@ from typing import IO, Final
 
 import msgspec
 
+from fedquilt import threads
 from fedquilt.edge_agent.task import budget
 from fedquilt.edge_agent.task.protocol import Event, Outcome
 
@@ -22,9 +23,6 @@ log = logging.getLogger("fedquilt.agent")
 LINE_MOST_BYTES: Final = 4 << 20  # of one answer; a task's thousand metrics are some 100 kB
 TAIL_BYTES: Final = 4096  # of the child's last words
 FROM_OUTSIDE: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-# Idle threads that spin take the cores from those that work, ten times over where agents share a host;
-# numpy's products are small here. Read by libraries as they load, hence set for a new process.
-QUIET: Final = {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 PR_SET_PDEATHSIG: Final = 1
 
@@ -56,7 +54,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            env={**QUIET, **os.environ},
+            env={**threads.QUIET, **os.environ},
         )
         self.pid = self._process.pid
         assert self._process.stdin is not None

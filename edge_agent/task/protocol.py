@@ -15,7 +15,7 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     task: Task
     device: str
     budget_bytes: int
-    data: dict[str, Any]  # fedquilt.data.examples.DataSpec
+    data: dict[str, Any]  # fedquilt.data.spec.DataSpec
     bundles: dict[str, str]  # bundle name -> file
     private: str | None  # file of the job's private state; None: none yet
     cache: str  # folder of the job's own: what earlier tasks left there for later ones, or nothing

@@ -23,7 +23,7 @@ from fedquilt.edge_agent.task.protocol import Event, Loaded, Order, Outcome, Pro
 
 if TYPE_CHECKING:
     from fedquilt.core import Examples
-    from fedquilt.data.examples import DataSpec
+    from fedquilt.data.spec import DataSpec
 
     Shares = tuple[Examples, Examples]  # to train on, and held out
 

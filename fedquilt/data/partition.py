@@ -15,7 +15,7 @@ import numpy as np
 
 from fedquilt import tensors
 from fedquilt.core import DataError, derive_seed
-from fedquilt.data.examples import DataSpec
+from fedquilt.data.spec import DataSpec
 
 DRAWS = 1000  # of a Dirichlet partition, before its minimum size is called out of reach
 

@@ -20,7 +20,7 @@ from typing import IO, Any, TypeAlias
 import numpy as np
 
 from fedquilt.core import DataError
-from fedquilt.data.examples import DataSpec
+from fedquilt.data.spec import DataSpec
 
 Bytes: TypeAlias = "IO[bytes] | gzip.GzipFile"
 BLOCK_BYTES = 2**20
@@ -203,7 +203,7 @@ def _subfolders(path: Path) -> list[str]:
 
 
 def _torchvision(path: Path, spec: DataSpec) -> Reader:
-    from fedquilt.models.networks.torchvision_compat import torchvision
+    from fedquilt.torchvision_compat import torchvision
 
     torchvision()
     from torchvision import datasets

@@ -13,10 +13,9 @@ import msgspec
 import numpy as np
 
 from fedquilt.core import DataError
-from fedquilt.data import readers
-from fedquilt.data.examples import DataSpec
+from fedquilt.data import images, readers
 from fedquilt.data.readers import Reader
-from fedquilt.models.networks import inputs
+from fedquilt.data.spec import DataSpec
 
 AT_ONCE = 256  # images resized in one go: bounds what their float32 copies hold
 
@@ -80,7 +79,7 @@ def _is_image(shape: tuple[int, ...]) -> bool:
 def _resized(x: np.ndarray, size: int) -> np.ndarray:
     """(n, h, w[, c]) of any type -> (n, size, size[, c]) of the same."""
     maps = x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2)  # (n, c, h, w)
-    scaled = inputs.resize(maps.astype(np.float32), size, size)
+    scaled = images.resize(maps.astype(np.float32), size, size)
     if x.dtype.kind != "f":
         scaled = np.rint(scaled)  # means of pixels: never out of their range
     return (scaled[:, 0] if x.ndim == 3 else scaled.transpose(0, 2, 3, 1)).astype(x.dtype)

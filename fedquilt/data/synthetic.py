@@ -20,8 +20,8 @@ import numpy as np
 
 from fedquilt import tensors
 from fedquilt.core import DataError
-from fedquilt.data.examples import DataSpec
 from fedquilt.data.readers import Reader
+from fedquilt.data.spec import DataSpec
 
 
 class Centre(NamedTuple):

@@ -1,177 +1,22 @@
-"""Where a broker is, and how a socket to it is opened without ever blocking.
+"""Open a socket to a broker without ever blocking.
 
-`Broker` is the whole of a broker's settings; it holds no secret, only the names of files that do,
-read anew at each attempt, so that renewed certificates and passwords need no restart. `dial` does
-TCP and TLS as a generator: it yields whenever it would have to wait.
+`dial` does TCP and TLS as a generator: it yields whenever it would have to wait.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import re
 import select
 import socket
 import ssl
 from collections.abc import Generator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import SplitResult, unquote, urlsplit
 
-from fedquilt.core import JobError
-from fedquilt.transport.mqtt_errors import unreachable, why
+from fedquilt.transport.broker import Broker
+from fedquilt.transport.mqtt_errors import unreachable
 
-PORTS = {"mqtt": 1883, "mqtts": 8883}
 ANSWER_S = 5.0  # the longest one address may take to answer
-
-
-@dataclass(frozen=True)
-class Broker:
-    """Where a broker is and how to talk to it."""
-
-    host: str
-    port: int
-    tls: bool = False
-    user: str | None = None
-    password_file: Path | None = None  # its first line
-    ca: Path | None = None  # None with TLS: the system's authorities
-    cert: Path | None = None
-    key: Path | None = None
-    keepalive_s: int = 60
-    session_expiry_s: int = 3600  # how long the broker keeps subscriptions and messages for an absent client
-    max_payload: int | None = None  # bytes; None: what the broker announces, or a safe guess
-
-    @classmethod
-    def parse(
-        cls,
-        url: str,
-        *,
-        ca: str | Path | None = None,
-        cert: str | Path | None = None,
-        key: str | Path | None = None,
-        password_file: str | Path | None = None,
-        keepalive_s: int = 60,
-        session_expiry_s: int = 3600,
-        max_payload: int | None = None,
-    ) -> Broker:
-        """Settings from `mqtt[s]://[user@]host[:port]` and files, checked.
-
-        Raises:
-            JobError: a URL, file or number that cannot be used.
-        """
-        parts = _split(url)
-        broker = cls(
-            host=parts.hostname or "",
-            port=parts.port or PORTS[parts.scheme],
-            tls=parts.scheme == "mqtts",
-            user=unquote(parts.username) if parts.username else None,
-            password_file=_path(password_file),
-            ca=_path(ca),
-            cert=_path(cert),
-            key=_path(key),
-            keepalive_s=keepalive_s,
-            session_expiry_s=session_expiry_s,
-            max_payload=max_payload,
-        )
-        broker._check()
-        return broker
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'mqtts' if self.tls else 'mqtt'}://{host}:{self.port}"
-
-    def password(self) -> str | None:
-        """The first line of the password file; None without one.
-
-        Raises:
-            JobError: it cannot be read, or is empty.
-        """
-        if self.password_file is None:
-            return None
-        try:
-            with self.password_file.open(encoding="utf-8") as file:
-                password = file.readline().rstrip("\r\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise JobError(f"password file {self.password_file} cannot be read: {why(error)}") from None
-        if not password:
-            raise JobError(f"password file {self.password_file} is empty: write the password on its first line")
-        return password
-
-    def context(self) -> ssl.SSLContext:
-        """A TLS context that verifies the broker, with this side's certificate if there is one.
-
-        Raises:
-            JobError: a certificate or key that cannot be used.
-        """
-        if self.ca is not None and not _readable(self.ca):
-            raise JobError(f"CA file {self.ca} cannot be read: check its path and permissions")
-        try:
-            context = ssl.create_default_context(cafile=str(self.ca) if self.ca else None)
-        except ssl.SSLError:
-            raise JobError(f"CA file {self.ca} holds no certificate: it must be PEM") from None
-        if self.cert is None or self.key is None:
-            return context
-        for what, path in (("certificate", self.cert), ("key", self.key)):
-            if not _readable(path):
-                raise JobError(f"{what} file {path} cannot be read: check its path and permissions")
-        try:
-            context.load_cert_chain(str(self.cert), str(self.key), password=_no_passphrase)
-        except ssl.SSLError as error:
-            raise JobError(
-                f"certificate {self.cert} and key {self.key} cannot be used together ({why(error)}): "
-                "both must be PEM, and of one pair"
-            ) from None
-        return context
-
-    def _check(self) -> None:
-        if (self.cert is None) != (self.key is None):
-            raise JobError("a certificate needs its key and a key its certificate: give both cert and key, or neither")
-        if not self.tls and (self.ca or self.cert):
-            raise JobError(f"{self} is not encrypted, so ca, cert and key are of no use: write mqtts://")
-        if self.password_file is not None and self.user is None:
-            raise JobError("a password file needs a user: write mqtt[s]://USER@host")
-        if not 5 <= self.keepalive_s <= 65535:
-            raise JobError(f"keepalive_s is {self.keepalive_s}: it must be 5 to 65535 seconds")
-        if not 0 <= self.session_expiry_s < 2**32:
-            raise JobError(f"session_expiry_s is {self.session_expiry_s}: it must be 0 to 4294967295 seconds")
-        if self.max_payload is not None and not 2048 <= self.max_payload < 2**28:
-            raise JobError(f"max_payload is {self.max_payload}: it must be 2048 to 268435455 bytes")
-        self.password()
-        if self.tls:
-            self.context()
-
-
-def _split(url: str) -> SplitResult:
-    shown = re.sub(r":[^/@]*@", ":***@", re.sub(r"^[^/]*//", lambda found: found[0], url))
-    form = "write mqtt[s]://[user@]host[:port]"
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        raise JobError(f"broker URL {shown!r}: {error}; {form}") from None
-    if parts.password is not None:
-        raise JobError(f"broker URL {shown!r} holds a password, which others could read: use a password file")
-    if parts.scheme not in PORTS or not parts.hostname or port == 0:
-        raise JobError(f"broker URL {shown!r} names no broker: {form}")
-    if parts.path not in ("", "/") or parts.query or parts.fragment:
-        raise JobError(f"broker URL {shown!r} goes on after the port: {form}")
-    return parts
-
-
-def _path(given: str | Path | None) -> Path | None:
-    return None if given is None else Path(given)
-
-
-def _readable(path: Path) -> bool:
-    return os.path.isfile(path) and os.access(path, os.R_OK)
-
-
-def _no_passphrase() -> str:
-    raise JobError("the key is encrypted, and a daemon has nobody to ask: give a key without a passphrase, mode 0600")
-
-
-# -- opening a socket -----------------------------------------------------------------------------
 
 
 class Waiting(NamedTuple):

@@ -28,7 +28,8 @@ from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 
 from fedquilt.core import FedquiltError, LinkError
-from fedquilt.transport.connect import ANSWER_S, Broker, Waiting, dial
+from fedquilt.transport.broker import Broker
+from fedquilt.transport.connect import ANSWER_S, Waiting, dial
 from fedquilt.transport.link import Message, matches
 from fedquilt.transport.mqtt_errors import (
     KEEP_ALIVE,

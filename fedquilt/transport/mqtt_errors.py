@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from fedquilt.core import LinkError
 
 if TYPE_CHECKING:
-    from fedquilt.transport.connect import Broker
+    from fedquilt.transport.broker import Broker
 
 # reason codes of MQTT 5, to which paho translates those of 3.1.1
 UNSPECIFIED: Final = 128  # also: no reason was given

@@ -4,7 +4,7 @@ A network is a table, `{"name": "mlp", "inputs": 64, "hidden": [32], "classes": 
 functions of `fedquilt.models.networks.small`, `vit`, `resnet20-cifar` (32, 44, 56), `torchvision/<architecture>`,
 `exits` around another network's table (`fedquilt.models.partial.depth`, what DepthFL ends with), and, on the operator's
 own machine only, `module:function` of a user's own code. A key "input" (see
-`fedquilt.models.networks.inputs.Input`) says what images it expects, "calls" in which order its modules are used
+`fedquilt.data.images.Input`) says what images it expects, "calls" in which order its modules are used
 (`fedquilt.layers`); building looks at neither.
 """
 
@@ -156,7 +156,7 @@ def _own(name: str, local_code: bool) -> Callable[..., nn.Module]:
 
 
 def _torchvision(name: str) -> Callable[..., nn.Module]:
-    from fedquilt.models.networks.torchvision_compat import torchvision
+    from fedquilt.torchvision_compat import torchvision
 
     architecture = name.removeprefix("torchvision/")
     try:
@@ -214,7 +214,7 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _download(name: str, network: Mapping[str, Any], weights: str) -> nn.Module:
-    from fedquilt.models.networks.torchvision_compat import torchvision
+    from fedquilt.torchvision_compat import torchvision
 
     _torchvision(name)
     architecture = name.removeprefix("torchvision/")

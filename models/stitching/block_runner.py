@@ -15,7 +15,7 @@ import numpy as np
 
 from fedquilt import tensors
 from fedquilt.core import Site, Tensors
-from fedquilt.models.networks import inputs
+from fedquilt.data import images
 from fedquilt.models.stitching import stitched
 from fedquilt.models.stitching.activations import InMemory, Mapped, Shelf, Source, Stack
 from fedquilt.models.stitching.stitched import Block
@@ -136,15 +136,15 @@ class Shared:
 
 
 class Prepared:
-    """Stored images as networks take them (`fedquilt.models.networks.inputs.prepare`), made as they are asked for."""
+    """Stored images as networks take them (`fedquilt.data.images.prepare`), made as they are asked for."""
 
-    def __init__(self, x: np.ndarray, wanted: inputs.Input) -> None:
+    def __init__(self, x: np.ndarray, wanted: images.Input) -> None:
         self._x, self._wanted = x, wanted
         self.shape = (len(x), wanted.channels, wanted.size, wanted.size)
         self.example_bytes = 4 * prod(self.shape[1:])
 
     def rows(self, first: int, last: int) -> np.ndarray:
-        return inputs.prepare(self._x[first:last], self._wanted)
+        return images.prepare(self._x[first:last], self._wanted)
 
 
 def kept_name(path: Sequence[Block], rows: np.ndarray, what: str) -> str:
@@ -167,7 +167,7 @@ def resized(maps: Source, height: int, width: int) -> Source:
         return maps
     shape = (maps.shape[1], height, width)
     beside = 4 * (prod(maps.shape[1:]) + maps.shape[1] * max(height, maps.shape[2]) * max(width, maps.shape[3]))
-    return Mapped(maps, lambda part: inputs.resize(part, height, width), shape, beside)
+    return Mapped(maps, lambda part: images.resize(part, height, width), shape, beside)
 
 
 def pieces(source: Source) -> Iterator[tuple[int, np.ndarray]]:

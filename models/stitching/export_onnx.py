@@ -1,6 +1,6 @@
 """A stitched network as one ONNX file that runs anywhere ONNX does. Imports onnx.
 
-Input "x": prepared images (n, channels, size, size) float32 (`fedquilt.models.networks.inputs.prepare`).
+Input "x": prepared images (n, channels, size, size) float32 (`fedquilt.data.images.prepare`).
 Output "scores": (n, labels), the largest wins. Between blocks lie the junctions of
 `fedquilt.models.stitching.stitched`: two constant products that resize, and a 1x1 convolution, in the order in which
 the agents do them. Labels and what preparing the images takes are in the file's metadata, as JSON under
@@ -20,7 +20,7 @@ import onnx
 from onnx import TensorProto, compose, helper, numpy_helper
 
 from fedquilt.core import ModelError, Tensors
-from fedquilt.models.networks import inputs as images
+from fedquilt.data import images
 from fedquilt.models.stitching import fold_junction
 from fedquilt.models.stitching import stitched as stitch
 

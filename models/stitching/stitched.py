@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from fedquilt.core import ModelError, Tensors
-from fedquilt.models.networks import inputs
+from fedquilt.data import images
 
 Run = Callable[["Block", np.ndarray], np.ndarray]  # a block on its input, float32
 
@@ -71,7 +71,7 @@ class Donor:
 class Stock:
     """What there is to stitch: the `meta` of a job bundle."""
 
-    input: inputs.Input
+    input: images.Input
     labels: tuple[str, ...]
     donors: dict[str, Donor]
     blocks: dict[str, Block]
@@ -141,8 +141,8 @@ def join(maps: np.ndarray, junction: Tensors | None, block: Block) -> np.ndarray
         return maps
     height, width = block.in_shape[1:]
     if grows(maps.shape[1:], block.in_shape):
-        return inputs.resize(_projected(maps, junction), height, width)
-    return _projected(inputs.resize(maps, height, width), junction)
+        return images.resize(_projected(maps, junction), height, width)
+    return _projected(images.resize(maps, height, width), junction)
 
 
 def grows(before: Sequence[int], after: Sequence[int]) -> bool:

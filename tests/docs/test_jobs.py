@@ -10,8 +10,8 @@ import pytest
 
 from fedquilt.coordinator import settings, transitions
 from fedquilt.core import Encoding
-from fedquilt.data import examples
-from fedquilt.models.networks import inputs
+from fedquilt.data import images
+from fedquilt.data.spec import DataSpec
 from fedquilt.tools.artefacts import prepare
 
 PAGE = (Path(__file__).parents[2] / "docs" / "jobs.md").read_text()
@@ -31,9 +31,9 @@ def section(heading: str) -> str:
         (settings.Stop, "[stop]", "stop."),
         (settings.Check, "[check]", "check."),
         (settings.Fleet, "[fleet]", ""),
-        (examples.DataSpec, "[data]", ""),
+        (DataSpec, "[data]", ""),
         (prepare.Donor, "[[donors]]", ""),
-        (inputs.Input, "[model]", ""),
+        (images.Input, "[model]", ""),
     ],
 )
 def test_every_key_has_its_row(kind: type[msgspec.Struct], heading: str, prefix: str) -> None:

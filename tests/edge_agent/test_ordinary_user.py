@@ -18,6 +18,7 @@ from ordinary import Served, User
 from fedquilt import cli, tensors
 from fedquilt.core import DataError, JobError, OperatingPoint, StoreError, Task, Work
 from fedquilt.data import examples as data
+from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import credentials, enrol
 from fedquilt.edge_agent.clocks.client import Clocks
 from fedquilt.edge_agent.settings import AgentSettings, BrokerSettings
@@ -27,7 +28,7 @@ from fedquilt.edge_agent.task.worker import ChildWorker
 from fedquilt.testing.boards import plant
 from fedquilt.tools.doctor import agent as checks
 from fedquilt.tools.doctor import facts, folders, identity, machine
-from fedquilt.transport.connect import Broker
+from fedquilt.transport.broker import Broker
 
 NETWORK = {"name": "mlp", "inputs": 4, "hidden": [], "classes": 2}
 MODEL = {"1.weight": np.zeros((2, 4), np.float32), "1.bias": np.zeros(2, np.float32)}
@@ -119,7 +120,7 @@ def test_examples_that_may_not_be_read_are_an_error_of_the_data(user: User, exam
 
     def told() -> str:
         with pytest.raises(DataError, match=r"cannot read .*: Permission denied") as raised:
-            data.load(data.parse({"path": str(examples if form != "folder" else examples.parent), "format": form}))
+            data.load(DataSpec.parse({"path": str(examples if form != "folder" else examples.parent), "format": form}))
         settings = AgentSettings(device="d", home=str(user.home), data={"path": str(examples)})
         finding = checks.examples(settings, Path("agent.toml"))
         assert finding is not None

@@ -32,7 +32,7 @@ def last_by_calls(name: str) -> tuple[str | None, list[str]]:
     """The head of torchvision's network, and the linear layers that give its 1000 classes in evaluation mode."""
     torch = pytest.importorskip("torch")
     from fedquilt.models.networks import calls
-    from fedquilt.models.networks.torchvision_compat import torchvision
+    from fedquilt.torchvision_compat import torchvision
 
     params = torchvision().models.regnet.BlockParams
     reckon = params.from_init_params
@@ -67,7 +67,7 @@ def test_the_head_of_a_torchvision_classifier_is_the_layer_that_gives_its_classe
 def test_the_head_of_every_torchvision_classifier_is_the_layer_that_gives_its_classes() -> None:
     """All that torchvision lists, on no device: their tensors take no memory."""
     pytest.importorskip("torch")
-    from fedquilt.models.networks.torchvision_compat import torchvision
+    from fedquilt.torchvision_compat import torchvision
 
     names = torchvision().models.list_models(module=torchvision().models)
     odd = {name: found for name in names for found in [last_by_calls(name)] if [found[0]] != (found[1] or [None])}

@@ -23,9 +23,9 @@ from fedquilt.core import (
     ModelError,
     UpdateError,
 )
+from fedquilt.data import images
 from fedquilt.methods import fedstitch
 from fedquilt.methods.fedstitch import METHOD, Params, State
-from fedquilt.models.networks import inputs
 from fedquilt.models.stitching import block_runner, least_squares, scoring, search, stitched, vote
 from fedquilt.models.stitching.stitched import Block
 from fedquilt.tools.bench import naive
@@ -127,7 +127,7 @@ def test_every_path_the_search_emits_obeys_the_rules_and_runs(changes: dict[str,
     _, runner = build()
     last = play(**changes)[-1]
     blocks = last.stock.blocks
-    x = inputs.prepare(members()[0].train.x[:3], last.stock.input)
+    x = images.prepare(members()[0].train.x[:3], last.stock.input)
     assert last.phase == "done"
     assert last.finalists
     for finalist in last.finalists:
@@ -158,7 +158,7 @@ def evaluate(found: Any, devices: list[Member]) -> float:
     head = (
         {part: found.tensors[found.meta["head"][part]] for part in ("weights", "bias")} if found.meta["head"] else None
     )
-    x = inputs.prepare(np.concatenate([member.held.x for member in devices]), found.meta["input"])
+    x = images.prepare(np.concatenate([member.held.x for member in devices]), found.meta["input"])
     y = np.concatenate([member.held.y for member in devices])
     run = lambda block, maps: runner.run(Path(block.stages[0][0]), maps)  # noqa: E731
     scores = stitched.classify(path, between, run, x, head=head, groups=found.meta["align"])
@@ -291,7 +291,7 @@ def test_the_naive_procedure_gives_the_same_scores(tmp_path: Path) -> None:
     assert order is not None
     _, site = given(METHOD, order, member, runner, seed=3, cache=tmp_path)
     rows = scoring.order(scoring.drawn(site))[:32]
-    shown = inputs.prepare(member.train.x[rows], state.stock.input)
+    shown = images.prepare(member.train.x[rows], state.stock.input)
     net = search.Net(("ash.0", "elm.1"), search.beginnings(state.stock)[0].pool, 1.0)
     pool = search.offered(net, state.stock, replace(state.params, native_continuation="exclude"))
     run = lambda block, x: stitched.run_block(block, lambda graph, x: runner.run(Path(graph), x), x)  # noqa: E731
@@ -682,7 +682,7 @@ def test_the_chosen_networks_head_is_solved_from_all_devices_that_were_heard() -
     run = lambda block, x: stitched.run_block(block, lambda graph, x: runner.run(Path(graph), x), x)  # noqa: E731
     train = np.concatenate([member.train.x for member in devices])
     labels = np.eye(3)[np.concatenate([member.train.y for member in devices])]
-    features = stitched.gap(stitched.forward(path, between, run, inputs.prepare(train, last.stock.input)))
+    features = stitched.gap(stitched.forward(path, between, run, images.prepare(train, last.stock.input)))
     weights, bias = least_squares.solve(least_squares.moments(features, labels), head_ridge)
     assert np.allclose(chosen.head["weights"], weights, atol=1e-4)
     assert np.allclose(chosen.head["bias"], bias, atol=1e-4)

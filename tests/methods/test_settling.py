@@ -201,9 +201,10 @@ def test_in_a_federation_the_whole_networks_statistics_are_those_of_all_devices(
     assert asked == [2, 2, 6, 2, 6, 2]
     assert progress.done(facts, 3) == 3
     from fedquilt.data import examples as shares
+    from fedquilt.data.spec import DataSpec
 
     x = np.concatenate(
-        [share[0].x for share in shares.load_shares(shares.parse(plan.agents(run)[0]["data"]))]  # of all devices
+        [share[0].x for share in shares.load_shares(DataSpec.parse(plan.agents(run)[0]["data"]))]  # of all devices
     )
     first = torch.nn.functional.conv2d(
         torch.from_numpy(x[:, None].astype(np.float32) / 255), torch.from_numpy(state.model["0.0.weight"]), padding=1

@@ -8,8 +8,8 @@ from typing import Any
 
 from fedquilt.core import DataError
 from fedquilt.data import examples
-from fedquilt.data.examples import DataSpec
 from fedquilt.data.readers import Reader
+from fedquilt.data.spec import DataSpec
 
 MEND = "give the job data that fit, or another network and a new bundle"
 

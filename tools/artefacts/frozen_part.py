@@ -19,6 +19,7 @@ from msgspec import Meta
 from fedquilt import config, tensors
 from fedquilt.core import Examples, Fit, Hooks, JobError, ModelError, Tensors, Turn
 from fedquilt.data import examples
+from fedquilt.data.spec import DataSpec
 from fedquilt.models.networks import registry
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ OPENED = 8  # a trunk with more children with weights is opened: not AlexNet's 5
 BUDGET_BYTES = 1 << 40  # the operator's own machine: nothing is refused here
 
 
-class Calibration(examples.DataSpec, frozen=True, forbid_unknown_fields=True):
+class Calibration(DataSpec, frozen=True, forbid_unknown_fields=True):
     """The `[schedule]` table: examples as in `[data]`, of which `held` is the validation share."""
 
     epochs: Annotated[int, Meta(ge=1)] = 5

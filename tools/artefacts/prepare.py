@@ -16,8 +16,8 @@ import msgspec
 from fedquilt import bundle, config, footprint, tensors, units
 from fedquilt.coordinator.settings import NOT_NETWORK
 from fedquilt.core import Bundle, JobError, ModelError, Name
+from fedquilt.data.images import Input
 from fedquilt.models.networks import registry
-from fedquilt.models.networks.inputs import Input
 from fedquilt.models.partial import masks
 from fedquilt.tools.artefacts import frozen_part
 

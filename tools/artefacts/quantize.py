@@ -41,6 +41,7 @@ from onnxruntime.quantization.quant_utils import add_pre_process_metadata
 from fedquilt import bundle, tensors
 from fedquilt.core import Bundle, DataError, DeviceView, Examples, JobError, Site, StoreError, Tensors
 from fedquilt.data import examples as data
+from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 from fedquilt.methods.fedstitch import METHOD
 from fedquilt.models.stitching import (
@@ -68,7 +69,7 @@ UNUSED = (  # no shares here
 )
 
 
-class Images(data.DataSpec, frozen=True, forbid_unknown_fields=True):
+class Images(DataSpec, frozen=True, forbid_unknown_fields=True):
     """The `[int8]` table: examples as in `[data]`, of which three times `images` are drawn."""
 
     images: Annotated[int, Meta(ge=cka.MIN_IMAGES)] = 64  # for the ranges; as many to compare; as many for junctions

@@ -11,8 +11,8 @@ import numpy as np
 import psutil
 
 from fedquilt.core import DataError, ModelError
+from fedquilt.data import images
 from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
-from fedquilt.models.networks import inputs
 
 BATCH = 64
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -42,7 +42,7 @@ def run_model(model: Path, source: Path) -> list[Row]:
     facts = engine.facts(model)
     if "labels" not in facts or "input" not in facts:
         raise ModelError(f"{model} does not say its labels: give a network that `fedquilt export` wrote")
-    labels, wanted = json.loads(facts["labels"]), inputs.Input(**json.loads(facts["input"]))
+    labels, wanted = json.loads(facts["labels"]), images.Input(**json.loads(facts["input"]))
     batches = _from_npz(source, labels, wanted) if source.suffix == ".npz" else _from_folder(source, labels, wanted)
     rows = []
     for names, truths, x in batches:
@@ -82,7 +82,7 @@ def main(model: Path, source: Path, format: str) -> int:
 Batch = tuple[list[str], list[str | None], np.ndarray]
 
 
-def _from_npz(path: Path, labels: Sequence[str], wanted: inputs.Input) -> Iterator[Batch]:
+def _from_npz(path: Path, labels: Sequence[str], wanted: images.Input) -> Iterator[Batch]:
     try:
         with np.load(path, allow_pickle=False) as held:
             x = next((held[key] for key in ("x_test", "x") if key in held), None)
@@ -97,10 +97,10 @@ def _from_npz(path: Path, labels: Sequence[str], wanted: inputs.Input) -> Iterat
         part = x[first : first + BATCH]
         names = [str(first + i) for i in range(len(part))]
         truths = [None if y is None else labels[int(y[first + i])] for i in range(len(part))]
-        yield names, truths, inputs.prepare(part, wanted)
+        yield names, truths, images.prepare(part, wanted)
 
 
-def _from_folder(folder: Path, labels: Sequence[str], wanted: inputs.Input) -> Iterator[Batch]:
+def _from_folder(folder: Path, labels: Sequence[str], wanted: images.Input) -> Iterator[Batch]:
     if not folder.is_dir():
         raise DataError(f"{folder} is neither a folder of images nor an .npz file")
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
@@ -113,7 +113,7 @@ def _from_folder(folder: Path, labels: Sequence[str], wanted: inputs.Input) -> I
         yield names, truths, np.concatenate([_image(path, wanted) for path in part])
 
 
-def _image(path: Path, wanted: inputs.Input) -> np.ndarray:
+def _image(path: Path, wanted: images.Input) -> np.ndarray:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
@@ -123,4 +123,4 @@ def _image(path: Path, wanted: inputs.Input) -> np.ndarray:
             pixels = np.asarray(image.convert("L" if wanted.channels == 1 else "RGB"))
     except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
         raise DataError(f"cannot read the image {path}: {error}") from None
-    return inputs.prepare(pixels[None], wanted)
+    return images.prepare(pixels[None], wanted)

@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from fedquilt import tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import DataError, derive_seed
-from fedquilt.data.examples import DataSpec, load_all
+from fedquilt.data.examples import load_all
+from fedquilt.data.spec import DataSpec
 from fedquilt.models.networks import registry
 from fedquilt.tools.artefacts.prepare import prepare
 

@@ -30,9 +30,9 @@ import numpy as np
 from fedquilt import bundle, disk, methods, tensors
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import Answer, DataError, Examples, JobError, Site, Task, Tensors
+from fedquilt.data import images
 from fedquilt.layers import head
 from fedquilt.models import subspaces
-from fedquilt.models.networks import inputs
 from fedquilt.tools.audit import picture
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.run import ROOM, ROOM_BYTES, states
@@ -118,11 +118,12 @@ def measure(
         DataError: no images, or not square ones.
     """
     from fedquilt.data import examples as shares
+    from fedquilt.data.spec import DataSpec
     from fedquilt.edge_agent.engines.torch_engine import TorchEngine
     from fedquilt.tools.audit import attack
 
     most = max(count, *SIZES)
-    drawn = shares.load_all(shares.DataSpec(path=str(data), limit=most, size=size, seed=seed))
+    drawn = shares.load_all(DataSpec(path=str(data), limit=most, size=size, seed=seed))
     if drawn.x.ndim not in (3, 4) or drawn.x.shape[1] != drawn.x.shape[2]:
         raise DataError(f"{data}: examples of shape {drawn.x.shape[1:]}: square images are wanted, --size scales them")
     channels, side = (1 if drawn.x.ndim == 3 else drawn.x.shape[3]), drawn.x.shape[1]
@@ -136,7 +137,7 @@ def measure(
     pictures: list[list[np.ndarray]] = []
     for index in range(min(count, len(drawn))):
         example = Examples(drawn.x[index : index + 1], drawn.y[index : index + 1])
-        truth = inputs.prepare(example.x, table)[0]
+        truth = images.prepare(example.x, table)[0]
         line = [truth]
         for row in chosen:
             gradient = uploaded(row, network, start, example, engine)

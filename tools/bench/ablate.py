@@ -26,7 +26,7 @@ from fedquilt.coordinator import cohort
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import Answer, FedquiltError, JobError, Method, Site, Task, Tensors
-from fedquilt.data.examples import DataSpec
+from fedquilt.data.spec import DataSpec
 from fedquilt.methods import fedstitch
 from fedquilt.models.stitching import cka
 from fedquilt.tools.experiments import parallel, run_cache

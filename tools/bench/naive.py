@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from fedquilt.core import Tensors
-from fedquilt.models.networks import inputs
+from fedquilt.data import images
 from fedquilt.models.stitching import cka, least_squares, stitched
 from fedquilt.models.stitching.stitched import Block
 
@@ -42,7 +42,7 @@ def output_score(
     n = len(scored)
     junction = None
     if not stitched.continues(path[-1], candidate):
-        x = inputs.resize(here[n:], *candidate.in_shape[1:])
+        x = images.resize(here[n:], *candidate.in_shape[1:])
         rows = [maps.transpose(0, 2, 3, 1).reshape(-1, maps.shape[1])[positions] for maps in (x, there[n:])]
         weights, bias = least_squares.Fit(rows[0], ridge).weights(rows[1])
         junction = {"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)}

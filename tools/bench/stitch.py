@@ -23,9 +23,9 @@ import numpy as np
 
 from fedquilt import bundle
 from fedquilt.core import Bundle, DeviceView, Examples, Site, Tensors
+from fedquilt.data import images
 from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 from fedquilt.methods.fedstitch import METHOD
-from fedquilt.models.networks import inputs
 from fedquilt.models.stitching import block_runner, export_onnx, least_squares, scoring, search, stitched, vote
 from fedquilt.models.stitching.activations import SPARE
 from fedquilt.models.stitching.scoring import ScoreAsk, ScoreAt
@@ -103,7 +103,7 @@ def examples(count: int) -> Examples:
     """Pictures of nothing in particular: smooth blobs, so that maps are not mere noise."""
     draws = np.random.default_rng(5)
     coarse = draws.uniform(0, 255, size=(count, 3, 5, 5)).astype(np.float32)
-    x = inputs.resize(coarse, 32, 32).transpose(0, 2, 3, 1).astype(np.uint8)
+    x = images.resize(coarse, 32, 32).transpose(0, 2, 3, 1).astype(np.uint8)
     return Examples(x, draws.integers(0, 10, size=count))
 
 
@@ -235,7 +235,7 @@ def naively(each: Round, find: Callable[[str], Path], engine: OnnxEngine) -> tup
 
     began_s = time.perf_counter()
     rows = scoring.order(DRAWN)
-    scored, fitted = (inputs.prepare(site.train.x[rows[i : i + IMAGES]], ask.input) for i in (0, IMAGES))
+    scored, fitted = (images.prepare(site.train.x[rows[i : i + IMAGES]], ask.input) for i in (0, IMAGES))
     path = [ask.blocks[name] for name in ask.path]
     between = stitched.junctions(path, site.load)
     scores = []
@@ -250,7 +250,7 @@ def naively(each: Round, find: Callable[[str], Path], engine: OnnxEngine) -> tup
 
 def plain(made: Bundle, find: Callable[[str], Path], folder: Path) -> dict[str, float]:
     """Seconds of a forward pass of all donors, each as one graph, on twice the images; with loading, and without."""
-    shown = inputs.prepare(examples(2 * IMAGES).x, made.meta["input"])
+    shown = images.prepare(examples(2 * IMAGES).x, made.meta["input"])
     cold = warm = 0.0
     for donor in made.meta["donors"].values():
         file = folder / "whole.onnx"

@@ -32,7 +32,7 @@ from fedquilt.tools.doctor import (
 )
 from fedquilt.tools.doctor.findings import EXIT, Finding, error, ok
 from fedquilt.tools.doctor.reach import Timer
-from fedquilt.transport.connect import Broker
+from fedquilt.transport.broker import Broker
 
 LIMIT_S: Final = 9.0
 SPARE_S: Final = 0.5  # for what a group still does after its last wait

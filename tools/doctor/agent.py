@@ -11,7 +11,7 @@ import msgspec
 
 from fedquilt import profiles
 from fedquilt.core import FedquiltError
-from fedquilt.data import examples as data
+from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.devices.sensors import sysfs
 from fedquilt.edge_agent.engines import NEEDS
@@ -123,7 +123,7 @@ def examples(settings: AgentSettings, path: Path) -> Finding | None:
             f"{path} has no [data]: this board declines every task that needs examples",
             f"add [data] to {path}",
         )
-    spec = data.parse(settings.data)
+    spec = DataSpec.parse(settings.data)
     sources = [(spec.path, spec.download), *((source.path, source.download) for source in spec.sources)]
     places = [Path(place) for place, fetched in sources if place and not fetched]
     for place in places:

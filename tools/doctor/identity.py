@@ -15,7 +15,7 @@ from fedquilt.edge_agent.devices.sensors import sysfs
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.tools.doctor import certificate
 from fedquilt.tools.doctor.findings import Finding, error, ok, there, warning
-from fedquilt.transport.connect import Broker
+from fedquilt.transport.broker import Broker
 
 PARTS: Final = ("ca", "cert", "key", "password_file")
 

@@ -17,7 +17,7 @@ from fedquilt.core import FedquiltError, LinkError
 from fedquilt.tools.doctor import certificate
 from fedquilt.tools.doctor.findings import Finding, error, ok, warning
 from fedquilt.tools.doctor.identity import day
-from fedquilt.transport.connect import Broker
+from fedquilt.transport.broker import Broker
 from fedquilt.transport.mqtt import MqttLink
 from fedquilt.transport.mqtt_errors import unreachable
 from fedquilt.wire import MAX_CONTROL

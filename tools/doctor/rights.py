@@ -19,7 +19,7 @@ from fedquilt.core import WireError
 from fedquilt.tools.doctor import reach
 from fedquilt.tools.doctor.findings import Finding, error, ok, warning
 from fedquilt.tools.doctor.reach import Timer
-from fedquilt.transport.connect import Broker
+from fedquilt.transport.broker import Broker
 from fedquilt.transport.link import Message
 from fedquilt.transport.mqtt import MqttLink
 

@@ -22,7 +22,7 @@ from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.job import require_made_for
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import FedquiltError, JobError
-from fedquilt.data import examples
+from fedquilt.data.spec import DataSpec
 from fedquilt.tools.artefacts import fitting
 from fedquilt.tools.experiments import evaluate, run_cache
 from fedquilt.tools.experiments.run_cache import Kept
@@ -81,9 +81,9 @@ def cases(
         methods.load(name)
     if idle := sorted(changes.keys() - set(chosen)):
         raise JobError(f"--set {idle[0]}...: {idle[0]} is not compared; --methods {' '.join([*chosen, idle[0]])}")
-    fitting.require_fit(made.meta, examples.parse(job.data))
+    fitting.require_fit(made.meta, DataSpec.parse(job.data))
     if job.test:
-        fitting.require_fit(made.meta, examples.parse(evaluate.table(job), "[test]"))
+        fitting.require_fit(made.meta, DataSpec.parse(evaluate.table(job), "[test]"))
     found = []
     for seed in sorted(set(seeds)):
         for name in chosen:

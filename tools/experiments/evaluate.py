@@ -35,6 +35,7 @@ from fedquilt.core import (
     StoreError,
 )
 from fedquilt.data import examples as data
+from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import engines
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.hands import delivered
@@ -90,7 +91,7 @@ def test_set(job: Job) -> Examples:
         JobError: the job names none, or the table is wrong.
         DataError: they cannot be read.
     """
-    return data.load_all(data.parse(table(job)))
+    return data.load_all(DataSpec.parse(table(job)))
 
 
 # -- one state ------------------------------------------------------------------------------------

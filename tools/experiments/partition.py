@@ -19,6 +19,7 @@ import numpy as np
 from fedquilt import disk
 from fedquilt.coordinator.settings import Job
 from fedquilt.data import examples
+from fedquilt.data.spec import DataSpec
 from fedquilt.tools.simulation.agents import Plan
 
 DARK, PALE, INK, FAINT = "#1f5fa8", "#8fb4dc", "#222222", "#d9d9d9"
@@ -48,7 +49,7 @@ def of_job(job: Job, devices: int | None = None) -> Counts:
         DataError: it cannot be read, or not be shared out as it says.
     """
     tables = Plan(job, Path(), Path(), devices).agents()
-    train, held = examples.label_counts(examples.parse(tables[0]["data"]))
+    train, held = examples.label_counts(DataSpec.parse(tables[0]["data"]))
     kinds = train.shape[1]
     classes = job.labels if len(job.labels) >= kinds else tuple(map(str, range(kinds)))
     return Counts(tuple(table["device"] for table in tables), classes[:kinds], train, held)

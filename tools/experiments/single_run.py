@@ -15,6 +15,7 @@ from fedquilt.coordinator.settings import Check, Job
 from fedquilt.coordinator.views import progress
 from fedquilt.core import DataError, Examples, JobError
 from fedquilt.data import examples
+from fedquilt.data.spec import DataSpec
 from fedquilt.tools.experiments import evaluate
 from fedquilt.tools.experiments.evaluate import Evaluator
 from fedquilt.tools.simulation import Member
@@ -112,7 +113,7 @@ def shares(job: Job, folder: Path) -> tuple[list[Member], Examples | None]:
         DataError: it cannot be read.
     """
     agents = fleet.Plan(job, folder, Path()).agents()
-    split = examples.load_shares(examples.parse(agents[0]["data"]))
+    split = examples.load_shares(DataSpec.parse(agents[0]["data"]))
     members = [Member(agent["device"], *share) for agent, share in zip(agents, split, strict=True)]
     try:
         return members, evaluate.test_set(job)

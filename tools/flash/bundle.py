@@ -23,7 +23,7 @@ from fedquilt.disk import doing
 from fedquilt.edge_agent import settings as agents
 from fedquilt.tools.flash import install, wheels
 from fedquilt.tools.flash.targets import Target
-from fedquilt.transport.connect import Broker
+from fedquilt.transport.broker import Broker
 
 HERE: Final = Path(__file__).parent
 ETC: Final = "/etc/fedquilt"

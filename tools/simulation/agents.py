@@ -29,6 +29,7 @@ from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views.terminal import Console, coordinate
 from fedquilt.core import Device, Examples, JobError
 from fedquilt.data import examples
+from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import settings
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.devices import make as make_board
@@ -104,9 +105,9 @@ class Plan:
             DataError: it cannot be read.
         """
         tables = self.agents()
-        shares = examples.load_shares(msgspec.convert(tables[0]["data"], examples.DataSpec))
+        shares = examples.load_shares(msgspec.convert(tables[0]["data"], DataSpec))
         found = [Member(table["device"], *share) for table, share in zip(tables, shares, strict=True)]
-        return found, examples.load_all(msgspec.convert({**self.job.data, "split": "test"}, examples.DataSpec))
+        return found, examples.load_all(msgspec.convert({**self.job.data, "split": "test"}, DataSpec))
 
     def submit(self, store: Store, make: Callable[[str], Device] = make_board) -> str:
         """Queue the job, or take up its unfinished run; the first round waits for the whole fleet. The run's id.
@@ -119,7 +120,7 @@ class Plan:
         made = load(self.bundle)
         require_made_for(self.job, made)
         agents = self.agents()
-        fitting.require_fit(made.meta, examples.parse(agents[0]["data"]))  # else every board would find out for itself
+        fitting.require_fit(made.meta, DataSpec.parse(agents[0]["data"]))  # else every board would find out for itself
         with tables.naming("[fleet]"):
             for budget in dict.fromkeys(self.job.fleet.budgets):
                 settings.size_bytes(budget)

@@ -132,7 +132,7 @@ class Place:
         for name, work in METHODS.items():
             (methods / f"{name}.py").write_text(HEAD + textwrap.dedent(work) + FOOT)
         code = f"import fedquilt.methods as m; m.__path__.append({str(methods)!r})"
-        return [sys.executable, "-c", f"{code}; from fedquilt.edge_agent import child; child.main()"]
+        return [sys.executable, "-c", f"{code}; from fedquilt.edge_agent.task import main; main.main()"]
 
 
 class TwoSpeeds(SimulatedDevice):

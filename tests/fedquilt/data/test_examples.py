@@ -19,7 +19,7 @@ from fedquilt import tensors
 from fedquilt.core import DataError
 from fedquilt.data import examples as data
 from fedquilt.data import partition, readers
-from fedquilt.data.examples import DataSpec
+from fedquilt.data.spec import DataSpec
 
 REAL = Path(os.environ.get("FEDQUILT_TEST_DATA") or Path(__file__).parents[3] / "../shared/data")
 needs_real = pytest.mark.skipif(
@@ -231,7 +231,7 @@ def peak():
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 
 before = peak()
-train, held = data.load(data.DataSpec(sys.argv[1], partition="iid", shares=100, share=5))
+train, held = data.load(DataSpec(sys.argv[1], partition="iid", shares=100, share=5))
 assert train.x.nbytes + held.x.nbytes == 2_000_000
 assert peak() - before < 20_000_000, peak() - before
 """
@@ -443,7 +443,7 @@ def test_the_table_is_strict(wrong):
 
 def test_the_table_is_checked_without_numpy():
     """The daemon reads it, and stays small."""
-    check = "import sys; from fedquilt.edge_agent import data; data.DataSpec('-'); sys.exit('numpy' in sys.modules)"
+    check = "import sys; from fedquilt.data.spec import DataSpec; DataSpec('-'); sys.exit('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
@@ -493,4 +493,4 @@ def test_examples_that_are_not_finite_are_named(tmp_path: Path):
     x[3, 1, 1], x[7, 0, 0] = np.nan, np.inf
     np.savez(tmp_path / "x.npz", x=x, y=np.arange(10) % 2)
     with pytest.raises(DataError, match=r"x\.npz: 2 of 10 examples hold NaN or infinity, the first is example 3"):
-        data.load_all(data.DataSpec(str(tmp_path / "x.npz")))
+        data.load_all(DataSpec(str(tmp_path / "x.npz")))

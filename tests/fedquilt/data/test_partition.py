@@ -8,7 +8,7 @@ import pytest
 
 from fedquilt.core import DataError, JobError
 from fedquilt.data import examples, partition
-from fedquilt.data.examples import DataSpec
+from fedquilt.data.spec import DataSpec
 
 TEN = np.repeat(np.arange(10), 30)  # 30 examples of each of ten classes
 KNOWN = ((0, 1, 2, 3, 4), (5, 6, 7, 8, 9))
@@ -95,7 +95,7 @@ def test_a_split_has_its_own_number_of_each_class(tmp_path):
     """400 to train on and 200 to test on are one table: here 3 and 1; a split that is not named is whole."""
     x = np.zeros((300, 2), np.float32)
     np.savez(tmp_path / "a.npz", x_train=x, y_train=TEN, x_test=x, y_test=TEN, x_more=x, y_more=TEN)
-    spec = examples.parse({"path": str(tmp_path / "a.npz"), "per_class": {"train": 3, "test": 1}})
+    spec = DataSpec.parse({"path": str(tmp_path / "a.npz"), "per_class": {"train": 3, "test": 1}})
     sizes = [len(examples.load_all(msgspec.structs.replace(spec, split=split))) for split in ("train", "test", "more")]
     assert sizes == [30, 10, 300]
     assert len(examples.load_all(msgspec.structs.replace(spec, per_class=2))) == 20
@@ -131,4 +131,4 @@ MIXED = [{"path": "a.npz", "labels_from": 0}, {"path": "b.npz", "labels_from": 1
 def test_a_wrong_table_says_what_is_wrong(table, message):
     """Each before anything is read, as an error of the job."""
     with pytest.raises(JobError, match=message):
-        examples.parse(table)
+        DataSpec.parse(table)

@@ -11,7 +11,7 @@ import pytest
 
 from fedquilt.core import DataError
 from fedquilt.data import examples
-from fedquilt.data.examples import DataSpec, Source
+from fedquilt.data.spec import DataSpec, Source
 
 REAL = Path(os.environ.get("FEDQUILT_TEST_DATA") or Path(__file__).parents[3] / "../shared/data")
 

@@ -10,7 +10,7 @@ import pytest
 
 from fedquilt.core import DataError
 from fedquilt.data import examples, synthetic
-from fedquilt.data.examples import DataSpec
+from fedquilt.data.spec import DataSpec
 
 LARGE = DataSpec(synthetic="fedpews-32k")
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from fedquilt.core import JobError
-from fedquilt.transport.connect import Broker, dial
+from fedquilt.transport.broker import Broker
+from fedquilt.transport.connect import dial
 from fedquilt.transport.mqtt_errors import DialError
 
 if TYPE_CHECKING:

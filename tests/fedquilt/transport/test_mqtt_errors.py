@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.transport.connect import Broker
+from fedquilt.transport.broker import Broker
 from fedquilt.transport.mqtt_errors import DialError, lost, not_mqtt, refused, tls_failed, unanswered, unreachable
 
 PLAIN = Broker("host", 1883)

@@ -17,9 +17,9 @@ torch = pytest.importorskip("torch", reason="adapters are tried in torch network
 from torch import nn  # noqa: E402
 
 from fedquilt.models.networks import registry  # noqa: E402
-from fedquilt.models.networks.torchvision_compat import torchvision  # noqa: E402
 from fedquilt.models.networks.vit import Attention  # noqa: E402
 from fedquilt.models.partial import lora_torch  # noqa: E402
+from fedquilt.torchvision_compat import torchvision  # noqa: E402
 
 VIT = {"name": "vit", "channels": 1, "size": 8, "patch": 4, "width": 8, "depth": 2, "heads": 2, "classes": 3}
 MLP = {"name": "mlp", "inputs": 6, "hidden": [5, 4], "classes": 3}

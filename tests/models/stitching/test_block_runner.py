@@ -10,7 +10,7 @@ import pytest
 
 from fedquilt import tensors
 from fedquilt.core import Examples, Site
-from fedquilt.models.networks import inputs
+from fedquilt.data import images
 from fedquilt.models.stitching import block_runner, stitched
 from fedquilt.models.stitching.activations import InFile, InMemory
 from fedquilt.models.stitching.block_runner import Flow
@@ -123,10 +123,10 @@ def test_maps_are_joined_and_resized_as_they_are_asked_for(size: int) -> None:
     source = block_runner.joined(InMemory.of(X), junction, after)
     assert source.shape == (10, 5, size, size)
     np.testing.assert_allclose(source.rows(2, 5), stitched.join(X, junction, after)[2:5], rtol=1e-6)
-    explicit = np.einsum("kc,nchw->nkhw", junction["weights"], inputs.resize(X, size, size))
+    explicit = np.einsum("kc,nchw->nkhw", junction["weights"], images.resize(X, size, size))
     np.testing.assert_allclose(source.rows(0, 10), explicit + junction["bias"][:, None, None], atol=1e-5)
     assert np.array_equal(
-        block_runner.resized(InMemory.of(X), size, size).rows(1, 3), inputs.resize(X[1:3], size, size)
+        block_runner.resized(InMemory.of(X), size, size).rows(1, 3), images.resize(X[1:3], size, size)
     )
 
 
@@ -146,7 +146,7 @@ def test_positions_are_spread_over_all_images_and_taken_in_order(wanted: int, mo
 
 def test_stored_images_are_prepared_as_they_are_asked_for() -> None:
     """The same values as all at once."""
-    stored, wanted = DRAWS.integers(0, 256, size=(5, 8, 8), dtype=np.uint8), inputs.Input(3, 6, (0.5,), (0.2,))
+    stored, wanted = DRAWS.integers(0, 256, size=(5, 8, 8), dtype=np.uint8), images.Input(3, 6, (0.5,), (0.2,))
     source = block_runner.Prepared(stored, wanted)
     assert source.shape == (5, 3, 6, 6)
-    assert np.array_equal(source.rows(1, 4), inputs.prepare(stored, wanted)[1:4])
+    assert np.array_equal(source.rows(1, 4), images.prepare(stored, wanted)[1:4])

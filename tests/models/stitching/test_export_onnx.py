@@ -11,7 +11,7 @@ import pytest
 
 from fedquilt import bundle
 from fedquilt.core import ModelError
-from fedquilt.models.networks import inputs
+from fedquilt.data import images
 from fedquilt.models.stitching import stitched as stitch
 
 onnx = pytest.importorskip("onnx")
@@ -105,7 +105,7 @@ def test_the_file_gives_what_the_agents_compute(tmp_path: Path, path: list[str],
     assert [(i.name, i.shape[1:]) for i in session.get_inputs()] == [("x", [1, 28, 28])]
     digits = np.load(DEMO / "digits.npz")["x_test"]
     for count in (1, 7):
-        x = inputs.prepare(digits[:count], STOCK.input)
+        x = images.prepare(digits[:count], STOCK.input)
         (scores,) = session.run(["scores"], {"x": x})
         wanted = by_the_agents(meta, arrays, x)
         largest = np.abs(wanted[np.isfinite(wanted)]).max()

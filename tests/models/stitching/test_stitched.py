@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedquilt.core import ModelError
-from fedquilt.models.networks import inputs
+from fedquilt.data import images
 from fedquilt.models.stitching import least_squares, stitched
 from fedquilt.models.stitching.stitched import Block
 
@@ -57,7 +57,7 @@ def test_a_fitted_junction_recovers_a_linear_map() -> None:
     maps = RNG.normal(size=(20, 3, 8, 8)).astype(np.float32)
     true = {"weights": RNG.normal(size=(5, 3)).astype(np.float32), "bias": np.arange(5, dtype=np.float32)}
     target = stitched.join(maps, true, B1)
-    rows = [each.transpose(0, 2, 3, 1).reshape(-1, each.shape[1]) for each in (inputs.resize(maps, 4, 4), target)]
+    rows = [each.transpose(0, 2, 3, 1).reshape(-1, each.shape[1]) for each in (images.resize(maps, 4, 4), target)]
     weights, bias = least_squares.Fit(rows[0], ridge=1e-9).weights(rows[1])
     assert np.allclose(weights, true["weights"], atol=1e-4)
     assert np.allclose(bias, true["bias"], atol=1e-4)

@@ -12,7 +12,7 @@ from fedquilt import bundle, config, tensors
 from fedquilt.cli import main
 from fedquilt.coordinator.store import Store
 from fedquilt.core import DataError
-from fedquilt.data import examples
+from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.tools.artefacts import fitting
 
@@ -20,10 +20,10 @@ MLP = {"name": "mlp", "inputs": 16, "hidden": [4], "classes": 3}
 PICTURES = {"name": "plain", "channels": 1, "classes": 3, "input": {"channels": 1, "size": 8}}
 
 
-def stored(path: Path, *shape: int, most: int = 2) -> examples.DataSpec:
+def stored(path: Path, *shape: int, most: int = 2) -> DataSpec:
     """A file of twelve examples of this shape, with labels up to `most`."""
     np.savez(path, x=np.zeros((12, *shape), np.float32), y=np.arange(12) % (most + 1))
-    return examples.DataSpec(path=str(path))
+    return DataSpec(path=str(path))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.core import DataError, JobError
 from fedquilt.data import examples as data
+from fedquilt.data.spec import DataSpec
 from fedquilt.tools.experiments import partition
 from fedquilt.tools.experiments.partition import Counts
 from fedquilt.tools.simulation import agents
@@ -166,7 +167,7 @@ def test_labels_alone_are_read(tmp_path: Path) -> None:
     payload = bytearray((tmp_path / "a.npz").read_bytes())
     payload[payload.index(b"\x09" * 64) + 70_000] = 0
     (tmp_path / "a.npz").write_bytes(payload)
-    spec = data.DataSpec(str(tmp_path / "a.npz"), partition="iid", shares=5)
+    spec = DataSpec(str(tmp_path / "a.npz"), partition="iid", shares=5)
     with pytest.raises(DataError, match="Bad CRC-32"):
         data.load(spec)
     train, held = data.label_counts(spec)

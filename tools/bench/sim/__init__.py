@@ -30,6 +30,7 @@ from fedquilt import bundle, tensors
 from fedquilt.coordinator import cohort
 from fedquilt.core import DataError, FedquiltError
 from fedquilt.data import examples
+from fedquilt.data.spec import DataSpec
 from fedquilt.tools.bench import at_least, figure, figure_lines
 from fedquilt.tools.bench.sim import others
 
@@ -141,7 +142,7 @@ def lay_out(work: Workload, path: Path | str, folder: Path) -> None:
     """
     table = {"path": str(path), "held": 0.0, "seed": SEED}
     train, test = (
-        examples.load_all(msgspec.convert({**table, "split": split}, examples.DataSpec)) for split in ("train", "test")
+        examples.load_all(msgspec.convert({**table, "split": split}, DataSpec)) for split in ("train", "test")
     )
     wanted = work.clients * work.each
     if train.x.shape[1:] != (28, 28) or len(train) < wanted:
@@ -174,8 +175,8 @@ def _weights(network: dict[str, Any]) -> dict[str, np.ndarray]:
     code = (
         "import json, sys\n"
         "from fedquilt import tensors\n"
-        "from fedquilt.models import zoo\n"
-        f"model = zoo.load(json.loads(sys.argv[1]), seed={SEED})\n"
+        "from fedquilt.models.networks import registry\n"
+        f"model = registry.load(json.loads(sys.argv[1]), seed={SEED})\n"
         "held = {name: value.numpy() for name, value in model.state_dict().items()}\n"
         "sys.stdout.buffer.write(tensors.encode(held))"
     )

@@ -20,6 +20,7 @@ from fedquilt import tensors
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import DataError, Examples, Fit, JobError, Tensors
 from fedquilt.data import examples as shares
+from fedquilt.data.spec import DataSpec
 from fedquilt.tools import bench
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.experiments import parallel
@@ -86,7 +87,7 @@ def on_first_digits(network: Mapping[str, Any], data: str, seed: int, engine: An
     """
     from fedquilt.models.networks import registry  # torch
 
-    every = shares.load_all(shares.DataSpec(path=data, limit=examples, seed=seed))
+    every = shares.load_all(DataSpec(path=data, limit=examples, seed=seed))
     rows = every.y < 5
     drawn = {key: value for key, value in network.items() if key != "input"}
     start = {name: value.numpy() for name, value in registry.load(drawn, seed=seed).state_dict().items()}
@@ -146,7 +147,7 @@ def bundle(network: Mapping[str, Any], folder: Path, *, seed: int = 0, weights: 
     return folder
 
 
-def members(spec: shares.DataSpec, count: int) -> list[Member]:
+def members(spec: DataSpec, count: int) -> list[Member]:
     """The shares of so many devices, "dev-00" and so on."""
     split = shares.load_shares(msgspec.structs.replace(spec, shares=count))
     return [Member(f"dev-{index:02}", *share) for index, share in enumerate(split)]

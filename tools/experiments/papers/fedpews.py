@@ -28,6 +28,7 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import JobError
 from fedquilt.data import examples as data
+from fedquilt.data.spec import DataSpec
 from fedquilt.tools.experiments import parallel
 from fedquilt.tools.experiments.papers import common
 from fedquilt.tools.simulation.hands import Bench
@@ -159,9 +160,9 @@ def play(column: Column, mu: float, seeds: Sequence[int], warmup: int, rounds: i
     ]
 
 
-def points(column: Column, seed: int) -> data.DataSpec:
+def points(column: Column, seed: int) -> DataSpec:
     """What the two devices hold together."""
-    return data.DataSpec(
+    return DataSpec(
         synthetic=column.data,  # type: ignore[arg-type]
         groups=((0, 1), (2, 3)),
         partition="iid",

@@ -23,7 +23,7 @@ from fedquilt import tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import Fit
-from fedquilt.data import examples as shares
+from fedquilt.data.spec import DataSpec
 from fedquilt.tools.experiments.papers import common
 from fedquilt.tools.report import plots
 from fedquilt.tools.simulation import Member
@@ -72,7 +72,7 @@ def play(data: str, seed: int, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="fedquilt-") as scratch:
         folder = common.bundle(NETWORK, Path(scratch) / "start", seed=seed, weights=weights)
         for alpha in ALPHAS:
-            spec = shares.DataSpec(path=data, alpha=alpha, seed=seed, **SPEC)  # type: ignore[arg-type]
+            spec = DataSpec(path=data, alpha=alpha, seed=seed, **SPEC)  # type: ignore[arg-type]
             members = common.members(spec, DEVICES)
             told = {
                 name: federated(job(method, params, seed, rounds), folder, members, engine)

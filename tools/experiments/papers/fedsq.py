@@ -33,7 +33,7 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import DataError, Examples, Fit
 from fedquilt.data import examples as shares
-from fedquilt.data.examples import DataSpec
+from fedquilt.data.spec import DataSpec
 from fedquilt.tools.artefacts import frozen_part
 from fedquilt.tools.experiments.papers import common
 from fedquilt.tools.simulation import Member

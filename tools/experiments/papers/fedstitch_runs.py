@@ -17,6 +17,7 @@ from fedquilt.coordinator import cohort, settings
 from fedquilt.coordinator.settings import Check, Job
 from fedquilt.core import Cost, DeviceView, ModelError, Profile
 from fedquilt.data import examples as shares
+from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import devices as boards
 from fedquilt.edge_agent.settings import size_bytes
 from fedquilt.edge_agent.task.protocol import Order, Outcome
@@ -96,14 +97,15 @@ def trainable(data: Path, architecture: str, folder: Path) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    from fedquilt.models.networks import inputs, registry
+    from fedquilt.data import images
+    from fedquilt.models.networks import registry
 
     file = common.weights(data, architecture)
     model = registry.load({"name": f"torchvision/{architecture}"}, file)
     if not batchnorm.folded(model):
         return file
-    some = shares.load_all(shares.DataSpec(**common.cifar(data), limit=SEEN))
-    batchnorm.unfold(model, torch.from_numpy(inputs.prepare(some.x, msgspec.convert(INPUT, inputs.Input))))
+    some = shares.load_all(DataSpec(**common.cifar(data), limit=SEEN))
+    batchnorm.unfold(model, torch.from_numpy(images.prepare(some.x, msgspec.convert(INPUT, images.Input))))
     save_file(model.state_dict(), folder / f"{architecture}.safetensors")
     return folder / f"{architecture}.safetensors"
 

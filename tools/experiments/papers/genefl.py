@@ -35,7 +35,7 @@ from fedquilt import tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import Tensors
-from fedquilt.data import examples as shares
+from fedquilt.data.spec import DataSpec
 from fedquilt.layers import layers
 from fedquilt.models.networks import registry
 from fedquilt.tools.bench import figure
@@ -68,7 +68,7 @@ def play(data: str, seed: int, rounds: int) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     engine = TorchEngine(ROOM_BYTES)
-    devices = common.members(shares.DataSpec(path=data, groups=GROUPS, seed=seed, **SPEC), KNOWN + NEW)  # type: ignore[arg-type]
+    devices = common.members(DataSpec(path=data, groups=GROUPS, seed=seed, **SPEC), KNOWN + NEW)  # type: ignore[arg-type]
     known, new = devices[:KNOWN], devices[KNOWN:]
     found: dict[str, Any] = {"seed": seed}
     with tempfile.TemporaryDirectory(prefix="fedquilt-") as scratch:

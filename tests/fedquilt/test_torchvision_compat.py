@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from fedquilt.core import ModelError
-from fedquilt.models.networks.torchvision_compat import torchvision
+from fedquilt.torchvision_compat import torchvision
 
 WHOLE_USE = """
-from fedquilt.models.networks.torchvision_compat import torchvision
+from fedquilt.torchvision_compat import torchvision
 vision = torchvision()
 from torchvision import datasets, models, transforms
 import torch

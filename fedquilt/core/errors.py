@@ -1,0 +1,59 @@
+"""Errors that a user can mend: each kind has its exit code."""
+
+from __future__ import annotations
+
+
+class FedquiltError(Exception):
+    """Something a user can mend. `exit_code` is what a command that ends by it returns."""
+
+    exit_code = 1
+
+
+class JobError(FedquiltError):
+    """A job file, a setting or a command line that cannot be carried out as written."""
+
+    exit_code = 2
+
+
+class DataError(FedquiltError):
+    """Examples that are absent, unreadable or of the wrong shape."""
+
+    exit_code = 3
+
+
+class ModelError(FedquiltError):
+    """A network, donor, block or weight file that does not fit what is asked of it."""
+
+    exit_code = 4
+
+
+class LinkError(FedquiltError):
+    """A broker that cannot be reached, refuses, or takes no packets of the size needed."""
+
+    exit_code = 5
+
+
+class StoreError(FedquiltError):
+    """A folder or database that cannot be read or written; a full disk."""
+
+    exit_code = 6
+
+
+class MemoryBudgetError(FedquiltError):
+    """A task that does not fit the memory it may use."""
+
+    exit_code = 7
+
+
+class ClockError(FedquiltError):
+    """Clocks that cannot be set here, or that did not take what they were set to."""
+
+    exit_code = 8
+
+
+class UpdateError(FedquiltError):
+    """An update that may not be folded: not finite, wrong names or shapes, or inconsistent."""
+
+
+class WireError(FedquiltError):
+    """Bytes from the network that are not a message of this protocol version."""

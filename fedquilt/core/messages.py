@@ -1,0 +1,132 @@
+"""What travels between coordinator and devices: strictly decoded structs (`fedquilt.wire`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+Name = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}\Z")]
+"""A job, fleet or device id: safe in a topic, a file name and a log line."""
+
+Label = Annotated[str, Meta(max_length=200)]
+Sentence = Annotated[str, Meta(max_length=1000)]
+Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+Amount = Annotated[float, Meta(ge=0.0, le=1e24)]
+Metrics = Annotated[dict[Label, float], Meta(max_length=1000)]
+
+
+class Wired(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of everything that is encoded: immutable, by keyword, unknown fields refused."""
+
+
+class BlobRef(Wired, frozen=True):
+    """A blob by content: the sha256 of all its bytes, and how many there are."""
+
+    sha256: Digest
+    size: Count
+
+
+class Work(Wired, frozen=True):
+    """What a task costs, as far as its sender knows: deadlines and budgets are predicted from it."""
+
+    flops: Amount = 0.0  # one multiply-add is 2
+    flops_per_example: Amount = 0.0  # besides, for each of the device's own examples; how many only it knows
+    read_bytes: Amount = 0.0  # weights and activations read from memory
+    examples: Count = 0
+    peak_bytes: Count = 0  # the least it can be done with, above an engine at work; 0: not predicted
+
+    def on(self, examples: int) -> Work:
+        """The same work for a device with so many examples of its own: `flops` is all of it."""
+        flops = self.flops + self.flops_per_example * examples
+        return msgspec.structs.replace(self, flops=flops, flops_per_example=0.0)
+
+
+Action = Literal["check", "work"]
+CODECS: Final = ("raw", "fp16", "int8", "topk")  # that this version knows: `fedquilt.compression`
+
+
+class Encoding(Wired, frozen=True):
+    """How the tensors of an update go up: a job's [wire] table. `fedquilt.compression` says what each codec does."""
+
+    codec: Name = "raw"  # one of CODECS; a device that does not know it is not asked
+    keep: Annotated[float, Meta(gt=0, le=1)] = 0.05  # of "topk": share of a tensor's entries that is told
+
+
+class Task(Wired, frozen=True):
+    """Coordinator to one device: self-contained. (job, round, device) names it; `attempt` counts re-issues."""
+
+    job: Name
+    round: Count
+    attempt: Count
+    method: Name
+    engine: Name  # which engine the method asks for: "onnx", "torch", "numpy"
+    actions: Annotated[tuple[Action, ...], Meta(min_length=1, max_length=2)]
+    params: Annotated[dict[Label, Any], Meta(max_length=1000)]
+    bundles: Annotated[dict[Label, BlobRef], Meta(max_length=2000)]
+    work: Work
+    seed: Count
+    deadline_s: Seconds  # remaining when sent: a board's clock may say 1970
+    tier: Label = ""
+    wire: Encoding = Encoding()
+
+
+class Usage(Wired, frozen=True):
+    """What a task took. Bytes count blob payloads, not protocol overhead."""
+
+    wall_s: Seconds = 0.0
+    cpu_s: Seconds = 0.0
+    energy_j: Amount | None = None  # gross: all that the board took meanwhile
+    idle_j: Amount | None = None  # of it, what the board takes in that time when it does nothing
+    energy_error_j: Amount | None = None  # the true figure lies within so much of energy_j
+    energy_source: Label | None = None  # "ina3221 VDD_IN, 10 Hz, trapezoids", "rapl", "profile tx2 (assumed)", ...
+    point: Label | None = None  # the operating point it was held at; None: the board's own governor
+    peak_bytes: Count | None = None  # resident peak of the task's own process
+    base_bytes: Count | None = None  # resident of that process before the task: runtime imports
+    examples: Count | None = None  # the device's own, held-out ones aside
+    down_bytes: Count = 0
+    up_bytes: Count = 0
+
+
+class Update(Wired, frozen=True):
+    """Device to coordinator: a manifest of what was computed; the tensors are pulled as blobs."""
+
+    job: Name
+    round: Count
+    attempt: Count
+    device: Name
+    weight: Amount  # what the method weighs by, mostly the number of examples
+    bundles: Annotated[dict[Label, BlobRef], Meta(max_length=2000)]
+    metrics: Metrics
+    usage: Usage
+    bases: Annotated[dict[Label, Digest], Meta(max_length=2000)] = {}  # with a codec: what a bundle has moved from
+
+
+class OperatingPoint(Wired, frozen=True):
+    """One setting of the clocks a board can be held at, and what it was seen to do there."""
+
+    name: Label
+    cpu_hz: Amount | None = None
+    gpu_hz: Amount | None = None
+    emc_hz: Amount | None = None
+    flops_per_s: Amount | None = None  # sustained on our own work, not a data sheet's peak
+    bytes_per_s: Amount | None = None  # memory traffic, likewise
+    busy_w: Amount | None = None  # of the whole board, while it works
+
+
+class Profile(Wired, frozen=True):
+    """What a device says of itself. Every number is the device's own unless `provenance` says else."""
+
+    device: Name
+    board: Label
+    memory_bytes: Count
+    budget_bytes: Count  # the most one task's process may hold resident
+    engines: Annotated[tuple[Name, ...], Meta(max_length=20)]
+    versions: Annotated[dict[Label, Label], Meta(max_length=50)]
+    points: Annotated[tuple[OperatingPoint, ...], Meta(max_length=200)] = ()
+    idle_w: Amount | None = None
+    provenance: Label = "unknown"  # sysfs | table | measured | assumed | unknown
+    codecs: Annotated[tuple[Name, ...], Meta(max_length=20)] = ("raw",)

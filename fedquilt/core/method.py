@@ -1,0 +1,144 @@
+"""A federated method's two halves, and the values that they take and give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from fedquilt.core.messages import BlobRef, Profile, Task, Work
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Tensors: TypeAlias = Mapping[str, np.ndarray]  # "layer1.0.conv1.weight" -> array
+else:  # the agent daemon holds no numpy: 17 MB it never uses
+    Tensors = Mapping
+
+
+@dataclass(frozen=True)
+class DeviceView:
+    """A device as the coordinator last saw it: all that `Method.send` may look at."""
+
+    device: str
+    profile: Profile | None
+    rounds: tuple[int, ...] = ()  # rounds of this job it has contributed to, oldest first
+
+
+@dataclass(frozen=True)
+class Order:
+    """What one device is asked in one round. A bundle is tensors, or the name of a blob already stored."""
+
+    params: Mapping[str, Any]
+    bundles: Mapping[str, Tensors | BlobRef]
+    work: Work = Work()
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What `fedquilt prepare` made for a job: facts, and blobs by name."""
+
+    meta: Mapping[str, Any]
+    files: Mapping[str, BlobRef]
+    load: Callable[[str], Tensors]  # the tensors of one safetensors file in it
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Labelled examples. `x` is (n, ...) as stored, mostly uint8 (n, h, w) or (n, h, w, c); `y` is (n,) int."""
+
+    x: np.ndarray
+    y: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+
+@dataclass(frozen=True)
+class Site:
+    """All that a client half may touch."""
+
+    device: str
+    budget_bytes: int
+    engine: Any  # one of fedquilt.edge_agent.engines
+    rng: np.random.Generator  # keyed by (seed, job, round, device)
+    train: Examples  # the board's own examples
+    held: Examples  # its held-out share: evaluation only
+    local: Tensors  # private per-job state: kept on the board, never sent
+    load: Callable[[str], Tensors]  # bundle name -> tensors, read when asked for
+    path: Callable[[str], Path]  # bundle name -> file on disk (an ONNX graph, say)
+    cache: Path  # a folder of this job's: what a task leaves there may be gone at the next; never sent
+    progress: Callable[[float], None] = lambda fraction: None  # 0..1; raises when the task is cancelled
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client half returns: what is sent, and the private state that stays."""
+
+    bundles: Mapping[str, Tensors]
+    weight: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    local: Tensors = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """An update with its tensors at hand: what `Method.fold` gets."""
+
+    device: str
+    round: int
+    weight: float
+    metrics: Mapping[str, float]
+    bundles: Mapping[str, Tensors]
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """What a finished job yields: facts (JSON) and tensors; `fedquilt export` turns it into a file."""
+
+    kind: str  # "weights" | "stitched" | "dualcopy"
+    meta: Mapping[str, Any]
+    tensors: Tensors
+
+
+@dataclass(frozen=True)
+class Settle:
+    """The server half of a round that trains nobody, and gathers what a state needs before it is evaluated.
+
+    Its tasks go to `Method.work`, which tells them by their params. Such a round comes before each evaluation, before
+    a job ends, and does not count among the job's rounds; all devices that are there are asked.
+    """
+
+    wanted: Callable[[Any], bool]  # (S) -> whether states of this job need it: asked once, of the first
+    send: Callable[[Any, DeviceView], Order | None]  # as of `Method`
+    fold: Callable[[Any, Any, Contribution], Any]
+    step: Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One federated method, both halves, cut at the wire. One per file of `fedquilt.methods`.
+
+    S is a frozen dataclass of arrays, scalars, strings, tuples and mappings with annotated types
+    (so that `fedquilt.tensors.pack` can store it); A, a round's accumulator, is any value.
+    The server half (init, send, fold, step, done, result) is numpy only; the client half
+    (work, check) runs in the device's task process and gets a Task and a Site, nothing else.
+    """
+
+    paper: str
+    params: type  # frozen dataclass: hyper-parameters with meaning, range, the paper's symbol
+    state: type  # S
+    engines: Sequence[str]  # which engines can run the client half, preferred first
+    init: Callable[[Bundle, Any, int], Any]  # (bundle, params, seed) -> S
+    send: Callable[[Any, DeviceView], Order | None]  # None: nothing for this device now
+    work: Callable[[Task, Site], Answer]
+    check: Callable[[Task, Site], Mapping[str, float]] | None  # must report "examples" among its metrics
+    fold: Callable[[Any, Any, Contribution], Any]  # (S, A | None, contribution) -> A; UpdateError refuses it
+    step: Callable[[Any, Any], Any]  # (S, A | None) -> S; closes the round
+    result: Callable[[Any], Artefact]
+    done: Callable[[Any], bool] = lambda state: False  # most methods end by the job's rounds
+    story: Callable[[Any], Sequence[str]] = lambda state: ()  # the last step in plain sentences
+    settle: Settle | None = None  # None: a state can be evaluated as it is
+    exact: bool = False  # what devices send may not be rounded: no lossy codec
+    refused: Mapping[str, str] = field(default_factory=dict)  # further codecs it does not work with -> why, a sentence
