@@ -271,6 +271,10 @@ def resume(options: argparse.Namespace) -> int:
             raise JobError(
                 f"{row.id} is a simulated fleet's: `fedquilt fleet JOB --home {options.home}` goes on with it"
             )
+        if row.origin == "simulation":
+            raise JobError(
+                f"{row.id} is a simulation's: `fedquilt.simulate` with the same job and home goes on with it"
+            )
         store.set_status(row.id, "running")
         return _follow(options, store, row.id)
 

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fedquilt import bundle, config, footprint, tensors, units
-from fedquilt.coordinator.settings import NOT_NETWORK
+from fedquilt.coordinator import job as running
+from fedquilt.coordinator.settings import NOT_NETWORK, Job
 from fedquilt.core import Bundle, JobError, ModelError, Name
 from fedquilt.data.images import Input
+from fedquilt.data.spec import DataSpec
 from fedquilt.models.networks import registry
 from fedquilt.models.partial import masks
-from fedquilt.tools.artefacts import frozen_part
+from fedquilt.tools.artefacts import fitting, frozen_part
 
 if TYPE_CHECKING:
     from fedquilt.tools.artefacts.quantize import Trial
@@ -98,6 +100,21 @@ def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lamb
             meta["blocks"][name]["int8"] = f"{name}.int8.onnx"
             files[f"{name}.int8.onnx"] = graph
     return bundle.write(out, meta, files)
+
+
+def whole(job: Job, out: Path, say: Callable[[str], None] = lambda line: None) -> Bundle:
+    """Write the bundle of a job, and check that the job can begin with it: its parameters, network and data.
+
+    Raises:
+        FedquiltError: as `prepare`, or the method cannot train the network, or the network cannot take the data.
+    """
+    made = prepare(msgspec.to_builtins(job), out, say)
+    running.first_state(job, made)
+    if job.data:
+        spec = DataSpec.parse(job.data)
+        if spec.synthetic or all(Path(each.path).exists() for each in spec.sources or (spec,)):  # else boards have it
+            fitting.require_fit(made.meta, spec)
+    return made
 
 
 def _input(table: Mapping[str, Any]) -> Input:

@@ -25,6 +25,7 @@ from fedquilt.coordinator import rounds
 from fedquilt.coordinator.rounds import Committed, Plan, Rounds, Started
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Row, Store
+from fedquilt.coordinator.views.progress import Personal
 from fedquilt.core import (
     BlobRef,
     DeviceView,
@@ -56,11 +57,28 @@ class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state: str = ""  # sha256
 
 
+class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The global model after so many rounds, on all devices' held-out shares; accuracies are 0..1."""
+
+    rounds: int
+    weighted: float  # over all held-out examples
+    mean: float  # over devices, however many examples each has
+    worst_decile: float  # mean of the tenth of the devices, at least one, for which it is lowest
+    loss: float | None = None  # over all held-out examples; None: the method does not report it
+
+    @staticmethod
+    def of(rounds: int, found: Personal, loss: float | None) -> Held:
+        """The accuracies of devices as they are kept."""
+        return Held(rounds, found.weighted, found.mean, found.worst_decile, loss)
+
+
 class Scores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that is known of a run, and on what."""
+    """All evaluations of a run that were made beside its rounds, and on what."""
 
     test: dict[str, Any]  # the test set as a [data] table
     scores: tuple[Score, ...] = ()
+    held: tuple[Held, ...] = ()
+    devices: dict[str, float] = {}  # device -> accuracy on its held-out share, of the last of `held`
 
 
 # -- what it is tested on -------------------------------------------------------------------------
@@ -207,7 +225,7 @@ def evaluate(
             if score is not None:
                 say(score)
                 found = msgspec.structs.replace(found, scores=(*found.scores, score))
-                _write(file(store.home, row.id), found)
+                write(store.home, row.id, found)
             elif ended or not follow:
                 return found
             else:
@@ -271,7 +289,13 @@ def read(home: Path, row: Row) -> Scores:
     return found if found.test == nothing.test else nothing
 
 
-def _write(path: Path, found: Scores) -> None:
+def write(home: Path, run: str, found: Scores) -> None:
+    """Keep what has been found of a run.
+
+    Raises:
+        StoreError: the home cannot be written.
+    """
+    path = file(home, run)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
