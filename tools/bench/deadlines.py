@@ -23,7 +23,7 @@ from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import BlobRef, Cost, Profile, Update, Usage, Work
 from fedquilt.edge_agent.devices.simulated import SimulatedDevice
 from fedquilt.edge_agent.power import governor
-from fedquilt.tools.bench import at_least, figure, figure_lines
+from fedquilt.tools.report.figures import at_least, figure, figure_lines
 
 BOARDS: Final = ("jetson-nano", "jetson-tx2", "jetson-xavier-nx", "jetson-orin-nano")
 DEVICES, ASKED, ROUNDS, SEEDS = 40, 10, 30, (0, 1, 2)

@@ -21,9 +21,9 @@ from fedquilt.coordinator.settings import Job
 from fedquilt.core import DataError, Examples, Fit, JobError, Tensors
 from fedquilt.data import examples as shares
 from fedquilt.data.spec import DataSpec
-from fedquilt.tools import bench
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.experiments import parallel
+from fedquilt.tools.report import figures
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.run import Hands, Round, Simulation, in_process, play
 
@@ -257,7 +257,7 @@ def claim_lines(result: Mapping[str, Any]) -> list[str]:
     lines = []
     for name, each in result["figures"].items():
         if "verdict" not in each:
-            lines += bench.figure_lines({"figures": {name: each}})
+            lines += figures.figure_lines({"figures": {name: each}})
             continue
         limit = f"at most {each['at_most']:g}" if "at_most" in each else f"above {each['at_least']:g}"
         lines.append(f"{'ok ' if each['reached'] else 'NOT'} {name:44} {told(each)} (claimed: {limit})")

@@ -37,11 +37,11 @@ from typing import Any, Final
 
 from fedquilt.coordinator import cohort
 from fedquilt.core import DataError
-from fedquilt.tools.bench import at_least
 from fedquilt.tools.experiments import parallel
 from fedquilt.tools.experiments.papers import common, fedstitch_runs
 from fedquilt.tools.experiments.papers.fedstitch_runs import ASKED, BUDGETS, DEVICES, Arm
 from fedquilt.tools.report import plots
+from fedquilt.tools.report.figures import at_least
 
 TABLES: Final = ("fedstitch", "fedstitch-noniid")
 SEEDS: Final = (0, 1, 2)

@@ -38,8 +38,8 @@ from fedquilt.core import Tensors
 from fedquilt.data.spec import DataSpec
 from fedquilt.layers import layers
 from fedquilt.models.networks import registry
-from fedquilt.tools.bench import figure
 from fedquilt.tools.experiments.papers import common
+from fedquilt.tools.report.figures import figure
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.run import ROOM_BYTES, Hands, Simulation
 
