@@ -247,7 +247,7 @@ def why(options: argparse.Namespace) -> int:
 
 
 def stop(options: argparse.Namespace) -> int:
-    from fedquilt.coordinator.rounds import Ended
+    from fedquilt.coordinator.facts import Ended
 
     with _existing(options) as store:
         row = store.job(options.run)

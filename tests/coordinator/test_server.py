@@ -21,8 +21,7 @@ from fedquilt.blobs.store import Depot
 from fedquilt.blobs.transfer import Transfers
 from fedquilt.coordinator import settings, turns
 from fedquilt.coordinator.executors import OverLink
-from fedquilt.coordinator.job import Running
-from fedquilt.coordinator.rounds import (
+from fedquilt.coordinator.facts import (
     Answered,
     AnyFact,
     Asked,
@@ -33,6 +32,7 @@ from fedquilt.coordinator.rounds import (
     Rejected,
     Surveyed,
 )
+from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import log, why

@@ -27,7 +27,7 @@ import msgspec
 
 from fedquilt import cost_model
 from fedquilt.coordinator import settings as jobs
-from fedquilt.coordinator.rounds import Answered, Asked
+from fedquilt.coordinator.facts import Answered, Asked
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Cost, Device, OperatingPoint, Reading, Usage, Work
 from fedquilt.edge_agent import devices

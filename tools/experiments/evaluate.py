@@ -20,8 +20,7 @@ from typing import Any
 import msgspec
 
 from fedquilt import bundle, methods, tensors
-from fedquilt.coordinator import rounds
-from fedquilt.coordinator.rounds import Committed, Plan, Rounds, Started
+from fedquilt.coordinator.facts import Committed, Plan, Rounds, Started, apply
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.coordinator.views import scores
@@ -195,7 +194,7 @@ class _States:
     def look(self) -> tuple[int, BlobRef] | None:
         """(rounds, state); None: the run has none yet. A closing evaluation leaves the state as it was."""
         for seq, _, fact in self.store.facts(self._run, self._seen):
-            self._seen, self._rounds = seq, rounds.apply(self._rounds, fact, 0.0)
+            self._seen, self._rounds = seq, apply(self._rounds, fact, 0.0)
             if isinstance(fact, Started):
                 self._latest = (0, fact.state)
             elif isinstance(fact, Committed) and (self._latest is None or fact.state != self._latest[1]):

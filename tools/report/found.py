@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-from fedquilt.coordinator import rounds
+from fedquilt.coordinator.facts import Plan
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.coordinator.views import costs, progress, scores, why
 from fedquilt.coordinator.views.costs import Account
@@ -40,7 +40,7 @@ def gather(store: Store, run: str) -> Found:
     row = store.job(run)
     facts = tuple((at, fact) for _, at, fact in store.facts(row.id))
     plain = [fact for _, fact in facts]
-    parts = why.parts(plain, rounds.Plan.of(row.job))
+    parts = why.parts(plain, Plan.of(row.job))
     return Found(
         row,
         facts,

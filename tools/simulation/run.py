@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt import methods
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Declined, Ended, Rejected
 from fedquilt.coordinator.job import Running
-from fedquilt.coordinator.rounds import Answered, AnyFact, Asked, Committed, Declined, Ended, Rejected
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Fleet, Job
 from fedquilt.coordinator.store import Store

@@ -13,7 +13,7 @@ import pytest
 from fedquilt import bundle, methods, tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds import AnyFact, Asked, Closed, Committed, Ended, Started
+from fedquilt.coordinator.facts import AnyFact, Asked, Closed, Committed, Ended, Started
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import scores
 from fedquilt.coordinator.views.scores import Score

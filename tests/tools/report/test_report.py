@@ -13,17 +13,7 @@ import pytest
 from fedquilt import bundle, tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds import (
-    Answered,
-    AnyFact,
-    Asked,
-    Closed,
-    Committed,
-    Declined,
-    Ended,
-    Started,
-    Surveyed,
-)
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Committed, Declined, Ended, Started, Surveyed
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import scores
 from fedquilt.core import BlobRef, Update, Usage

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fedquilt import methods, tensors
-from fedquilt.coordinator.rounds import Answered, AnyFact, Asked, Closed, Committed, Declined, Ended, Rejected, Surveyed
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Committed, Declined, Ended, Rejected, Surveyed
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Answer, Method, Site, Task
 from fedquilt.edge_agent.devices.simulated import SimulatedDevice
