@@ -19,6 +19,7 @@ from fedquilt.coordinator.store import Store
 from fedquilt.core import Answer, Method, Site, Task
 from fedquilt.edge_agent.devices.simulated import SimulatedDevice
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
+from fedquilt.edge_agent.task.duty import Duty
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.simulation import Member, run
 from fedquilt.tools.simulation.pool import Pool, PoolError
@@ -125,6 +126,27 @@ def test_a_deadline_closes_the_round_without_the_slow_board(fleet: Fleet) -> Non
     assert len(facts(ended, Closed)) == 2
     assert [each.duration_s for each in ended.rounds] == pytest.approx([2 * fast_s] * 2)
     assert ended.status == "done"
+
+
+def test_a_device_is_called_on_only_when_something_is_due(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when its task was taken back: the moments at which that would have gone on mean nothing any more."""
+    fast_s = seconds_of(fleet, FAST)
+    early: list[tuple[str, float]] = []
+    step = Duty.step
+
+    def noted(duty: Duty, now_s: float) -> None:
+        if duty.due_s(now_s) > now_s:
+            early.append((duty.device, now_s))
+        step(duty, now_s)
+
+    monkeypatch.setattr(Duty, "step", noted)
+    ended = fleet.played(
+        rounds=3,
+        cohort={"size": 3, "quorum": 0.6, "deadline_s": 2.3 * fast_s},
+        fleet={"boards": [FAST, SLOW, FAST], "policy": "max"},
+    )
+    assert len(ended.rounds) == 3
+    assert early == []
 
 
 def test_without_the_quorum_the_deadline_ends_the_job_after_its_attempts(fleet: Fleet) -> None:
