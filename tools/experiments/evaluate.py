@@ -38,6 +38,7 @@ from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import engines
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.hands import delivered
+from fedquilt.tools.simulation.scratch import Scratch
 
 BUDGET_BYTES = 1 << 40  # nothing is refused here
 LOOK_S = 1.0  # between looks at a store that has nothing new
@@ -74,7 +75,7 @@ class Evaluator:
         self._test = test_set(job) if test is None else test
         self._bundle = bundle.load(folder)
         self._engine = engine
-        self._cache = tempfile.TemporaryDirectory(prefix="fedquilt-evaluator-")
+        self._cache = Scratch()
 
     def __enter__(self) -> Evaluator:
         return self
@@ -99,7 +100,7 @@ class Evaluator:
         if order is None:
             return None
         newcomer = Member(NOBODY, Examples(self._test.x[:0], self._test.y[:0]), self._test)
-        with tempfile.TemporaryDirectory(dir=self._cache.name) as folder:
+        with tempfile.TemporaryDirectory(dir=self._cache.path) as folder:
             given = delivered(
                 self.method, order, newcomer, Path(folder), engine=engine, actions=("check",), path=self._path
             )

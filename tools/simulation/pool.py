@@ -17,7 +17,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +29,7 @@ from fedquilt import core
 from fedquilt.core import FedquiltError
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.simulation import Member
+from fedquilt.tools.simulation.scratch import Scratch
 
 TOGETHER: Final = 32  # orders at most that go to a worker at once; more are hardly faster, and keep others waiting
 LENGTH: Final = struct.Struct("<Q")
@@ -103,8 +103,8 @@ class Pool:
         self.held: dict[str, int] = {}  # device -> how many held-out examples it has
 
     def __enter__(self) -> Pool:
-        self._scratch = tempfile.TemporaryDirectory(prefix="fedquilt-")
-        self.folder = Path(self._scratch.name)
+        self._scratch = Scratch()
+        self.folder = self._scratch.path
         ends: list[socket.socket] = []
         for _ in range(self._count):
             ours, theirs = socket.socketpair()
