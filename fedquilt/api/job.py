@@ -24,7 +24,7 @@ T = TypeVar("T")
 class Checked(type):
     """Metaclass of a public name for one table of a job: keys and values are checked as the command checks them."""
 
-    table: type
+    table: type[msgspec.Struct]
     where: str
 
     def __call__(cls, *given: Any, **keys: Any) -> Any:
@@ -45,7 +45,8 @@ class Checked(type):
 
 if TYPE_CHECKING:
     from fedquilt.coordinator.settings import Cohort as Cohort
-    from fedquilt.data.spec import DataSpec as Data
+
+    Data = DataSpec
 
     class Fleet(jobs.Fleet, frozen=True):
         """See below."""

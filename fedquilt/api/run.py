@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from fedquilt.api.job import Job
 from fedquilt.api.table import Table
-from fedquilt.coordinator import rounds
-from fedquilt.coordinator.rounds import AnyFact
+from fedquilt.coordinator import facts as history
+from fedquilt.coordinator.facts import AnyFact
 from fedquilt.coordinator.store import Row, Store
-from fedquilt.coordinator.views import costs, log, why
+from fedquilt.coordinator.views import costs, log, scores, why
 from fedquilt.core import StoreError
-from fedquilt.tools.experiments import evaluate
 from fedquilt.tools.report import columns
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ class Run:
         """
         with self._store() as store:
             row, facts = self._read(store)
-            return Table(columns.rounds(facts, row.job, evaluate.read(self.home, row)))
+            return Table(columns.rounds(facts, row.job, scores.read(self.home, row)))
 
     def devices(self) -> Table:
         """One row a device: what it was asked, what that took, and its accuracy on its held-out share.
@@ -81,7 +80,7 @@ class Run:
         """
         with self._store() as store:
             row, facts = self._read(store)
-            return Table(columns.devices(facts, row.job, evaluate.read(self.home, row)))
+            return Table(columns.devices(facts, row.job, scores.read(self.home, row)))
 
     def why(self, device: str | None = None, round: int | None = None) -> list[str]:
         """Sentences on what became of a device in every round, or of every device in one round, or of all.
@@ -99,9 +98,9 @@ class Run:
         """What has happened, in sentences, oldest first; what the run took stands last."""
         with self._store() as store:
             row, facts = self._read(store)
-        state, said = rounds.Rounds(rounds.Plan.of(row.job)), []
+        state, said = history.Rounds(history.Plan.of(row.job)), []
         for fact in facts:
-            state = rounds.apply(state, fact, 0.0)
+            state = history.apply(state, fact, 0.0)
             said += log.sentences(fact, log.closing(state, fact))
         return said + costs.lines(costs.account(facts))
 
@@ -181,7 +180,7 @@ class Follower:
             for number, _, fact in store.facts(self._id, after=self._seen):
                 self._seen = number
                 self._made.add(fact)
-            rows = self._made.scored(evaluate.read(self._home, row))
+            rows = self._made.scored(scores.read(self._home, row))
         checked_later = row.job.check.every and not row.job.check.beside
         ready = rows if ended or not checked_later else rows[:-1]
         new = ready[self._told :]

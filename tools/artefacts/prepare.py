@@ -17,11 +17,12 @@ from fedquilt import bundle, config, footprint, tensors, units
 from fedquilt.coordinator import job as running
 from fedquilt.coordinator.settings import NOT_NETWORK, Job
 from fedquilt.core import Bundle, JobError, ModelError, Name
+from fedquilt.data import fitting
 from fedquilt.data.images import Input
 from fedquilt.data.spec import DataSpec
 from fedquilt.models.networks import registry
 from fedquilt.models.partial import masks
-from fedquilt.tools.artefacts import fitting, frozen_part
+from fedquilt.tools.artefacts import frozen_part
 
 if TYPE_CHECKING:
     from fedquilt.tools.artefacts.quantize import Trial

@@ -9,8 +9,9 @@ from pathlib import Path
 from fedquilt import methods
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.views import progress
+from fedquilt.coordinator.views.scores import Held, Score
 from fedquilt.core import Examples
-from fedquilt.tools.experiments.evaluate import Evaluator, Held, Score
+from fedquilt.tools.experiments.evaluate import Evaluator
 from fedquilt.tools.simulation.run import Hands, Simulation
 
 

@@ -16,7 +16,7 @@ from fedquilt import methods
 from fedquilt.coordinator import job as running
 from fedquilt.coordinator.settings import Check, Job
 from fedquilt.coordinator.store import Store
-from fedquilt.tools.experiments import evaluate
+from fedquilt.coordinator.views import scores
 from fedquilt.tools.experiments.beside import Judge, Verdict
 from fedquilt.tools.experiments.single_run import due, shares
 from fedquilt.tools.simulation.agents import Plan
@@ -45,7 +45,7 @@ def play(
 
     With [check] beside = true, the global model is evaluated after every `check.every` rounds on all devices' held-out
     shares; with any [check], and after the last round, on the test set if the job has one. Neither costs a device
-    anything. What is found lies beside the log (`fedquilt.tools.experiments.evaluate`).
+    anything. What is found lies beside the log (`fedquilt.coordinator.views.scores`).
 
     Args:
         folder: the job's bundle.
@@ -79,11 +79,11 @@ def _keep(home: Path, simulation: Simulation, look: Callable[[], Verdict]) -> No
     """Evaluate a state and write what is found, unless that has been done."""
     with Store(home, durable=False) as store:
         row = store.job(simulation.run)
-    found = evaluate.read(home, row)
-    if simulation.done in {*(score.rounds for score in found.scores), *(held.rounds for held in found.held)}:
+    found = scores.read(home, row)
+    if simulation.done in {*(each.rounds for each in found.scores), *(each.rounds for each in found.held)}:
         return
     verdict = look()
-    scores = (*found.scores, verdict.test) if verdict.test else found.scores
+    test = (*found.scores, verdict.test) if verdict.test else found.scores
     held = (*found.held, verdict.held) if verdict.held else found.held
     devices = dict(verdict.devices) or found.devices
-    evaluate.write(home, row.id, evaluate.Scores(found.test, scores, held, devices))
+    scores.write(scores.file(home, row.id), scores.Scores(found.test, test, held, devices))

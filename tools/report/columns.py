@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from fedquilt.coordinator.rounds import Answered, AnyFact, Committed
+from fedquilt.coordinator.facts import Answered, AnyFact, Committed
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.views import costs, progress
+from fedquilt.coordinator.views.scores import Scores
 from fedquilt.core import Update
-from fedquilt.tools.experiments.evaluate import Scores
 
 Row = dict[str, Any]
 

@@ -8,7 +8,6 @@ side, and is not shown if the range reaches across.
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +20,15 @@ from fedquilt.coordinator.settings import Job
 from fedquilt.core import DataError, Examples, Fit, JobError, Tensors
 from fedquilt.data import examples as shares
 from fedquilt.data.spec import DataSpec
-from fedquilt.tools import bench
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.experiments import parallel
+from fedquilt.tools.experiments.intervals import interval
+from fedquilt.tools.report import figures
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.run import Hands, Round, Simulation, in_process, play
+from fedquilt.tools.simulation.scratch import Scratch
 
 UNHURRIED: Final = {"deadline_s": 1e6}  # [cohort] of a table whose paper knows no deadline: nobody is cut off
-T_95: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # of 1 to 10 degrees of freedom
 
 
 def require(table: str, tables: Iterable[str]) -> None:
@@ -175,8 +175,8 @@ def federated(
     """
     carry, held = in_process(members, engine=engine, test=test)
     with (
-        tempfile.TemporaryDirectory(prefix="fedquilt-") as home,
-        Simulation(job, folder, held, Path(home), engine=engine.name, away=away) as simulation,
+        Scratch() as home,
+        Simulation(job, folder, held, home, engine=engine.name, away=away) as simulation,
     ):
         for each in play([simulation], carry):
             observe(each, carry)
@@ -224,25 +224,6 @@ def claim(
     return {**found, "seeds": len(values), "verdict": verdict, "reached": verdict == "holds"}
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the mean of two values or more, by Student's t."""
-    mean, half = statistics.fmean(values), quantile(len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
-    return mean - half, mean + half
-
-
-def quantile(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t: tabled, and from 11 degrees of freedom on to four digits."""
-    if freedom <= len(T_95):
-        return T_95[freedom - 1]
-    z = statistics.NormalDist().inv_cdf(0.975)
-    return (
-        z
-        + (z**3 + z) / (4 * freedom)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
-    )
-
-
 def told(found: Mapping[str, Any]) -> str:
     """A claim's mean, interval and verdict in a few words; of a difference with its sign."""
     sign = "+" if found.get("at_least") == 0 else ""
@@ -257,7 +238,7 @@ def claim_lines(result: Mapping[str, Any]) -> list[str]:
     lines = []
     for name, each in result["figures"].items():
         if "verdict" not in each:
-            lines += bench.figure_lines({"figures": {name: each}})
+            lines += figures.figure_lines({"figures": {name: each}})
             continue
         limit = f"at most {each['at_most']:g}" if "at_most" in each else f"above {each['at_least']:g}"
         lines.append(f"{'ok ' if each['reached'] else 'NOT'} {name:44} {told(each)} (claimed: {limit})")

@@ -30,7 +30,12 @@ def method(base: Method | ModuleType, **parts: Any) -> Method:
         if name not in known:
             raise JobError(f"a method has no part {name!r}; there are: {', '.join(known)}{config.nearest(name, known)}")
     for name in ("params", "state"):
-        kind = parts.get(name)
-        if kind is not None and not (dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen):  # type: ignore[attr-defined]
-            raise JobError(f"{name} = {kind!r}: a frozen dataclass is wanted, @dataclass(frozen=True) above its class")
+        if name in parts and not _frozen(parts[name]):
+            raise JobError(
+                f"{name} = {parts[name]!r}: a frozen dataclass is wanted, @dataclass(frozen=True) above its class"
+            )
     return dataclasses.replace(made, **parts)
+
+
+def _frozen(kind: object) -> bool:
+    return dataclasses.is_dataclass(kind) and bool(getattr(kind, "__dataclass_params__").frozen)  # noqa: B009
