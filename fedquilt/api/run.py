@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,9 +33,8 @@ class Run:
         StoreError: the home cannot be read.
     """
 
-    def __init__(self, home: Path, id: str, *, _keep: tempfile.TemporaryDirectory[str] | None = None) -> None:
+    def __init__(self, home: Path, id: str) -> None:
         self.home, self.id = home, id
-        self._keep = _keep  # a temporary home lasts as long as its run
 
     @classmethod
     def open(cls, home: str | Path, id: str) -> Run:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -58,21 +58,22 @@ def simulate(
     """
     from fedquilt.tools.artefacts import prepare
     from fedquilt.tools.experiments import watched_run
+    from fedquilt.tools.simulation.scratch import Scratch
 
     wanted = seeded(job, seed)
     made = watched_run.evaluated(wanted) if evaluate else wanted
-    keep = tempfile.TemporaryDirectory(prefix="fedquilt-") if home is None else None
-    place = Path(keep.name if keep is not None else home or "")
     if not made.data:
         raise JobError("a simulated fleet needs the job's data, as in fq.Job(..., data=fq.Data('digits.npz'))")
-    bundle = place / "bundles" / digest(made)
-    prepare.whole(made, bundle)
-    with contextlib.closing(live.display(progress)) as shown:
-        watch = _Watch(made, place, trackers, shown.show)
-        run = Run(
-            place, watched_run.play(made, bundle, place, workers=workers, begun=watch.begin, watch=watch), _keep=keep
-        )
-        watch.end(run)
+    with contextlib.ExitStack() as stack:
+        place = Path(home) if home is not None else stack.enter_context(Scratch())
+        bundle = place / "bundles" / digest(made)
+        prepare.whole(made, bundle)
+        with contextlib.closing(live.display(progress)) as shown:
+            watch = _Watch(made, place, trackers, shown.show)
+            run = Run(place, watched_run.play(made, bundle, place, workers=workers, begun=watch.begin, watch=watch))
+            watch.end(run)
+        if home is None:
+            weakref.finalize(run, stack.pop_all().close)  # a temporary home lasts as long as its run
     return run
 
 
