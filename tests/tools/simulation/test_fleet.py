@@ -104,7 +104,7 @@ def test_a_fleet_that_cannot_make_its_quorum_fails_with_the_reasons(fleet: Fleet
     """Two wanted of two that are there, and one of them has no room."""
     ended = fleet.played(devices=2, cohort={"size": 2}, fleet={"budgets": ["512MB", "1MB"]})
     assert ended.status == "failed"
-    assert "1 of 2 updates after 3 attempts" in ended.reason
+    assert "asked 2 devices in 3 attempts: 1 answered, 1 declined, and 2 updates are needed; refused: " in ended.reason
     assert "dev-1: needs" in ended.reason
 
 
