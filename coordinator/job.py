@@ -165,10 +165,10 @@ class Running:
         """
         bundles = {}
         for name, ref in update.bundles.items():
-            path = self._store.depot.path(ref.sha256)
-            if path is None:
+            payload = self._store.depot.load(ref.sha256)
+            if payload is None:
                 raise JobError(f"blob {ref.sha256[:12]} of {update.device}'s update is gone from {self._store.home}")
-            bundles[name] = tensors.read(path)
+            bundles[name] = tensors.decode(payload)
             tensors.require_finite(bundles[name])
         return Contribution(update.device, update.round, update.weight, update.metrics, bundles)
 
@@ -193,7 +193,7 @@ class Running:
             self._half.fold(self.state, None, given)
         if self.job.wire.codec == "raw":
             return self._kept(update, given)
-        refs = {name: self._store.depot.put(tensors.encode(bundle)) for name, bundle in plain.items()}
+        refs = {name: self._store.depot.stow(tensors.encode(bundle)) for name, bundle in plain.items()}
         return self._kept(msgspec.structs.replace(update, bundles=refs, bases={}), given)
 
     def _kept(self, update: Update, given: Contribution) -> Update:
