@@ -149,7 +149,7 @@ class _Cache:
 
 
 class _Site(Site):
-    cache = _Cache()  # type: ignore[assignment]
+    cache = _Cache()
 
 
 def site_of(
@@ -208,7 +208,9 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
         return tensors.Floats(path(name)) if name in order.bundles else None
 
     metrics: dict[str, float] = {}
-    weight, bundles, blobs = 0.0, {}, {}
+    weight = 0.0
+    bundles: dict[str, core.BlobRef] = {}
+    blobs: dict[str, bytes] = {}
     if "check" in task.actions:
         if method.check is None:
             raise core.JobError(f"method {task.method!r} has no evaluation of its own")

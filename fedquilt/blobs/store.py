@@ -3,7 +3,7 @@
     <sha256>          whole: verified, on disk, never changed
     <sha256>.part     on its way: as long as the blob, with holes where chunks are missing
     <random>.tmp      being written by `put` or `put_file`
-    small.pack        small blobs that only one process reads (`stow`, `fedquilt.pack`), where nothing waits for the disk
+    small.pack        small blobs that one process alone reads (`stow`), where nothing waits for the disk
 
 A file gets its final name only when its bytes are verified and on the disk, so whatever moment the
 process is killed or the power fails, what has that name is whole. A part carries no record of

@@ -31,7 +31,7 @@ from fedquilt.core import BlobRef, Device, JobError, Profile, StoreError, Task, 
 from fedquilt.edge_agent import messages, plan
 from fedquilt.edge_agent.power.governor import Rule
 from fedquilt.edge_agent.state import PRIVATE
-from fedquilt.edge_agent.task.duty import Duty
+from fedquilt.edge_agent.duty import Duty
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.edge_agent.task.worker import VirtualWorker
 from fedquilt.wire import Claim
@@ -124,6 +124,11 @@ class SimulatedFleet:
     def waiting(self) -> list[Order]:
         """Orders that have begun, and whose outcome virtual time waits for; sorted by device."""
         return [order for name in sorted(self._waiting) if (order := self._waiting[name].worker.order) is not None]
+
+    def at_work(self, device: str) -> Task | None:
+        """The task whose outcome a device waits for, if it waits for one."""
+        given = self._waiting.get(device)
+        return None if given is None or given.worker.order is None else given.worker.order.task
 
     def worked(self, device: str, outcome: Outcome) -> None:
         """What a device's order has come to. It is told when the board would have been done with it.

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedquilt import methods
+from fedquilt import methods, tensors
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Declined, Ended, Rejected, Resumed, Started
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Fleet, Job
 from fedquilt.coordinator.store import Store
-from fedquilt.core import Artefact, Device, Examples, JobError, Method
+from fedquilt.core import Artefact, Contribution, Device, Examples, JobError, Method, Task
 from fedquilt.edge_agent import devices as boards
 from fedquilt.edge_agent import engines, plan
 from fedquilt.edge_agent.power.governor import Rule
@@ -177,7 +177,18 @@ class Simulation:
 
     def worked(self, device: str, outcome: Outcome) -> None:
         """What an order came to."""
+        task = self.fleet.at_work(device)
+        if self.running is not None and task is not None and outcome.blobs:
+            self._foresee(self.running, device, task, outcome)
         self.fleet.worked(device, outcome)
+
+    def _foresee(self, job: Running, device: str, task: Task, outcome: Outcome) -> None:
+        """Let the coordinator look at an update that is in memory already, while others are at work."""
+        if task.job != job.id or not all(ref.sha256 in outcome.blobs for ref in outcome.bundles.values()):
+            return
+        bundles = {name: tensors.decode(outcome.blobs[ref.sha256]) for name, ref in outcome.bundles.items()}
+        given = Contribution(device, task.round, outcome.weight, outcome.metrics, bundles)
+        job.foresee(given, outcome.bundles)
 
     def evaluation(self, device: str) -> Order | None:
         """The method's own check of what a device would be sent next; None: there is nothing to check.
