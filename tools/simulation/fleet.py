@@ -29,9 +29,9 @@ from fedquilt.coordinator.executors import Heard
 from fedquilt.coordinator.job import Running
 from fedquilt.core import BlobRef, Device, JobError, Profile, StoreError, Task, Update
 from fedquilt.edge_agent import messages, plan
+from fedquilt.edge_agent.duty import Duty
 from fedquilt.edge_agent.power.governor import Rule
 from fedquilt.edge_agent.state import PRIVATE
-from fedquilt.edge_agent.duty import Duty
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.edge_agent.task.worker import VirtualWorker
 from fedquilt.wire import Claim
