@@ -15,9 +15,10 @@ from fedquilt.cli.commands import option, verb
 @options.format
 def evaluate(run: str, follow: bool, home: Path, format: str) -> None:
     """Evaluate a run's global model on the job's test set, which no device has."""
+    from fedquilt.coordinator.views import scores
     from fedquilt.tools.experiments import evaluate as evaluator
 
-    def say(score: evaluator.Score) -> None:
+    def say(score: scores.Score) -> None:
         if format == "text":
             print(evaluator.line(score), flush=True)
 

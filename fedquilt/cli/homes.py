@@ -41,9 +41,9 @@ def load_job(path: Path) -> Any:
         if job.data:
             DataSpec.parse(job.data)
         if job.test:
-            from fedquilt.tools.experiments import evaluate as evaluator
+            from fedquilt.coordinator.views import scores
 
-            DataSpec.parse(evaluator.table(job), "[test]")
+            DataSpec.parse(scores.test_table(job), "[test]")
     return job
 
 

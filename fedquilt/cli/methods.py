@@ -14,6 +14,6 @@ from fedquilt.cli.commands import argument, option, verb
 @options.format
 def methods(method: str | None, out: Path | None, format: str) -> None:
     """List the methods, or show one's paper, deviations and parameters."""
-    from fedquilt.tools.report import method_pages as tool
+    from fedquilt.tools.experiments import method_pages as tool
 
     tool.main(method, out, format)

@@ -15,6 +15,6 @@ from fedquilt.cli.commands import option, verb
 @options.format
 def partition(job: Path, devices: int | None, out: Path | None, format: str) -> int:
     """Show how a job's [data] shares examples out among its devices."""
-    from fedquilt.tools.experiments import partition as tool
+    from fedquilt.tools.report import partition as tool
 
     return tool.main(homes.load_job(job), devices, out, format)

@@ -27,8 +27,8 @@ def prepare(job: Path, out: Path | None) -> None:
     with config.naming(str(job)):
         running.first_state(read, made)
     if read.data:
+        from fedquilt.data import fitting
         from fedquilt.data.spec import DataSpec
-        from fedquilt.tools.artefacts import fitting
 
         spec = DataSpec.parse(read.data)
         if spec.synthetic or all(

@@ -14,7 +14,7 @@ from fedquilt.core import JobError
 @options.home
 def stop(run: str, home: Path) -> None:
     """Stop a run after what is being written; `resume` continues it."""
-    from fedquilt.coordinator.rounds import Ended
+    from fedquilt.coordinator.facts import Ended
 
     with homes.existing(home) as store:
         row = store.job(run)
