@@ -8,7 +8,10 @@ one process are dataclasses. Import them from here; the files beside this one on
 
 from fedquilt.core.device import (
     Cost,
+    Covers,
     Device,
+    Meter,
+    Power,
     Reading,
 )
 from fedquilt.core.errors import (
@@ -82,6 +85,7 @@ __all__ = [
     "Contribution",
     "Cost",
     "Count",
+    "Covers",
     "DataError",
     "Device",
     "DeviceView",
@@ -96,12 +100,14 @@ __all__ = [
     "Label",
     "LinkError",
     "MemoryBudgetError",
+    "Meter",
     "Method",
     "Metrics",
     "ModelError",
     "Name",
     "OperatingPoint",
     "Order",
+    "Power",
     "Profile",
     "Reading",
     "Runner",
