@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from fedquilt.coordinator import cohort, rounds
-from fedquilt.coordinator.eligibility import REASONS
+from fedquilt.coordinator import cohort, eligibility, rounds
 from fedquilt.coordinator.rounds import (
     Answered,
     AnyFact,
@@ -68,7 +67,9 @@ def parts(facts: Iterable[AnyFact], plan: rounds.Plan) -> dict[int, dict[str, Pa
                 pass
         state = rounds.apply(state, fact, 0.0)
         if isinstance(fact, Surveyed) and state.phase == "selecting":  # in case that nobody can be asked
-            found[fact.round] = {device: Part(code, REASONS.get(code, code)) for device, code in state.passed.items()}
+            found[fact.round] = {
+                device: Part(eligibility.key(code), eligibility.told(code)) for device, code in state.passed.items()
+            }
     return found
 
 
@@ -83,7 +84,9 @@ def _chosen(state: Rounds, fact: Asked) -> Mapping[str, Part]:
         state.plan.seed, fact.round, free, wanted, costs=costs, since=since, turns=state.plan.cohort.turns
     )
     told = {
-        device: Part(code, REASONS.get(code, code)) for device, code in state.passed.items() if device not in settled
+        device: Part(eligibility.key(code), eligibility.told(code))
+        for device, code in state.passed.items()
+        if device not in settled
     }
     for number, device in enumerate(order, 1):
         text = f"not drawn: place {number} of {len(order)}, {wanted} {'was' if wanted == 1 else 'were'} taken"

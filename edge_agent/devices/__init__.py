@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedquilt import plugins
 from fedquilt.core import Device, JobError, Meter
+from fedquilt.edge_agent.devices.sensors.meters import WIDTH
 
 if TYPE_CHECKING:
     from fedquilt import profiles
@@ -62,6 +64,37 @@ def make(
         if device is not None:
             return device
     raise JobError("board 'auto' needs a Linux host with /proc/meminfo; name a profile to simulate one instead")
+
+
+def meter(wanted: str | Mapping[str, Any]) -> Meter:
+    """The meter that agent.toml names: an entry point's or `module:name`'s class or function, called once.
+
+    Args:
+        wanted: its name, or a table with `name` and the arguments it is called with.
+
+    Raises:
+        JobError: there is none, it fails, or what it makes is no `fedquilt.core.Meter`; names it and the mend.
+    """
+    table = {"name": wanted} if isinstance(wanted, str) else dict(wanted)
+    name = table.pop("name", None)
+    if not isinstance(name, str):
+        raise JobError(
+            'meter: give it a name, as in meter = "plug:Meter" or { name = "plug:Meter", host = "10.0.0.7" }'
+        )
+    plugin = plugins.find("meter", name)
+    assert plugin is not None  # fedquilt's own meters have no names: they are found by what the board is
+    factory = plugins.imported(plugin)
+    if not callable(factory):
+        raise plugins.refused(plugin, "a class or function that makes a meter", factory)
+    try:
+        made = factory(**table)
+    except Exception as error:  # somebody's own code
+        raise JobError(f"{plugin} cannot be made from {table}: {type(error).__name__}: {error}") from None
+    covers = getattr(made, "covers", None)
+    if covers not in WIDTH or not callable(getattr(made, "read", None)):
+        there = ", ".join(WIDTH)
+        raise JobError(f"{plugin} is no meter: it needs `read(now_s)`, and `covers` one of {there}, not {covers!r}")
+    return made
 
 
 def _kinds() -> set[str]:

@@ -21,6 +21,7 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache: str  # folder of the job's own: what earlier tasks left there for later ones, or nothing
     out: str  # empty folder: bundles go into files named by their sha256, private state into private.safetensors
     plan_bytes: int | None = None  # of the budget, what the engine may plan with; None: all of it
+    plugins: tuple[str, ...] | None = None  # the packages that this board allows: `fedquilt.plugins.restrict`
 
 
 class Loaded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="loaded"):

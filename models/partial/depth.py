@@ -164,7 +164,7 @@ def add_exits(module: Any, looks: Sequence[Stage], classes: int) -> Any:
     return module
 
 
-def exits(of: Mapping[str, Any], looks: Sequence[Sequence[Any]], classes: int, *, local_code: bool = False) -> Any:
+def exits(of: Mapping[str, Any], looks: Sequence[Sequence[Any]], classes: int) -> Any:
     """A network of the zoo, and a classifier before each of these stages: it says the mean of what all of them say.
 
     Args:
@@ -175,7 +175,7 @@ def exits(of: Mapping[str, Any], looks: Sequence[Sequence[Any]], classes: int, *
 
     from fedquilt.models.networks import registry
 
-    module = registry.build(of, local_code=local_code)
+    module = registry.build(of)
     found = [Stage(str(entrance), int(width), ()) for entrance, width in looks]
 
     def answer(told: list[Any], scores: Any) -> Any:
