@@ -116,7 +116,7 @@ def test_a_users_own_code_runs_where_it_is_allowed(tmp_path: Path, monkeypatch: 
     )
     monkeypatch.chdir(tmp_path)
     table = {"name": "my_own_net:tiny", "classes": 5}
-    with plugins.restricted(None), pytest.raises(ModelError, match="add 'my_own_net:tiny' to `plugins` in agent.toml"):
+    with plugins.restricted(None), pytest.raises(ModelError, match="add 'my_own_net:tiny' to `plugins`"):
         registry.build(table)
     assert registry.build(table).out_features == 5
     with plugins.restricted(["my_own_net:tiny"]):
