@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
+from fedquilt import plugins
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import Profile
 from fedquilt.wire import Telemetry
@@ -88,15 +89,8 @@ def _plugin(seen: Seen, wants: Wants) -> str | None:
     for module, proof in wants.plugins:
         found = seen.profile.versions.get(f"plugin {module}", "")
         if found != proof:
-            return f"plugin {proof.split(' ')[0]}|{short(proof)}|{short(found)}"
+            return f"plugin {proof.split(' ')[0]}|{plugins.short(proof)}|{plugins.short(found)}"
     return None
-
-
-def short(proof: str) -> str:
-    """A proof as people read it: "1.0 (3fa1b2c4)"."""
-    _, _, rest = proof.partition(" ")
-    version, _, content = rest.partition(" ")
-    return f"{'without version' if version == '-' else version} ({content[:8]})" if content else ""
 
 
 def _offline(seen: Seen, wants: Wants) -> str | None:

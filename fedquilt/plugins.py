@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -205,8 +205,35 @@ def proof(plugin: Plugin) -> str:
     Two machines with the same text run the same code.
     """
     with _own_folder():
-        content = _content(plugin.target.partition(":")[0], tuple(sys.path))
+        content = _content(plugin.module, tuple(sys.path))
     return f"{plugin.package} {plugin.version or '-'} {content}"[:200]
+
+
+def short(proof: str) -> str:
+    """A proof as people read it, without its package: "1.0 (3fa1b2c4)"; "" for what is none."""
+    _, _, rest = proof.partition(" ")
+    version, _, content = rest.partition(" ")
+    return f"{'without version' if version == '-' else version} ({content[:8]})" if content else ""
+
+
+def require_current(then: Mapping[str, str]) -> None:
+    """Check that the packages a bundle's network came from are still the same, as far as they are installed here.
+
+    Args:
+        then: module -> `proof`, as `fedquilt prepare` noted.
+
+    Raises:
+        JobError: one has another content here; names the package and both contents.
+    """
+    for module, before in then.items():
+        with _own_folder():
+            content = _content(module, tuple(sys.path))
+        if content != "unknown" and not before.endswith(f" {content}"):
+            package = before.partition(" ")[0]
+            raise JobError(
+                f"the bundle's network is of package {package} {short(before)}, which has another content here "
+                f"({content[:8]}): make the bundle anew with `fedquilt prepare`"
+            )
 
 
 def needs(kind: Kind, name: str, ours: Collection[str] = ()) -> dict[str, str]:
@@ -231,38 +258,27 @@ def allowing(kind: Kind, name: str, ours: Collection[str] = ()) -> list[str]:
 
 @lru_cache(maxsize=64)
 def _content(module: str, path: tuple[str, ...]) -> str:
-    """The digest of a module's files, found without running any code of it; "unknown" where there are none."""
-    found = _root(module)
-    if found is None:
+    """The digest of a top-level module's files, found without running any of it; "unknown" where there are none."""
+    try:
+        spec = util.find_spec(module)
+    except (ImportError, ValueError):
         return "unknown"
+    if spec is None:
+        return "unknown"
+    found = [Path(folder) for folder in spec.submodule_search_locations or ()]  # of a namespace package several
+    files = sorted((file.relative_to(folder).as_posix(), file) for folder in found for file in _files(folder))
+    if not found and spec.origin and Path(spec.origin).is_file():
+        files = [(Path(spec.origin).name, Path(spec.origin))]
     digest = hashlib.sha256()
-    files = sorted(_files(found)) if found.is_dir() else [found]
-    for file in files:
-        name = file.relative_to(found).as_posix() if found.is_dir() else file.name
+    for name, file in files:
         digest.update(f"{name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
-    return digest.hexdigest()
+    return digest.hexdigest() if files else "unknown"
 
 
 def _files(folder: Path) -> Iterator[Path]:
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name != "__pycache__"]
         yield from (Path(place, name) for name in names if not name.endswith((".pyc", ".pyo")))
-
-
-def _root(module: str) -> Path | None:
-    """The file or folder of the outermost part of a module's name that holds code."""
-    parts = module.split(".")
-    for count in range(1, len(parts) + 1):
-        try:
-            spec = util.find_spec(".".join(parts[:count]))
-        except (ImportError, ValueError):
-            return None
-        if spec is None:
-            return None
-        if spec.origin and Path(spec.origin).is_file():
-            file = Path(spec.origin)
-            return file.parent if spec.submodule_search_locations else file
-    return None
 
 
 # -- within ---------------------------------------------------------------------------------------

@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from fedquilt.coordinator import cohort, eligibility, rounds
-from fedquilt.coordinator.rounds import (
+from fedquilt.coordinator import cohort, eligibility
+from fedquilt.coordinator.facts import (
     Answered,
     AnyFact,
     Asked,
     Committed,
     Declined,
+    Plan,
     Rejected,
     Reopened,
     Rounds,
     Surveyed,
+    apply,
 )
 from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError
@@ -39,10 +41,10 @@ def of(store: Store, run: str) -> dict[int, dict[str, Part]]:
         StoreError: there is no such run, or it cannot be read.
     """
     row = store.job(run)
-    return parts((fact for _, _, fact in store.facts(row.id)), rounds.Plan.of(row.job))
+    return parts((fact for _, _, fact in store.facts(row.id)), Plan.of(row.job))
 
 
-def parts(facts: Iterable[AnyFact], plan: rounds.Plan) -> dict[int, dict[str, Part]]:
+def parts(facts: Iterable[AnyFact], plan: Plan) -> dict[int, dict[str, Part]]:
     """Round -> device -> what became of it, of the devices known by then; the last word counts."""
     state = Rounds(plan)
     found: dict[int, dict[str, Part]] = {}
@@ -65,7 +67,7 @@ def parts(facts: Iterable[AnyFact], plan: rounds.Plan) -> dict[int, dict[str, Pa
                 found.setdefault(fact.round, {}).update(dict.fromkeys(silent, late))
             case _:
                 pass
-        state = rounds.apply(state, fact, 0.0)
+        state = apply(state, fact, 0.0)
         if isinstance(fact, Surveyed) and state.phase == "selecting":  # in case that nobody can be asked
             found[fact.round] = {
                 device: Part(eligibility.key(code), eligibility.told(code)) for device, code in state.passed.items()

@@ -9,9 +9,10 @@ from typing import Final
 
 from fedquilt import profiles
 from fedquilt.core import Meter
+from fedquilt.edge_agent import sysfs
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.devices.linux import ClockHelper, LinuxDevice
-from fedquilt.edge_agent.devices.sensors import jtop, sysfs
+from fedquilt.edge_agent.devices.sensors import jtop
 from fedquilt.edge_agent.devices.sensors.ina3221 import Ina3221
 
 STATUS: Final = "var/lib/nvpmodel/status"  # the mode that nvpmodel was last set to

@@ -2,7 +2,7 @@
 
 A network is a table, `{"name": "mlp", "inputs": 64, "hidden": [32], "classes": 10}`. Names are the
 functions of `fedquilt.models.networks.small`, `vit`, `resnet20-cifar` (32, 44, 56), `torchvision/<architecture>`,
-`exits` around another network's table (`fedquilt.models.partial.depth`, what DepthFL ends with), an entry point
+`exits` around another network's table (`models.networks.stages`, what DepthFL ends with), an entry point
 of another package (`fedquilt.networks`), or `module:function` (`fedquilt.plugins`). A key "input" (see
 `fedquilt.data.images.Input`) says what images it expects, "calls" in which order its modules are used
 (`fedquilt.layers`); building looks at neither.
@@ -152,11 +152,10 @@ def _factory(name: str) -> Callable[..., nn.Module]:
     own = _as_model(lambda: plugins.load("network", name, OURS))
     if own is not None:
         return _own(name, own)
-    from fedquilt.models.networks import small, vit
-    from fedquilt.models.partial import depth as stages
+    from fedquilt.models.networks import small, stages, vit
 
     if name == "exits":
-        return stages.exits
+        return lambda of, looks, classes: stages.exits(build(of), looks, classes)
     if name in SMALL:
         return getattr(vit if name == "vit" else small, name)
     cifar = {f"resnet{depth}-cifar": depth for depth in CIFAR_DEPTHS}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt import bundle, methods
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Declined, Ended, Rejected, Resumed, Started
 from fedquilt.coordinator.job import Running, needs
-from fedquilt.coordinator.rounds import Answered, AnyFact, Asked, Committed, Declined, Ended, Rejected
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Fleet, Job
 from fedquilt.coordinator.store import Store
@@ -32,6 +31,7 @@ from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.simulation import Member, hands
 from fedquilt.tools.simulation.fleet import SimulatedFleet, Spec
 from fedquilt.tools.simulation.pool import Pool
+from fedquilt.tools.simulation.scratch import Scratch
 
 NEWCOMER = "newcomer"  # a device that has taken part in nothing, and has room for everything
 ROOM_BYTES = 1 << 40
@@ -49,7 +49,7 @@ class Round:
     metrics: Mapping[str, float]  # devices' means
     down_bytes: int
     up_bytes: int
-    wall_s: float  # on this machine
+    wall_s: float  # on this machine; of a round that an interrupted process made, with evaluations after the one before
     duration_s: float  # on virtual time, from the round's opening to its end
     energy_j: float | None  # of the boards' tasks; None: one does not tell
     devices_metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Simulation:
         folder: the job's bundle, as `fedquilt prepare` writes it.
         members: device -> how many held-out examples it has, in the order in which they take the job's boards and
             budgets in turn.
-        home: of the coordinator; a run that was interrupted there goes on.
+        home: of the coordinator; a run that was interrupted there goes on, and `rounds` begins with those it had.
         load: finds a method by its name.
         engine: that devices have; None: the job's, or the first of the method's that is installed.
         away: members that are not online at first (`fleet.arrive`, `fleet.leave`).
@@ -103,6 +103,7 @@ class Simulation:
             raise JobError(f"another coordinator serves {home / 'coordinator'} already: give another home")
         self._store.next_epoch()
         self.run = self._store.unfinished(job, folder.resolve()) or self._store.add(job, folder.resolve())
+        self._take_up()
         self._store.set_status(self.run, "running")
         self.engine = engine or engine_of(job, load(job.method))
         self._plugins = {f"plugin {module}": proof for module, proof in needs(job, bundle.load(folder)).items()}
@@ -211,14 +212,34 @@ class Simulation:
         self.running = job
         if isinstance(fact, Asked | Answered | Committed):
             self._busy_s = self.now_s
+        if isinstance(fact, Committed):
+            now_s = time.perf_counter()
+            self._committed(fact, now_s - self._began_s, self.now_s - self._opened_s)
+            self._began_s, self._opened_s = now_s, self.now_s
+        else:
+            self._note(fact)
+
+    def _take_up(self) -> None:
+        """Note what the log of an interrupted run says, so that its rounds are told with those to come."""
+        began_s = 0.0  # by the clock of the day: rounds follow one another, with evaluations between them
+        for _, at_s, fact in self._store.facts(self.run):
+            if isinstance(fact, Committed):
+                self._committed(fact, at_s - began_s, fact.took_s)
+            elif isinstance(fact, Ended):
+                continue  # it goes on
+            self._note(fact)
+            if isinstance(fact, Started | Committed | Resumed):
+                began_s = at_s
+
+    def _committed(self, fact: Committed, wall_s: float, duration_s: float) -> None:
+        self.rounds.append(_round(fact, self._answers, wall_s, duration_s))
+        self._answers = []
+
+    def _note(self, fact: AnyFact) -> None:
         if isinstance(fact, Declined | Rejected) and getattr(fact, "code", "") != "none":
             self.refusals[fact.device] = fact.reason
         elif isinstance(fact, Answered):
             self._answers.append(fact)
-        elif isinstance(fact, Committed):
-            now_s = time.perf_counter()
-            self.rounds.append(_round(fact, self._answers, now_s - self._began_s, self.now_s - self._opened_s))
-            self._answers, self._began_s, self._opened_s = [], now_s, self.now_s
         elif isinstance(fact, Ended):
             self.status, self.reason = fact.status, fact.reason
 
@@ -393,9 +414,9 @@ def states(
         JobError: the run has failed; says why.
     """
     carry, held = in_process(members, load=load, engine=engine)
-    with tempfile.TemporaryDirectory(prefix="fedquilt-") as home:
+    with Scratch() as home:
         name = None if engine is None else engine.name
-        with Simulation(job, folder, held, Path(home), load=load, engine=name) as simulation:
+        with Simulation(job, folder, held, home, load=load, engine=name) as simulation:
             for each in play([simulation], carry):
                 observe(each, carry)
                 yield each.state
@@ -440,7 +461,7 @@ def simulate(
     """
     began_s = time.perf_counter()
     with contextlib.ExitStack() as stack:
-        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedquilt-"))) if home is None else home
+        place = stack.enter_context(Scratch()) if home is None else home
         carry, held = stack.enter_context(by_pool(job, members, workers=workers, together=together, test=test))
         simulation = stack.enter_context(Simulation(job, folder, held, place))
         start_s = time.perf_counter() - began_s

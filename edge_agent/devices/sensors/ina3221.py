@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt.core import Covers, Power
-from fedquilt.edge_agent.devices.sensors import sysfs
+from fedquilt.edge_agent import sysfs
 
 TOTALS: Final = ("VDD_IN", "POM_5V_IN")  # the module's input; every other rail is a part of it
 UNCONNECTED: Final = "NC"

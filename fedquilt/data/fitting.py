@@ -6,12 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fedquilt.coordinator import eligibility
-from fedquilt.core import DataError, ModelError
+from fedquilt import plugins
+from fedquilt.core import DataError
 from fedquilt.data import examples
 from fedquilt.data.readers import Reader
 from fedquilt.data.spec import DataSpec
-from fedquilt.models.networks import registry
 
 MEND = "give the job data that fit, or another network and a new bundle"
 
@@ -25,11 +24,11 @@ def require_fit(meta: Mapping[str, Any], spec: DataSpec) -> None:
         meta: of the bundle, as `fedquilt prepare` writes it.
 
     Raises:
-        ModelError: the network is of another package whose content has changed since.
+        JobError: the network is of another package, which has another content here.
         DataError: the data cannot be opened, their inputs have a shape that the network does not take, or a label is
             none of its classes; names both sides.
     """
-    require_current(meta)
+    plugins.require_current(meta.get("plugins") or {})
     reader = examples.open_(spec)
     network: Mapping[str, Any] = meta.get("network", {})
     while isinstance(network.get("of"), Mapping):  # a network of exits is one of another network
@@ -50,22 +49,6 @@ def require_fit(meta: Mapping[str, Any], spec: DataSpec) -> None:
             f"{spec.where}: examples of shape {reader.shape} hold {math.prod(reader.shape)} values each, {name} takes "
             f"{network['inputs']}; {MEND}"
         )
-
-
-def require_current(meta: Mapping[str, Any]) -> None:
-    """Check that a bundle's network from outside is the code that is installed here.
-
-    Raises:
-        ModelError: its package has another version or content here; names both.
-    """
-    then = meta.get("plugins") or {}
-    for module, now in registry.needs(meta["network"]).items() if then else ():
-        if then.get(module) != now:
-            versions = " and ".join(f"{eligibility.short(proof)}" for proof in (then.get(module, ""), now))
-            raise ModelError(
-                f"the bundle was prepared with another content of package {now.split(' ')[0]} than is installed here, "
-                f"{versions}: make it anew with `fedquilt prepare`"
-            )
 
 
 def _require_labels(reader: Reader, spec: DataSpec, classes: int, who: str) -> None:
