@@ -14,10 +14,10 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt import bundle, compression, methods, tensors, tiers
+from fedquilt import bundle, compression, methods, plugins, tensors, tiers
 from fedquilt.coordinator import checks, folding, settings, stop
 from fedquilt.coordinator.deadline import Ask
-from fedquilt.coordinator.eligibility import Seen
+from fedquilt.coordinator.eligibility import Seen, Wants
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Plan, Rounds, Started, apply
 from fedquilt.coordinator.folding import Folding
 from fedquilt.coordinator.store import Row, Store
@@ -42,6 +42,7 @@ from fedquilt.core import (
 )
 from fedquilt.tiers import Member
 
+ENGINES: Final = ("numpy", "onnx", "torch")  # fedquilt's own: edge_agent/engines
 READ_BYTES: Final = 32 << 20  # of a round's updates, read once for both their examination and the commit
 HELD: Final = 2  # tasks whose tensors are kept, so that what many devices get is encoded once
 
@@ -64,6 +65,7 @@ class Running:
                 stored = store.depot.put_file(row.bundle / "blobs" / ref.sha256)
                 if stored != ref:
                     raise JobError(f"{row.bundle}: file {name!r} is not what the bundle says: prepare it anew")
+        self.wants = Wants(self.engines, row.job.cohort, row.job.wire.codec, tuple(needs(row.job, self.bundle).items()))
         self.rounds = Rounds(Plan.of(row.job))
         self.state: Any = None
         self._read: dict[str, tuple[Update, Contribution]] = {}  # of the running round, up to READ_BYTES: by device
@@ -391,6 +393,19 @@ def first_state(job: settings.Job, made: Bundle, method: Method | None = None) -
     if job.check.every and method.check is None:
         raise JobError(f"[check] every: {job.method} has no evaluation of its own; leave it 0")
     return method.init(made, settings.params(job), job.seed)
+
+
+def needs(job: settings.Job, made: Bundle) -> dict[str, str]:
+    """What a device has to have beside fedquilt: of the job's method and engine, and of the bundle's network.
+
+    Raises:
+        JobError: the method or engine is not installed here.
+    """
+    found = methods.needs(job.method)
+    if job.engine is not None and job.engine not in ENGINES:
+        found |= plugins.needs("engine", job.engine)
+    told = made.meta.get("plugins")
+    return dict(sorted({**found, **(told if isinstance(told, Mapping) else {})}.items()))
 
 
 def require_made_for(job: settings.Job, made: Bundle) -> None:

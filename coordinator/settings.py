@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from fedquilt import config, methods
+from fedquilt import config, methods, plugins
 from fedquilt.core import CODECS, Encoding, JobError
 
 NOT_NETWORK: Final = ("weights", "weights_classes", "seed")  # keys of [model] on what it begins with, not on what it is
@@ -135,7 +135,7 @@ def params(job: Job) -> Any:
         JobError: an unknown method, an unknown parameter, or a value of the wrong type.
     """
     method = methods.load(job.method)
-    if job.engine not in (None, *method.engines):
+    if job.engine not in (None, *method.engines, *plugins.names("engine")):
         raise JobError(f"engine = {job.engine!r}: {job.method} runs on {' or '.join(method.engines)}")
     kind = method.params
     odd = [name for name, value in job.params.items() if isinstance(value, float) and not math.isfinite(value)]

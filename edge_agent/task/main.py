@@ -24,7 +24,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from fedquilt import compression, core, methods, tensors
+from fedquilt import compression, core, methods, plugins, tensors
 from fedquilt.core import (
     Answer,
     DataError,
@@ -326,6 +326,7 @@ def main() -> None:
     with contextlib.suppress(BrokenPipeError):  # the daemon is gone
         for line in sys.stdin.buffer:
             order = msgspec.json.decode(line, type=Order)
+            plugins.restrict(order.plugins)
             say(carry_out(order, bench, progress, own_process=True, loaded=lambda examples: say(Loaded(examples))))
 
 

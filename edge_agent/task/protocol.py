@@ -23,6 +23,7 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plan_bytes: int | None = None  # of the budget, what the engine may plan with; None: all of it
     prefix: str = ""  # what the names of these files begin with, where devices share the folder
     whole_bytes: int = 0  # bundles that are no larger come with the outcome, and into no file
+    plugins: tuple[str, ...] | None = None  # the packages that this board allows: `fedquilt.plugins.restrict`
 
 
 class Loaded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="loaded"):

@@ -39,7 +39,8 @@ class Case(msgspec.Struct, frozen=True):
     @property
     def key(self) -> str:
         """What the run depends on."""
-        return run_cache.key(str(FORMAT).encode(), self.job, bundle=Path(self.folder), data=run_cache.paths(self.job))
+        parts = (str(FORMAT).encode(), self.job, run_cache.outside(self.job))
+        return run_cache.key(*parts, bundle=Path(self.folder), data=run_cache.paths(self.job))
 
     @property
     def settings(self) -> Job:

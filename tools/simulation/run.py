@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedquilt import methods, tensors
+from fedquilt import bundle, methods, tensors
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Declined, Ended, Rejected, Resumed, Started
-from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.job import Running, needs
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Fleet, Job
 from fedquilt.coordinator.store import Store
@@ -106,7 +106,8 @@ class Simulation:
         self._take_up()
         self._store.set_status(self.run, "running")
         self.engine = engine or engine_of(job, load(job.method))
-        spare = plan.Means(ROOM_BYTES, (self.engine,), (job.method,))
+        self._plugins = {f"plugin {module}": proof for module, proof in needs(job, bundle.load(folder)).items()}
+        spare = self._means(ROOM_BYTES)
         newcomer = Spec(NEWCOMER, lambda: boards.make("x86-host"), spare, {"share": NEWCOMER})
         self.fleet = SimulatedFleet(self._specs(make), self._store.depot, home / "devices", {NEWCOMER: newcomer}, away)
         self._server = Server(self.fleet, self._store, self._observe, self.run, load, poll_s=POLL_S)
@@ -211,8 +212,12 @@ class Simulation:
         budgets = [size_bytes(budget) for budget in fleet.budgets]
         for index, name in enumerate(self.members):
             board = fleet.boards[index % len(fleet.boards)]
-            means = plan.Means(budgets[index % len(budgets)], (self.engine,), (self.job.method,))
+            means = self._means(budgets[index % len(budgets)])
             yield Spec(name, lambda board=board: make(board), means, {"share": name}, Rule(fleet.policy))  # type: ignore[misc]
+
+    def _means(self, budget_bytes: int) -> plan.Means:
+        """What a simulated device has: this process's code is its own, that of other packages too."""
+        return plan.Means(budget_bytes, (self.engine,), (self.job.method,), plugins=self._plugins)
 
     def _observe(self, job: Running, fact: AnyFact) -> None:
         self.running = job
