@@ -1,11 +1,12 @@
 """Networks by name, their weights, and what they cost. torch is imported when a network is built.
 
 A network is a table, `{"name": "mlp", "inputs": 64, "hidden": [32], "classes": 10}`. Names are the
-functions of `fedquilt.models.networks.small`, `vit`, `resnet20-cifar` (32, 44, 56), `torchvision/<architecture>`,
+functions of `fedquilt.models.networks.small`, `sequence`, `vit`, `resnet20-cifar` (32, 44, 56), `torchvision/<architecture>`,
 `exits` around another network's table (`fedquilt.models.partial.depth`, what DepthFL ends with), and, on the operator's
 own machine only, `module:function` of a user's own code. A key "input" (see
-`fedquilt.data.images.Input`) says what images it expects, "calls" in which order its modules are used
-(`fedquilt.layers`); building looks at neither.
+`fedquilt.data.inputs`) says what it expects, "calls" in which order its modules are used
+(`fedquilt.layers`), "task" what it predicts (`fedquilt.metrics`): with "regression" and "labels" its `classes` count
+its outputs. Building looks at none of the three.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-SMALL = ("cnn", "lenet", "mlp", "plain", "residual", "rezero", "separable", "vit")
+SEQUENCE = ("conv1d", "gru", "transformer")
+SMALL = ("cnn", *SEQUENCE[:2], "lenet", "mlp", "plain", "residual", "rezero", "separable", SEQUENCE[2], "vit")
 CIFAR_DEPTHS = (20, 32, 44, 56)
 
 
@@ -48,7 +50,7 @@ def build(network: Mapping[str, Any], *, local_code: bool = False) -> nn.Module:
     """
     table = dict(network)
     name = str(table.pop("name", ""))
-    for key in ("input", "calls"):
+    for key in ("input", "calls", "task"):
         table.pop(key, None)
     factory = _factory(name, local_code)
     if "classes" in table and name.startswith("torchvision/"):
@@ -117,9 +119,15 @@ def input_shape(network: Mapping[str, Any]) -> tuple[int, ...]:
             return (int(table["channels"]), int(table["size"]), int(table["size"]))
     if network.get("name") in ("mlp", "rezero"):
         return (int(network["inputs"]),)
+    if network.get("name") == "transformer":
+        return (int(network["length"]),)
+    if "channels" in network and "steps" in network:
+        return (int(network["steps"]), int(network["channels"]))
     if network.get("name") == "exits":
         return input_shape(network["of"])
-    raise ModelError(f"network {network.get('name')!r}: give it an `input` with channels and size")
+    raise ModelError(
+        f"network {network.get('name')!r}: give it an `input` with channels and size, or the keys steps and channels"
+    )
 
 
 # -- names ----------------------------------------------------------------------------------------
@@ -130,13 +138,13 @@ def _factory(name: str, local_code: bool) -> Callable[..., nn.Module]:
         return _own(name, local_code)
     if name.startswith("torchvision/"):
         return _torchvision(name)
-    from fedquilt.models.networks import small, vit
+    from fedquilt.models.networks import sequence, small, vit
     from fedquilt.models.partial import depth as stages
 
     if name == "exits":
         return partial(stages.exits, local_code=local_code)
     if name in SMALL:
-        return getattr(vit if name == "vit" else small, name)
+        return getattr(vit if name == "vit" else sequence if name in SEQUENCE else small, name)
     cifar = {f"resnet{depth}-cifar": depth for depth in CIFAR_DEPTHS}
     if name in cifar:
         return lambda classes=10: small.CifarResNet(cifar[name], classes)

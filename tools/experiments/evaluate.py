@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from fedquilt import bundle, methods, tensors
+from fedquilt import bundle, methods, metrics, tensors
 from fedquilt.coordinator import rounds
 from fedquilt.coordinator.rounds import Committed, Plan, Rounds, Started
 from fedquilt.coordinator.settings import Job
@@ -50,10 +50,16 @@ class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The global model after so many rounds, on the test set."""
 
     rounds: int
-    accuracy: float  # 0..1
+    value: float  # of `metric`; accuracy runs from 0 to 1
     examples: int
     loss: float | None = None  # None: the method does not tell
     state: str = ""  # sha256
+    metric: str = "accuracy"  # the task's main one: a key of `fedquilt.metrics.KNOWN`
+
+    @property
+    def accuracy(self) -> float:
+        """`value`, for callers whose task is to tell classes apart."""
+        return self.value
 
 
 class Scores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -140,9 +146,10 @@ class Evaluator:
                 self.method, order, newcomer, Path(folder), engine=engine, actions=("check",), path=self._path
             )
             told = self.method.check(*given)
-        if "accuracy" not in told:
+        if (main := metrics.main(told)) is None:
             return None
-        return Score(rounds, float(told["accuracy"]), int(told["examples"]), told.get("loss"), sha256)
+        metric, value = main
+        return Score(rounds, float(value), int(told["examples"]), told.get("loss"), sha256, metric.name)
 
     def _newcomer(self, engine: str, budget_bytes: int) -> DeviceView:
         profile = Profile(
@@ -284,4 +291,7 @@ def _write(path: Path, found: Scores) -> None:
 def line(score: Score) -> str:
     """For people."""
     loss = "" if score.loss is None else f", loss {score.loss:.4g}"
-    return f"after {score.rounds} rounds: accuracy {100 * score.accuracy:.2f} % of {score.examples} examples{loss}"
+    metric = metrics.KNOWN[score.metric]
+    value = metrics.shown(metric, score.value)
+    over = "of" if metric.share else "on"
+    return f"after {score.rounds} rounds: {metric.title} {value} {over} {score.examples} examples{loss}"
