@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fedquilt import metrics
-from fedquilt.coordinator.rounds import Answered, AnyFact, Committed, Declined, Rejected
+from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Declined, Rejected
 from fedquilt.core import Update
 from fedquilt.metrics import ACCURACY, Metric
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fedquilt import metrics
-from fedquilt.coordinator.rounds import Answered, AnyFact, Committed, Ended
+from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Ended
 from fedquilt.coordinator.views import costs
 from fedquilt.core import Update
 
@@ -71,7 +71,7 @@ def personal(updates: Iterable[Update]) -> Personal | None:
 
 
 def of_devices(told: Mapping[str, Mapping[str, float]]) -> Personal | None:
-    """Summary of device -> metrics of its evaluation; a device without examples or without a main metric is left out."""
+    """Summary of device -> metrics of its evaluation; one without examples or a main metric is left out."""
     found = {
         device: (main, each.get("examples", 0.0))
         for device, each in told.items()

@@ -4,7 +4,7 @@
 |---|---|---|---|
 | classes | (n,) int64 | cross-entropy | accuracy |
 | regression | (n, k) float32 | mean over outputs of the squared error | rmse, mae, r2 |
-| labels | (n, k) uint8, 0 or 1 | mean over outputs of the binary cross-entropy | label_accuracy, exact_match, macro_f1 |
+| labels | (n, k) uint8, 0 or 1 | mean over outputs of binary cross-entropy | label_accuracy, exact_match, macro_f1 |
 
 The torch engines compute the same losses (`torch_objectives`); the metrics are computed here for every engine.
 """

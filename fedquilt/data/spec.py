@@ -15,6 +15,7 @@ Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
 Above0 = Annotated[float, Meta(gt=0)]
 Format = Literal["auto", "npz", "idx", "folder", "torchvision", "csv", "parquet", "audio", "text"]
+TABLES = (".csv", ".tsv", ".parquet")
 Columns = str | tuple[str, ...]
 HOW = ("task", "labels", "categories", "fill", "column", "audio", "text", "windows")
 """Keys that say how a file is read rather than where it is: a [test] with a path of its own has those of [data]."""

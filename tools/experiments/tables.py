@@ -166,7 +166,8 @@ def notes(result: dict[str, Any]) -> list[str]:
         else []
     )
     return [
-        f"{metric.title}: on the {result['accuracy_on']} after the last round, mean and sd over seeds; best: of any round",
+        f"{metric.title}: on the {result['accuracy_on']} after the last round, mean and sd over seeds; "
+        "best: of any round",
         *personal,
         counted,
         "J: of the simulated boards' tasks, at their governors' points; board s: of whole rounds; real s: this machine",

@@ -10,8 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from fedquilt import metrics, units
-from fedquilt.coordinator import rounds
-from fedquilt.coordinator.rounds import AnyFact, Asked, Surveyed
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Plan, Rounds, Surveyed, apply
 from fedquilt.coordinator.store import Row
 from fedquilt.coordinator.views import costs
 from fedquilt.coordinator.views import log as stories
@@ -80,7 +79,8 @@ def accuracy(found: Found) -> list[str]:
 def _last(found: Found) -> list[str]:
     """One evaluation is no curve."""
     return [
-        f"After {score.rounds} rounds: {_value(score.metric, score.value)} of {score.examples} examples of the test set."
+        f"After {score.rounds} rounds: {_value(score.metric, score.value)} of {score.examples} examples of the test "
+        "set."
         for score in found.scores
     ]
 
@@ -267,9 +267,9 @@ def story(found: Found) -> list[str]:
     if not found.facts:
         return [page.text("Nothing yet.")]
     began = found.facts[0][0]
-    brief, whole, state = [], [], rounds.Rounds(rounds.Plan.of(found.row.job))
+    brief, whole, state = [], [], Rounds(Plan.of(found.row.job))
     for at, fact in found.facts:
-        state = rounds.apply(state, fact, 0.0)
+        state = apply(state, fact, 0.0)
         first, *more = stories.sentences(fact, stories.closing(state, fact))
         lines = [f"{at - began:9.1f} s  {first}", *(f"{'':13}{line}" for line in more)]
         whole += lines
@@ -285,7 +285,7 @@ def story(found: Found) -> list[str]:
 
 def _news(fact: AnyFact) -> bool:
     """Whether it belongs to the story as it is told first: not each answer."""
-    return not isinstance(fact, rounds.Answered | rounds.Closed)
+    return not isinstance(fact, Answered | Closed)
 
 
 def settings(row: Row) -> list[str]:

@@ -41,7 +41,7 @@ def open_(spec: DataSpec) -> Reader:
         kind = spec.format if spec.format != "auto" else _kind(path, spec)
         if kind != "torchvision" and not path.exists():
             raise DataError(
-                f"no data at {path}: set [data] path to a .npz, .csv, .parquet or IDX file, or a folder of images by class"
+                f"no data at {path}: set [data] path to a .npz or IDX file, a table, or a folder of images by class"
             )
         if kind in BY_CLASS and spec.task != "classes":
             raise DataError(f"{path}: {kind} has a class for each example: leave task = {spec.task!r} out")

@@ -26,7 +26,8 @@ def open_(path: Path, spec: DataSpec) -> Reader:
     if path.is_dir() and not table.split_files(path, spec.split):
         if spec.task != "classes":
             raise DataError(
-                f"{path}: a folder by class has a class for each recording: leave task = {spec.task!r} out, or give a table"
+                f"{path}: in a folder by class each recording has a class: leave task = {spec.task!r} out, or give a "
+                "table"
             )
         found, labels = files.by_class(path, spec, (".wav",), "recordings")
     else:
@@ -51,7 +52,8 @@ def _listed(file: Path, spec: DataSpec) -> tuple[list[Path], np.ndarray, np.ndar
     parts = table.inputs_of(file, tuple(first.columns), spec)
     if len(parts.x) != 1:
         raise DataError(
-            f"{file}: columns {', '.join(parts.x)} could all name the recordings: say which, as [data] x = {parts.x[0]!r}"
+            f"{file}: columns {', '.join(parts.x)} could all name the recordings: say which, as [data] x = "
+            f"{parts.x[0]!r}"
         )
     decoder = columns.Decoder(file, spec, parts.y)
     found: list[Path] = []
@@ -60,8 +62,8 @@ def _listed(file: Path, spec: DataSpec) -> tuple[list[Path], np.ndarray, np.ndar
         for place, name in zip(chunk.places, chunk.columns[parts.x[0]], strict=True):
             if not (file.parent / str(name)).is_file():
                 raise DataError(
-                    f"{file}, {chunk.unit} {place}, column {parts.x[0]!r}: no file {str(name)!r} beside the table: names "
-                    "are relative to its folder"
+                    f"{file}, {chunk.unit} {place}, column {parts.x[0]!r}: no file {str(name)!r} beside the table: "
+                    "names are relative to its folder"
                 )
             found.append(file.parent / str(name))
         y.append(decoder.targets(chunk))

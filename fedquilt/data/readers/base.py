@@ -67,7 +67,7 @@ def labels_of(y: np.ndarray, path: Path, task: TaskKind = "classes") -> np.ndarr
             mend = " (for numbers to predict set [data] task = 'regression')" if y.dtype.kind == "f" else ""
             raise DataError(f"{said}: one whole number from 0 each is wanted{mend}")
         return y.astype(np.int64)
-    if y.ndim not in (1, 2) or not len(y[:1].reshape(-1)) and len(y):
+    if y.ndim not in (1, 2) or (not len(y[:1].reshape(-1)) and len(y)):
         raise DataError(f"{said}: with task = {task!r} a number or a row of numbers for each example is wanted")
     wide = y.reshape(len(y), -1)
     if task == "labels":

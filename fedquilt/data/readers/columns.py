@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from fedquilt import config
 from fedquilt.core import DataError
 from fedquilt.data.spec import DataSpec
 
@@ -42,7 +41,7 @@ class Decoder:
         self._file, self._spec, self._y = file, spec, tuple(y)
         if spec.task == "classes" and len(self._y) > 1:
             raise DataError(
-                f"{file}: labels in {len(self._y)} columns are for task = 'regression' or 'labels'; of classes there is one"
+                f"{file}: labels in {len(self._y)} columns are for task = 'regression' or 'labels'; a class is in one"
             )
         if spec.task == "labels" and len(self._y) == 1 and not spec.labels:
             raise DataError(
@@ -205,11 +204,6 @@ class Decoder:
 
     def _refuse(self, chunk: Chunk, row: int, name: str, what: str, mend: str) -> NoReturn:
         raise DataError(f"{self._file}, {chunk.unit} {chunk.places[row]}, column {name!r}: {what}: {mend}")
-
-
-def nearest(word: str, known: Sequence[str]) -> str:
-    """A hint at a column with nearly this name, if there is one."""
-    return config.nearest(word, known)
 
 
 def _missing(value: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedquilt import config
 from fedquilt.core import DataError
 from fedquilt.data.readers import columns
 from fedquilt.data.readers.base import Reader
@@ -81,8 +82,8 @@ def file_of(path: Path, spec: DataSpec) -> Path:
         return found[0]
     if spec.split != "train":
         raise DataError(
-            f"{path} is one table, of the training split: put {spec.split}.csv beside a train.csv and set path to their "
-            "folder, or give [test] a path of its own"
+            f"{path} is one table, of the training split: put {spec.split}.csv beside a train.csv and set path to "
+            "their folder, or give [test] a path of its own"
         )
     return path
 
@@ -100,9 +101,8 @@ def inputs_of(file: Path, there: Sequence[str], spec: DataSpec) -> Inputs:
     x = tuple(name for name in given if name) or tuple(name for name in there if name not in (*y, owner))
     for key, names in (("y", y), ("x", x), ("column", (owner,) if owner else ()), ("categories", spec.categories)):
         if missing := [name for name in names if name not in there]:
-            raise DataError(
-                f"{file} has no column {missing[0]!r} ([data] {key}): it has {_some(there)}{columns.nearest(missing[0], there)}"
-            )
+            hint = config.nearest(missing[0], there)
+            raise DataError(f"{file} has no column {missing[0]!r} ([data] {key}): it has {_some(there)}{hint}")
     if not x:
         raise DataError(f"{file} has no column beside {', '.join(y)}: inputs are wanted too")
     if both := [name for name in x if name in y]:
