@@ -114,8 +114,8 @@ def parse(table: Mapping[str, Any]) -> Job:
     method = methods.load(job.method)
     if (task := metrics.task_of(job.model)) not in method.tasks:
         raise JobError(
-            f"task = {task!r}: {job.method} works with {' and '.join(map(repr, method.tasks))} only, as its rules need a "
-            "class for each example: take another method, fedavg or fedprox for instance"
+            f"task = {task!r}: {job.method} works with {' and '.join(map(repr, method.tasks))} only, as its rules need "
+            "a class for each example: take another method, fedavg or fedprox for instance"
         )
     if (why := method.refused.get(job.wire.codec)) is not None:
         raise JobError(f"[wire] codec = {job.wire.codec!r}: {why}")
@@ -179,7 +179,7 @@ def params(job: Job) -> Any:
 
 
 def _anchored(table: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The table with `path`, `vocabulary` and `weights` entries of data and its sources, test, int8 and donors made absolute."""
+    """The table with paths of data and its sources and vocabulary, test, int8, donors and weights made absolute."""
 
     def anchor(entry: Any) -> Any:
         if isinstance(entry, list):

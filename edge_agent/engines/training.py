@@ -61,6 +61,11 @@ def features(
         return inputs(x)
     if "input" in network:
         return network_input(x, network["input"])
+    if "vocabulary" in network and x.size and not 0 <= int(x.min()) <= int(x.max()) < network["vocabulary"]:
+        raise DataError(
+            f"tokens run from {x.min()} to {x.max()}, and the network knows {network['vocabulary']} (from 0): give this "
+            "device the vocabulary file that the job was made with"
+        )
     if x.dtype.kind == "u":
         return x.astype(np.float32) / np.float32(np.iinfo(x.dtype).max)
     if x.dtype.kind not in "fib":

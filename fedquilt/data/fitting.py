@@ -35,8 +35,8 @@ def require_fit(meta: Mapping[str, Any], spec: DataSpec) -> None:
     task = metrics.task_of(network)
     if task != spec.task:
         raise DataError(
-            f"{spec.where}: [data] task is {spec.task!r}, and {name} was prepared for {task!r}: set `task` in [data] and "
-            "[model] alike, and prepare anew"
+            f"{spec.where}: [data] task is {spec.task!r}, and {name} was prepared for {task!r}: set `task` in [data] "
+            "and [model] alike, and prepare anew"
         )
     if "donors" in meta:
         _require_labels(reader, spec, len(meta["labels"]), "the job has labels for")
@@ -67,8 +67,8 @@ def _require_shape(reader: Reader, spec: DataSpec, network: Mapping[str, Any], n
     shape, kind = reader.shape, network.get("name")
     if kind in ("mlp", "rezero") and math.prod(shape) != network["inputs"]:
         raise DataError(
-            f"{spec.where}: examples of shape {shape} hold {math.prod(shape)} values each{_named(reader)}, {name} takes "
-            f"{network['inputs']}; {MEND}"
+            f"{spec.where}: examples of shape {shape} hold {math.prod(shape)} values each{_named(reader)}, {name} "
+            f"takes {network['inputs']}; {MEND}"
         )
     if kind in ("conv1d", "gru") and shape != (network["steps"], network["channels"]):
         raise DataError(
