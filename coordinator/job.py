@@ -40,6 +40,7 @@ from fedquilt.core import (
     Work,
     derive_seed,
 )
+from fedquilt.metrics import KNOWN
 from fedquilt.tiers import Member
 
 ENGINES: Final = ("numpy", "onnx", "torch")  # fedquilt's own: edge_agent/engines
@@ -442,7 +443,8 @@ def _plain(value: Any) -> Any:
 
 
 def average(updates: Iterable[Update]) -> dict[str, float]:
-    """A round's metrics: each the mean over devices, weighted by the examples it was measured on.
+    """A round's metrics: each the mean over devices, weighted by the examples it was measured on; of RMSEs, the root
+    of the mean of their squares.
 
     "check.examples" is summed. A metric of which nobody has an example, or whose sum is beyond any number, is left out.
     """
@@ -453,10 +455,21 @@ def average(updates: Iterable[Update]) -> dict[str, float]:
         examples += checked
         for name, value in update.metrics.items():
             told.setdefault(name, []).append((checked if name.startswith("check.") else update.weight, value))
-    result = {name: _mean(pairs) for name, pairs in told.items() if any(weight for weight, _ in pairs)}
+    result = {name: _joined(name, pairs) for name, pairs in told.items() if any(weight for weight, _ in pairs)}
     if examples:
         result["check.examples"] = examples
     return {name: value for name, value in result.items() if math.isfinite(value)}
+
+
+def _joined(name: str, pairs: Sequence[tuple[float, float]]) -> float:
+    """The devices' (weight, value) of one metric as one value."""
+    metric = KNOWN.get(name.removeprefix("check."))
+    if metric is None or metric.power == 1:
+        return _mean(pairs)
+    try:
+        return float(_mean([(weight, value**metric.power) for weight, value in pairs]) ** (1 / metric.power))
+    except OverflowError:
+        return math.inf
 
 
 def _mean(pairs: Sequence[tuple[float, float]]) -> float:

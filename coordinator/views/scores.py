@@ -11,16 +11,23 @@ import msgspec
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Row
 from fedquilt.core import JobError, StoreError
+from fedquilt.data import spec
 
 
 class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The global model after so many rounds, on the test set."""
 
     rounds: int
-    accuracy: float  # 0..1
+    value: float  # of `metric`; accuracy runs from 0 to 1
     examples: int
     loss: float | None = None  # None: the method does not tell
     state: str = ""  # sha256
+    metric: str = "accuracy"  # the task's main one: a key of `fedquilt.metrics.KNOWN`
+
+    @property
+    def accuracy(self) -> float:
+        """`value`, for callers whose task is to tell classes apart."""
+        return self.value
 
 
 class Scores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -31,7 +38,9 @@ class Scores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def test_table(job: Job) -> dict[str, Any]:
-    """The test set as a [data] table: [test] over [data], split "test"; a [test] that says where from stands alone.
+    """The test set as a [data] table: [test] over [data], split "test".
+
+    A [test] that says where from stands alone, but for how [data] says that files are read (`spec.HOW`).
 
     Raises:
         JobError: the job has neither.
@@ -39,13 +48,25 @@ def test_table(job: Job) -> dict[str, Any]:
     if not job.data and not job.test:
         raise JobError(f"job {job.name!r} has neither [test] nor [data]: there is nothing to test on")
     alone = {"path", "sources", "synthetic"} & job.test.keys()
-    odd = [] if alone else sorted({"x", "y"} & job.data.keys() - job.test.keys())
+    arrays = _holds_arrays(job.data)
+    how = () if "path" not in job.test else spec.HOW if arrays else (*spec.HOW, "x", "y")
+    odd = [] if alone or not arrays else sorted({"x", "y"} & job.data.keys() - job.test.keys())
     if odd:
         raise JobError(f"[data] names the array {odd[0]} = {job.data[odd[0]]!r}, of any split: name that of [test] too")
-    found = {**({} if alone else job.data), "split": "test", **job.test}
+    shared = {key: value for key, value in job.data.items() if not alone or key in how}
+    one_table = str(job.test.get("path", "")).endswith(spec.TABLES)  # all its rows are of one split
+    found = {**shared, "split": "train" if one_table else "test", **job.test}
     if found.get("synthetic"):
         found.setdefault("seed", job.seed)  # the devices' points are drawn by it too
     return {key: value for key, value in found.items() if key not in ("share", "shares", "held")}
+
+
+def _holds_arrays(data: dict[str, Any]) -> bool:
+    """Whether x and y of a [data] table name arrays of one split, not columns that every split has."""
+    if data.get("format", "auto") != "auto":
+        return data["format"] == "npz"
+    path = str(data.get("path", ""))
+    return not (path.endswith(spec.TABLES) or "audio" in data or "text" in data or not Path(path).suffix)
 
 
 def file(home: Path, run: str) -> Path:

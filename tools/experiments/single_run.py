@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from fedquilt import methods
+from fedquilt import methods, metrics
 from fedquilt.coordinator.settings import Check, Job
 from fedquilt.coordinator.views import progress
 from fedquilt.core import DataError, Examples, JobError
@@ -29,7 +29,7 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Where a run stood after so many rounds. Costs are of all of them; None: not known."""
 
     rounds: int
-    test: float | None  # accuracy on the test set, 0..1
+    test: float | None  # the main metric on the test set: accuracy, 0..1, unless the task has another
     held: float | None  # on all held-out shares together
     mean: float | None  # likewise, of devices
     worst_decile: float | None
@@ -38,11 +38,17 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     down_bytes: int
     up_bytes: int
     energy_j: float | None
+    metric: str = "accuracy"  # a key of `fedquilt.metrics.KNOWN`
+
+    @property
+    def value(self) -> float | None:
+        """The main metric on the test set, or where there is none on held-out shares."""
+        return self.held if self.test is None else self.test
 
     @property
     def accuracy(self) -> float | None:
-        """On the test set, or where there is none on held-out shares."""
-        return self.held if self.test is None else self.test
+        """`value`, for callers whose task is to tell classes apart."""
+        return self.value
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,10 +91,10 @@ def play(job: Job, folder: Path, tell: Callable[[int], None], workers: int = 1, 
         if done and due and simulation.ready and (not marks or marks[-1].rounds < done):
             devices = hands.evaluate(simulation) if checked and every else {}
             found = hands.test(simulation) if checked and test is not None else None
-            accuracy = None if found is None else found.get("accuracy")
+            tested = None if found is None else metrics.main(found)
             if judge is not None and (score := judge.score(simulation.state, done)) is not None:
-                accuracy = score.accuracy
-            marks.append(spent.mark(done, devices, accuracy))
+                tested = metrics.KNOWN[score.metric], score.value
+            marks.append(spent.mark(done, devices, tested))
         refusals.update(simulation.refusals)
         tell(done)
 
@@ -143,11 +149,14 @@ class _Spent:
             self.down_bytes += round.down_bytes
             self.up_bytes += round.up_bytes
 
-    def mark(self, done: int, devices: Mapping[str, Mapping[str, float]], test: float | None) -> Mark:
-        told = {name: (each["accuracy"], each["examples"]) for name, each in devices.items() if "accuracy" in each}
-        own = progress.of_devices(told)
+    def mark(
+        self, done: int, devices: Mapping[str, Mapping[str, float]], test: tuple[metrics.Metric, float] | None
+    ) -> Mark:
+        own = progress.of_devices(devices)
+        name = test[0].name if test is not None else "accuracy" if own is None else own.metric
         return Mark(
-            test=test,
+            test=None if test is None else test[1],
+            metric=name,
             held=None if own is None else own.weighted,
             mean=None if own is None else own.mean,
             worst_decile=None if own is None else own.worst_decile,
