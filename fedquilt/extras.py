@@ -18,6 +18,7 @@ EXTRAS: Final = {
     "cryptography": "identity",
     "packaging": "flash",
     "PIL": "images",
+    "pyarrow": "parquet",
     "pandas": "frames",
     "polars": "frames",
     "tensorboard": "tensorboard",

@@ -79,7 +79,7 @@ def _sentences(fact: AnyFact, closing: bool) -> list[str]:
         case Started():
             return ["started"]
         case Surveyed():
-            changes = [f"{', '.join(devices)}: {eligibility.REASONS.get(c, c)}" for c, devices in fact.passed.items()]
+            changes = [f"{', '.join(devices)}: {eligibility.told(c)}" for c, devices in fact.passed.items()]
             can = [f"{', '.join(fact.eligible)} can be asked"] if fact.eligible else []
             return [f"round {fact.round}: {'; '.join([*can, *changes]) or 'joules for a FLOP are known anew'}"]
         case Asked():

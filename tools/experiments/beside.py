@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedquilt import methods
+from fedquilt import methods, metrics
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.views import progress
 from fedquilt.coordinator.views.scores import Held, Score
@@ -21,7 +21,7 @@ class Verdict:
 
     test: Score | None  # on the examples that no device has
     held: Held | None  # on the devices' held-out shares
-    devices: Mapping[str, float]  # device -> accuracy on its held-out share, 0..1
+    devices: Mapping[str, float]  # device -> main metric on its held-out share; accuracy runs from 0 to 1
 
 
 class Judge:
@@ -54,8 +54,7 @@ class Judge:
             FedquiltError: an evaluation failed.
         """
         told = hands.evaluate(simulation) if self.checks and shares else {}
-        found = {name: (each["accuracy"], each["examples"]) for name, each in told.items() if "accuracy" in each}
-        own = progress.of_devices(found)
+        own = progress.of_devices(told)
         held = None if own is None else Held.of(simulation.done, own, _loss(told))
         return Verdict(self._score(simulation, hands), held, {} if own is None else own.devices)
 
@@ -66,9 +65,10 @@ class Judge:
         if self._evaluator is not None:
             return self._evaluator.score(simulation.state, done, state)
         found = hands.test(simulation)
-        if found is None or "accuracy" not in found:
+        main = None if found is None else metrics.main(found)
+        if found is None or main is None:
             return None
-        return Score(done, found["accuracy"], int(found["examples"]), found.get("loss"), state)
+        return Score(done, main[1], int(found["examples"]), found.get("loss"), state, main[0].name)
 
 
 def _loss(told: Mapping[str, Mapping[str, float]]) -> float | None:

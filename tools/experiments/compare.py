@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from fedquilt import bundle, config, methods
+from fedquilt import bundle, config, methods, metrics
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.job import require_made_for
 from fedquilt.coordinator.settings import Job
@@ -39,7 +39,8 @@ class Case(msgspec.Struct, frozen=True):
     @property
     def key(self) -> str:
         """What the run depends on."""
-        return run_cache.key(str(FORMAT).encode(), self.job, bundle=Path(self.folder), data=run_cache.paths(self.job))
+        parts = (str(FORMAT).encode(), self.job, run_cache.outside(self.job))
+        return run_cache.key(*parts, bundle=Path(self.folder), data=run_cache.paths(self.job))
 
     @property
     def settings(self) -> Job:
@@ -176,8 +177,9 @@ def finished(
         found[case] = run
         store.keep(keys[case], run)
         left_s = (time.monotonic() - began_s) / count * (len(missing) - count)
-        last = run.marks[-1].accuracy if run.marks else None
-        told = "" if last is None else f": {100 * last:.1f} %"
+        last = run.marks[-1] if run.marks else None
+        value = None if last is None else last.value
+        told = "" if last is None or value is None else f": {metrics.shown(metrics.KNOWN[last.metric], value, 1)}"
         say(f"[{count}/{len(missing)}, about {left_s / 60:.0f} min left] {name}{told}")
     return found, failed
 

@@ -26,7 +26,7 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Where a run stood after so many rounds. Costs are of all of them; None: not known."""
 
     rounds: int
-    test: float | None  # accuracy on the test set, 0..1
+    test: float | None  # the main metric on the test set: accuracy, 0..1, unless the task has another
     held: float | None  # on all held-out shares together
     mean: float | None  # likewise, of devices
     worst_decile: float | None
@@ -35,11 +35,17 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     down_bytes: int
     up_bytes: int
     energy_j: float | None
+    metric: str = "accuracy"  # a key of `fedquilt.metrics.KNOWN`
+
+    @property
+    def value(self) -> float | None:
+        """The main metric on the test set, or where there is none on held-out shares."""
+        return self.held if self.test is None else self.test
 
     @property
     def accuracy(self) -> float | None:
-        """On the test set, or where there is none on held-out shares."""
-        return self.held if self.test is None else self.test
+        """`value`, for callers whose task is to tell classes apart."""
+        return self.value
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -140,9 +146,11 @@ class _Spent:
             self.up_bytes += round.up_bytes
 
     def mark(self, done: int, found: Verdict) -> Mark:
-        own = found.held
+        own, test = found.held, found.test
+        name = test.metric if test is not None else "accuracy" if own is None else own.metric
         return Mark(
-            test=None if found.test is None else found.test.accuracy,
+            test=None if test is None else test.value,
+            metric=name,
             held=None if own is None else own.weighted,
             mean=None if own is None else own.mean,
             worst_decile=None if own is None else own.worst_decile,

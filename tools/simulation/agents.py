@@ -20,6 +20,7 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt import config as tables
+from fedquilt import methods, plugins
 from fedquilt.bundle import load
 from fedquilt.coordinator.executors import OverLink
 from fedquilt.coordinator.job import first_state, require_made_for
@@ -30,10 +31,11 @@ from fedquilt.coordinator.views.terminal import Console, coordinate
 from fedquilt.core import Bundle, Device, Examples, JobError
 from fedquilt.data import examples, fitting
 from fedquilt.data.spec import DataSpec
-from fedquilt.edge_agent import settings
+from fedquilt.edge_agent import engines, settings
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.devices import make as make_board
 from fedquilt.edge_agent.task.worker import InlineWorker
+from fedquilt.models.networks import registry
 from fedquilt.tools.broker import EmbeddedBroker
 from fedquilt.tools.simulation import Member
 from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, simulate
@@ -79,7 +81,7 @@ class Plan:
         """
         if not self.job.data:
             raise JobError("a simulated fleet needs the job's [data] table: what is shared out among its devices")
-        spec = self.job.fleet
+        spec, allowed = self.job.fleet, self._plugins()
         agents = []
         for index in range(self.size):
             board = spec.boards[index % len(spec.boards)]
@@ -93,9 +95,20 @@ class Plan:
                     "budget": spec.budgets[index % len(spec.budgets)],
                     "governor": {"policy": spec.policy},
                     "data": {"seed": self.job.seed, **self.job.data, "share": index, "shares": self.size},
+                    **({"plugins": allowed} if allowed else {}),
                 }
             )
         return agents
+
+    def _plugins(self) -> list[str]:
+        """What of other packages the job runs: simulated boards allow that, as this machine is theirs."""
+        found = plugins.allowing("method", self.job.method, methods.names())
+        for table in (self.job.model, *(donor.get("network", {}) for donor in self.job.donors)):
+            for name in registry.outside(table):
+                found += plugins.allowing("network", name, registry.OURS)
+        if self.job.engine is not None:
+            found += plugins.allowing("engine", self.job.engine, tuple(engines.NEEDS))
+        return sorted(set(found))
 
     def members(self) -> tuple[list[Member], Examples]:
         """What each device has, and the test set that no device has.
