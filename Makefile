@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 TORCHVISION ?= torchvision==0.28.0
 ARGS ?=
 
-.PHONY: demo test check nightly emulate clean
+.PHONY: demo test check tree nightly emulate clean
 
 demo: .venv-demo/ready
 	.venv-demo/bin/fedquilt demo $(ARGS)
@@ -18,6 +18,13 @@ check: .venv/ready
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
+	.venv/bin/lint-imports --no-cache
+
+# the checkout with the links in fedquilt/ made real, for tools that do not follow them
+tree:
+	rm -rf build/tree && mkdir -p build/tree
+	git ls-files -z | grep -zv '^fedquilt/\(coordinator\|edge_agent\|models\|profiles\|tools\)$$' | xargs -0 cp --parents -t build/tree
+	cd build/tree && mv coordinator edge_agent models profiles tools fedquilt/
 
 # what takes too long for `make test`: ARGS="--list" says what there is; the board rehearsal wants root
 nightly: .venv/ready

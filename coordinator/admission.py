@@ -17,7 +17,7 @@ import msgspec
 from msgspec import field
 
 from fedquilt.coordinator.deadline import Ask
-from fedquilt.coordinator.rounds import AnyFact, Rejected, Rounds
+from fedquilt.coordinator.facts import AnyFact, Rejected, Rounds
 from fedquilt.core import Update
 from fedquilt.wire import Claim
 

@@ -14,10 +14,10 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt import bundle, compression, methods, tensors, tiers
-from fedquilt.coordinator import checks, rounds, settings, stop
+from fedquilt.coordinator import checks, settings, stop
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.eligibility import Seen
-from fedquilt.coordinator.rounds import Answered, AnyFact, Asked, Committed, Plan, Rounds, Started
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Plan, Rounds, Started, apply
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.core import (
     Action,
@@ -84,7 +84,7 @@ class Running:
         Raises:
             JobError: it may not happen now, or could not be read back; nothing has been written.
         """
-        after = rounds.apply(self.rounds, fact, now_s)
+        after = apply(self.rounds, fact, now_s)
         self._store.append(self.id, fact)
         self._note(fact, after)
 
@@ -271,7 +271,7 @@ class Running:
         return self.method.settle if self.rounds.settling and self.method.settle else self.method
 
     def _apply(self, fact: AnyFact, now_s: float) -> None:
-        self._note(fact, rounds.apply(self.rounds, fact, now_s))
+        self._note(fact, apply(self.rounds, fact, now_s))
 
     def _note(self, fact: AnyFact, after: Rounds) -> None:
         if isinstance(fact, Answered) and fact.update.usage.examples is not None:

@@ -17,9 +17,21 @@ from fedquilt.coordinator import admission, cohort, eligibility, rounds, turns
 from fedquilt.coordinator.admission import Answer, Appeared, Arrived, Discard, Examine, Fetch, Issue, Patience, Withdraw
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.executors import Executor
+from fedquilt.coordinator.facts import (
+    NOTHING,
+    AnyFact,
+    Asked,
+    Closed,
+    Committed,
+    Declined,
+    Ended,
+    Reopened,
+    Resumed,
+    Rounds,
+    failed,
+)
 from fedquilt.coordinator.fleet import GRACE_S, Registry
 from fedquilt.coordinator.job import Running
-from fedquilt.coordinator.rounds import AnyFact, Asked, Closed, Committed, Declined, Ended, Resumed
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.core import FedquiltError, JobError, Method, Profile, StoreError, Update, UpdateError, Wired
 
@@ -191,9 +203,7 @@ class Server:
         except Exception as error:
             return self._fail(error, now_s)
         if task is None:
-            return self._record(
-                Declined(job.rounds.round, device, rounds.NOTHING, "the method has nothing for it now"), now_s
-            )
+            return self._record(Declined(job.rounds.round, device, NOTHING, "the method has nothing for it now"), now_s)
         try:
             return self._executor.send(device, task, now_s)
         except FedquiltError as error:
@@ -261,7 +271,7 @@ class Server:
         except StoreError:
             raise
         except Exception as error:  # one job that cannot run does not keep the others from running
-            ended = rounds.failed(error)
+            ended = failed(error)
             log.error("%s cannot run: %s", row.id, ended.reason, exc_info=not isinstance(error, FedquiltError))
             self._store.end(row.id, ended)
             return
@@ -334,7 +344,7 @@ class Server:
             raise error
         assert self.active is not None
         log.error("%s failed in its method", self.active.id, exc_info=error)
-        self._record(rounds.failed(error), now_s)
+        self._record(failed(error), now_s)
 
     def _record(self, fact: AnyFact, now_s: float) -> None:
         """Write a fact, then act on it."""
@@ -352,7 +362,7 @@ class Server:
             case Asked():
                 for device in fact.devices:
                     self._issue(device, now_s)
-            case Closed() | rounds.Reopened() | Ended():
+            case Closed() | Reopened() | Ended():
                 for device in sorted(before.asked):
                     self._executor.withdraw(device)
             case Committed():
@@ -364,7 +374,7 @@ class Server:
                 pass
         self._tell()
 
-    def _spent(self, job: Running, before: rounds.Rounds) -> set[str]:
+    def _spent(self, job: Running, before: Rounds) -> set[str]:
         """Blobs that only the committed round needed: its updates, what it sent, the state it began with."""
         return _blobs(before.answered.values()) | job.sent() | ({before.state.sha256} if before.state else set())
 

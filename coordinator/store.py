@@ -22,7 +22,7 @@ from typing import IO, Final, Literal, NamedTuple
 import msgspec
 
 from fedquilt.blobs.store import Depot
-from fedquilt.coordinator.rounds import AnyFact, Ended
+from fedquilt.coordinator.facts import AnyFact, Ended
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import JobError, StoreError
 

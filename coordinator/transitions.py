@@ -1,4 +1,4 @@
-"""Which fact may follow in which phase of a job: the one table that `rounds.apply` obeys and the documentation draws.
+"""Which fact may follow in which phase of a job: the one table that `facts.apply` obeys and the documentation draws.
 
 A fact that the table does not allow is refused rather than ignored: a log that holds one was not written by this
 coordinator's rules, and nothing that is built on it can be trusted.

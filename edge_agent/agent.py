@@ -26,11 +26,11 @@ from fedquilt.core import (
     WireError,
 )
 from fedquilt.edge_agent import devices, engines, messages, plan
+from fedquilt.edge_agent.duty import Duty
 from fedquilt.edge_agent.plan import Acked, Arrived, Cleared, Connected, Failed, Fetched, Key
 from fedquilt.edge_agent.settings import AgentSettings, size_bytes
 from fedquilt.edge_agent.state import Local
 from fedquilt.edge_agent.task import budget
-from fedquilt.edge_agent.task.duty import Duty
 from fedquilt.edge_agent.task.protocol import Order
 from fedquilt.edge_agent.task.worker import ChildWorker, Worker
 from fedquilt.transport import link as links

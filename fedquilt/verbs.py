@@ -35,8 +35,8 @@ def prepare(options: argparse.Namespace) -> int:
     with config.naming(str(options.job)):
         running.first_state(job, made)
     if job.data:
+        from fedquilt.data import fitting
         from fedquilt.data.spec import DataSpec
-        from fedquilt.tools.artefacts import fitting
 
         spec = DataSpec.parse(job.data)
         if spec.synthetic or all(
@@ -47,7 +47,7 @@ def prepare(options: argparse.Namespace) -> int:
 
 
 def partition(options: argparse.Namespace) -> int:
-    from fedquilt.tools.experiments import partition as tool
+    from fedquilt.tools.report import partition as tool
 
     return tool.main(_job(options.job), options.devices, options.out, options.format)
 
@@ -247,7 +247,7 @@ def why(options: argparse.Namespace) -> int:
 
 
 def stop(options: argparse.Namespace) -> int:
-    from fedquilt.coordinator.rounds import Ended
+    from fedquilt.coordinator.facts import Ended
 
     with _existing(options) as store:
         row = store.job(options.run)
@@ -284,9 +284,10 @@ def export(options: argparse.Namespace) -> int:
 
 
 def evaluate(options: argparse.Namespace) -> int:
+    from fedquilt.coordinator.views import scores
     from fedquilt.tools.experiments import evaluate as evaluator
 
-    def say(score: evaluator.Score) -> None:
+    def say(score: scores.Score) -> None:
         if options.format == "text":
             print(evaluator.line(score), flush=True)
 
@@ -324,7 +325,7 @@ def compare(options: argparse.Namespace) -> int:
 
 
 def cards(options: argparse.Namespace) -> int:
-    from fedquilt.tools.report import method_pages as tool
+    from fedquilt.tools.experiments import method_pages as tool
 
     tool.main(options.method, options.out, options.format)
     return 0
@@ -484,9 +485,9 @@ def _job(path: Path) -> Any:
         if job.data:
             DataSpec.parse(job.data)
         if job.test:
-            from fedquilt.tools.experiments import evaluate as evaluator
+            from fedquilt.coordinator.views import scores
 
-            DataSpec.parse(evaluator.table(job), "[test]")
+            DataSpec.parse(scores.test_table(job), "[test]")
     return job
 
 

@@ -20,8 +20,8 @@ from ordinary import User
 from fedquilt import bundle, config, methods, tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.executors import OverLink
+from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Ended
 from fedquilt.coordinator.job import Running
-from fedquilt.coordinator.rounds import Answered, AnyFact, Committed, Ended
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Store

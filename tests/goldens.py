@@ -29,7 +29,7 @@ import safetensors.numpy
 
 from fedquilt import bundle, tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds import Asked, Committed, Started
+from fedquilt.coordinator.facts import Asked, Committed, Started
 from fedquilt.coordinator.store import Store
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.tools import demo

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fedquilt.coordinator.rounds import Answered, AnyFact, Committed, Declined, Rejected
+from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Declined, Rejected
 from fedquilt.core import Update
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from fedquilt import units
 from fedquilt.coordinator import eligibility, rounds
-from fedquilt.coordinator.rounds import (
+from fedquilt.coordinator.facts import (
     Answered,
     AnyFact,
     Asked,

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fedquilt.coordinator.rounds import Answered, AnyFact, Committed, Ended
+from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Ended
 from fedquilt.coordinator.views import costs
 from fedquilt.core import Update
 

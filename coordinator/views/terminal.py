@@ -12,10 +12,10 @@ from contextlib import contextmanager
 import msgspec
 
 from fedquilt import methods
-from fedquilt.coordinator import eligibility, rounds
+from fedquilt.coordinator import eligibility
 from fedquilt.coordinator.executors import OverLink
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Ended, Plan, Rounds, Surveyed, apply
 from fedquilt.coordinator.job import Running
-from fedquilt.coordinator.rounds import Answered, AnyFact, Asked, Closed, Ended, Surveyed
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import costs, log
@@ -174,12 +174,12 @@ def coordinate(
 def tell(store: Store, id: str, *, follow: bool = False, json: bool = False) -> None:
     """Print a run's facts with their wall-clock times, and with `follow` those to come until it has ended."""
     job = store.job(id).job
-    seen, state, waiting, teller = 0, rounds.Rounds(rounds.Plan.of(job)), Waiting(), log.Teller()
+    seen, state, waiting, teller = 0, Rounds(Plan.of(job)), Waiting(), log.Teller()
     engines = (job.engine,) if job.engine else methods.load(job.method).engines
     while True:
         ended = store.status(id) in ("done", "failed", "stopped")  # asked first, so that no last fact is missed
         for number, at_s, fact in store.facts(id, after=seen):
-            seen, state = number, rounds.apply(state, fact, 0.0)
+            seen, state = number, apply(state, fact, 0.0)
             if json:
                 print(msgspec.json.encode({"at": at_s, "fact": fact}).decode())
             else:

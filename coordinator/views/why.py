@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from fedquilt.coordinator import cohort, rounds
+from fedquilt.coordinator import cohort
 from fedquilt.coordinator.eligibility import REASONS
-from fedquilt.coordinator.rounds import (
+from fedquilt.coordinator.facts import (
     Answered,
     AnyFact,
     Asked,
     Committed,
     Declined,
+    Plan,
     Rejected,
     Reopened,
     Rounds,
     Surveyed,
+    apply,
 )
 from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError
@@ -40,10 +42,10 @@ def of(store: Store, run: str) -> dict[int, dict[str, Part]]:
         StoreError: there is no such run, or it cannot be read.
     """
     row = store.job(run)
-    return parts((fact for _, _, fact in store.facts(row.id)), rounds.Plan.of(row.job))
+    return parts((fact for _, _, fact in store.facts(row.id)), Plan.of(row.job))
 
 
-def parts(facts: Iterable[AnyFact], plan: rounds.Plan) -> dict[int, dict[str, Part]]:
+def parts(facts: Iterable[AnyFact], plan: Plan) -> dict[int, dict[str, Part]]:
     """Round -> device -> its part in it, for the devices known by then; a later fact replaces an earlier one."""
     state = Rounds(plan)
     found: dict[int, dict[str, Part]] = {}
@@ -66,7 +68,7 @@ def parts(facts: Iterable[AnyFact], plan: rounds.Plan) -> dict[int, dict[str, Pa
                 found.setdefault(fact.round, {}).update(dict.fromkeys(silent, late))
             case _:
                 pass
-        state = rounds.apply(state, fact, 0.0)
+        state = apply(state, fact, 0.0)
         if isinstance(fact, Surveyed) and state.phase == "selecting":  # in case that nobody can be asked
             found[fact.round] = {device: Part(code, REASONS.get(code, code)) for device, code in state.passed.items()}
     return found

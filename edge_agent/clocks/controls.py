@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from fedquilt.core import ClockError, OperatingPoint, Wired
-from fedquilt.edge_agent.devices.sensors import sysfs
+from fedquilt.edge_agent import sysfs
 
 TOLERANCE: Final = 0.01  # 1420.8 MHz is meant by who says 1421
 GPUS: Final = ("gv11b", "gp10b", "ga10b", "gb10b", "gpu")

@@ -17,9 +17,9 @@ from typing import Final
 import msgspec
 
 from fedquilt.core import ClockError, OperatingPoint, StoreError, Wired
+from fedquilt.edge_agent import sysfs
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.controls import Lever, Levers, Mode, Settings, Write
-from fedquilt.edge_agent.devices.sensors import sysfs
 
 log = logging.getLogger("fedquilt.clocks")
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt import profiles
+from fedquilt.edge_agent import sysfs
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.devices.linux import ClockHelper, LinuxDevice
-from fedquilt.edge_agent.devices.sensors import jtop, sysfs
+from fedquilt.edge_agent.devices.sensors import jtop
 from fedquilt.edge_agent.devices.sensors.ina3221 import Ina3221
 from fedquilt.edge_agent.devices.sensors.power import Meter
 

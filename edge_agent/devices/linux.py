@@ -9,10 +9,10 @@ from typing import Final, Protocol
 
 from fedquilt import profiles
 from fedquilt.core import ClockError, Cost, OperatingPoint, Reading, Work
+from fedquilt.edge_agent import sysfs
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.client import Status
 from fedquilt.edge_agent.devices import points as tables
-from fedquilt.edge_agent.devices.sensors import sysfs
 from fedquilt.edge_agent.devices.sensors.memory import Memory
 from fedquilt.edge_agent.devices.sensors.power import Batteries, Hwmon, Meter, Power, Rapl, Rate
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt.core import Work
-from fedquilt.edge_agent.devices.sensors import sysfs
+from fedquilt.edge_agent import sysfs
 from fedquilt.footprint import ASSUMED_BASE_BYTES as ASSUMED_BASE_BYTES
 from fedquilt.footprint import FIRST_USE_BYTES
 

@@ -29,7 +29,8 @@ from msgspec import Meta
 from fedquilt import layers, tensors
 from fedquilt.core import Answer, Artefact, Bundle, Contribution, DeviceView, Hooks, Order, Site, Task, Turn
 from fedquilt.methods import fedavg, heterofl
-from fedquilt.models.partial import depth as stages
+from fedquilt.models.networks import stages
+from fedquilt.models.partial import depth as by_depth
 from fedquilt.models.partial import width as submodel
 from fedquilt.models.partial.width import Counted, Places
 
@@ -45,7 +46,7 @@ class Params(fedavg.Params):
 
 def init(bundle: Bundle, params: Params, seed: int) -> fedavg.State:
     begun = fedavg.init(bundle, params, seed)
-    found = stages.body(begun.model, params.exits, layers.calls(begun.network))
+    found = by_depth.body(begun.model, params.exits, layers.calls(begun.network))
     rng = tensors.rng(seed, "depthfl", "exits")
     model = dict(begun.model)
     for index, stage in enumerate(found.stages[1:]):  # what stage i + 1 hears is what exit i does
@@ -62,7 +63,7 @@ def network(state: fedavg.State) -> dict[str, np.ndarray]:
 
 def part(state: fedavg.State, depth: int) -> Places:
     """The first stages with their classifiers."""
-    found = stages.body(network(state), state.params["exits"], layers.calls(state.network))
+    found = by_depth.body(network(state), state.params["exits"], layers.calls(state.network))
     names = [name for stage in found.stages[:depth] for name in stage.names]
     names += [f"exit.{i}.{leaf}" for i in range(min(depth, len(found.stages) - 1)) for leaf in ("weight", "bias")]
     if depth >= len(found.stages):
@@ -70,7 +71,7 @@ def part(state: fedavg.State, depth: int) -> Places:
     return dict.fromkeys(sorted(names), (None, None))
 
 
-def looked(body: stages.Body) -> list[list[Any]]:
+def looked(body: by_depth.Body) -> list[list[Any]]:
     """Of each stage with a classifier before it its first layer and how many channels that hears."""
     return [[stage.entrance, stage.width] for stage in body.stages[1:]]
 
@@ -78,7 +79,7 @@ def looked(body: stages.Body) -> list[list[Any]]:
 def send(state: fedavg.State, device: DeviceView) -> Order:
     depth = submodel.by_tier(device.profile, state.params["depths"])
     order = heterofl.order(state, part(state, depth), 1.0)
-    found = stages.body(network(state), state.params["exits"], layers.calls(state.network))
+    found = by_depth.body(network(state), state.params["exits"], layers.calls(state.network))
     looks = looked(found)[:depth]
     params = {**order.params, "looks": looks, "classes": found.classes, "whole": depth >= len(found.stages)}
     return replace(order, params=params)
@@ -171,7 +172,7 @@ def step(state: fedavg.State, total: Counted | None) -> fedavg.State:
 
 def result(state: fedavg.State) -> Artefact:
     """The network with its classifiers; the plain network where there is one exit."""
-    found, table = stages.body(network(state), state.params["exits"], layers.calls(state.network)), state.network
+    found, table = by_depth.body(network(state), state.params["exits"], layers.calls(state.network)), state.network
     if len(found.stages) > 1:
         inputs = {"input": table["input"]} if "input" in table else {}
         table = {"name": "exits", "of": table, "looks": looked(found), "classes": found.classes, **inputs}

@@ -28,7 +28,8 @@ from msgspec import Meta
 from fedquilt import layers, tensors
 from fedquilt.core import Answer, Artefact, Bundle, Contribution, DeviceView, Hooks, Order, Site, Task, Turn
 from fedquilt.methods import depthfl, fedavg, heterofl
-from fedquilt.models.partial import depth as stages
+from fedquilt.models.networks import stages
+from fedquilt.models.partial import depth as by_depth
 from fedquilt.models.partial import width as submodel
 from fedquilt.models.partial.depth import Body
 from fedquilt.models.partial.width import Counted, Places
@@ -54,7 +55,7 @@ class Group:
 
 def init(bundle: Bundle, params: Params, seed: int) -> fedavg.State:
     begun = fedavg.init(bundle, params, seed)
-    found = stages.body(begun.model, params.stages, layers.calls(begun.network))
+    found = by_depth.body(begun.model, params.stages, layers.calls(begun.network))
     rng = tensors.rng(seed, "fedepth", "links")
     model = dict(begun.model)
     for index, stage in enumerate(found.stages[1:], start=1):
@@ -89,7 +90,7 @@ def part(state: fedavg.State, body: Body, count: int) -> Places:
 
 def send(state: fedavg.State, device: DeviceView) -> Order:
     count = submodel.by_tier(device.profile, state.params["groups"])
-    body = stages.body(network(state), state.params["stages"], layers.calls(state.network))
+    body = by_depth.body(network(state), state.params["stages"], layers.calls(state.network))
     found, at = groups(body, count), part(state, body, count)
     sub = submodel.cut(state.model, at)
     order = fedavg.order(state, {"model": sub})
@@ -171,7 +172,7 @@ def check(task: Task, site: Site) -> Mapping[str, float]:
 
 def fold(state: fedavg.State, so_far: Counted | None, update: Contribution) -> Counted:
     sent = heterofl.sent_by(update)
-    body = stages.body(network(state), state.params["stages"], layers.calls(state.network))
+    body = by_depth.body(network(state), state.params["stages"], layers.calls(state.network))
     cuts = [part(state, body, count) for count in sorted(set(state.params["groups"]))]
     return submodel.add(state.model, so_far, sent, submodel.recognise(state.model, sent, cuts), update.weight)
 

@@ -2,7 +2,7 @@
 
 A network is a table, `{"name": "mlp", "inputs": 64, "hidden": [32], "classes": 10}`. Names are the
 functions of `fedquilt.models.networks.small`, `vit`, `resnet20-cifar` (32, 44, 56), `torchvision/<architecture>`,
-`exits` around another network's table (`fedquilt.models.partial.depth`, what DepthFL ends with), and, on the operator's
+`exits` around another network's table (`models.networks.stages`, what DepthFL ends with), and, on the operator's
 own machine only, `module:function` of a user's own code. A key "input" (see
 `fedquilt.data.images.Input`) says what images it expects, "calls" in which order its modules are used
 (`fedquilt.layers`); building looks at neither.
@@ -15,7 +15,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -130,11 +129,10 @@ def _factory(name: str, local_code: bool) -> Callable[..., nn.Module]:
         return _own(name, local_code)
     if name.startswith("torchvision/"):
         return _torchvision(name)
-    from fedquilt.models.networks import small, vit
-    from fedquilt.models.partial import depth as stages
+    from fedquilt.models.networks import small, stages, vit
 
     if name == "exits":
-        return partial(stages.exits, local_code=local_code)
+        return lambda of, looks, classes: stages.exits(build(of, local_code=local_code), looks, classes)
     if name in SMALL:
         return getattr(vit if name == "vit" else small, name)
     cifar = {f"resnet{depth}-cifar": depth for depth in CIFAR_DEPTHS}

@@ -28,7 +28,7 @@ from fedquilt.coordinator.admission import (
     heard,
 )
 from fedquilt.coordinator.deadline import Ask
-from fedquilt.coordinator.rounds import (
+from fedquilt.coordinator.facts import (
     Answered,
     AnyFact,
     Asked,

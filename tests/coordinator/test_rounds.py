@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from fedquilt.coordinator.deadline import Ask
-from fedquilt.coordinator.rounds import (
-    AGAIN_ROUNDS,
+from fedquilt.coordinator.facts import (
     Answered,
     AnyFact,
     Asked,
@@ -31,11 +30,8 @@ from fedquilt.coordinator.rounds import (
     Started,
     Surveyed,
     apply,
-    decide,
-    left_alone,
-    next_s,
-    survey,
 )
+from fedquilt.coordinator.rounds import AGAIN_ROUNDS, decide, left_alone, next_s, survey
 from fedquilt.coordinator.settings import Cohort, Stop
 from fedquilt.coordinator.transitions import PHASES, TRANSITIONS, Phase, allowed
 from fedquilt.core import BlobRef, JobError, OperatingPoint, Profile, Update, Usage, Work

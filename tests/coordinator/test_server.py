@@ -21,8 +21,7 @@ from fedquilt.blobs.store import Depot
 from fedquilt.blobs.transfer import Transfers
 from fedquilt.coordinator import settings, turns
 from fedquilt.coordinator.executors import OverLink
-from fedquilt.coordinator.job import Running
-from fedquilt.coordinator.rounds import (
+from fedquilt.coordinator.facts import (
     Answered,
     AnyFact,
     Asked,
@@ -33,6 +32,7 @@ from fedquilt.coordinator.rounds import (
     Rejected,
     Surveyed,
 )
+from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import log, why
@@ -529,6 +529,22 @@ def test_a_job_whose_boards_never_come_lets_the_next_one_be_done(
     stage.store.close()
 
 
+def test_jobs_whose_boards_never_come_have_their_turns_in_order(tmp_path: Path) -> None:
+    """Of three, the one that gave way last is the last to come again: none is passed over."""
+    stage = Stage(tmp_path)
+    jobs = [stage.job]
+    for name in "kl":
+        jobs.append(stage.store.add(settings.parse({**TABLE, "name": name}), stage.folder / "bundle"))
+    stage.server._only = None
+    served = []
+    for _ in range(4):
+        stage.play(5.0)
+        served.append(stage.server.active.id)
+        stage.play(turns.PATIENCE_S)
+    assert served == [*jobs, jobs[0]]
+    stage.store.close()
+
+
 def test_a_fleets_run_that_was_killed_does_not_keep_others_from_being_served(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -655,6 +671,21 @@ def test_a_job_that_nobody_can_do_fails_at_its_deadline(stage: Stage) -> None:
     stage.play(40.0)
     assert "silent: a" in stage.told(Ended)[0].reason
     assert stage.store.status(stage.job) == "failed"
+
+
+def test_an_attempt_that_is_over_takes_its_tasks_back(tmp_path: Path) -> None:
+    """Of two devices that were silent, one is gone by then and is not asked again: nothing waits for it any more."""
+    stage = Stage(tmp_path, cohort={"deadline_s": 30.0, "attempts": 2, "min_devices": 1})
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    a.say("presence", wire.Presence(online=False, boot="1"), retain=True)
+    stage.play(32.0)
+    assert [(fact.attempt, fact.devices) for fact in stage.told(Asked)] == [(0, ("a", "b")), (1, ("b",))]
+    assert a.tasks[-1] is None
+    task = b.tasks[-1]
+    assert task is not None
+    assert task.attempt == 1
+    stage.store.close()
 
 
 @contextlib.contextmanager

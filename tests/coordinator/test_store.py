@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds import AnyFact, Asked, Committed, Ended, Started, Surveyed
+from fedquilt.coordinator.facts import AnyFact, Asked, Committed, Ended, Started, Surveyed
 from fedquilt.coordinator.store import VERSION, Row, Store, Unreadable
 from fedquilt.coordinator.views import log
 from fedquilt.core import BlobRef, JobError, StoreError

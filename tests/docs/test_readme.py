@@ -18,7 +18,7 @@ import pytest
 import fedquilt.tools.demo
 from fedquilt import config
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds import Answered
+from fedquilt.coordinator.facts import Answered
 from fedquilt.coordinator.store import Store
 
 ROOT = Path(__file__).parents[2]

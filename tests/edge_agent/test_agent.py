@@ -372,6 +372,15 @@ def test_a_board_without_memory_left_refuses(site: Site) -> None:
     assert site.bench.orders == []
 
 
+def test_memory_that_the_waiting_task_process_holds_counts_as_free(site: Site) -> None:
+    """The next task runs in that same process, or in place of it; the board itself has only a megabyte left."""
+    site.board.available_bytes = 1 << 20
+    site.bench.resident_bytes = 1 << 30
+    site.ask()
+    assert site.all("claim")[-1].accepted
+    assert len(site.bench.orders) == 1
+
+
 def test_a_task_larger_than_the_disk_is_refused(site: Site) -> None:
     """Before anything is fetched."""
     site.ask(bundles={"model": BlobRef(sha256="a" * 64, size=1 << 52)})

@@ -20,7 +20,7 @@ import pytest
 from ordinary import Served, User
 
 from fedquilt import bundle, config, profiles, tensors, wire
-from fedquilt.coordinator.rounds import Answered, Ended
+from fedquilt.coordinator.facts import Answered, Ended
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Profile
 from fedquilt.edge_agent import devices

@@ -15,7 +15,7 @@ import pytest
 
 from fedquilt import bundle, config, tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds import Answered, AnyFact, Committed, Declined, Ended
+from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Declined, Ended
 from fedquilt.coordinator.store import Store
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.tools.simulation import agents as fleet

@@ -26,7 +26,7 @@ from federation import (
 )
 
 from fedquilt import methods
-from fedquilt.coordinator.rounds import AnyFact, Asked
+from fedquilt.coordinator.facts import AnyFact, Asked
 from fedquilt.coordinator.store import Store
 from fedquilt.core import ModelError
 from fedquilt.tools.simulation import agents as fleet

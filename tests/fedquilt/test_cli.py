@@ -11,7 +11,7 @@ import pytest
 from fedquilt import bundle, methods, tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds import Answered, Asked, Ended, Started, Surveyed
+from fedquilt.coordinator.facts import Answered, Asked, Ended, Started, Surveyed
 from fedquilt.coordinator.store import Store
 from fedquilt.core import BlobRef, JobError, Update, Usage
 

@@ -13,7 +13,7 @@ import pytest
 
 from fedquilt import methods, tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds import Answered, Committed
+from fedquilt.coordinator.facts import Answered, Committed
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import progress
 from fedquilt.core import Bundle, Contribution, DeviceView, Examples, Hooks, Profile, UpdateError

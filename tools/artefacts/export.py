@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from fedquilt import bundle, methods, tensors, units
-from fedquilt.coordinator.rounds import Committed, Started
+from fedquilt.coordinator.facts import Committed, Started
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Artefact, JobError, StoreError
 from fedquilt.models.stitching import stitched

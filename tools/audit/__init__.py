@@ -18,7 +18,6 @@ is told, for as many examples as devices have and for a single one, which it giv
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -36,6 +35,7 @@ from fedquilt.models import subspaces
 from fedquilt.tools.audit import picture
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.run import ROOM, ROOM_BYTES, states
+from fedquilt.tools.simulation.scratch import Scratch
 
 RATE: Final = 1.0  # of the one step: its length is the gradient itself
 PLAIN: Final = {"epochs": 1, "batch": 1, "lr": RATE}
@@ -83,9 +83,9 @@ def uploaded(row: Row, network: Mapping[str, Any], start: Tensors, example: Exam
     job = Job(name="audit", method=row.method, rounds=3, params=params, fleet=ROOM)
     victim = Member("victim", example, Examples(example.x[:0], example.y[:0]))
     double = replace(method, work=work)
-    with tempfile.TemporaryDirectory(prefix="fedquilt-") as place:
-        bundle.write(Path(place), {"network": dict(network)}, {"model": tensors.encode(start)})
-        for _ in states(job, Path(place), [victim], load=lambda name: double, engine=engine):
+    with Scratch() as place:
+        bundle.write(place, {"network": dict(network)}, {"model": tensors.encode(start)})
+        for _ in states(job, place, [victim], load=lambda name: double, engine=engine):
             found = [(name, array) for each in sent for some in each.values() for name, array in some.items()]
             kept = {
                 name: (start[name].astype(np.float64) - array) / RATE

@@ -27,22 +27,3 @@ def main(what: str, format: str, sizes: Sequence[int] = (), given: Mapping[str, 
         print(msgspec.json.format(msgspec.json.encode(results if sizes else results[0])).decode())
     reached = [figure["reached"] for result in results for figure in result["figures"].values()]
     return 0 if all(reached) else 1
-
-
-def figure(value: float, limit: float, unit: str) -> dict[str, Any]:
-    """A measured value that should not exceed a limit."""
-    return {"value": round(value, 3), "at_most": limit, "unit": unit, "reached": value <= limit}
-
-
-def at_least(value: float, limit: float, unit: str) -> dict[str, Any]:
-    """A measured value that should reach a limit."""
-    return {"value": round(value, 3), "at_least": limit, "unit": unit, "reached": value >= limit}
-
-
-def figure_lines(result: dict[str, Any]) -> list[str]:
-    """The figures of a result, one a line."""
-    return [
-        f"{'ok ' if f['reached'] else 'NOT'} {name.replace('_', ' '):44} {f['value']:10.2f} {f['unit']}"
-        f"   ({'at most' if 'at_most' in f else 'at least'} {f.get('at_most', f.get('at_least')):g})"
-        for name, f in result["figures"].items()
-    ]

@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from fedquilt.tools.bench.ablate import VARIANTS, Row
+from fedquilt.tools.bench.ablate_rows import VARIANTS, Row
 
 STITCHED, PALE, OTHER, FAINT = "#1f5fa8", "#8fb4dc", "#c4581d", "#d9d9d9"
 ROW_INCHES, LABEL_INCHES, DOTS_INCHES, BARS_INCHES = 0.27, 2.0, 3.0, 1.9

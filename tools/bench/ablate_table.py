@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.tools.bench.ablate import COMPARISONS, Row
+from fedquilt.tools.bench.ablate_rows import COMPARISONS, Row
 
 MEANS = ("rounds", "task_s", "wall_s", "down_bytes", "up_bytes", "scored")
 HEAD = f"{'':34} {'%':>5} {'sd':>5} {'rounds':>7} {'scored':>7} {'cpu s':>8} {'down kB':>8} {'up kB':>8} {'run s':>7}"

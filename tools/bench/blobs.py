@@ -28,7 +28,7 @@ from fedquilt.blobs.store import Depot
 from fedquilt.blobs.transfer import Transfers
 from fedquilt.core import BlobRef, JobError, LinkError
 from fedquilt.edge_agent.task import budget
-from fedquilt.tools.bench import figure, figure_lines
+from fedquilt.tools.report.figures import figure, figure_lines
 from fedquilt.transport.link import Message
 from fedquilt.transport.mqtt import Broker, MqttLink
 

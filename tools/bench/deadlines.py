@@ -18,12 +18,12 @@ import msgspec
 
 from fedquilt.coordinator import rounds
 from fedquilt.coordinator.deadline import POLICIES, Ask
-from fedquilt.coordinator.rounds import Answered, AnyFact, Asked, Closed, Committed, Plan, Rounds, Started
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Committed, Plan, Rounds, Started, apply
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import BlobRef, Cost, Profile, Update, Usage, Work
 from fedquilt.edge_agent.devices.simulated import SimulatedDevice
 from fedquilt.edge_agent.power import governor
-from fedquilt.tools.bench import at_least, figure, figure_lines
+from fedquilt.tools.report.figures import at_least, figure, figure_lines
 
 BOARDS: Final = ("jetson-nano", "jetson-tx2", "jetson-xavier-nx", "jetson-orin-nano")
 DEVICES, ASKED, ROUNDS, SEEDS = 40, 10, 30, (0, 1, 2)
@@ -112,7 +112,7 @@ def play(rule: str, policy: governor.Policy, seed: int, count: int = ROUNDS) -> 
     }
     roll, tally, current = random.Random(f"fetch {seed}"), Tally(), Round()
     plan = Plan(seed, count, msgspec.convert({"size": ASKED, "deadline": rule}, Cohort), 0)
-    state = rounds.apply(Rounds(plan), Started(STATE), 0.0)
+    state = apply(Rounds(plan), Started(STATE), 0.0)
     now_s = 0.0
     under_way: dict[str, tuple[float, Cost]] = {}  # device -> when it will answer, what its task takes
 
@@ -132,7 +132,7 @@ def play(rule: str, policy: governor.Policy, seed: int, count: int = ROUNDS) -> 
             del under_way[device]
             fact = state.answered_by(_update(device, state.round, cost), now_s, ask(device))
         began = state.phase == "selecting"
-        state = rounds.apply(state, fact, now_s)
+        state = apply(state, fact, now_s)
         match fact:
             case Asked():
                 if began:

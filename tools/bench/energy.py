@@ -27,7 +27,7 @@ import msgspec
 
 from fedquilt import cost_model
 from fedquilt.coordinator import settings as jobs
-from fedquilt.coordinator.rounds import Answered, Asked
+from fedquilt.coordinator.facts import Answered, Asked
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Cost, Device, OperatingPoint, Reading, Usage, Work
 from fedquilt.edge_agent import devices
@@ -35,7 +35,7 @@ from fedquilt.edge_agent.power import governor
 from fedquilt.edge_agent.power.governor import Policy, Rule
 from fedquilt.tools import demo
 from fedquilt.tools.artefacts import export
-from fedquilt.tools.bench import at_least, figure, figure_lines
+from fedquilt.tools.report.figures import at_least, figure, figure_lines
 from fedquilt.tools.simulation import agents
 
 BOARDS: Final = ("jetson-tx2", "jetson-nano", "jetson-xavier-nx", "jetson-orin-nano")

@@ -20,7 +20,7 @@ import numpy as np
 
 from fedquilt.core import BlobRef, Bundle, DeviceView, Examples
 from fedquilt.methods import fedsq
-from fedquilt.tools.bench import figure, figure_lines
+from fedquilt.tools.report.figures import figure, figure_lines
 from fedquilt.tools.simulation import Member, hands
 
 EXAMPLES: Final = 128  # of the client whose rounds are timed

@@ -26,7 +26,7 @@ from fedquilt import footprint, tensors, tiers
 from fedquilt.core import BlobRef, ModelError, Order, Profile, Work
 from fedquilt.edge_agent.task import budget
 from fedquilt.methods.fedavg import Params
-from fedquilt.tools.bench import at_least, figure, figure_lines
+from fedquilt.tools.report.figures import at_least, figure, figure_lines
 from fedquilt.tools.simulation.task_process import TaskProcess
 
 NETWORKS: Mapping[str, tuple[Mapping[str, Any], int]] = {  # table, pixels

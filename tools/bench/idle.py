@@ -13,8 +13,8 @@ import psutil
 
 from fedquilt import wire
 from fedquilt.core import LinkError
-from fedquilt.tools.bench import figure, figure_lines
 from fedquilt.tools.broker import EmbeddedBroker
+from fedquilt.tools.report.figures import figure, figure_lines
 from fedquilt.transport.mqtt import Broker, MqttLink
 
 SETTLE_S = 5.0

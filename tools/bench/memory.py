@@ -25,8 +25,8 @@ from fedquilt.methods.fedstitch import METHOD
 from fedquilt.models.stitching import search, stitched
 from fedquilt.models.stitching.search import Finalist, Net, Params, State
 from fedquilt.models.stitching.vote import Winner
-from fedquilt.tools.bench import figure, figure_lines
 from fedquilt.tools.bench.stitch import IMAGES, donors, examples, finder
+from fedquilt.tools.report.figures import figure, figure_lines
 from fedquilt.tools.simulation.task_process import TaskProcess
 
 ROOMS_MB = {"under_160_mb": 160, "under_100_mb": 100}

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from fedquilt.testing.boards import plant
-from fedquilt.tools.bench import figure, figure_lines
+from fedquilt.tools.report.figures import figure, figure_lines
 
 HERTZ = 10
 READINGS = 50  # readings at that pace, and as many before, unmeasured

@@ -32,7 +32,8 @@ from fedquilt.models.stitching.scoring import ScoreAsk, ScoreAt
 from fedquilt.models.stitching.search import Params
 from fedquilt.models.stitching.stitched import Block
 from fedquilt.tools.artefacts.prepare import prepare
-from fedquilt.tools.bench import at_least, figure, figure_lines, naive
+from fedquilt.tools.bench import naive
+from fedquilt.tools.report.figures import at_least, figure, figure_lines
 from fedquilt.tools.simulation import Member, hands
 
 DONORS = ("alexnet", "densenet121", "mobilenet_v2", "resnet50", "vgg16")

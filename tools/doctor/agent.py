@@ -12,8 +12,7 @@ import msgspec
 from fedquilt import profiles
 from fedquilt.core import FedquiltError
 from fedquilt.data.spec import DataSpec
-from fedquilt.edge_agent import devices
-from fedquilt.edge_agent.devices.sensors import sysfs
+from fedquilt.edge_agent import devices, sysfs
 from fedquilt.edge_agent.engines import NEEDS
 from fedquilt.edge_agent.settings import AgentSettings, size_bytes
 from fedquilt.edge_agent.task import budget

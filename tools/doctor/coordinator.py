@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from fedquilt.coordinator.rounds import Asked, Surveyed
+from fedquilt.coordinator.facts import Asked, Surveyed
 from fedquilt.coordinator.store import Row, Store, Unreadable
 from fedquilt.coordinator.views.log import sentences
 from fedquilt.core import FedquiltError, JobError

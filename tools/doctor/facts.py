@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt.core import ClockError, Device, JobError, Reading
-from fedquilt.edge_agent import devices
+from fedquilt.edge_agent import devices, sysfs
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.client import Clocks, Status
 from fedquilt.edge_agent.devices import jetson
-from fedquilt.edge_agent.devices.sensors import sysfs
 
 ROOT: Final = Path("/")
 HELPER: Final = "run/fedquilt/clocks.sock"

@@ -11,7 +11,7 @@ import msgspec
 
 from fedquilt import enrolment
 from fedquilt.core import FedquiltError
-from fedquilt.edge_agent.devices.sensors import sysfs
+from fedquilt.edge_agent import sysfs
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.tools.doctor import certificate
 from fedquilt.tools.doctor.findings import Finding, error, ok, there, warning

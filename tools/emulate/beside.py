@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from fedquilt import methods, tensors
-from fedquilt.coordinator.rounds import Answered, Committed
+from fedquilt.coordinator.facts import Answered, Committed
 from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError
 from fedquilt.models.stitching.search import State

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from fedquilt import config
-from fedquilt.coordinator import rounds
+from fedquilt.coordinator.facts import Answered, Declined, Ended
 from fedquilt.coordinator.store import Store
 from fedquilt.core import FedquiltError, JobError, LinkError
 from fedquilt.disk import doing
@@ -321,11 +321,11 @@ class Rehearsal:
     def _task(self) -> str:
         """One round by this board; its clocks are held meanwhile and the board's own afterwards."""
         before = layouts.clocks(self.tree)
-        facts = self._run(lambda facts: any(isinstance(fact, rounds.Ended) for fact in facts))
-        done = [fact for fact in facts if isinstance(fact, rounds.Answered)]
-        ended = [fact for fact in facts if isinstance(fact, rounds.Ended)]
+        facts = self._run(lambda facts: any(isinstance(fact, Ended) for fact in facts))
+        done = [fact for fact in facts if isinstance(fact, Answered)]
+        ended = [fact for fact in facts if isinstance(fact, Ended)]
         if not done or ended[-1].status != "done":
-            declined = [fact.reason for fact in facts if isinstance(fact, rounds.Declined)]
+            declined = [fact.reason for fact in facts if isinstance(fact, Declined)]
             raise JobError(f"no task was done: {'; '.join(declined) or last(self.folder / 'run.log')}")
         usage = done[-1].update.usage
         if usage.point is None:
@@ -360,11 +360,11 @@ class Rehearsal:
         before = board.unit(AGENT)
         self._data(kept)
         try:
-            facts = self._run(lambda facts: any(isinstance(fact, rounds.Declined) for fact in facts))
+            facts = self._run(lambda facts: any(isinstance(fact, Declined) for fact in facts))
         finally:
             self._data(demo.HERE / "digits.npz")
             kept.unlink()
-        declined = [fact for fact in facts if isinstance(fact, rounds.Declined)]
+        declined = [fact for fact in facts if isinstance(fact, Declined)]
         if not declined or declined[-1].code != "memory":
             said = f"{declined[-1].code}: {declined[-1].reason}" if declined else last(self.folder / "run.log")
             raise JobError(f"the task did not end for want of memory: {said}")

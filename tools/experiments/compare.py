@@ -21,10 +21,11 @@ from fedquilt import bundle, config, methods
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.job import require_made_for
 from fedquilt.coordinator.settings import Job
+from fedquilt.coordinator.views import scores
 from fedquilt.core import FedquiltError, JobError
+from fedquilt.data import fitting
 from fedquilt.data.spec import DataSpec
-from fedquilt.tools.artefacts import fitting
-from fedquilt.tools.experiments import evaluate, run_cache
+from fedquilt.tools.experiments import run_cache
 from fedquilt.tools.experiments.run_cache import Kept
 from fedquilt.tools.experiments.single_run import FORMAT, Run, play
 
@@ -83,7 +84,7 @@ def cases(
         raise JobError(f"--set {idle[0]}...: {idle[0]} is not compared; --methods {' '.join([*chosen, idle[0]])}")
     fitting.require_fit(made.meta, DataSpec.parse(job.data))
     if job.test:
-        fitting.require_fit(made.meta, DataSpec.parse(evaluate.table(job), "[test]"))
+        fitting.require_fit(made.meta, DataSpec.parse(scores.test_table(job), "[test]"))
     found = []
     for seed in sorted(set(seeds)):
         for name in chosen:

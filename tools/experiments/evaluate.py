@@ -11,7 +11,6 @@ room for everything: what such a newcomer would have. A stitched network is run 
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,15 +20,15 @@ from typing import Any
 import msgspec
 
 from fedquilt import bundle, methods, tensors
-from fedquilt.coordinator import rounds
-from fedquilt.coordinator.rounds import Committed, Plan, Rounds, Started
+from fedquilt.coordinator.facts import Committed, Plan, Rounds, Started, apply
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Row, Store
+from fedquilt.coordinator.views import scores
+from fedquilt.coordinator.views.scores import Score, Scores
 from fedquilt.core import (
     BlobRef,
     DeviceView,
     Examples,
-    JobError,
     Method,
     Profile,
     StoreError,
@@ -39,6 +38,7 @@ from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import engines
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.hands import delivered
+from fedquilt.tools.simulation.scratch import Scratch
 
 BUDGET_BYTES = 1 << 40  # nothing is refused here
 LOOK_S = 1.0  # between looks at a store that has nothing new
@@ -46,42 +46,7 @@ NOBODY = "evaluator"
 ENDED = ("done", "failed", "stopped")
 
 
-class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The global model after so many rounds, on the test set."""
-
-    rounds: int
-    accuracy: float  # 0..1
-    examples: int
-    loss: float | None = None  # None: the method does not tell
-    state: str = ""  # sha256
-
-
-class Scores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that is known of a run, and on what."""
-
-    test: dict[str, Any]  # the test set as a [data] table
-    scores: tuple[Score, ...] = ()
-
-
 # -- what it is tested on -------------------------------------------------------------------------
-
-
-def table(job: Job) -> dict[str, Any]:
-    """The test set as a [data] table: [test] over [data], split "test"; a [test] that says where from stands alone.
-
-    Raises:
-        JobError: the job has neither.
-    """
-    if not job.data and not job.test:
-        raise JobError(f"job {job.name!r} has neither [test] nor [data]: there is nothing to test on")
-    alone = {"path", "sources", "synthetic"} & job.test.keys()
-    odd = [] if alone else sorted({"x", "y"} & job.data.keys() - job.test.keys())
-    if odd:
-        raise JobError(f"[data] names the array {odd[0]} = {job.data[odd[0]]!r}, of any split: name that of [test] too")
-    found = {**({} if alone else job.data), "split": "test", **job.test}
-    if found.get("synthetic"):
-        found.setdefault("seed", job.seed)  # the devices' points are drawn by it too
-    return {key: value for key, value in found.items() if key not in ("share", "shares", "held")}
 
 
 def test_set(job: Job) -> Examples:
@@ -91,7 +56,7 @@ def test_set(job: Job) -> Examples:
         JobError: the job names none, or the table is wrong.
         DataError: they cannot be read.
     """
-    return data.load_all(DataSpec.parse(table(job)))
+    return data.load_all(DataSpec.parse(scores.test_table(job)))
 
 
 # -- one state ------------------------------------------------------------------------------------
@@ -110,7 +75,7 @@ class Evaluator:
         self._test = test_set(job) if test is None else test
         self._bundle = bundle.load(folder)
         self._engine = engine
-        self._cache = tempfile.TemporaryDirectory(prefix="fedquilt-evaluator-")
+        self._cache = Scratch()
 
     def __enter__(self) -> Evaluator:
         return self
@@ -135,7 +100,7 @@ class Evaluator:
         if order is None:
             return None
         newcomer = Member(NOBODY, Examples(self._test.x[:0], self._test.y[:0]), self._test)
-        with tempfile.TemporaryDirectory(dir=self._cache.name) as folder:
+        with tempfile.TemporaryDirectory(dir=self._cache.path) as folder:
             given = delivered(
                 self.method, order, newcomer, Path(folder), engine=engine, actions=("check",), path=self._path
             )
@@ -199,7 +164,7 @@ def evaluate(
         JobError, DataError: it cannot be tested.
     """
     row = store.job(run)
-    found, states = read(store.home, row), _States(store, row)
+    found, states = scores.read(store.home, row), _States(store, row)
     with make(row.job, row.bundle) as evaluator:
         while True:
             ended = store.status(row.id) in ENDED  # before its states are looked at
@@ -207,7 +172,7 @@ def evaluate(
             if score is not None:
                 say(score)
                 found = msgspec.structs.replace(found, scores=(*found.scores, score))
-                _write(file(store.home, row.id), found)
+                scores.write(scores.file(store.home, row.id), found)
             elif ended or not follow:
                 return found
             else:
@@ -230,7 +195,7 @@ class _States:
     def look(self) -> tuple[int, BlobRef] | None:
         """(rounds, state); None: the run has none yet. A closing evaluation leaves the state as it was."""
         for seq, _, fact in self.store.facts(self._run, self._seen):
-            self._seen, self._rounds = seq, rounds.apply(self._rounds, fact, 0.0)
+            self._seen, self._rounds = seq, apply(self._rounds, fact, 0.0)
             if isinstance(fact, Started):
                 self._latest = (0, fact.state)
             elif isinstance(fact, Committed) and (self._latest is None or fact.state != self._latest[1]):
@@ -254,31 +219,6 @@ def _latest(states: _States, evaluator: Evaluator, known: set[str], ended: bool)
             raise StoreError(f"the state after {done} rounds ({ref.sha256[:12]}) is gone from {states.store.home}")
         return None
     return evaluator.score(tensors.unpack(payload, evaluator.method.state), done, ref.sha256)
-
-
-def file(home: Path, run: str) -> Path:
-    """Where a run's scores lie."""
-    return home / "evaluations" / f"{run}.json"
-
-
-def read(home: Path, row: Row) -> Scores:
-    """What has been found of a run on the test set that its job names; nothing: no scores."""
-    nothing = Scores({} if not (row.job.data or row.job.test) else table(row.job))
-    try:
-        found = msgspec.json.decode(file(home, row.id).read_bytes(), type=Scores)
-    except (FileNotFoundError, msgspec.DecodeError):
-        return nothing
-    return found if found.test == nothing.test else nothing
-
-
-def _write(path: Path, found: Scores) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
-        os.replace(part, path)
-    except OSError as error:
-        raise StoreError(f"cannot write {path}: {error.strerror}") from None
 
 
 def line(score: Score) -> str:

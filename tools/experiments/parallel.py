@@ -29,7 +29,7 @@ def spread(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(count, context, _begin, (os.getpid(),)) as pool:
         try:
-            waiting = {pool.submit(play, *given): index for index, given in enumerate(todo)}
+            waiting = {pool.submit(_played, play, given): index for index, given in enumerate(todo)}
             for future in as_completed(waiting):
                 yield waiting[future], future.result()
         except BaseException:
@@ -41,4 +41,21 @@ def spread(
 
 def _begin(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends this process
+    signal.signal(signal.SIGTERM, _end)
     process.die_with(parent)
+
+
+class _Told(SystemExit):
+    """The process was told to end."""
+
+
+def _end(number: int, frame: object) -> None:
+    raise _Told(128 + number)  # by way of all that cleans up
+
+
+def _played(play: Callable[..., T], given: tuple[Any, ...]) -> T:
+    """One run. A process that is told to end amid it begins no other."""
+    try:
+        return play(*given)
+    except _Told:
+        os._exit(1)

@@ -6,13 +6,12 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedquilt.coordinator import rounds
+from fedquilt.coordinator.facts import Plan
 from fedquilt.coordinator.store import Row, Store
-from fedquilt.coordinator.views import costs, progress, why
+from fedquilt.coordinator.views import costs, progress, scores, why
 from fedquilt.coordinator.views.costs import Account
 from fedquilt.coordinator.views.progress import Dated, Point
 from fedquilt.core import FedquiltError
-from fedquilt.tools.experiments import evaluate
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Found:
     points: tuple[Point, ...]
     splits: tuple[progress.Split, ...]
     parts: Mapping[int, Mapping[str, why.Part]]
-    scores: tuple[evaluate.Score, ...]
+    scores: tuple[scores.Score, ...]
     partition: str  # SVG; "": the data is not at hand
 
     @property
@@ -43,7 +42,7 @@ def gather(store: Store, run: str) -> Found:
     row = store.job(run)
     facts = tuple((at, fact) for _, at, fact in store.facts(row.id))
     plain = [fact for _, fact in facts]
-    parts = why.parts(plain, rounds.Plan.of(row.job))
+    parts = why.parts(plain, Plan.of(row.job))
     return Found(
         store.home,
         row,
@@ -52,7 +51,7 @@ def gather(store: Store, run: str) -> Found:
         tuple(progress.points(facts, row.job.rounds)),
         tuple(progress.splits(facts)),
         parts,
-        evaluate.read(store.home, row).scores,
+        scores.read(store.home, row).scores,
         _partition(row, {device for devices in parts.values() for device in devices}),
     )
 
@@ -65,7 +64,7 @@ def _partition(row: Row, devices: Set[str]) -> str:
     if not row.job.data or not devices:
         return ""
     try:
-        from fedquilt.tools.experiments import partition as partition_plot
+        from fedquilt.tools.report import partition as partition_plot
 
         for count in (len(devices), row.job.fleet.devices):  # all were heard of; or some never came
             counts = partition_plot.of_job(row.job, count)

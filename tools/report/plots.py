@@ -246,21 +246,26 @@ def rendered(figure: Any, summary: str, tips: dict[str, str]) -> str:
     with matplotlib.rc_context(keep):
         figure.savefig(file, format="svg", metadata={"Date": None})
     text = file.getvalue().decode()
-    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->\n?", "", text[text.index("<svg") :], flags=re.S)
+    text = text[text.index("<svg") :].strip()
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"\s*\n\s*", " ", text).replace("<g/>", "").replace(" <", "<")
     used = {*re.findall(r'(?:href="|url\()#([^")]+)', text), *tips}
     text = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in used else "", text)
-    text = re.sub(
-        r'<g id="(tip\d+)">', lambda found: f"<g><title>{escape(tips[found[1]])}</title>" if found[1] in tips else "", text
-    )
-    text = re.sub(r"(font-family: |font: [^;\"]*px )[^;\"]*", lambda found: found[1] + FONTS, text)
-    text = re.sub(r"\s*\n\s*", " ", text).replace("<g/>", "").replace(" <", "<")
+    text = re.sub(r' style="[^"]*"', lambda found: _restyled(found[0]), text)
+    text = re.sub(r'<g id="(tip\d+)">', lambda found: f"<g><title>{escape(tips[found[1]])}</title>", text)
     width, height = (f"{72 * side:.0f}" for side in figure.get_size_inches())
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" role="img" '
         f'aria-label="{escape(summary)}" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         'style="max-width:100%;height:auto">'
     )
-    return re.sub(r"<svg[^>]*>", lambda _: head, text.strip(), count=1).replace(INK, "currentColor")
+    return re.sub(r"<svg[^>]*>", lambda _: head, text, count=1)
+
+
+def _restyled(style: str) -> str:
+    """An element's style with the page's ink and fonts in place of matplotlib's."""
+    style = re.sub(r"(font-family: |font: [^;\"]*px )[^;\"]*", lambda found: found[1] + FONTS, style)
+    return style.replace(INK, "currentColor")
 
 
 def _styled() -> Any:
@@ -289,9 +294,7 @@ def _place(figure: Any, plot: Plot, offset: float, height: float, tip: Callable[
         at = 12.0
         for number in numbers:
             y, ink, dash = down(TITLE + LINE * row + 5), COLOURS[number % len(COLOURS)], DASHES[number // 8 % 4]
-            figure.add_artist(
-                Line2D([at / WIDTH, (at + 18) / WIDTH], [y, y], color=ink, linewidth=3, linestyle=dash)
-            )
+            figure.add_artist(Line2D([at / WIDTH, (at + 18) / WIDTH], [y, y], color=ink, linewidth=3, linestyle=dash))
             figure.text((at + 22) / WIDTH, y, plot.keys[number], va="center")
             at += 36 + LETTER * len(plot.keys[number])
     top = TITLE + LINE * len(rows) + 6

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from fedquilt import units
-from fedquilt.coordinator import rounds
-from fedquilt.coordinator.rounds import AnyFact, Asked, Surveyed
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Plan, Rounds, Surveyed, apply
 from fedquilt.coordinator.views import costs
 from fedquilt.coordinator.views import log as stories
 from fedquilt.coordinator.views.costs import Ledger
@@ -253,9 +252,9 @@ class Told(NamedTuple):
 def story(found: Found) -> Told:
     """What happened: in brief, and fact by fact."""
     brief, whole, teller = [], [], stories.Teller()
-    state = rounds.Rounds(rounds.Plan.of(found.row.job))
+    state = Rounds(Plan.of(found.row.job))
     for at, fact in found.facts:
-        state = rounds.apply(state, fact, 0.0)
+        state = apply(state, fact, 0.0)
         first, *more = teller.tell(fact, state)
         lines = [f"{at - found.facts[0][0]:9.1f} s  {first}", *(f"{'':13}{line}" for line in more)]
         whole += lines
@@ -269,7 +268,7 @@ def story(found: Found) -> Told:
 
 def _news(fact: AnyFact) -> bool:
     """Whether it belongs to the story as it is told first: not each answer."""
-    return not isinstance(fact, rounds.Answered | rounds.Closed)
+    return not isinstance(fact, Answered | Closed)
 
 
 def toml(job: Any) -> str:

@@ -28,13 +28,12 @@ from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views.terminal import Console, coordinate
 from fedquilt.core import Device, Examples, JobError
-from fedquilt.data import examples
+from fedquilt.data import examples, fitting
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import settings
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.devices import make as make_board
 from fedquilt.edge_agent.task.worker import InlineWorker
-from fedquilt.tools.artefacts import fitting
 from fedquilt.tools.broker import EmbeddedBroker
 from fedquilt.tools.simulation import Member
 from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, simulate

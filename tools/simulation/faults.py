@@ -27,7 +27,7 @@ import numpy as np
 from fedquilt import bundle, tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.executors import OverLink
-from fedquilt.coordinator.rounds import Answered, AnyFact, Committed
+from fedquilt.coordinator.facts import Answered, AnyFact, Committed
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
 from fedquilt.core import CODECS, FedquiltError

@@ -27,9 +27,9 @@ from fedquilt.coordinator.executors import Heard
 from fedquilt.coordinator.job import Running
 from fedquilt.core import BlobRef, Device, JobError, Profile, StoreError, Task, Update
 from fedquilt.edge_agent import messages, plan
+from fedquilt.edge_agent.duty import Duty
 from fedquilt.edge_agent.power.governor import Rule
 from fedquilt.edge_agent.state import PRIVATE
-from fedquilt.edge_agent.task.duty import Duty
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.edge_agent.task.worker import VirtualWorker
 from fedquilt.wire import Claim
@@ -78,7 +78,7 @@ class SimulatedFleet:
         self._heard: deque[Heard] = deque()
         self._due: list[tuple[float, str]] = []
         self._waiting: dict[str, _Device] = {}  # whose order has to be carried out
-        for name in ("private", "work"):
+        for name in ("private", "cache", "work"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         self._held: dict[str, set[str]] = {}  # device -> sha256 of what it was sent, also while it is away
         self._boots: dict[str, int] = {}  # device -> how often it has come online
@@ -248,7 +248,7 @@ class _Device:
         outbox = self._recovered()
         self._follows = bool(outbox)
         self.duty = Duty(spec.device, plan.State(spec.means, outbox=outbox), self.board, self.worker, spec.rule, self)
-        self._work = ""  # its folder, made with the first order: caches, and what the task in hand writes
+        self._cache = self._work = ""  # made with the first order; the second is for what the task in hand writes
         self.due_s = math.inf
         self.tell_s = 0.0  # when its sensors are told next
 
@@ -293,9 +293,13 @@ class _Device:
                 raise StoreError(f"bundle {name!r} has vanished from {self._fleet.depot.folder}: leave it alone")
             paths[name] = str(path)
         if not self._work:
-            self._work = f"{self._fleet.folder}/work/{self.name}"
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(self._work)
+            self._cache, self._work = (f"{self._fleet.folder}/{kind}/{self.name}" for kind in ("cache", "work"))
+            for folder in (self._cache, self._work):
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(folder)
+        if not spare:  # of a task before that failed after it had written it
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{self._work}/{PRIVATE}")
         return Order(
             task=task,
             device=self.name,
@@ -303,7 +307,7 @@ class _Device:
             data=dict(self._spec.data),
             bundles=paths,
             private=self._private if os.path.isfile(self._private) else None,
-            cache=self._work,
+            cache=self._cache,
             out=self._work,
             plan_bytes=None if spare else plan_bytes,
         )

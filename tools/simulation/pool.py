@@ -10,14 +10,15 @@ first order of a run goes alone, and each call's first answer speaks for the nex
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import selectors
+import signal
 import socket
 import struct
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -28,10 +29,13 @@ import numpy as np
 
 from fedquilt import core
 from fedquilt.core import FedquiltError
+from fedquilt.edge_agent.task import budget
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.simulation import Member
+from fedquilt.tools.simulation.scratch import Scratch
 
 TOGETHER: Final = 32  # orders at most that go to a worker at once; more are hardly faster, and keep others waiting
+TRACEBACK: Final = "Traceback (most recent call last)"  # before the last words of a worker that Python has ended
 LENGTH: Final = struct.Struct("<Q")
 # one thread a worker, so that sums have one order; no thread of a numerical library is alive when the first one forks
 SINGLE: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -99,12 +103,13 @@ class Pool:
         self._sockets: list[socket.socket] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._joint = False
+        self._oom_kills = budget.oom_kills()
         self.folder = Path()
         self.held: dict[str, int] = {}  # device -> how many held-out examples it has
 
     def __enter__(self) -> Pool:
-        self._scratch = tempfile.TemporaryDirectory(prefix="fedquilt-")
-        self.folder = Path(self._scratch.name)
+        self._scratch = Scratch()
+        self.folder = self._scratch.path
         ends: list[socket.socket] = []
         for _ in range(self._count):
             ours, theirs = socket.socketpair()
@@ -215,8 +220,28 @@ class Pool:
         return answer
 
     def _dead(self) -> PoolError:
-        said = (self.folder / "said").read_text(errors="replace").strip().splitlines()
-        return PoolError(f"a worker of the pool has ended; it said: {said[-1][-500:] if said else '(nothing)'}")
+        """Why a worker has ended, and the mend. Only the first one's exit status is to be had."""
+        said = (self.folder / "said").read_text(errors="replace").strip()
+        words = f"it said: {said.splitlines()[-1][-500:] if said else '(nothing)'}"
+        fewer = f"fewer --workers than {self._count}" if self._count > 1 else "a smaller network or batch"
+        if budget.tells_of_memory(said):
+            return PoolError(f"a worker of the pool ran out of memory; {words}; give {fewer}")
+        if TRACEBACK in said:
+            return PoolError(f"a worker of the pool has ended; {words}")
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=1.0)
+        status = self._process.poll()
+        if status is not None and status not in (0, -signal.SIGKILL):
+            how = f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with code {status}"
+            return PoolError(f"a worker of the pool {how}; {words}")
+        kills = budget.oom_kills()
+        if kills is not None and self._oom_kills is not None and kills > self._oom_kills:
+            return PoolError(f"the kernel ran out of memory and killed a worker of the pool most likely: give {fewer}")
+        return PoolError(
+            "a worker of the pool was killed from outside (SIGKILL): start the command again; if it was for want of "
+            f"memory, give {fewer}"
+        )
 
     def _lay_out(self) -> dict[str, Share]:
         """Write everybody's examples into one file; where they are."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt import methods
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Declined, Ended, Rejected
 from fedquilt.coordinator.job import Running
-from fedquilt.coordinator.rounds import Answered, AnyFact, Asked, Committed, Declined, Ended, Rejected
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Fleet, Job
 from fedquilt.coordinator.store import Store
@@ -32,6 +31,7 @@ from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.simulation import Member, hands
 from fedquilt.tools.simulation.fleet import SimulatedFleet, Spec
 from fedquilt.tools.simulation.pool import Pool
+from fedquilt.tools.simulation.scratch import Scratch
 
 NEWCOMER = "newcomer"  # a device that has taken part in nothing, and has room for everything
 ROOM_BYTES = 1 << 40
@@ -388,9 +388,9 @@ def states(
         JobError: the run has failed; says why.
     """
     carry, held = in_process(members, load=load, engine=engine)
-    with tempfile.TemporaryDirectory(prefix="fedquilt-") as home:
+    with Scratch() as home:
         name = None if engine is None else engine.name
-        with Simulation(job, folder, held, Path(home), load=load, engine=name) as simulation:
+        with Simulation(job, folder, held, home, load=load, engine=name) as simulation:
             for each in play([simulation], carry):
                 observe(each, carry)
                 yield each.state
@@ -435,7 +435,7 @@ def simulate(
     """
     began_s = time.perf_counter()
     with contextlib.ExitStack() as stack:
-        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedquilt-"))) if home is None else home
+        place = stack.enter_context(Scratch()) if home is None else home
         carry, held = stack.enter_context(by_pool(job, members, workers=workers, together=together, test=test))
         simulation = stack.enter_context(Simulation(job, folder, held, place))
         start_s = time.perf_counter() - began_s

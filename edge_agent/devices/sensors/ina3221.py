@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from fedquilt.edge_agent.devices.sensors import sysfs
+from fedquilt.edge_agent import sysfs
 from fedquilt.edge_agent.devices.sensors.power import Power
 
 TOTALS: Final = ("VDD_IN", "POM_5V_IN")  # the module's input; every other rail is a part of it

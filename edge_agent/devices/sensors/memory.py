@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path, PurePosixPath
 
 from fedquilt.core import JobError
-from fedquilt.edge_agent.devices.sensors import sysfs
+from fedquilt.edge_agent import sysfs
 
 
 class Memory:

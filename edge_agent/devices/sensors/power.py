@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from fedquilt.edge_agent.devices.sensors import sysfs
+from fedquilt.edge_agent import sysfs
 
 WHOLE_METERS = ("power_meter", "macsmc_hwmon Total System Power")  # ACPI's meter, and Apple's: of the whole machine
 SENSORS = ("power*_average", "power*_input", "energy*_input")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedquilt.coordinator.rounds import Answered, Committed, Declined, Rejected
+from fedquilt.coordinator.facts import Answered, Committed, Declined, Rejected
 from fedquilt.coordinator.views.costs import account, lines, total
 from fedquilt.core import BlobRef, Update, Usage
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedquilt.coordinator.rounds import Answered, AnyFact, Committed, Ended, Resumed, Started
+from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Ended, Resumed, Started
 from fedquilt.coordinator.views import progress
 from fedquilt.core import BlobRef, Update, Usage
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedquilt.coordinator.rounds import Answered, Asked, Closed, Committed, Plan, Rounds, Started, apply
+from fedquilt.coordinator.facts import Answered, Asked, Closed, Committed, Plan, Rounds, Started, apply
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.coordinator.views import log
 from fedquilt.coordinator.views.terminal import WAIT_AGAIN_S, WAIT_SAID_S, Contact, Waiting

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from fedquilt.coordinator.rounds import (
+from fedquilt.coordinator.facts import (
     Answered,
     AnyFact,
     Asked,
@@ -19,9 +19,8 @@ from fedquilt.coordinator.rounds import (
     Started,
     Surveyed,
     apply,
-    decide,
-    survey,
 )
+from fedquilt.coordinator.rounds import decide, survey
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.coordinator.views import why
 from fedquilt.core import BlobRef, JobError, Update, Usage

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fedquilt.core import ModelError, Profile, UpdateError
+from fedquilt.models.networks import stages
 from fedquilt.models.partial import depth, masks, width
 from toys import MLP_MASKS
 
@@ -192,7 +193,7 @@ def test_what_a_transformers_stage_hears_is_the_mean_over_its_patches() -> None:
     body = depth.body(model, 2, ("", "embed", *CALLED_IN_A_BLOCK, "norm", "head"))
     part = registry.build(table).eval()
     start = {key: model[key] for key in body.stages[0].names}
-    part = depth.first(part, start, body.stages[1:], lambda told, scores: told[0], whole=False)
+    part = stages.first(part, start, body.stages[1:], lambda told, scores: told[0], whole=False)
     assert part.state_dict().keys() == start.keys()
     part.load_state_dict({key: torch.tensor(value) for key, value in start.items()})
     x = torch.rand(3, 1, 8, 8)
@@ -227,7 +228,7 @@ def test_the_first_stages_alone_say_what_they_say_within_the_network(name: str) 
     whole(x)
     start = {key: model[key] for key in body.stages[0].names}
     part = registry.build(table).eval()
-    part = depth.first(part, start, (behind,), lambda told, scores: told[0], whole=False)
+    part = stages.first(part, start, (behind,), lambda told, scores: told[0], whole=False)
     assert part.state_dict().keys() == start.keys()
     part.load_state_dict({key: torch.tensor(value) for key, value in start.items()})
     wanted = heard[0].mean(dim=(2, 3)) if heard[0].ndim > 2 else heard[0]
@@ -249,7 +250,7 @@ def test_names_that_do_not_tell_the_order_are_found_out() -> None:
     model = {key: value.numpy() for key, value in Odd().state_dict().items()}
     body = depth.body(model, 2)
     start = {name: model[name] for name in body.stages[0].names}
-    part = depth.first(Odd(), start, (body.stages[1],), lambda told, scores: told[0], whole=False)
+    part = stages.first(Odd(), start, (body.stages[1],), lambda told, scores: told[0], whole=False)
     with pytest.raises(ModelError, match="do not tell their order"):
         part(torch.rand(2, 4))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fedquilt.tools.bench import figure_lines, footprint
+from fedquilt.tools.bench import footprint
+from fedquilt.tools.report.figures import figure_lines
 
 
 def test_a_network_is_trained_and_scored_and_steps_down_in_processes_of_its_own() -> None:

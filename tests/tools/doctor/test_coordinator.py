@@ -12,7 +12,7 @@ import pytest
 from fedquilt import bundle
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds import Asked, Started, Surveyed
+from fedquilt.coordinator.facts import Asked, Started, Surveyed
 from fedquilt.coordinator.store import Store
 from fedquilt.core import BlobRef
 from fedquilt.tools.doctor import coordinator

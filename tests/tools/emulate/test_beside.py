@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedquilt import tensors
-from fedquilt.coordinator.rounds import Answered, Committed
+from fedquilt.coordinator.facts import Answered, Committed
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError, Update, Usage

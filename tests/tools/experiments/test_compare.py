@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -336,6 +340,40 @@ def test_the_command_compares_on_a_real_fleet_and_goes_on_where_it_was(
     assert "fedprox" in shown.out
     assert main(["compare", str(job), "--bundle", str(folder), "--methods", "fedsgd"]) == 2
     assert "is unknown; there are: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
+def test_a_comparison_that_is_killed_leaves_no_folders_behind(
+    folder: Path, tmp_path: Path, kind: signal.Signals
+) -> None:
+    """Before its first round, when all its folders are there; after kill -9 the next comparison removes them."""
+    from fedquilt import config
+
+    (tmp_path / "job.toml").write_text(config.text({**TABLE, "compare": {}, "rounds": 1}))
+    place = tmp_path / "temporary"
+    place.mkdir()
+    words = ["compare", str(tmp_path / "job.toml"), "--bundle", str(folder), "--seeds", "0", "--workers", "1"]
+    words += ["--out", str(tmp_path / "out")]
+    killed = (
+        "import os, sys; from fedquilt import cli; from fedquilt.tools import compare\n"
+        f"compare._live = lambda name, rounds: lambda done: os.kill(os.getpid(), {int(kind)})\n"
+        "sys.exit(cli.main(sys.argv[1:]))"
+    )
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "TMPDIR": str(place)}
+        return subprocess.run(
+            [sys.executable, *command, *words], env=environment, capture_output=True, text=True, check=False
+        )
+
+    ended = run("-c", killed)
+    assert ended.returncode == (130 if kind == signal.SIGINT else -kind)
+    assert "Traceback" not in ended.stderr
+    left = list(place.iterdir())
+    assert bool(left) == (kind == signal.SIGKILL)
+    if left:
+        assert run("-m", "fedquilt.cli").returncode == 0
+        assert list(place.iterdir()) == []
 
 
 def test_data_without_a_test_split_is_compared_on_held_out_shares(folder: Path, tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ import pytest
 from fedquilt import bundle, methods, tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds import AnyFact, Asked, Closed, Committed, Ended, Started
+from fedquilt.coordinator.facts import AnyFact, Asked, Closed, Committed, Ended, Started
 from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.views import scores
+from fedquilt.coordinator.views.scores import Score
 from fedquilt.core import BlobRef, Examples, JobError, StoreError
 from fedquilt.tools.experiments import evaluate
-from fedquilt.tools.experiments.evaluate import Score
 from fedquilt.tools.simulation import agents
 
 DIGITS = Path(agents.__file__).parents[1] / "demo" / "digits.npz"
@@ -129,22 +130,22 @@ def test_scores_on_another_test_set_are_not_mixed_with_these(store: Store) -> No
     store.set_status(run, "done")
     evaluate.evaluate(store, run)
     row = store.job(run)
-    assert len(evaluate.read(store.home, row).scores) == 1
+    assert len(scores.read(store.home, row).scores) == 1
     other = settings.parse({**TABLE, "test": {"path": "/elsewhere.npz"}})
-    assert evaluate.read(store.home, row._replace(job=other)).scores == ()
+    assert scores.read(store.home, row._replace(job=other)).scores == ()
     evaluate.file(store.home, run).write_text("{ half")
-    assert evaluate.read(store.home, row).scores == ()
+    assert scores.read(store.home, row).scores == ()
 
 
 def test_the_test_set_is_the_jobs_own_or_the_data_s_test_split() -> None:
     """[test] alone where it says where from, else over [data]; a device's share is no part of it."""
     data = {"path": "a.npz", "partition": "iid", "held": 0.5, "share": 1, "shares": 2}
     job = settings.parse({**TABLE, "data": data})
-    assert evaluate.table(job) == {"path": "a.npz", "partition": "iid", "split": "test"}
+    assert scores.test_table(job) == {"path": "a.npz", "partition": "iid", "split": "test"}
     job = settings.parse({**TABLE, "data": data, "test": {"limit": 5}})
-    assert evaluate.table(job)["limit"] == 5
+    assert scores.test_table(job)["limit"] == 5
     job = settings.parse({**TABLE, "data": data, "test": {"path": "b.npz", "split": "val"}})
-    assert evaluate.table(job) == {"path": "b.npz", "split": "val"}
+    assert scores.test_table(job) == {"path": "b.npz", "split": "val"}
 
 
 def test_a_test_set_beside_the_job_file_is_found_from_anywhere(tmp_path: Path) -> None:
@@ -152,7 +153,7 @@ def test_a_test_set_beside_the_job_file_is_found_from_anywhere(tmp_path: Path) -
     write_test_set(tmp_path / "points.npz")
     (tmp_path / "job.toml").write_text('name = "points"\nmethod = "fedavg"\n[test]\npath = "points.npz"\n')
     job = settings.load(tmp_path / "job.toml")
-    assert evaluate.table(job)["path"] == str(tmp_path / "points.npz")
+    assert scores.test_table(job)["path"] == str(tmp_path / "points.npz")
     assert len(evaluate.test_set(job)) == 4
 
 
@@ -160,9 +161,9 @@ def test_arrays_that_are_named_for_training_are_no_test_set() -> None:
     """[data] x = "pictures" would be what was trained on; nor is there one without any table."""
     job = settings.parse({**TABLE, "data": {"path": "a.npz", "x": "pictures", "y": "names"}})
     with pytest.raises(JobError, match=r"name that of \[test\] too"):
-        evaluate.table(job)
+        scores.test_table(job)
     with pytest.raises(JobError, match="nothing to test on"):
-        evaluate.table(settings.parse(TABLE))
+        scores.test_table(settings.parse(TABLE))
 
 
 def test_an_engine_and_a_test_set_can_be_given(tmp_path: Path, store: Store) -> None:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import operator
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,3 +24,32 @@ def test_what_a_run_raises_is_raised_here() -> None:
     """With its own type."""
     with pytest.raises(ZeroDivisionError):
         dict(parallel.spread(operator.floordiv, [(1, 0)]))
+
+
+RUNS = """
+import os, signal, sys, time
+from pathlib import Path
+from fedquilt.tools import processes
+from fedquilt.tools.simulation.scratch import Scratch
+
+def play(number):
+    with Scratch():
+        os.kill(os.getppid(), signal.SIGTERM)
+        signal.pause()
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    list(processes.spread(play, [(0,), (1,)], workers=1))
+"""
+
+
+def test_runs_that_are_ended_clean_up_and_begin_no_others(tmp_path: Path) -> None:
+    """The parent is told to end amid the first run, and ends the process that is at it."""
+    (tmp_path / "runs.py").write_text(RUNS)
+    (tmp_path / "temporary").mkdir()
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    ended = subprocess.run(
+        [sys.executable, str(tmp_path / "runs.py")], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode in (130, -signal.SIGINT)
+    assert list((tmp_path / "temporary").iterdir()) == []

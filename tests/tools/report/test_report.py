@@ -13,22 +13,12 @@ import pytest
 from fedquilt import bundle, tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds import (
-    Answered,
-    AnyFact,
-    Asked,
-    Closed,
-    Committed,
-    Declined,
-    Ended,
-    Started,
-    Surveyed,
-)
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Committed, Declined, Ended, Started, Surveyed
 from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.views import scores
 from fedquilt.core import BlobRef, Update, Usage
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.tools import report
-from fedquilt.tools.experiments import evaluate
 from fedquilt.tools.report import matrix, sections
 from fedquilt.tools.simulation import agents
 
@@ -238,7 +228,7 @@ def test_a_fleets_run_is_reported_with_its_partition_and_its_test_accuracy(
     page = Page((tmp_path / "page.html").read_text())
     shown = " ".join(page.shown)
     with Store(plan.home) as store:
-        (score,) = evaluate.read(store.home, store.job("digits")).scores
+        (score,) = scores.read(store.home, store.job("digits")).scores
     assert sections.percent(score.accuracy) in shown
     assert "accuracy on the test set" in shown
     assert "jetson-nano-02" in shown

@@ -15,7 +15,7 @@ import pytest
 from fedquilt import bundle, config, tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds import Answered, Committed
+from fedquilt.coordinator.facts import Answered, Committed
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import costs
 from fedquilt.core import DataError, JobError

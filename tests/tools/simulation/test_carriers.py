@@ -16,7 +16,7 @@ import pytest
 
 from fedquilt import bundle, methods, tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.rounds import Answered, Asked, Committed, Ended
+from fedquilt.coordinator.facts import Answered, Asked, Committed, Ended
 from fedquilt.coordinator.store import Store
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.engines import numpy_engine

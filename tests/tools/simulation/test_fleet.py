@@ -14,11 +14,14 @@ import numpy as np
 import pytest
 
 from fedquilt import methods, tensors
-from fedquilt.coordinator.rounds import Answered, AnyFact, Asked, Closed, Committed, Declined, Ended, Rejected, Surveyed
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Committed, Declined, Ended, Rejected, Surveyed
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Answer, Method, Site, Task
 from fedquilt.edge_agent.devices.simulated import SimulatedDevice
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
+from fedquilt.edge_agent.state import PRIVATE
+from fedquilt.edge_agent.task import budget
+from fedquilt.edge_agent.task.duty import Duty
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.simulation import Member, run
 from fedquilt.tools.simulation.pool import Pool, PoolError
@@ -127,6 +130,27 @@ def test_a_deadline_closes_the_round_without_the_slow_board(fleet: Fleet) -> Non
     assert ended.status == "done"
 
 
+def test_a_device_is_called_on_only_when_something_is_due(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when its task was taken back: the moments at which that would have gone on mean nothing any more."""
+    fast_s = seconds_of(fleet, FAST)
+    early: list[tuple[str, float]] = []
+    step = Duty.step
+
+    def noted(duty: Duty, now_s: float) -> None:
+        if duty.due_s(now_s) > now_s:
+            early.append((duty.device, now_s))
+        step(duty, now_s)
+
+    monkeypatch.setattr(Duty, "step", noted)
+    ended = fleet.played(
+        rounds=3,
+        cohort={"size": 3, "quorum": 0.6, "deadline_s": 2.3 * fast_s},
+        fleet={"boards": [FAST, SLOW, FAST], "policy": "max"},
+    )
+    assert len(ended.rounds) == 3
+    assert early == []
+
+
 def test_without_the_quorum_the_deadline_ends_the_job_after_its_attempts(fleet: Fleet) -> None:
     """All are wanted, and one is never in time."""
     fast_s = seconds_of(fleet, FAST)
@@ -231,6 +255,46 @@ def test_private_state_counts_only_with_an_update_that_was_taken(fleet: Fleet) -
     assert counted == {(0, "dev-0"): 1, (0, "dev-1"): 1, (1, "dev-0"): 2, (2, "dev-0"): 3, (2, "dev-1"): 2}
 
 
+def leaving(seen: list[list[str]], work: Callable[[Task, Site], Answer]) -> Method:
+    """ "local" whose devices do this; notes which private tensors each task of dev-0 found."""
+
+    def noted(task: Task, site: Site) -> Answer:
+        if site.device == "dev-0":
+            seen.append(sorted(site.local))
+        return work(task, site)
+
+    return replace(methods.load("local"), work=noted)
+
+
+def test_a_file_in_a_tasks_cache_is_never_taken_for_private_state(fleet: Fleet) -> None:
+    """Also not by the very name of the file that private state is written to; the next task finds it in its cache."""
+    seen: list[list[str]] = []
+    there: list[bool] = []
+
+    def caches(task: Task, site: Site) -> Answer:
+        there.append((site.cache / PRIVATE).exists())
+        (site.cache / PRIVATE).write_bytes(tensors.encode({"cached": np.ones(1)}))
+        return Answer({}, 1.0, {}, {})
+
+    fleet.played("local", devices=1, rounds=3, method=leaving(seen, caches))
+    assert seen == [[], [], []]
+    assert there == [False, True, True]
+
+
+def test_private_state_of_a_task_that_failed_is_not_taken_with_the_next_one(fleet: Fleet) -> None:
+    """dev-0's first task writes it and then tells a metric that is no number; its second leaves none."""
+    seen: list[list[str]] = []
+
+    def fails_once(task: Task, site: Site) -> Answer:
+        if task.round == 0 and site.device == "dev-0":
+            return Answer({}, 1.0, {"loss": np.inf}, {"stale": np.ones(1)})
+        return Answer({}, 1.0, {}, {})
+
+    ended = fleet.played("local", devices=2, rounds=3, method=leaving(seen, fails_once))
+    assert [(fact.round, fact.device) for fact in facts(ended, Declined)] == [(0, "dev-0")]
+    assert seen == [[], [], []]
+
+
 # -- interrupted ----------------------------------------------------------------------------------
 
 
@@ -291,15 +355,49 @@ def test_a_board_that_is_short_of_memory_does_not_hold_up_a_job_that_wants_it_to
 # -- the pool -------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_is_killed_is_told_and_leaves_nothing_behind() -> None:
-    """Its folder goes, and what it last said is in the error."""
-    with Pool("numpy", learners(2, 13)) as pool:
+@pytest.mark.parametrize(
+    ("workers", "kills", "said"),
+    [
+        (
+            1,
+            [5, 5],
+            r"was killed from outside \(SIGKILL\): start the command again; .* give a smaller network or batch",
+        ),
+        (2, [5, 5], "was killed from outside .* give fewer --workers than 2"),
+        (2, [5, 6], "the kernel ran out of memory and killed a worker .* give fewer --workers than 2"),
+        (2, [None, None], "was killed from outside .* give fewer --workers than 2"),
+    ],
+)
+def test_a_worker_that_is_killed_is_told_with_the_mend_and_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, workers: int, kills: list[int | None], said: str
+) -> None:
+    """What the kernel counts as killed for want of memory, before and after, decides which is named."""
+    counted = iter(kills)
+    monkeypatch.setattr(budget, "oom_kills", lambda: next(counted))
+    with Pool("numpy", learners(2, 13), workers=workers) as pool:
         pool.warm()
         assert (pool.folder / "examples").exists()
         os.kill(pool.pid, signal.SIGKILL)
-        with pytest.raises(PoolError, match="a worker of the pool has ended"):
+        with pytest.raises(PoolError, match=said):
             pool.warm()
     assert not pool.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "ends", "said"),
+    [
+        ("x\nMemoryError: std::bad_alloc", signal.SIGKILL, "ran out of memory; it said: .*bad_alloc; give a smaller"),
+        ("loading", signal.SIGSEGV, "a worker of the pool died of SIGSEGV; it said: loading"),
+    ],
+)
+def test_what_a_worker_said_last_or_died_of_is_told(words: str, ends: signal.Signals, said: str) -> None:
+    """A library that got no memory says so; one that crashes says nothing of it."""
+    with Pool("numpy", learners(2, 13)) as pool:
+        pool.warm()
+        (pool.folder / "said").write_text(words)
+        os.kill(pool.pid, ends)
+        with pytest.raises(PoolError, match=said):
+            pool.warm()
 
 
 def test_an_engine_that_cannot_be_imported_is_told_with_the_last_words() -> None:

@@ -56,6 +56,28 @@ def counting(seen: list[str]) -> Method:
     return replace(method, work=work)
 
 
+# -- seconds --------------------------------------------------------------------------------------
+
+
+def test_what_is_done_between_two_rounds_is_no_part_of_their_seconds(
+    begin: Any, engine: NumpyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluations beside the rounds, say: here each takes an hour by this machine's clock, and a training 1 s."""
+    now_s = 0.0
+    monkeypatch.setattr(run.time, "perf_counter", lambda: now_s)
+    simulation = begin(rounds=3)
+    hands, _ = run.in_process(learners(5, 13), engine=engine)
+
+    def carry(asked: Any) -> Any:
+        nonlocal now_s
+        now_s += 1.0
+        return hands(asked)
+
+    for _ in run.play([simulation], carry):
+        now_s += 3600.0
+    assert [each.wall_s for each in simulation.rounds] == [1.0, 1.0, 1.0]
+
+
 # -- abreast --------------------------------------------------------------------------------------
 
 

@@ -31,8 +31,8 @@ from fedquilt.coordinator import cohort
 from fedquilt.core import DataError, FedquiltError
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
-from fedquilt.tools.bench import at_least, figure, figure_lines
 from fedquilt.tools.bench.sim import others
+from fedquilt.tools.report.figures import at_least, figure, figure_lines
 
 HERE = Path(__file__).parent
 SAMPLE_S = 0.3  # between two looks at a contestant's memory, which cost it some time

@@ -8,7 +8,6 @@ side, and is not shown if the range reaches across.
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +20,12 @@ from fedquilt.coordinator.settings import Job
 from fedquilt.core import DataError, Examples, Fit, JobError, Tensors
 from fedquilt.data import examples as shares
 from fedquilt.data.spec import DataSpec
-from fedquilt.tools import bench
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.experiments import parallel
+from fedquilt.tools.report import figures
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.run import Hands, Round, Simulation, in_process, play
+from fedquilt.tools.simulation.scratch import Scratch
 
 UNHURRIED: Final = {"deadline_s": 1e6}  # [cohort] of a table whose paper knows no deadline: nobody is cut off
 T_95: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # of 1 to 10 degrees of freedom
@@ -175,8 +175,8 @@ def federated(
     """
     carry, held = in_process(members, engine=engine, test=test)
     with (
-        tempfile.TemporaryDirectory(prefix="fedquilt-") as home,
-        Simulation(job, folder, held, Path(home), engine=engine.name, away=away) as simulation,
+        Scratch() as home,
+        Simulation(job, folder, held, home, engine=engine.name, away=away) as simulation,
     ):
         for each in play([simulation], carry):
             observe(each, carry)
@@ -257,7 +257,7 @@ def claim_lines(result: Mapping[str, Any]) -> list[str]:
     lines = []
     for name, each in result["figures"].items():
         if "verdict" not in each:
-            lines += bench.figure_lines({"figures": {name: each}})
+            lines += figures.figure_lines({"figures": {name: each}})
             continue
         limit = f"at most {each['at_most']:g}" if "at_most" in each else f"above {each['at_least']:g}"
         lines.append(f"{'ok ' if each['reached'] else 'NOT'} {name:44} {told(each)} (claimed: {limit})")

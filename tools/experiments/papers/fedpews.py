@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -34,6 +32,7 @@ from fedquilt.tools.experiments.papers import common
 from fedquilt.tools.simulation.hands import Bench
 from fedquilt.tools.simulation.run import ROOM_BYTES, Simulation, abreast, bench
 from fedquilt.tools.simulation.run import play as play_all
+from fedquilt.tools.simulation.scratch import Scratch
 
 NETWORK: Final = {"name": "mlp", "inputs": 5, "hidden": [32, 64, 128, 32], "classes": 4}  # the paper's Table 4
 SEEDS: Final = (0, 1, 2)
@@ -132,7 +131,7 @@ def play(column: Column, mu: float, seeds: Sequence[int], warmup: int, rounds: i
     engine = BatchedTorchEngine(ROOM_BYTES)
     curves: list[list[float]] = [[] for _ in seeds]
     with contextlib.ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedquilt-")))
+        scratch = stack.enter_context(Scratch())
         benches: dict[Simulation, Bench] = {}
         tests = []
         for seed in seeds:

@@ -14,7 +14,6 @@ take as long as they do.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +27,7 @@ from fedquilt.tools.experiments.papers import common
 from fedquilt.tools.report import plots
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.run import ROOM_BYTES, Hands, Simulation
+from fedquilt.tools.simulation.scratch import Scratch
 
 TABLES: Final = ("fedsdg",)
 SEEDS: Final = (0, 1, 2)
@@ -69,8 +69,8 @@ def play(data: str, seed: int, rounds: int) -> dict[str, Any]:
     engine = TorchEngine(ROOM_BYTES)
     weights = common.on_first_digits(NETWORK, data, seed, engine, BEFORE, BEFORE_EXAMPLES)
     found: dict[str, Any] = {"seed": seed, "model_bytes": tensors.total_bytes([weights])}
-    with tempfile.TemporaryDirectory(prefix="fedquilt-") as scratch:
-        folder = common.bundle(NETWORK, Path(scratch) / "start", seed=seed, weights=weights)
+    with Scratch() as scratch:
+        folder = common.bundle(NETWORK, scratch / "start", seed=seed, weights=weights)
         for alpha in ALPHAS:
             spec = DataSpec(path=data, alpha=alpha, seed=seed, **SPEC)  # type: ignore[arg-type]
             members = common.members(spec, DEVICES)

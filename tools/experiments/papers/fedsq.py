@@ -19,7 +19,6 @@ fedsq-imagenet   SqueezeNet 1.1 with ImageNet weights on CIFAR-10, head and last
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +37,7 @@ from fedquilt.tools.artefacts import frozen_part
 from fedquilt.tools.experiments.papers import common
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.run import ROOM_BYTES, Hands, Simulation
+from fedquilt.tools.simulation.scratch import Scratch
 
 TABLES: Final = ("fedsq", "fedsq-weak", "fedsq-imagenet")
 SEEDS: Final = (0, 1, 2)
@@ -104,9 +104,9 @@ def run(
     found: dict[str, Any] = {"table": table, "seeds": list(seeds), "settings": {}}
     squeeze = {"squeezenet1_1": Setting(SQUEEZE, ("features.12", "classifier"), "frozen_stats", 0.003, 32)}
     chosen = squeeze if table == "fedsq-imagenet" else DIGIT_SETTINGS
-    with tempfile.TemporaryDirectory(prefix="fedquilt-") as place:
+    with Scratch() as place:
         for name, setting in chosen.items():
-            by_split = _by_split(table, name, setting, data, seeds, rounds or ROUNDS, engine, Path(place), say)
+            by_split = _by_split(table, name, setting, data, seeds, rounds or ROUNDS, engine, place, say)
             found["settings"][name] = by_split
     return found
 

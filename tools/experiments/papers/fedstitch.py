@@ -30,18 +30,18 @@ with the statistics of 256 images without labels.
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from fedquilt.coordinator import cohort
 from fedquilt.core import DataError
-from fedquilt.tools.bench import at_least
 from fedquilt.tools.experiments import parallel
 from fedquilt.tools.experiments.papers import common, fedstitch_runs
 from fedquilt.tools.experiments.papers.fedstitch_runs import ASKED, BUDGETS, DEVICES, Arm
 from fedquilt.tools.report import plots
+from fedquilt.tools.report.figures import at_least
+from fedquilt.tools.simulation.scratch import Scratch
 
 TABLES: Final = ("fedstitch", "fedstitch-noniid")
 SEEDS: Final = (0, 1, 2)
@@ -95,8 +95,8 @@ def run(
     common.require(table, TABLES)
     if data is None:
         raise DataError(f"{table} needs --data: a folder with CIFAR-10, and weights/ with the donors' files")
-    with tempfile.TemporaryDirectory(prefix="fedquilt-") as scratch:
-        starts = fedstitch_runs.prepared(ARMS, data, seeds, Path(scratch))
+    with Scratch() as scratch:
+        starts = fedstitch_runs.prepared(ARMS, data, seeds, scratch)
         todo = [
             (name, seed, given)
             for seed in seeds

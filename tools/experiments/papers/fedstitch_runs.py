@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,7 @@ from fedquilt.tools.experiments.papers import common
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.run import Simulation
 from fedquilt.tools.simulation.run import play as play_all
+from fedquilt.tools.simulation.scratch import Scratch
 from fedquilt.tools.simulation.task_process import TaskProcess
 
 BOARD: Final = "jetson-tx2"
@@ -201,13 +201,13 @@ def peak_bytes(arm: Arm, folder: Path, given: Job, budget: str) -> int | None:
     )
     member, engine = single_run.shares(given, folder)[0][0], methods.load(arm.method).engines[0]
     peaks: list[int] = []
-    with tempfile.TemporaryDirectory(prefix="fedquilt-") as scratch:
-        own = Path(scratch) / "own.npz"
+    with Scratch() as scratch:
+        own = scratch / "own.npz"
         np.savez(own, x_train=member.train.x, y_train=member.train.y)
         data = {"path": str(own)}
         with (
-            TaskProcess(arm.method, engine, size_bytes(budget), data, Path, Path(scratch)) as process,
-            Simulation(alone, folder, {member.device: 0}, Path(scratch) / "home", engine=engine) as simulation,
+            TaskProcess(arm.method, engine, size_bytes(budget), data, Path, scratch) as process,
+            Simulation(alone, folder, {member.device: 0}, scratch / "home", engine=engine) as simulation,
         ):
 
             def carry(asked: Sequence[tuple[Simulation, Order]]) -> list[Outcome]:

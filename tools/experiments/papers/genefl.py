@@ -26,7 +26,6 @@ paper's 41.66 is rounded up from 41.655; all agree to the last digit that it pri
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -38,10 +37,11 @@ from fedquilt.core import Tensors
 from fedquilt.data.spec import DataSpec
 from fedquilt.layers import layers
 from fedquilt.models.networks import registry
-from fedquilt.tools.bench import figure
 from fedquilt.tools.experiments.papers import common
+from fedquilt.tools.report.figures import figure
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.run import ROOM_BYTES, Hands, Simulation
+from fedquilt.tools.simulation.scratch import Scratch
 
 TABLES: Final = ("genefl", "genefl-bytes")
 WITHOUT_DATA: Final = ("genefl-bytes",)
@@ -71,13 +71,13 @@ def play(data: str, seed: int, rounds: int) -> dict[str, Any]:
     devices = common.members(DataSpec(path=data, groups=GROUPS, seed=seed, **SPEC), KNOWN + NEW)  # type: ignore[arg-type]
     known, new = devices[:KNOWN], devices[KNOWN:]
     found: dict[str, Any] = {"seed": seed}
-    with tempfile.TemporaryDirectory(prefix="fedquilt-") as scratch:
-        first = common.bundle(NETWORK, Path(scratch) / "first", seed=seed)
+    with Scratch() as scratch:
+        first = common.bundle(NETWORK, scratch / "first", seed=seed)
         fedavg, found["fedavg"] = personal(job("fedavg", seed, rounds), first, known, engine)
         _, found["local"] = personal(job("local", seed, rounds), first, known, engine)
         found |= genefl(job("genefl", seed, rounds + GATHER + 2), first, known, new, engine)
         model: Tensors = fedavg.state.model
-        whole = common.bundle(NETWORK, Path(scratch) / "whole", seed=seed, weights=model)
+        whole = common.bundle(NETWORK, scratch / "whole", seed=seed, weights=model)
         for name, start in (("scratch", first), ("whole", whole)):
             found["newcomers"][name] = personal(job("local", seed, 1), start, new, engine)[1]["accuracy"]
         found["newcomers"]["model_bytes"] = tensors.total_bytes([model])

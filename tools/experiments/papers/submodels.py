@@ -16,7 +16,6 @@ deadline: rounds may take as long as they do.
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +30,7 @@ from fedquilt.tools.experiments import single_run
 from fedquilt.tools.experiments.evaluate import Evaluator
 from fedquilt.tools.experiments.papers import common
 from fedquilt.tools.simulation.run import ROOM_BYTES, Hands, Simulation, simulate
+from fedquilt.tools.simulation.scratch import Scratch
 
 TABLES: Final = ("submodels",)
 SEEDS: Final = (0, 1, 2)
@@ -81,16 +81,16 @@ def play(data: str, seed: int, rounds: int) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     found: dict[str, Any] = {"seed": seed}
-    with tempfile.TemporaryDirectory(prefix="fedquilt-") as scratch:
+    with Scratch() as scratch:
         table = {"model": {**NETWORK, "seed": seed}, "input": INPUT}
-        prepare.prepare(table, Path(scratch) / "random")
+        prepare.prepare(table, scratch / "random")
         network, engine = {**NETWORK, "input": INPUT}, TorchEngine(ROOM_BYTES)
         weights = common.on_first_digits(network, data, seed, engine, BEFORE, BEFORE_EXAMPLES)
-        file = Path(scratch) / "weights.safetensors"
+        file = scratch / "weights.safetensors"
         save_file({name: torch.from_numpy(array.copy()) for name, array in weights.items()}, file)
-        prepare.prepare({**table, "model": {**NETWORK, "weights": str(file)}}, Path(scratch) / "pretrained")
+        prepare.prepare({**table, "model": {**NETWORK, "weights": str(file)}}, scratch / "pretrained")
         for name, arm in ARMS.items():
-            folder = Path(scratch) / ("pretrained" if arm.pretrained else "random")
+            folder = scratch / ("pretrained" if arm.pretrained else "random")
             found[name] = federated(arm, job(arm, data, seed, rounds), folder)
     return found
 

@@ -15,8 +15,8 @@ from fedquilt.coordinator import settings
 from fedquilt.core import DataError, JobError
 from fedquilt.data import examples as data
 from fedquilt.data.spec import DataSpec
-from fedquilt.tools.experiments import partition
-from fedquilt.tools.experiments.partition import Counts
+from fedquilt.tools.report import partition
+from fedquilt.tools.report.partition import Counts
 from fedquilt.tools.simulation import agents
 
 DIGITS = Path(agents.__file__).parents[1] / "demo" / "digits.npz"

@@ -10,7 +10,7 @@ import pytest
 from fedquilt import methods
 from fedquilt.cli import main
 from fedquilt.core import JobError
-from fedquilt.tools.report import method_pages
+from fedquilt.tools.experiments import method_pages
 
 ROOT = Path(__file__).parents[3]
 

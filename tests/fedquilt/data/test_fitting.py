@@ -12,9 +12,9 @@ from fedquilt import bundle, config, tensors
 from fedquilt.cli import main
 from fedquilt.coordinator.store import Store
 from fedquilt.core import DataError
+from fedquilt.data import fitting
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.tools.artefacts import fitting
 
 MLP = {"name": "mlp", "inputs": 16, "hidden": [4], "classes": 3}
 PICTURES = {"name": "plain", "channels": 1, "classes": 3, "input": {"channels": 1, "size": 8}}

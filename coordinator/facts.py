@@ -1,0 +1,392 @@
+"""What has happened to a job: the facts that its event log keeps, and the state that they add up to.
+
+`apply` folds one fact into the state, without I/O, a clock or randomness of its own. The server writes each fact to
+the event log before it acts on it, so replaying the log after a crash gives the same state. Which fact may happen in
+which phase is the table in `transitions`, which docs/jobs.md draws; any other fact, and one of another round than the
+running one, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+from msgspec import field
+from msgspec.structs import replace
+
+from fedquilt.coordinator import deadline, stop, transitions
+from fedquilt.coordinator.deadline import Ask
+from fedquilt.coordinator.settings import Cohort, Job, Stop
+from fedquilt.coordinator.transitions import Phase
+from fedquilt.core import Action, BlobRef, FedquiltError, JobError, Update
+
+NOTHING = "none"  # the code with which a device is passed over that the method has nothing for
+
+# -- facts ----------------------------------------------------------------------------------------
+
+
+class Fact(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Something that has happened to a job, as the event log keeps it."""
+
+
+class Started(Fact, frozen=True):
+    """The method's first state is stored."""
+
+    state: BlobRef
+    settles: bool = False  # whether a round that gathers what an evaluation needs comes before each: `core.Settle`
+
+
+class Surveyed(Fact, frozen=True):
+    """Who can be asked, and who cannot for which reason: the devices for which that has changed."""
+
+    round: int
+    eligible: tuple[str, ...] = ()
+    passed: dict[str, tuple[str, ...]] = {}  # a key of `eligible.REASONS` -> devices
+    costs: dict[str, float] = {}  # device -> joules for a FLOP, where the cohort prefers by it
+
+
+class Asked(Fact, frozen=True):
+    """These devices get the round's task."""
+
+    round: int
+    attempt: int
+    devices: tuple[str, ...]
+    work: dict[str, float] = {}  # device -> `deadline.amount` of its task, where the method says it
+    deadline_s: float | None = None  # of the round that this opens; None: the cohort's
+    coverage: tuple[str, ...] = ()  # sentences on who of the fleet could take part, where that is news
+
+
+class Short(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a device had no memory for. 0 and None: not known."""
+
+    peak_bytes: int = 0
+    flops: float = 0.0
+    budget_bytes: int | None = None
+
+    @staticmethod
+    def of(ask: Ask) -> Short:
+        return Short(ask.work.peak_bytes, ask.work.on(1).flops, ask.profile.budget_bytes if ask.profile else None)
+
+    def same(self, other: Short) -> bool:
+        """Whether there is no more memory now and no less to do, so that the answer would be the same."""
+        if self.budget_bytes != other.budget_bytes:
+            return False
+        if self.peak_bytes and other.peak_bytes:
+            return other.peak_bytes >= self.peak_bytes
+        return other.flops >= self.flops
+
+
+class Declined(Fact, frozen=True):
+    """A device refused its task, or gave it up."""
+
+    round: int
+    device: str
+    code: str
+    reason: str
+    short: Short | None = None  # with "memory": what it was asked for
+
+
+class Answered(Fact, frozen=True):
+    """A device's update is here, checked, its blobs on disk."""
+
+    round: int
+    update: Update
+    took_s: float | None = None  # since it was asked; None: not noted
+    expected_s: float | None = None  # what its profile says of the task, at the point at which it ran
+
+
+class Rejected(Fact, frozen=True):
+    """A device's update may not be folded."""
+
+    round: int
+    device: str
+    reason: str
+
+
+class Closed(Fact, frozen=True):
+    """No more updates are taken into this round."""
+
+    round: int
+
+
+class Extended(Fact, frozen=True):
+    """A deadline shorter than the cohort's passed without a quorum: the round closes with the first there is."""
+
+    round: int
+
+
+class Reopened(Fact, frozen=True):
+    """The deadline passed without a quorum; the round is tried again with what it has."""
+
+    round: int
+    attempt: int
+
+
+class Committed(Fact, frozen=True):
+    """The round's updates are folded; `state` is what came of it."""
+
+    round: int
+    state: BlobRef
+    finished: bool
+    metrics: dict[str, float]
+    notes: tuple[str, ...] = ()
+    took_s: float = 0.0  # since the round before, as far as the running coordinator has seen
+    settled: bool = False  # it trained nobody, gathered what an evaluation needs, and does not count
+
+
+class Ended(Fact, frozen=True):
+    """The job is over, or interrupted until it is resumed."""
+
+    status: Literal["done", "failed", "stopped"]
+    reason: str = ""
+
+
+def failed(error: Exception) -> Ended:
+    """The end of a job by a fault, with its sentence; what in it is not Unicode, a file's name say, is escaped."""
+    said = str(error) if isinstance(error, FedquiltError) else f"{type(error).__name__}: {error}"
+    return Ended("failed", said.encode("utf-8", "backslashreplace").decode())
+
+
+class Resumed(Fact, frozen=True):
+    """A stopped or failed job goes on where it was."""
+
+
+AnyFact = (
+    Started
+    | Surveyed
+    | Asked
+    | Declined
+    | Answered
+    | Rejected
+    | Closed
+    | Extended
+    | Reopened
+    | Committed
+    | Ended
+    | Resumed
+)
+
+# -- state ----------------------------------------------------------------------------------------
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What does not change during a job."""
+
+    seed: int
+    rounds: int
+    cohort: Cohort
+    check_every: int  # 0: never
+    stop: Stop = Stop()
+    check_beside: bool = False  # evaluations are prepared for, and no device is asked for one
+
+    @staticmethod
+    def of(job: Job) -> Plan:
+        return Plan(job.seed, job.rounds, job.cohort, job.check.every, job.stop, job.check.beside)
+
+
+class Rounds(msgspec.Struct, frozen=True):
+    """Where a job stands."""
+
+    plan: Plan
+    phase: Phase = "new"
+    round: int = 0
+    attempt: int = 0
+    opened_s: float = 0.0  # when the running attempt began, on this process's clock
+    allowed_s: float | None = None  # how long it may take; None: the cohort's deadline_s
+    extended: bool = False  # it has taken longer than it was allowed at first
+    state: BlobRef | None = None
+    asked: frozenset[str] = frozenset()  # asked in this attempt, and not answered, declined or rejected
+    roll: frozenset[str] = frozenset()  # asked in this round, else in the one before, and not declined: who there is
+    answered: Mapping[str, Update] = field(default_factory=dict)  # device -> its update of this round
+    asked_s: Mapping[str, float] = field(default_factory=dict)  # device -> when it was asked, on this process's clock
+    work: Mapping[str, float] = field(default_factory=dict)  # device -> what it was asked for in this round
+    took: deadline.Known = field(default_factory=dict)
+    eligible: frozenset[str] = frozenset()  # as last surveyed
+    passed: Mapping[str, str] = field(default_factory=dict)  # device -> code of why it could not be asked
+    costs: Mapping[str, float] = field(default_factory=dict)
+    since: Mapping[str, int] = field(default_factory=dict)  # device -> round it was last asked in, or first seen
+    spent: stop.Spent = stop.Spent()
+    began_s: float = 0.0  # when the running round began, or this process took the job up
+    declined: Mapping[str, str] = field(default_factory=dict)  # device -> why; not asked again in this attempt
+    short: Mapping[str, tuple[int, Short]] = field(default_factory=dict)  # device -> round, what was too much
+    idle: frozenset[str] = frozenset()  # of these: the method has nothing for them in this round
+    history: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # device -> rounds it contributed to
+    finished: bool = False  # the method says that it is done
+    checked: bool = False  # the closing evaluation has been made
+    settles: bool = False  # the method has rounds that do not count, before an evaluation and at the end
+    settling: bool = False  # the running round is one
+    extra: int = 0  # how many there have been
+    reason: str = ""
+
+    @property
+    def counted(self) -> int:
+        """How many rounds of work are behind the running one."""
+        return self.round - self.extra
+
+    @property
+    def over(self) -> bool:
+        """Whether all the work is done, and at most what an evaluation needs and the closing one are left."""
+        return self.finished or self.counted >= self.plan.rounds
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """What a task of this round consists of."""
+        every = 0 if self.plan.check_beside else self.plan.check_every
+        if self.settling:
+            return ("work",)
+        if self.over:
+            return ("check",)
+        return ("check", "work") if every and self.counted % every == 0 else ("work",)
+
+    @property
+    def deadline_s(self) -> float:
+        """How long the running attempt may take."""
+        return self.plan.cohort.deadline_s if self.allowed_s is None else self.allowed_s
+
+    def deadline_left_s(self, now_s: float) -> float:
+        """Seconds until the running attempt's deadline."""
+        return max(self.opened_s + self.deadline_s - now_s, 0.0)
+
+    def declined_by(self, device: str, code: str, reason: str, ask: Ask) -> Declined:
+        """The fact that a device declines what `ask` says."""
+        return Declined(self.round, device, code, reason, Short.of(ask) if code == "memory" else None)
+
+    def answered_by(self, update: Update, now_s: float, ask: Ask = Ask()) -> Answered:
+        """The fact that an update is here; a coordinator that has since been restarted trusts the device's clock."""
+        waited_s = now_s - self.asked_s.get(update.device, now_s)
+        expected_s = deadline.expected_s(ask.work, ask.profile, update.usage.point)
+        return Answered(self.round, update, max(waited_s, update.usage.wall_s), expected_s)
+
+
+def apply(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
+    """The state after a fact.
+
+    Raises:
+        JobError: the fact is of another round than the running one, or may not happen in this phase.
+    """
+    kind, of = type(fact).__name__, getattr(fact, "round", state.round)
+    to = transitions.allowed(kind, state.phase)
+    if of != state.round:
+        raise JobError(f"{kind} of round {of} in the log of a job whose running round is {state.round}{_NOT_OURS}")
+    after = _applied(state, fact, now_s) if to else state
+    if after.phase not in to:
+        raise JobError(f"{kind} in round {state.round} cannot happen to a job that is {state.phase}{_NOT_OURS}")
+    return after
+
+
+_NOT_OURS = ": the log was not written by this coordinator's rules; run the job anew"
+
+
+def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
+    match fact:
+        case Started():
+            begun: Phase = "selecting" if state.phase == "new" else state.phase
+            return replace(state, phase=begun, state=fact.state, began_s=now_s, settles=fact.settles)
+        case Surveyed():
+            return _surveyed(state, fact)
+        case Resumed():
+            phase: Phase = "open" if state.asked or state.answered else "selecting"
+            state = replace(state, phase=phase, opened_s=now_s, extended=False, attempt=0, reason="")
+            return replace(state, declined={}, idle=frozenset(), began_s=now_s)
+        case Ended():
+            return replace(state, phase=fact.status, reason=fact.reason)
+        case Asked():
+            return _asked(state, fact, now_s)
+        case Declined() | Rejected():
+            declined = {**state.declined, fact.device: fact.reason}
+            roll = state.roll - {fact.device} if isinstance(fact, Declined) else state.roll
+            short, idle = dict(state.short), state.idle
+            if isinstance(fact, Declined) and fact.short is not None:
+                short[fact.device] = (fact.round, fact.short)
+            if isinstance(fact, Declined) and fact.code == NOTHING:
+                idle = idle | {fact.device}
+            asked = state.asked - {fact.device}
+            return replace(state, declined=declined, roll=roll, short=short, idle=idle, asked=asked)
+        case Answered():
+            device = fact.update.device
+            if device in state.short:
+                state = replace(state, short={name: kept for name, kept in state.short.items() if name != device})
+            return replace(
+                state,
+                asked=state.asked - {device},
+                answered={**state.answered, device: fact.update},
+                spent=state.spent.plus(fact.update.usage),
+                took=_timed(state, fact),
+            )
+        case Closed():
+            return replace(state, phase="closing", asked=frozenset())
+        case Extended():
+            return replace(state, allowed_s=None, extended=True)
+        case Reopened():
+            state = replace(state, attempt=fact.attempt, opened_s=now_s, extended=False)
+            return replace(state, asked=frozenset(), declined={}, idle=frozenset())
+        case Committed():
+            return _committed(state, fact, now_s)
+
+
+def _asked(state: Rounds, fact: Asked, now_s: float) -> Rounds:
+    if state.phase == "selecting":
+        state = replace(state, phase="open", opened_s=now_s, allowed_s=fact.deadline_s, extended=False)
+        state = replace(state, asked_s={}, work={}, roll=frozenset())
+    return replace(
+        state,
+        asked=state.asked | set(fact.devices),
+        roll=state.roll | set(fact.devices),
+        asked_s={**state.asked_s, **dict.fromkeys(fact.devices, now_s)},
+        work={**state.work, **fact.work},
+        since={**state.since, **dict.fromkeys(fact.devices, fact.round)},
+    )
+
+
+def _timed(state: Rounds, fact: Answered) -> deadline.Known:
+    """Record the device's duration, for predicting later deadlines."""
+    if fact.took_s is None:
+        return state.took
+    device = fact.update.device
+    work = state.work.get(device, 1.0)  # as of `Ask.amount`
+    took = deadline.Took(fact.round, fact.took_s, work, fact.update.usage.wall_s, fact.expected_s)
+    return deadline.noted(state.took, device, took)
+
+
+def _surveyed(state: Rounds, fact: Surveyed) -> Rounds:
+    barred = {device: code for code, devices in fact.passed.items() for device in devices}
+    passed = {device: code for device, code in state.passed.items() if device not in fact.eligible}
+    return replace(
+        state,
+        eligible=(state.eligible | set(fact.eligible)) - barred.keys(),
+        passed={**passed, **barred},
+        costs={**state.costs, **fact.costs},
+        since={**dict.fromkeys((*fact.eligible, *barred), fact.round), **state.since},
+    )
+
+
+def _committed(state: Rounds, fact: Committed, now_s: float) -> Rounds:
+    took_part = {device: (*state.history.get(device, ()), state.round) for device in state.answered}
+    after = replace(
+        state,
+        phase="selecting",
+        round=state.round + 1,
+        attempt=0,
+        opened_s=now_s,
+        state=fact.state,
+        asked=frozenset(),
+        answered={},
+        declined={},
+        idle=frozenset(),
+        history={**state.history, **took_part},
+        finished=state.finished or fact.finished,
+        checked=state.over and not state.settling,
+        extra=state.extra + fact.settled,
+        settling=False,
+        spent=replace(state.spent, wall_s=state.spent.wall_s + fact.took_s),
+        began_s=now_s,
+    )
+    return replace(after, settling=state.settles and not fact.settled and _evaluated_next(after))
+
+
+def _evaluated_next(state: Rounds) -> bool:
+    """Whether an evaluation or the end comes next, of a state that a round of work has just left."""
+    every = state.plan.check_every
+    due = bool(every) and state.counted % every == 0
+    return not state.checked and (state.over or due or stop.reached(state.plan.stop, state.spent) is not None)

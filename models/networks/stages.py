@@ -1,0 +1,143 @@
+"""A network cut at its stages: its first stages alone, and classifiers at the inputs of stages.
+
+torch is imported when a function here is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedquilt.core import ModelError, Tensors
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive blocks."""
+
+    entrance: str  # its first layer, whose input is all that the stage hears
+    width: int  # channels of that input
+    names: tuple[str, ...]  # its tensors, running statistics too
+
+
+def first(
+    module: Any, start: Tensors, looks: Sequence[Stage], answer: Callable[[list[Any], Any], Any], *, whole: bool
+) -> Any:
+    """The network with the tensors of `start` only; what is said is made of what its stages hear.
+
+    Args:
+        looks: the stages whose inputs are looked at, in order. Unless `whole`, the last of them and what
+            follows is not there: its input is where the forward pass ends.
+        answer: (what the looked-at stages hear, pooled to (n, width) each; the scores (n, classes), None
+            unless `whole`) -> the module's scores.
+
+    Raises:
+        ModelError: names do not tell the order in which the network's layers are used.
+    """
+    called: set[str] = set()
+    kept = {name.rpartition(".")[0] for name in start}
+    heard: dict[int, Any] = {}
+    inner = dict(module.named_modules())
+    for index, stage in enumerate(looks):
+        last = index == len(looks) - 1 and not whole
+        inner[stage.entrance].register_forward_pre_hook(_Look(heard, index, stage, last))
+    for path, each in inner.items():
+        if not path or not [*each.parameters(recurse=False), *each.buffers(recurse=False)]:
+            continue
+        if path in kept:
+            each.register_forward_pre_hook(lambda layer, inputs, path=path: called.add(path))
+        elif not any(path == stage.entrance for stage in looks):
+            _replace(module, path)
+        else:  # its input is looked at, it is never run
+            for leaf in [*dict(each.named_parameters(recurse=False)), *dict(each.named_buffers(recurse=False))]:
+                setattr(each, leaf, None)
+    used, plain = {path for path in kept if path in inner and path}, _forward(module)
+
+    def forward(x: Any) -> Any:
+        heard.clear()
+        called.clear()
+        scores = None
+        with contextlib.suppress(_Reached):
+            scores = plain(x)
+        told = [heard[index] for index in range(len(looks)) if index in heard]
+        result = answer(told, scores) if len(told) == len(looks) else None
+        if result is None or called < used:
+            late = ", ".join(sorted(used - called)[:3]) or "a stage"
+            raise ModelError(f"the names of this network's layers do not tell their order ({late}): take another one")
+        return result
+
+    module.forward = forward
+    return module
+
+
+def add_exits(module: Any, looks: Sequence[Stage], classes: int) -> Any:
+    """The network with a linear layer `exit.<i>` for what each stage hears."""
+    from torch import nn
+
+    module.add_module("exit", nn.ModuleList(nn.Linear(each.width, classes) for each in looks))
+    return module
+
+
+def exits(module: Any, looks: Sequence[Sequence[Any]], classes: int) -> Any:
+    """A network with a classifier before each of these stages: its scores are the mean of all classifiers' scores.
+
+    Args:
+        module: the network without them.
+        looks: of each stage its first layer and how many channels that hears.
+    """
+    import torch
+
+    found = [Stage(str(entrance), int(width), ()) for entrance, width in looks]
+
+    def answer(told: list[Any], scores: Any) -> Any:
+        return torch.stack([*(linear(x) for linear, x in zip(module.exit, told, strict=True)), scores]).mean(dim=0)
+
+    return add_exits(first(module, module.state_dict(), found, answer, whole=True), found, classes)
+
+
+def _forward(module: Any) -> Callable[[Any], Any]:
+    """The forward pass as it is now: a sequence's would take what is added to it later for further layers."""
+    from torch import nn
+
+    return nn.Sequential(*module) if type(module) is nn.Sequential else module.forward
+
+
+class _Reached(Exception):
+    """The forward pass is where it ends."""
+
+
+class _Look:
+    """A hook before a stage's first layer."""
+
+    def __init__(self, heard: dict[int, Any], index: int, stage: Stage, last: bool) -> None:
+        self._heard, self._index, self._stage, self._last = heard, index, stage, last
+
+    def __call__(self, layer: Any, inputs: tuple[Any, ...]) -> None:
+        x = inputs[0]
+        pooled = _pooled(layer, x)
+        if pooled.shape[1] != self._stage.width:
+            raise ModelError(
+                f"layer {self._stage.entrance!r} hears {pooled.shape[1]} channels, {self._stage.width} were expected"
+            )
+        self._heard[self._index] = pooled
+        if self._last:
+            raise _Reached
+
+
+def _pooled(layer: Any, x: Any) -> Any:
+    """What a layer hears, (n, channels, ...) or (n, ..., channels), as means (n, channels)."""
+    from torch import nn
+
+    # exactly these: torchvision's LayerNorm2d, a kind of LayerNorm, has its channels first
+    last = type(layer) in (nn.Linear, nn.LayerNorm, nn.MultiheadAttention)
+    among = range(1, x.ndim - 1) if last else range(2, x.ndim)
+    return x.mean(dim=tuple(among)) if among else x
+
+
+def _replace(module: Any, path: str) -> None:
+    from torch import nn
+
+    parent, _, leaf = path.rpartition(".")
+    setattr(module.get_submodule(parent), leaf, nn.Identity())

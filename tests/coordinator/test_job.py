@@ -1,0 +1,112 @@
+"""A running job by itself: what it keeps of a round in memory, and what it lets go of between rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedquilt import bundle, methods, tensors
+from fedquilt.coordinator import job, settings
+from fedquilt.coordinator.facts import Answered, Asked, Closed
+from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.store import Store
+from fedquilt.core import DeviceView, Order, Update, Usage, Work
+from fedquilt.methods import fedavg
+
+NETWORK = {"name": "mlp", "inputs": 2, "hidden": [], "classes": 2}
+MODEL = {"1.weight": np.zeros((2, 2), np.float32), "1.bias": np.zeros(2, np.float32)}
+TABLE = {"name": "j", "method": "fedavg", "rounds": 3}
+
+
+class Round:
+    """A job whose devices are played by the test: it hands updates in and closes rounds."""
+
+    def __init__(self, folder: Path) -> None:
+        bundle.write(folder / "bundle", {"network": NETWORK, "flops": 8}, {"model": tensors.encode(MODEL)})
+        self.store = Store(folder / "home")
+        row = self.store.job(self.store.add(settings.parse(TABLE), folder / "bundle"))
+        self.job = Running(row, self.store, 0.0, methods.load("fedavg"))
+
+    def ask(self, devices: str) -> None:
+        self.job.record(Asked(self.job.rounds.round, 0, tuple(devices)), 0.0)
+
+    def update(self, device: str, value: float) -> Update:
+        """Of a device whose model has `value` in every entry; its blob is on the coordinator's disk."""
+        ref = self.store.depot.put(tensors.encode({name: np.full_like(array, value) for name, array in MODEL.items()}))
+        return Update(
+            job=self.job.id,
+            round=self.job.rounds.round,
+            attempt=0,
+            device=device,
+            weight=1.0,
+            bundles={"model": ref},
+            metrics={},
+            usage=Usage(),
+        )
+
+    def take(self, device: str, value: float) -> None:
+        """An update is examined and counts."""
+        taken = self.job.taken(self.update(device, value), None)
+        self.job.record(Answered(self.job.rounds.round, taken), 0.0)
+
+    def commit(self) -> float:
+        """Close the round; the value that the model's entries have come to."""
+        self.job.record(Closed(self.job.rounds.round), 0.0)
+        self.job.record(self.job.commit(0.0), 0.0)
+        self.job.committed()
+        return float(self.job.state.model["1.bias"][0])
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Round]:
+    """A fedavg job that is about to begin its first round."""
+    made = Round(tmp_path)
+    yield made
+    made.store.close()
+
+
+def test_updates_are_read_once_for_as_long_as_there_is_room(stage: Round, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for two of three, the commit reads one again; the room is there anew in the next round."""
+    size = stage.update("a", 0.0).bundles["model"].size
+    monkeypatch.setattr(job, "READ_BYTES", 2 * size + size // 2)
+    read: list[Path] = []
+    plain = tensors.read
+    monkeypatch.setattr(tensors, "read", lambda path: (read.append(path), plain(path))[1])
+    for number, devices in enumerate(("abc", "def")):
+        stage.ask(devices)
+        for index, device in enumerate(devices):
+            stage.take(device, 3.0 * number + index)
+        assert len(stage.job._read) == 2
+        assert stage.commit() == 3.0 * number + 1.0
+        assert len(read) == 4 * (number + 1)
+
+
+def test_the_update_that_the_log_names_is_folded_whatever_was_read_last(stage: Round) -> None:
+    """A device has offered two contents for the same round, and the first of them counts."""
+    stage.ask("a")
+    counted = stage.job.taken(stage.update("a", 1.0), None)
+    stage.job.taken(stage.update("a", 9.0), None)
+    stage.job.record(Answered(0, counted), 0.0)
+    assert stage.commit() == 1.0
+
+
+def test_what_a_round_asks_of_a_device_is_reckoned_anew_in_the_next(
+    stage: Round, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A method whose work grows with the rounds that a device has taken part in: deadlines rest on it."""
+
+    def send(state: fedavg.State, view: DeviceView) -> Order:
+        return Order({}, {"model": state.model}, Work(flops=1.0 + len(view.rounds)))
+
+    monkeypatch.setattr(stage.job, "method", replace(stage.job.method, send=send))
+    asked = []
+    for _ in range(2):
+        asked.append(stage.job.ask("a", None).work.flops)
+        stage.ask("a")
+        stage.take("a", 1.0)
+        stage.commit()
+    assert asked == [1.0, 2.0]
