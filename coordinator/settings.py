@@ -96,7 +96,7 @@ def load(path: Path) -> Job:
     try:
         if "device" in table and "method" not in table:
             raise JobError("these are a board's settings, and a job is wanted; `fedquilt agent` takes settings")
-        return parse(_anchored(table, path.parent))
+        return parse(anchored(table, path.parent))
     except JobError as error:
         raise JobError(f"{path}: {error}") from None
 
@@ -178,8 +178,8 @@ def params(job: Job) -> Any:
     return kind(**{name: getattr(given, name) for name in known})  # msgspec leaves defaults out of an object's own dict
 
 
-def _anchored(table: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The table with paths of data and its sources and vocabulary, test, int8, donors and weights made absolute."""
+def anchored(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A job's table with paths of data, sources, vocabulary, test, int8, donors and weights made absolute."""
 
     def anchor(entry: Any) -> Any:
         if isinstance(entry, list):

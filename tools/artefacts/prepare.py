@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fedquilt import bundle, config, footprint, tensors, units
-from fedquilt.coordinator.settings import NOT_NETWORK
+from fedquilt.coordinator import job as running
+from fedquilt.coordinator.settings import NOT_NETWORK, Job
 from fedquilt.core import Bundle, JobError, ModelError, Name
-from fedquilt.data import examples, inputs
+from fedquilt.data import examples, fitting, inputs
 from fedquilt.data.images import Input
 from fedquilt.data.spec import DataSpec
 from fedquilt.models.networks import registry
@@ -116,6 +117,29 @@ def _measured(job: Mapping[str, Any]) -> inputs.Values:
         raise JobError("[input] standardise = true needs [data]: name a sample of the data here, or give mean and std")
     found = examples.load_all(DataSpec.parse(job["data"]))
     return msgspec.structs.replace(inputs.measured(found.x), standardise=True)
+
+
+def whole(job: Job, out: Path, say: Callable[[str], None] = lambda line: None) -> Bundle:
+    """Write the bundle of a job, and check that the job can begin with it: its parameters, network and data.
+
+    Raises:
+        FedquiltError: as `prepare`, or the method cannot train the network, or the network cannot take the data.
+    """
+    made = prepare(msgspec.to_builtins(job), out, say)
+    running.first_state(job, made)
+    if job.data:
+        spec = DataSpec.parse(job.data)
+        if spec.synthetic or all(Path(each.path).exists() for each in spec.sources or (spec,)):  # else boards have it
+            fitting.require_fit(made.meta, spec)
+    return made
+
+
+def _input(table: Mapping[str, Any]) -> Input:
+    wanted = config.convert(table, Input, "[input]")
+    for key in ("mean", "std"):
+        if len(getattr(wanted, key)) not in (1, wanted.channels):
+            raise JobError(f"[input] {key} has {len(getattr(wanted, key))} values: give 1 or {wanted.channels}")
+    return wanted
 
 
 def _model(table: Mapping[str, Any], wanted: Input | inputs.Values | None) -> tuple[dict[str, Any], dict[str, bytes]]:

@@ -50,12 +50,13 @@ def personal(runs: Sequence[Run]) -> list[Run]:
 def table(runs: Sequence[Run], target: float | None) -> list[dict[str, Any]]:
     """A row for each method: means over its seeds. "sd" is None of one seed; a cost is None where one run's is."""
     return [
-        _row(name, [run for run in runs if run.method == name and run.marks], target)
+        row(name, [run for run in runs if run.method == name and run.marks], target)
         for name in dict.fromkeys(run.method for run in runs if run.marks)
     ]
 
 
-def _row(name: str, runs: Sequence[Run], target: float | None) -> dict[str, Any]:
+def row(name: str, runs: Sequence[Run], target: float | None) -> dict[str, Any]:
+    """The row of runs that have an evaluation and differ in their seeds only; see `table`."""
     last = [run.marks[-1] for run in runs]
     found: dict[str, Any] = {
         "method": name,

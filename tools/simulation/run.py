@@ -98,18 +98,20 @@ class Simulation:
         self._answers: list[Answered] = []
         self._began_s, self._opened_s = time.perf_counter(), 0.0
         self._busy_s = 0.0  # when somebody was last at the run, on virtual time
-        self._store = Store(home / "coordinator", durable=False)
+        self._store = Store(home, durable=False)
         if not self._store.lock():
-            raise JobError(f"another coordinator serves {home / 'coordinator'} already: give another home")
+            raise JobError(f"another coordinator serves {home} already: give another home")
         self._store.next_epoch()
-        self.run = self._store.unfinished(job, folder.resolve()) or self._store.add(job, folder.resolve())
+        place = folder.resolve()
+        self.run = self._store.unfinished(job, place, "simulation") or self._store.add(job, place, "simulation")
         self._take_up()
         self._store.set_status(self.run, "running")
         self.engine = engine or engine_of(job, load(job.method))
         self._plugins = {f"plugin {module}": proof for module, proof in needs(job, bundle.load(folder)).items()}
         spare = self._means(ROOM_BYTES)
+        self.devices = home / "agents" / self.run  # of this run alone: what a board keeps of another would count here
         newcomer = Spec(NEWCOMER, lambda: boards.make("x86-host"), spare, {"share": NEWCOMER})
-        self.fleet = SimulatedFleet(self._specs(make), self._store.depot, home / "devices", {NEWCOMER: newcomer}, away)
+        self.fleet = SimulatedFleet(self._specs(make), self._store.depot, self.devices, {NEWCOMER: newcomer}, away)
         self._server = Server(self.fleet, self._store, self._observe, self.run, load, poll_s=POLL_S)
 
     def __enter__(self) -> Simulation:
@@ -123,6 +125,13 @@ class Simulation:
         """The method's state after the last committed round."""
         assert self.running is not None
         return self.running.state
+
+    @property
+    def state_digest(self) -> str:
+        """The sha256 of the method's state after the last committed round."""
+        assert self.running is not None
+        assert self.running.rounds.state is not None
+        return self.running.rounds.state.sha256
 
     @property
     def ended(self) -> str:
