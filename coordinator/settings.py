@@ -179,7 +179,7 @@ def params(job: Job) -> Any:
 
 
 def anchored(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """A job's table with paths of data and its sources and vocabulary, test, int8, donors and weights made absolute."""
+    """A job's table with paths of data, sources, vocabulary, test, int8, donors and weights made absolute."""
 
     def anchor(entry: Any) -> Any:
         if isinstance(entry, list):

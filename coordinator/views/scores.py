@@ -32,18 +32,18 @@ class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The global model after so many rounds, on all devices' held-out shares; values are of `metric`."""
+    """The global model after so many rounds, on all devices' held-out shares: values of `metric`."""
 
     rounds: int
-    weighted: float  # over all held-out examples; accuracy runs from 0 to 1
+    weighted: float  # over all held-out examples
     mean: float  # over devices, however many examples each has
-    worst_decile: float  # mean of the tenth of the devices, at least one, for which it is worst
+    worst_decile: float  # mean of the tenth of the devices, at least one, for which it is lowest
     loss: float | None = None  # over all held-out examples; None: the method does not report it
-    metric: str = "accuracy"  # the task's main one: a key of `fedquilt.metrics.KNOWN`
+    metric: str = "accuracy"  # as of `Score`
 
     @staticmethod
     def of(rounds: int, found: Personal, loss: float | None) -> Held:
-        """The evaluations of devices as they are kept."""
+        """The accuracies of devices as they are kept."""
         return Held(rounds, found.weighted, found.mean, found.worst_decile, loss, found.metric)
 
 
@@ -53,7 +53,7 @@ class Scores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     test: dict[str, Any]  # the test set as a [data] table
     scores: tuple[Score, ...] = ()
     held: tuple[Held, ...] = ()
-    devices: dict[str, float] = {}  # device -> value on its held-out share, of the last of `held`
+    devices: dict[str, float] = {}  # device -> accuracy on its held-out share, of the last of `held`
 
 
 def test_table(job: Job) -> dict[str, Any]:

@@ -22,8 +22,6 @@ def resume(run: str, home: Path, broker: options.Broker) -> int:
         if row.origin == "fleet":
             raise JobError(f"{row.id} is a simulated fleet's: `fedquilt fleet JOB --home {home}` goes on with it")
         if row.origin == "simulation":
-            raise JobError(
-                f"{row.id} is a simulation: `fedquilt.simulate` with the same job and home goes on with it"
-            )
+            raise JobError(f"{row.id} is a simulation's: `fedquilt.simulate` with this job and home goes on with it")
         store.set_status(row.id, "running")
         return homes.follow(home, broker, store, row.id)

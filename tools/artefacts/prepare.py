@@ -106,6 +106,19 @@ def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lamb
     return bundle.write(out, meta, files)
 
 
+def _measured(job: Mapping[str, Any]) -> inputs.Values:
+    """Mean and deviation of each feature of the training split that [data] names on this machine.
+
+    Raises:
+        JobError: the job has no [data].
+        DataError: they cannot be read.
+    """
+    if not job.get("data"):
+        raise JobError("[input] standardise = true needs [data]: name a sample of the data here, or give mean and std")
+    found = examples.load_all(DataSpec.parse(job["data"]))
+    return msgspec.structs.replace(inputs.measured(found.x), standardise=True)
+
+
 def whole(job: Job, out: Path, say: Callable[[str], None] = lambda line: None) -> Bundle:
     """Write the bundle of a job, and check that the job can begin with it: its parameters, network and data.
 
@@ -119,19 +132,6 @@ def whole(job: Job, out: Path, say: Callable[[str], None] = lambda line: None) -
         if spec.synthetic or all(Path(each.path).exists() for each in spec.sources or (spec,)):  # else boards have it
             fitting.require_fit(made.meta, spec)
     return made
-
-
-def _measured(job: Mapping[str, Any]) -> inputs.Values:
-    """Mean and deviation of each feature of the training split that [data] names on this machine.
-
-    Raises:
-        JobError: the job has no [data].
-        DataError: they cannot be read.
-    """
-    if not job.get("data"):
-        raise JobError("[input] standardise = true needs [data]: name a sample of the data here, or give mean and std")
-    found = examples.load_all(DataSpec.parse(job["data"]))
-    return msgspec.structs.replace(inputs.measured(found.x), standardise=True)
 
 
 def _model(table: Mapping[str, Any], wanted: Input | inputs.Values | None) -> tuple[dict[str, Any], dict[str, bytes]]:

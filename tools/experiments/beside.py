@@ -21,7 +21,7 @@ class Verdict:
 
     test: Score | None  # on the examples that no device has
     held: Held | None  # on the devices' held-out shares
-    devices: Mapping[str, float]  # device -> main metric on its held-out share; accuracy runs from 0 to 1
+    devices: Mapping[str, float]  # device -> accuracy on its held-out share, 0..1
 
 
 class Judge:
@@ -68,7 +68,8 @@ class Judge:
         main = None if found is None else metrics.main(found)
         if found is None or main is None:
             return None
-        return Score(done, main[1], int(found["examples"]), found.get("loss"), state, main[0].name)
+        metric, value = main
+        return Score(done, value, int(found["examples"]), found.get("loss"), state, metric.name)
 
 
 def _loss(told: Mapping[str, Mapping[str, float]]) -> float | None:

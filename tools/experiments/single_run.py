@@ -146,11 +146,11 @@ class _Spent:
             self.up_bytes += round.up_bytes
 
     def mark(self, done: int, found: Verdict) -> Mark:
-        own, test = found.held, found.test
-        name = test.metric if test is not None else "accuracy" if own is None else own.metric
+        own = found.held
+        known = found.test or own
         return Mark(
-            test=None if test is None else test.value,
-            metric=name,
+            test=None if found.test is None else found.test.value,
+            metric="accuracy" if known is None else known.metric,
             held=None if own is None else own.weighted,
             mean=None if own is None else own.mean,
             worst_decile=None if own is None else own.worst_decile,

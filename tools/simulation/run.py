@@ -104,12 +104,12 @@ class Simulation:
         self._store.next_epoch()
         place = folder.resolve()
         self.run = self._store.unfinished(job, place, "simulation") or self._store.add(job, place, "simulation")
-        self.devices = home / "agents" / self.run  # of this run alone: what a board keeps of another would count here
         self._take_up()
         self._store.set_status(self.run, "running")
         self.engine = engine or engine_of(job, load(job.method))
         self._plugins = {f"plugin {module}": proof for module, proof in needs(job, bundle.load(folder)).items()}
         spare = self._means(ROOM_BYTES)
+        self.devices = home / "agents" / self.run  # of this run alone: what a board keeps of another would count here
         newcomer = Spec(NEWCOMER, lambda: boards.make("x86-host"), spare, {"share": NEWCOMER})
         self.fleet = SimulatedFleet(self._specs(make), self._store.depot, self.devices, {NEWCOMER: newcomer}, away)
         self._server = Server(self.fleet, self._store, self._observe, self.run, load, poll_s=POLL_S)
