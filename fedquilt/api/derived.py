@@ -38,4 +38,4 @@ def method(base: Method | ModuleType, **parts: Any) -> Method:
 
 
 def _frozen(kind: object) -> bool:
-    return dataclasses.is_dataclass(kind) and bool(getattr(kind, "__dataclass_params__").frozen)  # noqa: B009
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind) and bool(getattr(kind, "__dataclass_params__").frozen)  # noqa: B009
