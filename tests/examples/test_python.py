@@ -55,7 +55,7 @@ def test_the_notebook_runs_cell_by_cell(place: Path) -> None:
     for cell in cells:
         if cell["cell_type"] == "code":
             assert cell["outputs"] == []  # none is kept in the repository
-            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)  # noqa: S102
+            exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
     run = names["run"]
     assert isinstance(run, fq.Run)
     assert run.rounds()["accuracy"][-1] > 0.5

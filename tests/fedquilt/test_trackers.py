@@ -59,9 +59,7 @@ def test_what_is_not_known_is_not_logged() -> None:
     assert trackers.flat({"a": 1, "cohort": {"size": 5}}) == {"a": 1, "cohort.size": 5}
 
 
-@pytest.mark.parametrize(
-    ("make", "module"), [("TensorBoard", "tensorboard"), ("MLflow", "mlflow"), ("WandB", "wandb")]
-)
+@pytest.mark.parametrize(("make", "module"), [("TensorBoard", "tensorboard"), ("MLflow", "mlflow"), ("WandB", "wandb")])
 def test_a_tracker_without_its_package_says_what_to_install(
     make: str, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

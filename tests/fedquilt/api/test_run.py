@@ -148,7 +148,7 @@ def test_a_run_of_any_home_is_opened(run: fq.Run, tmp_path: Path, capsys: pytest
     assert repr(run).startswith(f"<Run {run.id}: done, 3 rounds, accuracy ")
     assert main(["ls", "--home", str(run.home)]) == 0
     assert run.id in capsys.readouterr().out
-    with pytest.raises(fq.StoreError, match="no run 'other'.*viewed-"):
+    with pytest.raises(fq.StoreError, match=r"no run 'other'.*viewed-"):
         fq.Run.open(run.home, "other")
     with pytest.raises(fq.StoreError, match="give the home of a coordinator"):
         fq.Run.open(tmp_path, "viewed")
