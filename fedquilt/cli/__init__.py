@@ -102,7 +102,9 @@ def _missing(module: str) -> str:
         "torch": "train",
         "torchvision": "train",
         "amqtt": "demo",
-        "matplotlib": "plot",
+        "matplotlib": "report",
+        "jinja2": "report",
+        "tomli_w": "report",
         "cryptography": "identity",
         "packaging": "flash",
     }

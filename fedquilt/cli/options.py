@@ -154,6 +154,13 @@ def methods(context: click.Context, parameter: click.Parameter, incomplete: str)
     return [each for each in known.names() if each.startswith(incomplete)]
 
 
+def boards(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Names of boards that have a profile."""
+    from fedquilt import profiles
+
+    return [each for each in profiles.names() if each.startswith(incomplete)]
+
+
 # -- options --------------------------------------------------------------------------------------
 
 

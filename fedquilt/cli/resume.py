@@ -21,5 +21,7 @@ def resume(run: str, home: Path, broker: options.Broker) -> int:
             raise JobError(f"{row.id} is done; `{homes.export_command(home, row.id)}` writes its result")
         if row.origin == "fleet":
             raise JobError(f"{row.id} is a simulated fleet's: `fedquilt fleet JOB --home {home}` goes on with it")
+        if row.origin == "simulation":
+            raise JobError(f"{row.id} is a simulation's: `fedquilt.simulate` with this job and home goes on with it")
         store.set_status(row.id, "running")
         return homes.follow(home, broker, store, row.id)
