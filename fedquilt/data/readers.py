@@ -46,10 +46,6 @@ def open_(spec: DataSpec) -> Reader:
     Raises:
         DataError: nothing is there, or nothing that can be read; names the file and the mend.
     """
-    if not spec.path:
-        from fedquilt.data import outside
-
-        return outside.open_(spec)
     path = Path(spec.path)
     with _reading(path):  # in a folder that is shut to this user, nothing can even be looked for
         kind = spec.format if spec.format != "auto" else _kind(path, spec)
