@@ -150,6 +150,8 @@ def _anchored(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if isinstance(result.get("data"), dict) and isinstance(sources := result["data"].get("sources"), list):
         anchored = [_anchor(one, ("path",), folder) if isinstance(one, dict) else one for one in sources]
         result["data"] = {**result["data"], "sources": anchored}
+    if isinstance(result.get("data"), dict) and isinstance(text := result["data"].get("text"), dict):
+        result["data"] = {**result["data"], "text": _anchor(text, ("vocabulary",), folder)}
     return result
 
 

@@ -82,8 +82,8 @@ class JetsonDevice(LinuxDevice):
         super().__init__(root, profile=profile, clocks=clocks, meter=meter or Ina3221(root), own=own)
         self.mode = (None if self._status is None else self._status.mode) or mode(root)
         if clocks is None and self.mode is not None:
-            mine = [point for point in self.points if controls.plain(point.name) == controls.plain(self.mode)]
-            self.points = tuple(mine) or self.points
+            held = [point for point in self.points if controls.plain(point.name) == controls.plain(self.mode)]
+            self.points = tuple(held) or self.points
 
 
 def fitting(root: Path) -> profiles.Board | None:

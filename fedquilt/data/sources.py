@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from fedquilt.core import DataError
-from fedquilt.data import images, outside, readers
+from fedquilt.data import images, readers
 from fedquilt.data.readers import Reader
 from fedquilt.data.spec import DataSpec
 
@@ -27,8 +27,7 @@ def open_(spec: DataSpec) -> Reader:
         DataError: one cannot be read, or they cannot be brought together; names the files and the mend.
     """
     if not spec.sources:
-        whole = readers.open_(spec) if spec.path else outside.open_(spec)
-        return _sized(_numbered(whole, spec.labels_from), spec)
+        return _sized(_numbered(readers.open_(spec), spec.labels_from), spec)
     found = []
     for source in spec.sources:
         one = DataSpec(split=spec.split, size=spec.size, **msgspec.structs.asdict(source))

@@ -1,11 +1,12 @@
 """Networks by name, their weights, and what they cost. torch is imported when a network is built.
 
 A network is a table, `{"name": "mlp", "inputs": 64, "hidden": [32], "classes": 10}`. Names are the
-functions of `fedquilt.models.networks.small`, `vit`, `resnet20-cifar` (32, 44, 56), `torchvision/<architecture>`,
-`exits` around another network's table (`models.networks.stages`, what DepthFL ends with), an entry point
-of another package (`fedquilt.networks`), or `module:function` (`fedquilt.plugins`). A key "input" (see
-`fedquilt.data.images.Input`) says what images it expects, "calls" in which order its modules are used
-(`fedquilt.layers`); building looks at neither.
+functions of `fedquilt.models.networks.small`, `sequence`, `vit`, `resnet20-cifar` (32, 44, 56),
+`torchvision/<architecture>`, `exits` around another network's table (`models.networks.stages`, what DepthFL ends
+with), an entry point of another package (`fedquilt.networks`), or `module:function` (`fedquilt.plugins`). A key "input"
+(see `fedquilt.data.inputs`) says what it expects, "calls" in which order its modules are used (`fedquilt.layers`),
+"task" what it predicts (`fedquilt.metrics`): with "regression" and "labels" its `classes` count its outputs. Building
+looks at none of the three.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-SMALL = ("cnn", "lenet", "mlp", "plain", "residual", "rezero", "separable", "vit")
+SEQUENCE = ("conv1d", "gru", "transformer")
+SMALL = ("cnn", *SEQUENCE[:2], "lenet", "mlp", "plain", "residual", "rezero", "separable", SEQUENCE[2], "vit")
 CIFAR_DEPTHS = (20, 32, 44, 56)
 OURS = (*SMALL, "exits", *(f"resnet{depth}-cifar" for depth in CIFAR_DEPTHS), "torchvision/<architecture>")
 
@@ -42,7 +44,7 @@ def build(network: Mapping[str, Any]) -> nn.Module:
     """
     table = dict(network)
     name = str(table.pop("name", ""))
-    for key in ("input", "calls"):
+    for key in ("input", "calls", "task"):
         table.pop(key, None)
     factory = _factory(name)
     if "classes" in table and name.startswith("torchvision/"):
@@ -107,12 +109,17 @@ def input_shape(network: Mapping[str, Any]) -> tuple[int, ...]:
     for table in (network.get("input", {}), network):
         if "channels" in table and "size" in table:
             return (int(table["channels"]), int(table["size"]), int(table["size"]))
+    if network.get("name") == "transformer":
+        return (int(network["length"]),)
+    if "channels" in network and "steps" in network:
+        return (int(network["steps"]), int(network["channels"]))
     if isinstance(network.get("inputs"), int):
         return (network["inputs"],)
     if network.get("name") == "exits":
         return input_shape(network["of"])
     raise ModelError(
-        f"network {network.get('name')!r}: give it an `input` with channels and size, or `inputs`, an example's values"
+        f"network {network.get('name')!r}: give it an `input` with channels and size, or the keys steps and channels, "
+        "or `inputs`, an example's values"
     )
 
 
@@ -152,12 +159,12 @@ def _factory(name: str) -> Callable[..., nn.Module]:
     own = _as_model(lambda: plugins.load("network", name, OURS))
     if own is not None:
         return _own(name, own)
-    from fedquilt.models.networks import small, stages, vit
+    from fedquilt.models.networks import sequence, small, stages, vit
 
     if name == "exits":
         return lambda of, looks, classes: stages.exits(build(of), looks, classes)
     if name in SMALL:
-        return getattr(vit if name == "vit" else small, name)
+        return getattr(vit if name == "vit" else sequence if name in SEQUENCE else small, name)
     cifar = {f"resnet{depth}-cifar": depth for depth in CIFAR_DEPTHS}
     return lambda classes=10: small.CifarResNet(cifar[name], classes)
 

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fedquilt import bundle, config, footprint, tensors, units
-from fedquilt.coordinator.settings import NOT_NETWORK
+from fedquilt.coordinator import job as running
+from fedquilt.coordinator.settings import NOT_NETWORK, Job
 from fedquilt.core import Bundle, JobError, ModelError, Name
+from fedquilt.data import examples, fitting, inputs
 from fedquilt.data.images import Input
+from fedquilt.data.spec import DataSpec
 from fedquilt.models.networks import registry
 from fedquilt.models.partial import masks
 from fedquilt.tools.artefacts import frozen_part
@@ -82,7 +85,9 @@ def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lamb
     files: dict[str, bytes] = {}
     if not job.get("model") and not job.get("donors"):
         raise JobError("the job has neither [model] nor [[donors]]: there is nothing to prepare")
-    wanted = _input(job["input"]) if job.get("input") else None
+    wanted = inputs.parse(job["input"]) if job.get("input") else None
+    if isinstance(wanted, inputs.Values) and wanted.standardise:
+        wanted = _measured(job)
     trial = _trial(job) if job.get("int8") else None
     if job.get("model"):
         facts, parts = _model(job["model"], wanted)
@@ -101,6 +106,34 @@ def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lamb
     return bundle.write(out, meta, files)
 
 
+def _measured(job: Mapping[str, Any]) -> inputs.Values:
+    """Mean and deviation of each feature of the training split that [data] names on this machine.
+
+    Raises:
+        JobError: the job has no [data].
+        DataError: they cannot be read.
+    """
+    if not job.get("data"):
+        raise JobError("[input] standardise = true needs [data]: name a sample of the data here, or give mean and std")
+    found = examples.load_all(DataSpec.parse(job["data"]))
+    return msgspec.structs.replace(inputs.measured(found.x), standardise=True)
+
+
+def whole(job: Job, out: Path, say: Callable[[str], None] = lambda line: None) -> Bundle:
+    """Write the bundle of a job, and check that the job can begin with it: its parameters, network and data.
+
+    Raises:
+        FedquiltError: as `prepare`, or the method cannot train the network, or the network cannot take the data.
+    """
+    made = prepare(msgspec.to_builtins(job), out, say)
+    running.first_state(job, made)
+    if job.data:
+        spec = DataSpec.parse(job.data)
+        if spec.synthetic or all(Path(each.path).exists() for each in spec.sources or (spec,)):  # else boards have it
+            fitting.require_fit(made.meta, spec)
+    return made
+
+
 def _input(table: Mapping[str, Any]) -> Input:
     wanted = config.convert(table, Input, "[input]")
     for key in ("mean", "std"):
@@ -109,7 +142,7 @@ def _input(table: Mapping[str, Any]) -> Input:
     return wanted
 
 
-def _model(table: Mapping[str, Any], wanted: Input | None) -> tuple[dict[str, Any], dict[str, bytes]]:
+def _model(table: Mapping[str, Any], wanted: Input | inputs.Values | None) -> tuple[dict[str, Any], dict[str, bytes]]:
     network = {key: value for key, value in table.items() if key not in NOT_NETWORK}
     if wanted is not None:
         network["input"] = msgspec.to_builtins(wanted)
@@ -168,10 +201,10 @@ def _trial(job: Mapping[str, Any]) -> Trial:
 
 
 def _stock(
-    job: Mapping[str, Any], wanted: Input | None, files: dict[str, bytes], say: Callable[[str], None]
+    job: Mapping[str, Any], wanted: Input | inputs.Values | None, files: dict[str, bytes], say: Callable[[str], None]
 ) -> dict[str, Any]:
     labels = [str(label) for label in job.get("labels") or ()]
-    if wanted is None or not labels:
+    if not isinstance(wanted, Input) or not labels:
         raise JobError("a job with [[donors]] also needs [input] (channels, size, mean, std) and labels = [...]")
     donors = [config.convert(table, Donor, f"[[donors]] {i + 1}") for i, table in enumerate(job["donors"])]
     twice = sorted({donor.name for donor in donors if sum(other.name == donor.name for other in donors) > 1})

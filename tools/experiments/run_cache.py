@@ -108,6 +108,8 @@ def outside(job: bytes) -> bytes:
 
 def _paths(table: Mapping[str, Any]) -> Iterator[str]:
     yield from (str(each["path"]) for each in (table, *table.get("sources", ())) if each.get("path"))
+    if table.get("text"):
+        yield str(table["text"]["vocabulary"])
 
 
 def content(path: Path) -> str:

@@ -28,7 +28,7 @@ from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views.terminal import Console, coordinate
-from fedquilt.core import Device, Examples, JobError
+from fedquilt.core import Bundle, Device, Examples, JobError
 from fedquilt.data import examples, fitting
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import engines, settings
@@ -121,12 +121,11 @@ class Plan:
         found = [Member(table["device"], *share) for table, share in zip(tables, shares, strict=True)]
         return found, examples.load_all(msgspec.convert({**self.job.data, "split": "test"}, DataSpec))
 
-    def submit(self, store: Store, make: Callable[[str], Device] = make_board) -> str:
-        """Queue the job, or take up its unfinished run; the first round waits for the whole fleet. The run's id.
+    def require(self, make: Callable[[str], Device] = make_board) -> Bundle:
+        """Check everything about a simulated fleet that can be known before it runs; returns the job's bundle.
 
         Raises:
-            JobError, ModelError: the bundle, or a key of [data] or [fleet] is wrong, or the method cannot train the
-                bundle's network.
+            JobError, ModelError: the bundle, or a key of [data] or [fleet] is wrong.
             DataError: there is no data, or none that can be read, or the network cannot take them.
         """
         made = load(self.bundle)
@@ -138,6 +137,15 @@ class Plan:
                 settings.size_bytes(budget)
             for board in dict.fromkeys(agent["board"] for agent in agents):
                 make(board)
+        return made
+
+    def submit(self, store: Store, make: Callable[[str], Device] = make_board) -> str:
+        """Queue the job, or take up its unfinished run; the first round waits for the whole fleet. The run's id.
+
+        Raises:
+            JobError, ModelError, DataError: as `require`, or the method cannot train the bundle's network.
+        """
+        made = self.require(make)
         cohort = msgspec.structs.replace(self.job.cohort, start_devices=self.size)
         job, folder = msgspec.structs.replace(self.job, cohort=cohort), self.bundle.resolve()
         run = store.unfinished(job, folder, "fleet")

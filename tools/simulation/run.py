@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedquilt import bundle, methods
+from fedquilt import bundle, methods, tensors
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Declined, Ended, Rejected, Resumed, Started
 from fedquilt.coordinator.job import Running, needs
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Fleet, Job
 from fedquilt.coordinator.store import Store
-from fedquilt.core import Artefact, Device, Examples, JobError, Method
+from fedquilt.core import Artefact, Contribution, Device, Examples, JobError, Method, Task
 from fedquilt.edge_agent import devices as boards
 from fedquilt.edge_agent import engines, plan
 from fedquilt.edge_agent.power.governor import Rule
@@ -98,18 +98,20 @@ class Simulation:
         self._answers: list[Answered] = []
         self._began_s, self._opened_s = time.perf_counter(), 0.0
         self._busy_s = 0.0  # when somebody was last at the run, on virtual time
-        self._store = Store(home / "coordinator", durable=False)
+        self._store = Store(home, durable=False)
         if not self._store.lock():
-            raise JobError(f"another coordinator serves {home / 'coordinator'} already: give another home")
+            raise JobError(f"another coordinator serves {home} already: give another home")
         self._store.next_epoch()
-        self.run = self._store.unfinished(job, folder.resolve()) or self._store.add(job, folder.resolve())
+        place = folder.resolve()
+        self.run = self._store.unfinished(job, place, "simulation") or self._store.add(job, place, "simulation")
         self._take_up()
         self._store.set_status(self.run, "running")
         self.engine = engine or engine_of(job, load(job.method))
         self._plugins = {f"plugin {module}": proof for module, proof in needs(job, bundle.load(folder)).items()}
         spare = self._means(ROOM_BYTES)
+        self.devices = home / "agents" / self.run  # of this run alone: what a board keeps of another would count here
         newcomer = Spec(NEWCOMER, lambda: boards.make("x86-host"), spare, {"share": NEWCOMER})
-        self.fleet = SimulatedFleet(self._specs(make), self._store.depot, home / "devices", {NEWCOMER: newcomer}, away)
+        self.fleet = SimulatedFleet(self._specs(make), self._store.depot, self.devices, {NEWCOMER: newcomer}, away)
         self._server = Server(self.fleet, self._store, self._observe, self.run, load, poll_s=POLL_S)
 
     def __enter__(self) -> Simulation:
@@ -123,6 +125,13 @@ class Simulation:
         """The method's state after the last committed round."""
         assert self.running is not None
         return self.running.state
+
+    @property
+    def state_digest(self) -> str:
+        """The sha256 of the method's state after the last committed round."""
+        assert self.running is not None
+        assert self.running.rounds.state is not None
+        return self.running.rounds.state.sha256
 
     @property
     def ended(self) -> str:
@@ -178,7 +187,18 @@ class Simulation:
 
     def worked(self, device: str, outcome: Outcome) -> None:
         """What an order came to."""
+        task = self.fleet.at_work(device)
+        if self.running is not None and task is not None and outcome.blobs:
+            self._foresee(self.running, device, task, outcome)
         self.fleet.worked(device, outcome)
+
+    def _foresee(self, job: Running, device: str, task: Task, outcome: Outcome) -> None:
+        """Let the coordinator look at an update that is in memory already, while others are at work."""
+        if task.job != job.id or not all(ref.sha256 in outcome.blobs for ref in outcome.bundles.values()):
+            return
+        bundles = {name: tensors.decode(outcome.blobs[ref.sha256]) for name, ref in outcome.bundles.items()}
+        given = Contribution(device, task.round, outcome.weight, outcome.metrics, bundles)
+        job.foresee(given, outcome.bundles)
 
     def evaluation(self, device: str) -> Order | None:
         """The method's own check of what a device would be sent next; None: there is nothing to check.

@@ -18,10 +18,10 @@ from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Committ
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Answer, Method, Site, Task
 from fedquilt.edge_agent.devices.simulated import SimulatedDevice
+from fedquilt.edge_agent.duty import Duty
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.edge_agent.state import PRIVATE
 from fedquilt.edge_agent.task import budget
-from fedquilt.edge_agent.task.duty import Duty
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.simulation import Member, run
 from fedquilt.tools.simulation.pool import Pool, PoolError

@@ -305,13 +305,7 @@ def picture(result: Mapping[str, Any]) -> str:
         for name, row in rows.items()
     ]
     return plots.alone(
-        plots.stacked(
-            [
-                plots.lines(
-                    curves, "Accuracy by the boards' time, as run here", "s of the slowest board", "test accuracy, %"
-                ),
-                plots.bars(memory, "Memory of a task's process, mean of devices", "MB"),
-                plots.bars(energy, "Joules of whole jobs, training by the paper's schedule", "J"),
-            ]
-        )
+        plots.lines(curves, "Accuracy by the boards' time, as run here", "s of the slowest board", "test accuracy, %"),
+        plots.bars(memory, "Memory of a task's process, mean of devices", "MB"),
+        plots.bars(energy, "Joules of whole jobs, training by the paper's schedule", "J"),
     )

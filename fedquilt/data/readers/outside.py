@@ -8,7 +8,7 @@ import numpy as np
 
 from fedquilt import plugins
 from fedquilt.core import DataError, Examples, JobError
-from fedquilt.data.readers import Reader
+from fedquilt.data.readers.base import Reader, labels_of
 from fedquilt.data.spec import DataSpec
 
 
@@ -36,7 +36,7 @@ def open_(spec: DataSpec) -> Reader:
     except Exception as error:  # somebody's own code
         raise DataError(f"{plugin} fails on split {spec.split!r}: {type(error).__name__}: {error}") from None
     x, y = _pair(plugin, found)
-    return Reader(y, lambda rows: x[rows], x.shape[1:], x.dtype)
+    return Reader(labels_of(y, str(plugin), spec.task), lambda rows: x[rows], x.shape[1:], x.dtype)
 
 
 def _pair(plugin: plugins.Plugin, found: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -46,11 +46,9 @@ def _pair(plugin: plugins.Plugin, found: Any) -> tuple[np.ndarray, np.ndarray]:
             f"{plugin} returns a {type(found).__name__}, and inputs and labels are wanted, two numpy arrays"
         )
     x, y = pair
-    if x.ndim < 2 or x.dtype.kind not in "uif" or len(x) != len(y) or y.ndim != 1:
+    if x.ndim < 2 or x.dtype.kind not in "uif" or len(x) != len(y):
         raise DataError(
             f"{plugin} returns inputs of shape {x.shape} and type {x.dtype} with labels of shape {y.shape}: numbers of "
             "shape (n, ...) and one label for each are wanted"
         )
-    if y.dtype.kind not in "ui":
-        raise DataError(f"{plugin} returns labels of type {y.dtype}, and whole numbers from 0 are wanted")
-    return x, y.astype(np.int64)
+    return x, y
