@@ -21,7 +21,7 @@ SECTIONS: Final = {
     "Begin": ("demo",),
     "Run a federation": ("prepare", "run", "fleet", "serve", "stop", "resume"),
     "Look at runs": ("ls", "logs", "why", "report", "evaluate", "export", "run-model"),
-    "Experiments": ("partition", "compare", "methods", "reproduce", "audit", "bench"),
+    "Experiments": ("partition", "compare", "methods", "conformance", "reproduce", "audit", "bench"),
     "Boards": ("agent", "flash", "clocks", "record", "emulate", "doctor"),
     "Broker and identities": ("broker", "ca", "enrol"),
 }
