@@ -151,7 +151,7 @@ def methods(context: click.Context, parameter: click.Parameter, incomplete: str)
     """Names of methods."""
     from fedquilt import methods as known
 
-    return [each for each in known.names() if each.startswith(incomplete)]
+    return [each for each in [*known.names(), *known.outside()] if each.startswith(incomplete)]
 
 
 def boards(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:

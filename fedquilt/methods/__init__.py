@@ -9,6 +9,7 @@ import dataclasses
 import importlib
 import pkgutil
 from functools import cache
+from types import ModuleType
 
 from fedquilt import plugins
 from fedquilt.core import JobError, Method
@@ -22,6 +23,17 @@ def names() -> list[str]:
 def outside() -> list[str]:
     """The methods that other packages give, sorted; none is imported."""
     return plugins.names("method")
+
+
+def module(name: str) -> ModuleType:
+    """The module of a method, whose docstring tells of it.
+
+    Raises:
+        JobError: as `load`.
+    """
+    load(name)
+    plugin = plugins.find("method", name, names())
+    return importlib.import_module(f"fedquilt.methods.{name}" if plugin is None else plugin.target.partition(":")[0])
 
 
 def needs(name: str) -> dict[str, str]:
