@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedquilt import methods, tensors
+from fedquilt import methods, metrics, tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.store import Store
 from fedquilt.core import (
@@ -234,6 +234,9 @@ NETWORKS: dict[str, dict[str, Any]] = {
         "input": PICTURES,
     },  # counters: int64 ()
     "no axes": {"name": "rezero", "inputs": 64, "classes": 3, "width": 6, "blocks": 2},  # parameters of shape ()
+    "gru": {"name": "gru", "channels": 8, "steps": 8, "classes": 3, "width": 4},  # tensors of a layer beside each other
+    "numbers": {"name": "mlp", "inputs": 64, "hidden": [5, 4], "classes": 2, "task": "regression"},
+    "labels": {"name": "mlp", "inputs": 64, "hidden": [5, 4], "classes": 3, "task": "labels"},
 }
 
 
@@ -266,6 +269,12 @@ def test_a_run_on_any_network_goes_on_from_the_store_in_type_and_shape(name: str
 
     engine, double = TorchEngine(AMPLE, base_bytes=0), replace(method, step=stepped)
     devices = [replace(each, train=pictured(each.train), held=pictured(each.held)) for each in learners()]
+    task = metrics.task_of(NETWORKS[network])
+    devices = [replace(each, train=asked(each.train, task), held=asked(each.held, task)) for each in devices]
+    if task not in method.tasks:
+        with pytest.raises(JobError, match=f"task = '{task}': {name} works with 'classes' only"):
+            run_of(name, bundle, devices, asdict(params), engine=None, method=method, seed=3, rounds=3)
+        return
     if (name, network) in UNFIT:
         with pytest.raises(ModelError):
             method.init(bundle, params, 3)
@@ -291,6 +300,15 @@ def pictured(examples: Examples) -> Examples:
     pixels = np.zeros((len(examples), 64), np.float32)
     pixels[:, : examples.x.shape[1]] = examples.x
     return Examples(pixels.reshape(-1, 8, 8), examples.y)
+
+
+def asked(examples: Examples, task: str) -> Examples:
+    """The examples with targets of another task, made of their classes."""
+    if task == "regression":
+        return Examples(examples.x, np.stack([examples.y, -examples.y], axis=1).astype(np.float32))
+    if task == "labels":
+        return Examples(examples.x, (examples.y[:, None] >= np.arange(3)).astype(np.uint8))
+    return examples
 
 
 def require_alike(found: Any, wanted: Any, at: str = "state") -> None:
