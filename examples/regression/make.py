@@ -13,7 +13,14 @@ def hour(draw: random.Random) -> list[object]:
     warm = 21 if 6 <= clock < 22 else 18
     power = max(0.0, 0.12 * (warm - outside) * (1 + 0.02 * wind) - 0.8 * sun) + draw.gauss(0, 0.15)
     turn = 2 * math.pi * clock / 24
-    return [f"{outside:.1f}", f"{wind:.1f}", f"{sun:.2f}", f"{math.sin(turn):.3f}", f"{math.cos(turn):.3f}", f"{power:.3f}"]
+    return [
+        f"{outside:.1f}",
+        f"{wind:.1f}",
+        f"{sun:.2f}",
+        f"{math.sin(turn):.3f}",
+        f"{math.cos(turn):.3f}",
+        f"{power:.3f}",
+    ]
 
 
 def main() -> None:

@@ -30,7 +30,11 @@ def vocabulary() -> list[str]:
     }
     letters = "abcdefghijklmnopqrstuvwxyz"
     marks = [".", ",", ":", *"0123456789"]
-    return ["[PAD]", "[UNK]", *dict.fromkeys([*marks, *letters, *(f"##{each}" for each in letters), *PIECES, *sorted(words)])]
+    return [
+        "[PAD]",
+        "[UNK]",
+        *dict.fromkeys([*marks, *letters, *(f"##{each}" for each in letters), *PIECES, *sorted(words)]),
+    ]
 
 
 def main() -> None:

@@ -48,7 +48,12 @@ AMPLE = 1 << 40
 # FedSDG compares changes of adapters and head, 424 bytes each here, up to a number of them (`most`)
 FOR_EACH_BYTES = {"fedstitch": 1500, "fedpews": 160, "genefl": 250, "krum": 500, "fedsdg": 600}
 
-UNFIT = {("fedlora", "batch norm"), ("fedsdg", "batch norm")}  # method, and which of NETWORKS it refuses: no linear
+CUT = ("depthfl", "fedepth", "fedlps", "fedpews", "fedpews_fixed", "fjord", "heterofl")  # need parts to leave out
+UNFIT = {  # method, and which of NETWORKS it refuses: no linear layers to adapt, or nothing that can be left out
+    *(("fedlora", network) for network in ("batch norm", "gru")),
+    *(("fedsdg", network) for network in ("batch norm", "gru")),
+    *((name, "gru") for name in CUT),
+}
 
 MIXED = "-mixed"
 BUDGETS = ("512MB", "2GB", "8GB")
