@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from fedquilt import config, methods, metrics
+from fedquilt import config, methods, metrics, plugins
 from fedquilt.core import CODECS, Encoding, JobError, Method
 
 NOT_NETWORK: Final = ("weights", "weights_classes", "seed")  # keys of [model] on what it begins with, not on what it is
@@ -96,7 +96,7 @@ def load(path: Path) -> Job:
     try:
         if "device" in table and "method" not in table:
             raise JobError("these are a board's settings, and a job is wanted; `fedquilt agent` takes settings")
-        return parse(_anchored(table, path.parent))
+        return parse(anchored(table, path.parent))
     except JobError as error:
         raise JobError(f"{path}: {error}") from None
 
@@ -173,7 +173,7 @@ def params(job: Job) -> Any:
         JobError: an unknown method, an unknown parameter, or a value of the wrong type.
     """
     method = methods.load(job.method)
-    if job.engine not in (None, *method.engines):
+    if job.engine not in (None, *method.engines, *plugins.names("engine")):
         raise JobError(f"engine = {job.engine!r}: {job.method} runs on {' or '.join(method.engines)}")
     kind = method.params
     odd = [name for name, value in job.params.items() if isinstance(value, float) and not math.isfinite(value)]
@@ -190,8 +190,8 @@ def params(job: Job) -> Any:
     return kind(**{name: getattr(given, name) for name in known})  # msgspec leaves defaults out of an object's own dict
 
 
-def _anchored(table: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The table with paths of data and its sources and vocabulary, test, int8, donors and weights made absolute."""
+def anchored(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A job's table with paths of data, sources, vocabulary, test, int8, donors and weights made absolute."""
 
     def anchor(entry: Any) -> Any:
         if isinstance(entry, list):

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import logging
 import os
 import shutil
@@ -45,6 +46,7 @@ Key = tuple[str, int]  # job, round
 UPDATE: Final = "update.json"
 PRIVATE: Final = "private.safetensors"
 SPARE_BYTES: Final = 1 << 20  # of the disk, left for what is small
+SMALL_BYTES: Final = 1 << 20  # of tensors that are encoded as a whole before they are written
 
 
 class Local:
@@ -263,22 +265,27 @@ class Local:
             _sync(path)
 
 
-def write_tensors(path: Path, tensors: Tensors) -> BlobRef:
+def write_tensors(path: Path | str, tensors: Tensors) -> BlobRef:
     """Write a safetensors file and say what it is. For the task's process: this imports numpy.
+
+    Large ones are never in memory as a whole: beside the tensors that would be a second copy.
 
     Raises:
         StoreError: it cannot be written.
     """
-    import hashlib
+    from fedquilt.tensors import encode, total_bytes, write
 
-    from fedquilt.tensors import write
-
-    write(path, tensors)
+    if total_bytes([tensors]) <= SMALL_BYTES:
+        payload = encode(tensors)
+        with doing(f"write {path}"), open(path, "wb") as file:
+            file.write(payload)
+        return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+    write(Path(path), tensors)
     digest = hashlib.sha256()
-    with path.open("rb") as file:  # it is never in memory as a whole: beside the tensors it would be a second copy
+    with open(path, "rb") as file:
         while part := file.read(1 << 20):
             digest.update(part)
-    return BlobRef(sha256=digest.hexdigest(), size=path.stat().st_size)
+    return BlobRef(sha256=digest.hexdigest(), size=os.stat(path).st_size)
 
 
 @cache

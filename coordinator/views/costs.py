@@ -1,9 +1,9 @@
-"""What a job took: joules, bytes, seconds and memory, for each device and round, example and point of accuracy.
+"""The cost of a job in joules, bytes, seconds and memory, per device, round, example and point of accuracy.
 
-Pure functions of the log. Joules are gross (all that the board took meanwhile) and net (less what it
-takes when it does nothing). A sum covers the tasks that were metered, and says of how many; None means
-that nothing was measured, or for what is derived, that something needed for it was not. Errors are added
-up, as those of one meter are alike: a bound, not a spread. What a refused update took is in no sum.
+Pure functions of the log. Joules are gross (all that the board consumed meanwhile) and net (above what it
+consumes when idle). A sum covers the metered tasks, whose number stands beside it; None: nothing was measured,
+or, for a derived value, one of its inputs was not. Errors are added up, as one meter's errors are alike: a bound,
+not a spread. The cost of refused updates is in no sum.
 """
 
 from __future__ import annotations
@@ -136,30 +136,30 @@ def _point_j(checks: Sequence[Checked]) -> float | None:
 
 
 def short(value: float) -> str:
-    """A number of joules with no more digits than it needs."""
+    """A number of joules in few digits."""
     return f"{value:.2f}" if value >= 1 else f"{value:.3g}"
 
 
 def joules(energy_j: float, net_j: float | None, error_j: float | None) -> str:
-    """Joules for people."""
+    """Joules as text: in all, above idle, and their error."""
     more = [] if net_j is None else [f"{short(net_j)} J above idle"]
     more += [] if error_j is None else [f"± {short(error_j)} J"]
     return f"{short(energy_j)} J" + (f" ({', '.join(more)})" if more else "")
 
 
 def lines(found: Account) -> list[str]:
-    """A job's energy in sentences; none where nothing was measured."""
+    """A job's energy in sentences; none if nothing was measured."""
     whole = found.whole
     if whole.energy_j is None or whole.task_j is None:
         return []
-    of = "" if whole.metered == whole.tasks else f" of {whole.tasks}, of which the others had no meter,"
-    parts = [f"{short(whole.task_j)} J a task"]
+    parts = [f"{short(whole.task_j)} J per task"]
     if found.rounds:
-        parts.append(f"{short(whole.energy_j / len(found.rounds))} J a round")
+        parts.append(f"{short(whole.energy_j / len(found.rounds))} J per round")
     if whole.example_j is not None:
-        parts.append(f"{short(whole.example_j)} J an example")
+        parts.append(f"{short(whole.example_j)} J per example")
     if found.point_j is not None:
-        parts.append(f"{short(found.point_j)} J for each point of {found.checks[0].metric.title}")
+        parts.append(f"{short(found.point_j)} J per point of {found.checks[0].metric.title}")
     took = joules(whole.energy_j, whole.net_j, whole.energy_error_j)
     tasks = f"{whole.metered} task{'s' * (whole.metered != 1)}"
-    return [f"energy: {tasks}{of} took {took}: {', '.join(parts)}", f"measured by: {whole.energy_source}"]
+    some = "" if whole.metered == whole.tasks else f" of {whole.tasks}; the others were not metered"
+    return [f"energy: {took} for {tasks}{some}: {', '.join(parts)}", f"energy measured by: {whole.energy_source}"]

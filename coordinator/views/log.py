@@ -1,10 +1,10 @@
-"""What has happened, in plain sentences: `fedquilt run` while it happens, `fedquilt logs` afterwards."""
+"""A run's facts in plain sentences: printed by `fedquilt run` while they happen, by `fedquilt logs` afterwards."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from fedquilt import units
 from fedquilt.coordinator import eligibility, rounds
@@ -26,44 +26,74 @@ from fedquilt.coordinator.facts import (
 )
 from fedquilt.coordinator.store import Row, Store, Unreadable
 from fedquilt.coordinator.views import costs, progress
-from fedquilt.core import JobError, Usage
+from fedquilt.core import JobError, Update, Usage
+
+FINAL: Final = "final evaluation"  # instead of a round's number
 
 
 def closing(state: Rounds, fact: AnyFact) -> bool:
-    """Whether a fact belongs to the evaluation after the last round; `state` is as of after it."""
+    """Whether a fact belongs to the evaluation after the last round; `state` is the one after the fact."""
     if isinstance(fact, Committed):
         return state.checked
     return state.over and getattr(fact, "round", None) == state.round
 
 
-def sentences(fact: AnyFact, closing: bool = False) -> list[str]:
-    """One fact, in sentences; the first says what happened, the rest why. `closing`: see there.
+class Teller:
+    """Turns a run's facts into sentences, in order; it keeps who was selected and what the round has taken so far."""
 
-    A round's evaluation is of the state that its devices got, so it is told with the round that this state came from.
+    def __init__(self) -> None:
+        self._selected: set[str] = set()
+        self._updates: list[Update] = []
+
+    def tell(self, fact: AnyFact, after: Rounds) -> list[str]:
+        """Sentences on one fact: the first says what happened, the others why.
+
+        Args:
+            after: the run's state after the fact.
+        """
+        if isinstance(fact, Asked):
+            self._selected |= set(fact.devices)
+        elif isinstance(fact, Answered):
+            self._updates.append(fact.update)
+        last = closing(after, fact)
+        if not isinstance(fact, Committed):
+            return sentences(fact, last)
+        told = _committed(fact, last, self._updates, len(self._selected | {each.device for each in self._updates}))
+        self._selected, self._updates = set(), []
+        return told
+
+
+def sentences(fact: AnyFact, closing: bool = False) -> list[str]:
+    """Sentences on one fact alone; `Teller` also has the counts of its round.
+
+    Args:
+        closing: the fact belongs to the evaluation after the last round.
     """
-    first, *more = _sentences(fact, closing)
-    return [first.replace(f"round {getattr(fact, 'round', '')}", "closing evaluation", 1) if closing else first, *more]
+    if isinstance(fact, Committed):
+        return _committed(fact, closing, (), 0)
+    first, *more = _sentences(fact)
+    return [first.replace(f"round {getattr(fact, 'round', '')}", FINAL, 1) if closing else first, *more]
 
 
 def waiting(state: Rounds, engines: Sequence[str], able: Collection[str]) -> str | None:
-    """What the running round cannot go on without, in a sentence; None: somebody is at work, or nothing runs.
+    """What the running round waits for, in a sentence; None: a device is at work, or nothing runs.
 
     Args:
-        able: who is online and has one of the engines.
+        able: devices that are online and have one of the engines.
     """
     if not rounds.idle(state, able):
         return None
     if state.asked:
         return f"{_names(sorted(state.asked))}: offline"
     barred = [code for device, code in state.passed.items() if device in able]
-    alone = "".join(f", {barred.count(code)} left alone ({code})" for code in sorted(set(barred)))
+    alone = "".join(f", {barred.count(code)} not eligible ({code})" for code in sorted(set(barred)))
     declined = f", {len(state.declined)} of them declined" if state.declined else ""
     there = f"devices that run {' or '.join(engines)}: {len(able)} online{alone}{declined}"
     if state.phase == "selecting":
         return f"{there}, at least {rounds.needed(state)} needed"
     want = rounds.wanted(state, set(able) - state.passed.keys())
     least = rounds.quorum(state, want)
-    return f"{there}, {len(state.answered)} of {want} updates are here, at least {least} needed"
+    return f"{there}, {len(state.answered)} of {want} updates received, a quorum is {least}"
 
 
 def _names(names: Sequence[str], most: int = 5) -> str:
@@ -74,51 +104,82 @@ def _shown(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {_short(value)}" for name, value in sorted(metrics.items()))
 
 
-def _sentences(fact: AnyFact, closing: bool) -> list[str]:
+def _sentences(fact: AnyFact) -> list[str]:
     match fact:
         case Started():
             return ["started"]
         case Surveyed():
-            changes = [f"{', '.join(devices)}: {eligibility.REASONS.get(c, c)}" for c, devices in fact.passed.items()]
-            can = [f"{', '.join(fact.eligible)} can be asked"] if fact.eligible else []
-            return [f"round {fact.round}: {'; '.join([*can, *changes]) or 'joules for a FLOP are known anew'}"]
+            changes = [f"{', '.join(devices)}: {eligibility.told(c)}" for c, devices in fact.passed.items()]
+            can = [f"eligible: {', '.join(fact.eligible)}"] if fact.eligible else []
+            return [f"round {fact.round}: {'; '.join([*can, *changes]) or 'the devices have new estimates of energy'}"]
         case Asked():
             again = f", attempt {fact.attempt + 1}" if fact.attempt else ""
             limit = f"; deadline {fact.deadline_s:.0f} s, predicted" if fact.deadline_s is not None else ""
-            return [f"round {fact.round}{again}: asked {', '.join(fact.devices)}{limit}", *fact.coverage]
+            return [f"round {fact.round}{again}: cohort {', '.join(fact.devices)}{limit}", *fact.coverage]
         case Declined():
             return [f"round {fact.round}: {fact.device} declined ({fact.code}): {fact.reason}"]
         case Answered():
-            return [f"round {fact.round}: {fact.update.device} answered {took(fact.update.usage)}"]
+            return [f"round {fact.round}: update from {fact.update.device}: {took(fact.update.usage)}"]
         case Rejected():
-            return [f"round {fact.round}: {fact.device}'s update was refused: {fact.reason}"]
+            return [f"round {fact.round}: update from {fact.device} refused: {fact.reason}"]
         case Closed():
-            return [f"round {fact.round}: closed"]
+            return [f"round {fact.round}: closed to further updates"]
         case Extended():
-            return [f"round {fact.round}: no quorum by the deadline, going on until there is one"]
+            return [f"round {fact.round}: no quorum by the deadline; the round stays open until there is one"]
         case Reopened():
-            return [f"round {fact.round}: no quorum by the deadline, trying again"]
-        case Committed():
-            own = {name: value for name, value in fact.metrics.items() if not name.startswith("check.")}
-            checked = {name: value for name, value in fact.metrics.items() if name not in own}
-            shown = [_shown(own)] if own and not fact.notes else []
-            if checked and closing:
-                shown.append(_shown(checked))
-            elif checked:
-                shown.append(
-                    f"{'at the start' if not fact.round else f'after round {fact.round - 1}'}: {_shown(checked)}"
-                )
-            return [f"round {fact.round}: committed" + (f" ({'; '.join(shown)})" if shown else ""), *fact.notes]
+            return [f"round {fact.round}: no quorum by the deadline; starting another attempt"]
         case Ended():
             return [f"{fact.status}" + (f": {fact.reason}" if fact.reason else "")]
         case Resumed():
             return ["resumed"]
+        case _:
+            raise AssertionError(fact)
+
+
+def _committed(fact: Committed, closing: bool, updates: Sequence[Update], selected: int) -> list[str]:
+    """The end of a round. Devices evaluate what they receive: the state that the round before has left."""
+    own = {name: value for name, value in fact.metrics.items() if not name.startswith("check.")}
+    counts = [f"{len(updates)} of {selected} devices"] if selected else []
+    if (energy := _energy(updates)) is not None:
+        counts.append(energy)
+    checked = _evaluated(fact.metrics)
+    if closing:
+        told = [f"{FINAL}: {', '.join([*checked, *counts]) or 'done'}"]
+    else:
+        word = "statistics for the evaluation gathered" if fact.settled else "updates aggregated"
+        parts = [f"{word} ({', '.join(counts)})" if counts else word]
+        parts += [_shown(own)] if own and not fact.notes else []
+        if checked:
+            when = "at the start" if not fact.round else f"after round {fact.round - 1}"
+            parts.append(f"{when}: {', '.join(checked)}")
+        told = [f"round {fact.round}: {'; '.join(parts)}"]
+    return [*told, *fact.notes]
+
+
+def _evaluated(metrics: Mapping[str, float]) -> list[str]:
+    """The evaluation among a round's metrics."""
+    told = {name.removeprefix("check."): value for name, value in metrics.items() if name.startswith("check.")}
+    examples = told.pop("examples", None)
+    accuracy = told.pop("accuracy", None)
+    on = f" on {examples:.0f} held-out examples" if examples is not None else ""
+    found = [f"accuracy {100 * accuracy:.1f} %{on}"] if accuracy is not None else []
+    return [*found, *([_shown(told) + (on if accuracy is None else "")] if told else [])]
+
+
+def _energy(updates: Sequence[Update]) -> str | None:
+    """What the devices with a meter took; None: nobody has one."""
+    taken = costs.total(updates)
+    if taken.energy_j is None:
+        return None
+    some = "" if taken.metered == taken.tasks else f" of {taken.metered} with a meter"
+    scale, prefix = units.unit(taken.energy_j)
+    return f"{taken.energy_j / scale:.3g} {prefix}J{some}"
 
 
 def took(usage: Usage) -> str:
-    """What a task took; what was not measured is left out."""
+    """What a task took, without what was not measured."""
     scale, prefix = units.unit(usage.wall_s) if usage.wall_s < 0.1 else (1.0, "")
-    parts = [f"in {usage.wall_s / scale:.2f} {prefix}s"]
+    parts = [f"{usage.wall_s / scale:.2f} {prefix}s"]
     if usage.energy_j is not None:
         net_j = None if usage.idle_j is None else usage.energy_j - usage.idle_j
         parts.append(costs.joules(usage.energy_j, net_j, usage.energy_error_j))
@@ -129,7 +190,7 @@ def took(usage: Usage) -> str:
 
 
 def summary(row: Row | Unreadable, store: Store) -> dict[str, Any]:
-    """One line of `fedquilt ls`; of a run that cannot be read, what is known, and under "problem" why."""
+    """The values of a line of `fedquilt ls`; "problem": why the run cannot be read, else None."""
     facts: list[AnyFact] = []
     problem = row.reason if isinstance(row, Unreadable) else None
     if isinstance(row, Row):
@@ -158,7 +219,7 @@ def summary(row: Row | Unreadable, store: Store) -> dict[str, Any]:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A summary for people."""
+    """A line of `fedquilt ls`."""
     if row["problem"] is not None:
         return "{run:38} {status:11} cannot be read: {problem}".format(**row)
     joules = "-" if row["energy_j"] is None else costs.short(row["energy_j"])
@@ -166,5 +227,5 @@ def line(row: dict[str, Any]) -> str:
 
 
 def _short(value: float) -> str:
-    """Four digits, and of a count all."""
+    """Four significant digits; counts in full."""
     return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"

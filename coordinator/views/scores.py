@@ -10,6 +10,7 @@ import msgspec
 
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Row
+from fedquilt.coordinator.views.progress import Personal
 from fedquilt.core import JobError, StoreError
 from fedquilt.data import spec
 
@@ -30,11 +31,29 @@ class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.value
 
 
+class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The global model after so many rounds, on all devices' held-out shares: values of `metric`."""
+
+    rounds: int
+    weighted: float  # over all held-out examples
+    mean: float  # over devices, however many examples each has
+    worst_decile: float  # mean of the tenth of the devices, at least one, for which it is lowest
+    loss: float | None = None  # over all held-out examples; None: the method does not report it
+    metric: str = "accuracy"  # as of `Score`
+
+    @staticmethod
+    def of(rounds: int, found: Personal, loss: float | None) -> Held:
+        """The accuracies of devices as they are kept."""
+        return Held(rounds, found.weighted, found.mean, found.worst_decile, loss, found.metric)
+
+
 class Scores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that is known of a run, and on what."""
+    """All evaluations of a run that were made beside its rounds, and on what."""
 
     test: dict[str, Any]  # the test set as a [data] table
     scores: tuple[Score, ...] = ()
+    held: tuple[Held, ...] = ()
+    devices: dict[str, float] = {}  # device -> accuracy on its held-out share, of the last of `held`
 
 
 def test_table(job: Job) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A coordinator in a terminal: it runs until its job ends or it is told to stop, and says what happens."""
+"""A coordinator in a terminal: runs until its job ends or it is stopped, and prints what happens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import msgspec
 from fedquilt import methods
 from fedquilt.coordinator import eligibility
 from fedquilt.coordinator.executors import OverLink
-from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Plan, Rounds, Surveyed, apply
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Ended, Plan, Rounds, Surveyed, apply
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
@@ -23,8 +23,8 @@ from fedquilt.core import JobError
 from fedquilt.transport import link as links
 from fedquilt.transport.link import Link
 
-WAIT_SAID_S = 5.0  # a wait is told when it has lasted so long, and no sooner again when it changes
-WAIT_AGAIN_S = 600.0  # and if it does not change
+WAIT_SAID_S = 5.0  # until a wait is reported, and between reports of waits that change
+WAIT_AGAIN_S = 600.0  # between reports of one that does not change
 
 MORE = (
     "start more: `fedquilt agent agent.toml` on a board, or simulated ones with `fedquilt fleet JOB --link broker "
@@ -33,14 +33,14 @@ MORE = (
 
 
 class Waiting:
-    """When a wait is told: soon after it begins or changes, then rarely."""
+    """When a wait is reported: soon after it begins or changes, then rarely."""
 
     def __init__(self) -> None:
         self._since_s: float | None = None  # since when there is something to wait for
         self._said, self._said_s = "", -math.inf
 
     def line(self, whom: str | None, now_s: float) -> str | None:
-        """What to say now of what is waited for; None: nothing."""
+        """The line to print now about what a round waits for; None: none."""
         if whom is None:
             self._since_s, self._said = None, ""
             return None
@@ -53,29 +53,29 @@ class Waiting:
 
 
 class Contact:
-    """When the loss of the broker and its return are told."""
+    """When the loss of the broker and its return are reported."""
 
     def __init__(self) -> None:
         self._connected: bool | None = None  # None: not looked at yet
         self._session = 0
 
     def line(self, connected: bool, session: int) -> str | None:
-        """What to say now; None: nothing has changed. A link that is up when first looked at goes without saying.
+        """The line to print now; None: nothing has changed. A link that is up when first looked at is not reported.
 
         Args:
-            session: how many sessions there have been, so that a loss too short to be seen is told as well.
+            session: how many sessions there have been, so that a loss too short to be seen is reported too.
         """
         before, self._connected = self._connected, connected
         former, self._session = self._session, session
         if connected and (before is False or former not in (0, session)):
-            return "connected to the broker again" if former else "connected to the broker"
+            return "reconnected to the broker" if former else "connected to the broker"
         if before and not connected:
-            return "the connection to the broker is lost: it is asked for again until it is back"
+            return "lost the connection to the broker; trying to connect until it is back"
         return None
 
 
 class Console:
-    """Prints facts as sentences; on a terminal the running round is a line that is overwritten."""
+    """Prints facts as sentences; on a terminal the running round is one line that is rewritten."""
 
     def __init__(
         self,
@@ -84,23 +84,31 @@ class Console:
         clock: Callable[[], float] = time.monotonic,
         mend: str = MORE,
     ) -> None:
-        """`wordy`: every fact; `named`: with the run it belongs to, where there may be several.
+        """Print to standard output.
 
-        `mend`: how somebody can be brought that a round waits for.
+        Args:
+            wordy: every fact; else a line for each round.
+            named: with the run that a fact belongs to, where there may be several.
+            mend: how to start devices that a round waits for.
         """
         self._out, self._named = sys.stdout, named
         self._wordy, self.live = wordy, self._out.isatty()
         self._clock, self._began_s = clock, clock()
         self._waiting, self._contact, self._mend = Waiting(), Contact(), mend
+        self._tellers: dict[str, log.Teller] = {}  # run -> its own
 
     def observe(self, job: Running, fact: AnyFact) -> None:
+        """Print a fact, or on a terminal show how far its round is."""
+        first, *more = self._tellers.setdefault(job.id, log.Teller()).tell(fact, job.rounds)
+        if isinstance(fact, Ended):
+            del self._tellers[job.id]
         if isinstance(fact, Surveyed | Asked | Answered | Closed) and not self._wordy:
             self._status(job)
         else:
-            first, *more = log.sentences(fact, log.closing(job.rounds, fact))
             self.say(f"{job.id}: {first}" if self._named else first, *more)
 
     def say(self, first: str, *more: str) -> None:
+        """Print a sentence with the seconds since the start, and further ones below it."""
         clear = "\r\x1b[K" if self.live else ""
         print(f"{clear}[{self._clock() - self._began_s:6.1f} s] {first}", file=self._out)
         for line in more:
@@ -108,12 +116,12 @@ class Console:
         self._out.flush()
 
     def contact(self, link: Link) -> None:
-        """Say when the broker is lost, and when it is back."""
+        """Report that the broker is lost, or back."""
         if (line := self._contact.line(link.connected, link.session)) is not None:
             self.say(line)
 
     def wait(self, server: Server) -> None:
-        """Say for whom a round waits, when nobody has come for a while."""
+        """Report what a round waits for, once it has waited for a while."""
         job = server.active
         able = server.registry.able(job.engines, self._clock()) if job else {}
         line = self._waiting.line(log.waiting(job.rounds, job.engines, able.keys()) if job else None, self._clock())
@@ -125,11 +133,11 @@ class Console:
             state = job.rounds
             asked = len(state.asked) + len(state.answered)
             self.status(
-                f"{job.id}: round {state.round}, at most {job.job.rounds}: {len(state.answered)} of {asked} answered"
+                f"{job.id}: round {state.round} of at most {job.job.rounds}: {len(state.answered)} of {asked} updates"
             )
 
     def status(self, line: str) -> None:
-        """How it stands: on a terminal a line that the next one overwrites."""
+        """Show how far the run is: on a terminal in a line that the next one replaces."""
         if self.live:
             print(f"\r\x1b[K{line}", end="", file=self._out, flush=True)
         else:
@@ -166,7 +174,7 @@ def coordinate(
 def tell(store: Store, id: str, *, follow: bool = False, json: bool = False) -> None:
     """Print a run's facts with their wall-clock times, and with `follow` those to come until it has ended."""
     job = store.job(id).job
-    seen, state, waiting = 0, Rounds(Plan.of(job)), Waiting()
+    seen, state, waiting, teller = 0, Rounds(Plan.of(job)), Waiting(), log.Teller()
     engines = (job.engine,) if job.engine else methods.load(job.method).engines
     while True:
         ended = store.status(id) in ("done", "failed", "stopped")  # asked first, so that no last fact is missed
@@ -175,7 +183,7 @@ def tell(store: Store, id: str, *, follow: bool = False, json: bool = False) -> 
             if json:
                 print(msgspec.json.encode({"at": at_s, "fact": fact}).decode())
             else:
-                _tell(at_s, *log.sentences(fact, log.closing(state, fact)))
+                _tell(at_s, *teller.tell(fact, state))
         sys.stdout.flush()
         if not ended and follow and not store.served():
             raise JobError(

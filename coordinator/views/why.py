@@ -1,12 +1,11 @@
-"""Why a device was not asked in a round: told from the log alone, as the choice rested on nothing else."""
+"""Why a device was not selected in a round: from the log alone, as the selection used nothing else."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from fedquilt.coordinator import cohort
-from fedquilt.coordinator.eligibility import REASONS
+from fedquilt.coordinator import cohort, eligibility
 from fedquilt.coordinator.facts import (
     Answered,
     AnyFact,
@@ -26,13 +25,13 @@ from fedquilt.core import JobError
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What became of one device in one round."""
+    """What one device did in one round, or why it did nothing."""
 
-    code: str  # answered, asked, declined, refused, drawn ("not drawn"), or a key of `eligible.REASONS`
+    code: str  # answered, asked, declined, refused, drawn ("not drawn"), or a key of `eligibility.REASONS`
     text: str
-    place: int | None = None  # of "not drawn": in the order in which devices are taken, from 1
-    of: int | None = None  # how many stood there
-    wanted: int | None = None  # how many were taken
+    place: int | None = None  # of "not drawn": in the order of selection, from 1
+    of: int | None = None  # how many were eligible
+    wanted: int | None = None  # how many were selected
 
 
 def of(store: Store, run: str) -> dict[int, dict[str, Part]]:
@@ -46,7 +45,7 @@ def of(store: Store, run: str) -> dict[int, dict[str, Part]]:
 
 
 def parts(facts: Iterable[AnyFact], plan: Plan) -> dict[int, dict[str, Part]]:
-    """Round -> device -> what became of it, of the devices known by then; the last word counts."""
+    """Round -> device -> its part in it, for the devices known by then; a later fact replaces an earlier one."""
     state = Rounds(plan)
     found: dict[int, dict[str, Part]] = {}
     for fact in facts:
@@ -56,26 +55,28 @@ def parts(facts: Iterable[AnyFact], plan: Plan) -> dict[int, dict[str, Part]]:
             case Declined():
                 found[fact.round][fact.device] = Part("declined", f"declined ({fact.code}): {fact.reason}")
             case Rejected():
-                found[fact.round][fact.device] = Part("refused", f"its update was refused: {fact.reason}")
+                found[fact.round][fact.device] = Part("refused", f"update refused: {fact.reason}")
             case Answered():
-                found[fact.round][fact.update.device] = Part("answered", "answered")
+                found[fact.round][fact.update.device] = Part("answered", "update received")
             case Reopened():
-                again = dict.fromkeys(state.asked, Part("asked", "asked; silent until the deadline"))
+                again = dict.fromkeys(state.asked, Part("asked", "selected; no update by the deadline"))
                 found.setdefault(fact.round, {}).update(again)
             case Committed():
                 silent = [device for device, part in found.get(fact.round, {}).items() if part.code == "asked"]
-                late = Part("asked", "asked; had not answered when the round closed")
+                late = Part("asked", "selected; no update before the round closed")
                 found.setdefault(fact.round, {}).update(dict.fromkeys(silent, late))
             case _:
                 pass
         state = apply(state, fact, 0.0)
         if isinstance(fact, Surveyed) and state.phase == "selecting":  # in case that nobody can be asked
-            found[fact.round] = {device: Part(code, REASONS.get(code, code)) for device, code in state.passed.items()}
+            found[fact.round] = {
+                device: Part(eligibility.key(code), eligibility.told(code)) for device, code in state.passed.items()
+            }
     return found
 
 
 def _chosen(state: Rounds, fact: Asked) -> Mapping[str, Part]:
-    """Of everybody who has not been asked in this attempt."""
+    """Reasons for devices not asked in this attempt."""
     settled = {*state.asked, *state.answered, *state.declined}
     free = state.eligible - settled
     since = {device: state.since.get(device, 0) for device in free}
@@ -85,16 +86,18 @@ def _chosen(state: Rounds, fact: Asked) -> Mapping[str, Part]:
         state.plan.seed, fact.round, free, wanted, costs=costs, since=since, turns=state.plan.cohort.turns
     )
     told = {
-        device: Part(code, REASONS.get(code, code)) for device, code in state.passed.items() if device not in settled
+        device: Part(eligibility.key(code), eligibility.told(code))
+        for device, code in state.passed.items()
+        if device not in settled
     }
     for number, device in enumerate(order, 1):
-        text = f"not drawn: place {number} of {len(order)}, {wanted} {'was' if wanted == 1 else 'were'} taken"
+        text = f"not drawn: place {number} of {len(order)}, {wanted} selected"
         told[device] = Part("drawn", text, number, len(order), wanted)
-    return {**told, **dict.fromkeys(fact.devices, Part("asked", "asked"))}
+    return {**told, **dict.fromkeys(fact.devices, Part("asked", "selected"))}
 
 
 def lines(found: Mapping[int, Mapping[str, Part]], round: int | None = None, device: str | None = None) -> list[str]:
-    """For people: each round's devices by what became of them, or one device's way through the rounds.
+    """As text: each round's devices grouped by their part, or one device's part in each round.
 
     Raises:
         JobError: there is no such round or device in the log.
@@ -108,7 +111,7 @@ def lines(found: Mapping[int, Mapping[str, Part]], round: int | None = None, dev
         groups: dict[str, list[str]] = {}
         for name, part in sorted(devices.items(), key=lambda each: (each[1].place or 0, each[0])):
             if part.code == "drawn":
-                groups.setdefault(f"not drawn, in order of places ({part.wanted} of {part.of} taken)", []).append(name)
+                groups.setdefault(f"not drawn, by place ({part.wanted} of {part.of} selected)", []).append(name)
             else:
                 groups.setdefault(part.text, []).append(name)
         told += [f"  {text}: {_names(names)}" for text, names in groups.items()]
@@ -118,20 +121,20 @@ def lines(found: Mapping[int, Mapping[str, Part]], round: int | None = None, dev
 def select(
     found: Mapping[int, Mapping[str, Part]], round: int | None, device: str | None
 ) -> dict[int, dict[str, Part]]:
-    """Some rounds and devices of all.
+    """The parts of one round, of one device, or both.
 
     Raises:
         JobError: there is no such round or device in the log.
     """
     if round is not None and round not in found:
-        raise JobError(f"nobody has been asked in a round {round}; rounds so far: {_span(sorted(found))}")
+        raise JobError(f"there has been no round {round}; rounds so far: {_span(sorted(found))}")
     chosen = {number: dict(parts) for number, parts in sorted(found.items()) if round in (None, number)}
     if device is None:
         return chosen
     known = {name for parts in found.values() for name in parts}
     if device not in known:
         raise JobError(f"the run has not heard of a device {device!r}; it knows {_names(sorted(known)) or 'none'}")
-    unheard = Part("unknown", "not heard of by then")
+    unheard = Part("unknown", "not known by then")
     return {number: {device: parts.get(device, unheard)} for number, parts in chosen.items()}
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fedquilt import metrics
+from fedquilt import metrics, plugins
 from fedquilt.core import DataError
 from fedquilt.data import examples
 from fedquilt.data.readers import Reader
@@ -18,15 +18,17 @@ MEND = "give the job data that fit, or another network and a new bundle"
 def require_fit(meta: Mapping[str, Any], spec: DataSpec) -> None:
     """Open the data of a [data] table and compare them with what a bundle holds. No inputs are read.
 
-    A network of a user's own may take and tell anything: boards see what it makes of the data.
+    Of a network from outside, what it tells was seen when it was prepared; what it takes, boards see.
 
     Args:
         meta: of the bundle, as `fedquilt prepare` writes it.
 
     Raises:
+        JobError: the network is of another package, which has another content here.
         DataError: the data cannot be opened, their inputs have a shape that the network does not take, or their labels
             are not what it predicts; names both sides.
     """
+    plugins.require_current(meta.get("plugins") or {})
     reader = examples.open_(spec)
     network: Mapping[str, Any] = meta.get("network", {})
     while isinstance(network.get("of"), Mapping):  # a network of exits is one of another network
@@ -40,11 +42,11 @@ def require_fit(meta: Mapping[str, Any], spec: DataSpec) -> None:
         )
     if "donors" in meta:
         _require_labels(reader, spec, len(meta["labels"]), "the job has labels for")
-    elif isinstance(network.get("classes"), int):
+    elif isinstance(outputs := meta.get("outputs", network.get("classes")), int):
         if task == "classes":
-            _require_labels(reader, spec, network["classes"], f"{name} tells")
+            _require_labels(reader, spec, outputs, f"{name} tells")
         else:
-            _require_outputs(reader, spec, network["classes"], name)
+            _require_outputs(reader, spec, outputs, name)
     wanted = network.get("input") or meta.get("input") or {}
     if "channels" in wanted:
         if not _is_image(reader.shape):

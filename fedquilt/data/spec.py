@@ -60,7 +60,7 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where examples are, and which are this device's.
 
-    One of `path`, `sources` and `synthetic` says where from. A simulated fleet of n devices gives all the
+    One of `path`, `sources`, `synthetic` and `dataset` says where from. A simulated fleet of n devices gives all the
     same table, and device i `share = i`, `shares = n`.
     """
 
@@ -77,7 +77,7 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     audio: Audio | None = None
     text: Text | None = None
     windows: Windows | None = None
-    dataset: str = ""  # torchvision: name of the class, "CIFAR10"
+    dataset: str = ""  # torchvision: name of its class, "CIFAR10"; without a path one of another package
     download: bool = False  # torchvision: fetch it if it is not there
     labels_from: Natural = 0  # what the path's class 0 is called: where a board has but one source of a mixture
     sources: tuple[Source, ...] = ()  # a mixture, in this order
@@ -100,9 +100,15 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         given = [name for name in ("path", "sources", "synthetic") if getattr(self, name)]
+        if not given and self.dataset:
+            given = ["dataset"]
         if len(given) != 1:
-            raise ValueError(f"one of path, sources and synthetic is wanted, not {' and '.join(given) or 'none'}")
+            raise ValueError(
+                f"one of path, sources, synthetic and dataset is wanted, not {' and '.join(given) or 'none'}"
+            )
         for name in ("format", "x", "y", "dataset", "download", "labels_from", "column"):
+            if given == ["dataset"] and name in ("dataset", "labels_from"):
+                continue
             if given != ["path"] and getattr(self, name) not in ("", "auto", 0):
                 raise ValueError(f"{name} goes with path{', or into each source' * (given == ['sources'])}")
         if self.synthetic and self.size:
@@ -139,7 +145,12 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def where(self) -> str:
         """Where examples come from, for messages."""
-        return self.path or self.synthetic or " + ".join(source.path for source in self.sources)
+        return (
+            self.path
+            or self.synthetic
+            or (f"data set {self.dataset!r}" if self.dataset else "")
+            or " + ".join(source.path for source in self.sources)
+        )
 
     @classmethod
     def parse(cls, table: Mapping[str, Any], where: str = "[data]") -> DataSpec:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from fedquilt import methods, metrics
 from fedquilt.coordinator.settings import Check, Job
-from fedquilt.coordinator.views import progress
 from fedquilt.core import DataError, Examples, JobError
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
 from fedquilt.tools.experiments import evaluate
-from fedquilt.tools.experiments.evaluate import Evaluator
+from fedquilt.tools.experiments.beside import Judge, Verdict
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation import agents as fleet
 from fedquilt.tools.simulation.run import Hands, Round, Simulation, simulate
@@ -80,25 +77,18 @@ def play(job: Job, folder: Path, tell: Callable[[int], None], workers: int = 1, 
     members = [member for member in members if alone in ("", member.device)]
     marks: list[Mark] = []
     spent = _Spent()
-    every, checked = job.check.every, methods.load(job.method).check is not None
+    every = job.check.every
     refusals: dict[str, str] = {}
-    judge = None if test is None or checked else Evaluator(job, folder, test=test)
+    with Judge(job, folder, test) as judge:
 
-    def observe(simulation: Simulation, hands: Hands) -> None:
-        spent.add(simulation.rounds[spent.rounds :])
-        done, last = simulation.done, simulation.finished or simulation.over
-        due = last or bool(every and done % every == 0)
-        if done and due and simulation.ready and (not marks or marks[-1].rounds < done):
-            devices = hands.evaluate(simulation) if checked and every else {}
-            found = hands.test(simulation) if checked and test is not None else None
-            tested = None if found is None else metrics.main(found)
-            if judge is not None and (score := judge.score(simulation.state, done)) is not None:
-                tested = metrics.KNOWN[score.metric], score.value
-            marks.append(spent.mark(done, devices, tested))
-        refusals.update(simulation.refusals)
-        tell(done)
+        def observe(simulation: Simulation, hands: Hands) -> None:
+            spent.add(simulation.rounds[spent.rounds :])
+            done = simulation.done
+            if due(simulation, every) and (not marks or marks[-1].rounds < done):
+                marks.append(spent.mark(done, judge.look(simulation, hands, shares=bool(every))))
+            refusals.update(simulation.refusals)
+            tell(done)
 
-    with contextlib.nullcontext() if judge is None else judge:
         beside = msgspec.structs.replace(job, check=Check(every=every, beside=True))
         simulate(beside, folder, members, workers=workers, together=True, test=test, observe=observe)
     return Run(
@@ -110,6 +100,12 @@ def play(job: Job, folder: Path, tell: Callable[[int], None], workers: int = 1, 
         marks=tuple(marks),
         refusals=refusals,
     )
+
+
+def due(simulation: Simulation, every: int) -> bool:
+    """Whether the state is to be evaluated now: after `every` so many rounds, and after the last; 0: then only."""
+    last = simulation.finished or simulation.over
+    return bool(simulation.done and simulation.ready and (last or (every and simulation.done % every == 0)))
 
 
 def shares(job: Job, folder: Path) -> tuple[list[Member], Examples | None]:
@@ -149,14 +145,12 @@ class _Spent:
             self.down_bytes += round.down_bytes
             self.up_bytes += round.up_bytes
 
-    def mark(
-        self, done: int, devices: Mapping[str, Mapping[str, float]], test: tuple[metrics.Metric, float] | None
-    ) -> Mark:
-        own = progress.of_devices(devices)
-        name = test[0].name if test is not None else "accuracy" if own is None else own.metric
+    def mark(self, done: int, found: Verdict) -> Mark:
+        own = found.held
+        known = found.test or own
         return Mark(
-            test=None if test is None else test[1],
-            metric=name,
+            test=None if found.test is None else found.test.value,
+            metric="accuracy" if known is None else known.metric,
             held=None if own is None else own.weighted,
             mean=None if own is None else own.mean,
             worst_decile=None if own is None else own.worst_decile,

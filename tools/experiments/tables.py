@@ -50,12 +50,13 @@ def personal(runs: Sequence[Run]) -> list[Run]:
 def table(runs: Sequence[Run], target: float | None) -> list[dict[str, Any]]:
     """A row for each method: means over its seeds. "sd" is None of one seed; a cost is None where one run's is."""
     return [
-        _row(name, [run for run in runs if run.method == name and run.marks], target)
+        row(name, [run for run in runs if run.method == name and run.marks], target)
         for name in dict.fromkeys(run.method for run in runs if run.marks)
     ]
 
 
-def _row(name: str, runs: Sequence[Run], target: float | None) -> dict[str, Any]:
+def row(name: str, runs: Sequence[Run], target: float | None) -> dict[str, Any]:
+    """The row of runs that have an evaluation and differ in their seeds only; see `table`."""
     last = [run.marks[-1] for run in runs]
     found: dict[str, Any] = {
         "method": name,
@@ -185,8 +186,8 @@ def _figures(value: float | None) -> str:
 # -- pictures -------------------------------------------------------------------------------------
 
 
-def drawn(runs: Sequence[Run], target: float | None) -> dict[str, str]:
-    """File name -> SVG: accuracy over each cost, mean of the seeds with a band of one sd, and at the end."""
+def drawn(runs: Sequence[Run], target: float | None) -> dict[str, plots.Plot]:
+    """File name -> plot: accuracy over each cost, mean of the seeds with a band of one sd, and at the end."""
     kind = "test" if any(run.tested for run in runs) else "held-out"
     metric = _metric(runs)
     factor, most = metrics.scale(metric), 100.0 if metric.share else math.inf
@@ -259,19 +260,19 @@ def write(result: dict[str, Any], runs: Sequence[Run], out: Path) -> list[str]:
     moved = _set_aside(runs, out)
     pictures = drawn(runs, result["target"]) if result["table"] else {}
     files = {"compare.json": msgspec.json.format(msgspec.json.encode(result)).decode() + "\n"}
-    files |= {name: plots.alone(svg) for name, svg in pictures.items()}
+    files |= {name: plots.alone(plot) for name, plot in pictures.items()}
     params = [f"{run.method}: {msgspec.json.encode(run.params).decode()}" for run in runs]
-    parts = [
-        page.heading(
-            f"{result['job']}: methods compared",
-            f"{metrics.KNOWN[result['metric']].title} on the {result['accuracy_on']}",
-        ),
-        page.section("Table", page.table(head(result), rows(result)), *map(page.text, notes(result))),
-        page.section("Plots", page.plots(list(pictures.values()))),
-        page.section("Parameters", page.story(list(dict.fromkeys(params)))),
-        page.section("Failed", page.story(result["failed"])) if result["failed"] else "",
-    ]
-    files["compare.html"] = page.page(f"{result['job']} · fedquilt compare", [part for part in parts if part])
+    files["compare.html"] = page.render(
+        "compare.html",
+        job=result["job"],
+        metric=metrics.KNOWN[result["metric"]].title,
+        accuracy_on=result["accuracy_on"],
+        table=page.Table(head(result), rows(result)),
+        notes=notes(result),
+        plots=page.drawn(*pictures.values()),
+        params=list(dict.fromkeys(params)),
+        failed=result["failed"],
+    )
     try:
         for name, text in files.items():
             (out / name).write_text(text, encoding="utf-8")

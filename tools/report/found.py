@@ -1,9 +1,10 @@
-"""All that a run's page tells, taken from the coordinator's store."""
+"""All that a run's page shows, read from the coordinator's store."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from pathlib import Path
 
 from fedquilt.coordinator.facts import Plan
 from fedquilt.coordinator.store import Row, Store
@@ -15,8 +16,9 @@ from fedquilt.core import FedquiltError
 
 @dataclass(frozen=True)
 class Found:
-    """All that is told of one run."""
+    """One run as its page shows it."""
 
+    home: Path  # of the store
     row: Row
     facts: tuple[Dated, ...]
     account: Account
@@ -32,7 +34,7 @@ class Found:
 
 
 def gather(store: Store, run: str) -> Found:
-    """What there is to tell of a run, by its id or its job's name.
+    """Collect what a page shows of a run, by its id or its job's name.
 
     Raises:
         StoreError: there is no such run, or it cannot be read.
@@ -42,6 +44,7 @@ def gather(store: Store, run: str) -> Found:
     plain = [fact for _, fact in facts]
     parts = why.parts(plain, Plan.of(row.job))
     return Found(
+        store.home,
         row,
         facts,
         costs.account(plain),

@@ -1,28 +1,35 @@
-"""Small plots as SVG text, written without a library: lines with a band, bars, dots.
+"""Plots in one style, drawn by matplotlib as SVG text: lines with a band, bars, dots, and whatever a caller draws.
 
 A plot takes its ink from the text around it (`currentColor`), so that one picture serves light and dark pages;
-`alone` makes a file of it that brings a ground of its own. There is no script in it.
+`alone` makes a file that brings its own background. Text stays text, so it can be searched and read aloud.
+matplotlib (the extra `report`) is imported when a plot is rendered, not before.
 """
 
 from __future__ import annotations
 
+import io
+import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import accumulate
+from typing import Any, Final
 
-COLOURS = ("#2f7fc8", "#e07b2e", "#2f9e6e", "#b05fb5", "#b89400", "#d64f5e", "#3fa3b5", "#8a8a8a")
-DASHES = ("", "6 3", "2 3", "8 3 2 3")  # when the colours have all been used
-WIDTH, HEIGHT = 480.0, 290.0  # of a plot with axes, pixels
-LEFT, RIGHT, TOP, BOTTOM = 58.0, 14.0, 30.0, 44.0
-LETTER, LINE = 6.8, 17.0  # a letter's width, a line's height
-FONT = 'font-family="system-ui, sans-serif" font-size="11" fill="currentColor"'
+COLOURS: Final = ("#2f7fc8", "#e07b2e", "#2f9e6e", "#b05fb5", "#b89400", "#d64f5e", "#3fa3b5", "#8a8a8a")
+DASHES: Final = ("-", (0, (6, 3)), (0, (2, 3)), (0, (8, 3, 2, 3)))  # once all colours are used
+INK: Final = "#010203"  # stands for the colour of the text around the picture
+WIDTH, BODY = 390.0, 215.0  # pixels: a plot, and the inside of one with two axes
+LEFT, RIGHT, BOTTOM, TITLE = 52.0, 14.0, 44.0, 28.0
+LETTER, LINE = 6.2, 17.0  # pixels: an average letter's width, a line's height
+MOST_DOTS = 40  # points of a line that get a dot and a tooltip
+FONTS: Final = "system-ui, sans-serif"
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line: points by ascending x; with `low` and `high` the band around it."""
+    """One line: points by ascending x; `low` and `high` are the band around it."""
 
     name: str
     x: Sequence[float]
@@ -33,7 +40,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: its parts, one for each name of the plot; None: not known."""
+    """One bar with a part for each name of the plot; None: not known."""
 
     name: str
     parts: Sequence[float | None]
@@ -41,163 +48,278 @@ class Bar:
 
 @dataclass(frozen=True)
 class Dots:
-    """One row of dots, and a stroke at their mean."""
+    """One row of dots, with a stroke at their mean."""
 
     name: str
     values: Sequence[float]
 
 
+@dataclass(frozen=True)
+class Plot:
+    """A plot that is not rendered yet: `draw` gets its axis and a function that gives an artist a tooltip."""
+
+    title: str
+    summary: str  # the plot in words, for who cannot see it
+    draw: Callable[[Any, Callable[[Any, str], None]], None]
+    body: float  # pixels: the axis's height
+    left: float = LEFT  # pixels to the left of the axis
+    right: float = RIGHT
+    keys: tuple[str, ...] = ()  # the legend's entries, in the order of the colours
+
+    @property
+    def height(self) -> float:
+        return TITLE + LINE * len(_wrapped(self.keys)) + 6 + self.body + (BOTTOM if self.body else 0)
+
+
+# -- kinds of plots -------------------------------------------------------------------------------
+
+
 def lines(
     found: Sequence[Line], title: str, x: str, y: str, *, level: float | None = None, most: float = math.inf
-) -> str:
-    """Lines over common axes, x from 0 on; a value that is not finite is left out.
+) -> Plot:
+    """Lines over common axes, x from 0; values that are not finite are left out.
 
     Args:
-        level: where a dotted line is.
-        most: where the upward axis ends at the latest, if no value is above.
+        level: height of a dotted horizontal line.
+        most: end of the upward axis, unless a value lies above.
     """
     found = [_finite(line) for line in found]
     across = [value for line in found for value in line.x]
     up = [value for line in found for values in (line.y, line.low, line.high) for value in values]
     if not across:
         return empty(title)
-    xs, ys = ticks(min([0.0, *across]), max(across)), _range([*up, *([] if level is None else [level])], most)
-    named = [line.name for line in found if line.name]
-    rows = _wrapped(named)
-    top = TOP + LINE * len(rows) + 4
-    height = HEIGHT + LINE * len(rows)
-    floor = height - BOTTOM
 
-    def place(a: float, b: float) -> str:
-        return f"{_at(a, xs, LEFT, WIDTH - RIGHT):.1f},{_at(b, ys, floor, top):.1f}"
+    def draw(axis: Any, tip: Callable[[Any, str], None]) -> None:
+        for number, line in enumerate(found):
+            ink, dash = COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
+            if line.low and line.high:
+                axis.fill_between(line.x, line.low, line.high, color=ink, alpha=0.16, linewidth=0)
+            if len(line.x) > 1:
+                axis.plot(line.x, line.y, color=ink, linewidth=1.8, linestyle=dash)
+            for a, b in zip(line.x, line.y, strict=True) if len(line.x) <= MOST_DOTS else ():
+                (dot,) = axis.plot([a], [b], "o", color=ink, markersize=4.5 if len(line.x) > 1 else 9, clip_on=False)
+                tip(dot, f"{line.name + ': ' if line.name else ''}{short(b)} at {short(a)}")
+        if level is not None:
+            axis.axhline(level, color=INK, alpha=0.6, linewidth=1, linestyle=":")
+        whole = all(float(value).is_integer() for value in across)
+        _scaled(axis.xaxis, ticks(min([0.0, *across]), max(across), whole=whole), max(across))
+        _scaled(axis.yaxis, _range([*up, *([] if level is None else [level])], most))
+        axis.set_xlabel(x)
+        axis.set_ylabel(y)
 
-    parts = [*_head(title, WIDTH, height), *_axes(xs, ys, x, y, top, floor), *_keys(rows, named)]
-    for number, line in enumerate(found):
-        ink = COLOURS[number % len(COLOURS)]
-        dash = DASHES[number // len(COLOURS) % len(DASHES)]
-        if line.low and line.high:
-            edge = [place(a, b) for a, b in zip(line.x, line.high, strict=True)]
-            edge += [place(a, b) for a, b in reversed(list(zip(line.x, line.low, strict=True)))]
-            parts.append(f'<polygon points="{" ".join(edge)}" fill="{ink}" fill-opacity="0.16"/>')
-        trace = [place(a, b) for a, b in zip(line.x, line.y, strict=True)]
-        if len(trace) > 1:
-            dashed = f' stroke-dasharray="{dash}"' if dash else ""
-            parts.append(
-                f'<polyline points="{" ".join(trace)}" fill="none" stroke="{ink}" stroke-width="1.8"{dashed}/>'
-            )
-        if len(trace) <= 40:
-            tips = [f"{line.name + ': ' if line.name else ''}{short(b)} at {short(a)}" for a, b in _pairs(line)]
-            radius = 2.4 if len(trace) > 1 else 5.0
-            parts += [_dot(each, ink, tip, radius) for each, tip in zip(trace, tips, strict=True)]
-    if level is not None:
-        at = f"{_at(level, ys, floor, top):.1f}"
-        parts.append(
-            f'<path d="M{LEFT:.0f} {at}H{WIDTH - RIGHT:.0f}" stroke="currentColor" stroke-opacity="0.6" '
-            'stroke-dasharray="2 3"/>'
-        )
-    return "\n".join([*parts, "</svg>"])
+    ends = [f"{line.name + ' ' if line.name else ''}ends at {short(line.y[-1])}" for line in found if line.y]
+    return Plot(title, f"{title}; {y} over {x}; {', '.join(ends)}", draw, BODY, keys=_named(found))
 
 
-def bars(found: Sequence[Bar], title: str, x: str, parts: Sequence[str] = ("",)) -> str:
-    """Horizontal bars, their parts one after another; what is not known says so. Widest at the total's largest."""
+def bars(
+    found: Sequence[Bar],
+    title: str,
+    x: str,
+    parts: Sequence[str] = ("",),
+    *,
+    most: float = math.inf,
+    colours: Sequence[str] = (),
+) -> Plot:
+    """Horizontal bars, their parts end to end, their sums as figures; what is not known says so.
+
+    Args:
+        most: as of `lines`, of the axis across.
+        colours: one for each bar, for bars of a single part; (): all are alike.
+    """
     sums = [sum(part or 0.0 for part in bar.parts) for bar in found]
     if not found or not any(math.isfinite(total) and total > 0 for total in sums):
         return empty(title)
-    xs = ticks(0.0, max(sums))
-    left = 16 + LETTER * min(26, max(len(bar.name) for bar in found))
-    named = [name for name in parts if name]
-    rows = _wrapped(named)
-    top = TOP + LINE * len(rows)
-    floor = top + LINE * len(found) + 4
-    height = floor + BOTTOM
-    out = [*_head(title, WIDTH, height), *_keys(rows, named), *_floor(xs, x, left, top, floor, WIDTH - RIGHT - 40)]
-    for row, (bar, total) in enumerate(zip(found, sums, strict=True)):
-        middle, at = top + LINE * row + 11, left
-        out.append(f'<text x="{left - 6:.0f}" y="{middle + 2:.0f}" text-anchor="end">{escape(_cut(bar.name))}</text>')
-        for number, part in enumerate(bar.parts):
-            wide = _at(part or 0.0, xs, left, WIDTH - RIGHT - 40) - left
-            tip = f"{bar.name}{', ' + parts[number] if parts[number] else ''}: {'?' if part is None else short(part)}"
-            out.append(
-                f'<rect x="{at:.1f}" y="{middle - 8:.0f}" width="{max(wide, 0):.1f}" height="13" '
-                f'fill="{COLOURS[number % len(COLOURS)]}"><title>{escape(tip)}</title></rect>'
-            )
-            at += max(wide, 0)
-        unknown = all(part is None for part in bar.parts)
-        told = "not known" if unknown else short(total)
-        out.append(f'<text x="{at + 4:.1f}" y="{middle + 2:.0f}">{told}</text>')
-    return "\n".join([*out, "</svg>"])
+    told = [_told(bar, total) for bar, total in zip(found, sums, strict=True)]
+
+    def draw(axis: Any, tip: Callable[[Any, str], None]) -> None:
+        for row, (bar, words) in enumerate(zip(found, told, strict=True)):
+            at = 0.0
+            for number, part in enumerate(bar.parts):
+                ink = colours[row] if colours else COLOURS[number % len(COLOURS)]
+                (rect,) = axis.barh(row, part or 0.0, left=at, height=0.76, color=ink)
+                of = f", {parts[number]}" if parts[number] else ""
+                tip(rect, f"{bar.name}{of}: {'not known' if part is None else short(part)}")
+                at += part or 0.0
+            axis.annotate(words, (at, row), (4, 0), textcoords="offset points", va="center", annotation_clip=False)
+        _rows(axis, [bar.name for bar in found])
+        _scaled(axis.xaxis, _range([0.0, *sums], most))
+        axis.set_xlabel(x)
+
+    listed = ", ".join(f"{bar.name} {words}" for bar, words in zip(found, told, strict=True))
+    right = RIGHT + LETTER * max(map(len, told))
+    body = LINE * len(found) + 4
+    return Plot(title, f"{title}; {x}; {listed}", draw, body, _room(found), right, tuple(filter(None, parts)))
 
 
-def dots(found: Sequence[Dots], title: str, x: str, *, most: float = math.inf) -> str:
-    """A row of dots for each name, a stroke and a figure at their mean. `most`: as of `lines`, of the axis across."""
+def dots(found: Sequence[Dots], title: str, x: str, *, most: float = math.inf) -> Plot:
+    """A row of dots for each name, with a stroke and a figure at their mean. `most`: as of `bars`."""
     values = [value for row in found for value in row.values]
     if not values:
         return empty(title)
-    xs = _range(values, most)
-    left = 16 + LETTER * min(26, max(len(row.name) for row in found))
-    floor = TOP + LINE * 1.3 * len(found) + 4
-    right = WIDTH - RIGHT - 44
-    out = [*_head(title, WIDTH, floor + BOTTOM), *_floor(xs, x, left, TOP, floor, right)]
-    for number, row in enumerate(found):
-        middle, ink = TOP + LINE * 1.3 * number + 12, COLOURS[number % len(COLOURS)]
-        out.append(f'<text x="{left - 6:.0f}" y="{middle + 4:.0f}" text-anchor="end">{escape(_cut(row.name))}</text>')
-        if not row.values:
-            continue
-        mean = sum(row.values) / len(row.values)
-        at = _at(mean, xs, left, right)
-        out.append(f'<path d="M{at:.1f} {middle - 8:.0f}v16" stroke="{ink}" stroke-width="2"/>')
-        out += [
-            _dot(f"{_at(value, xs, left, right):.1f},{middle:.1f}", ink, f"{row.name}: {short(value)}", 4.0)
-            for value in row.values
-        ]
-        out.append(f'<text x="{right + 6:.0f}" y="{middle + 4:.0f}">{short(mean)}</text>')
-    return "\n".join([*out, "</svg>"])
+    means = [sum(row.values) / len(row.values) if row.values else None for row in found]
+
+    def draw(axis: Any, tip: Callable[[Any, str], None]) -> None:
+        for number, (row, mean) in enumerate(zip(found, means, strict=True)):
+            ink = COLOURS[number % len(COLOURS)]
+            for value in row.values:
+                (dot,) = axis.plot([value], [number], "o", color=ink, markersize=7, clip_on=False)
+                tip(dot, f"{row.name}: {short(value)}")
+            if mean is not None:
+                axis.plot([mean, mean], [number - 0.36, number + 0.36], color=ink, linewidth=2)
+                beside = axis.get_yaxis_transform()
+                axis.text(1.02, number, short(mean), transform=beside, va="center")
+        _rows(axis, [row.name for row in found])
+        _scaled(axis.xaxis, _range(values, most))
+        axis.set_xlabel(x)
+
+    pairs = zip(found, means, strict=True)
+    told = ", ".join(f"{row.name} {'not known' if mean is None else short(mean)} on average" for row, mean in pairs)
+    return Plot(title, f"{title}; {x}; {told}", draw, LINE * 1.3 * len(found) + 4, _room(found), RIGHT + 44)
 
 
-def empty(title: str) -> str:
-    """A plot that has nothing to show says so."""
-    say = f'<text x="{WIDTH / 2:.0f}" y="52" text-anchor="middle" fill-opacity="0.7">not known of this run</text>'
-    return "\n".join([*_head(title, WIDTH, 76.0), say, "</svg>"])
+def empty(title: str) -> Plot:
+    """A plot without data, which says so."""
+
+    def draw(axis: Any, tip: Callable[[Any, str], None]) -> None:
+        axis.set_axis_off()
+        axis.text(0.5, 0.5, "not known of this run", transform=axis.transAxes, ha="center", alpha=0.7)
+
+    return Plot(title, f"{title}: not known of this run", draw, 30.0)
 
 
-def stacked(found: Sequence[str]) -> str:
-    """Plots below each other, as one."""
-    sizes = [re.search(r'viewBox="0 0 (\d+) (\d+)"', svg) for svg in found]
-    heights = [int(size.group(2)) if size else 0 for size in sizes]
-    wide = max((int(size.group(1)) for size in sizes if size), default=0)
-    places = [sum(heights[:index]) for index in range(len(found))]
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {sum(heights)}" width="{wide}" role="img" '
-        'style="max-width:100%;height:auto">'
-    )
-    inner = [
-        svg.replace("<svg ", f'<svg y="{place}" height="{height}" ', 1).replace("height:auto", "", 1)
-        for svg, place, height in zip(found, places, heights, strict=True)
-    ]
-    return "\n".join([head, *inner, "</svg>"])
+# -- rendering ------------------------------------------------------------------------------------
 
 
-def alone(svg: str) -> str:
-    """A plot as a file of its own: dark ink on a white ground, or the other way round where the reader likes dark."""
+def svg(*found: Plot) -> str:
+    """Render plots, one below the other, as one SVG element."""
+    heights = [plot.height for plot in found]
+    with _styled():
+        figure = sheet(WIDTH, sum(heights))
+        tips: dict[str, str] = {}
+
+        def tip(artist: Any, text: str) -> None:
+            artist.set_gid(f"tip{len(tips)}")
+            tips[artist.get_gid()] = text
+
+        for plot, offset in zip(found, accumulate(heights, initial=0.0), strict=False):
+            _place(figure, plot, offset, sum(heights), tip)
+        return rendered(figure, "; ".join(plot.summary for plot in found), tips)
+
+
+def alone(*found: Plot) -> str:
+    """Plots as a file: dark ink on white, or the other way round where the reader prefers dark."""
+    return with_ground(svg(*found))
+
+
+def with_ground(picture: str) -> str:
+    """An SVG element as a file with a background of its own, light or dark as the reader prefers."""
     style = (
         "<style>svg{color:#1c1c1c;background:#fff}"
         "@media(prefers-color-scheme:dark){svg{color:#e8e8e8;background:#16181c}}</style>"
     )
-    return svg.replace(">", f">{style}", 1) + "\n"
+    return picture.replace(">", f">{style}", 1) + "\n"
 
 
-# -- numbers --------------------------------------------------------------------------------------
+def sheet(width: float, height: float) -> Any:
+    """An empty matplotlib figure of so many pixels."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it announces its font cache
+    from matplotlib.figure import Figure
+
+    return Figure((width / 72, height / 72), facecolor="none")
 
 
-def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers, evenly apart, from at most `low` to at least `high`; two or more."""
+def pixels(figure: Any) -> Any:
+    """An axis over a whole figure, in pixels from the upper left, without frame or ticks."""
+    width, height = (72 * side for side in figure.get_size_inches())
+    axis = figure.add_axes((0, 0, 1, 1))
+    axis.set(xlim=(0, width), ylim=(height, 0))
+    axis.set_axis_off()
+    return axis
+
+
+def rendered(figure: Any, summary: str, tips: dict[str, str]) -> str:
+    """A figure as an SVG element with a label for screen readers; `tips`: id of an artist -> its tooltip."""
+    import matplotlib
+
+    file = io.BytesIO()
+    keep = {"svg.fonttype": "none", "svg.hashsalt": summary}  # equal figures are equal bytes
+    with matplotlib.rc_context(keep):
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    text = file.getvalue().decode()
+    text = text[text.index("<svg") :].strip()
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"\s*\n\s*", " ", text).replace("<g/>", "").replace(" <", "<")
+    used = {*re.findall(r'(?:href="|url\()#([^")]+)', text), *tips}
+    text = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in used else "", text)
+    text = re.sub(r' style="[^"]*"', lambda found: _restyled(found[0]), text)
+    text = re.sub(r'<g id="(tip\d+)">', lambda found: f"<g><title>{escape(tips[found[1]])}</title>", text)
+    width, height = (f"{72 * side:.0f}" for side in figure.get_size_inches())
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" role="img" '
+        f'aria-label="{escape(summary)}" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'style="max-width:100%;height:auto">'
+    )
+    return re.sub(r"<svg[^>]*>", lambda _: head, text, count=1)
+
+
+def _restyled(style: str) -> str:
+    """An element's style with the page's ink and fonts in place of matplotlib's."""
+    style = re.sub(r"(font-family: |font: [^;\"]*px )[^;\"]*", lambda found: found[1] + FONTS, style)
+    return style.replace(INK, "currentColor")
+
+
+def _styled() -> Any:
+    """The one style that everything drawn here has."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    import matplotlib
+
+    inked = {f"{name}.color": INK for name in ("text", "xtick", "ytick", "grid")}
+    sizes = {f"{name}.labelsize": 11 for name in ("xtick", "ytick", "axes")} | {"font.size": 11}
+    more = {"axes.labelcolor": INK, "grid.alpha": 0.14, "grid.linewidth": 1, "axes.axisbelow": True, "axes.grid": True}
+    spines = {f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")}
+    marks = {f"{name}.{key}": 0 for name in ("xtick", "ytick") for key in ("major.size", "minor.size")}
+    return matplotlib.rc_context(inked | sizes | more | spines | marks | {"axes.facecolor": "none"})
+
+
+def _place(figure: Any, plot: Plot, offset: float, height: float, tip: Callable[[Any, str], None]) -> None:
+    """Put a plot's title, legend and axis so many pixels below the upper edge."""
+    from matplotlib.lines import Line2D
+
+    def down(pixels: float) -> float:
+        return 1 - (offset + pixels) / height
+
+    figure.text(12 / WIDTH, down(18), plot.title, size=13, weight=600)
+    rows = _wrapped(plot.keys)
+    for row, numbers in enumerate(rows):
+        at = 12.0
+        for number in numbers:
+            y, ink, dash = down(TITLE + LINE * row + 5), COLOURS[number % len(COLOURS)], DASHES[number // 8 % 4]
+            figure.add_artist(Line2D([at / WIDTH, (at + 18) / WIDTH], [y, y], color=ink, linewidth=3, linestyle=dash))
+            figure.text((at + 22) / WIDTH, y, plot.keys[number], va="center")
+            at += 36 + LETTER * len(plot.keys[number])
+    top = TITLE + LINE * len(rows) + 6
+    axis = figure.add_axes(
+        (plot.left / WIDTH, down(top + plot.body), 1 - (plot.left + plot.right) / WIDTH, plot.body / height)
+    )
+    plot.draw(axis, tip)
+
+
+# -- pieces ---------------------------------------------------------------------------------------
+
+
+def ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
+    """Round numbers, evenly apart, from at most `low` to at least `high`; `whole`: integers only."""
+    from matplotlib.ticker import MaxNLocator
+
     if high <= low:
         low, high = (low - abs(low) / 2 or 0.0), (high + abs(high) / 2 or 1.0)
-    rough = (high - low) / about
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * each for each in (1, 2, 2.5, 5, 10) if power * each >= rough * 0.999999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [number * step for number in range(first, last + 1)]
+    found = MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], integer=whole).tick_values(low, high)
+    return [float(value) for value in found]
+
+
+def short(value: float) -> str:
+    """A number with no more digits than a label needs."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _range(values: Sequence[float], most: float) -> list[float]:
@@ -206,9 +328,31 @@ def _range(values: Sequence[float], most: float) -> list[float]:
     return within if len(within) > 1 and within[-1] >= max(values) else found
 
 
-def short(value: float) -> str:
-    """A number with no more digits than a label needs."""
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+def _scaled(axis: Any, marks: Sequence[float], end: float | None = None) -> None:
+    """Set an axis's numbers; it ends at `end`, or at the last number."""
+    last = marks[-1] if end is None or end <= marks[0] else end
+    axis.set_ticks([mark for mark in marks if mark <= last], labels=[short(mark) for mark in marks if mark <= last])
+    axis.axes.set(**{f"{axis.axis_name}lim": (marks[0], last)})
+
+
+def _rows(axis: Any, names: Sequence[str]) -> None:
+    """Name an axis's rows, the first on top."""
+    axis.set_yticks(range(len(names)), [_cut(name) for name in names])
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.grid(False, axis="y")
+
+
+def _told(bar: Bar, total: float) -> str:
+    return "not known" if all(part is None for part in bar.parts) else short(total)
+
+
+def _room(rows: Sequence[Bar | Dots]) -> float:
+    """Pixels for the longest name."""
+    return 18 + LETTER * max(len(_cut(row.name)) for row in rows)
+
+
+def _named(found: Sequence[Line]) -> tuple[str, ...]:
+    return tuple(line.name for line in found if line.name)
 
 
 def _finite(line: Line) -> Line:
@@ -218,80 +362,18 @@ def _finite(line: Line) -> Line:
     return Line(line.name, *kept, *band)
 
 
-def _pairs(line: Line) -> list[tuple[float, float]]:
-    return list(zip(line.x, line.y, strict=True))
-
-
-def _at(value: float, scale: Sequence[float], start: float, end: float) -> float:
-    return start + (value - scale[0]) / (scale[-1] - scale[0]) * (end - start)
-
-
-# -- pieces ---------------------------------------------------------------------------------------
-
-
-def _head(title: str, width: float, height: float) -> list[str]:
-    return [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
-        f'role="img" aria-label="{escape(title, quote=True)}" style="max-width:100%;height:auto" {FONT}>',
-        f'<text x="12" y="18" font-size="13" font-weight="600">{escape(title)}</text>',
-    ]
-
-
-def _axes(xs: Sequence[float], ys: Sequence[float], x: str, y: str, top: float, floor: float) -> list[str]:
-    out = _floor(xs, x, LEFT, top, floor, WIDTH - RIGHT)
-    for value in ys:
-        at = _at(value, ys, floor, top)
-        out.append(f'<path d="M{LEFT:.0f} {at:.1f}H{WIDTH - RIGHT:.0f}" stroke="currentColor" stroke-opacity="0.14"/>')
-        out.append(f'<text x="{LEFT - 6:.0f}" y="{at + 4:.1f}" text-anchor="end">{short(value)}</text>')
-    middle = (top + floor) / 2
-    turn = f'transform="rotate(-90 14 {middle:.0f})"'
-    out.append(f'<text x="14" y="{middle:.0f}" text-anchor="middle" {turn}>{escape(y)}</text>')
-    return out
-
-
-def _floor(xs: Sequence[float], label: str, left: float, top: float, floor: float, right: float) -> list[str]:
-    """The axis below, its numbers and the strokes above them."""
-    out = []
-    for value in xs:
-        at = _at(value, xs, left, right)
-        out.append(f'<path d="M{at:.1f} {top:.1f}V{floor:.1f}" stroke="currentColor" stroke-opacity="0.14"/>')
-        out.append(f'<text x="{at:.1f}" y="{floor + 15:.1f}" text-anchor="middle">{short(value)}</text>')
-    middle = (left + right) / 2
-    out.append(f'<text x="{middle:.0f}" y="{floor + 33:.1f}" text-anchor="middle">{escape(label)}</text>')
-    return out
-
-
 def _wrapped(names: Sequence[str]) -> list[list[int]]:
-    """The legend's entries by their numbers, as many in a line as fit."""
+    """The legend's entries by number, as many in a line as fit."""
     rows: list[list[int]] = []
     room = 0.0
     for number, name in enumerate(names):
-        wide = 34 + LETTER * len(name)
+        wide = 36 + LETTER * len(name)
         if not rows or wide > room:
             rows.append([])
             room = WIDTH - 24
         rows[-1].append(number)
         room -= wide
     return rows
-
-
-def _keys(rows: Sequence[Sequence[int]], names: Sequence[str]) -> list[str]:
-    out = []
-    for line, row in enumerate(rows):
-        at, down = 12.0, TOP + LINE * line + 5
-        for number in row:
-            ink = COLOURS[number % len(COLOURS)]
-            dash = DASHES[number // len(COLOURS) % len(DASHES)]
-            dashed = f' stroke-dasharray="{dash}"' if dash else ""
-            out.append(f'<path d="M{at:.0f} {down:.0f}h18" stroke="{ink}" stroke-width="3"{dashed}/>')
-            out.append(f'<text x="{at + 22:.0f}" y="{down + 4:.0f}">{escape(names[number])}</text>')
-            at += 34 + LETTER * len(names[number])
-    return out
-
-
-def _dot(place: str, ink: str, tip: str, radius: float = 2.4) -> str:
-    x, y = place.split(",")
-    return f'<circle cx="{x}" cy="{y}" r="{radius}" fill="{ink}"><title>{escape(tip)}</title></circle>'
 
 
 def _cut(name: str, most: int = 26) -> str:

@@ -1,28 +1,28 @@
-"""The parts of a run's page, each made of what there is to tell; one that has nothing to tell is empty."""
+"""The parts of a run's page as values for its template; a part without content is None or empty."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from fedquilt import metrics, units
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Plan, Rounds, Surveyed, apply
-from fedquilt.coordinator.store import Row
 from fedquilt.coordinator.views import costs
 from fedquilt.coordinator.views import log as stories
 from fedquilt.coordinator.views.costs import Ledger
-from fedquilt.tools.report import matrix, page, plots
+from fedquilt.tools.report import matrix, plots
 from fedquilt.tools.report.found import Found
+from fedquilt.tools.report.page import Section, Table, drawn
 
 T = TypeVar("T")
 
-MOST_DEVICES = 40  # bars of one picture
+MOST_DEVICES = 40  # bars in one plot
 MOST_ROUNDS = 40  # likewise
-MOST_LINES = 1000  # of the story
+MOST_LINES = 1000  # of the log
 
 
 def tiles(found: Found) -> list[tuple[str, str]]:
@@ -45,13 +45,15 @@ def tiles(found: Found) -> list[tuple[str, str]]:
     return tiles
 
 
-def accuracy(found: Found) -> list[str]:
+def accuracy(found: Found) -> Section:
+    """Over rounds, time, bytes and energy; a single evaluation is a sentence."""
     if not found.checks and not found.scores:
-        return [page.text("Not measured: the job has [check] every = 0, and `fedquilt evaluate` has found nothing.")]
+        how = f"fedquilt evaluate {found.row.id} --home {found.home}"
+        return Section([f"Not measured: the job has [check] every = 0. `{how}` measures it on the test set."])
     if len({*(point.rounds for point in found.checks), *(score.rounds for score in found.scores)}) < 2:
-        return [*map(page.text, _last(found)), *_personal(found)]
+        return Section(_last(found), (), *_personal(found))
     at = {point.rounds: point for point in found.points}
-    axes = [("rounds that are done", "by round", {point.rounds: float(point.rounds) for point in found.points})]
+    axes = [("rounds", "by round", {point.rounds: float(point.rounds) for point in found.points})]
     for title, label, taken in (
         ("by time", "coordinator's clock", {r: point.clock_s for r, point in at.items()}),
         ("by the boards' time", "slowest board of each round", _known({r: p.boards_s for r, p in at.items()})),
@@ -69,15 +71,15 @@ def accuracy(found: Found) -> list[str]:
     metric = _metric(found)
     heading = metric.title[0].upper() + metric.title[1:]
     unit, most = (", %", 100.0) if metric.share else ("", math.inf)
-    drawn = [
+    over = (
         plots.lines(_lines(found, places), f"{heading} {title}", label, metric.title + unit, most=most)
         for label, title, places in axes
-    ]
-    return [page.plots(drawn), *_personal(found)]
+    )
+    return Section((), drawn(*over), *_personal(found))
 
 
 def _last(found: Found) -> list[str]:
-    """One evaluation is no curve."""
+    """One evaluation as a sentence."""
     return [
         f"After {score.rounds} rounds: {_value(score.metric, score.value)} of {score.examples} examples of the test "
         "set."
@@ -104,10 +106,11 @@ def _lines(found: Found, places: Mapping[int, float]) -> list[plots.Line]:
     return lines
 
 
-def _personal(found: Found) -> list[str]:
+def _personal(found: Found) -> tuple[list[str], Table | None]:
+    """A sentence and a table of evaluations on the devices' held-out shares; nothing without any."""
     checks = found.checks
     if not checks:
-        return []
+        return [], None
     last = checks[-1].personal
     assert last is not None
     rows = [
@@ -120,14 +123,15 @@ def _personal(found: Found) -> list[str]:
         if (own := point.personal) is not None
     ]
     head = ["after rounds", "weighted by examples", "mean of devices", "worst tenth", "devices"]
-    note = f"Held-out shares: the devices' own examples that are not trained on; {len(last.devices)} devices told last."
-    return [page.text(note), page.table(head, rows)]
+    note = f"Held-out shares: the devices' own examples that are not trained on; {len(last.devices)} devices reported."
+    return [note], Table(head, rows)
 
 
-def time(found: Found) -> list[str]:
+def time(found: Found) -> Section | None:
+    """Where each round's time went, seen from its devices."""
     splits = found.splits
     if not splits:
-        return []
+        return None
     chosen = _spread(splits, MOST_ROUNDS)
     lasted_s = sum(split.lasted_s for split in splits)
     scale, prefix = units.unit(max(split.lasted_s for split in splits)) if lasted_s < 100 else (1.0, "")
@@ -141,67 +145,56 @@ def time(found: Found) -> list[str]:
     }
     some = "" if len(chosen) == len(splits) else f" {len(chosen)} of {len(splits)} rounds are drawn."
     note = (
-        f"A round seen from a device that answered, on average: {shares['compute']:.0f} % at its task, "
-        f"{shares['transfer']:.0f} % fetching, starting and sending, {shares['wait']:.0f} % waiting for others and "
-        f"for the round to begin.{some}"
+        f"Of a round, a device that answers spends on average {shares['compute']:.0f} % at its task, "
+        f"{shares['transfer']:.0f} % fetching, starting and sending, {shares['wait']:.0f} % waiting for other "
+        f"devices and for the round to begin.{some}"
     )
     points = found.points
     clocks = []
     if points:
         last = points[-1]
-        clocks.append(f"The coordinator's clock counted {seconds(last.clock_s)}, this machine's {seconds(last.real_s)}")
+        told = f"The coordinator's clock counted {seconds(last.clock_s)}, this machine's {seconds(last.real_s)}"
         if last.boards_s is not None:
-            clocks[-1] += f"; the slowest board of each round says {seconds(last.boards_s)} in all"
-        clocks[-1] += (
-            ". Simulated boards tell what their profiles predict: what their tasks really took here counts as fetching "
-            "and sending; on virtual time (`fedquilt fleet --link memory`) the coordinator's clock is virtual too."
+            told += f"; the slowest boards of all rounds report {seconds(last.boards_s)} together"
+        clocks.append(
+            f"{told}. Simulated boards report what their profiles predict; what their tasks really took here counts as "
+            "fetching and sending. On virtual time (`fedquilt fleet --link memory`) the coordinator's clock is virtual."
         )
     names = ("task", "down, start and up", "waiting")
-    return [
-        page.text(note),
-        page.plots([plots.bars(bars, "Time per round, mean over its devices", f"{prefix}s", names)]),
-        *map(page.text, clocks),
-    ]
+    plot = plots.bars(bars, "Time per round, mean over its devices", f"{prefix}s", names)
+    return Section([note], drawn(plot), clocks)
 
 
-def devices(found: Found) -> list[str]:
+def devices(found: Found) -> Section | None:
+    """What each device took: energy and memory as plots, all of it as a table."""
     known = found.account.devices
     if not known:
-        return []
+        return None
     own: dict[str, float] = {}
     for point in found.checks:
         own |= point.personal.devices if point.personal is not None else {}
     rows = [
-        [name, *_device(of), _value(_metric(found).name, own[name]) if name in own else "-"]
+        [name, *_device(of), *([_value(_metric(found).name, own[name]) if name in own else "-"] if own else [])]
         for name, of in known.items()
     ]
-    head = [
-        "device",
-        "tasks",
-        "refused",
-        "task s",
-        "J",
-        "J above idle",
-        "peak memory",
-        "down",
-        "up",
-        f"last {_title(found)}",
-    ]
+    head = ["device", "tasks", "refused", "s per task", "J", "J above idle", "peak memory", "down", "up"]
+    head += [f"last {_title(found)}"] if own else []
     shown = dict(sorted(known.items(), key=lambda each: -(each[1].energy_j or 0.0))[:MOST_DEVICES])
-    drawn = []
+    figures = []
     if any(of.energy_j is not None for of in shown.values()):
         scale, prefix = units.unit(max(of.energy_j or 0.0 for of in shown.values()))
         joules = [plots.Bar(name, [each and each / scale for each in _energy(of)]) for name, of in shown.items()]
-        drawn.append(
-            plots.bars(joules, "Energy of each device", f"{prefix}J", ("idle", "above idle", "not told apart"))
-        )
+        kinds = ("idle", "above idle", "idle part unknown")
+        used = 3 if any(bar.parts[2] is not None for bar in joules) else 2
+        joules = [plots.Bar(bar.name, bar.parts[:used]) for bar in joules]
+        figures.append(plots.bars(joules, "Energy of each device", f"{prefix}J", kinds[:used]))
     if any(of.peak_bytes is not None for of in shown.values()):
         peaks = [plots.Bar(name, _peak(of)) for name, of in shown.items()]
-        drawn.append(plots.bars(peaks, "Highest memory of a task", "MB", ("runtime", "task")))
-    some = [] if len(shown) == len(known) else [page.text(f"Drawn: {len(shown)} of {len(known)} devices.")]
+        figures.append(plots.bars(peaks, "Highest memory of a task", "MB", ("runtime", "task")))
+    notes = [] if len(shown) == len(known) else [f"Drawn: {len(shown)} of {len(known)} devices."]
     sources = sorted({of.energy_source for of in known.values() if of.energy_source})
-    told = [page.text(f"Joules by: {'; '.join(sources)}.")] if sources else []
-    return [page.plots(drawn), *some, *told, page.table(head, rows)]
+    notes += [f"Energy measured by: {'; '.join(sources)}."] if sources else []
+    return Section((), drawn(*figures), notes, Table(head, rows))
 
 
 def _device(of: Ledger) -> list[str]:
@@ -231,56 +224,55 @@ def _peak(of: Ledger) -> tuple[float | None, float | None]:
     return (base / 1e6, (of.peak_bytes - base) / 1e6)
 
 
-def bytes(found: Found) -> list[str]:
+def bytes(found: Found) -> Section | None:
+    """What was sent in each round."""
     per_round = found.account.rounds
     if not per_round:
-        return []
+        return None
     scale, prefix = units.unit(max(of.down_bytes + of.up_bytes for of in per_round.values()))
     chosen = _spread(list(per_round.items()), MOST_ROUNDS)
     bars = [plots.Bar(_round(found, n), (of.down_bytes / scale, of.up_bytes / scale)) for n, of in chosen]
     whole = found.account.whole
     down, up = units.size(whole.down_bytes), units.size(whole.up_bytes)
-    note = f"In all {down} down and {up} up: tensors and models, no protocol."
-    return [
-        page.text(note),
-        page.plots([plots.bars(bars, "Bytes per round, all devices", f"{prefix}B", ("down", "up"))]),
-    ]
+    note = f"In all {down} down and {up} up: tensors and models, without the protocol's own messages."
+    return Section([note], drawn(plots.bars(bars, "Bytes per round, all devices", f"{prefix}B", ("down", "up"))))
 
 
-def parts(found: Found) -> list[str]:
-    if not found.parts:
-        return []
-    codes = Counter(part.code for devices in found.parts.values() for part in devices.values())
-    reasons = Counter(
+def reasons(found: Found) -> Table:
+    """How often each device did not contribute, and why."""
+    counted = Counter(
         (name, matrix.reason(part))
         for devices in found.parts.values()
         for name, part in devices.items()
         if part.code not in ("answered", "drawn", "asked")
     )
-    rows = [[name, text, str(count)] for (name, text), count in reasons.most_common(20)]
-    table = [page.table(["device", "why not", "rounds"], rows)] if rows else []
-    told = ", ".join(f"{matrix.MEANINGS.get(code, code)}: {count}" for code, count in codes.most_common())
-    return [page.text(f"Over all rounds and devices: {told}."), page.wide(matrix.svg(found.parts)), *table]
+    rows = [[name, text, str(count)] for (name, text), count in counted.most_common(20)]
+    return Table(["device", "why not", "rounds"], rows, ["why not"])
 
 
-def story(found: Found) -> list[str]:
-    if not found.facts:
-        return [page.text("Nothing yet.")]
-    began = found.facts[0][0]
-    brief, whole, state = [], [], Rounds(Plan.of(found.row.job))
+class Told(NamedTuple):
+    """The log in sentences."""
+
+    brief: list[str]  # without each answer; empty: nothing has happened yet
+    whole: list[str]
+    energy: list[str]
+
+
+def story(found: Found) -> Told:
+    """What happened: in brief, and fact by fact."""
+    brief, whole, teller = [], [], stories.Teller()
+    state = Rounds(Plan.of(found.row.job))
     for at, fact in found.facts:
         state = apply(state, fact, 0.0)
-        first, *more = stories.sentences(fact, stories.closing(state, fact))
-        lines = [f"{at - began:9.1f} s  {first}", *(f"{'':13}{line}" for line in more)]
+        first, *more = teller.tell(fact, state)
+        lines = [f"{at - found.facts[0][0]:9.1f} s  {first}", *(f"{'':13}{line}" for line in more)]
         whole += lines
         if not isinstance(fact, Surveyed | Asked) and _news(fact):
             brief += lines
     cut = [f"... {len(whole) - MOST_LINES} more lines: fedquilt logs {found.row.id}"]
     detail = whole if len(whole) <= MOST_LINES else [*whole[:MOST_LINES], *cut]
     told = brief if len(brief) <= MOST_LINES else [*brief[:MOST_LINES], *cut]
-    energy = [page.text(line) for line in costs.lines(found.account)]
-    clock = page.text("Seconds since the run began, by the clock of the machine that ran it; rounds count from 0.")
-    return [clock, page.story(told), *energy, page.story(detail, "every fact of the log", open_=False)]
+    return Told(told, detail, costs.lines(found.account))
 
 
 def _news(fact: AnyFact) -> bool:
@@ -288,9 +280,30 @@ def _news(fact: AnyFact) -> bool:
     return not isinstance(fact, Answered | Closed)
 
 
-def settings(row: Row) -> list[str]:
-    table = msgspec.to_builtins(row.job)
-    return [f"{name} = {msgspec.json.encode(value).decode()}" for name, value in table.items() if value not in ({}, [])]
+def toml(job: Any) -> str:
+    """A job as TOML, without what is left at its default."""
+    import tomli_w
+
+    return tomli_w.dumps(_changed(job))
+
+
+def _changed(table: Any) -> dict[str, Any]:
+    """The fields of a struct that are not at their default; structs in it likewise."""
+    found = {}
+    for field in msgspec.structs.fields(table):
+        value = getattr(table, field.name)
+        default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        if value != default and value is not None:
+            inner = _changed(value) if isinstance(value, msgspec.Struct) else _plain(msgspec.to_builtins(value))
+            found[field.encode_name] = inner
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Without None, which TOML has no word for."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items() if each is not None}
+    return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
 # -- figures --------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fedquilt.core import DataError
-from fedquilt.data.readers import audio, images, npz, table, text
+from fedquilt.data.readers import audio, images, npz, outside, table, text
 from fedquilt.data.readers.base import Reader, reading
 from fedquilt.data.spec import DataSpec
 
@@ -36,6 +36,8 @@ def open_(spec: DataSpec) -> Reader:
     Raises:
         DataError: nothing is there, or nothing that can be read; names the file and the mend.
     """
+    if not spec.path:
+        return outside.open_(spec)
     path = Path(spec.path)
     with reading(path):  # in a folder that is shut to this user, nothing can even be looked for
         kind = spec.format if spec.format != "auto" else _kind(path, spec)

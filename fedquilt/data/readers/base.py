@@ -55,7 +55,7 @@ def rows_of(stream: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any], rows: n
     return result
 
 
-def labels_of(y: np.ndarray, path: Path, task: TaskKind = "classes") -> np.ndarray:
+def labels_of(y: np.ndarray, path: Path | str, task: TaskKind = "classes") -> np.ndarray:
     """Labels as their task has them: see `Reader`.
 
     Raises:

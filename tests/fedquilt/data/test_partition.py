@@ -109,7 +109,7 @@ MIXED = [{"path": "a.npz", "labels_from": 0}, {"path": "b.npz", "labels_from": 1
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({}, "one of path, sources and synthetic is wanted, not none"),
+        ({}, "one of path, sources, synthetic and dataset is wanted, not none"),
         ({"path": "a.npz", "synthetic": "fedpews-32k"}, "not path and synthetic"),
         ({"synthetic": "fedpews-64k"}, "synthetic"),
         ({"synthetic": "fedpews-32k", "dataset": "MNIST"}, "dataset goes with path"),
