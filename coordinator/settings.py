@@ -133,8 +133,8 @@ def require_task(name: str, method: Method, network: Mapping[str, Any]) -> None:
     """
     if (task := metrics.task_of(network)) not in method.tasks:
         raise JobError(
-            f"task = {task!r}: {name} works with {' and '.join(map(repr, method.tasks))} only, as its rules need a class "
-            "for each example: take another method, fedavg or fedprox for instance"
+            f"task = {task!r}: {name} works with {' and '.join(map(repr, method.tasks))} only, as its rules need a "
+            "class for each example: take another method, fedavg or fedprox for instance"
         )
 
 
