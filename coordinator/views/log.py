@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-from fedquilt import units
+from fedquilt import metrics, units
 from fedquilt.coordinator import eligibility, rounds
 from fedquilt.coordinator.facts import (
     Answered,
@@ -156,14 +156,16 @@ def _committed(fact: Committed, closing: bool, updates: Sequence[Update], select
     return [*told, *fact.notes]
 
 
-def _evaluated(metrics: Mapping[str, float]) -> list[str]:
+def _evaluated(found: Mapping[str, float]) -> list[str]:
     """The evaluation among a round's metrics."""
-    told = {name.removeprefix("check."): value for name, value in metrics.items() if name.startswith("check.")}
-    examples = told.pop("examples", None)
-    accuracy = told.pop("accuracy", None)
+    told = {name.removeprefix("check."): value for name, value in found.items() if name.startswith("check.")}
+    examples, main = told.pop("examples", None), metrics.main(told)
     on = f" on {examples:.0f} held-out examples" if examples is not None else ""
-    found = [f"accuracy {100 * accuracy:.1f} %{on}"] if accuracy is not None else []
-    return [*found, *([_shown(told) + (on if accuracy is None else "")] if told else [])]
+    if main is None:
+        return [_shown(told) + on] if told else []
+    metric, value = main
+    del told[metric.name]
+    return [f"{metric.title} {metrics.shown(metric, value, 1)}{on}", *([_shown(told)] if told else [])]
 
 
 def _energy(updates: Sequence[Update]) -> str | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedquilt import metrics
 from fedquilt.api import live
 from fedquilt.api.job import Job
 from fedquilt.api.simulation import digest
@@ -55,7 +56,7 @@ class Comparison:
         runs took in all, or with a target until the first evaluation that reached it, and reached, by how many seeds.
 
         Args:
-            target: accuracy, 0..1.
+            target: value of the main metric; accuracy runs from 0 to 1.
         """
         rows = []
         for name, of in zip(self.names, self.runs, strict=True):
@@ -78,7 +79,11 @@ class Comparison:
                     "real_seconds": costs["real_s"],
                 }
             )
-        return Table({key: [row[key] for row in rows] for key in rows[0]})
+        return Table(metrics.titled(self._metric, {key: [row[key] for row in rows] for key in rows[0]}))
+
+    @property
+    def _metric(self) -> metrics.Metric:
+        return tables.metric_of([run for of in self.runs for run in of])
 
     def curves(self) -> Table:
         """One row an evaluation: job, seed, rounds, accuracy, held_accuracy, worst_decile, and costs up to it."""
@@ -89,7 +94,7 @@ class Comparison:
             for mark in run.marks
         ]
         keys = list(found[0]) if found else ["job", "seed"]
-        return Table({key: [row[key] for row in found] for key in keys})
+        return Table(metrics.titled(self._metric, {key: [row[key] for row in found] for key in keys}))
 
     def to_pandas(self) -> pd.DataFrame:
         """`curves` as a pandas data frame.
@@ -167,13 +172,13 @@ def _cases(job: Job, out: Path, seeds: Sequence[int]) -> list[runs.Case]:
 
 
 def _last(run: Run) -> float | None:
-    return run.marks[-1].accuracy if run.marks else None
+    return run.marks[-1].value if run.marks else None
 
 
 def _columns(mark: Mark) -> dict[str, Any]:
     return {
         "rounds": mark.rounds,
-        "accuracy": mark.accuracy,
+        "accuracy": mark.value,
         "held_accuracy": mark.held,
         "worst_decile": mark.worst_decile,
         "seconds": mark.seconds,

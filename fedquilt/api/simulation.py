@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from fedquilt import metrics
 from fedquilt.api import live
 from fedquilt.api.job import Job
 from fedquilt.api.run import Follower, Run
@@ -114,7 +115,7 @@ class _Watch:
 
     def _tell(self, *, ended: bool) -> None:
         for row in self._follower.new(ended=ended) if self._follower is not None else ():
-            if row["accuracy"] is not None:
-                self._accuracy = f", accuracy {100 * row['accuracy']:.1f} %"
+            if (main := metrics.main(row)) is not None and main[1] is not None:
+                self._accuracy = f", {main[0].title} {metrics.shown(*main, 1)}"
             for tracker in self._trackers:
                 tracker.round(row)

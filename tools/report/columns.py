@@ -6,11 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from fedquilt import metrics
 from fedquilt.coordinator.facts import Answered, AnyFact, Committed
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.views import costs, progress
 from fedquilt.coordinator.views.scores import Scores
 from fedquilt.core import Update
+from fedquilt.metrics import ACCURACY, Metric
 
 Row = dict[str, Any]
 
@@ -51,11 +53,13 @@ class Rounds:
 
     Args:
         limit: rounds after which the job ends at the latest.
+        metric: the task's main one; a column of ROUND that is named after accuracy is named after it.
     """
 
     limit: int
+    metric: Metric = ACCURACY
     rows: list[Row] = field(default_factory=list)
-    devices: dict[str, float] = field(default_factory=dict)  # device -> accuracy at its last check
+    devices: dict[str, float] = field(default_factory=dict)  # device -> main metric at its last check
     _updates: list[Update] = field(default_factory=list)
     _extra: int = 0
     _over: bool = False
@@ -112,8 +116,8 @@ class Rounds:
                 row |= {"accuracy": own.weighted, "loss": own.loss}
             if test:
                 score = test.get(row["round"])
-                row |= {"accuracy": score and score.accuracy, "loss": score and score.loss}
-            rows.append(row)
+                row |= {"accuracy": score and score.value, "loss": score and score.loss}
+            rows.append(metrics.titled(self.metric, row))
         return rows
 
 
@@ -135,16 +139,21 @@ def _plus(row: Row, more: Row) -> None:
 
 def rounds(facts: Iterable[AnyFact], job: Job, found: Scores) -> dict[str, list[Any]]:
     """The columns of ROUND."""
-    made = Rounds(job.rounds)
+    made = Rounds(job.rounds, metric_of(job))
     for fact in facts:
         made.add(fact)
     rows = made.scored(found)
-    return {name: [row[name] for row in rows] for name in ROUND}
+    return {name: [row[name] for row in rows] for name in (metrics.column(made.metric, each) for each in ROUND)}
+
+
+def metric_of(job: Job) -> Metric:
+    """The main metric of a job's task."""
+    return metrics.MAIN[metrics.task_of(job.model)]
 
 
 def devices(facts: Sequence[AnyFact], job: Job, found: Scores) -> dict[str, list[Any]]:
     """The columns of DEVICE, sorted by device: all that have answered, declined or been evaluated."""
-    made = Rounds(job.rounds)
+    made = Rounds(job.rounds, metric_of(job))
     for fact in facts:
         made.add(fact)
     accuracy = found.devices or made.devices
@@ -167,4 +176,4 @@ def devices(facts: Sequence[AnyFact], job: Job, found: Scores) -> dict[str, list
                 "accuracy": accuracy.get(name),
             }
         )
-    return {name: [row[name] for row in rows] for name in DEVICE}
+    return metrics.titled(made.metric, {name: [row[name] for row in rows] for name in DEVICE})
