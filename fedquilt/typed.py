@@ -35,6 +35,8 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--out", type=Path, default=Path("fedquilt-demo"), help="folder for what it makes (default: %(default)s)"
     )
+    one.add_argument("--open", action="store_true", help="open the report in a browser at the end")
+    one.add_argument("-v", dest="verbose", action="count", default=argparse.SUPPRESS, help="print every round")
     _format(one)
 
     one = verb("prepare", verbs.prepare, "make a job's bundle: donors split into blocks, or a network's first weights")

@@ -17,7 +17,7 @@ ENDED = {"done": 0, "failed": 8, "stopped": 9}
 def demo(options: argparse.Namespace) -> int:
     from fedquilt.tools import demo as tool
 
-    return tool.demo(options.out, options.format)
+    return tool.demo(options.out, options.format, options.verbose > 0, options.open)
 
 
 def prepare(options: argparse.Namespace) -> int:
