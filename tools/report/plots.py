@@ -96,7 +96,8 @@ def lines(
         for number, line in enumerate(found):
             ink, dash = COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
             if line.low and line.high:
-                axis.fill_between(line.x, line.low, line.high, color=ink, alpha=0.16, linewidth=0)
+                edge = [*line.x, *reversed(line.x)], [*line.low, *reversed(line.high)]
+                axis.fill(*edge, facecolor=ink, alpha=0.16)
             if len(line.x) > 1:
                 axis.plot(line.x, line.y, color=ink, linewidth=1.8, linestyle=dash)
             for a, b in zip(line.x, line.y, strict=True) if len(line.x) <= MOST_DOTS else ():
@@ -265,9 +266,8 @@ def _rendered(width: float, height: float, summary: str, draw: Callable[[Any, Ti
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r"\s*\n\s*", " ", text).replace(" <", "<")
     used = {*re.findall(r'(?:href="|url\()#([^")]+)', text), *tips}
-    text = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in used else "", text)
+    text = re.sub(r"<[a-zA-Z][^<>]*>", lambda found: _tag(found[0], used), text)
     text = re.sub(r"<g/>|<defs></defs>", "", text)
-    text = re.sub(r' style="[^"]*"', lambda found: _restyled(found[0]), text)
     text = re.sub(r'<g id="(tip\d+)">', lambda found: f"<g><title>{escape(tips[found[1]])}</title>", text)
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" role="img" '
@@ -277,10 +277,11 @@ def _rendered(width: float, height: float, summary: str, draw: Callable[[Any, Ti
     return re.sub(r"<svg[^>]*>", lambda _: head, text, count=1)
 
 
-def _restyled(style: str) -> str:
-    """An element's style with the page's ink and fonts in place of matplotlib's."""
-    style = re.sub(r"(font-family: |font: [^;\"]*px )[^;\"]*", lambda found: found[1] + FONTS, style)
-    return style.replace(INK, "currentColor")
+def _tag(tag: str, used: set[str]) -> str:
+    """An element's tag with the page's ink and fonts in place of matplotlib's, without an id that nothing refers to."""
+    tag = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in used else "", tag)
+    tag = re.sub(r"(font-family: |font: [^;\"]*px )[^;\"]*", lambda found: found[1] + FONTS, tag)
+    return tag.replace(INK, "currentColor")
 
 
 def style(salt: str) -> Any:
