@@ -1,5 +1,7 @@
 """Why a device cannot be asked now: one code for each reason, so that the log can hold it for a fleet of thousands.
 
+`told` gives a code's sentence.
+
 Pure: what the registry knows of a device, and what a job wants of it. What is not known excludes nobody:
 a board without a battery or a thermal sensor is not asked for one.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
+from fedquilt import plugins
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import Profile
 from fedquilt.wire import Telemetry
@@ -18,6 +21,7 @@ REASONS: Final[Mapping[str, str]] = {
     "profile": "has not said what it is",
     "engine": "has no engine that the job's method runs on",
     "codec": "does not know the codec of the job's [wire]: its fedquilt is older than the job wants",
+    "plugin": "lacks a package that the job needs, or has another content of it",
     "battery": "its battery is below [cohort] min_battery, and not charging",
     "hot": "hotter than [cohort] max_temperature_c",
     "memory": "declined such work for want of memory: it is asked again after some rounds, or for less",
@@ -42,13 +46,14 @@ class Wants(NamedTuple):
     engines: tuple[str, ...]
     cohort: Cohort
     codec: str = "raw"
+    plugins: tuple[tuple[str, str], ...] = ()  # of other packages: `fedquilt.plugins.needs`, as pairs
 
 
 Check: TypeAlias = Callable[[Seen, Wants], str | None]
 
 
 def reasons(fleet: Mapping[str, Seen], wants: Wants, checks: Sequence[Check] | None = None) -> dict[str, str]:
-    """Device -> a key of REASONS, the first that holds. Who is not in it can be asked."""
+    """Device -> a code, the first that holds; `told` says it. Who is not in it can be asked."""
     found = {}
     for device, seen in fleet.items():
         for check in checks or CHECKS:
@@ -57,6 +62,35 @@ def reasons(fleet: Mapping[str, Seen], wants: Wants, checks: Sequence[Check] | N
                 found[device] = code
                 break
     return found
+
+
+def key(code: str) -> str:
+    """The key of REASONS that a code is of."""
+    return code.partition(" ")[0]
+
+
+def told(code: str) -> str:
+    """The sentence for a code: a key of REASONS, or what `_plugin` makes of a package."""
+    key, _, rest = code.partition(" ")
+    if key != "plugin" or not rest:
+        return REASONS.get(code, code)
+    package, wanted, found = rest.split("|")
+    if not found:
+        return (
+            f"has no package {package}, of which the job needs {wanted}: install it there, and allow it in agent.toml"
+        )
+    return f"has package {package} {found}, and the job needs {wanted}: install the same content there"
+
+
+def _plugin(seen: Seen, wants: Wants) -> str | None:
+    """Which package is missing or another, with both versions and the beginnings of their contents' digests."""
+    if seen.profile is None:
+        return None
+    for module, proof in wants.plugins:
+        found = seen.profile.versions.get(f"plugin {module}", "")
+        if found != proof:
+            return f"plugin {proof.split(' ')[0]}|{plugins.short(proof)}|{plugins.short(found)}"
+    return None
 
 
 def _offline(seen: Seen, wants: Wants) -> str | None:
@@ -87,4 +121,4 @@ def _hot(seen: Seen, wants: Wants) -> str | None:
     return "hot" if told.temperature_c > limit else None
 
 
-CHECKS: Final[tuple[Check, ...]] = (_offline, _engine, _codec, _battery, _hot)
+CHECKS: Final[tuple[Check, ...]] = (_offline, _engine, _codec, _plugin, _battery, _hot)

@@ -6,6 +6,7 @@ computes (`task`, `taken`, `commit`) is a function of that state and of blobs on
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,11 +14,12 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt import bundle, compression, methods, tensors, tiers
-from fedquilt.coordinator import checks, settings, stop
+from fedquilt import bundle, compression, methods, plugins, tensors, tiers
+from fedquilt.coordinator import checks, folding, settings, stop
 from fedquilt.coordinator.deadline import Ask
-from fedquilt.coordinator.eligibility import Seen
+from fedquilt.coordinator.eligibility import Seen, Wants
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Plan, Rounds, Started, apply
+from fedquilt.coordinator.folding import Folding
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.core import (
     Action,
@@ -38,8 +40,10 @@ from fedquilt.core import (
     Work,
     derive_seed,
 )
+from fedquilt.metrics import KNOWN
 from fedquilt.tiers import Member
 
+ENGINES: Final = ("numpy", "onnx", "torch")  # fedquilt's own: edge_agent/engines
 READ_BYTES: Final = 32 << 20  # of a round's updates, read once for both their examination and the commit
 HELD: Final = 2  # tasks whose tensors are kept, so that what many devices get is encoded once
 
@@ -62,10 +66,12 @@ class Running:
                 stored = store.depot.put_file(row.bundle / "blobs" / ref.sha256)
                 if stored != ref:
                     raise JobError(f"{row.bundle}: file {name!r} is not what the bundle says: prepare it anew")
+        self.wants = Wants(self.engines, row.job.cohort, row.job.wire.codec, tuple(needs(row.job, self.bundle).items()))
         self.rounds = Rounds(Plan.of(row.job))
         self.state: Any = None
         self._read: dict[str, tuple[Update, Contribution]] = {}  # of the running round, up to READ_BYTES: by device
         self._read_bytes = 0
+        self._folding = Folding()  # of the running round
         self._all_able: tuple[object, Work] | None = None  # for whom all of the fleet had room when last looked at
         self._sent: set[str] = set()  # sha256 of blobs made for the running round's tasks
         self._encoded: dict[int, tuple[Tensors, BlobRef]] = {}  # the last of them, by their tensors' identity
@@ -165,10 +171,10 @@ class Running:
         """
         bundles = {}
         for name, ref in update.bundles.items():
-            path = self._store.depot.path(ref.sha256)
-            if path is None:
+            payload = self._store.depot.load(ref.sha256)
+            if payload is None:
                 raise JobError(f"blob {ref.sha256[:12]} of {update.device}'s update is gone from {self._store.home}")
-            bundles[name] = tensors.read(path)
+            bundles[name] = tensors.decode(payload)
             tensors.require_finite(bundles[name])
         return Contribution(update.device, update.round, update.weight, update.metrics, bundles)
 
@@ -187,14 +193,47 @@ class Running:
             return update
         with checks.named(update.device):
             checks.require_weight(update, self.job.cohort.max_examples)
+            if self.job.wire.codec == "raw" and self._folding.holds(update):
+                return update
             given = self.contribution(update)
             plain = compression.decoded(self.job.wire, given.bundles, lambda name: self._base(update, name, profile))
             given = replace(given, bundles=plain)
-            self._half.fold(self.state, None, given)
-        if self.job.wire.codec == "raw":
+            begun = self._folding.total if self._in_order(update.device) else None
+            total = self._half.fold(self.state, begun, given)
+        if self.job.wire.codec != "raw":
+            refs = {name: self._store.depot.stow(tensors.encode(bundle)) for name, bundle in plain.items()}
+            update = msgspec.structs.replace(update, bundles=refs, bases={})
+        if not self._in_order(update.device):
             return self._kept(update, given)
-        refs = {name: self._store.depot.put(tensors.encode(bundle)) for name, bundle in plain.items()}
-        return self._kept(msgspec.structs.replace(update, bundles=refs, bases={}), given)
+        self._folding.take(update.device, folding.told(update), total)
+        return update
+
+    def foresee(self, given: Contribution, bundles: Mapping[str, BlobRef]) -> None:
+        """Read and fold what a device is going to offer, so that it is done while others are at work.
+
+        It counts when it is offered, as it is told here. If something is wrong with it, that is said then.
+        """
+        if (
+            given.round != self.rounds.round
+            or given.device not in self.rounds.asked
+            or self.job.wire.codec != "raw"
+            or "work" not in self.rounds.actions
+            or not self._folding.follows(given.device)
+        ):
+            return
+        with contextlib.suppress(Exception):
+            for bundle in given.bundles.values():
+                tensors.require_finite(bundle)
+            total = self._half.fold(self.state, self._folding.total, given)
+            self._folding.take(given.device, (given.weight, given.metrics, bundles), total)
+
+    def _in_order(self, device: str) -> bool:
+        """Whether all devices before this one that have been asked have answered, and are folded."""
+        return (
+            len(self._folding) == len(self.rounds.answered)
+            and self._folding.follows(device)
+            and device == min(self.rounds.asked, default="")
+        )
 
     def _kept(self, update: Update, given: Contribution) -> Update:
         """Keep what has been read for the commit, as long as there is room."""
@@ -225,8 +264,8 @@ class Running:
         answered = self.rounds.answered
         state = self.state
         if "work" in self.rounds.actions:
-            total = None
-            for device in sorted(answered):
+            total, left = self._folding.of(answered)
+            for device in left:
                 known, given = self._read.get(device, (None, None))
                 if given is None or known != answered[device]:
                     given = self.contribution(answered[device])
@@ -259,7 +298,7 @@ class Running:
         self.state = self._load_state(self.rounds.state)
         for held in (self._encoded, self._sent, self._read, self._asks):
             held.clear()
-        self._read_bytes = 0
+        self._read_bytes, self._folding = 0, Folding()
 
     def _order(self, device: str, profile: Profile | None) -> Order | None:
         view = DeviceView(device, profile, self.rounds.history.get(device, ()))
@@ -357,6 +396,19 @@ def first_state(job: settings.Job, made: Bundle, method: Method | None = None) -
     return method.init(made, settings.params(job), job.seed)
 
 
+def needs(job: settings.Job, made: Bundle) -> dict[str, str]:
+    """What a device has to have beside fedquilt: of the job's method and engine, and of the bundle's network.
+
+    Raises:
+        JobError: the method or engine is not installed here.
+    """
+    found = methods.needs(job.method)
+    if job.engine is not None and job.engine not in ENGINES:
+        found |= plugins.needs("engine", job.engine)
+    told = made.meta.get("plugins")
+    return dict(sorted({**found, **(told if isinstance(told, Mapping) else {})}.items()))
+
+
 def require_made_for(job: settings.Job, made: Bundle) -> None:
     """Check that a bundle fits the tables of a job that `fedquilt prepare` makes bundles from.
 
@@ -391,7 +443,8 @@ def _plain(value: Any) -> Any:
 
 
 def average(updates: Iterable[Update]) -> dict[str, float]:
-    """A round's metrics: each the mean over devices, weighted by the examples it was measured on.
+    """A round's metrics: each the mean over devices, weighted by the examples it was measured on; of RMSEs, the root
+    of the mean of their squares.
 
     "check.examples" is summed. A metric of which nobody has an example, or whose sum is beyond any number, is left out.
     """
@@ -402,10 +455,21 @@ def average(updates: Iterable[Update]) -> dict[str, float]:
         examples += checked
         for name, value in update.metrics.items():
             told.setdefault(name, []).append((checked if name.startswith("check.") else update.weight, value))
-    result = {name: _mean(pairs) for name, pairs in told.items() if any(weight for weight, _ in pairs)}
+    result = {name: _joined(name, pairs) for name, pairs in told.items() if any(weight for weight, _ in pairs)}
     if examples:
         result["check.examples"] = examples
     return {name: value for name, value in result.items() if math.isfinite(value)}
+
+
+def _joined(name: str, pairs: Sequence[tuple[float, float]]) -> float:
+    """The devices' (weight, value) of one metric as one value."""
+    metric = KNOWN.get(name.removeprefix("check."))
+    if metric is None or metric.power == 1:
+        return _mean(pairs)
+    try:
+        return float(_mean([(weight, value**metric.power) for weight, value in pairs]) ** (1 / metric.power))
+    except OverflowError:
+        return math.inf
 
 
 def _mean(pairs: Sequence[tuple[float, float]]) -> float:

@@ -197,12 +197,26 @@ def _all_declined(state: Rounds) -> bool:
 
 
 def _no_quorum(state: Rounds, want: int) -> str:
+    """What became of everybody who was asked in the round: the numbers add up, whatever the attempt."""
+    asked = state.asked_s.keys() | state.answered.keys() | state.declined.keys()
+    rejected = state.declined.keys() & state.roll
+    declined = state.declined.keys() - rejected - state.idle
+    silent = sorted(asked - state.answered.keys() - state.declined.keys())
+    counts = [
+        f"{len(state.answered)} answered",
+        *([f"{len(declined)} declined"] if declined else []),
+        *([f"{len(rejected)} sent what was rejected"] if rejected else []),
+        *([f"{len(state.idle)} had nothing to do"] if state.idle else []),
+        *([f"{len(silent)} stayed silent"] if silent else []),
+    ]
     reasons = "; ".join(f"{device}: {reason}" for device, reason in sorted(state.declined.items())[:5])
-    silent = ", ".join(sorted(state.asked)[:5])
+    enough = quorum(state, want)
     return (
-        f"round {state.round} had {len(state.answered)} of {want} updates after {state.attempt + 1} attempts"
+        f"round {state.round} asked {len(asked)} {'device' if len(asked) == 1 else 'devices'} in {state.attempt + 1} "
+        f"{'attempt' if not state.attempt else 'attempts'}: {', '.join(counts)}, "
+        f"and {enough} {'update is' if enough == 1 else 'updates are'} needed"
         + (f"; refused: {reasons}" if reasons else "")
-        + (f"; silent: {silent}" if silent else "")
+        + (f"; silent: {', '.join(silent[:5])}" if silent else "")
         + "; see to these devices and `fedquilt resume` it (a simulated fleet's: the same `fedquilt fleet` "
         "again), or run the job anew with another "
         "[cohort] size, quorum or deadline_s"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from fedquilt import methods, wire
-from fedquilt.coordinator import admission, cohort, eligibility, rounds, turns
+from fedquilt.coordinator import admission, cohort, rounds, turns
 from fedquilt.coordinator.admission import Answer, Appeared, Arrived, Discard, Examine, Fetch, Issue, Patience, Withdraw
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.executors import Executor
@@ -312,7 +312,7 @@ class Server:
         def ask(device: str) -> Ask:
             return job.ask(device, self.registry.profile_of(device))
 
-        passed = self.registry.barred(eligibility.Wants(job.engines, job.job.cohort, job.job.wire.codec), now_s)
+        passed = self.registry.barred(job.wants, now_s)
         if short := rounds.left_alone(job.rounds, fleet.keys() - passed.keys(), ask):
             passed = {**passed, **short}
         free = fleet.keys() - passed.keys()

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from fedquilt import config, methods
+from fedquilt import config, methods, metrics, plugins
 from fedquilt.core import CODECS, Encoding, JobError
 
 NOT_NETWORK: Final = ("weights", "weights_classes", "seed")  # keys of [model] on what it begins with, not on what it is
@@ -96,7 +96,7 @@ def load(path: Path) -> Job:
     try:
         if "device" in table and "method" not in table:
             raise JobError("these are a board's settings, and a job is wanted; `fedquilt agent` takes settings")
-        return parse(_anchored(table, path.parent))
+        return parse(anchored(table, path.parent))
     except JobError as error:
         raise JobError(f"{path}: {error}") from None
 
@@ -107,11 +107,16 @@ def parse(table: Mapping[str, Any]) -> Job:
     Raises:
         JobError: says which key is wrong and what is expected there.
     """
-    job = config.convert(table, Job, "a job")
+    job = _settled(config.convert(table, Job, "a job"))
     params(job)
     if job.wire.codec not in CODECS:
         raise JobError(f"[wire] codec = {job.wire.codec!r}: there are {', '.join(CODECS)}")
     method = methods.load(job.method)
+    if (task := metrics.task_of(job.model)) not in method.tasks:
+        raise JobError(
+            f"task = {task!r}: {job.method} works with {' and '.join(map(repr, method.tasks))} only, as its rules need "
+            "a class for each example: take another method, fedavg or fedprox for instance"
+        )
     if (why := method.refused.get(job.wire.codec)) is not None:
         raise JobError(f"[wire] codec = {job.wire.codec!r}: {why}")
     if job.wire.codec != "raw" and method.exact:
@@ -119,6 +124,27 @@ def parse(table: Mapping[str, Any]) -> Job:
             f"[wire] codec = {job.wire.codec!r}: what {job.method}'s devices send may not be rounded; leave it 'raw'"
         )
     return job
+
+
+def _settled(job: Job) -> Job:
+    """The job with its task in [model] and in [data] alike, and a network's `outputs` under the name `classes`.
+
+    Raises:
+        JobError: the two tables name different tasks, or [model] counts its outputs twice.
+    """
+    model, data = job.model, job.data
+    if "outputs" in model:
+        if "classes" in model:
+            raise JobError("[model] outputs and classes: both count what the network predicts; keep one of them")
+        model = {("classes" if key == "outputs" else key): value for key, value in model.items()}
+    given = {table["task"] for table in (model, data) if "task" in table}
+    if len(given) > 1:
+        raise JobError(f"[model] task = {model['task']!r} and [data] task = {data['task']!r}: they have to be the same")
+    for task in given:
+        metrics.task_of({"task": task})
+        model = {**model, "task": task} if model else model
+        data = {**data, "task": task} if data else data
+    return msgspec.structs.replace(job, model=model, data=data)
 
 
 def limited(job: Job, max_joules: float | None, max_bytes: int | None, max_wall_s: float | None) -> Job:
@@ -135,7 +161,7 @@ def params(job: Job) -> Any:
         JobError: an unknown method, an unknown parameter, or a value of the wrong type.
     """
     method = methods.load(job.method)
-    if job.engine not in (None, *method.engines):
+    if job.engine not in (None, *method.engines, *plugins.names("engine")):
         raise JobError(f"engine = {job.engine!r}: {job.method} runs on {' or '.join(method.engines)}")
     kind = method.params
     odd = [name for name, value in job.params.items() if isinstance(value, float) and not math.isfinite(value)]
@@ -152,8 +178,8 @@ def params(job: Job) -> Any:
     return kind(**{name: getattr(given, name) for name in known})  # msgspec leaves defaults out of an object's own dict
 
 
-def _anchored(table: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The table with `path` and `weights` entries of data and its sources, test, int8 and donors made absolute."""
+def anchored(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A job's table with paths of data, sources, vocabulary, test, int8, donors and weights made absolute."""
 
     def anchor(entry: Any) -> Any:
         if isinstance(entry, list):
@@ -162,8 +188,9 @@ def _anchored(table: dict[str, Any], folder: Path) -> dict[str, Any]:
             return entry
         return {
             key: str((folder / value).resolve())
-            if isinstance(value, str) and (key == "path" or (key == "weights" and (folder / value).exists()))
-            else (anchor(value) if key == "sources" else value)
+            if isinstance(value, str)
+            and (key in ("path", "vocabulary") or (key == "weights" and (folder / value).exists()))
+            else (anchor(value) if key in ("sources", "text") else value)
             for key, value in entry.items()
         }
 

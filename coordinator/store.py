@@ -45,7 +45,7 @@ _ADDED = {  # columns of `jobs` that version 0 had not
     "epoch": "alter table jobs add column epoch integer not null default 0",
 }
 
-Origin = Literal["run", "fleet"]
+Origin = Literal["run", "fleet", "simulation"]
 
 LOCK_TRIES: Final = 10
 LOCK_S: Final = 0.05  # between two tries
@@ -60,7 +60,7 @@ class Row(NamedTuple):
     bundle: Path
     status: str
     created: float  # wall-clock seconds, for people
-    origin: Origin = "run"  # "fleet": of a simulated fleet, whose boards come and go with `fedquilt fleet`
+    origin: Origin = "run"  # who began it: "fleet" is `fedquilt fleet`, "simulation" is `fedquilt.simulate`
     epoch: int = 0  # start of the coordinator that took it up last
 
 

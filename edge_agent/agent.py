@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from fedquilt import methods, profiles, systemd, wire
+from fedquilt import methods, plugins, profiles, systemd, wire
 from fedquilt.blobs.transfer import Transfers
 from fedquilt.core import (
     BlobRef,
@@ -77,7 +77,7 @@ class Agent:
         self._session = 0
         self._topics = wire.Topics(settings.fleet)
         self._transfers = Transfers(link, self.local.depot, self._topics, "up", self._may_give)
-        means = plan.Means(settings.budget_bytes(board.memory_bytes), *_installed())
+        means = _means(settings.budget_bytes(board.memory_bytes), settings.plugins)
         kept, counted = self.local.recover()
         offers = {key: plan.Offer(update, private, due_s=-math.inf) for key, (update, private) in kept.items()}
         self.duty = Duty(
@@ -240,6 +240,7 @@ class Agent:
             cache=str(self.local.cache(task.job)),
             out=str(self.local.scratch()),
             plan_bytes=plan_bytes,
+            plugins=self.settings.plugins,
         )
 
     def keep(self, update: Update) -> bool:
@@ -294,9 +295,11 @@ class Agent:
 
 
 @cache  # it is looked up on disk, and does not change while a process runs
-def _installed() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The engines and the methods there are on this machine."""
-    return engines.available(), tuple(methods.names())
+def _means(budget_bytes: int, allowed: tuple[str, ...] | None) -> plan.Means:
+    """The engines and methods that there are on this machine, as far as agent.toml allows those of other packages."""
+    with plugins.restricted(allowed):
+        known = (*methods.names(), *methods.outside(), *(name for name in allowed or () if ":" in name))
+        return plan.Means(budget_bytes, engines.available(), known, plugins=plugins.modules())
 
 
 # -- a real one -----------------------------------------------------------------------------------
@@ -313,7 +316,8 @@ def run_agent(settings: AgentSettings) -> None:
 
     broker = Broker.parse(**msgspec.structs.asdict(settings.broker))
     profile = None if settings.profile is None else profiles.find(settings.profile)
-    board, boot = devices.make(settings.board, profile=profile), os.urandom(8).hex()
+    meter = None if settings.meter is None else devices.meter(settings.meter)
+    board, boot = devices.make(settings.board, profile=profile, meter=meter), os.urandom(8).hex()
     presence = wire.Topics(settings.fleet).device(settings.device, "up", "presence")
     lock = Local(Path(settings.home)).lock()
     client = f"fedquilt-{settings.fleet}-{settings.device}"

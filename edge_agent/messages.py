@@ -22,7 +22,7 @@ def profile(device: str, board: Device, means: Means) -> Profile:
         memory_bytes=board.memory_bytes,
         budget_bytes=means.budget_bytes,
         engines=means.engines,
-        versions=_versions(means.engines),
+        versions={**_versions(means.engines), **means.plugins},
         points=board.points,
         idle_w=board.idle_w,
         provenance=board.provenance,
@@ -82,7 +82,9 @@ def update(device: str, open: Open, outcome: Outcome, cost: Cost) -> Update:
 def _versions(available: tuple[str, ...]) -> dict[str, str]:
     found = {"fedquilt": fedquilt.__version__, "python": platform.python_version()}
     for engine in available:
-        library = engines.NEEDS[engine][0]
+        library, _ = engines.NEEDS.get(engine, ("", ""))
+        if not library:  # another package's: `Means.plugins` has it
+            continue
         for name in (library, f"{library}-gpu"):
             try:
                 found[name] = metadata.version(name)

@@ -140,6 +140,7 @@ class Means(msgspec.Struct, frozen=True):
     engines: tuple[str, ...]
     methods: tuple[str, ...]
     codecs: tuple[str, ...] = CODECS
+    plugins: Mapping[str, str] = field(default_factory=dict)  # of other packages: `fedquilt.plugins.modules`
 
 
 class Open(msgspec.Struct, frozen=True):
@@ -250,7 +251,10 @@ def admit(state: State, task: Task, reading: Reading) -> tuple[RefusalCode, str]
     """Why this device cannot take a task; None: it can."""
     means = state.means
     if task.method not in means.methods:
-        return "method", f"there is no method {task.method!r} here: install the coordinator's version of fedquilt"
+        return "method", (
+            f"there is no method {task.method!r} here: install the coordinator's version of fedquilt, or the package "
+            "that gives it"
+        )
     if task.engine not in means.engines:
         there_are = ", ".join(means.engines) or "none"
         return "engine", f"the {task.engine} engine cannot run here (there are: {there_are}): install its packages"

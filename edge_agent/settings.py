@@ -75,6 +75,8 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profile: str | None = None  # file that `fedquilt record` wrote on this board, or one that ships; None: its kind's
     budget: str | None = None  # the most a task's process may hold resident; None: half of the board's memory
     cache: str = "2GB"  # blobs kept for later rounds and jobs; the longest unused go first
+    plugins: tuple[str, ...] | None = None  # packages and module:name it may import; None: all entry points installed
+    meter: str | dict[str, Any] | None = None  # one beside its own: entry point or module:name, or a table with `name`
     warm_s: Annotated[float, Meta(ge=0)] = 60.0  # how long a task's process waits for the next one
     telemetry_s: Annotated[float, Meta(gt=0)] = 30.0
     broker: BrokerSettings = BrokerSettings()
@@ -148,6 +150,8 @@ def _anchored(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if isinstance(result.get("data"), dict) and isinstance(sources := result["data"].get("sources"), list):
         anchored = [_anchor(one, ("path",), folder) if isinstance(one, dict) else one for one in sources]
         result["data"] = {**result["data"], "sources": anchored}
+    if isinstance(result.get("data"), dict) and isinstance(text := result["data"].get("text"), dict):
+        result["data"] = {**result["data"], "text": _anchor(text, ("vocabulary",), folder)}
     return result
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import logging
 import os
 import shutil
@@ -45,6 +46,7 @@ Key = tuple[str, int]  # job, round
 UPDATE: Final = "update.json"
 PRIVATE: Final = "private.safetensors"
 SPARE_BYTES: Final = 1 << 20  # of the disk, left for what is small
+SMALL_BYTES: Final = 1 << 20  # of tensors that are encoded as a whole before they are written
 
 
 class Local:
@@ -219,8 +221,7 @@ class Local:
     def require_room(self, size: int) -> None:
         """Raises StoreError unless `size` more bytes can be written."""
         with doing(f"write to {self.home}"):
-            stat = os.statvfs(self.home)
-            free = stat.f_bavail * stat.f_frsize
+            free = self._free_bytes()
             if free < size + SPARE_BYTES:
                 wanted = (size + SPARE_BYTES) / 1e6
                 raise OSError(errno.ENOSPC, f"{free / 1e6:.1f} MB are free, {wanted:.1f} MB are wanted, some to spare")
@@ -229,10 +230,14 @@ class Local:
                 (self.home / "probe").unlink()
 
     def make_room(self, size: int, limit_bytes: int, needed: Collection[str]) -> None:
-        """Drop blobs, the longest unused first, so that `size` more bytes keep within the limit; never needed ones."""
+        """Drop blobs, the longest unused first, so that `size` more bytes keep within the limit and fit on the disk.
+
+        Needed ones are never dropped; where that is not enough, `require_room` says so.
+        """
         with doing(f"list {self.depot.folder}"):
             entries = [(entry.stat(), entry.name) for entry in os.scandir(self.depot.folder)]
-        over = sum(stat.st_size for stat, _ in entries) + size - limit_bytes
+            free = self._free_bytes()
+        over = max(sum(stat.st_size for stat, _ in entries) + size - limit_bytes, size + SPARE_BYTES - free)
         for stat, name in sorted(entries, key=lambda entry: (entry[0].st_mtime_ns, entry[1])):
             sha256 = name.partition(".")[0]
             if over <= 0:
@@ -240,6 +245,10 @@ class Local:
             if len(sha256) == 64 and sha256 not in needed:
                 self.depot.drop(sha256)
                 over -= stat.st_size
+
+    def _free_bytes(self) -> int:
+        stat = os.statvfs(self.home)
+        return stat.f_bavail * stat.f_frsize
 
     def used(self, refs: Collection[BlobRef]) -> None:
         """Note that blobs are in use now."""
@@ -263,22 +272,27 @@ class Local:
             _sync(path)
 
 
-def write_tensors(path: Path, tensors: Tensors) -> BlobRef:
+def write_tensors(path: Path | str, tensors: Tensors) -> BlobRef:
     """Write a safetensors file and say what it is. For the task's process: this imports numpy.
+
+    Large ones are never in memory as a whole: beside the tensors that would be a second copy.
 
     Raises:
         StoreError: it cannot be written.
     """
-    import hashlib
+    from fedquilt.tensors import encode, total_bytes, write
 
-    from fedquilt.tensors import write
-
-    write(path, tensors)
+    if total_bytes([tensors]) <= SMALL_BYTES:
+        payload = encode(tensors)
+        with doing(f"write {path}"), open(path, "wb") as file:
+            file.write(payload)
+        return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+    write(Path(path), tensors)
     digest = hashlib.sha256()
-    with path.open("rb") as file:  # it is never in memory as a whole: beside the tensors it would be a second copy
+    with open(path, "rb") as file:
         while part := file.read(1 << 20):
             digest.update(part)
-    return BlobRef(sha256=digest.hexdigest(), size=path.stat().st_size)
+    return BlobRef(sha256=digest.hexdigest(), size=os.stat(path).st_size)
 
 
 @cache

@@ -1,3 +1,79 @@
-"""fedquilt: federated learning on real edge boards."""
+"""fedquilt: federated learning on real edge boards.
+
+    import fedquilt as fq
+
+    job = fq.Job(method="fedavg", model=fq.models.mlp(64, [32], 10), data=fq.Data("digits.npz"), fleet=fq.Fleet(4))
+    run = fq.simulate(job)
+    run.rounds().to_pandas()
+
+Names are loaded when they are first asked for: an agent on a board imports this package too.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fedquilt import models as models
+    from fedquilt import trackers as trackers
+    from fedquilt.api import Cohort, Comparison, Data, Fleet, Job, Run, Table, compare, method, simulate
+    from fedquilt.core import (
+        ClockError,
+        DataError,
+        FedquiltError,
+        Hooks,
+        JobError,
+        LinkError,
+        MemoryBudgetError,
+        ModelError,
+        StoreError,
+        UpdateError,
+        WireError,
+    )
+    from fedquilt.methods import fedavg as fedavg
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "ClockError",
+    "Cohort",
+    "Comparison",
+    "Data",
+    "DataError",
+    "FedquiltError",
+    "Fleet",
+    "Hooks",
+    "Job",
+    "JobError",
+    "LinkError",
+    "MemoryBudgetError",
+    "ModelError",
+    "Run",
+    "StoreError",
+    "Table",
+    "UpdateError",
+    "WireError",
+    "__version__",
+    "compare",
+    "fedavg",
+    "method",
+    "models",
+    "simulate",
+    "trackers",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name (PEP 562)."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    if name in ("models", "trackers"):
+        return importlib.import_module(f"{__name__}.{name}")
+    if name == "fedavg":
+        return importlib.import_module(f"{__name__}.methods.fedavg")
+    home = "core" if name == "Hooks" or name.endswith("Error") else "api"
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -54,14 +53,16 @@ def parse(text: str, where: str) -> dict[str, Any]:
 
 
 def text(table: Mapping[str, Any]) -> str:
-    """A table of scalars, lists and tables, as TOML; None is left out of it and of its own tables."""
-    plain = [f"{key} = {_value(value)}" for key, value in table.items() if not isinstance(value, dict | None)]
-    parts = ["\n".join(plain)]
-    for key, value in table.items():
-        if isinstance(value, dict):
-            inner = [f"{k} = {_value(v)}" for k, v in value.items() if v is not None]
-            parts.append("\n".join([f"\n[{key}]", *inner]))
-    return "\n".join(parts) + "\n"
+    """A table as TOML; keys whose value is None are left out."""
+    import tomli_w  # only what writes settings needs it
+
+    return tomli_w.dumps(_written(table))
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _written(each) for key, each in value.items() if each is not None}
+    return [_written(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 @contextmanager
@@ -130,11 +131,3 @@ def _there(kind: type, path: str) -> list[Any]:
 
 def _options(one: Any) -> list[Any]:
     return list(getattr(one, "types", (one,)))  # of a union each
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{json.dumps(key)} = {_value(each)}" for key, each in value.items()) + " }"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_value, value)) + "]"
-    return json.dumps(value)  # JSON's strings and numbers are TOML's

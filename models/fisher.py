@@ -6,7 +6,7 @@ over gradients of mini-batches would be another figure: squares are taken first,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -16,19 +16,23 @@ TOGETHER = 32  # gradients that are held at once, where there is room
 
 
 def diagonal(
-    model: nn.Module, parts: Iterable[tuple[torch.Tensor, torch.Tensor]], each: int = 1
+    model: nn.Module,
+    parts: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    each: int = 1,
+    loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.cross_entropy,
 ) -> dict[str, torch.Tensor]:
     """F in each parameter's own shape, float32; `model` is in evaluation mode, and so has one answer per example.
 
     Args:
         parts: inputs (n, ...) and labels (n,), the gradients of which fit into memory at once.
         each: so many examples' gradients are averaged before the square is taken: cheaper, and smaller values.
+        loss_of: (scores, y) -> their mean loss, which stands for -log p(y | x).
     """
     values = {name: value.detach() for name, value in model.named_parameters()}
     buffers = dict(model.named_buffers())
 
     def loss(given: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(torch.func.functional_call(model, (given, buffers), (x,)), y)
+        return loss_of(torch.func.functional_call(model, (given, buffers), (x,)), y)
 
     gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
     total, count = {name: torch.zeros_like(value) for name, value in values.items()}, 0

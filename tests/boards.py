@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from fedquilt import config
 from fedquilt.tools.flash import targets
 from fedquilt.tools.flash.targets import Target
 
@@ -52,6 +54,13 @@ def wheel(
         archive.writestr(zipfile.ZipInfo(f"{info}/WHEEL"), f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
         archive.writestr(zipfile.ZipInfo(f"{info}/RECORD"), "")
     return path
+
+
+def required() -> list[str]:
+    """Names of the packages that fedquilt requires, directly and in its extras, as the checkout says now."""
+    project = config.read(Path(__file__).parents[1] / "pyproject.toml")["project"]
+    lines = [*project["dependencies"], *(each for lines in project["optional-dependencies"].values() for each in lines)]
+    return sorted({re.split(r"[\[;><=]", line)[0].strip() for line in lines} - {"fedquilt"})
 
 
 JETSON = targets.find("jetpack6")

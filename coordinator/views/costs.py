@@ -12,8 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from fedquilt import metrics
 from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Declined, Rejected
 from fedquilt.core import Update
+from fedquilt.metrics import ACCURACY, Metric
 
 
 @dataclass(frozen=True)
@@ -72,11 +74,12 @@ def _sum(values: Sequence[float | None]) -> float | None:
 
 @dataclass(frozen=True)
 class Checked:
-    """An evaluation: what accuracy had been reached, and what all rounds before it had taken."""
+    """An evaluation: what value of the main metric had been reached, and what all rounds before it had taken."""
 
     round: int
-    accuracy: float  # 0..1
+    value: float  # of `metric`; accuracy runs from 0 to 1
     energy_j: float | None  # gross; None: not of every task
+    metric: Metric = ACCURACY
 
 
 @dataclass(frozen=True)
@@ -87,13 +90,13 @@ class Account:
     rounds: dict[int, Ledger]
     devices: dict[str, Ledger]
     checks: tuple[Checked, ...] = ()
-    point_j: float | None = None  # gross, for each per cent of check.accuracy from the first check to the best
+    point_j: float | None = None  # gross, for each per cent of the main metric from the first check to the best
 
 
 def account(facts: Iterable[AnyFact]) -> Account:
     """The account of a job, from its facts."""
     updates: list[Update] = []
-    accuracies: dict[int, float] = {}
+    checked: dict[int, tuple[Metric, float]] = {}
     refused: dict[str, int] = defaultdict(int)
     refused_in: dict[int, int] = defaultdict(int)
     for fact in facts:
@@ -102,15 +105,15 @@ def account(facts: Iterable[AnyFact]) -> Account:
         elif isinstance(fact, Declined | Rejected):
             refused[fact.device] += 1
             refused_in[fact.round] += 1
-        elif isinstance(fact, Committed) and "check.accuracy" in fact.metrics:
-            accuracies[fact.round] = fact.metrics["check.accuracy"]
+        elif isinstance(fact, Committed) and (main := metrics.main(fact.metrics, "check.")) is not None:
+            checked[fact.round] = main
     by_device, by_round = defaultdict(list), defaultdict(list)
     for update in updates:
         by_device[update.device].append(update)
         by_round[update.round].append(update)
     rounds = {n: total(by_round[n], refused_in[n]) for n in sorted({*by_round, *refused_in})}
     devices = {name: total(by_device[name], refused[name]) for name in sorted({*by_device, *refused})}
-    checks = tuple(Checked(n, value, _before(rounds, n)) for n, value in sorted(accuracies.items()))
+    checks = tuple(Checked(n, value, _before(rounds, n), metric) for n, (metric, value) in sorted(checked.items()))
     return Account(total(updates, sum(refused.values())), rounds, devices, checks, _point_j(checks))
 
 
@@ -123,10 +126,10 @@ def _before(rounds: dict[int, Ledger], round: int) -> float | None:
 
 
 def _point_j(checks: Sequence[Checked]) -> float | None:
-    if not checks:
+    if not checks or not checks[0].metric.share:
         return None
-    first, best = checks[0], max(checks, key=lambda check: check.accuracy)
-    points = 100 * (best.accuracy - first.accuracy)
+    first, best = checks[0], max(checks, key=lambda check: check.value)
+    points = 100 * (best.value - first.value)
     if points <= 0 or first.energy_j is None or best.energy_j is None or best.energy_j <= first.energy_j:
         return None
     return (best.energy_j - first.energy_j) / points
@@ -155,7 +158,7 @@ def lines(found: Account) -> list[str]:
     if whole.example_j is not None:
         parts.append(f"{short(whole.example_j)} J per example")
     if found.point_j is not None:
-        parts.append(f"{short(found.point_j)} J per percentage point of accuracy")
+        parts.append(f"{short(found.point_j)} J per point of {found.checks[0].metric.title}")
     took = joules(whole.energy_j, whole.net_j, whole.energy_error_j)
     tasks = f"{whole.metered} task{'s' * (whole.metered != 1)}"
     some = "" if whole.metered == whole.tasks else f" of {whole.tasks}; the others were not metered"

@@ -109,7 +109,7 @@ def _sentences(fact: AnyFact) -> list[str]:
         case Started():
             return ["started"]
         case Surveyed():
-            changes = [f"{', '.join(devices)}: {eligibility.REASONS.get(c, c)}" for c, devices in fact.passed.items()]
+            changes = [f"{', '.join(devices)}: {eligibility.told(c)}" for c, devices in fact.passed.items()]
             can = [f"eligible: {', '.join(fact.eligible)}"] if fact.eligible else []
             return [f"round {fact.round}: {'; '.join([*can, *changes]) or 'the devices have new estimates of energy'}"]
         case Asked():

@@ -6,9 +6,10 @@ A round's check is of the state that it begins with, so what stands beside it is
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from fedquilt import metrics
 from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Ended
 from fedquilt.coordinator.views import costs
 from fedquilt.core import Update
@@ -18,12 +19,13 @@ Dated = tuple[float, AnyFact]  # wall-clock seconds, and what happened
 
 @dataclass(frozen=True)
 class Personal:
-    """Accuracy on the devices' held-out shares; 0..1."""
+    """The main metric on the devices' held-out shares: accuracy, 0..1, unless the task has another."""
 
     weighted: float  # over all their examples
     mean: float  # over devices, however many examples each has
-    worst_decile: float  # mean of the tenth of the devices, at least one, for which it is lowest
+    worst_decile: float  # mean of the tenth of the devices, at least one, for which it is worst
     devices: dict[str, float]
+    metric: str = "accuracy"  # a key of `fedquilt.metrics.KNOWN`
 
 
 @dataclass(frozen=True)
@@ -55,28 +57,37 @@ class Split:
 
 
 def personal(updates: Iterable[Update]) -> Personal | None:
-    """The accuracies that these updates tell of; None: none of them does."""
-    told = {
-        update.device: (update.metrics["check.accuracy"], update.metrics.get("check.examples", 0.0))
-        for update in sorted(updates, key=lambda update: update.device)
-        if "check.accuracy" in update.metrics
+    """Summary of the evaluations in these updates; None: there is none among them."""
+    return of_devices(
+        {
+            update.device: {
+                name.removeprefix("check."): value
+                for name, value in update.metrics.items()
+                if name.startswith("check.")
+            }
+            for update in sorted(updates, key=lambda update: update.device)
+        }
+    )
+
+
+def of_devices(told: Mapping[str, Mapping[str, float]]) -> Personal | None:
+    """Summary of device -> metrics of its evaluation; one without examples or a main metric is left out."""
+    found = {
+        device: (main, each.get("examples", 0.0))
+        for device, each in told.items()
+        if (main := metrics.main(each)) is not None and each.get("examples", 0.0) > 0
     }
-    return of_devices(told)
-
-
-def of_devices(told: dict[str, tuple[float, float]]) -> Personal | None:
-    """The summary of device -> (accuracy, held-out examples); a device without examples tells nothing."""
-    told = {device: (accuracy, examples) for device, (accuracy, examples) in told.items() if examples > 0}
-    if not told:
+    if not found:
         return None
-    accuracies = sorted(accuracy for accuracy, _ in told.values())
-    worst = accuracies[: math.ceil(len(accuracies) / 10)]
-    examples = sum(count for _, count in told.values())
+    metric = next(iter(found.values()))[0][0]
+    values = metrics.worst_first(metric, (value for (_, value), _ in found.values()))
+    worst = values[: math.ceil(len(values) / 10)]
     return Personal(
-        weighted=sum(accuracy * count for accuracy, count in told.values()) / examples,
-        mean=sum(accuracies) / len(accuracies),
+        weighted=metrics.joined(metric, ((value, count) for (_, value), count in found.values())),
+        mean=sum(values) / len(values),
         worst_decile=sum(worst) / len(worst),
-        devices={device: accuracy for device, (accuracy, _) in told.items()},
+        devices={device: value for device, ((_, value), _) in found.items()},
+        metric=metric.name,
     )
 
 

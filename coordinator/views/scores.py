@@ -10,28 +10,56 @@ import msgspec
 
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Row
+from fedquilt.coordinator.views.progress import Personal
 from fedquilt.core import JobError, StoreError
+from fedquilt.data import spec
 
 
 class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The global model after so many rounds, on the test set."""
 
     rounds: int
-    accuracy: float  # 0..1
+    value: float  # of `metric`; accuracy runs from 0 to 1
     examples: int
     loss: float | None = None  # None: the method does not tell
     state: str = ""  # sha256
+    metric: str = "accuracy"  # the task's main one: a key of `fedquilt.metrics.KNOWN`
+
+    @property
+    def accuracy(self) -> float:
+        """`value`, for callers whose task is to tell classes apart."""
+        return self.value
+
+
+class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The global model after so many rounds, on all devices' held-out shares: values of `metric`."""
+
+    rounds: int
+    weighted: float  # over all held-out examples
+    mean: float  # over devices, however many examples each has
+    worst_decile: float  # mean of the tenth of the devices, at least one, for which it is lowest
+    loss: float | None = None  # over all held-out examples; None: the method does not report it
+    metric: str = "accuracy"  # as of `Score`
+
+    @staticmethod
+    def of(rounds: int, found: Personal, loss: float | None) -> Held:
+        """The accuracies of devices as they are kept."""
+        return Held(rounds, found.weighted, found.mean, found.worst_decile, loss, found.metric)
 
 
 class Scores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that is known of a run, and on what."""
+    """All evaluations of a run that were made beside its rounds, and on what."""
 
     test: dict[str, Any]  # the test set as a [data] table
     scores: tuple[Score, ...] = ()
+    held: tuple[Held, ...] = ()
+    devices: dict[str, float] = {}  # device -> accuracy on its held-out share, of the last of `held`
 
 
 def test_table(job: Job) -> dict[str, Any]:
-    """The test set as a [data] table: [test] over [data], split "test"; a [test] that says where from stands alone.
+    """The test set as a [data] table: [test] over [data], split "test".
+
+    A [test] that says where from stands alone, but for how [data] says that files are read (`spec.HOW`).
 
     Raises:
         JobError: the job has neither.
@@ -39,13 +67,25 @@ def test_table(job: Job) -> dict[str, Any]:
     if not job.data and not job.test:
         raise JobError(f"job {job.name!r} has neither [test] nor [data]: there is nothing to test on")
     alone = {"path", "sources", "synthetic"} & job.test.keys()
-    odd = [] if alone else sorted({"x", "y"} & job.data.keys() - job.test.keys())
+    arrays = _holds_arrays(job.data)
+    how = () if "path" not in job.test else spec.HOW if arrays else (*spec.HOW, "x", "y")
+    odd = [] if alone or not arrays else sorted({"x", "y"} & job.data.keys() - job.test.keys())
     if odd:
         raise JobError(f"[data] names the array {odd[0]} = {job.data[odd[0]]!r}, of any split: name that of [test] too")
-    found = {**({} if alone else job.data), "split": "test", **job.test}
+    shared = {key: value for key, value in job.data.items() if not alone or key in how}
+    one_table = str(job.test.get("path", "")).endswith(spec.TABLES)  # all its rows are of one split
+    found = {**shared, "split": "train" if one_table else "test", **job.test}
     if found.get("synthetic"):
         found.setdefault("seed", job.seed)  # the devices' points are drawn by it too
     return {key: value for key, value in found.items() if key not in ("share", "shares", "held")}
+
+
+def _holds_arrays(data: dict[str, Any]) -> bool:
+    """Whether x and y of a [data] table name arrays of one split, not columns that every split has."""
+    if data.get("format", "auto") != "auto":
+        return data["format"] == "npz"
+    path = str(data.get("path", ""))
+    return not (path.endswith(spec.TABLES) or "audio" in data or "text" in data or not Path(path).suffix)
 
 
 def file(home: Path, run: str) -> Path:

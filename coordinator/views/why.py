@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from fedquilt.coordinator import cohort
-from fedquilt.coordinator.eligibility import REASONS
+from fedquilt.coordinator import cohort, eligibility
 from fedquilt.coordinator.facts import (
     Answered,
     AnyFact,
@@ -70,7 +69,9 @@ def parts(facts: Iterable[AnyFact], plan: Plan) -> dict[int, dict[str, Part]]:
                 pass
         state = apply(state, fact, 0.0)
         if isinstance(fact, Surveyed) and state.phase == "selecting":  # in case that nobody can be asked
-            found[fact.round] = {device: Part(code, REASONS.get(code, code)) for device, code in state.passed.items()}
+            found[fact.round] = {
+                device: Part(eligibility.key(code), eligibility.told(code)) for device, code in state.passed.items()
+            }
     return found
 
 
@@ -85,7 +86,9 @@ def _chosen(state: Rounds, fact: Asked) -> Mapping[str, Part]:
         state.plan.seed, fact.round, free, wanted, costs=costs, since=since, turns=state.plan.cohort.turns
     )
     told = {
-        device: Part(code, REASONS.get(code, code)) for device, code in state.passed.items() if device not in settled
+        device: Part(eligibility.key(code), eligibility.told(code))
+        for device, code in state.passed.items()
+        if device not in settled
     }
     for number, device in enumerate(order, 1):
         text = f"not drawn: place {number} of {len(order)}, {wanted} selected"

@@ -1,6 +1,6 @@
 """Boards: meters, clocks and memory, real or simulated. One file per kind, found by its name.
 
-A file with `detect(root, *, profile, clocks) -> Device | None` is a kind of real board; beside them is what
+A file with `detect(root, *, profile, clocks, own) -> Device | None` is a kind of real board; beside them is what
 they share.
 """
 
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedquilt.core import Device, JobError
+from fedquilt import plugins
+from fedquilt.core import Device, JobError, Meter
+from fedquilt.edge_agent.devices.sensors.meters import WIDTH
 
 if TYPE_CHECKING:
     from fedquilt import profiles
@@ -26,6 +28,7 @@ def make(
     *,
     profile: profiles.Board | None = None,
     connect: Callable[[], Any] | None = None,
+    meter: Meter | None = None,
 ) -> Device:
     """The board this agent speaks for.
 
@@ -35,15 +38,18 @@ def make(
         root: where `proc` and `sys` are.
         profile: of this very board, as `fedquilt record` writes it; else the one that ships for its kind, if any.
         connect: gives what sets the clocks, or None; the clock helper of this machine, if `root` is "/".
+        meter: one that this board has beside its own, by agent.toml.
 
     Raises:
-        JobError: no such profile or point, a profile for a simulated board, or a host that cannot be read.
+        JobError: no such profile or point, a profile or meter for a simulated board, or a host that cannot be read.
     """
     if board != "auto":
         if profile is not None:
             raise JobError(
                 f"board {board!r} is simulated from its own profile: leave `profile` out, or say board = 'auto'"
             )
+        if meter is not None:
+            raise JobError(f"board {board!r} is simulated and has no meter: leave `meter` out, or say board = 'auto'")
         from fedquilt.edge_agent.devices.simulated import SimulatedDevice
 
         return SimulatedDevice.named(board)
@@ -54,10 +60,41 @@ def make(
     clocks = connect() if connect is not None else None
     for kind in sorted(_kinds(), key=lambda kind: (kind == "linux", kind)):  # any Linux is the last resort
         detect = getattr(importlib.import_module(f"{__name__}.{kind}"), "detect", None)
-        device = None if detect is None else detect(root, profile=profile, clocks=clocks)
+        device = None if detect is None else detect(root, profile=profile, clocks=clocks, own=meter)
         if device is not None:
             return device
     raise JobError("board 'auto' needs a Linux host with /proc/meminfo; name a profile to simulate one instead")
+
+
+def meter(wanted: str | Mapping[str, Any]) -> Meter:
+    """The meter that agent.toml names: an entry point's or `module:name`'s class or function, called once.
+
+    Args:
+        wanted: its name, or a table with `name` and the arguments it is called with.
+
+    Raises:
+        JobError: there is none, it fails, or what it makes is no `fedquilt.core.Meter`; names it and the mend.
+    """
+    table = {"name": wanted} if isinstance(wanted, str) else dict(wanted)
+    name = table.pop("name", None)
+    if not isinstance(name, str):
+        raise JobError(
+            'meter: give it a name, as in meter = "plug:Meter" or { name = "plug:Meter", host = "10.0.0.7" }'
+        )
+    plugin = plugins.find("meter", name)
+    assert plugin is not None  # fedquilt's own meters have no names: they are found by what the board is
+    factory = plugins.imported(plugin)
+    if not callable(factory):
+        raise plugins.refused(plugin, "a class or function that makes a meter", factory)
+    try:
+        made = factory(**table)
+    except Exception as error:  # somebody's own code
+        raise JobError(f"{plugin} cannot be made from {table}: {type(error).__name__}: {error}") from None
+    covers = getattr(made, "covers", None)
+    if covers not in WIDTH or not callable(getattr(made, "read", None)):
+        there = ", ".join(WIDTH)
+        raise JobError(f"{plugin} is no meter: it needs `read(now_s)`, and `covers` one of {there}, not {covers!r}")
+    return made
 
 
 def _kinds() -> set[str]:

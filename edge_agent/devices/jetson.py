@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt import profiles
+from fedquilt.core import Meter
 from fedquilt.edge_agent import sysfs
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.devices.linux import ClockHelper, LinuxDevice
 from fedquilt.edge_agent.devices.sensors import jtop
 from fedquilt.edge_agent.devices.sensors.ina3221 import Ina3221
-from fedquilt.edge_agent.devices.sensors.power import Meter
 
 STATUS: Final = "var/lib/nvpmodel/status"  # the mode that nvpmodel was last set to
 NONE: Final = ""  # a board known to be unlike any profile
@@ -42,11 +42,13 @@ def detect(
     *,
     profile: profiles.Board | None = None,
     clocks: ClockHelper | None = None,
+    own: Meter | None = None,
     other: Callable[[], Meter | None] | None = None,
 ) -> JetsonDevice | None:
     """This board, if it is a Jetson.
 
     Args:
+        own: the meter that agent.toml names.
         other: what else can tell its rails, asked only if the board's own files tell none; jtop, which
             speaks of this very machine, if `root` is "/".
     """
@@ -58,7 +60,7 @@ def detect(
     if not meter.read(0.0).rails_w:  # it has none, or none that this user may read
         other = other or (jtop.connect if root == Path("/") else None)
         meter = (other() if other is not None else None) or meter
-    return JetsonDevice(root, profile=profile or fitting(root), clocks=clocks, meter=meter)
+    return JetsonDevice(root, profile=profile or fitting(root), clocks=clocks, meter=meter, own=own)
 
 
 class JetsonDevice(LinuxDevice):
@@ -75,12 +77,13 @@ class JetsonDevice(LinuxDevice):
         profile: profiles.Board | None = None,
         clocks: ClockHelper | None = None,
         meter: Meter | None = None,
+        own: Meter | None = None,
     ) -> None:
-        super().__init__(root, profile=profile, clocks=clocks, meter=meter or Ina3221(root))
+        super().__init__(root, profile=profile, clocks=clocks, meter=meter or Ina3221(root), own=own)
         self.mode = (None if self._status is None else self._status.mode) or mode(root)
         if clocks is None and self.mode is not None:
-            own = [point for point in self.points if controls.plain(point.name) == controls.plain(self.mode)]
-            self.points = tuple(own) or self.points
+            held = [point for point in self.points if controls.plain(point.name) == controls.plain(self.mode)]
+            self.points = tuple(held) or self.points
 
 
 def fitting(root: Path) -> profiles.Board | None:

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from fedquilt import profiles
-from fedquilt.core import ClockError, Cost, OperatingPoint, Reading, Work
+from fedquilt.core import ClockError, Cost, Meter, OperatingPoint, Reading, Work
 from fedquilt.edge_agent import sysfs
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.client import Status
 from fedquilt.edge_agent.devices import points as tables
+from fedquilt.edge_agent.devices.sensors.battery import Batteries
+from fedquilt.edge_agent.devices.sensors.hwmon import Hwmon
 from fedquilt.edge_agent.devices.sensors.memory import Memory
-from fedquilt.edge_agent.devices.sensors.power import Batteries, Hwmon, Meter, Power, Rapl, Rate
+from fedquilt.edge_agent.devices.sensors.meters import Widest
+from fedquilt.edge_agent.devices.sensors.rapl import Rapl
 
 log = logging.getLogger("fedquilt.devices")
 
@@ -35,12 +38,16 @@ class ClockHelper(Protocol):
 
 
 def detect(
-    root: Path, *, profile: profiles.Board | None = None, clocks: ClockHelper | None = None
+    root: Path,
+    *,
+    profile: profiles.Board | None = None,
+    clocks: ClockHelper | None = None,
+    own: Meter | None = None,
 ) -> LinuxDevice | None:
-    """This host, if it is a Linux."""
+    """This host, if it is a Linux. Arguments as of `LinuxDevice`."""
     if not sysfs.there(root / "proc/meminfo"):
         return None
-    return LinuxDevice(root, profile=profile or fitting(root, FITS), clocks=clocks)
+    return LinuxDevice(root, profile=profile or fitting(root, FITS), clocks=clocks, own=own)
 
 
 class LinuxDevice:
@@ -52,6 +59,7 @@ class LinuxDevice:
         clocks: what sets the clocks; without it they are only read. Run by root, it also tells the frequencies that
             this process may not read.
         meter: what tells the power of the board's rails; else hwmon does.
+        own: the meter that agent.toml names, a plug's say: it goes before all others that cover as much.
 
     Raises:
         JobError: `proc/meminfo` cannot be read.
@@ -64,6 +72,7 @@ class LinuxDevice:
         profile: profiles.Board | None = None,
         clocks: ClockHelper | None = None,
         meter: Meter | None = None,
+        own: Meter | None = None,
     ) -> None:
         self._memory = Memory(root)
         self.memory_bytes = self._memory.total_bytes
@@ -78,32 +87,24 @@ class LinuxDevice:
             self.idle_w = None if profile.idle_w is None else profile.idle_w.value
             self.provenance = profile.provenance()
         self._clocks = clocks
-        self._meter = meter or Hwmon(root / "sys/class/hwmon")
-        self._rapl, self._rapl_rate = Rapl(root / "sys/class/powercap"), Rate()
         self._batteries = Batteries(root / "sys/class/power_supply")
+        meters = (own, self._batteries, meter or Hwmon(root / "sys/class/hwmon"), Rapl(root / "sys/class/powercap"))
+        self._meter = Widest(each for each in meters if each is not None)
         self._sensors = [*sysfs.zones(root / "sys/class/thermal"), *_processors(root / "sys/class/hwmon")]
 
     def read(self, now_s: float) -> Reading:
         """What the sensors say. RAPL's counters wrap after some minutes under full load: read more often than that.
 
-        The power is the whole board's: by its batteries where they alone feed it, else by a meter of the
-        whole, else by RAPL's processor and memory, which is less.
+        Energy and power are of the widest meter that answers, and of the same one: the meter that agent.toml names,
+        batteries where they alone feed the board, a meter of the whole, and only then RAPL's processor and memory.
         """
         self._keep(now_s)
-        energy_j = self._rapl.energy_j()
-        rapl_w = None if energy_j is None else self._rapl_rate.watts(now_s, energy_j)
         power = self._meter.read(now_s)
-        choices = (
-            Power(self._batteries.power_w(), "battery"),
-            power,
-            Power(rapl_w, "rapl"),
-        )
-        total = next((choice for choice in choices if choice.total_w is not None), Power())
         return Reading(
-            energy_j=energy_j,
-            energy_source=total.source if energy_j is None else "rapl",
-            power_w=total.total_w,
-            rails_w=power.rails_w if rapl_w is None else {**power.rails_w, "rapl": rapl_w},
+            energy_j=power.energy_j,
+            energy_source=power.source,
+            power_w=power.total_w,
+            rails_w=power.rails_w,
             temperature_c=sysfs.hottest_c(self._sensors),
             available_bytes=self._memory.available_bytes(),
             memory_pressure=self._memory.pressure(),

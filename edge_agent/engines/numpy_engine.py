@@ -2,7 +2,7 @@
 
 Takes `{"name": "mlp", "inputs": d, "hidden": [h, ...], "classes": k}`, with an optional "input" table
 for images. Its tensors are those of the same network in torch, `Sequential(Flatten, Linear, ReLU, ...,
-Linear)`: "1.weight" (h, d), "1.bias" (h,), "3.weight" and so on. Loss is cross-entropy; steps are those
+Linear)`: "1.weight" (h, d), "1.bias" (h,), "3.weight" and so on. The loss is the task's (`objectives`); steps are those
 of `torch.optim.SGD` and `Adam`. Equal input and equal generator give equal bits.
 """
 
@@ -16,9 +16,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fedquilt import tensors
+from fedquilt import metrics, tensors
 from fedquilt.core import DataError, Examples, Fit, Hooks, ModelError, Tensors
-from fedquilt.edge_agent.engines import training
+from fedquilt.edge_agent.engines import objectives, training
+from fedquilt.metrics import TaskKind
 
 BASE_BYTES = 44_000_000  # resident with numpy and this package, and a share read (x86-64, numpy 2.4)
 EVALUATED_AT_ONCE = 1024
@@ -32,6 +33,7 @@ class Mlp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inputs: int
     classes: int
     hidden: tuple[int, ...] = (64,)
+    task: TaskKind = "classes"
     input: dict[str, Any] | None = None
     calls: tuple[str, ...] = ()
 
@@ -91,7 +93,7 @@ class NumpyEngine:
         """See `fedquilt.core.Trainer`."""
         _require_able(hooks)
         mlp, model = _load(network, start)
-        training.require_labels(examples, mlp.classes)
+        objectives.require_targets(examples, mlp.classes, mlp.task)
         steps = training.Steps(len(examples), fit, progress)
         descent = Descent(mlp, model, fit, hooks)
         at_once = self._at_once(mlp, fit.batch, copies=4 + len(hooks.anchors))
@@ -109,13 +111,12 @@ class NumpyEngine:
         """See `fedquilt.core.Trainer`."""
         _require_able(hooks)
         mlp, model = _load(network, model)
-        training.require_labels(examples, mlp.classes)
-        right, loss = 0, 0.0
+        objectives.require_targets(examples, mlp.classes, mlp.task)
+        found = objectives.Evaluation(mlp.task)
         for rows in training.batches(np.arange(len(examples)), self._at_once(mlp, EVALUATED_AT_ONCE, copies=1)):
             scores = _forward(model, _inputs(network, examples.x[rows], hooks))[-1]
-            right += int((scores.argmax(axis=1) == examples.y[rows]).sum())
-            loss += float(_loss(scores, examples.y[rows])[0].sum())
-        return training.measured(len(examples), right, loss)
+            found.add(scores, examples.y[rows], float(objectives.losses(mlp.task, scores, examples.y[rows])[0].sum()))
+        return found.metrics()
 
     @np.errstate(invalid="ignore", over="ignore")
     def fisher(
@@ -125,7 +126,7 @@ class NumpyEngine:
         _require_able(hooks)
         training.require_examples(examples, each)
         mlp, held = _load(network, model)
-        training.require_labels(examples, mlp.classes)
+        objectives.require_targets(examples, mlp.classes, mlp.task)
         at_once = self._at_once(mlp, each, copies=4)
         total = {name: np.zeros_like(array) for name, array in held.items()}
         groups = list(training.batches(np.arange(len(examples)), each))
@@ -243,17 +244,6 @@ def _forward(model: Tensors, x: np.ndarray) -> list[np.ndarray]:
     return values
 
 
-def _loss(scores: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Cross-entropy of each example (n,), and its gradient by the scores (n, classes)."""
-    rows = np.arange(len(y))
-    shifted = scores - scores.max(axis=1, keepdims=True)
-    powers = np.exp(shifted)
-    total = powers.sum(axis=1, keepdims=True)
-    gradient = powers / total
-    gradient[rows, y] -= 1
-    return np.log(total[:, 0]) - shifted[rows, y], gradient
-
-
 def _gradient(
     network: Mapping[str, Any], model: Tensors, examples: Examples, batch: np.ndarray, at_once: int, hooks: Hooks
 ) -> tuple[float, dict[str, np.ndarray]]:
@@ -261,7 +251,7 @@ def _gradient(
     loss, gradient = 0.0, {name: np.zeros_like(array) for name, array in model.items()}
     for rows in training.micro_batches(batch, at_once):
         values = _forward(model, _inputs(network, examples.x[rows], hooks))
-        losses, back = _loss(values.pop(), examples.y[rows])
+        losses, back = objectives.losses(metrics.task_of(network), values.pop(), examples.y[rows])
         loss += float(losses.sum()) / len(batch)
         back /= np.float32(len(batch))
         for layer in reversed(range(len(values))):

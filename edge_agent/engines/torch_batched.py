@@ -22,11 +22,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from fedquilt import metrics
 from fedquilt.core import Examples, Fit, Hooks, Tensors, Turn
-from fedquilt.edge_agent.engines import training
+from fedquilt.edge_agent.engines import objectives, torch_objectives, training
 from fedquilt.edge_agent.engines.torch_engine import TorchEngine
 from fedquilt.edge_agent.engines.torch_moves import Moves
 from fedquilt.models.networks import registry
@@ -106,7 +106,7 @@ class BatchedTorchEngine(TorchEngine):
         if not len(examples) or fit.batch < 1 or self._network(table, network) is None:
             return None
         each = math.ceil(len(examples) / fit.batch)
-        kind = (table, fit, examples.x.shape[1:], examples.x.dtype.str, each)
+        kind = (table, fit, examples.x.shape[1:], examples.x.dtype.str, examples.y.shape[1:], each)
         return Call(network, start, examples, fit, rng, hooks, progress, table, kind)
 
     def train_together(self, calls: Sequence[Call]) -> list[Trained | Exception]:
@@ -134,7 +134,7 @@ class BatchedTorchEngine(TorchEngine):
 
     def _network(self, table: bytes, network: Mapping[str, Any]) -> nn.Module | None:
         if table not in self._plain:
-            model = registry.build({key: value for key, value in network.items() if key != "input"}).to(self._device)
+            model = registry.build(network).to(self._device)
             plain = all(type(module) in PLAIN for module in model.modules())
             hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
             own = 0 < len(list(model.parameters())) == len(model.state_dict())  # and none stands in two places
@@ -178,6 +178,7 @@ class _Graph:
     def __init__(self, model: nn.Module | None, calls: Sequence[Call], place: torch.device) -> None:
         assert model is not None
         self._model, self._calls, self._place, self._fit = model, calls, place, calls[0].fit
+        self._task = metrics.task_of(calls[0].network)
         shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
         for call in calls:
             training.require_fit(call.start, shapes)
@@ -215,14 +216,15 @@ class _Graph:
         """One mini-batch of every device: rows of its own examples, where the last may be shorter than others'."""
         counts = [len(some) for some in rows]
         longest = max(counts)
-        y = np.zeros((len(rows), longest), np.int64)
+        y = np.zeros((len(rows), longest, *self._calls[0].examples.y.shape[1:]), self._calls[0].examples.y.dtype)
         for index, (call, some) in enumerate(zip(self._calls, rows, strict=True)):
             y[index, : len(some)] = call.examples.y[some]
-        labels = torch.from_numpy(y).to(self._place)
+        targets = torch_objectives.targets(self._task, y).to(self._place)
         scores = self._scores(
             self._inputs([some if len(some) == longest else np.resize(some, longest) for some in rows])
         )
-        losses = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction="none").view(len(rows), longest)
+        each = torch_objectives.each(self._task, scores.flatten(0, 1), targets.flatten(0, 1))
+        losses = each.view(len(rows), longest)
         if min(counts) < longest:  # what is padded counts for nothing
             mask = torch.arange(longest)[None, :] < torch.tensor(counts)[:, None]
             losses = torch.where(mask.to(self._place), losses, losses.new_zeros(()))
@@ -276,9 +278,9 @@ class _Graph:
         scores = forward(self._model, dict(zip(self._names, self._values, strict=True)), x)
         if not self._begun:
             if scores.ndim != 3:
-                raise RuntimeError("the network does not give one score per class")
+                raise RuntimeError("the network does not give one number per class or output")
             for call in self._calls:
-                training.require_labels(call.examples, scores.shape[2])
+                objectives.require_targets(call.examples, scores.shape[2], self._task)
             self._begun = True
         return scores
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 # OpenMP reads this once, when torch loads. Its threads wait by spinning otherwise, which on a board that
@@ -23,12 +24,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from fedquilt import footprint
+from fedquilt import footprint, metrics
 from fedquilt.core import DataError, Examples, Fit, Hooks, ModelError, Tensors
-from fedquilt.edge_agent.engines import torch_recompute, torch_turn, training
+from fedquilt.edge_agent.engines import objectives, torch_objectives, torch_recompute, torch_turn, training
 from fedquilt.models import fisher
 from fedquilt.models.networks import registry
 
@@ -42,7 +42,7 @@ class Probe(NamedTuple):
 
     trained: footprint.Trained
     library: str
-    classes: int
+    outputs: int
 
     def room(self, room_bytes: int, *, anchors: int = 0, moving: int = 0) -> int:
         """For activations, beside the weights, anchors, and so many copies of what is trained."""
@@ -115,7 +115,8 @@ class TorchEngine:
             kept: dict[str, Any] = {"anchors": len(anchors), "moments": moments, "piece_bytes": piece_bytes}
             planned = footprint.training_bytes(probe.trained, at_once, **kept, library=probe.library)
             self.planned_bytes = footprint.FIRST_USE_BYTES["torch"] + planned
-            turns = [torch_turn.Stepper(model, turn, fit, hooks, anchors, half) for turn in hooks.turns]
+            task = metrics.task_of(network)
+            turns = [torch_turn.Stepper(model, turn, fit, hooks, anchors, half, task) for turn in hooks.turns]
             for order in orders:
                 for batch in training.batches(order, fit.batch):
                     loss = 0.0
@@ -131,8 +132,9 @@ class TorchEngine:
     ) -> dict[str, float]:
         """See `fedquilt.core.Trainer`."""
         if not len(examples):
-            return training.measured(0, 0, 0.0)
-        right, loss = 0, 0.0
+            return {"examples": 0.0}
+        task = metrics.task_of(network)
+        found = objectives.Evaluation(task)
         with _repeatable(0):
             module, probe = self._load(network, model, examples, hooks)
             module.eval()
@@ -143,9 +145,9 @@ class TorchEngine:
                 for rows in training.batches(np.arange(len(examples)), at_once):
                     x, y = self._batch(network, examples, rows, hooks)
                     scores = module(x)
-                    right += int((scores.argmax(dim=1) == y).sum())
-                    loss += float(F.cross_entropy(scores, y, reduction="sum"))
-        return training.measured(len(examples), right, loss)
+                    loss = float(torch_objectives.total(task, scores, y))
+                    found.add(scores.cpu().numpy(), examples.y[rows], loss)
+        return found.metrics()
 
     def fisher(
         self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, each: int = 1, hooks: Hooks = Hooks()
@@ -160,20 +162,22 @@ class TorchEngine:
             group = probe.trained.weights_bytes + each * probe.example_bytes
             groups = training.fitting(room, group, fisher.TOGETHER)
             rows = training.batches(np.arange(len(examples)), groups * each)
-            found = fisher.diagonal(module, (self._batch(network, examples, some, hooks) for some in rows), each)
+            parts = (self._batch(network, examples, some, hooks) for some in rows)
+            loss = partial(torch_objectives.total, metrics.task_of(network))
+            found = fisher.diagonal(module, parts, each, lambda scores, y: loss(scores, y) / len(y))
         return {name: value.cpu().numpy() for name, value in found.items()}
 
     def _load(
         self, network: Mapping[str, Any], start: Tensors, examples: Examples, hooks: Hooks
     ) -> tuple[nn.Module, Probe]:
         """The network with these tensors, and what an example costs in it."""
-        model = registry.build({key: value for key, value in network.items() if key != "input"})
+        model = registry.build(network)
         model = (hooks.prepare(model) if hooks.prepare else model).to(self._device)
         held = model.state_dict()
         training.require_fit(start, {name: tuple(value.shape) for name, value in held.items()})
         torch_turn.free(model, hooks)
         probe = self._probe(model, network, examples, hooks)
-        training.require_labels(examples, probe.classes)
+        objectives.require_targets(examples, probe.outputs, metrics.task_of(network))
         with torch.no_grad():  # after the probe, which moves the statistics of batch normalisation
             for name, value in held.items():
                 value.copy_(torch.tensor(start[name]))
@@ -190,14 +194,18 @@ class TorchEngine:
                 f'({str(error).splitlines()[0]}): give it an "input" table'
             ) from None
         if not isinstance(scores, torch.Tensor) or scores.ndim != 2:
-            raise ModelError(f"network {network.get('name')!r} does not give one score per class")
+            given = f" but {tuple(scores.shape[1:])}" if isinstance(scores, torch.Tensor) else ""
+            raise ModelError(
+                f"network {network.get('name')!r} does not give one number per class or output{given}: end it in a "
+                "linear layer with `classes` outputs"
+            )
         return Probe(trained, str(network.get("name", "")).partition("/")[0], scores.shape[1])
 
     def _batch(
         self, network: Mapping[str, Any], examples: Examples, rows: np.ndarray, hooks: Hooks
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.from_numpy(training.features(examples.x[rows], network, hooks.inputs))
-        y = torch.from_numpy(examples.y[rows].astype(np.int64))
+        y = torch_objectives.targets(metrics.task_of(network), examples.y[rows])
         return x.to(self._device), y.to(self._device)
 
 

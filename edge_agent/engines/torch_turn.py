@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from fedquilt.core import Fit, Hooks, ModelError, Tensors, Turn
-from fedquilt.edge_agent.engines import torch_recompute, training
+from fedquilt.edge_agent.engines import torch_objectives, torch_recompute, training
 from fedquilt.edge_agent.engines.torch_moves import Moves
+from fedquilt.metrics import TaskKind
 
 FIRST_SCALE = 2.0**10  # of float16's loss: torch's own 2**16 overflows, and skips, the first steps of a short task
 
@@ -25,15 +25,23 @@ class Stepper:
 
     Args:
         half: 16-bit type to compute in; None: everything in 32 bits.
+        task: what the network predicts: it decides the loss.
 
     Raises:
         ModelError: no tensor would move.
     """
 
     def __init__(
-        self, model: nn.Module, turn: Turn, fit: Fit, hooks: Hooks, anchors: Anchors, half: torch.dtype | None
+        self,
+        model: nn.Module,
+        turn: Turn,
+        fit: Fit,
+        hooks: Hooks,
+        anchors: Anchors,
+        half: torch.dtype | None,
+        task: TaskKind = "classes",
     ) -> None:
-        self._model, self._turn, self._fit, self._half = model, turn, fit, half
+        self._model, self._turn, self._fit, self._half, self._task = model, turn, fit, half, task
         self._correct, self._anchors, self._alone = hooks.correct, anchors, len(hooks.turns) == 1
         rates = {name: turn.rate(name) for name, _ in model.named_parameters()}
         self._moved = {name: value for name, value in model.named_parameters() if rates[name] > 0}
@@ -88,7 +96,7 @@ class Stepper:
         """What these examples add to the loss; and without the penalty, not finite where that is not finite."""
         with self._autocast:
             scores = self._model(x)
-            loss = F.cross_entropy(scores, y, reduction="sum") / count
+            loss = torch_objectives.total(self._task, scores, y) / count
             if not self._turn.penalty:
                 return loss, loss.detach()
             extra = self._turn.penalty(self._model, x, scores, self._anchors) * (len(y) / count)

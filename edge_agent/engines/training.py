@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from fedquilt.core import DataError, JobError, ModelError, UpdateError
-from fedquilt.data import images
+from fedquilt.data.inputs import prepare as network_input
 
 if TYPE_CHECKING:
     from fedquilt.core import Examples, Fit, Tensors
@@ -60,19 +60,17 @@ def features(
     if inputs is not None:
         return inputs(x)
     if "input" in network:
-        return images.prepare(x, network["input"])
+        return network_input(x, network["input"])
+    if "vocabulary" in network and x.size and not 0 <= int(x.min()) <= int(x.max()) < network["vocabulary"]:
+        raise DataError(
+            f"tokens run from {x.min()} to {x.max()}, and the network knows {network['vocabulary']} (from 0): give this "
+            "device the vocabulary file that the job was made with"
+        )
     if x.dtype.kind == "u":
         return x.astype(np.float32) / np.float32(np.iinfo(x.dtype).max)
     if x.dtype.kind not in "fib":
         raise DataError(f"examples of type {x.dtype}: expected numbers")
     return x.astype(np.float32)
-
-
-def require_labels(examples: Examples, classes: int) -> None:
-    """Raises DataError unless every label is one of the network's classes."""
-    low, high = int(examples.y.min(initial=0)), int(examples.y.max(initial=0))
-    if low < 0 or high >= classes:
-        raise DataError(f"labels run from {low} to {high}, the network tells {classes} classes (0 to {classes - 1})")
 
 
 def require_examples(examples: Examples, each: int) -> None:
@@ -100,19 +98,6 @@ def require_anchors(anchors: Mapping[str, Tensors], shapes: Mapping[str, tuple[i
             if name not in held or held[name].shape != shape:
                 what = f"has shape {held[name].shape}" if name in held else "is missing"
                 raise ModelError(f"tensor {name!r} of anchor {anchor!r} {what}, the network wants {shape}")
-
-
-def measured(examples: int, right: int, loss: float) -> dict[str, float]:
-    """The metrics of an evaluation from its sums; without examples there is no accuracy to tell.
-
-    Raises:
-        UpdateError: the loss is not finite.
-    """
-    if not examples:
-        return {"examples": 0.0}
-    if not math.isfinite(loss):
-        raise UpdateError(f"the loss of the model on {examples} held-out examples is {loss}: it is of no use")
-    return {"examples": float(examples), "accuracy": right / examples, "loss": loss / examples}
 
 
 class Steps:

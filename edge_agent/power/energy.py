@@ -2,7 +2,8 @@
 
 Two successive readings with a counter (`Reading.energy_j`: RAPL, a power-monitoring chip) give a difference;
 otherwise two with a power (`Reading.power_w`: INA3221 rails) give a trapezoid. Counters come first, as they
-miss nothing between two readings. A reading with neither is passed over, and so is one from the past.
+miss nothing between two readings. A reading with neither is passed over, and so is one from the past, and one of
+another meter than the stretch began with: what one covers is no part of what another covers.
 
 The bound, `energy_error_j`, has three parts:
   - for trapezoids, half of what the rectangles of the left and of the right powers differ by, interval by
@@ -131,7 +132,12 @@ def _finite(value: float | None) -> float | None:
 
 
 def _interval(before: Reading, after: Reading, dt_s: float) -> tuple[float, float, float, float, bool] | None:
-    """Joules between two readings, their bound, the powers at its ends, and whether a counter said so."""
+    """Joules between two readings, their bound, the powers at its ends, and whether a counter said so.
+
+    None: they are of two meters, or there is nothing that both tell.
+    """
+    if None not in (before.energy_source, after.energy_source) and before.energy_source != after.energy_source:
+        return None
     counters = _finite(before.energy_j), _finite(after.energy_j)
     if counters[0] is not None and counters[1] is not None and counters[1] >= counters[0]:
         gained = counters[1] - counters[0]

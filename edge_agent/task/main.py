@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import math
 import os
 import signal
@@ -23,7 +24,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from fedquilt import compression, core, methods, tensors
+from fedquilt import compression, core, methods, plugins, tensors
 from fedquilt.core import (
     Answer,
     DataError,
@@ -122,7 +123,7 @@ def carry_out(
             engine.planned_bytes = None  # what an earlier task left there
         if own_process and budget.reset_peak(os.getpid()):
             base = budget.resident_bytes(os.getpid())
-        site = dataclasses.replace(site_of(order, bench, progress, loaded), engine=engine)
+        site = site_of(order, bench, progress, loaded, engine=engine)
         outcome = worked(order, bench.method(order.task.method), site)
     except Exception as error:
         outcome = failed(error)
@@ -135,13 +136,31 @@ def carry_out(
     )
 
 
+class _Cache:
+    """The folder `Site.cache`, made when it is asked for: few methods ask."""
+
+    def __get__(self, site: Site, kind: type | None = None) -> Path:
+        path = Path(site.__dict__["cache"])
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def __set__(self, site: Site, path: Path | str) -> None:
+        site.__dict__["cache"] = path
+
+
+class _Site(Site):
+    cache = _Cache()
+
+
 def site_of(
     order: Order,
     bench: Bench,
     progress: Callable[[float], None] = lambda fraction: None,
     loaded: Callable[[int], None] = lambda examples: None,
+    *,
+    engine: Any = None,
 ) -> Site:
-    """All that the order's client half may touch, but for its engine.
+    """All that the order's client half may touch.
 
     Raises:
         DataError: the device has no examples, or none that can be read.
@@ -149,15 +168,15 @@ def site_of(
     train, held = bench.examples(order.data)
     loaded(len(train))
     path = _finder(order)
-    return Site(
+    return _Site(
         device=order.device,
         budget_bytes=plannable(order),
-        engine=None,
+        engine=engine,
         rng=tensors.rng(order.task.seed),
         train=train,
         held=held,
         local=compression.own(tensors.read(Path(order.private)) if order.private else {}),
-        cache=Path(order.cache),
+        cache=order.cache,  # type: ignore[arg-type]  # a path when it is asked for
         load=lambda name: bench.tensors(path(name)),
         path=path,
         progress=progress,
@@ -189,7 +208,9 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
         return tensors.Floats(path(name)) if name in order.bundles else None
 
     metrics: dict[str, float] = {}
-    weight, bundles = 0.0, {}
+    weight = 0.0
+    bundles: dict[str, core.BlobRef] = {}
+    blobs: dict[str, bytes] = {}
     if "check" in task.actions:
         if method.check is None:
             raise core.JobError(f"method {task.method!r} has no evaluation of its own")
@@ -200,12 +221,19 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
         answer = compression.encoded(task.wire, method.work(task, site), base, private)
         metrics |= {name: float(value) for name, value in answer.metrics.items()}
         weight = float(answer.weight)
-        bundles = _write(answer, order.private is not None, Path(order.out))
+        bundles, blobs = _written(answer, order)
     for name, value in {**metrics, "weight": weight}.items():
         if not math.isfinite(value) or (name == "weight" and value < 0):
             raise UpdateError(f"{name} came out as {value}: the work did not converge; try a smaller learning rate")
     planned = getattr(site.engine, "planned_bytes", None)
-    return Outcome(weight=weight, metrics=metrics, bundles=bundles, examples=len(site.train), planned_bytes=planned)
+    return Outcome(
+        weight=weight,
+        metrics=metrics,
+        bundles=bundles,
+        blobs=blobs,
+        examples=len(site.train),
+        planned_bytes=planned,
+    )
 
 
 def failed(error: Exception) -> Outcome:
@@ -222,17 +250,26 @@ def plannable(order: Order) -> int:
     return order.budget_bytes if order.plan_bytes is None else order.plan_bytes
 
 
-def _write(answer: Answer, before: bool, out: Path) -> dict[str, core.BlobRef]:
-    """Write bundles into files named by content, and the private state where there is or was one."""
-    refs = {}
+def _written(answer: Answer, order: Order) -> tuple[dict[str, core.BlobRef], dict[str, bytes]]:
+    """Write bundles into files named by content, and the private state where there is or was one.
+
+    Returns:
+        What the bundles are, and the bytes of those that go with the outcome instead, by sha256.
+    """
+    refs, blobs, out = {}, {}, f"{order.out}/{order.prefix}"
     for name, bundle in answer.bundles.items():
         tensors.require_finite(bundle)
-        refs[name] = ref = state.write_tensors(out / "bundle", bundle)
-        os.replace(out / "bundle", out / ref.sha256)
-    if answer.local or before:
+        if tensors.total_bytes([bundle]) < order.whole_bytes:
+            payload = tensors.encode(bundle)
+            refs[name] = core.BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+            blobs[refs[name].sha256] = payload
+        else:
+            refs[name] = ref = state.write_tensors(f"{out}bundle", bundle)
+            os.replace(f"{out}bundle", f"{out}{ref.sha256}")
+    if answer.local or order.private is not None:
         tensors.require_finite(answer.local)
-        state.write_tensors(out / state.PRIVATE, answer.local)
-    return refs
+        state.write_tensors(f"{out}{state.PRIVATE}", answer.local)
+    return refs, blobs
 
 
 def _code(error: Exception) -> Any:
@@ -289,6 +326,7 @@ def main() -> None:
     with contextlib.suppress(BrokenPipeError):  # the daemon is gone
         for line in sys.stdin.buffer:
             order = msgspec.json.decode(line, type=Order)
+            plugins.restrict(order.plugins)
             say(carry_out(order, bench, progress, own_process=True, loaded=lambda examples: say(Loaded(examples))))
 
 

@@ -18,9 +18,12 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: dict[str, Any]  # fedquilt.data.spec.DataSpec
     bundles: dict[str, str]  # bundle name -> file
     private: str | None  # file of the job's private state; None: none yet
-    cache: str  # folder of the job's own: what earlier tasks left there for later ones, or nothing
-    out: str  # empty folder: bundles go into files named by their sha256, private state into private.safetensors
+    cache: str  # folder of the job's own, if it is there: what earlier tasks left there for later ones, or nothing
+    out: str  # folder: bundles go into files named by their sha256, private state into private.safetensors
     plan_bytes: int | None = None  # of the budget, what the engine may plan with; None: all of it
+    prefix: str = ""  # what the names of these files begin with, where devices share the folder
+    whole_bytes: int = 0  # bundles that are no larger come with the outcome, and into no file
+    plugins: tuple[str, ...] | None = None  # the packages that this board allows: `fedquilt.plugins.restrict`
 
 
 class Loaded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="loaded"):
@@ -43,6 +46,7 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outc
     weight: float = 0.0
     metrics: dict[str, float] = {}
     bundles: dict[str, BlobRef] = {}
+    blobs: dict[str, bytes] = {}  # of these, by sha256: what is in no file
     examples: int = 0  # the device's own, held-out ones aside
     wall_s: float = 0.0
     cpu_s: float = 0.0

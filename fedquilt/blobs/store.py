@@ -3,6 +3,7 @@
     <sha256>          whole: verified, on disk, never changed
     <sha256>.part     on its way: as long as the blob, with holes where chunks are missing
     <random>.tmp      being written by `put` or `put_file`
+    small.pack        small blobs that one process alone reads (`stow`), where nothing waits for the disk
 
 A file gets its final name only when its bytes are verified and on the disk, so whatever moment the
 process is killed or the power fails, what has that name is whole. A part carries no record of
@@ -28,10 +29,12 @@ from typing import Final
 from fedquilt import wire
 from fedquilt.blobs import chunks
 from fedquilt.core import BlobRef, StoreError
+from fedquilt.pack import Pack
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _BUFFER_BYTES: Final = 256 * 1024
 _STALE_S: Final = 24 * 3600.0
+SMALL_BYTES: Final = 128 * 1024  # of a blob that is stowed without a file of its own
 _MENDS: Final = {
     errno.ENOSPC: "the disk is full; free some space or use another folder",
     errno.EDQUOT: "the quota is used up; free some space or use another folder",
@@ -59,16 +62,25 @@ class Depot:
         self._wall_clock = wall_clock
         with self._doing("make the folder"):
             folder.mkdir(parents=True, exist_ok=True)
+            self._pack = None if durable else Pack(f"{self._prefix}small.pack")
 
     # -- what is here --
 
     def path(self, sha256: str) -> Path | None:
-        """The file of a whole blob."""
+        """The file of a whole blob; one that has none gets one."""
         path = self._at(sha256)
-        return Path(path) if os.path.isfile(path) else None
+        if os.path.isfile(path):
+            return Path(path)
+        if self._pack is None or sha256 not in self._pack:
+            return None
+        with self._doing(f"read blob {sha256[:12]}"):
+            self._store(self._pack.read(sha256), sha256)
+        return Path(path)
 
     def ref(self, sha256: str) -> BlobRef | None:
         """The whole blob of that name, if it is here."""
+        if self._pack is not None and (size := self._pack.size(sha256)) is not None:
+            return BlobRef(sha256=sha256, size=size)
         try:
             return BlobRef(sha256=sha256, size=os.stat(self._at(sha256)).st_size)
         except OSError:
@@ -80,8 +92,22 @@ class Depot:
 
     def read(self, sha256: str, offset: int, size: int) -> bytes:
         """`size` bytes of a whole blob from `offset`; fewer at its end."""
-        with self._doing(f"read blob {sha256[:12]}"), open(self._at(sha256), "rb", buffering=0) as file:
-            return os.pread(file.fileno(), size, offset)
+        with self._doing(f"read blob {sha256[:12]}"):
+            if self._pack is not None and sha256 in self._pack:
+                return self._pack.read(sha256, offset, size)
+            with open(self._at(sha256), "rb", buffering=0) as file:
+                return os.pread(file.fileno(), size, offset)
+
+    def load(self, sha256: str) -> bytes | None:
+        """A whole blob; None: it is not here."""
+        with self._doing(f"read blob {sha256[:12]}"):
+            if self._pack is not None and sha256 in self._pack:
+                return self._pack.read(sha256)
+            try:
+                with open(self._at(sha256), "rb", buffering=0) as file:
+                    return file.read()
+            except FileNotFoundError:
+                return None
 
     # -- whole blobs --
 
@@ -94,15 +120,39 @@ class Depot:
         ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
         if expected is not None and expected != ref:
             raise _arrived_damaged(expected)
-        if self.has(ref):
+        if self._is_file(ref):  # what is only stowed may be dropped by whoever did so
             return ref
-        with self._doing(f"store blob {ref.sha256[:12]}"), self._temporary() as path:
-            with open(path, "xb", buffering=0) as file:
-                _write(file.fileno(), payload, 0)
-                if self._durable:
-                    os.fsync(file.fileno())
-            self._place(path, ref.sha256)
+        with self._doing(f"store blob {ref.sha256[:12]}"):
+            self._store(payload, ref.sha256)
         return ref
+
+    def stow(self, payload: bytes) -> BlobRef:
+        """Store bytes that only this process reads, and drops soon: small ones take no file of their own.
+
+        Where the depot is durable this is `put`.
+        """
+        if self._pack is None or len(payload) > SMALL_BYTES:
+            return self.put(payload)
+        ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+        if not self.has(ref):
+            self.take_over(ref, self.lay_by(ref, payload))
+        return ref
+
+    def lay_by(self, ref: BlobRef, payload: bytes) -> int:
+        """Write a small blob, whose digest is known, without naming it yet; its place. Not for a durable depot."""
+        assert self._pack is not None
+        with self._doing(f"store blob {ref.sha256[:12]}"):
+            return self._pack.put(ref.sha256, payload)
+
+    def take_over(self, ref: BlobRef, place: int) -> None:
+        """Let what was laid by be found by its name."""
+        assert self._pack is not None
+        self._pack.name(ref.sha256, place, ref.size)
+
+    def give_up(self, ref: BlobRef, place: int) -> None:
+        """Forget what was laid by."""
+        assert self._pack is not None
+        self._pack.release(place, ref.size)
 
     def put_file(self, path: Path, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
         """Store a file: linked where the file system can, copied where it cannot.
@@ -146,6 +196,10 @@ class Depot:
 
     def drop(self, sha256: str) -> None:
         """Forget a blob, whole or in part."""
+        if self._pack is not None and sha256 in self._pack:
+            self._pack.drop(sha256)  # it may have a file as well
+            if not os.path.isfile(self._at(sha256)):
+                return
         with self._doing(f"remove blob {sha256[:12]}"):
             for path in (self._at(sha256), self._part(sha256)):
                 with suppress(FileNotFoundError):
@@ -153,6 +207,8 @@ class Depot:
 
     def keep(self, only: set[str]) -> None:
         """Drop every blob but these. Parts and temporary files go when nothing was written to them for a day."""
+        for sha256 in () if self._pack is None else set(self._pack.names()) - only:
+            self._pack.drop(sha256)  # type: ignore[union-attr]
         with self._doing("collect garbage"):
             for name, stat in self._entries():
                 sha256, _, kind = name.partition(".")
@@ -221,6 +277,20 @@ class Depot:
                         yield entry.name, entry.stat()
                     except FileNotFoundError:  # another process was faster
                         continue
+
+    def _is_file(self, ref: BlobRef) -> bool:
+        try:
+            return os.stat(self._at(ref.sha256)).st_size == ref.size
+        except OSError:
+            return False
+
+    def _store(self, payload: bytes, sha256: str) -> None:
+        with self._temporary() as path:
+            with open(path, "xb", buffering=0) as file:
+                _write(file.fileno(), payload, 0)
+                if self._durable:
+                    os.fsync(file.fileno())
+            self._place(path, sha256)
 
     @contextmanager
     def _temporary(self) -> Iterator[str]:

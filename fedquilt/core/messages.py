@@ -10,6 +10,9 @@ from msgspec import Meta
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}\Z")]
 """A job, fleet or device id: safe in a topic, a file name and a log line."""
 
+Code = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9._-]{0,63}|[A-Za-z_][\w.]{0,99}:[A-Za-z_]\w{0,99})\Z")]
+"""A method by its name, or as module:name."""
+
 Label = Annotated[str, Meta(max_length=200)]
 Sentence = Annotated[str, Meta(max_length=1000)]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
@@ -62,7 +65,7 @@ class Task(Wired, frozen=True):
     job: Name
     round: Count
     attempt: Count
-    method: Name
+    method: Code
     engine: Name  # which engine the method asks for: "onnx", "torch", "numpy"
     actions: Annotated[tuple[Action, ...], Meta(min_length=1, max_length=2)]
     params: Annotated[dict[Label, Any], Meta(max_length=1000)]
@@ -125,7 +128,7 @@ class Profile(Wired, frozen=True):
     memory_bytes: Count
     budget_bytes: Count  # the most one task's process may hold resident
     engines: Annotated[tuple[Name, ...], Meta(max_length=20)]
-    versions: Annotated[dict[Label, Label], Meta(max_length=50)]
+    versions: Annotated[dict[Label, Label], Meta(max_length=50)]  # of libraries, and as "plugin <module>" of plug-ins
     points: Annotated[tuple[OperatingPoint, ...], Meta(max_length=200)] = ()
     idle_w: Amount | None = None
     provenance: Label = "unknown"  # sysfs | table | measured | assumed | unknown

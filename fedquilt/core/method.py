@@ -46,7 +46,9 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Examples:
-    """Labelled examples. `x` is (n, ...) as stored, mostly uint8 (n, h, w) or (n, h, w, c); `y` is (n,) int."""
+    """Labelled examples. `x` is (n, ...) as stored: uint8 (n, h, w) or (n, h, w, c), float32 (n, features) or
+    (n, steps, channels), int32 (n, tokens). `y` is by task: classes (n,) int64, regression (n, k) float32, labels
+    (n, k) uint8 of 0 and 1."""
 
     x: np.ndarray
     y: np.ndarray
@@ -141,4 +143,5 @@ class Method:
     story: Callable[[Any], Sequence[str]] = lambda state: ()  # the last step in plain sentences
     settle: Settle | None = None  # None: a state can be evaluated as it is
     exact: bool = False  # what devices send may not be rounded: no lossy codec
+    tasks: Sequence[str] = ("classes", "regression", "labels")  # what its networks may predict: `fedquilt.metrics`
     refused: Mapping[str, str] = field(default_factory=dict)  # further codecs it does not work with -> why, a sentence

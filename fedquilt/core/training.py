@@ -93,7 +93,10 @@ class Trainer(Engine, Protocol):
     def evaluate(
         self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, hooks: Hooks = Hooks()
     ) -> dict[str, float]:
-        """{"examples", "accuracy" (0..1), "loss" (mean)}. Of the hooks, `prepare` and `inputs` count."""
+        """{"examples", "loss" (mean)} and the task's metrics ("accuracy", 0..1; see `edge_agent.engines.objectives`).
+
+        Of the hooks, `prepare` and `inputs` count.
+        """
         ...
 
     def fisher(

@@ -95,6 +95,8 @@ def load_all(spec: DataSpec) -> Examples:
 def label_counts(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
     """How many of each class every share has: to train on, and held out, (shares, classes) each. Reads no inputs.
 
+    Of a task without classes all examples count as one.
+
     Raises:
         DataError: as `load`.
     """
@@ -102,7 +104,7 @@ def label_counts(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
 
     reader = open_(spec)
     used = _used(reader, spec)
-    y = reader.y[used]
+    y = _kinds(reader, used, spec)
     kinds = int(y.max()) + 1 if len(y) else 0
     parts = _some(_parts(reader, used, spec, range(spec.shares)), len(used), spec, range(spec.shares))
     train, held = (
@@ -134,10 +136,11 @@ def _parts(
     for share in shares:
         if share >= spec.shares:
             raise DataError(f"[data] share {share} of {spec.shares}: shares are counted from 0 to {spec.shares - 1}")
-    y = reader.y[used]
+    y = _kinds(reader, used, spec)
     found = []
+    owner = None if reader.owner is None else reader.owner[used]
     origin = None if reader.origin is None else reader.origin[used]
-    owned = partition.shares(y, spec, origin, shares)
+    owned = partition.shares(y, spec, origin, shares, owner)
     for share, own in zip(shares, owned, strict=True):
         if not len(own):
             found.append((own, own))
@@ -145,6 +148,13 @@ def _parts(
         train, held = partition.hold_out(y[own], msgspec.structs.replace(spec, share=share))
         found.append((own[train], own[held]))
     return found
+
+
+def _kinds(reader: Reader, used: np.ndarray, spec: DataSpec) -> np.ndarray:
+    """The class of each used example (n,); 0 of all where the task has no classes."""
+    import numpy as np
+
+    return reader.y[used] if spec.task == "classes" else np.zeros(len(used), np.int64)
 
 
 def _some(
@@ -194,12 +204,14 @@ def _examples(reader: Reader, rows: np.ndarray, spec: DataSpec) -> Examples:
     import numpy as np
 
     x = reader.take(rows)
+    if isinstance(spec.fill, float) and x.dtype.kind == "f":  # a table's own are filled as it is read
+        x = np.where(np.isnan(x), x.dtype.type(spec.fill), x)
     if x.dtype.kind == "f":
         odd = np.flatnonzero(~np.isfinite(x).all(axis=tuple(range(1, x.ndim))))
         if len(odd):
             first, hold = rows[odd].min(), "hold" if len(odd) > 1 else "holds"
             raise DataError(
                 f"{spec.where}: {len(odd)} of {len(rows)} examples {hold} NaN or infinity, the first is example "
-                f"{first}: mend the file, or leave such examples out"
+                f"{first}: mend the file, leave such examples out, or set [data] fill to a number for NaN"
             )
     return Examples(x, reader.y[rows])

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from fedquilt import metrics, plugins
 from fedquilt.core import DataError
 from fedquilt.data import examples
 from fedquilt.data.readers import Reader
@@ -17,35 +18,86 @@ MEND = "give the job data that fit, or another network and a new bundle"
 def require_fit(meta: Mapping[str, Any], spec: DataSpec) -> None:
     """Open the data of a [data] table and compare them with what a bundle holds. No inputs are read.
 
-    A network of a user's own may take and tell anything: boards see what it makes of the data.
+    Of a network from outside, what it tells was seen when it was prepared; what it takes, boards see.
 
     Args:
         meta: of the bundle, as `fedquilt prepare` writes it.
 
     Raises:
-        DataError: the data cannot be opened, their inputs have a shape that the network does not take, or a label is
-            none of its classes; names both sides.
+        JobError: the network is of another package, which has another content here.
+        DataError: the data cannot be opened, their inputs have a shape that the network does not take, or their labels
+            are not what it predicts; names both sides.
     """
+    plugins.require_current(meta.get("plugins") or {})
     reader = examples.open_(spec)
     network: Mapping[str, Any] = meta.get("network", {})
     while isinstance(network.get("of"), Mapping):  # a network of exits is one of another network
-        network = {**network["of"], **({"input": network["input"]} if "input" in network else {})}
+        network = {**network["of"], **{key: network[key] for key in ("input", "task") if key in network}}
     name = f"network {network.get('name', '')!r}"
+    task = metrics.task_of(network)
+    if task != spec.task:
+        raise DataError(
+            f"{spec.where}: [data] task is {spec.task!r}, and {name} was prepared for {task!r}: set `task` in [data] "
+            "and [model] alike, and prepare anew"
+        )
     if "donors" in meta:
         _require_labels(reader, spec, len(meta["labels"]), "the job has labels for")
-    elif isinstance(network.get("classes"), int):
-        _require_labels(reader, spec, network["classes"], f"{name} tells")
-    if network.get("input") or meta.get("input"):
+    elif isinstance(outputs := meta.get("outputs", network.get("classes")), int):
+        if task == "classes":
+            _require_labels(reader, spec, outputs, f"{name} tells")
+        else:
+            _require_outputs(reader, spec, outputs, name)
+    wanted = network.get("input") or meta.get("input") or {}
+    if "channels" in wanted:
         if not _is_image(reader.shape):
             raise DataError(
                 f"{spec.where}: examples have shape {reader.shape}, and the job's input are images: (height, width) or "
                 f"(height, width, 1 or 3) are wanted; {MEND}"
             )
-    elif network.get("name") == "mlp" and math.prod(reader.shape) != network["inputs"]:
+        return
+    features = max((len(wanted.get(key, ())) for key in ("mean", "std")), default=0)
+    if features > 1 and reader.shape[-1:] != (features,):
         raise DataError(
-            f"{spec.where}: examples of shape {reader.shape} hold {math.prod(reader.shape)} values each, {name} takes "
-            f"{network['inputs']}; {MEND}"
+            f"{spec.where}: examples of shape {reader.shape}{_named(reader)}, and the job's [input] standardises "
+            f"{features} features; {MEND}"
         )
+    _require_shape(reader, spec, network, name)
+
+
+def _require_shape(reader: Reader, spec: DataSpec, network: Mapping[str, Any], name: str) -> None:
+    """Raises DataError unless examples have the shape that the network's table names."""
+    shape, kind = reader.shape, network.get("name")
+    if kind in ("mlp", "rezero") and math.prod(shape) != network["inputs"]:
+        raise DataError(
+            f"{spec.where}: examples of shape {shape} hold {math.prod(shape)} values each{_named(reader)}, {name} "
+            f"takes {network['inputs']}; {MEND}"
+        )
+    if kind in ("conv1d", "gru") and shape != (network["steps"], network["channels"]):
+        raise DataError(
+            f"{spec.where}: examples of shape {shape}{_named(reader)}, {name} takes {network['steps']} steps of "
+            f"{network['channels']} channels; {MEND}"
+        )
+    if kind == "transformer":
+        if shape != (network["length"],):
+            raise DataError(f"{spec.where}: examples of shape {shape}, {name} takes {network['length']} tokens; {MEND}")
+        if reader.tokens > network["vocabulary"]:
+            raise DataError(
+                f"{spec.where}: the vocabulary has {reader.tokens} tokens, {name} knows {network['vocabulary']}; {MEND}"
+            )
+
+
+def _named(reader: Reader, most: int = 8) -> str:
+    """The features' names in brackets; nothing where they have none."""
+    if not reader.features:
+        return ""
+    more = f" and {len(reader.features) - most} more" if len(reader.features) > most else ""
+    return f" ({', '.join(reader.features[:most])}{more})"
+
+
+def _require_outputs(reader: Reader, spec: DataSpec, outputs: int, name: str) -> None:
+    if reader.y.shape[1] != outputs:
+        what = "numbers" if spec.task == "regression" else "labels"
+        raise DataError(f"{spec.where}: each example has {reader.y.shape[1]} {what}, {name} predicts {outputs}; {MEND}")
 
 
 def _require_labels(reader: Reader, spec: DataSpec, classes: int, who: str) -> None:

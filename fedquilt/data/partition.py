@@ -8,6 +8,7 @@ of PCG64 are used, and orders come from sorting uniform draws: they do not depen
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -30,7 +31,11 @@ def rows(y: np.ndarray, spec: DataSpec, origin: np.ndarray | None = None) -> np.
 
 
 def shares(
-    y: np.ndarray, spec: DataSpec, origin: np.ndarray | None = None, wanted: Sequence[int] | None = None
+    y: np.ndarray,
+    spec: DataSpec,
+    origin: np.ndarray | None = None,
+    wanted: Sequence[int] | None = None,
+    owner: np.ndarray | None = None,
 ) -> list[np.ndarray]:
     """The rows of each wanted share, or of every share, ascending. With `partition = "all"` they are the same
     for all, or for all of a group; else disjoint, and all rows together.
@@ -38,10 +43,14 @@ def shares(
     Args:
         y: labels, (n,).
         origin: which source each row comes from, (n,); wanted only where these are the groups.
+        owner: whose each row is, (n,) words; wanted only with `partition = "column"`.
 
     Raises:
         DataError: no partition of these labels is as the spec wants it.
     """
+    if spec.partition == "column":
+        dealt = _by_owner(owner, spec)
+        return [np.flatnonzero(dealt == share) for share in (range(spec.shares) if wanted is None else wanted)]
     owners: dict[str, Callable[[np.ndarray, DataSpec], np.ndarray]] = {
         "iid": _iid,
         "dirichlet": _dirichlet,
@@ -122,6 +131,27 @@ def _groups(y: np.ndarray, spec: DataSpec, origin: np.ndarray | None) -> list[tu
 
 
 # -- who owns which row, each (n,) ----------------------------------------------------------------
+
+
+def _by_owner(owner: np.ndarray | None, spec: DataSpec) -> np.ndarray:
+    """Users in order, cut into as many runs as there are devices, as even in users as can be.
+
+    Numbers are in order of size, words in that of the alphabet. With as many users as devices, device i has user i.
+    """
+    if owner is None:
+        raise DataError(
+            f"{spec.where}: partition = 'column' is for tables and .npz files, which say whose examples are"
+        )
+    users = np.unique(owner)
+    if all(re.fullmatch(r"-?\d{1,18}", user) for user in users):
+        users = users[np.argsort(users.astype(np.int64), kind="stable")]
+    if len(users) < spec.shares:
+        raise DataError(
+            f"{spec.where}: column {spec.column!r} names {len(users)} users, and there are {spec.shares} devices: "
+            "have fewer devices (shares), as each has one user or more"
+        )
+    device = {user: share for share, some in enumerate(np.array_split(users, spec.shares)) for user in some}
+    return np.array([device[user] for user in owner], int)
 
 
 def _iid(y: np.ndarray, spec: DataSpec) -> np.ndarray:

@@ -9,10 +9,40 @@ import msgspec
 from msgspec import Meta
 
 from fedquilt import config
+from fedquilt.metrics import TaskKind
 
 Positive = Annotated[int, Meta(ge=1)]
 Natural = Annotated[int, Meta(ge=0)]
-Format = Literal["auto", "npz", "idx", "folder", "torchvision"]
+Above0 = Annotated[float, Meta(gt=0)]
+Format = Literal["auto", "npz", "idx", "folder", "torchvision", "csv", "parquet", "audio", "text"]
+TABLES = (".csv", ".tsv", ".parquet")
+Columns = str | tuple[str, ...]
+HOW = ("task", "labels", "categories", "fill", "column", "audio", "text", "windows")
+"""Keys that say how a file is read rather than where it is: a [test] with a path of its own has those of [data]."""
+
+
+class Audio(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How recordings become spectrograms (frames, mels): `fedquilt.data.spectrogram`."""
+
+    rate: Positive = 16000  # samples a second that every recording has to have
+    seconds: Above0 = 1.0  # longer recordings are cut, shorter ones end in silence
+    mels: Positive = 40  # frequency bands
+    frame_ms: Above0 = 25.0  # of the sound that one frame covers
+    hop_ms: Above0 = 10.0  # from one frame to the next
+
+
+class Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How texts become tokens (length,): `fedquilt.data.tokens`."""
+
+    vocabulary: str  # file with a token in each line
+    length: Positive = 64  # tokens of an example; longer texts are cut, shorter ones padded
+
+
+class Windows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the rows of a table, one for each time step, become examples (steps, features)."""
+
+    steps: Positive
+    stride: Natural = 0  # rows from one window's beginning to the next's; 0: `steps`, so that none overlap
 
 
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -30,16 +60,24 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where examples are, and which are this device's.
 
-    One of `path`, `sources` and `synthetic` says where from. A simulated fleet of n devices gives all the
+    One of `path`, `sources`, `synthetic` and `dataset` says where from. A simulated fleet of n devices gives all the
     same table, and device i `share = i`, `shares = n`.
     """
 
     path: str = ""  # file or folder; for torchvision its root
     format: Format = "auto"  # auto: by what is at the path
     split: str = "train"
-    x: str = ""  # npz: name of the array of inputs; default x_<split>, else x
-    y: str = ""  # npz: name of the array of labels; default y_<split>, else y
-    dataset: str = ""  # torchvision: name of the class, "CIFAR10"
+    x: Columns = ""  # npz: name of the array of inputs; default x_<split>, else x. Tables: columns; default all others
+    y: Columns = ""  # npz: name of the array of labels; default y_<split>, else y. Tables: columns; default "y"
+    task: TaskKind = "classes"  # what labels are: a class, real numbers, or several labels that are there or not
+    labels: tuple[str, ...] = ()  # tables, recordings and texts: what classes or labels are called, in order
+    categories: dict[str, tuple[str, ...]] = {}  # tables: column of words -> the words, each an input of 0 or 1
+    fill: float | dict[str, float] | None = None  # for missing numbers, or by column; None: they are an error
+    column: str = ""  # tables: whose example it is; npz: the array that says it
+    audio: Audio | None = None
+    text: Text | None = None
+    windows: Windows | None = None
+    dataset: str = ""  # torchvision: name of its class, "CIFAR10"; without a path one of another package
     download: bool = False  # torchvision: fetch it if it is not there
     labels_from: Natural = 0  # what the path's class 0 is called: where a board has but one source of a mixture
     sources: tuple[Source, ...] = ()  # a mixture, in this order
@@ -51,7 +89,7 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     groups: Literal["source"] | tuple[tuple[Natural, ...], ...] = ()
     """Classes, or sources, that no two devices of different groups have in common: devices are split among the
     groups in blocks as even as can be, and `partition` is then among the devices of each group."""
-    partition: Literal["all", "iid", "dirichlet", "classes", "shards"] = "all"
+    partition: Literal["all", "iid", "dirichlet", "classes", "shards", "column"] = "all"
     share: Natural = 0  # this device's, counted from 0
     shares: Positive = 1
     alpha: Annotated[float, Meta(gt=0)] = 0.5  # dirichlet: concentration; small is unlike, large is like iid
@@ -62,9 +100,15 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         given = [name for name in ("path", "sources", "synthetic") if getattr(self, name)]
+        if not given and self.dataset:
+            given = ["dataset"]
         if len(given) != 1:
-            raise ValueError(f"one of path, sources and synthetic is wanted, not {' and '.join(given) or 'none'}")
-        for name in ("format", "x", "y", "dataset", "download", "labels_from"):
+            raise ValueError(
+                f"one of path, sources, synthetic and dataset is wanted, not {' and '.join(given) or 'none'}"
+            )
+        for name in ("format", "x", "y", "dataset", "download", "labels_from", "column"):
+            if given == ["dataset"] and name in ("dataset", "labels_from"):
+                continue
             if given != ["path"] and getattr(self, name) not in ("", "auto", 0):
                 raise ValueError(f"{name} goes with path{', or into each source' * (given == ['sources'])}")
         if self.synthetic and self.size:
@@ -79,10 +123,34 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if not all(self.groups) or len(set(named)) < len(named):
                 raise ValueError("groups: each lists a class or more, and no class is in two")
 
+        self._check_task()
+        if sum(each is not None for each in (self.audio, self.text, self.windows)) > 1:
+            raise ValueError("audio, text and windows: one of them, as an example is one of these")
+        if self.partition == "column" and (not self.column or self.groups):
+            raise ValueError('partition = "column" needs column = "..." and no groups')
+
+    def _check_task(self) -> None:
+        """What needs a class of each example goes with task = "classes" alone."""
+        if self.task == "classes":
+            return
+        by_class = [name for name in ("per_class", "groups", "sources", "synthetic") if getattr(self, name)]
+        if self.partition in ("dirichlet", "classes", "shards"):
+            by_class.append(f"partition = {self.partition!r}")
+        if by_class:
+            raise ValueError(
+                f"task = {self.task!r}: {by_class[0]} goes by classes, which there are none of; partition may be "
+                '"all", "iid" or "column"'
+            )
+
     @property
     def where(self) -> str:
         """Where examples come from, for messages."""
-        return self.path or self.synthetic or " + ".join(source.path for source in self.sources)
+        return (
+            self.path
+            or self.synthetic
+            or (f"data set {self.dataset!r}" if self.dataset else "")
+            or " + ".join(source.path for source in self.sources)
+        )
 
     @classmethod
     def parse(cls, table: Mapping[str, Any], where: str = "[data]") -> DataSpec:

@@ -184,6 +184,7 @@ METHOD = replace(
     paper="ICLR 2023 (DepthFL)",
     params=Params,
     engines=("torch",),
+    tasks=("classes",),  # exits teach each other their distributions over classes
     init=init,
     send=send,
     work=work,

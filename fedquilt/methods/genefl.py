@@ -417,5 +417,6 @@ METHOD = replace(
     step=step,
     result=result,
     story=story,
+    tasks=("classes",),  # L_t follows the devices' accuracy
     exact=True,  # fingerprints are directions of length 1
 )

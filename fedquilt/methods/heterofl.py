@@ -35,7 +35,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import layers, tensors, tiers
+from fedquilt import layers, metrics, tensors, tiers
 from fedquilt.core import (
     Answer,
     Bundle,
@@ -88,6 +88,8 @@ class Sum:
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
+    if metrics.task_of(bundle.meta["network"]) != "classes":
+        params = replace(params, masked=False)  # there are no classes that a device could lack
     begun = by_width(bundle, params, seed)
     if params.masked and layers.head(begun.model, layers.calls(begun.network)) is None:
         raise ModelError("this network has no last linear layer, whose rows are the classes: set masked = false")

@@ -1,31 +1,32 @@
 """Networks by name, their weights, and what they cost. torch is imported when a network is built.
 
 A network is a table, `{"name": "mlp", "inputs": 64, "hidden": [32], "classes": 10}`. Names are the
-functions of `fedquilt.models.networks.small`, `vit`, `resnet20-cifar` (32, 44, 56), `torchvision/<architecture>`,
-`exits` around another network's table (`models.networks.stages`, what DepthFL ends with), and, on the operator's
-own machine only, `module:function` of a user's own code. A key "input" (see
-`fedquilt.data.images.Input`) says what images it expects, "calls" in which order its modules are used
-(`fedquilt.layers`); building looks at neither.
+functions of `fedquilt.models.networks.small`, `sequence`, `vit`, `resnet20-cifar` (32, 44, 56),
+`torchvision/<architecture>`, `exits` around another network's table (`models.networks.stages`, what DepthFL ends
+with), an entry point of another package (`fedquilt.networks`), or `module:function` (`fedquilt.plugins`). A key "input"
+(see `fedquilt.data.inputs`) says what it expects, "calls" in which order its modules are used (`fedquilt.layers`),
+"task" what it predicts (`fedquilt.metrics`): with "regression" and "labels" its `classes` count its outputs. Building
+looks at none of the three.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fedquilt.core import ModelError
+from fedquilt import plugins
+from fedquilt.core import JobError, ModelError
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-SMALL = ("cnn", "lenet", "mlp", "plain", "residual", "rezero", "separable", "vit")
+SEQUENCE = ("conv1d", "gru", "transformer")
+SMALL = ("cnn", *SEQUENCE[:2], "lenet", "mlp", "plain", "residual", "rezero", "separable", SEQUENCE[2], "vit")
 CIFAR_DEPTHS = (20, 32, 44, 56)
+OURS = (*SMALL, "exits", *(f"resnet{depth}-cifar" for depth in CIFAR_DEPTHS), "torchvision/<architecture>")
 
 
 class Cost(NamedTuple):
@@ -35,21 +36,17 @@ class Cost(NamedTuple):
     parameters: int
 
 
-def build(network: Mapping[str, Any], *, local_code: bool = False) -> nn.Module:
+def build(network: Mapping[str, Any]) -> nn.Module:
     """The network with random weights, in training mode. Seed torch to have the same ones again.
 
-    Args:
-        local_code: allow `module:function`, which imports and runs the user's own code. Never set for
-            a table that came over the network.
-
     Raises:
-        ModelError: an unknown name or unfit settings.
+        ModelError: an unknown name, one that this board does not allow (`plugins.restrict`), or unfit settings.
     """
     table = dict(network)
     name = str(table.pop("name", ""))
-    for key in ("input", "calls"):
+    for key in ("input", "calls", "task"):
         table.pop(key, None)
-    factory = _factory(name, local_code)
+    factory = _factory(name)
     if "classes" in table and name.startswith("torchvision/"):
         table["num_classes"] = table.pop("classes")
     table = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
@@ -63,9 +60,7 @@ def build(network: Mapping[str, Any], *, local_code: bool = False) -> nn.Module:
     return model
 
 
-def load(
-    network: Mapping[str, Any], weights: str | Path | None = None, *, seed: int = 0, local_code: bool = False
-) -> nn.Module:
+def load(network: Mapping[str, Any], weights: str | Path | None = None, *, seed: int = 0) -> nn.Module:
     """The network with weights, ready for inference (evaluation mode).
 
     Args:
@@ -82,7 +77,7 @@ def load(
     if weights is None or _is_file(weights):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = build(network, local_code=local_code)
+            model = build(network)
         if weights is not None:
             _fill(model, name, Path(weights))
     elif name.startswith("torchvision/"):
@@ -114,43 +109,83 @@ def input_shape(network: Mapping[str, Any]) -> tuple[int, ...]:
     for table in (network.get("input", {}), network):
         if "channels" in table and "size" in table:
             return (int(table["channels"]), int(table["size"]), int(table["size"]))
-    if network.get("name") in ("mlp", "rezero"):
-        return (int(network["inputs"]),)
+    if network.get("name") == "transformer":
+        return (int(network["length"]),)
+    if "channels" in network and "steps" in network:
+        return (int(network["steps"]), int(network["channels"]))
+    if isinstance(network.get("inputs"), int):
+        return (network["inputs"],)
     if network.get("name") == "exits":
         return input_shape(network["of"])
-    raise ModelError(f"network {network.get('name')!r}: give it an `input` with channels and size")
+    raise ModelError(
+        f"network {network.get('name')!r}: give it an `input` with channels and size, or the keys steps and channels, "
+        "or `inputs`, an example's values"
+    )
 
 
 # -- names ----------------------------------------------------------------------------------------
 
 
-def _factory(name: str, local_code: bool) -> Callable[..., nn.Module]:
-    if ":" in name:
-        return _own(name, local_code)
+def needs(network: Mapping[str, Any]) -> dict[str, str]:
+    """What a device has to have beside fedquilt to build a network: `plugins.needs` of it and of those within.
+
+    Raises:
+        ModelError: a name that there is not.
+    """
+    found: dict[str, str] = {}
+    for name in outside(network):
+        found |= _as_model(lambda name=name: plugins.needs("network", name, OURS))  # type: ignore[misc]
+    return found
+
+
+def outside(network: Mapping[str, Any]) -> list[str]:
+    """The names of a network's table, and of the tables within, that are none of ours."""
+    name = str(network.get("name", ""))
+    within = [each for value in network.values() if isinstance(value, Mapping) for each in outside(value)]
+    ours = not name or name in OURS or name.startswith("torchvision/")
+    return within if ours else [name, *within]
+
+
+def _as_model(find: Callable[[], Any]) -> Any:
+    try:
+        return find()
+    except JobError as error:
+        raise ModelError(str(error)) from None
+
+
+def _factory(name: str) -> Callable[..., nn.Module]:
     if name.startswith("torchvision/"):
         return _torchvision(name)
-    from fedquilt.models.networks import small, stages, vit
+    own = _as_model(lambda: plugins.load("network", name, OURS))
+    if own is not None:
+        return _own(name, own)
+    from fedquilt.models.networks import sequence, small, stages, vit
 
     if name == "exits":
-        return lambda of, looks, classes: stages.exits(build(of, local_code=local_code), looks, classes)
+        return lambda of, looks, classes: stages.exits(build(of), looks, classes)
     if name in SMALL:
-        return getattr(vit if name == "vit" else small, name)
+        return getattr(vit if name == "vit" else sequence if name in SEQUENCE else small, name)
     cifar = {f"resnet{depth}-cifar": depth for depth in CIFAR_DEPTHS}
-    if name in cifar:
-        return lambda classes=10: small.CifarResNet(cifar[name], classes)
-    known = ", ".join([*SMALL, *cifar, "torchvision/<architecture>", "module:function (on the operator's machine)"])
-    raise ModelError(f"network {name!r} is unknown; there are: {known}")
+    return lambda classes=10: small.CifarResNet(cifar[name], classes)
 
 
-def _own(name: str, local_code: bool) -> Callable[..., nn.Module]:
-    if not local_code:
-        raise ModelError(f"network {name!r} is code: it runs on the operator's machine only, never on an agent")
-    module, _, function = name.partition(":")
-    try:
-        with _importable(Path.cwd()):
-            return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ModelError(f"network {name!r}: {error}; start the command in the folder of {module}.py") from None
+def _own(name: str, factory: Any) -> Callable[..., nn.Module]:
+    """The function of a network from outside; what it raises names it."""
+    if not callable(factory):
+        kind = type(factory).__name__
+        raise ModelError(f"network {name!r} is a {kind}, and a function that makes a torch.nn.Module is wanted")
+    signature = inspect.signature(factory)
+
+    def build(**table: Any) -> nn.Module:
+        try:
+            return factory(**table)
+        except Exception as error:  # somebody's own code
+            raise ModelError(
+                f"network {name!r} cannot be built from {table}: {type(error).__name__}: {error}"
+            ) from None
+
+    build.__signature__ = signature  # type: ignore[attr-defined]
+    return build
 
 
 def _torchvision(name: str) -> Callable[..., nn.Module]:
@@ -228,12 +263,3 @@ def _download(name: str, network: Mapping[str, Any], weights: str) -> nn.Module:
             f"torchvision's weights of {name} are for 1000 classes, the table says {classes}: leave it out"
         )
     return model
-
-
-@contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))

@@ -216,6 +216,27 @@ def test_a_job_fails_with_reasons_when_its_attempts_are_used_up() -> None:
         assert part in fact.reason
 
 
+def test_a_job_that_fails_says_what_became_of_everybody_who_was_asked() -> None:
+    """Also of those whom only an earlier attempt has asked; boards that declined are no part of what is needed."""
+
+    def said(state: Rounds, online: set[str], now_s: float = 10.0) -> str:
+        fact = decide(state, now_s, online)
+        assert isinstance(fact, Ended)
+        return fact.reason
+
+    alone = after(begun(attempts=1), Asked(0, 0, ("a",)), Declined(0, "a", "memory", "too big"))
+    assert said(alone, {"a"}).startswith(
+        "round 0 asked 1 device in 1 attempt: 0 answered, 1 declined, and 1 update is needed; refused: a: too big; see"
+    )
+    state = after(begun(size=5, attempts=2, quorum=0.6), Asked(0, 0, tuple("abcde")))
+    state = after(state, Answered(0, update("a")), Reopened(0, 1), Asked(0, 1, tuple("bcd")))
+    state = after(state, Declined(0, "b", "memory", "too big"), Rejected(0, "c", "NaN"), Declined(0, "d", "none", ""))
+    assert said(state, set("abcd")).startswith(
+        "round 0 asked 5 devices in 2 attempts: 1 answered, 1 declined, 1 sent what was rejected, 1 had nothing to do, "
+        "1 stayed silent, and 3 updates are needed; refused: b: too big; c: NaN; d: ; silent: e; see to these devices"
+    )
+
+
 def test_a_round_in_which_the_method_has_nothing_for_anybody_closes_with_nobody() -> None:
     """Sized or not: there is nothing to wait for, and nothing to try again."""
     for cohort in ({}, {"size": 2}):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import resource
@@ -16,9 +15,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from fedquilt import bundle, methods, tensors, verbs, wire
+from fedquilt import bundle, methods, tensors, wire
 from fedquilt.blobs.store import Depot
 from fedquilt.blobs.transfer import Transfers
+from fedquilt.cli import main
 from fedquilt.coordinator import settings, turns
 from fedquilt.coordinator.executors import OverLink
 from fedquilt.coordinator.facts import (
@@ -1071,7 +1071,7 @@ def test_a_job_that_was_done_when_its_coordinator_was_killed_stays_done(
         stage.restart()
         stage.play()
     else:
-        assert verbs.stop(argparse.Namespace(home=stage.store.home, run=stage.job)) == 0
+        assert main(["stop", stage.job, "--home", str(stage.store.home)]) == 0
     row = stage.store.job(stage.job)
     assert row.status == "done"
     assert Running(row, stage.store, 0.0, methods.load("fedavg")).rounds.phase == "done"

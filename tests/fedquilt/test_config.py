@@ -19,7 +19,7 @@ from fedquilt.core import JobError
 def test_a_table_is_written_as_toml() -> None:
     """Scalars, lists, tables; None is left out."""
     table = {"device": "a", "cache": None, "data": {"share": 1, "alpha": 0.5, "names": ["x"], "y": None}}
-    written = 'device = "a"\n\n[data]\nshare = 1\nalpha = 0.5\nnames = ["x"]\n'
+    written = 'device = "a"\n\n[data]\nshare = 1\nalpha = 0.5\nnames = [\n    "x",\n]\n'
     assert config.text(table) == written
 
 

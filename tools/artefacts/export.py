@@ -10,7 +10,7 @@ import msgspec
 from fedquilt import bundle, methods, tensors, units
 from fedquilt.coordinator.facts import Committed, Started
 from fedquilt.coordinator.store import Store
-from fedquilt.core import Artefact, JobError, StoreError
+from fedquilt.core import Artefact, JobError, ModelError, StoreError
 from fedquilt.models.stitching import stitched
 
 
@@ -35,10 +35,11 @@ def artefact(store: Store, run: str) -> Artefact:
 def export(store: Store, run: str, out: Path) -> str:
     """Write a run's result to `out`; says what it is.
 
-    A stitched network becomes one ONNX file (images in, scores of the labels out), trained weights a
-    safetensors file with the network's table in its header.
+    A stitched network becomes one ONNX file (images in, scores of the labels out). Trained weights become a
+    safetensors file with the network's table in its header, or an ONNX file if `out` ends with .onnx.
 
     Raises:
+        ModelError: the result cannot be written as ONNX.
         StoreError: it cannot be written.
     """
     found = artefact(store, run)
@@ -50,6 +51,13 @@ def export(store: Store, run: str, out: Path) -> str:
         files = {name: folder / ref.sha256 for name, ref in index.files.items()}
         payload = export_onnx.stitched(found.meta, found.tensors, stitched.stock(index.meta).blocks, files)
         what = f"{len(found.meta['path'])} blocks, labels {', '.join(found.meta['labels'])}"
+    elif out.suffix == ".onnx":
+        if found.kind != "weights":
+            raise ModelError(f"{out}: a result of the kind {found.kind!r} has no ONNX; name a file .safetensors")
+        from fedquilt.models.networks import onnx_file  # needs torch
+
+        payload = onnx_file.written(found.meta["network"], found.tensors)
+        what = f"network {found.meta['network'].get('name')}"
     else:
         network = msgspec.json.encode(found.meta).decode()
         payload = tensors.encode(found.tensors, {"fedquilt": network})

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fedquilt import bundle, config, footprint, tensors, units
-from fedquilt.coordinator.settings import NOT_NETWORK
+from fedquilt.coordinator import job as running
+from fedquilt.coordinator.settings import NOT_NETWORK, Job
 from fedquilt.core import Bundle, JobError, ModelError, Name
+from fedquilt.data import examples, fitting, inputs
 from fedquilt.data.images import Input
+from fedquilt.data.spec import DataSpec
 from fedquilt.models.networks import registry
 from fedquilt.models.partial import masks
 from fedquilt.tools.artefacts import frozen_part
@@ -31,7 +34,7 @@ class Donor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One `[[donors]]` table."""
 
     name: Name
-    network: dict[str, Any]  # see fedquilt.models.networks.registry; a user's own code is allowed here
+    network: dict[str, Any]  # see fedquilt.models.networks.registry; of outside too
     weights: str | None = None  # a file, or a name of torchvision's ("DEFAULT"); none: random from `seed`
     seed: int = 0
     cuts: tuple[str, ...] = ()  # modules after which to cut; none: by rule
@@ -63,7 +66,8 @@ def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lamb
 
     From `[model]`: the files "model" and "masks" (`models.partial.masks`), if it can be masked, both safetensors, and
     meta "network", "flops" and "example_bytes" of one example, "calls" (`models.networks.calls`), and "pretrained":
-    whether its weights are a file's.
+    whether its weights are a file's; of a network from outside "plugins", what a device has to have for it
+    (`fedquilt.plugins.needs`), and "outputs", its scores for one example.
     With `weights_classes`, the number of classes that the weights are for, the last layer is a new one.
     From `[schedule]`: meta "schedule", which part of it to train (`fedquilt.tools.artefacts.frozen_part`).
     From `[input]`, `labels` and `[[donors]]`: files "<block>.onnx" and "<block>.data", and meta "input",
@@ -81,7 +85,9 @@ def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lamb
     files: dict[str, bytes] = {}
     if not job.get("model") and not job.get("donors"):
         raise JobError("the job has neither [model] nor [[donors]]: there is nothing to prepare")
-    wanted = _input(job["input"]) if job.get("input") else None
+    wanted = inputs.parse(job["input"]) if job.get("input") else None
+    if isinstance(wanted, inputs.Values) and wanted.standardise:
+        wanted = _measured(job)
     trial = _trial(job) if job.get("int8") else None
     if job.get("model"):
         facts, parts = _model(job["model"], wanted)
@@ -100,6 +106,34 @@ def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lamb
     return bundle.write(out, meta, files)
 
 
+def _measured(job: Mapping[str, Any]) -> inputs.Values:
+    """Mean and deviation of each feature of the training split that [data] names on this machine.
+
+    Raises:
+        JobError: the job has no [data].
+        DataError: they cannot be read.
+    """
+    if not job.get("data"):
+        raise JobError("[input] standardise = true needs [data]: name a sample of the data here, or give mean and std")
+    found = examples.load_all(DataSpec.parse(job["data"]))
+    return msgspec.structs.replace(inputs.measured(found.x), standardise=True)
+
+
+def whole(job: Job, out: Path, say: Callable[[str], None] = lambda line: None) -> Bundle:
+    """Write the bundle of a job, and check that the job can begin with it: its parameters, network and data.
+
+    Raises:
+        FedquiltError: as `prepare`, or the method cannot train the network, or the network cannot take the data.
+    """
+    made = prepare(msgspec.to_builtins(job), out, say)
+    running.first_state(job, made)
+    if job.data:
+        spec = DataSpec.parse(job.data)
+        if spec.synthetic or all(Path(each.path).exists() for each in spec.sources or (spec,)):  # else boards have it
+            fitting.require_fit(made.meta, spec)
+    return made
+
+
 def _input(table: Mapping[str, Any]) -> Input:
     wanted = config.convert(table, Input, "[input]")
     for key in ("mean", "std"):
@@ -108,7 +142,7 @@ def _input(table: Mapping[str, Any]) -> Input:
     return wanted
 
 
-def _model(table: Mapping[str, Any], wanted: Input | None) -> tuple[dict[str, Any], dict[str, bytes]]:
+def _model(table: Mapping[str, Any], wanted: Input | inputs.Values | None) -> tuple[dict[str, Any], dict[str, bytes]]:
     network = {key: value for key, value in table.items() if key not in NOT_NETWORK}
     if wanted is not None:
         network["input"] = msgspec.to_builtins(wanted)
@@ -132,7 +166,32 @@ def _model(table: Mapping[str, Any], wanted: Input | None) -> tuple[dict[str, An
     each_bytes = footprint.least_bytes(trained) if whole else footprint.example_bytes(trained)
     order = calls.trace(model, registry.input_shape(network))
     facts = {"network": network, "flops": flops, "example_bytes": each_bytes, "calls": order}
-    return {**facts, "pretrained": table.get("weights") is not None}, parts
+    facts |= {"pretrained": table.get("weights") is not None}
+    if registry.outside(network):
+        facts |= {"plugins": registry.needs(network), "outputs": _outputs(model, network)}
+    return facts, parts
+
+
+def _outputs(model: Any, network: Mapping[str, Any]) -> int:
+    """How many scores a network from outside tells for one example.
+
+    Raises:
+        ModelError: it tells something else, or other than its table's `classes`.
+    """
+    import torch
+
+    shape, name = registry.input_shape(network), network["name"]
+    with torch.no_grad():
+        scores = model.eval()(torch.zeros(2, *shape))
+    told = tuple(getattr(scores, "shape", ())) or type(scores).__name__
+    if not isinstance(scores, torch.Tensor) or scores.ndim != 2 or len(scores) != 2:
+        raise ModelError(f"network {name!r} tells {told} for two examples, and scores of shape (2, classes) are wanted")
+    if network.get("classes", scores.shape[1]) != scores.shape[1]:
+        raise ModelError(
+            f"network {name!r} tells {scores.shape[1]} scores for an example, and its [model] table has classes = "
+            f"{network['classes']}: mend the network's last layer, or the table"
+        )
+    return int(scores.shape[1])
 
 
 def _trial(job: Mapping[str, Any]) -> Trial:
@@ -142,10 +201,10 @@ def _trial(job: Mapping[str, Any]) -> Trial:
 
 
 def _stock(
-    job: Mapping[str, Any], wanted: Input | None, files: dict[str, bytes], say: Callable[[str], None]
+    job: Mapping[str, Any], wanted: Input | inputs.Values | None, files: dict[str, bytes], say: Callable[[str], None]
 ) -> dict[str, Any]:
     labels = [str(label) for label in job.get("labels") or ()]
-    if wanted is None or not labels:
+    if not isinstance(wanted, Input) or not labels:
         raise JobError("a job with [[donors]] also needs [input] (channels, size, mean, std) and labels = [...]")
     donors = [config.convert(table, Donor, f"[[donors]] {i + 1}") for i, table in enumerate(job["donors"])]
     twice = sorted({donor.name for donor in donors if sum(other.name == donor.name for other in donors) > 1})
@@ -167,7 +226,7 @@ def _donor(
     from fedquilt.models.stitching import blocks  # torch and onnx
 
     shape = (wanted.channels, wanted.size, wanted.size)
-    model = registry.load(donor.network, donor.weights, seed=donor.seed, local_code=True)
+    model = registry.load(donor.network, donor.weights, seed=donor.seed)
     architecture = str(donor.network.get("name", "")).removeprefix("torchvision/")
     parts = blocks.split(model, donor.name, shape, cuts=donor.cuts, architecture=architecture)
     classes = parts[-1].out_shape[0]

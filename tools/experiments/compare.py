@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from fedquilt import bundle, config, methods
+from fedquilt import bundle, config, methods, metrics
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.job import require_made_for
 from fedquilt.coordinator.settings import Job
@@ -39,14 +39,16 @@ class Case(msgspec.Struct, frozen=True):
     @property
     def key(self) -> str:
         """What the run depends on."""
-        return run_cache.key(str(FORMAT).encode(), self.job, bundle=Path(self.folder), data=run_cache.paths(self.job))
+        parts = (str(FORMAT).encode(), self.job, run_cache.outside(self.job))
+        return run_cache.key(*parts, bundle=Path(self.folder), data=run_cache.paths(self.job))
 
     @property
     def settings(self) -> Job:
         return jobs.parse(msgspec.json.decode(self.job))
 
 
-Player = Callable[[Case, Callable[[int], None]], Run]
+Tell = Callable[[int], None]  # hears how many rounds are done
+Player = Callable[[Case, Tell], Run]
 
 
 # -- what is to be run ----------------------------------------------------------------------------
@@ -141,6 +143,19 @@ def parse_changes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 def played(todo: Sequence[Case], out: Path, player: Player, say: Callable[[str], None]) -> tuple[list[Run], list[str]]:
     """The runs of all cases, in their order, and what failed. Finished ones lie in `out`/runs."""
+    found, failed = finished(todo, out, player, say, _rewrite if sys.stderr.isatty() else lambda line: None)
+    return [found[case] for case in todo if case in found], failed
+
+
+def finished(
+    todo: Sequence[Case], out: Path, player: Player, say: Callable[[str], None], show: Callable[[str], None]
+) -> tuple[dict[Case, Run], list[str]]:
+    """The run of each case that did not fail, and a sentence for each that did. Finished ones lie in `out`/runs.
+
+    Args:
+        say: prints a line that stays.
+        show: prints a line that the next one replaces, after each round.
+    """
     store = Kept(out, Run)
     keys = {case: case.key for case in todo}  # of the data as they are before anything runs
     found = {case: run for case, key in keys.items() if (run := store.find(key)) is not None}
@@ -152,9 +167,9 @@ def played(todo: Sequence[Case], out: Path, player: Player, say: Callable[[str],
     for count, case in enumerate(missing, 1):
         job = case.settings
         name = f"{job.method}, seed {job.seed}"
-        live = _live(f"[{count}/{len(missing)}] {name}", job.rounds)
+        live = f"[{count}/{len(missing)}] {name}: round {{}} of {job.rounds}"
         try:
-            run = player(case, live)
+            run = player(case, lambda done, live=live: show(live.format(done)))  # type: ignore[misc]
         except FedquiltError as error:
             failed.append(f"{name}: {error}")
             say(f"[{count}/{len(missing)}] {name} failed: {error}")
@@ -162,21 +177,15 @@ def played(todo: Sequence[Case], out: Path, player: Player, say: Callable[[str],
         found[case] = run
         store.keep(keys[case], run)
         left_s = (time.monotonic() - began_s) / count * (len(missing) - count)
-        last = run.marks[-1].accuracy if run.marks else None
-        told = "" if last is None else f": {100 * last:.1f} %"
+        last = run.marks[-1] if run.marks else None
+        value = None if last is None else last.value
+        told = "" if last is None or value is None else f": {metrics.shown(metrics.KNOWN[last.metric], value, 1)}"
         say(f"[{count}/{len(missing)}, about {left_s / 60:.0f} min left] {name}{told}")
-    return [found[case] for case in todo if case in found], failed
+    return found, failed
 
 
-def _live(name: str, rounds: int) -> Callable[[int], None]:
-    """On a terminal a line that is overwritten."""
-    if not sys.stderr.isatty():
-        return lambda done: None
-
-    def tell(done: int) -> None:
-        print(f"\r\x1b[K{name}: round {done} of {rounds}", end="", file=sys.stderr, flush=True)
-
-    return tell
+def _rewrite(line: str) -> None:
+    print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
 # -- the command ----------------------------------------------------------------------------------

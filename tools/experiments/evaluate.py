@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from fedquilt import bundle, methods, tensors
+from fedquilt import bundle, methods, metrics, tensors
 from fedquilt.coordinator.facts import Committed, Plan, Rounds, Started, apply
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Row, Store
@@ -105,9 +105,10 @@ class Evaluator:
                 self.method, order, newcomer, Path(folder), engine=engine, actions=("check",), path=self._path
             )
             told = self.method.check(*given)
-        if "accuracy" not in told:
+        if (main := metrics.main(told)) is None:
             return None
-        return Score(rounds, float(told["accuracy"]), int(told["examples"]), told.get("loss"), sha256)
+        metric, value = main
+        return Score(rounds, float(value), int(told["examples"]), told.get("loss"), sha256, metric.name)
 
     def _newcomer(self, engine: str, budget_bytes: int) -> DeviceView:
         profile = Profile(
@@ -224,4 +225,7 @@ def _latest(states: _States, evaluator: Evaluator, known: set[str], ended: bool)
 def line(score: Score) -> str:
     """For people."""
     loss = "" if score.loss is None else f", loss {score.loss:.4g}"
-    return f"after {score.rounds} rounds: accuracy {100 * score.accuracy:.2f} % of {score.examples} examples{loss}"
+    metric = metrics.KNOWN[score.metric]
+    value = metrics.shown(metric, score.value)
+    over = "of" if metric.share else "on"
+    return f"after {score.rounds} rounds: {metric.title} {value} {over} {score.examples} examples{loss}"

@@ -7,11 +7,17 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
+from fedquilt.core import FedquiltError
 from fedquilt.edge_agent.task import process
 
 T = TypeVar("T")
+
+
+class ProcessError(FedquiltError):
+    """A process that plays runs has ended before it was done."""
 
 
 def spread(
@@ -22,6 +28,9 @@ def spread(
     Args:
         play: a function of a module, since each process imports it anew.
         workers: None: one for each core that this process may use.
+
+    Raises:
+        ProcessError: one of the processes was killed.
     """
     if not todo:
         return
@@ -32,6 +41,11 @@ def spread(
             waiting = {pool.submit(_played, play, given): index for index, given in enumerate(todo)}
             for future in as_completed(waiting):
                 yield waiting[future], future.result()
+        except BrokenProcessPool:
+            raise ProcessError(
+                f"a process that plays runs has ended, {count} at a time: most likely the kernel killed it for want of "
+                "memory, then allow this command fewer cores (taskset -c 0 fedquilt ...); what it said stands above"
+            ) from None
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for child in multiprocessing.active_children():

@@ -18,7 +18,10 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 
 import fedquilt
+from fedquilt import methods, plugins
 from fedquilt.core import StoreError
+from fedquilt.edge_agent import engines
+from fedquilt.models.networks import registry
 
 T = TypeVar("T")
 SETTLED_S: Final = 2.0  # a file written within so many seconds may be written again without a change of its times
@@ -87,8 +90,26 @@ def paths(job: bytes) -> list[Path]:
     return [Path(path) for path in dict.fromkeys(found)]
 
 
+def outside(job: bytes) -> bytes:
+    """What of other packages a job, as JSON, runs on: each package's version and content.
+
+    Raises:
+        JobError: one is not installed here.
+    """
+    table = msgspec.json.decode(job)
+    found = methods.needs(table["method"]) | registry.needs(table.get("model") or {})
+    for data in (table.get("data") or {}, table.get("test") or {}):
+        if data.get("dataset") and not data.get("path"):
+            found |= plugins.needs("data", data["dataset"])
+    if table.get("engine"):
+        found |= plugins.needs("engine", table["engine"], tuple(engines.NEEDS))
+    return msgspec.json.encode(found, order="sorted") if found else b""
+
+
 def _paths(table: Mapping[str, Any]) -> Iterator[str]:
     yield from (str(each["path"]) for each in (table, *table.get("sources", ())) if each.get("path"))
+    if table.get("text"):
+        yield str(table["text"]["vocabulary"])
 
 
 def content(path: Path) -> str:

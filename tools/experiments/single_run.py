@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from fedquilt import methods
 from fedquilt.coordinator.settings import Check, Job
-from fedquilt.coordinator.views import progress
 from fedquilt.core import DataError, Examples, JobError
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
 from fedquilt.tools.experiments import evaluate
-from fedquilt.tools.experiments.evaluate import Evaluator
+from fedquilt.tools.experiments.beside import Judge, Verdict
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation import agents as fleet
 from fedquilt.tools.simulation.run import Hands, Round, Simulation, simulate
@@ -29,7 +26,7 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Where a run stood after so many rounds. Costs are of all of them; None: not known."""
 
     rounds: int
-    test: float | None  # accuracy on the test set, 0..1
+    test: float | None  # the main metric on the test set: accuracy, 0..1, unless the task has another
     held: float | None  # on all held-out shares together
     mean: float | None  # likewise, of devices
     worst_decile: float | None
@@ -38,11 +35,17 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     down_bytes: int
     up_bytes: int
     energy_j: float | None
+    metric: str = "accuracy"  # a key of `fedquilt.metrics.KNOWN`
+
+    @property
+    def value(self) -> float | None:
+        """The main metric on the test set, or where there is none on held-out shares."""
+        return self.held if self.test is None else self.test
 
     @property
     def accuracy(self) -> float | None:
-        """On the test set, or where there is none on held-out shares."""
-        return self.held if self.test is None else self.test
+        """`value`, for callers whose task is to tell classes apart."""
+        return self.value
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,25 +77,18 @@ def play(job: Job, folder: Path, tell: Callable[[int], None], workers: int = 1, 
     members = [member for member in members if alone in ("", member.device)]
     marks: list[Mark] = []
     spent = _Spent()
-    every, checked = job.check.every, methods.load(job.method).check is not None
+    every = job.check.every
     refusals: dict[str, str] = {}
-    judge = None if test is None or checked else Evaluator(job, folder, test=test)
+    with Judge(job, folder, test) as judge:
 
-    def observe(simulation: Simulation, hands: Hands) -> None:
-        spent.add(simulation.rounds[spent.rounds :])
-        done, last = simulation.done, simulation.finished or simulation.over
-        due = last or bool(every and done % every == 0)
-        if done and due and simulation.ready and (not marks or marks[-1].rounds < done):
-            devices = hands.evaluate(simulation) if checked and every else {}
-            found = hands.test(simulation) if checked and test is not None else None
-            accuracy = None if found is None else found.get("accuracy")
-            if judge is not None and (score := judge.score(simulation.state, done)) is not None:
-                accuracy = score.accuracy
-            marks.append(spent.mark(done, devices, accuracy))
-        refusals.update(simulation.refusals)
-        tell(done)
+        def observe(simulation: Simulation, hands: Hands) -> None:
+            spent.add(simulation.rounds[spent.rounds :])
+            done = simulation.done
+            if due(simulation, every) and (not marks or marks[-1].rounds < done):
+                marks.append(spent.mark(done, judge.look(simulation, hands, shares=bool(every))))
+            refusals.update(simulation.refusals)
+            tell(done)
 
-    with contextlib.nullcontext() if judge is None else judge:
         beside = msgspec.structs.replace(job, check=Check(every=every, beside=True))
         simulate(beside, folder, members, workers=workers, together=True, test=test, observe=observe)
     return Run(
@@ -104,6 +100,12 @@ def play(job: Job, folder: Path, tell: Callable[[int], None], workers: int = 1, 
         marks=tuple(marks),
         refusals=refusals,
     )
+
+
+def due(simulation: Simulation, every: int) -> bool:
+    """Whether the state is to be evaluated now: after `every` so many rounds, and after the last; 0: then only."""
+    last = simulation.finished or simulation.over
+    return bool(simulation.done and simulation.ready and (last or (every and simulation.done % every == 0)))
 
 
 def shares(job: Job, folder: Path) -> tuple[list[Member], Examples | None]:
@@ -143,11 +145,12 @@ class _Spent:
             self.down_bytes += round.down_bytes
             self.up_bytes += round.up_bytes
 
-    def mark(self, done: int, devices: Mapping[str, Mapping[str, float]], test: float | None) -> Mark:
-        told = {name: (each["accuracy"], each["examples"]) for name, each in devices.items() if "accuracy" in each}
-        own = progress.of_devices(told)
+    def mark(self, done: int, found: Verdict) -> Mark:
+        own = found.held
+        known = found.test or own
         return Mark(
-            test=test,
+            test=None if found.test is None else found.test.value,
+            metric="accuracy" if known is None else known.metric,
             held=None if own is None else own.weighted,
             mean=None if own is None else own.mean,
             worst_decile=None if own is None else own.worst_decile,

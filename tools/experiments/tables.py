@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt import units
+from fedquilt import metrics, units
 from fedquilt.core import StoreError
 from fedquilt.tools.experiments.single_run import Mark, Run
 from fedquilt.tools.report import page, plots
@@ -23,11 +24,12 @@ def result(job: str, runs: Sequence[Run], target: float | None, failed: Sequence
     """For programs: the table, and every run.
 
     Args:
-        target: accuracy, 0..1, to which costs are counted; None: none is.
+        target: value of the main metric (accuracy: 0..1) to which costs are counted; None: none is.
     """
     return {
         "job": job,
         "accuracy_on": "test set" if any(run.tested for run in runs) else "held-out shares",
+        "metric": _metric(runs).name,
         "target": target,
         "table": table(runs, target),
         "failed": list(failed),
@@ -48,18 +50,19 @@ def personal(runs: Sequence[Run]) -> list[Run]:
 def table(runs: Sequence[Run], target: float | None) -> list[dict[str, Any]]:
     """A row for each method: means over its seeds. "sd" is None of one seed; a cost is None where one run's is."""
     return [
-        _row(name, [run for run in runs if run.method == name and run.marks], target)
+        row(name, [run for run in runs if run.method == name and run.marks], target)
         for name in dict.fromkeys(run.method for run in runs if run.marks)
     ]
 
 
-def _row(name: str, runs: Sequence[Run], target: float | None) -> dict[str, Any]:
+def row(name: str, runs: Sequence[Run], target: float | None) -> dict[str, Any]:
+    """The row of runs that have an evaluation and differ in their seeds only; see `table`."""
     last = [run.marks[-1] for run in runs]
     found: dict[str, Any] = {
         "method": name,
         "seeds": [run.seed for run in runs],
-        "accuracy": _mean([mark.accuracy for mark in last]),
-        "sd": _sd([mark.accuracy for mark in last]),
+        "accuracy": _mean([mark.value for mark in last]),
+        "sd": _sd([mark.value for mark in last]),
         "held": _mean([mark.held for mark in last]),
         "worst_decile": _mean([mark.worst_decile for mark in last]),
         "best": _mean([_best(run) for run in runs]),
@@ -75,11 +78,19 @@ def _row(name: str, runs: Sequence[Run], target: float | None) -> dict[str, Any]
 
 def first(run: Run, target: float) -> Mark | None:
     """The first evaluation at which the target was reached."""
-    return next((mark for mark in run.marks if mark.accuracy is not None and mark.accuracy >= target), None)
+    metric = _metric([run])
+    told = (mark for mark in run.marks if mark.value is not None and metrics.reached(metric, mark.value, target))
+    return next(told, None)
 
 
 def _best(run: Run) -> float | None:
-    return max((mark.accuracy for mark in run.marks if mark.accuracy is not None), default=None)
+    values = [mark.value for mark in run.marks if mark.value is not None]
+    return metrics.best(_metric([run]), values) if values else None
+
+
+def _metric(runs: Sequence[Run]) -> metrics.Metric:
+    """The main metric of the runs of one job: all have the same."""
+    return metrics.KNOWN[next((mark.metric for run in runs for mark in run.marks), "accuracy")]
 
 
 def _cost(mark: Mark, name: str) -> float | None:
@@ -101,17 +112,22 @@ def _sd(values: Sequence[float | None]) -> float | None:
 
 def head(result: dict[str, Any]) -> list[str]:
     """Of `rows`."""
-    first = ["method", "seeds", "accuracy %", "sd", "best %", "held-out %", "worst tenth %"]
+    metric = metrics.KNOWN[result["metric"]]
+    unit = " %" if metric.share else ""
+    first = ["method", "seeds", metrics.label(metric), "sd", f"best{unit}", f"held-out{unit}", f"worst tenth{unit}"]
     costs = ["rounds", "bytes", "J", "board s", "real s"]
-    return [*first, *([f"to {100 * result['target']:g} %: seeds", *costs] if result["target"] is not None else costs)]
+    if result["target"] is None:
+        return [*first, *costs]
+    return [*first, f"to {metrics.scale(metric) * result['target']:g}{unit}: seeds", *costs]
 
 
 def rows(result: dict[str, Any]) -> list[list[str]]:
     """The table's cells; costs to the target if there is one, else in all."""
-    found = []
+    found, scale = [], metrics.scale(metrics.KNOWN[result["metric"]])
     for row in result["table"]:
         cells = [row["method"], str(len(row["seeds"]))]
-        cells += [_cell(row[name], 100, 2) for name in ("accuracy", "sd", "best", "held", "worst_decile")]
+        values = [row[name] for name in ("accuracy", "sd", "best", "held", "worst_decile")]
+        cells += [_cell(value, scale, 2 if scale > 1 else 4) for value in values]
         costs = row["in_all"]
         if result["target"] is not None:
             costs = row["to_target"]
@@ -134,10 +150,13 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
+    metric = metrics.KNOWN[result["metric"]]
+    article = "an" if metric.title[0] in "aRM" and metric.title != "macro F1" else "a"
     counted = (
-        "costs: in all; --target A counts them to an accuracy"
+        f"costs: in all; --target A counts them to {article} {metric.title}"
         if result["target"] is None
-        else "costs: to the first evaluation at or above the target, means over the seeds that reached it"
+        else f"costs: to the first evaluation at or {'above' if metric.higher else 'below'} the target, means over the "
+        "seeds that reached it"
     )
     personal = (
         [
@@ -148,7 +167,8 @@ def notes(result: dict[str, Any]) -> list[str]:
         else []
     )
     return [
-        f"accuracy: on the {result['accuracy_on']} after the last round, mean and sd over seeds; best: of any round",
+        f"{metric.title}: on the {result['accuracy_on']} after the last round, mean and sd over seeds; "
+        "best: of any round",
         *personal,
         counted,
         "J: of the simulated boards' tasks, at their governors' points; board s: of whole rounds; real s: this machine",
@@ -169,8 +189,11 @@ def _figures(value: float | None) -> str:
 def drawn(runs: Sequence[Run], target: float | None) -> dict[str, plots.Plot]:
     """File name -> plot: accuracy over each cost, mean of the seeds with a band of one sd, and at the end."""
     kind = "test" if any(run.tested for run in runs) else "held-out"
-    label, level = f"{kind} accuracy, %", None if target is None else 100 * target
-    found = {}
+    metric = _metric(runs)
+    factor, most = metrics.scale(metric), 100.0 if metric.share else math.inf
+    label = f"{kind} {metric.title}{', %' * metric.share}"
+    level = None if target is None else factor * target
+    heading, found = metric.title[0].upper() + metric.title[1:], {}
     for cost, title, unit in (
         ("rounds", "by round", "rounds"),
         ("bytes", "by bytes", "B, down and up"),
@@ -191,35 +214,37 @@ def drawn(runs: Sequence[Run], target: float | None) -> dict[str, plots.Plot]:
         scaled = [plots.Line(each.name, [x / scale for x in each.x], each.y, each.low, each.high) for each in lines]
         name = FILES.get(cost, cost)
         found[f"accuracy-{name}.svg"] = plots.lines(
-            scaled, f"Accuracy {title}", prefix + unit, label, level=level, most=100.0
+            scaled, f"{heading} {title}", prefix + unit, label, level=level, most=most
         )
     ends = [
-        plots.Dots(name, [100 * value for run in runs if run.method == name and (value := _last(run)) is not None])
+        plots.Dots(name, [factor * value for run in runs if run.method == name and (value := _last(run)) is not None])
         for name in dict.fromkeys(run.method for run in runs)
     ]
-    found["accuracy-end.svg"] = plots.dots(ends, "Accuracy at the end, a dot for each seed", label, most=100.0)
+    found["accuracy-end.svg"] = plots.dots(ends, f"{heading} at the end, a dot for each seed", label, most=most)
     return found
 
 
 def _last(run: Run) -> float | None:
-    return run.marks[-1].accuracy if run.marks else None
+    return run.marks[-1].value if run.marks else None
 
 
 def _line(name: str, runs: Sequence[Run], cost: str) -> plots.Line | None:
     """Means over seeds at the numbers of rounds that all of them have; None: the cost is not known."""
-    by_rounds = [{mark.rounds: mark for mark in run.marks if mark.accuracy is not None} for run in runs]
+    by_rounds = [{mark.rounds: mark for mark in run.marks if mark.value is not None} for run in runs]
     common = sorted(set.intersection(*map(set, by_rounds))) if by_rounds else []
     x, y, low, high = [], [], [], []
+    metric = _metric(runs)
+    factor, most = metrics.scale(metric), 1.0 if metric.share else math.inf
     for number in common:
         marks = [marks[number] for marks in by_rounds]
-        at, value = _mean([_cost(mark, cost) for mark in marks]), _mean([mark.accuracy for mark in marks])
+        at, value = _mean([_cost(mark, cost) for mark in marks]), _mean([mark.value for mark in marks])
         if at is None or value is None:
             return None
-        spread = _sd([mark.accuracy for mark in marks]) or 0.0
+        spread = _sd([mark.value for mark in marks]) or 0.0
         x.append(at)
-        y.append(100 * value)
-        low.append(100 * max(value - spread, 0.0))
-        high.append(100 * min(value + spread, 1.0))
+        y.append(factor * value)
+        low.append(factor * max(value - spread, 0.0))
+        high.append(factor * min(value + spread, most))
     banded = len(runs) > 1
     return plots.Line(name, x, y, low if banded else (), high if banded else ()) if x else None
 
@@ -240,6 +265,7 @@ def write(result: dict[str, Any], runs: Sequence[Run], out: Path) -> list[str]:
     files["compare.html"] = page.render(
         "compare.html",
         job=result["job"],
+        metric=metrics.KNOWN[result["metric"]].title,
         accuracy_on=result["accuracy_on"],
         table=page.Table(head(result), rows(result)),
         notes=notes(result),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from fedquilt import units
+from fedquilt import metrics, units
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Plan, Rounds, Surveyed, apply
 from fedquilt.coordinator.views import costs
 from fedquilt.coordinator.views import log as stories
@@ -27,10 +28,10 @@ MOST_LINES = 1000  # of the log
 def tiles(found: Found) -> list[tuple[str, str]]:
     whole, tiles = found.account.whole, []
     if found.scores:
-        tiles.append((percent(found.scores[-1].accuracy), "accuracy on the test set"))
+        tiles.append((_value(found.scores[-1].metric, found.scores[-1].value), f"{_title(found)} on the test set"))
     if found.checks and (last := found.checks[-1].personal) is not None:
-        tiles.append((percent(last.weighted), "accuracy on held-out shares"))
-        tiles.append((percent(last.worst_decile), "worst tenth of the devices"))
+        tiles.append((_value(last.metric, last.weighted), f"{_title(found)} on held-out shares"))
+        tiles.append((_value(last.metric, last.worst_decile), "worst tenth of the devices"))
     done = found.points[-1] if found.points else None
     tiles.append((str(done.rounds if done else 0), "rounds"))
     tiles.append((str(len(found.account.devices)), "devices"))
@@ -67,8 +68,11 @@ def accuracy(found: Found) -> Section:
     if any(joules.values()):
         scale, prefix = units.unit(max(joules.values()))
         axes.append((f"{prefix}J of the boards, gross", "by energy", {r: v / scale for r, v in joules.items()}))
+    metric = _metric(found)
+    heading = metric.title[0].upper() + metric.title[1:]
+    unit, most = (", %", 100.0) if metric.share else ("", math.inf)
     over = (
-        plots.lines(_lines(found, places), f"Accuracy {title}", label, "accuracy, %", most=100.0)
+        plots.lines(_lines(found, places), f"{heading} {title}", label, metric.title + unit, most=most)
         for label, title, places in axes
     )
     return Section((), drawn(*over), *_personal(found))
@@ -77,7 +81,8 @@ def accuracy(found: Found) -> Section:
 def _last(found: Found) -> list[str]:
     """One evaluation as a sentence."""
     return [
-        f"After {score.rounds} rounds: {percent(score.accuracy)} of {score.examples} examples of the test set."
+        f"After {score.rounds} rounds: {_value(score.metric, score.value)} of {score.examples} examples of the test "
+        "set."
         for score in found.scores
     ]
 
@@ -85,7 +90,7 @@ def _last(found: Found) -> list[str]:
 def _lines(found: Found, places: Mapping[int, float]) -> list[plots.Line]:
     """Each kind of accuracy, over what `places` tells of a number of rounds."""
     kinds: dict[str, dict[int, float]] = {
-        "test set": {score.rounds: score.accuracy for score in found.scores},
+        "test set": {score.rounds: score.value for score in found.scores},
         "held-out shares": {},
         "worst tenth": {},
     }
@@ -93,11 +98,11 @@ def _lines(found: Found, places: Mapping[int, float]) -> list[plots.Line]:
         assert point.personal is not None
         kinds["held-out shares"][point.rounds] = point.personal.weighted
         kinds["worst tenth"][point.rounds] = point.personal.worst_decile
-    lines = []
+    lines, scale = [], metrics.scale(_metric(found))
     for name, values in kinds.items():
         known = sorted(number for number in values if number in places)
         if known:
-            lines.append(plots.Line(name, [places[n] for n in known], [100 * values[n] for n in known]))
+            lines.append(plots.Line(name, [places[n] for n in known], [scale * values[n] for n in known]))
     return lines
 
 
@@ -109,7 +114,11 @@ def _personal(found: Found) -> tuple[list[str], Table | None]:
     last = checks[-1].personal
     assert last is not None
     rows = [
-        [str(point.rounds), percent(own.weighted), percent(own.mean), percent(own.worst_decile), str(len(own.devices))]
+        [
+            str(point.rounds),
+            *(_value(own.metric, value) for value in (own.weighted, own.mean, own.worst_decile)),
+            str(len(own.devices)),
+        ]
         for point in (checks if len(checks) <= 6 else [*checks[:2], *checks[-4:]])
         if (own := point.personal) is not None
     ]
@@ -165,11 +174,11 @@ def devices(found: Found) -> Section | None:
     for point in found.checks:
         own |= point.personal.devices if point.personal is not None else {}
     rows = [
-        [name, *_device(of), *([percent(own[name]) if name in own else "-"] if own else [])]
+        [name, *_device(of), *([_value(_metric(found).name, own[name]) if name in own else "-"] if own else [])]
         for name, of in known.items()
     ]
     head = ["device", "tasks", "refused", "s per task", "J", "J above idle", "peak memory", "down", "up"]
-    head += ["held-out accuracy"] if own else []
+    head += [f"last {_title(found)}"] if own else []
     shown = dict(sorted(known.items(), key=lambda each: -(each[1].energy_j or 0.0))[:MOST_DEVICES])
     figures = []
     if any(of.energy_j is not None for of in shown.values()):
@@ -313,8 +322,19 @@ def _round(found: Found, number: int) -> str:
     return f"round {number}" if number < done else "evaluation"
 
 
-def percent(value: float) -> str:
-    return f"{100 * value:.1f} %"
+def _metric(found: Found) -> metrics.Metric:
+    """The run's main metric."""
+    told = [score.metric for score in found.scores]
+    told += [point.personal.metric for point in found.checks if point.personal is not None]
+    return metrics.KNOWN[told[0] if told else "accuracy"]
+
+
+def _title(found: Found) -> str:
+    return _metric(found).title
+
+
+def _value(metric: str, value: float) -> str:
+    return metrics.shown(metrics.KNOWN[metric], value, 1)
 
 
 def seconds(value: float) -> str:

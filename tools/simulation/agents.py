@@ -20,6 +20,7 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt import config as tables
+from fedquilt import methods, plugins
 from fedquilt.bundle import load
 from fedquilt.coordinator.executors import OverLink
 from fedquilt.coordinator.job import first_state, require_made_for
@@ -27,13 +28,14 @@ from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views.terminal import Console, coordinate
-from fedquilt.core import Device, Examples, JobError
+from fedquilt.core import Bundle, Device, Examples, JobError
 from fedquilt.data import examples, fitting
 from fedquilt.data.spec import DataSpec
-from fedquilt.edge_agent import settings
+from fedquilt.edge_agent import engines, settings
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.devices import make as make_board
 from fedquilt.edge_agent.task.worker import InlineWorker
+from fedquilt.models.networks import registry
 from fedquilt.tools.broker import EmbeddedBroker
 from fedquilt.tools.simulation import Member
 from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, simulate
@@ -79,7 +81,7 @@ class Plan:
         """
         if not self.job.data:
             raise JobError("a simulated fleet needs the job's [data] table: what is shared out among its devices")
-        spec = self.job.fleet
+        spec, allowed = self.job.fleet, self._plugins()
         agents = []
         for index in range(self.size):
             board = spec.boards[index % len(spec.boards)]
@@ -93,9 +95,20 @@ class Plan:
                     "budget": spec.budgets[index % len(spec.budgets)],
                     "governor": {"policy": spec.policy},
                     "data": {"seed": self.job.seed, **self.job.data, "share": index, "shares": self.size},
+                    **({"plugins": allowed} if allowed else {}),
                 }
             )
         return agents
+
+    def _plugins(self) -> list[str]:
+        """What of other packages the job runs: simulated boards allow that, as this machine is theirs."""
+        found = plugins.allowing("method", self.job.method, methods.names())
+        for table in (self.job.model, *(donor.get("network", {}) for donor in self.job.donors)):
+            for name in registry.outside(table):
+                found += plugins.allowing("network", name, registry.OURS)
+        if self.job.engine is not None:
+            found += plugins.allowing("engine", self.job.engine, tuple(engines.NEEDS))
+        return sorted(set(found))
 
     def members(self) -> tuple[list[Member], Examples]:
         """What each device has, and the test set that no device has.
@@ -108,12 +121,11 @@ class Plan:
         found = [Member(table["device"], *share) for table, share in zip(tables, shares, strict=True)]
         return found, examples.load_all(msgspec.convert({**self.job.data, "split": "test"}, DataSpec))
 
-    def submit(self, store: Store, make: Callable[[str], Device] = make_board) -> str:
-        """Queue the job, or take up its unfinished run; the first round waits for the whole fleet. The run's id.
+    def require(self, make: Callable[[str], Device] = make_board) -> Bundle:
+        """Check everything about a simulated fleet that can be known before it runs; returns the job's bundle.
 
         Raises:
-            JobError, ModelError: the bundle, or a key of [data] or [fleet] is wrong, or the method cannot train the
-                bundle's network.
+            JobError, ModelError: the bundle, or a key of [data] or [fleet] is wrong.
             DataError: there is no data, or none that can be read, or the network cannot take them.
         """
         made = load(self.bundle)
@@ -125,6 +137,15 @@ class Plan:
                 settings.size_bytes(budget)
             for board in dict.fromkeys(agent["board"] for agent in agents):
                 make(board)
+        return made
+
+    def submit(self, store: Store, make: Callable[[str], Device] = make_board) -> str:
+        """Queue the job, or take up its unfinished run; the first round waits for the whole fleet. The run's id.
+
+        Raises:
+            JobError, ModelError, DataError: as `require`, or the method cannot train the bundle's network.
+        """
+        made = self.require(make)
         cohort = msgspec.structs.replace(self.job.cohort, start_devices=self.size)
         job, folder = msgspec.structs.replace(self.job, cohort=cohort), self.bundle.resolve()
         run = store.unfinished(job, folder, "fleet")

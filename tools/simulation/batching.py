@@ -8,7 +8,7 @@ with the same outcome: a half is a function of its Task and Site, its generator 
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -19,7 +19,7 @@ Given = tuple[Any, Any]  # what a call gave, or raises, and where its generator 
 
 
 class Half(Generic[T]):
-    """A client half, to be called with an engine, once or again: its Site is made once, its generator is set back.
+    """A client half, to be called with one engine, once or again: its Site is made once, its generator is set back.
 
     Args:
         site: what the device has, less its engine.
@@ -33,11 +33,12 @@ class Half(Generic[T]):
 
     def __call__(self, engine: Any) -> T:
         if self._site is None:
-            self._site = self._make()
+            self._site = copy.copy(self._make())
+            object.__setattr__(self._site, "engine", engine)  # it is frozen for the half
             self._begun = self._site.rng.bit_generator.state
         else:
             self._site.rng.bit_generator.state = self._begun
-        return self._work(dataclasses.replace(self._site, engine=engine))
+        return self._work(self._site)
 
 
 class Wait(BaseException):
@@ -49,10 +50,25 @@ class Wait(BaseException):
 
 
 class Joint:
-    """An engine as one client half sees it."""
+    """An engine as one client half sees it, from one of its calls to the next."""
 
-    def __init__(self, engine: Any, given: Sequence[Given]) -> None:
-        self._engine, self._given = engine, iter(given)
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._given: list[Given | None] = []  # of each call of `train` so far; None: it cannot be done with others'
+        self._at = 0  # which call comes next
+
+    @property
+    def joint(self) -> bool:
+        """Whether a call was done together with others', or could have been."""
+        return any(given is not None for given in self._given)
+
+    def begin(self) -> None:
+        """The half is about to be called from its beginning."""
+        self._at = 0
+
+    def give(self, reply: Any, generator: Any) -> None:
+        """What the call that the half waits for came to, and where its generator is now."""
+        self._given.append((reply, generator))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -63,12 +79,15 @@ class Joint:
         Raises:
             Wait: it can be done together with others'.
         """
-        call = self._engine.call(network, start, examples, fit, rng, **options)
-        if call is None:
-            return self._engine.train(network, start, examples, fit, rng, **options)
-        before = next(self._given, None)
+        if self._at == len(self._given):
+            call = self._engine.call(network, start, examples, fit, rng, **options)
+            if call is not None:
+                raise Wait(call)
+            self._given.append(None)
+        before = self._given[self._at]
+        self._at += 1
         if before is None:
-            raise Wait(call)
+            return self._engine.train(network, start, examples, fit, rng, **options)
         reply, rng.bit_generator.state = before
         if isinstance(reply, Exception):
             raise reply
@@ -82,15 +101,16 @@ def together(functions: Sequence[Callable[[Any], T]], engine: Any) -> list[tuple
         engine: one with `call` and `train_together` (`edge_agent.engines.torch_batched`), or any other,
             with which each is called once, one after the other.
     """
-    given: list[list[Given]] = [[] for _ in functions]
     found: list[Any] = [None] * len(functions)
     left = list(range(len(functions)))
-    joint = hasattr(engine, "train_together")
+    joints = [Joint(engine) for _ in functions] if hasattr(engine, "train_together") else []
     while left:
         calls: dict[int, Any] = {}
         for index in left:
             try:
-                found[index] = functions[index](Joint(engine, given[index]) if joint else engine)
+                if joints:
+                    joints[index].begin()
+                found[index] = functions[index](joints[index] if joints else engine)
             except Wait as wait:
                 calls[index] = wait.call
             except Exception as error:
@@ -98,5 +118,5 @@ def together(functions: Sequence[Callable[[Any], T]], engine: Any) -> list[tuple
         left = list(calls)
         replies = engine.train_together(list(calls.values())) if calls else []
         for (index, call), reply in zip(calls.items(), replies, strict=True):
-            given[index].append((reply, call.rng.bit_generator.state))
-    return [(value, bool(before)) for value, before in zip(found, given, strict=True)]
+            joints[index].give(reply, call.rng.bit_generator.state)
+    return [(value, bool(joints) and joints[index].joint) for index, value in enumerate(found)]

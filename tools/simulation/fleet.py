@@ -5,12 +5,12 @@ spends joules and keeps private state as an agent does. Orders that devices have
 somebody has carried them out (`fedquilt.tools.simulation.hands`); virtual time stands still until then.
 
 A device takes what it is sent through the wire's own encoding. Blobs are not copied: devices read them where the
-coordinator keeps them, and what a task makes is moved there. Bytes are counted as an agent counts them.
+coordinator keeps them, and what a task makes is moved there: small bundles come with the task's outcome and go into
+the depot's pack, others by way of files. Bytes are counted as an agent counts them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import math
 import os
@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from msgspec import structs
+
 from fedquilt import wire
-from fedquilt.blobs.store import Depot
+from fedquilt.blobs.store import SMALL_BYTES, Depot
 from fedquilt.coordinator.admission import Arrived
 from fedquilt.coordinator.executors import Heard
 from fedquilt.coordinator.job import Running
@@ -78,7 +80,8 @@ class SimulatedFleet:
         self._heard: deque[Heard] = deque()
         self._due: list[tuple[float, str]] = []
         self._waiting: dict[str, _Device] = {}  # whose order has to be carried out
-        for name in ("private", "cache", "work"):
+        self.out = f"{folder}/made"  # what orders in hand write, all devices' together
+        for name in ("private", "made"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         self._held: dict[str, set[str]] = {}  # device -> sha256 of what it was sent, also while it is away
         self._boots: dict[str, int] = {}  # device -> how often it has come online
@@ -112,6 +115,7 @@ class SimulatedFleet:
             self._waiting.pop(name, None)
             if (gone := self._devices.pop(name, None)) is not None:
                 gone.duty.stop()
+                gone.give_up()
             self._heard.append((name, self._presence(name, online=False)))
 
     # -- for whoever carries orders out --
@@ -121,6 +125,11 @@ class SimulatedFleet:
         """Orders that have begun, and whose outcome virtual time waits for; sorted by device."""
         return [order for name in sorted(self._waiting) if (order := self._waiting[name].worker.order) is not None]
 
+    def at_work(self, device: str) -> Task | None:
+        """The task whose outcome a device waits for, if it waits for one."""
+        given = self._waiting.get(device)
+        return None if given is None or given.worker.order is None else given.worker.order.task
+
     def worked(self, device: str, outcome: Outcome) -> None:
         """What a device's order has come to. It is told when the board would have been done with it.
 
@@ -129,7 +138,7 @@ class SimulatedFleet:
         given = self._waiting.pop(device, None)
         if given is None:
             return
-        given.worker.worked(outcome, self.now_s)
+        given.worker.worked(given.laid_by(outcome), self.now_s)
         given.duty.step(self.now_s)
         self._schedule(given)
 
@@ -174,6 +183,7 @@ class SimulatedFleet:
     def withdraw(self, device: str) -> None:
         if device in self._devices:
             self._feed(self._devices[device], plan.Cleared(), self.now_s)
+            self._devices[device].give_up()
 
     def be_patient(self, device: str) -> None:
         pass  # nothing is lost on the way, so nothing is repeated
@@ -203,6 +213,17 @@ class SimulatedFleet:
 
     def _presence(self, name: str, online: bool) -> wire.Presence:
         return wire.Presence(online=online, boot=f"simulated-{self._boots[name]}", seq=1 if online else 2)
+
+    def place(self, name: str, ref: BlobRef) -> str:
+        """The file of a task's bundle.
+
+        Raises:
+            StoreError: it is gone.
+        """
+        path = self.depot.path(ref.sha256)
+        if path is None:
+            raise StoreError(f"bundle {name!r} has vanished from {self.depot.folder}: leave it alone")
+        return str(path)
 
     def held(self, device: str) -> set[str]:
         """The sha256 of all blobs that a device has been sent; its own, to be added to."""
@@ -248,7 +269,8 @@ class _Device:
         outbox = self._recovered()
         self._follows = bool(outbox)
         self.duty = Duty(spec.device, plan.State(spec.means, outbox=outbox), self.board, self.worker, spec.rule, self)
-        self._cache = self._work = ""  # made with the first order; the second is for what the task in hand writes
+        self._places: dict[BlobRef, int] = {}  # in the depot's pack: what came of the task in hand
+        self._prefix = f"{self.name}."  # of what its tasks write into the folder that all devices share
         self.due_s = math.inf
         self.tell_s = 0.0  # when its sensors are told next
 
@@ -286,41 +308,47 @@ class _Device:
         pass
 
     def order(self, task: Task, budget_bytes: int, plan_bytes: int, *, spare: bool = False) -> Order:
-        paths = {}
-        for name, ref in task.bundles.items():
-            path = self._fleet.depot.path(ref.sha256)
-            if path is None:
-                raise StoreError(f"bundle {name!r} has vanished from {self._fleet.depot.folder}: leave it alone")
-            paths[name] = str(path)
-        if not self._work:
-            self._cache, self._work = (f"{self._fleet.folder}/{kind}/{self.name}" for kind in ("cache", "work"))
-            for folder in (self._cache, self._work):
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(folder)
-        if not spare:  # of a task before that failed after it had written it
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(f"{self._work}/{PRIVATE}")
         return Order(
             task=task,
             device=self.name,
             budget_bytes=budget_bytes,
             data=dict(self._spec.data),
-            bundles=paths,
+            bundles={name: self._fleet.place(name, ref) for name, ref in task.bundles.items()},
             private=self._private if os.path.isfile(self._private) else None,
-            cache=self._cache,
-            out=self._work,
+            cache=f"{self._fleet.folder}/work/{self.name}",
+            out=self._fleet.out,
             plan_bytes=None if spare else plan_bytes,
+            prefix=self._prefix,
+            whole_bytes=SMALL_BYTES,
         )
+
+    def laid_by(self, outcome: Outcome) -> Outcome:
+        """Put what came with an outcome by, until the board is done with it."""
+        self.give_up()
+        for ref in outcome.bundles.values():
+            if ref.sha256 in outcome.blobs and ref not in self._places:
+                self._places[ref] = self._fleet.depot.lay_by(ref, outcome.blobs[ref.sha256])
+        return structs.replace(outcome, blobs={}) if outcome.blobs else outcome
+
+    def give_up(self) -> None:
+        """Let go of what was put by."""
+        while self._places:
+            self._fleet.depot.give_up(*self._places.popitem())
 
     def keep(self, update: Update) -> bool:
         """What the task has written becomes the coordinator's; private state waits for its answer."""
+        made = f"{self._fleet.out}/{self._prefix}"
         for ref in update.bundles.values():
-            self._fleet.depot.adopt(f"{self._work}/{ref.sha256}", ref)
-        if not os.path.isfile(f"{self._work}/{PRIVATE}"):
+            place = self._places.pop(ref, None)
+            if place is not None:
+                self._fleet.depot.take_over(ref, place)
+            else:
+                self._fleet.depot.adopt(f"{made}{ref.sha256}", ref)
+        if not os.path.isfile(f"{made}{PRIVATE}"):
             return False
         with open(self._unanswered, "wb") as file:
             file.write(wire.encode(update))
-        os.replace(f"{self._work}/{PRIVATE}", self._following)
+        os.replace(f"{made}{PRIVATE}", self._following)
         self._follows = True
         return True
 

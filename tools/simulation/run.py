@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedquilt import methods
-from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Declined, Ended, Rejected
-from fedquilt.coordinator.job import Running
+from fedquilt import bundle, methods, tensors
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Declined, Ended, Rejected, Resumed, Started
+from fedquilt.coordinator.job import Running, needs
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Fleet, Job
 from fedquilt.coordinator.store import Store
-from fedquilt.core import Artefact, Device, Examples, JobError, Method
+from fedquilt.core import Artefact, Contribution, Device, Examples, JobError, Method, Task
 from fedquilt.edge_agent import devices as boards
 from fedquilt.edge_agent import engines, plan
 from fedquilt.edge_agent.power.governor import Rule
@@ -49,7 +49,7 @@ class Round:
     metrics: Mapping[str, float]  # devices' means
     down_bytes: int
     up_bytes: int
-    wall_s: float  # on this machine
+    wall_s: float  # on this machine; of a round that an interrupted process made, with evaluations after the one before
     duration_s: float  # on virtual time, from the round's opening to its end
     energy_j: float | None  # of the boards' tasks; None: one does not tell
     devices_metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Simulation:
         folder: the job's bundle, as `fedquilt prepare` writes it.
         members: device -> how many held-out examples it has, in the order in which they take the job's boards and
             budgets in turn.
-        home: of the coordinator; a run that was interrupted there goes on.
+        home: of the coordinator; a run that was interrupted there goes on, and `rounds` begins with those it had.
         load: finds a method by its name.
         engine: that devices have; None: the job's, or the first of the method's that is installed.
         away: members that are not online at first (`fleet.arrive`, `fleet.leave`).
@@ -98,16 +98,20 @@ class Simulation:
         self._answers: list[Answered] = []
         self._began_s, self._opened_s = time.perf_counter(), 0.0
         self._busy_s = 0.0  # when somebody was last at the run, on virtual time
-        self._store = Store(home / "coordinator", durable=False)
+        self._store = Store(home, durable=False)
         if not self._store.lock():
-            raise JobError(f"another coordinator serves {home / 'coordinator'} already: give another home")
+            raise JobError(f"another coordinator serves {home} already: give another home")
         self._store.next_epoch()
-        self.run = self._store.unfinished(job, folder.resolve()) or self._store.add(job, folder.resolve())
+        place = folder.resolve()
+        self.run = self._store.unfinished(job, place, "simulation") or self._store.add(job, place, "simulation")
+        self._take_up()
         self._store.set_status(self.run, "running")
         self.engine = engine or engine_of(job, load(job.method))
-        spare = plan.Means(ROOM_BYTES, (self.engine,), (job.method,))
+        self._plugins = {f"plugin {module}": proof for module, proof in needs(job, bundle.load(folder)).items()}
+        spare = self._means(ROOM_BYTES)
+        self.devices = home / "agents" / self.run  # of this run alone: what a board keeps of another would count here
         newcomer = Spec(NEWCOMER, lambda: boards.make("x86-host"), spare, {"share": NEWCOMER})
-        self.fleet = SimulatedFleet(self._specs(make), self._store.depot, home / "devices", {NEWCOMER: newcomer}, away)
+        self.fleet = SimulatedFleet(self._specs(make), self._store.depot, self.devices, {NEWCOMER: newcomer}, away)
         self._server = Server(self.fleet, self._store, self._observe, self.run, load, poll_s=POLL_S)
 
     def __enter__(self) -> Simulation:
@@ -121,6 +125,13 @@ class Simulation:
         """The method's state after the last committed round."""
         assert self.running is not None
         return self.running.state
+
+    @property
+    def state_digest(self) -> str:
+        """The sha256 of the method's state after the last committed round."""
+        assert self.running is not None
+        assert self.running.rounds.state is not None
+        return self.running.rounds.state.sha256
 
     @property
     def ended(self) -> str:
@@ -176,7 +187,18 @@ class Simulation:
 
     def worked(self, device: str, outcome: Outcome) -> None:
         """What an order came to."""
+        task = self.fleet.at_work(device)
+        if self.running is not None and task is not None and outcome.blobs:
+            self._foresee(self.running, device, task, outcome)
         self.fleet.worked(device, outcome)
+
+    def _foresee(self, job: Running, device: str, task: Task, outcome: Outcome) -> None:
+        """Let the coordinator look at an update that is in memory already, while others are at work."""
+        if task.job != job.id or not all(ref.sha256 in outcome.blobs for ref in outcome.bundles.values()):
+            return
+        bundles = {name: tensors.decode(outcome.blobs[ref.sha256]) for name, ref in outcome.bundles.items()}
+        given = Contribution(device, task.round, outcome.weight, outcome.metrics, bundles)
+        job.foresee(given, outcome.bundles)
 
     def evaluation(self, device: str) -> Order | None:
         """The method's own check of what a device would be sent next; None: there is nothing to check.
@@ -199,21 +221,45 @@ class Simulation:
         budgets = [size_bytes(budget) for budget in fleet.budgets]
         for index, name in enumerate(self.members):
             board = fleet.boards[index % len(fleet.boards)]
-            means = plan.Means(budgets[index % len(budgets)], (self.engine,), (self.job.method,))
+            means = self._means(budgets[index % len(budgets)])
             yield Spec(name, lambda board=board: make(board), means, {"share": name}, Rule(fleet.policy))  # type: ignore[misc]
+
+    def _means(self, budget_bytes: int) -> plan.Means:
+        """What a simulated device has: this process's code is its own, that of other packages too."""
+        return plan.Means(budget_bytes, (self.engine,), (self.job.method,), plugins=self._plugins)
 
     def _observe(self, job: Running, fact: AnyFact) -> None:
         self.running = job
         if isinstance(fact, Asked | Answered | Committed):
             self._busy_s = self.now_s
+        if isinstance(fact, Committed):
+            now_s = time.perf_counter()
+            self._committed(fact, now_s - self._began_s, self.now_s - self._opened_s)
+            self._began_s, self._opened_s = now_s, self.now_s
+        else:
+            self._note(fact)
+
+    def _take_up(self) -> None:
+        """Note what the log of an interrupted run says, so that its rounds are told with those to come."""
+        began_s = 0.0  # by the clock of the day: rounds follow one another, with evaluations between them
+        for _, at_s, fact in self._store.facts(self.run):
+            if isinstance(fact, Committed):
+                self._committed(fact, at_s - began_s, fact.took_s)
+            elif isinstance(fact, Ended):
+                continue  # it goes on
+            self._note(fact)
+            if isinstance(fact, Started | Committed | Resumed):
+                began_s = at_s
+
+    def _committed(self, fact: Committed, wall_s: float, duration_s: float) -> None:
+        self.rounds.append(_round(fact, self._answers, wall_s, duration_s))
+        self._answers = []
+
+    def _note(self, fact: AnyFact) -> None:
         if isinstance(fact, Declined | Rejected) and getattr(fact, "code", "") != "none":
             self.refusals[fact.device] = fact.reason
         elif isinstance(fact, Answered):
             self._answers.append(fact)
-        elif isinstance(fact, Committed):
-            now_s = time.perf_counter()
-            self.rounds.append(_round(fact, self._answers, now_s - self._began_s, self.now_s - self._opened_s))
-            self._answers, self._began_s, self._opened_s = [], now_s, self.now_s
         elif isinstance(fact, Ended):
             self.status, self.reason = fact.status, fact.reason
 

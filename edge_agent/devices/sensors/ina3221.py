@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from fedquilt.core import Covers, Power
 from fedquilt.edge_agent import sysfs
-from fedquilt.edge_agent.devices.sensors.power import Power
 
 TOTALS: Final = ("VDD_IN", "POM_5V_IN")  # the module's input; every other rail is a part of it
 UNCONNECTED: Final = "NC"
@@ -39,7 +39,12 @@ class Rail:
 
 
 class Ina3221:
-    """All rails of the board. Its total is the input rail's, or else the sum of all rails; None unless each answers."""
+    """All rails of the board. Its total is the input rail's, or else the sum of all rails; None unless each answers.
+
+    A `fedquilt.core.Meter`.
+    """
+
+    covers: Covers = "board"
 
     def __init__(self, root: Path) -> None:
         found = _on_bus(root / "sys/bus/i2c/drivers") or _hwmon(sysfs.glob(root / "sys/class/hwmon", "hwmon*"))

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from fedquilt.edge_agent.devices.sensors.power import Power
+from fedquilt.core import Covers, Power
 
 log = logging.getLogger("fedquilt.devices")
 
@@ -34,7 +34,12 @@ def connect(load: Callable[[str], Any] = importlib.import_module) -> JtopMeter |
 
 
 class JtopMeter:
-    """What a running `jtop` client last heard. It says instantaneous milliwatts; its averages are none and not used."""
+    """What a running `jtop` client last heard. It says instantaneous milliwatts; its averages are none and not used.
+
+    A `fedquilt.core.Meter`.
+    """
+
+    covers: Covers = "board"
 
     def __init__(self, client: Any) -> None:
         self._client = client

@@ -35,7 +35,7 @@ def checked(accuracy: float, examples: float) -> dict[str, float]:
 
 def test_personal_accuracy_is_weighted_plain_and_of_the_worst_tenth() -> None:
     """Eleven devices: the worst tenth is two of them, as a part of a device counts as one."""
-    told = {f"dev-{i:02d}": (i / 10, 10.0 if i else 90.0) for i in range(11)}
+    told = {f"dev-{i:02d}": {"accuracy": i / 10, "examples": 10.0 if i else 90.0} for i in range(11)}
     found = progress.of_devices(told)
     assert found is not None
     assert found.mean == pytest.approx(0.5)
@@ -46,8 +46,8 @@ def test_personal_accuracy_is_weighted_plain_and_of_the_worst_tenth() -> None:
 
 def test_a_device_without_held_out_examples_tells_nothing() -> None:
     """And where nobody has any, nothing is known: not 0."""
-    assert progress.of_devices({"a": (0.0, 0.0)}) is None
-    found = progress.of_devices({"a": (0.0, 0.0), "b": (0.5, 4.0)})
+    assert progress.of_devices({"a": {"accuracy": 0.0, "examples": 0.0}}) is None
+    found = progress.of_devices({"a": {"examples": 0.0}, "b": {"accuracy": 0.5, "examples": 4.0}})
     assert found is not None
     assert (found.mean, found.worst_decile, found.devices) == (0.5, 0.5, {"b": 0.5})
     assert progress.personal([answered("a", 0).update]) is None

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from fedquilt import profiles
-from fedquilt.core import OperatingPoint
+from fedquilt.core import Covers, OperatingPoint, Power
 from fedquilt.edge_agent.clocks.client import Status
 from fedquilt.edge_agent.devices import jetson
 from fedquilt.edge_agent.devices.jetson import JetsonDevice, detect, mode
-from fedquilt.edge_agent.devices.sensors.power import Power
 from fedquilt.testing.board_layouts import BOARDS
 from fedquilt.testing.boards import plant
 
@@ -253,6 +252,8 @@ def test_in_a_mode_that_the_profile_does_not_have_all_its_points_are_told(tmp_pa
 
 
 class FakeMeter:
+    covers: Covers = "board"
+
     def read(self, now_s: float) -> Power:
         return Power(9.0, "another", {"VDD_IN": 9.0})
 

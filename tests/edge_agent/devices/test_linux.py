@@ -8,9 +8,11 @@ import pytest
 from trees import Tree
 
 from fedquilt import profiles
-from fedquilt.core import ClockError, Cost, OperatingPoint, Reading, Work
+from fedquilt.core import ClockError, Cost, Covers, OperatingPoint, Power, Reading, Work
 from fedquilt.edge_agent.clocks.client import Status
 from fedquilt.edge_agent.devices.linux import LinuxDevice, detect
+from fedquilt.edge_agent.devices.sensors.meters import PATIENCE_S
+from fedquilt.edge_agent.power.energy import Ledger
 
 BATTERY = "sys/class/power_supply/BAT0"
 OWN = """
@@ -211,16 +213,87 @@ def test_one_battery_that_does_not_say_makes_their_power_unknown(tree: Tree):
     assert (reading.power_w, reading.battery) == (None, pytest.approx(0.5))
 
 
-def test_a_meter_of_the_whole_goes_before_rapl(tree: Tree):
-    """RAPL sees the processor alone; its energy still counts and says where it is from."""
+def test_a_meter_of_the_whole_machine_wins_over_the_processors_counter(tree: Tree):
+    """60 W at the supply, 15 J a second counted in the processor: two seconds of a task are 120 J, not 30."""
+    tree.files("sys/class/hwmon/hwmon0", name="power_meter", power1_average=60_000_000)
+    tree.rapl("0", "package-0", 0, 10**9)
+    device, ledger = LinuxDevice(tree.root), Ledger(0.0)
+    for second in range(3):
+        tree.rapl("0", "package-0", 15_000_000 * second, 10**9)
+        ledger = ledger.seen(float(second), device.read(float(second)))
+    cost = ledger.cost(2.0, None)
+    assert cost.energy_j == 120.0
+    assert cost.energy_source == "hwmon power_meter power1, 1 Hz, trapezoids"
+
+
+def test_energy_and_power_of_a_reading_are_one_meters(tree: Tree):
+    """On its battery a host takes 9 W; RAPL, which sees the processor alone, is a rail then and counts for nothing."""
     tree.files(BATTERY, type="Battery", status="Discharging", power_now=9_000_000)
     tree.rapl("0", "package-0", 0, 10**9)
     device = LinuxDevice(tree.root)
     device.read(0.0)
     tree.rapl("0", "package-0", 4_000_000, 10**9)
     reading = device.read(1.0)
-    assert (reading.power_w, reading.rails_w, reading.energy_j) == (9.0, {"rapl": 4.0}, 4.0)
-    assert reading.energy_source == "rapl"
+    assert (reading.power_w, reading.energy_j, reading.energy_source) == (9.0, None, "battery")
+    assert reading.rails_w == {"rapl": 4.0}
+
+
+class Plug:
+    """A wall plug: it says what a test has set, or raises it."""
+
+    covers: Covers = "board"
+
+    def __init__(self, said: Power | Exception) -> None:
+        self.said = said
+
+    def read(self, now_s: float) -> Power:
+        if isinstance(self.said, Exception):
+            raise self.said
+        return self.said
+
+
+def test_the_owners_meter_goes_before_all_that_cover_as_much(tree: Tree):
+    """The plug says 70 W where the supply's own meter says 60 W and the processor's counter counts."""
+    tree.files("sys/class/hwmon/hwmon0", name="power_meter", power1_average=60_000_000)
+    tree.rapl("0", "package-0", 0, 10**9)
+    device = LinuxDevice(tree.root, own=Plug(Power(70.0, "plug", energy_j=5.0)))
+    reading = device.read(0.0)
+    assert (reading.power_w, reading.energy_j, reading.energy_source) == (70.0, 5.0, "plug")
+    assert reading.rails_w["power_meter power1"] == 60.0
+
+
+def test_a_meter_of_a_rail_is_never_taken_for_the_board(tree: Tree):
+    """It stands among the rails; the processor's counter covers more."""
+    tree.rapl("0", "package-0", 0, 10**9)
+    rail = Plug(Power(3.0, "usb port 2"))
+    rail.covers = "rail"
+    reading = LinuxDevice(tree.root, own=rail).read(0.0)
+    assert (reading.power_w, reading.energy_j, reading.energy_source) == (None, 0.0, "rapl")
+    assert reading.rails_w == {"usb port 2": 3.0}
+
+
+def test_a_meter_that_falls_silent_is_waited_for_before_a_narrower_one_stands_in(tree: Tree):
+    """A plug that answers once a second is not mixed with the counter; one that is gone for long is given up."""
+    tree.rapl("0", "package-0", 0, 10**9)
+    plug = Plug(Power(70.0, "plug"))
+    device = LinuxDevice(tree.root, own=plug)
+    assert device.read(0.0).energy_source == "plug"
+    plug.said = Power()
+    assert device.read(0.5) == Reading(available_bytes=500 * 1024, rails_w=device.read(0.6).rails_w)
+    assert device.read(PATIENCE_S + 1.0).energy_source == "rapl"
+
+
+@pytest.mark.parametrize("said", [ValueError("no such plug"), Power(-1.0, "plug"), Power(float("nan"), "plug")])
+def test_a_meter_that_fails_or_says_nonsense_is_passed_over(
+    tree: Tree, said: Power | Exception, caplog: pytest.LogCaptureFixture
+):
+    """The agent goes on with the next widest, and the log says once what the meter raised."""
+    tree.rapl("0", "package-0", 0, 10**9)
+    device = LinuxDevice(tree.root, own=Plug(said))
+    assert [device.read(at_s).energy_source for at_s in (0.0, 1.0)] == ["rapl", "rapl"]
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == isinstance(said, Exception)
+    assert all("Plug" in line and "no such plug" in line for line in told)
 
 
 # -- temperature and memory -----------------------------------------------------------------------

@@ -100,6 +100,15 @@ def test_a_counter_that_falls_is_waited_for() -> None:
     assert cost.energy_j == 3.0
 
 
+def test_readings_of_another_meter_are_passed_over() -> None:
+    """60 W of the board, then the processor's 15 W, then 60 W again: 120 J in two seconds, and no mixture."""
+    ledger = Ledger(0.0)
+    for at_s, watts, source in ((0.0, 60.0, "plug"), (1.0, 15.0, "rapl"), (2.0, 60.0, "plug")):
+        ledger = ledger.seen(at_s, Reading(power_w=watts, energy_source=source))
+    cost = ledger.cost(2.0, None)
+    assert (cost.energy_j, cost.energy_source) == (120.0, "plug, 0.5 Hz, trapezoids")
+
+
 def test_after_a_counters_last_reading_its_last_power_is_held() -> None:
     """2 J in the last second, so 1 J in the half second after it."""
     cost = counters((0.0, 0.0), (1.0, 2.0)).cost(1.5, None)

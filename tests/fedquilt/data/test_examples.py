@@ -224,7 +224,9 @@ def test_a_share_is_read_without_the_rest(tmp_path: Path):
     check = """
 import sys
 from fedquilt import tensors
-from fedquilt.edge_agent import data, partition, readers
+from fedquilt.data import examples as data
+from fedquilt.data import partition, readers
+from fedquilt.data.spec import DataSpec
 
 def peak():
     with open("/proc/self/status") as status:

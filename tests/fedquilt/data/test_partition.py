@@ -109,7 +109,7 @@ MIXED = [{"path": "a.npz", "labels_from": 0}, {"path": "b.npz", "labels_from": 1
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({}, "one of path, sources and synthetic is wanted, not none"),
+        ({}, "one of path, sources, synthetic and dataset is wanted, not none"),
         ({"path": "a.npz", "synthetic": "fedpews-32k"}, "not path and synthetic"),
         ({"synthetic": "fedpews-64k"}, "synthetic"),
         ({"synthetic": "fedpews-32k", "dataset": "MNIST"}, "dataset goes with path"),
@@ -124,7 +124,7 @@ MIXED = [{"path": "a.npz", "labels_from": 0}, {"path": "b.npz", "labels_from": 1
         ({"path": "a.npz", "per_class": {"train": -1}}, "per_class"),
         (
             {"path": "a.npz", "partition": "shard"},
-            r"there are: all, classes, dirichlet, iid, shards; did you mean 'shards'",
+            r"there are: all, classes, column, dirichlet, iid, shards; did you mean 'shards'",
         ),
     ],
 )

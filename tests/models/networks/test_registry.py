@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fedquilt import plugins
 from fedquilt.core import ModelError
 
 torch = pytest.importorskip("torch", reason="the zoo builds torch networks")
@@ -108,18 +109,20 @@ def test_what_cannot_be_built_is_one_clear_error(network: dict, weights: str | N
         registry.load(network, weights)
 
 
-def test_a_users_own_code_runs_on_the_operators_machine_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`module:function` is imported from the working folder, and only where local code is allowed."""
+def test_a_users_own_code_runs_where_it_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`module:function` is imported from the working folder on an operator's machine, and on a board if it lists it."""
     (tmp_path / "my_own_net.py").write_text(
         "from torch import nn\ndef tiny(classes):\n    return nn.Linear(3, classes)\n"
     )
     monkeypatch.chdir(tmp_path)
     table = {"name": "my_own_net:tiny", "classes": 5}
-    with pytest.raises(ModelError, match="never on an agent"):
+    with plugins.restricted(None), pytest.raises(ModelError, match="add 'my_own_net:tiny' to `plugins`"):
         registry.build(table)
-    assert registry.build(table, local_code=True).out_features == 5
+    assert registry.build(table).out_features == 5
+    with plugins.restricted(["my_own_net:tiny"]):
+        assert registry.build(table).out_features == 5
     with pytest.raises(ModelError, match="my_own_net:huge"):
-        registry.build({"name": "my_own_net:huge"}, local_code=True)
+        registry.build({"name": "my_own_net:huge"})
 
 
 def _numpy(model: torch.nn.Module) -> dict:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fedquilt import cli
+from command_lines import parsed
 from fedquilt.core import JobError
 from fedquilt.tools import emulate
 from fedquilt.tools.emulate import beside, host
@@ -123,5 +123,5 @@ def test_scores_that_are_not_this_machines_are_told(score: float | None, well: b
 
 def test_its_command_takes_what_it_is_told() -> None:
     """A folder, a mirror, rounds."""
-    options = cli.parser().parse_args(["emulate", "--out", "x", "--mirror", "http://m/debian", "--rounds", "2"])
-    assert (options.out, options.mirror, options.rounds) == (Path("x"), "http://m/debian", 2)
+    options = parsed(["emulate", "--out", "x", "--mirror", "http://m/debian", "--rounds", "2"])
+    assert (options["out"], options["mirror"], options["rounds"]) == (Path("x"), "http://m/debian", 2)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt import cli, config
+from command_lines import parsed
+from fedquilt import config
 from fedquilt.core import JobError, LinkError
 from fedquilt.edge_agent import settings
 from fedquilt.tools.emulate import site as sites
@@ -49,9 +50,9 @@ def test_the_boards_settings_are_what_flash_takes(site: Site) -> None:
 
 def test_the_coordinators_options_are_ones(site: Site) -> None:
     """As `fedquilt run` reads them."""
-    options = cli.parser().parse_args(["run", "job.toml", *site.coordinator()])
-    assert options.broker == site.url
-    assert all((site.folder / path).is_file() for path in (options.ca, options.cert, options.key))
+    options = parsed(["run", "job.toml", *site.coordinator()])
+    assert options["broker"] == site.url
+    assert all((site.folder / path).is_file() for path in (options["ca"], options["cert"], options["key"]))
 
 
 def test_the_broker_has_the_written_configuration_and_listens_on_loopback_alone(site: Site) -> None:

@@ -12,7 +12,7 @@ from fedquilt import tensors
 from fedquilt.core import Answer, DeviceView, Examples, Order
 from fedquilt.methods.fedstitch import METHOD, Params
 from fedquilt.models.stitching import stitched as stitch
-from fedquilt.tools.bench.ablate import forgetful
+from fedquilt.tools.bench.ablate_rows import forgetful
 from fedquilt.tools.experiments.baselines import Bench, along, beside_itself, mirrored
 from fedquilt.tools.simulation.run import Hands, Round, Simulation
 from toys import DONORS, SMALL, build, folder, job, members, play

@@ -188,7 +188,7 @@ def test_the_verb_tells_people_and_programs(store: Store, capsys: pytest.Capture
     assert main(["evaluate", run, *home]) == 0
     assert "after 0 rounds: accuracy 75.00 % of 4 examples" in capsys.readouterr().out
     assert main(["evaluate", run, *home, "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out)["scores"][0]["accuracy"] == 0.75
+    assert json.loads(capsys.readouterr().out)["scores"][0]["value"] == 0.75
     assert main(["evaluate", "nothing", *home]) == 6
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fedquilt.core import FedquiltError
 from fedquilt.tools.experiments import parallel
 
 
@@ -29,7 +30,7 @@ def test_what_a_run_raises_is_raised_here() -> None:
 RUNS = """
 import os, signal, sys, time
 from pathlib import Path
-from fedquilt.tools import processes
+from fedquilt.tools.experiments import parallel
 from fedquilt.tools.simulation.scratch import Scratch
 
 def play(number):
@@ -39,7 +40,7 @@ def play(number):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    list(processes.spread(play, [(0,), (1,)], workers=1))
+    list(parallel.spread(play, [(0,), (1,)], workers=1))
 """
 
 
@@ -53,3 +54,9 @@ def test_runs_that_are_ended_clean_up_and_begin_no_others(tmp_path: Path) -> Non
     )
     assert ended.returncode in (130, -signal.SIGINT)
     assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_a_process_that_is_killed_is_told_in_a_sentence() -> None:
+    """Not as a traceback: nobody can see in that what was killed, or what to do about it."""
+    with pytest.raises(FedquiltError, match=r"has ended, 2 at a time: .* fewer cores"):
+        dict(parallel.spread(os._exit, [(9,), (9,)], workers=2))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -11,7 +10,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from boards import AARCH64, PYTHON, X86_64, plant, snapshot, wheel
+from boards import AARCH64, PYTHON, X86_64, plant, required, snapshot, wheel
 
 from fedquilt import cli
 
@@ -43,10 +42,8 @@ exec "$@" --root "$FAKE/board"
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An index of tiny wheels, and what has been downloaded from it."""
     folder = tmp_path_factory.mktemp("shop")
-    for line in importlib.metadata.metadata("fedquilt").get_all("Requires-Dist") or []:
-        name = line.split(";")[0].split(">")[0].split("[")[0].strip()
-        if name != "fedquilt":
-            wheel(folder / "index", name.replace("-", "_"), "99.0")
+    for name in required():
+        wheel(folder / "index", name.replace("-", "_"), "99.0")
     return folder
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
-from boards import wheel
+from boards import required, wheel
 
 import fedquilt
 from fedquilt.core import JobError, StoreError
@@ -109,10 +108,8 @@ def test_our_own_wheel_is_whole_and_always_the_same(tmp_path: Path) -> None:
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of wheels that is all pip knows of: every direct requirement of fedquilt's, for both JetPacks."""
     folder = tmp_path / "index"
-    for line in importlib.metadata.metadata("fedquilt").get_all("Requires-Dist") or []:
-        name = line.split(";")[0].split(">")[0].split("[")[0].strip()
-        if name != "fedquilt":
-            wheel(folder, name.replace("-", "_"), "99.0")
+    for name in required():
+        wheel(folder, name.replace("-", "_"), "99.0")
     (folder / "numpy-99.0-py3-none-any.whl").unlink()
     for tag in ("cp310-cp310-manylinux_2_28_aarch64", "cp312-cp312-manylinux_2_34_aarch64", "cp310-cp310-win_amd64"):
         wheel(folder, "numpy", "99.0", tag=tag)

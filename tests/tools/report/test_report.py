@@ -19,7 +19,7 @@ from fedquilt.coordinator.views import scores
 from fedquilt.core import BlobRef, Update, Usage
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.tools import report
-from fedquilt.tools.report import matrix, sections
+from fedquilt.tools.report import matrix
 from fedquilt.tools.simulation import agents
 
 BLOB = BlobRef(sha256="a" * 64, size=1)
@@ -229,7 +229,7 @@ def test_a_fleets_run_is_reported_with_its_partition_and_its_test_accuracy(
     shown = " ".join(page.shown)
     with Store(plan.home) as store:
         (score,) = scores.read(store.home, store.job("digits")).scores
-    assert sections.percent(score.accuracy) in shown
+    assert f"{100 * score.accuracy:.1f} %" in shown
     assert "accuracy on the test set" in shown
     assert "jetson-nano-02" in shown
     assert "Who has which examples" in shown

@@ -122,7 +122,7 @@ def simulated(given: agents.Plan, hands: Hands, home: Path) -> Outcome:
         for _ in run.play([simulation], hands):
             pass
         name = simulation.run
-    return outcome(home / "coordinator", name)
+    return outcome(home, name)
 
 
 @pytest.mark.parametrize("name", methods.names())

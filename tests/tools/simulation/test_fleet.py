@@ -18,10 +18,10 @@ from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Committ
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Answer, Method, Site, Task
 from fedquilt.edge_agent.devices.simulated import SimulatedDevice
+from fedquilt.edge_agent.duty import Duty
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.edge_agent.state import PRIVATE
 from fedquilt.edge_agent.task import budget
-from fedquilt.edge_agent.task.duty import Duty
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.simulation import Member, run
 from fedquilt.tools.simulation.pool import Pool, PoolError
@@ -104,7 +104,7 @@ def test_a_fleet_that_cannot_make_its_quorum_fails_with_the_reasons(fleet: Fleet
     """Two wanted of two that are there, and one of them has no room."""
     ended = fleet.played(devices=2, cohort={"size": 2}, fleet={"budgets": ["512MB", "1MB"]})
     assert ended.status == "failed"
-    assert "1 of 2 updates after 3 attempts" in ended.reason
+    assert "asked 2 devices in 3 attempts: 1 answered, 1 declined, and 2 updates are needed; refused: " in ended.reason
     assert "dev-1: needs" in ended.reason
 
 
@@ -321,6 +321,28 @@ def test_a_run_that_is_interrupted_goes_on_to_the_same_bits(fleet: Fleet, name: 
     assert ended.run == begun.run
     assert [fact.state for fact in facts(ended, Committed)] == [fact.state for fact in facts(whole, Committed)]
     assert tensors.pack(ended.state) == tensors.pack(whole.state)
+    assert [told(each) for each in ended.rounds] == [told(each) for each in whole.rounds]
+    assert all(each.wall_s >= 0 for each in ended.rounds)
+    assert ended.rounds[0].duration_s == whole.rounds[0].duration_s > 0
+
+
+def told(round: run.Round) -> dict[str, Any]:
+    """What a round came to, the seconds aside: those of an interrupted one are not known."""
+    return {name: value for name, value in vars(round).items() if name not in ("wall_s", "duration_s", "cpu_s")}
+
+
+def test_what_devices_declined_before_an_interruption_is_told_after_it(fleet: Fleet) -> None:
+    """They are not asked again in the rounds that follow, and would be missing in what is told of the run."""
+    options: dict[str, Any] = {"rounds": 3, "fleet": {"budgets": ["512MB", "1MB"]}, "home": "again"}
+    begun, hands = fleet.begin(**options)
+    for each in run.play([begun], hands):
+        if len(each.rounds) == 1:
+            break
+    begun._store.close()
+    ended = fleet.played(**options)
+    assert ended.run == begun.run
+    assert len(ended.rounds) == 3
+    assert list(ended.refusals) == ["dev-1"]
 
 
 def test_a_kill_while_an_answer_is_noted_loses_no_home(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from fedquilt import methods, tensors
 from fedquilt.coordinator.cohort import sample
-from fedquilt.core import Answer, JobError, Method, Site, Task
+from fedquilt.core import Answer, Contribution, JobError, Method, Site, Task
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.tools.simulation import run
 from fedquilt.tools.simulation.run import Hands, Simulation
@@ -210,3 +210,22 @@ def test_an_engine_that_the_method_has_not_is_refused(tmp_path: Path) -> None:
     """When the job is read."""
     with pytest.raises(JobError, match="fedavg runs on torch or numpy"):
         job("fedavg", SMALL, engine="onnx")
+
+
+# -- what it costs --------------------------------------------------------------------------------
+
+
+def test_an_update_is_folded_once_where_all_come_in_order(begin: Any, engine: NumpyEngine) -> None:
+    """Five devices, two rounds: what shows that an update can be folded is what the round is committed with."""
+    method = methods.load("fedavg")
+    seen: list[str] = []
+
+    def fold(state: Any, so_far: Any, update: Contribution) -> Any:
+        seen.append(update.device)
+        return method.fold(state, so_far, update)
+
+    simulation = begin(method=replace(method, fold=fold), rounds=2)
+    carry, _ = run.in_process(learners(5, 13), engine=engine)
+    for _ in run.play([simulation], carry):
+        pass
+    assert seen == [f"dev-{i}" for i in range(5)] * 2

@@ -22,13 +22,13 @@ from fedquilt.data import examples as shares
 from fedquilt.data.spec import DataSpec
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.experiments import parallel
+from fedquilt.tools.experiments.intervals import interval
 from fedquilt.tools.report import figures
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.run import Hands, Round, Simulation, in_process, play
 from fedquilt.tools.simulation.scratch import Scratch
 
 UNHURRIED: Final = {"deadline_s": 1e6}  # [cohort] of a table whose paper knows no deadline: nobody is cut off
-T_95: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # of 1 to 10 degrees of freedom
 
 
 def require(table: str, tables: Iterable[str]) -> None:
@@ -222,25 +222,6 @@ def claim(
         ends = sorted((side * (low - limit), side * (high - limit)))
         verdict = "holds" if ends[0] > 0 else "against" if ends[1] < 0 else "not shown"
     return {**found, "seeds": len(values), "verdict": verdict, "reached": verdict == "holds"}
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the mean of two values or more, by Student's t."""
-    mean, half = statistics.fmean(values), quantile(len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
-    return mean - half, mean + half
-
-
-def quantile(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t: tabled, and from 11 degrees of freedom on to four digits."""
-    if freedom <= len(T_95):
-        return T_95[freedom - 1]
-    z = statistics.NormalDist().inv_cdf(0.975)
-    return (
-        z
-        + (z**3 + z) / (4 * freedom)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
-    )
 
 
 def told(found: Mapping[str, Any]) -> str:

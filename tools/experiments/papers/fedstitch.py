@@ -14,10 +14,12 @@ stitching and training: the slowest board of each round, and the work of all, wi
 the true peak of the agent's task process on this machine, without a GPU, under the device's budget and with batches of
 128, for stitching over a whole search: the mean of the devices that can take part, and the largest; of one seed.
 Costs are told twice: of the rounds that were run here, beside the accuracy they came to, and of the paper's own
-schedule, 10 epochs in each of 500 rounds (group 1) or 100 (group 2). That is predicted from the first round's tasks,
-and nothing was run so long. Most claims are about it, as the paper compares whole jobs with one search. "to equal" is
-the boards' time after which a method was as good as FedStitch here, in the mean over seeds; where there is one, the
-last claim is about that. How far FedStitch's accuracy is ahead is told with its interval over the seeds, not claimed.
+schedule, 10 epochs in each of 500 rounds (group 1) or 100 (group 2). All of its rounds are played, with who is asked
+and who declines, but no weight is moved in them: what a task takes on a simulated board never depends on values. Most
+claims are about it, as the paper compares whole jobs with one search. Of HeteroFL's rounds here those that gather
+statistics before each evaluation count as well; its schedule has one, at the end. "to equal" is the boards' time
+after which a method was as good as FedStitch here, in the mean over seeds; where there is one, the last claim is
+about that. How far FedStitch's accuracy is ahead is told with its interval over the seeds, not claimed.
 
 Other differences: 20 devices, 4 in a round, for 100 and 10; 5,000 images for 50,000; 64 pixels; ResNet-20 at 32
 pixels for group 1's ResNet50; MobileNetV2 and SqueezeNet 1.1 with ImageNet weights for the paper's five donors;

@@ -1,8 +1,8 @@
-"""The runs behind the table `fedstitch`: networks to begin with, a run of one arm, and what a task holds in memory."""
+"""The runs behind the table `fedstitch`: networks, a run of one arm, the paper's schedule, and a task's memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -10,21 +10,18 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from fedquilt import bundle as bundles
-from fedquilt import methods, tiers
-from fedquilt.coordinator import cohort, settings
+from fedquilt import methods
+from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import Check, Job
-from fedquilt.core import Cost, DeviceView, ModelError, Profile
+from fedquilt.core import Examples, Fit, Hooks, ModelError, Tensors, Trainer
 from fedquilt.data import examples as shares
 from fedquilt.data.spec import DataSpec
-from fedquilt.edge_agent import devices as boards
 from fedquilt.edge_agent.settings import size_bytes
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.artefacts import batchnorm, prepare
 from fedquilt.tools.experiments import single_run
 from fedquilt.tools.experiments.papers import common
-from fedquilt.tools.simulation import Member
-from fedquilt.tools.simulation.run import Simulation
+from fedquilt.tools.simulation.run import ROOM_BYTES, Simulation
 from fedquilt.tools.simulation.run import play as play_all
 from fedquilt.tools.simulation.scratch import Scratch
 from fedquilt.tools.simulation.task_process import TaskProcess
@@ -130,10 +127,11 @@ def job(arm: Arm, data: Path, partition: Mapping[str, Any], seed: int, rounds: i
 
 
 def play(folder: Path, given: Job, alone: str, planned: Job | None) -> dict[str, Any]:
-    """One run: what was seen at its evaluations, and what it would take as `planned`.
+    """One run: what was seen at its evaluations, and what the job `planned` takes (`schedule`).
 
     Args:
         alone: the one device that takes part; "": all.
+        planned: None: there is no such job.
     """
     import torch
 
@@ -141,47 +139,61 @@ def play(folder: Path, given: Job, alone: str, planned: Job | None) -> dict[str,
     run = single_run.play(given, folder, lambda done: None, alone=alone)
     found: dict[str, Any] = {"marks": [msgspec.to_builtins(mark) for mark in run.marks]}
     if planned is not None:
-        found["planned"] = whole(planned, first_costs(planned, folder, single_run.shares(given, folder)[0]))
+        found["planned"] = schedule(planned, folder)
     return found
 
 
-def first_costs(given: Job, folder: Path, members: Sequence[Member]) -> dict[str, Cost | None]:
-    """What the first round's task takes on each device's board; None: its budget does not hold it."""
-    method = methods.load(given.method)
-    state = method.init(bundles.load(folder), settings.params(given), given.seed)
-    found: dict[str, Cost | None] = {}
-    for index, member in enumerate(members):
-        profile = profile_of(member.device, given, size_bytes(given.fleet.budgets[index % len(given.fleet.budgets)]))
-        order = method.send(state, DeviceView(member.device, profile))
-        able = order is not None and tiers.fits(profile, method.engines[0], order.work)
-        board = boards.make(profile.board)
-        work = order.work.on(len(member.train)) if order is not None else None
-        found[member.device] = board.cost(work, Cost(duration_s=0.0)) if able and work is not None else None
-    return found
+def schedule(given: Job, folder: Path) -> dict[str, float]:
+    """Seconds and joules of a whole job on its boards, each round of which is played; only the arithmetic is left out.
+
+    What a task takes on a simulated board follows from its work and the number of examples, never from values. So the
+    coordinator's rounds come and go as they would, with who is asked, who declines and what is sent, and no weight is
+    moved. It is no statement about accuracy.
+
+    Raises:
+        JobError: the run has failed; says why.
+        ModelError: a board does not tell its joules.
+    """
+    from fedquilt.edge_agent.engines.torch_engine import TorchEngine
+
+    unchecked = msgspec.structs.replace(given, check=Check())
+    members, engine = single_run.shares(given, folder)[0], Still(TorchEngine(ROOM_BYTES))
+    rounds = common.federated(unchecked, folder, members, engine).rounds
+    joules = [round.energy_j for round in rounds if round.energy_j is not None]
+    if len(joules) < len(rounds):
+        raise ModelError(f"the simulated {BOARD} does not tell what it spends: the schedule's joules are not known")
+    return {
+        "rounds": given.rounds,
+        "seconds": sum(round.duration_s for round in rounds),
+        "energy_j": sum(joules),
+    }
 
 
-def whole(given: Job, costs: Mapping[str, Cost | None]) -> dict[str, float]:
-    """Seconds of the slowest board of each round, and joules of all, over the job's rounds, each like the first."""
-    seconds = energy_j = 0.0
-    for number in range(given.rounds):
-        asked = cohort.sample(given.seed, number, costs, given.cohort.size)
-        own = [cost for name in asked if (cost := costs[name]) is not None]
-        seconds += max((cost.duration_s for cost in own), default=0.0)
-        energy_j += sum(cost.energy_j or 0.0 for cost in own)
-    return {"rounds": given.rounds, "seconds": seconds, "energy_j": energy_j}
+class Still:
+    """An engine that looks at one example, and whose training leaves the weights as they are."""
 
+    def __init__(self, engine: Trainer) -> None:
+        self.name, self._engine = engine.name, engine
 
-def profile_of(device: str, given: Job, budget_bytes: int) -> Profile:
-    board = boards.make(given.fleet.boards[0])
-    return Profile(
-        device=device,
-        board=given.fleet.boards[0],
-        memory_bytes=board.memory_bytes,
-        budget_bytes=budget_bytes,
-        engines=tuple(methods.load(given.method).engines[:1]),
-        versions={},
-        provenance=board.provenance,
-    )
+    def train(
+        self,
+        network: Mapping[str, Any],
+        start: Tensors,
+        examples: Examples,
+        fit: Fit,
+        rng: np.random.Generator,
+        *,
+        hooks: Hooks = Hooks(),
+        progress: Callable[[float], None] = lambda fraction: None,
+    ) -> tuple[Tensors, dict[str, float]]:
+        """See `fedquilt.core.Trainer`; no step is taken."""
+        return dict(start), {"loss": 0.0, "steps": 0.0}
+
+    def evaluate(
+        self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, hooks: Hooks = Hooks()
+    ) -> dict[str, float]:
+        """See `fedquilt.core.Trainer`; of the first example alone."""
+        return self._engine.evaluate(network, model, Examples(examples.x[:1], examples.y[:1]), hooks=hooks)
 
 
 def peak_bytes(arm: Arm, folder: Path, given: Job, budget: str) -> int | None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from fedquilt.core import Power
 from fedquilt.edge_agent.devices.sensors import jtop
-from fedquilt.edge_agent.devices.sensors.power import Power
 
 TOLD = {
     "rail": {"VDD_SOC": {"power": 1500, "avg": 9}, "VDD_CPU_GPU_CV": {"power": 2000, "avg": 9}},

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fedquilt.core import Cost, DataError, JobError
+from fedquilt.core import DataError, JobError
 from fedquilt.tools.experiments.papers import common, fedstitch, fedstitch_runs
 from fedquilt.tools.experiments.papers.fedstitch_runs import Arm
 
@@ -63,12 +63,26 @@ def test_a_search_is_played_alone_and_its_memory_is_the_most_of_all_its_tasks(di
     assert 3 * 10**7 < peak < 10**9
 
 
-def test_a_whole_job_is_its_slowest_boards_and_everybodys_joules(digits: None) -> None:
-    """Three rounds with both of two devices, 2 s and 5 s: 15 s; who cannot take part counts nothing."""
-    given = fedstitch_runs.job(TRAINED, Path(), {"partition": "iid"}, 0, 3)
-    costs: dict[str, Cost | None] = {"a": Cost(duration_s=2.0, energy_j=10.0), "b": Cost(duration_s=5.0, energy_j=1.0)}
-    assert fedstitch_runs.whole(given, costs) == {"rounds": 3, "seconds": 15.0, "energy_j": 33.0}
-    assert fedstitch_runs.whole(given, {**costs, "b": None})["seconds"] == 6.0
+@pytest.mark.parametrize("method", ["fedavg", "heterofl", "fedepth"])
+def test_a_schedule_takes_what_training_takes(
+    digits: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Two of three devices in each of three rounds: seconds and joules are those of the run that really trains.
+
+    One device has no room for the whole network: methods that want that ask another one in its place.
+    """
+    pytest.importorskip("torch", reason="a network is trained")
+    network = {"name": "residual", "channels": 1, "classes": 10, "input": {"channels": 1, "size": 8}}
+    for name, value in {"DEVICES": 3, "SCRATCH": network, "BUDGETS": ("150MB", "1GB", "8GB")}.items():
+        monkeypatch.setattr(fedstitch_runs, name, value)
+    arm = Arm(method, "scratch", 1, 3, {"batch": 8, "epochs": 2}, every=3)  # before each evaluation HeteroFL asks all
+    folder = fedstitch_runs.prepared({"x": arm}, tmp_path, [7], tmp_path)["scratch", 7]
+    given = fedstitch_runs.job(arm, tmp_path, {"partition": "dirichlet", "alpha": 1.0}, 7, 3)
+    last = fedstitch_runs.play(folder, given, "", None)["marks"][-1]
+    found = fedstitch_runs.schedule(given, folder)
+    assert (found["rounds"], last["rounds"]) == (3, 3)
+    assert found["seconds"] == pytest.approx(last["seconds"], rel=1e-9)
+    assert found["energy_j"] == pytest.approx(last["energy_j"], rel=1e-9)
 
 
 # -- what is made of runs -------------------------------------------------------------------------

@@ -1,9 +1,8 @@
-"""The `fedquilt` command: what is typed is in `typed`, what is done in `verbs`; errors become sentences and codes."""
+"""The `fedquilt` command: one file per verb in this folder; errors become sentences and exit codes here."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -11,9 +10,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+import click
+
 from fedquilt import threads
 from fedquilt.core import FedquiltError, JobError, StoreError
-from fedquilt.typed import parser
+
+COMPLETE = "_FEDQUILT_COMPLETE"  # click's variable: a shell that asks for completions sets it
 
 ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 
@@ -27,15 +29,33 @@ class Ended(KeyboardInterrupt):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
-    options = parser().parse_args(argv)
-    level = logging.DEBUG if options.verbose > 1 else logging.INFO if options.verbose else logging.WARNING
+    """Run one command line; None takes the process's own words.
+
+    Returns:
+        The exit code, as `fedquilt --help` lists them.
+
+    Raises:
+        SystemExit: 0 after --help and --version, 2 for words that the command line does not take.
+    """
     for name, value in threads.QUIET.items():
         os.environ.setdefault(name, value)  # before a verb imports numpy
-    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    from fedquilt.cli.commands import explain, top
+
+    if instruction := os.environ.get(COMPLETE):
+        from click.shell_completion import shell_complete
+
+        return shell_complete(top, {}, "fedquilt", COMPLETE, instruction)
+    words = sys.argv[1:] if argv is None else list(argv)
     try:
-        with _interruptible():
-            return int(options.command(options) or 0)
+        with _interruptible(), top.make_context("fedquilt", words) as context:
+            return int(top.invoke(context) or 0)
+    except click.exceptions.Exit as end:
+        raise SystemExit(end.exit_code) from None
+    except click.UsageError as error:
+        print(f"fedquilt: {explain(error)}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except click.Abort:  # the end of the input, or Ctrl-C, at a question
+        return 130
     except FedquiltError as error:
         print(f"fedquilt: {error}", file=sys.stderr)
         return error.exit_code
@@ -90,7 +110,3 @@ def _missing(module: str) -> str:
     }
     extra = extras.get(module.split(".")[0], "images" if module.startswith("PIL") else "")
     return f"this needs {module}, which is not installed: pip install 'fedquilt{f'[{extra}]' if extra else ''}'"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -216,7 +216,7 @@ def test_stopping_a_run_that_no_coordinator_runs_stops_it_here(
     ],
 )
 def test_words_that_cannot_be_are_refused_by_the_command_line(words: list[str]) -> None:
-    """With argparse's own exit code, 2."""
+    """With the exit code of a wrong command line, 2."""
     with pytest.raises(SystemExit) as caught:
         main(words)
     assert caught.value.code == 2

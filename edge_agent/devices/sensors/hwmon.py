@@ -1,0 +1,51 @@
+"""Power and energy sensors of the kernel's hwmon, in microwatts and microjoules (kernel, hwmon/sysfs-interface)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedquilt.core import Covers, Power
+from fedquilt.edge_agent import sysfs
+from fedquilt.edge_agent.devices.sensors.meters import Rate
+
+WHOLE_METERS = ("power_meter", "macsmc_hwmon Total System Power")  # ACPI's meter, and Apple's: of the whole machine
+SENSORS = ("power*_average", "power*_input", "energy*_input")
+
+
+class Hwmon:
+    """Every power and energy sensor that hwmon lists, by its chip's name and its label. A `fedquilt.core.Meter`.
+
+    It covers the board where one of them is a meter of the whole machine, and tells rails alone where none is.
+    """
+
+    def __init__(self, hwmon: Path) -> None:
+        self._powers: dict[str, Path] = {}
+        self._energies: dict[str, tuple[Path, Rate]] = {}
+        for chip in sysfs.glob(hwmon, "hwmon*"):
+            name = sysfs.line(chip / "name") or chip.name
+            for file in sorted(each for kind in SENSORS for each in sysfs.glob(chip, kind)):
+                channel, _, kind = file.name.partition("_")
+                label = sysfs.line(chip / f"{channel}_label") or channel
+                rail = f"{name} {label}"
+                if rail in self._powers and kind == "input" and sysfs.there(chip / f"{channel}_average"):
+                    continue  # the same channel, averaged
+                if rail in self._powers or rail in self._energies:
+                    rail = f"{name} {label} ({chip.name})"  # a second chip of this name
+                if channel.startswith("energy"):
+                    self._energies[rail] = (file, Rate())
+                else:
+                    self._powers[rail] = file
+        whole = any(rail.startswith(WHOLE_METERS) for rail in (*self._powers, *self._energies))
+        self.covers: Covers = "board" if whole else "rail"
+
+    def read(self, now_s: float) -> Power:
+        """All that answer; the total where one of them is a meter of the whole machine."""
+        micro = {rail: sysfs.whole(file) for rail, file in self._powers.items()}
+        rails = {rail: value / 1e6 for rail, value in micro.items() if value is not None}
+        for rail, (file, rate) in self._energies.items():
+            count_uj = sysfs.whole(file)
+            watts = None if count_uj is None else rate.watts(now_s, count_uj / 1e6)
+            if watts is not None:
+                rails[rail] = watts
+        whole = next((rail for rail in rails if rail.startswith(WHOLE_METERS)), None)
+        return Power(None if whole is None else rails[whole], None if whole is None else f"hwmon {whole}", rails)

@@ -1,0 +1,55 @@
+"""A method, a network and a data set that live outside fedquilt's checkout.
+
+Paper: Hsu et al., Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification
+(arXiv 1909.06335): FedAvgM, federated averaging with momentum on the server.
+
+Deviations: none; the server's learning rate is 1.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import numpy as np
+from msgspec import Meta
+
+from fedquilt.data.spec import DataSpec
+from fedquilt.methods import fedavg
+
+
+@dataclass(frozen=True)
+class Params(fedavg.Params):
+    beta: Annotated[float, Meta(ge=0, lt=1)] = 0.7  # server momentum; 0 is FedAvg
+
+
+@dataclass(frozen=True)
+class State(fedavg.State):
+    velocity: dict[str, np.ndarray]
+
+
+def init(bundle, params, seed):
+    start = fedavg.init(bundle, params, seed)
+    return State(**vars(start), velocity={name: np.zeros_like(value) for name, value in start.model.items()})
+
+
+def step(state, total):
+    change = {name: value - state.model[name] for name, value in fedavg.step(state, total).model.items()}
+    velocity = {name: fedavg.cast({name: state.params["beta"] * state.velocity[name]}, change)[name] + value
+                for name, value in change.items()}  # fmt: skip
+    return replace(state, model={n: state.model[n] + v for n, v in velocity.items()}, velocity=velocity)
+
+
+METHOD = replace(fedavg.METHOD, paper="arXiv 1909.06335", params=Params, state=State, init=init, step=step)
+
+
+def network(inputs: int, classes: int, width: int = 16):
+    from torch import nn  # here, so that the coordinator, which has the method, needs no torch
+
+    return nn.Sequential(nn.Flatten(), nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, classes))
+
+
+def moons(spec: DataSpec):
+    draws = np.random.default_rng(len(spec.split))
+    y = draws.integers(0, 2, 400)
+    angle = np.pi * (draws.random(400) + y)
+    x = np.stack([np.cos(angle) + y, np.sin(angle) + y / 2], axis=1) + draws.normal(0, 0.1, (400, 2))
+    return x.astype(np.float32), y

@@ -1,0 +1,186 @@
+"""A run, simulated or of the field, as a value whose parts are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedquilt.api.job import Job
+from fedquilt.api.table import Table
+from fedquilt.coordinator import facts as history
+from fedquilt.coordinator.facts import AnyFact
+from fedquilt.coordinator.store import Row, Store
+from fedquilt.coordinator.views import costs, log, scores, why
+from fedquilt.core import StoreError
+from fedquilt.tools.report import columns
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Run:
+    """One run in a coordinator's home. All of it is read from the log when it is asked for.
+
+    `simulate` returns one; `Run.open` opens one of any coordinator's.
+
+    Args:
+        home: the coordinator's folder.
+        id: of the run.
+
+    Raises, from every method:
+        StoreError: the home cannot be read.
+    """
+
+    def __init__(self, home: Path, id: str) -> None:
+        self.home, self.id = home, id
+
+    @classmethod
+    def open(cls, home: str | Path, id: str) -> Run:
+        """A run in a home of `fedquilt serve`, `run`, `fleet` or `simulate`, by its id, or the latest of a job's name.
+
+        Raises:
+            StoreError: there is no such home or run; says which runs there are.
+        """
+        if not (Path(home) / "fedquilt.db").is_file():
+            raise StoreError(f"no runs in {home}: give the home of a coordinator, where fedquilt.db lies")
+        with Store(Path(home)) as store:
+            return cls(Path(home), store.job(id).id)
+
+    @property
+    def job(self) -> Job:
+        """The job that was run."""
+        return Job.of(self._row().job)
+
+    @property
+    def status(self) -> str:
+        """One of "queued", "running", "interrupted", "waiting", "done", "failed" and "stopped"."""
+        with self._store() as store:
+            return store.standing(store.job(self.id))
+
+    def rounds(self) -> Table:
+        """One row a round: accuracy and loss after it, and the seconds, joules and bytes that it took.
+
+        Columns: round (from 1), accuracy (0..1; on the test set, or on held-out shares if the job has none), loss,
+        held_accuracy, worst_decile, train_loss, seconds (on the boards), joules, down_bytes, up_bytes, participants.
+        What is not known is None.
+        """
+        with self._store() as store:
+            row, facts = self._read(store)
+            return Table(columns.rounds(facts, row.job, scores.read(self.home, row)))
+
+    def devices(self) -> Table:
+        """One row a device: what it was asked, what that took, and its accuracy on its held-out share.
+
+        Columns: device, tasks, declined, examples, seconds, joules, net_joules (above idle), down_bytes, up_bytes,
+        peak_bytes, accuracy (0..1). What is not known is None.
+        """
+        with self._store() as store:
+            row, facts = self._read(store)
+            return Table(columns.devices(facts, row.job, scores.read(self.home, row)))
+
+    def why(self, device: str | None = None, round: int | None = None) -> list[str]:
+        """Sentences on what became of a device in every round, or of every device in one round, or of all.
+
+        Args:
+            round: counted from 0, as in the log.
+
+        Raises:
+            JobError: the run has no such device or round.
+        """
+        with self._store() as store:
+            return why.lines(why.of(store, self.id), round, device)
+
+    def log(self) -> list[str]:
+        """What has happened, in sentences, oldest first; what the run took stands last."""
+        with self._store() as store:
+            row, facts = self._read(store)
+        state, said = history.Rounds(history.Plan.of(row.job)), []
+        for fact in facts:
+            state = history.apply(state, fact, 0.0)
+            said += log.sentences(fact, log.closing(state, fact))
+        return said + costs.lines(costs.account(facts))
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """The tensors of the result, as of the last committed round: name -> array.
+
+        Raises:
+            JobError: the run has no state yet.
+        """
+        from fedquilt.tools.artefacts import export
+
+        with self._store() as store:
+            return dict(export.artefact(store, self.id).tensors)
+
+    def export(self, path: str | Path) -> Path:
+        """Write the result as a file, by its ending: .onnx or .safetensors. Returns where.
+
+        A stitched network is always ONNX. Trained weights as ONNX need torch.
+
+        Raises:
+            StoreError: the file cannot be written.
+            ModelError: the network cannot be written as ONNX.
+        """
+        from fedquilt.tools.artefacts import export
+
+        with self._store() as store:
+            export.export(store, self.id, Path(path))
+        return Path(path)
+
+    def report(self, path: str | Path) -> Path:
+        """Write the run's page: one HTML file that works offline. Returns where.
+
+        Raises:
+            StoreError: the file cannot be written.
+        """
+        from fedquilt.tools import report
+
+        with self._store() as store:
+            return report.main(store, self.id, Path(path))
+
+    def __repr__(self) -> str:
+        table = self.rounds()
+        known = [value for value in table["accuracy"] if value is not None]
+        accuracy = f", accuracy {100 * known[-1]:.1f} %" if known else ""
+        return f"<Run {self.id}: {self.status}, {len(table)} rounds{accuracy}>"
+
+    @contextmanager
+    def _store(self) -> Iterator[Store]:
+        with Store(self.home, durable=False) as store:
+            yield store
+
+    def _row(self) -> Row:
+        with self._store() as store:
+            return store.job(self.id)
+
+    def _read(self, store: Store) -> tuple[Row, list[AnyFact]]:
+        return store.job(self.id), [fact for _, _, fact in store.facts(self.id)]
+
+
+class Follower:
+    """Rows of a run's rounds as they are finished, read from its log with each call of `new`.
+
+    A round whose accuracy comes with the next round's checks is finished with these.
+    """
+
+    def __init__(self, home: Path, id: str) -> None:
+        self._home, self._id = home, id
+        self._seen, self._told = 0, 0
+        self._made: columns.Rounds | None = None
+
+    def new(self, *, ended: bool) -> list[dict[str, Any]]:
+        """The rows that are finished since the last call; with `ended` all that are left."""
+        with Store(self._home, durable=False) as store:
+            row = store.job(self._id)
+            if self._made is None:
+                self._made = columns.Rounds(row.job.rounds)
+            for number, _, fact in store.facts(self._id, after=self._seen):
+                self._seen = number
+                self._made.add(fact)
+            rows = self._made.scored(scores.read(self._home, row))
+        checked_later = row.job.check.every and not row.job.check.beside
+        ready = rows if ended or not checked_later else rows[:-1]
+        new = ready[self._told :]
+        self._told = max(self._told, len(ready))
+        return new

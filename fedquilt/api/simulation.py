@@ -1,0 +1,120 @@
+"""`fedquilt.simulate`: a job on a simulated fleet, by the coordinator's own rounds."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from fedquilt.api import live
+from fedquilt.api.job import Job
+from fedquilt.api.run import Follower, Run
+from fedquilt.coordinator import settings
+from fedquilt.core import JobError
+
+if TYPE_CHECKING:
+    from fedquilt.tools.simulation.run import Simulation
+    from fedquilt.trackers import Tracker
+
+PREPARED: Final = ("model", "schedule", "input", "labels", "donors", "int8")
+
+
+def simulate(
+    job: Job,
+    *,
+    seed: int | None = None,
+    workers: int = 1,
+    home: str | Path | None = None,
+    evaluate: bool = True,
+    trackers: Sequence[Tracker] = (),
+    progress: bool | None = None,
+) -> Run:
+    """Run a job to its end on the simulated fleet of its [fleet] table; returns the run.
+
+    Rounds, deadlines, budgets, governors and codecs are the coordinator's and the agents' own; only boards and time
+    are simulated. Every state is, bit for bit, that of `fedquilt fleet` with the same job, for any number of workers.
+
+    Args:
+        seed: in place of the job's; the partition is drawn by it too, unless the job's data has a seed of its own.
+        workers: processes that train devices.
+        home: folder that keeps the run, and its bundle; a run that was interrupted there goes on. None: a temporary
+            one that goes with the run.
+        evaluate: where the job has no [check], evaluate the global model beside every round, which costs the devices
+            nothing: on their held-out shares, and on the test set if the data has one.
+        trackers: told the job, each finished round and the end (`fedquilt.trackers`).
+        progress: None: a line on a terminal, a cell's output in a notebook, else nothing; True: a line in any case;
+            False: nothing.
+
+    Raises:
+        JobError: the job has no [data], or a key is wrong, or the run has failed; says why.
+        DataError: the data cannot be read, or the network cannot take them.
+        ModelError: the network cannot be had, or the method cannot train it.
+        StoreError: the home cannot be written.
+    """
+    from fedquilt.tools.artefacts import prepare
+    from fedquilt.tools.experiments import watched_run
+    from fedquilt.tools.simulation.scratch import Scratch
+
+    wanted = seeded(job, seed)
+    made = watched_run.evaluated(wanted) if evaluate else wanted
+    if not made.data:
+        raise JobError("a simulated fleet needs the job's data, as in fq.Job(..., data=fq.Data('digits.npz'))")
+    with contextlib.ExitStack() as stack:
+        place = Path(home) if home is not None else stack.enter_context(Scratch())
+        bundle = place / "bundles" / digest(made)
+        prepare.whole(made, bundle)
+        with contextlib.closing(live.display(progress)) as shown:
+            watch = _Watch(made, place, trackers, shown.show)
+            run = Run(place, watched_run.play(made, bundle, place, workers=workers, begun=watch.begin, watch=watch))
+            watch.end(run)
+        if home is None:
+            weakref.finalize(run, stack.pop_all().close)  # a temporary home lasts as long as its run
+    return run
+
+
+def seeded(job: Job, seed: int | None) -> settings.Job:
+    """The job as the coordinator takes it, with another seed if one is given."""
+    return job.settings if seed is None else job.replace(seed=seed).settings
+
+
+def digest(job: settings.Job) -> str:
+    """Names a job's bundle in a home, by what it is prepared from."""
+    parts = {name: getattr(job, name) for name in PREPARED}
+    return f"{job.name}-{hashlib.sha256(msgspec.json.encode(parts, order='sorted')).hexdigest()[:12]}"
+
+
+class _Watch:
+    """Shows how far a run is, and tells trackers of its rounds."""
+
+    def __init__(self, job: settings.Job, home: Path, trackers: Sequence[Tracker], show: Callable[[str], None]) -> None:
+        self._job, self._home, self._trackers, self._show = job, home, trackers, show
+        self._follower: Follower | None = None
+        self._accuracy = ""
+
+    def begin(self, run: str) -> None:
+        """Hear the run's id."""
+        self._follower = Follower(self._home, run)
+        for tracker in self._trackers:
+            tracker.start(Job.of(self._job), run)
+
+    def __call__(self, simulation: Simulation) -> None:
+        self._tell(ended=False)
+        self._show(f"{simulation.run}: round {simulation.done} of {self._job.rounds}{self._accuracy}")
+
+    def end(self, run: Run) -> None:
+        """Tell what is left, and that the run has ended."""
+        self._tell(ended=True)
+        for tracker in self._trackers:
+            tracker.end(run)
+
+    def _tell(self, *, ended: bool) -> None:
+        for row in self._follower.new(ended=ended) if self._follower is not None else ():
+            if row["accuracy"] is not None:
+                self._accuracy = f", accuracy {100 * row['accuracy']:.1f} %"
+            for tracker in self._trackers:
+                tracker.round(row)

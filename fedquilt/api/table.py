@@ -1,0 +1,75 @@
+"""Results as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from fedquilt import extras
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import polars as pl
+
+SHOWN = 40  # rows that are printed; of more, the first and the last
+
+
+@dataclass(frozen=True)
+class Table:
+    """Named columns of equal length; an unknown value is None.
+
+    `pandas.DataFrame(table.columns)` and `polars.DataFrame(table.columns)` take it as it is; iterating gives rows.
+    """
+
+    columns: Mapping[str, list[Any]]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), []))
+
+    def __getitem__(self, name: str) -> list[Any]:
+        """The column of that name."""
+        return self.columns[name]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for values in zip(*self.columns.values(), strict=True):
+            yield dict(zip(self.columns, values, strict=True))
+
+    def to_pandas(self) -> pd.DataFrame:
+        """As a pandas data frame; unknown values are NaN or None, as pandas has it.
+
+        Raises:
+            JobError: pandas is not installed.
+        """
+        return extras.load("pandas").DataFrame(dict(self.columns))
+
+    def to_polars(self) -> pl.DataFrame:
+        """As a polars data frame; unknown values are null.
+
+        Raises:
+            JobError: polars is not installed.
+        """
+        return extras.load("polars").DataFrame(dict(self.columns), strict=False)
+
+    def __repr__(self) -> str:
+        cells = self._cells()
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        return "\n".join("  ".join(map(str.rjust, row, widths)) for row in cells)
+
+    def _repr_html_(self) -> str:
+        head, *body = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in self._cells()]
+        rows = "".join(f"<tr>{row}</tr>" for row in body)
+        return f"<table><thead><tr>{head.replace('td>', 'th>')}</tr></thead><tbody>{rows}</tbody></table>"
+
+    def _cells(self) -> list[list[str]]:
+        body = [[_cell(value) for value in row.values()] for row in self]
+        if len(body) > SHOWN:
+            body = [*body[: SHOWN // 2], ["..."] * len(self.columns), *body[-SHOWN // 2 :]]
+        return [list(self.columns), *body]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

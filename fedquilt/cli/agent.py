@@ -1,0 +1,27 @@
+"""`fedquilt agent`."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from fedquilt.cli import options
+from fedquilt.cli.commands import argument, option, verb
+
+
+@verb()
+@argument("settings", "The board's agent.toml.", type=options.PATH)
+@option(
+    "--credentials",
+    type=options.FOLDER,
+    metavar="DIR",
+    help="Take the broker's files from here, by their names (systemd's).",
+)
+def agent(settings: Path, credentials: Path | None) -> None:
+    """Be the agent of this board, as agent.toml says."""
+    from fedquilt.edge_agent import agent as side
+    from fedquilt.edge_agent import credentials as files
+    from fedquilt.edge_agent import settings as tables
+
+    logging.getLogger().setLevel(min(logging.INFO, logging.getLogger().level))  # a log that tells when all is well
+    side.run_agent(files.taken(tables.load(settings), credentials))

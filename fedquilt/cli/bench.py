@@ -1,0 +1,88 @@
+"""`fedquilt bench`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fedquilt.cli import homes, options
+from fedquilt.cli.commands import argument, option, verb
+from fedquilt.core import JobError
+
+WHAT = ("idle", "blobs", "sensors", "energy", "stitch", "memory", "footprint", "deadlines", "fedsq", "sim")
+ABLATIONS = "Ablations: of stitch, whole searches with and without parts of the method"
+
+
+@verb()
+@argument("what", f"One of {', '.join(WHAT)}.", type=options.OneOf(WHAT), metavar="WHAT")
+@option("--size", type=options.POSITIVE, many=True, help="Of stitch, memory: images of so many pixels.")
+@option(
+    "--data", type=options.FOLDER, metavar="FOLDER", help="Of sim: IDX images of 28x28, such as MNIST's raw folder."
+)
+@option("--with", "beside", many=True, metavar="NAME", help="Of sim: flower, pfl; installed into a cache folder.")
+@option(
+    "--ablate",
+    type=options.PATH,
+    is_flag=False,
+    flag_value=Path(),
+    metavar="[JOB]",
+    help="A prepared job (default: the demo's).",
+    group=ABLATIONS,
+)
+@option("--bundle", type=options.FOLDER, help="What `prepare` made (default: JOB.bundle).", group=ABLATIONS)
+@option("--alpha", many=True, help="Dirichlet partitions, or iid (default: the job's own).", group=ABLATIONS)
+@option("--seeds", type=options.WHOLE, many=True, help="Which (default: 0 1 2).", group=ABLATIONS)
+@option(
+    "--only",
+    many=True,
+    metavar="NAME",
+    help="Some searches and comparisons; an unknown one lists all.",
+    group=ABLATIONS,
+)
+@option(
+    "--out",
+    type=options.FOLDER,
+    help="Folder for finished runs and the plot (default: fedquilt-ablation).",
+    group=ABLATIONS,
+)
+@options.format
+def bench(what: str, ablate: Path | None, format: str, **given: Any) -> int:
+    """Measure fedquilt on this machine."""
+    from fedquilt.tools import bench as tool
+
+    ablating = what == "stitch" and ablate is not None
+    given = {name: value or None for name, value in given.items()}
+    for name, allowed, where in (
+        ("size", what in ("stitch", "memory") and not ablating, "`bench stitch` and `bench memory`"),
+        ("ablate", what == "stitch", "`bench stitch`"),
+        ("data", what == "sim", "`bench sim`"),
+        ("beside", what == "sim", "`bench sim`"),
+        *((name, ablating, "`bench stitch --ablate`") for name in ("bundle", "alpha", "seeds", "only", "out")),
+    ):
+        if {**given, "ablate": ablate}[name] is not None and not allowed:
+            raise JobError(f"--{'with' if name == 'beside' else name} is an option of {where}: leave it out here")
+    if ablating and ablate is not None:
+        return _ablate(ablate, format, given)
+    if what != "sim":
+        return tool.main(what, format, given["size"] or ())
+    if given["data"] is None:
+        raise JobError("bench sim wants --data: a folder of IDX images of 28x28, such as MNIST's raw folder")
+    return tool.main("sim", format, given={"path": given["data"], "beside": given["beside"] or ()})
+
+
+def _ablate(job: Path, format: str, given: dict[str, Any]) -> int:
+    """Ablate a prepared job; the path "." stands for the demo's."""
+    from fedquilt.tools import demo as example
+    from fedquilt.tools.bench import ablate
+
+    own = job != Path()
+    path = job if own else example.HERE / "job.toml"
+    return ablate.main(
+        homes.load_job(path),
+        homes.bundle_of(path, given["bundle"]) if own else given["bundle"] or example.HERE / "bundle",
+        given["out"] or Path("fedquilt-ablation"),
+        alphas=given["alpha"] or (),
+        seeds=given["seeds"] or (0, 1, 2),
+        only=given["only"] or (),
+        format=format,
+    )

@@ -1,0 +1,40 @@
+"""`fedquilt broker`, and `broker config`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from fedquilt.cli import options
+from fedquilt.cli.commands import family, option
+
+
+@family(invoke_without_command=True)
+@option("--host", default="127.0.0.1", help="Address to listen on.")
+@option("--port", type=options.WHOLE, default=1883, help="Port to listen on.")
+@option("--password-file", type=options.PATH, help="Required unless bound to loopback.")
+@click.pass_context
+def broker(context: click.Context, host: str, port: int, password_file: Path | None) -> None:
+    """Run the embedded MQTT broker (3.1.1), for tests and small networks."""
+    if context.invoked_subcommand is None:
+        from fedquilt.tools import broker as tool
+
+        tool.serve(host, port, password_file)
+
+
+@broker.command()
+@option("--for", "kind", type=options.OneOf(("mosquitto", "emqx")), required=True, help="Which broker.")
+@option("--host", "hosts", multiple=True, required=True, help="Name or address that clients call; may be repeated.")
+@option("--out", type=options.FOLDER, required=True, help="Folder for all that the broker needs.")
+@option("--installed", metavar="DIR", help="Where that folder will be (default: in /etc of the broker).")
+@option("--listen", type=options.POSITIVE, default=8883, metavar="PORT", help="Its TLS port.")
+@option("--fleet", type=options.NAME, default="fleet", help="The fleet's name in topics.")
+@options.authority
+def config(
+    kind: str, hosts: tuple[str, ...], out: Path, installed: str | None, listen: int, fleet: str, ca: Path
+) -> int:
+    """Write the configuration of a broker of your own: TLS, rights, limits."""
+    from fedquilt.tools.identity import commands
+
+    return commands.config(ca, kind, list(hosts), out, fleet=fleet, port=listen, installed=installed)

@@ -1,0 +1,57 @@
+"""`fedquilt ca`: init, issue, list, revoke."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedquilt.cli import options
+from fedquilt.cli.commands import argument, family, option
+
+
+@family()
+def ca() -> None:
+    """Be a fleet's certificate authority: who may join it."""
+
+
+@ca.command()
+@option("--name", default="fedquilt", help="Of the authority, in its certificate.")
+@option("--crl-url", metavar="URL", help="Where brokers will fetch the revocation list (EMQX does).")
+@options.authority
+def init(name: str, crl_url: str | None, ca: Path) -> int:
+    """Make an authority: a key, a certificate, a revocation list."""
+    from fedquilt.tools.identity import commands
+
+    return commands.init(ca, name, crl_url)
+
+
+@ca.command()
+@argument("name", "Whose certificate it is.", type=options.NAME)
+@option("--host", "hosts", multiple=True, help="Name or address of a server; may be repeated.")
+@option("--out", type=options.FOLDER, default=Path(), help="Folder to write into.")
+@option("--days", type=options.ABOVE_0, metavar="N", help="How long it is valid (default: 730).")
+@options.authority
+def issue(name: str, hosts: tuple[str, ...], out: Path, days: float | None, ca: Path) -> int:
+    """Issue a certificate and key for the coordinator, or with --host for a server."""
+    from fedquilt.tools.identity import commands
+
+    return commands.issue(ca, name, list(hosts), out, days)
+
+
+@ca.command(name="list")
+@options.authority
+@options.format
+def listing(ca: Path, format: str) -> int:
+    """List every certificate, and the tokens not yet used."""
+    from fedquilt.tools.identity import commands
+
+    return commands.listing(ca, format)
+
+
+@ca.command()
+@argument("device", "Whose certificates are revoked.", type=options.NAME)
+@options.authority
+def revoke(device: str, ca: Path) -> int:
+    """Revoke what a device (or server) has, and write the revocation list."""
+    from fedquilt.tools.identity import commands
+
+    return commands.revoke(ca, device)

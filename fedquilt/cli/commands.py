@@ -1,0 +1,262 @@
+"""What the verbs are made of: the top command, which loads a verb's file when it is asked for, and its help and errors.
+
+A verb `x-y` is the command `x_y` in the file `x_y.py` of this folder; `SECTIONS` gives its place in `fedquilt --help`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
+from typing import Any, Final, TypeVar
+
+import click
+
+from fedquilt import __version__, config
+
+SECTIONS: Final = {
+    "Begin": ("demo",),
+    "Run a federation": ("prepare", "run", "fleet", "serve", "stop", "resume"),
+    "Look at runs": ("ls", "logs", "why", "report", "evaluate", "export", "run-model"),
+    "Experiments": ("partition", "compare", "methods", "reproduce", "audit", "bench"),
+    "Boards": ("agent", "flash", "clocks", "record", "emulate", "doctor"),
+    "Broker and identities": ("broker", "ca", "enrol"),
+}
+
+EPILOG: Final = """\b
+exit codes: 0 done; 1 an error of fedquilt's own; 2 the job file, a setting or
+the command line; 3 data; 4 a network or donor; 5 the broker; 6 a folder, the
+store or a full disk; 7 memory; 8 the job failed, or clocks; 9 the job was
+stopped; 10 doctor has warnings, 11 errors; 130 interrupted; 141 broken pipe"""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_NEGATIVE: Final = re.compile(r"-\.?\d")
+
+
+class Option(click.Option):
+    """An option with a place in --help, and one that may take several words: `--seeds 0 1 2`.
+
+    Args:
+        group: Heading that --help lists it under.
+        many: Takes all words up to the next option; the function gets a tuple.
+        none: With `many`, no word at all is allowed too; the function gets an empty string for it.
+    """
+
+    def __init__(
+        self,
+        param_decls: Sequence[str],
+        *,
+        group: str = "Options",
+        many: bool = False,
+        none: bool = False,
+        **attributes: Any,
+    ) -> None:
+        super().__init__(param_decls, multiple=many or attributes.pop("multiple", False), **attributes)
+        self.group, self.many, self.none = group, many, none
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Names and help; an option of many words shows that it takes them."""
+        record = super().get_help_record(ctx)
+        return (record[0] + "...", record[1]) if record and self.many else record
+
+
+class Argument(click.Argument):
+    """A positional word with a line of help."""
+
+    def __init__(self, param_decls: Sequence[str], *, text: str = "", **attributes: Any) -> None:
+        super().__init__(param_decls, **attributes)
+        self.text = text
+
+
+class _Shared(click.Command):
+    """Help in groups, `-h`, options of many words, and -v after a verb as before it."""
+
+    def __init__(self, *args: Any, **attributes: Any) -> None:
+        attributes["context_settings"] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+        super().__init__(*args, **attributes)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does, options of many words first given once for each word."""
+        return super().parse_args(ctx, self._spread(args))
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write arguments, then each group of options."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for one in self.get_params(ctx):
+            if isinstance(one, Argument):
+                record: tuple[str, str] | None = (one.human_readable_name, one.text) if one.text else None
+            else:
+                record = one.get_help_record(ctx)
+            if record is not None:
+                heading = "Arguments" if isinstance(one, Argument) else getattr(one, "group", "Options")
+                groups.setdefault(heading, []).append(record)
+        for heading, rows in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(rows)
+
+    def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write nothing: `format_options` has them, in every version of click."""
+
+    def _spread(self, args: Sequence[str]) -> list[str]:
+        many = {name: one for one in self.params if isinstance(one, Option) and one.many for name in one.opts}
+        left = list(args)
+        spread: list[str] = []
+        while left:
+            word = left.pop(0)
+            if word == "--":
+                return [*spread, word, *left]
+            if word not in many:
+                spread.append(word)
+                continue
+            words = list(takewhile(lambda each: not each.startswith("-") or _NEGATIVE.match(each), left))
+            del left[: len(words)]
+            for each in words or ([""] if many[word].none else []):
+                spread += [word, each]
+            if not words and not many[word].none:
+                spread.append(word)  # click says that it wants a word
+        return spread
+
+
+class Command(_Shared):
+    """A verb that is carried out."""
+
+    def __init__(self, *args: Any, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.params.append(_verbose(expose_value=False, callback=_louder))
+
+
+class Group(_Shared, click.Group):
+    """A verb with verbs of its own; those that there are not are answered with the nearest."""
+
+    command_class = Command
+
+    def __init__(self, *args: Any, **attributes: Any) -> None:
+        super().__init__(*args, subcommand_metavar="VERB ...", **attributes)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does; without a word, help and the exit code of a command line that is wrong."""
+        if not args and not self.invoke_without_command and not ctx.resilient_parsing:
+            click.echo(ctx.get_help(), err=True)
+            ctx.exit(2)
+        return super().parse_args(ctx, args)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The verb that the words begin with."""
+        known = self.list_commands(ctx)
+        if args and args[0] not in known and not args[0].startswith("-") and not ctx.resilient_parsing:
+            ctx.fail(f"there is no verb {args[0]!r}{config.nearest(args[0], known)}")
+        return super().resolve_command(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, then the verbs."""
+        super().format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Its verbs, in the order of their file."""
+        return list(self.commands)
+
+    def sections(self, ctx: click.Context) -> Mapping[str, Sequence[str]]:
+        """The verbs under the headings that --help shows them under."""
+        return {"Verbs": self.list_commands(ctx)}
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write every verb with its whole first sentence."""
+        wide = max(map(len, self.list_commands(ctx)))
+        for heading, names in self.sections(ctx).items():
+            with formatter.section(heading):
+                formatter.write_dl([(name.ljust(wide), self._about(ctx, name)) for name in names])
+
+    def _about(self, ctx: click.Context, name: str) -> str:
+        found = self.get_command(ctx, name)
+        return found.get_short_help_str(400) if found is not None else ""
+
+
+class Top(Group):
+    """`fedquilt` itself: a verb's file is imported when the verb is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Every verb, in the order of --help."""
+        return [name for names in SECTIONS.values() for name in names]
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """The verb from its file; None: there is no such verb."""
+        if name not in self.list_commands(ctx):
+            return None
+        word = name.replace("-", "_")
+        found: click.Command = getattr(importlib.import_module(f"fedquilt.cli.{word}"), word)
+        return found
+
+    def sections(self, ctx: click.Context) -> Mapping[str, Sequence[str]]:
+        """The verbs by what they are for."""
+        return SECTIONS
+
+
+def verb(**attributes: Any) -> Callable[[Callable[..., Any]], Command]:
+    """Decorator of the function that carries out a verb; its docstring is the help.
+
+    The function gets each argument and option by name and returns the exit code, None for 0.
+    """
+    return click.command(cls=Command, **attributes)
+
+
+def family(**attributes: Any) -> Callable[[Callable[..., Any]], Group]:
+    """Decorator of the function that stands for a verb with verbs of its own; `@NAME.command(...)` adds one."""
+    return click.group(cls=Group, **attributes)
+
+
+def option(*names: str, **attributes: Any) -> Callable[[F], F]:
+    """Decorator that adds an `Option`; a default that is not None or a flag's is shown."""
+    attributes.setdefault("show_default", attributes.get("default") is not None and not attributes.get("is_flag"))
+    return click.option(*names, cls=Option, **attributes)
+
+
+def argument(name: str, text: str = "", **attributes: Any) -> Callable[[F], F]:
+    """Decorator that adds an `Argument`."""
+    return click.argument(name, cls=Argument, text=text, **attributes)
+
+
+def wordy() -> int:
+    """How often -v was given, before the verb and after it."""
+    count: int = click.get_current_context().find_root().obj
+    return count
+
+
+def explain(error: click.UsageError) -> str:
+    """One sentence on words that the command line does not take, with the nearest that it does and where to look."""
+    said, context = error.format_message(), error.ctx
+    if isinstance(error, click.NoSuchOption) and context is not None:
+        known = [name for one in context.command.get_params(context) for name in one.opts]
+        said = f"no such option: {error.option_name}{config.nearest(error.option_name, known)}"
+    said = said[:1].lower() + said[1:].rstrip(".")
+    return f"{said} (`{context.command_path} --help`)" if context is not None else said
+
+
+def _verbose(**attributes: Any) -> Option:
+    return Option(["-v", "--verbose"], count=True, help="Log more; twice logs everything.", **attributes)
+
+
+def _louder(context: click.Context, parameter: click.Parameter, count: int) -> None:
+    if count:
+        root = context.find_root()
+        root.obj = (root.obj or 0) + count
+        logging.getLogger().setLevel(_level(root.obj))
+
+
+def _level(verbose: int) -> int:
+    return logging.DEBUG if verbose > 1 else logging.INFO if verbose else logging.WARNING
+
+
+@click.group(cls=Top, epilog=EPILOG, params=[_verbose()])
+@click.version_option(__version__, prog_name="fedquilt", message="%(prog)s %(version)s")
+@click.pass_context
+def top(context: click.Context, verbose: int) -> None:
+    """Federated learning on real edge boards."""
+    context.obj = verbose
+    logging.basicConfig(level=_level(verbose), format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)

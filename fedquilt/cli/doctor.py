@@ -1,0 +1,31 @@
+"""`fedquilt doctor`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedquilt.cli import options
+from fedquilt.cli.commands import argument, option, verb
+from fedquilt.core import JobError
+
+
+@verb()
+@argument("settings", "A board's agent.toml: its agent, broker and machine.", type=options.PATH, required=False)
+@option("--home", type=options.FOLDER, help="A coordinator's folder.")
+@option("--root", type=options.PATH, default=Path("/"), help="Where etc, proc and sys are.")
+@options.broker(default=None)
+@options.format
+def doctor(settings: Path | None, home: Path | None, root: Path, broker: options.Broker, format: str) -> int:
+    """Find what is wrong on this board, coordinator or machine, and what mends it."""
+    from fedquilt.tools import doctor as tool
+
+    if broker.url is None and broker.files:
+        raise JobError("--ca, --cert, --key and --password-file go with --broker URL")
+    wanted = tool.Wanted(
+        settings=settings,
+        home=home,
+        broker=None if broker.url is None else broker.table(),
+        fleet=broker.fleet,
+        root=root,
+    )
+    return tool.main(wanted, format)

@@ -1,0 +1,52 @@
+"""`fedquilt emulate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedquilt.cli import options
+from fedquilt.cli.commands import option, verb
+from fedquilt.core import JobError
+
+
+@verb()
+@option("--out", type=options.FOLDER, default=Path("fedquilt-emulated"), help="Folder for the system and logs.")
+@option("--mirror", metavar="URL", help="Of Debian (default: the one that apt uses here).")
+@option("--rounds", type=options.POSITIVE, help="At most (default: until the network is stitched).")
+@option(
+    "--systemd",
+    is_flag=True,
+    help="Instead, boot a flashed Debian on this machine's own processor, with systemd and a Jetson's files.",
+)
+@option(
+    "--boards",
+    many=True,
+    metavar="BOARD[:JETPACK]",
+    help="With --systemd: which are to come up; everything else is tried on the first (default: all there are).",
+)
+@option("--enclosed", is_flag=True, hidden=True)  # the rehearsal's own call of itself
+@options.format
+def emulate(
+    out: Path,
+    mirror: str | None,
+    rounds: int | None,
+    systemd: bool,
+    boards: tuple[str, ...],
+    enclosed: bool,
+    format: str,
+) -> int:
+    """Flash an arm64 Debian that qemu runs here, and let its agent stitch; needs root."""
+    if not systemd:
+        from fedquilt.tools import emulate as tool
+
+        if boards:
+            raise JobError("--boards goes with --systemd")
+        return tool.main(out, mirror, rounds, format)
+    from fedquilt.tools.emulate import rehearsal
+
+    if rounds is not None:
+        raise JobError("--rounds is for the emulation without --systemd")
+    chosen = rehearsal.chosen(list(boards))
+    if enclosed:
+        return rehearsal.main(out, mirror, chosen, format)
+    return rehearsal.enclosed(out, mirror, list(boards), format)

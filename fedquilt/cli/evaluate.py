@@ -1,0 +1,28 @@
+"""`fedquilt evaluate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedquilt.cli import homes, options
+from fedquilt.cli.commands import option, verb
+
+
+@verb()
+@options.run_argument
+@option("--follow", is_flag=True, help="Every round's as it comes, until the run has ended.")
+@options.home
+@options.format
+def evaluate(run: str, follow: bool, home: Path, format: str) -> None:
+    """Evaluate a run's global model on the job's test set, which no device has."""
+    from fedquilt.coordinator.views import scores
+    from fedquilt.tools.experiments import evaluate as evaluator
+
+    def say(score: scores.Score) -> None:
+        if format == "text":
+            print(evaluator.line(score), flush=True)
+
+    with homes.existing(home) as store:
+        found = evaluator.evaluate(store, run, follow=follow, say=say)
+    if format == "json":
+        homes.show(format, found, [])

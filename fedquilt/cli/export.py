@@ -1,0 +1,20 @@
+"""`fedquilt export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedquilt.cli import homes, options
+from fedquilt.cli.commands import option, verb
+
+
+@verb()
+@options.run_argument
+@option("--out", type=options.PATH, required=True, help="The file to write.")
+@options.home
+def export(run: str, out: Path, home: Path) -> None:
+    """Write a run's result: a stitched network as one ONNX file, weights as safetensors."""
+    from fedquilt.tools.artefacts import export as tool
+
+    with homes.existing(home) as store:
+        print(tool.export(store, run, out))

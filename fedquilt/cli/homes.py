@@ -1,0 +1,100 @@
+"""What several verbs do: read a job, open a home with runs in it, follow a run to its end, print rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from fedquilt.cli.commands import wordy
+from fedquilt.cli.options import Broker
+from fedquilt.core import StoreError
+
+ENDED: Final = {"done": 0, "failed": 8, "stopped": 9}
+
+
+def existing(home: Path) -> Any:
+    """The store in a home, which must be there already.
+
+    Raises:
+        StoreError: there is none.
+    """
+    from fedquilt.coordinator.store import Store
+
+    if not (home / "fedquilt.db").is_file():
+        raise StoreError(f"no runs in {home}: `fedquilt run` or `fleet` begins one, --home names another folder")
+    return Store(home)
+
+
+def load_job(path: Path) -> Any:
+    """The job in a file; what only tools read of it is checked here, where its file is known.
+
+    Raises:
+        JobError: as `coordinator.settings.load`, or a key of [data] or [test] that is wrong.
+    """
+    from fedquilt import config
+    from fedquilt.coordinator import settings
+    from fedquilt.data.spec import DataSpec
+
+    job = settings.load(path)
+    with config.naming(str(path)):
+        if job.data:
+            DataSpec.parse(job.data)
+        if job.test:
+            from fedquilt.coordinator.views import scores
+
+            DataSpec.parse(scores.test_table(job), "[test]")
+    return job
+
+
+def bundle_of(job: Path, given: Path | None) -> Path:
+    """The bundle's folder: as given, or beside the job file."""
+    return given or job.with_name(job.stem + ".bundle")
+
+
+def link_to(broker: Broker) -> Any:
+    """The coordinator's link; not connected yet: a daemon waits for its broker, a command asks for it."""
+    from fedquilt import wire
+    from fedquilt.transport.mqtt import Broker as Address
+    from fedquilt.transport.mqtt import MqttLink
+
+    will = (wire.Topics(broker.fleet).coord, wire.encode(wire.CoordState(online=False)))
+    return MqttLink(Address.parse(**broker.table()), f"fedquilt-coordinator-{broker.fleet}", will)
+
+
+def follow(home: Path, broker: Broker, store: Any, id: str) -> int:
+    """Run a job to its end: here, unless a coordinator serves this home already; the exit code."""
+    from fedquilt.coordinator.views import terminal as console
+
+    print(f"{id}; from elsewhere: `fedquilt logs {id} --follow --home {home.resolve()}`", flush=True)
+    if store.lock():
+        link = link_to(broker)
+        link.connect(timeout_s=5.0)
+        console.coordinate(store, link, broker.fleet, console.Console(wordy=wordy() > 0), only=id)
+    else:
+        console.tell(store, id, follow=True)
+    return ended(home, id, store.status(id), f"fedquilt resume {id}")
+
+
+def ended(home: Path, id: str, status: str, again: str) -> int:
+    """Say what can be done now; the exit code. `again` is the command that continues it."""
+    if status == "running":
+        print(f"interrupted; `{again} --home {home}` continues it")
+    elif status == "done" and id:
+        print(f"done; `{export_command(home, id)}` writes its result")
+    return ENDED.get(status, 130)
+
+
+def export_command(home: Path, id: str) -> str:
+    """The command that writes a run's result."""
+    return f"fedquilt export {id} --home {home} --out FILE"
+
+
+def show(format: str, rows: Any, lines: Sequence[str]) -> None:
+    """Print lines, or the rows that they tell of as JSON."""
+    if format == "json":
+        import msgspec
+
+        print(msgspec.json.encode(rows).decode())
+    else:
+        print("\n".join(lines))

@@ -1,0 +1,20 @@
+"""`fedquilt partition`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedquilt.cli import homes, options
+from fedquilt.cli.commands import option, verb
+
+
+@verb()
+@options.job_argument
+@option("--devices", type=options.POSITIVE, help="How many (default: the job's fleet.devices).")
+@option("--out", type=options.PATH, metavar="FILE.svg", help="Draw it: a dot for each device and class.")
+@options.format
+def partition(job: Path, devices: int | None, out: Path | None, format: str) -> int:
+    """Show how a job's [data] shares examples out among its devices."""
+    from fedquilt.tools.report import partition as tool
+
+    return tool.main(homes.load_job(job), devices, out, format)

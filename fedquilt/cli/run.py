@@ -1,0 +1,56 @@
+"""`fedquilt run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedquilt.cli import homes, options
+from fedquilt.cli.commands import option, verb
+
+LIMITS = "Limits: the run ends after the round in which one is reached; [stop] in the job"
+
+
+@verb()
+@options.job_argument
+@options.bundle
+@option("--new", is_flag=True, help="Begin anew although a run of this very job is unfinished.")
+@option(
+    "--max-joules",
+    type=options.ABOVE_0,
+    metavar="J",
+    help="Gross, of all devices that have a meter.",
+    group=LIMITS,
+)
+@option("--max-bytes", type=options.POSITIVE, metavar="B", help="Of tensors and models, down and up.", group=LIMITS)
+@option("--max-wall", type=options.ABOVE_0, metavar="S", help="Seconds that a coordinator is at it.", group=LIMITS)
+@options.home
+@options.broker()
+def run(
+    job: Path,
+    bundle: Path | None,
+    new: bool,
+    max_joules: float | None,
+    max_bytes: int | None,
+    max_wall: float | None,
+    home: Path,
+    broker: options.Broker,
+) -> int:
+    """Run a job and follow it to its end, here or on the coordinator that serves --home."""
+    from fedquilt import bundle as bundles
+    from fedquilt.coordinator import job as running
+    from fedquilt.coordinator import settings
+    from fedquilt.coordinator.store import Store
+
+    read, folder = homes.load_job(job), homes.bundle_of(job, bundle)
+    read = settings.limited(read, max_joules, max_bytes, max_wall)
+    made = bundles.load(folder)
+    with Store(home) as store:
+        id = None if new else store.unfinished(read, folder.resolve())
+        if id is not None:
+            print(f"continuing {id}, which is unfinished (--new begins anew)")
+            store.set_status(id, "running")
+        else:
+            running.require_made_for(read, made)
+            running.first_state(read, made)
+            id = store.add(read, folder.resolve())
+        return homes.follow(home, broker, store, id)

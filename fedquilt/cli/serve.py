@@ -1,0 +1,30 @@
+"""`fedquilt serve`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedquilt.cli import homes, options
+from fedquilt.cli.commands import verb, wordy
+from fedquilt.core import JobError
+
+
+@verb()
+@options.home
+@options.broker()
+def serve(home: Path, broker: options.Broker) -> None:
+    """Be the coordinator: run what is submitted to --home, in turn, until told to stop."""
+    from fedquilt.coordinator.store import Store
+    from fedquilt.coordinator.views.terminal import Console, coordinate
+
+    with Store(home) as store:
+        home = home.resolve()
+        if not store.lock():
+            raise JobError(f"another coordinator serves {home} already")
+        link = homes.link_to(broker)
+        console = Console(wordy=wordy() > 0, named=True)
+        console.say(
+            f"serving {home} on {broker.url}; submit with `fedquilt run JOB --home {home}`, "
+            f"watch with `fedquilt logs RUN --follow --home {home}`"
+        )
+        coordinate(store, link, broker.fleet, console)

@@ -1,0 +1,23 @@
+"""`fedquilt why`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedquilt.cli import homes, options
+from fedquilt.cli.commands import option, verb
+
+
+@verb()
+@options.run_argument
+@option("--round", "number", type=options.WHOLE, metavar="N", help="Of this round alone.")
+@option("--device", type=options.NAME, metavar="D", help="Of this device alone.")
+@options.home
+@options.format
+def why(run: str, number: int | None, device: str | None, home: Path, format: str) -> None:
+    """Show why devices were or were not chosen in a run's rounds, and what became of them."""
+    from fedquilt.coordinator.views import why as reasons
+
+    with homes.existing(home) as store:
+        found = reasons.of(store, run)
+    homes.show(format, reasons.select(found, number, device), reasons.lines(found, number, device))

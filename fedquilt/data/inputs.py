@@ -1,0 +1,84 @@
+"""The `[input]` table: how stored examples become what a network takes, the same on every device.
+
+With `channels` and `size` they are images (`fedquilt.data.images`). Without, they are numbers (a row of a table, time
+steps, a spectrogram), each feature of the last axis brought to (x - mean) / std. `fedquilt prepare` writes the means
+and standard deviations into the bundle, so that no device computes its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fedquilt import config
+from fedquilt.core import DataError, JobError
+from fedquilt.data import images
+from fedquilt.data.images import Input
+
+
+class Values(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a network of numbers expects: float32, (x - mean) / std along the last axis."""
+
+    mean: tuple[float, ...] = (0.0,)  # one for all features, or one each
+    std: tuple[float, ...] = (1.0,)
+    standardise: bool = False  # in a job: `prepare` computes both from the training split of [data]
+
+
+def parse(table: Mapping[str, Any]) -> Input | Values:
+    """The `[input]` table of a job.
+
+    Raises:
+        JobError: a key that is not known, or numbers of means and deviations that do not go together.
+    """
+    if "channels" in table or "size" in table:
+        found: Input | Values = config.convert(table, Input, "[input]")
+        assert isinstance(found, Input)
+        lengths = (1, found.channels)
+    else:
+        found = config.convert(table, Values, "[input]")
+        assert isinstance(found, Values)
+        if found.standardise and ("mean" in table or "std" in table):
+            raise JobError("[input] standardise computes mean and std: leave these two out, or standardise")
+        lengths = (1, max(len(found.mean), len(found.std)))
+    for key in ("mean", "std"):
+        given = getattr(found, key)
+        if len(given) not in lengths:
+            raise JobError(f"[input] {key} has {len(given)} values: give 1 or {lengths[1]}")
+    if min(found.std) <= 0:
+        raise JobError(f"[input] std = {min(found.std):g}: each standard deviation has to be above 0")
+    return found
+
+
+def measured(x: np.ndarray) -> Values:
+    """Mean and standard deviation of each feature of the last axis; a feature that never varies has deviation 1.
+
+    Args:
+        x: (n, ..., features), any type of number.
+    """
+    flat = x.reshape(-1, x.shape[-1]).astype(np.float64)
+    std = flat.std(axis=0)
+    return Values(tuple(map(float, flat.mean(axis=0))), tuple(map(float, np.where(std > 0, std, 1.0))))
+
+
+def prepare(x: np.ndarray, wanted: Mapping[str, Any]) -> np.ndarray:
+    """Stored examples (n, ...) as a network with this table takes them, float32.
+
+    Raises:
+        DataError: examples of another shape or type.
+    """
+    if "channels" in wanted:
+        return images.prepare(x, wanted)
+    spec = msgspec.convert(wanted, Values)
+    if x.dtype.kind not in "fiub":
+        raise DataError(f"examples of type {x.dtype}: expected numbers")
+    mean, std = np.array(spec.mean, np.float32), np.array(spec.std, np.float32)
+    features = max(len(mean), len(std))
+    if features > 1 and (x.ndim < 2 or x.shape[-1] != features):
+        raise DataError(
+            f"examples of shape {tuple(x.shape[1:])}: the job's [input] standardises {features} features, which the "
+            "last axis has to hold"
+        )
+    return (x.astype(np.float32) - mean) / std

@@ -1,0 +1,64 @@
+"""Reading examples: npz, IDX, folders of images, torchvision's data sets, tables, recordings, texts. Never a pickle.
+
+A reader knows all labels, and reads the inputs of chosen rows only: from npz and IDX as a stream,
+block by block, so that a device that owns a hundredth of a data set never holds the rest. A file for each kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from fedquilt.core import DataError
+from fedquilt.data.readers import audio, images, npz, outside, table, text
+from fedquilt.data.readers.base import Reader, reading
+from fedquilt.data.spec import DataSpec
+
+__all__ = ["Reader", "open_"]
+
+TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}  # by suffix
+OPENERS: dict[str, Callable[[Path, DataSpec], Reader]] = {
+    "npz": npz.open_,
+    "idx": images.idx,
+    "folder": images.folder,
+    "torchvision": images.of_torchvision,
+    "csv": table.open_,
+    "parquet": table.open_,
+    "audio": audio.open_,
+    "text": text.open_,
+}
+BY_CLASS = ("idx", "folder", "torchvision")  # kinds that have nothing but classes
+
+
+def open_(spec: DataSpec) -> Reader:
+    """The reader for what is at the spec's path.
+
+    Raises:
+        DataError: nothing is there, or nothing that can be read; names the file and the mend.
+    """
+    if not spec.path:
+        return outside.open_(spec)
+    path = Path(spec.path)
+    with reading(path):  # in a folder that is shut to this user, nothing can even be looked for
+        kind = spec.format if spec.format != "auto" else _kind(path, spec)
+        if kind != "torchvision" and not path.exists():
+            raise DataError(
+                f"no data at {path}: set [data] path to a .npz or IDX file, a table, or a folder of images by class"
+            )
+        if kind in BY_CLASS and spec.task != "classes":
+            raise DataError(f"{path}: {kind} has a class for each example: leave task = {spec.task!r} out")
+        return OPENERS[kind](path, spec)
+
+
+def _kind(path: Path, spec: DataSpec) -> str:
+    if spec.dataset:
+        return "torchvision"
+    if spec.audio is not None:
+        return "audio"
+    if spec.text is not None:
+        return "text"
+    if path.is_dir():
+        if images.idx_files(path):
+            return "idx"
+        return next((TABLES[file.suffix] for file in table.split_files(path, spec.split)), "folder")
+    return TABLES.get(path.suffix.lower(), "idx" if images.IDX_IMAGES.match(path.name) else "npz")

@@ -1,0 +1,122 @@
+"""Reading recordings: WAV files in a folder for each class, or named by a table, as log-mel spectrograms."""
+
+from __future__ import annotations
+
+import wave
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from fedquilt.core import DataError
+from fedquilt.data import spectrogram
+from fedquilt.data.readers import columns, files, table
+from fedquilt.data.readers.base import Reader
+from fedquilt.data.spec import Audio, DataSpec
+
+
+def open_(path: Path, spec: DataSpec) -> Reader:
+    """Spectrograms, float32 (n, frames, mels). Headers are read here, sounds when rows are taken.
+
+    Raises:
+        DataError: a file is no such recording, or there is none; names it and the mend.
+    """
+    audio = spec.audio or Audio()
+    owner = None
+    if path.is_dir() and not table.split_files(path, spec.split):
+        if spec.task != "classes":
+            raise DataError(
+                f"{path}: in a folder by class each recording has a class: leave task = {spec.task!r} out, or give a "
+                "table"
+            )
+        found, labels = files.by_class(path, spec, (".wav",), "recordings")
+    else:
+        found, labels, owner = _listed(table.file_of(path, spec), spec)
+    for file in found:
+        _require(file, audio)
+    shape = (spectrogram.frames_of(audio)[3], audio.mels)
+
+    def take(rows: np.ndarray) -> np.ndarray:
+        x = np.empty((len(rows), *shape), np.float32)
+        for place, row in enumerate(rows):
+            x[place] = spectrogram.log_mel(sound(found[row], audio), audio)
+        return x
+
+    return Reader(labels, take, shape, np.dtype(np.float32), owner=owner)
+
+
+def _listed(file: Path, spec: DataSpec) -> tuple[list[Path], np.ndarray, np.ndarray | None]:
+    """The files that a table names, relative to its own folder; their labels; and whose they are."""
+    chunks = table.read(file)
+    first = next(chunks)
+    parts = table.inputs_of(file, tuple(first.columns), spec)
+    if len(parts.x) != 1:
+        raise DataError(
+            f"{file}: columns {', '.join(parts.x)} could all name the recordings: say which, as [data] x = "
+            f"{parts.x[0]!r}"
+        )
+    decoder = columns.Decoder(file, spec, parts.y)
+    found: list[Path] = []
+    y, owner = [], []
+    for chunk in chain((first,), chunks):
+        for place, name in zip(chunk.places, chunk.columns[parts.x[0]], strict=True):
+            if not (file.parent / str(name)).is_file():
+                raise DataError(
+                    f"{file}, {chunk.unit} {place}, column {parts.x[0]!r}: no file {str(name)!r} beside the table: "
+                    "names are relative to its folder"
+                )
+            found.append(file.parent / str(name))
+        y.append(decoder.targets(chunk))
+        if parts.owner:
+            owner.append(np.array([str(value) for value in chunk.columns[parts.owner]]))
+    if not found:
+        raise DataError(f"{file} has a head and no rows: a recording in each row is wanted")
+    return found, np.concatenate(y), np.concatenate(owner) if owner else None
+
+
+def _opened(file: Path) -> wave.Wave_read:
+    try:
+        return wave.open(str(file), "rb")
+    except OSError as error:
+        raise DataError(f"cannot read {file}: {error.strerror}") from None
+    except (wave.Error, EOFError) as error:
+        raise DataError(
+            f"{file} is no WAV file of plain samples ({error or 'it is cut short'}): save it as PCM"
+        ) from None
+
+
+def _require(file: Path, audio: Audio) -> None:
+    """Raises DataError unless the file's head names the wanted rate, and samples of 1 to 4 bytes."""
+    with _opened(file) as opened:
+        rate = opened.getframerate()
+    if rate != audio.rate:
+        raise DataError(
+            f"{file} has {rate} samples a second, and {audio.rate} are wanted: bring it to that rate, as "
+            f"`ffmpeg -i {file.name} -ar {audio.rate} new.wav` does, or set [data.audio] rate = {rate} if all have it"
+        )
+
+
+def sound(file: Path, audio: Audio) -> np.ndarray:
+    """The recording (samples,) from -1 to 1, its channels' mean, as far as the spectrogram reaches.
+
+    Raises:
+        DataError: it is no WAV file of integer samples, or cut short.
+    """
+    wanted = spectrogram.frames_of(audio)[0]
+    with _opened(file) as opened:
+        width, channels, count = opened.getsampwidth(), opened.getnchannels(), opened.getnframes()
+        try:
+            raw = opened.readframes(min(wanted, count))
+        except (wave.Error, EOFError, OSError) as error:
+            raise DataError(f"cannot read {file}: {error or 'it is cut short'}") from None
+    if len(raw) < min(wanted, count) * width * channels:
+        raise DataError(f"{file} is cut short: its head announces {count} samples: record or copy it anew")
+    if width == 1:
+        values = np.frombuffer(raw, np.uint8).astype(np.float64) / 128 - 1
+    elif width == 3:  # the three bytes of a sample become the upper ones of four
+        padded = np.zeros((len(raw) // 3, 4), np.uint8)
+        padded[:, 1:] = np.frombuffer(raw, np.uint8).reshape(-1, 3)
+        values = padded.reshape(-1).view("<i4") / 2.0**31
+    else:
+        values = np.frombuffer(raw, f"<i{width}") / 2.0 ** (8 * width - 1)
+    return values.reshape(-1, channels).mean(axis=1)

@@ -1,0 +1,91 @@
+"""What every reader is made of: labels, a function to inputs, and blocks of rows read from a stream."""
+
+from __future__ import annotations
+
+import gzip
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+import numpy as np
+
+from fedquilt.core import DataError
+from fedquilt.metrics import TaskKind
+
+Bytes: TypeAlias = "IO[bytes] | gzip.GzipFile"
+BLOCK_BYTES = 2**20
+BROKEN = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error)  # what damaged files raise
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Labels, and a function from rows, in any order, to their inputs (rows, *shape).
+
+    Labels are (n,) int64 of classes, (n, k) float32 of a regression, (n, k) uint8 of several labels.
+    """
+
+    y: np.ndarray
+    take: Callable[[np.ndarray], np.ndarray]
+    shape: tuple[int, ...]  # of one example
+    dtype: np.dtype[Any]
+    origin: np.ndarray | None = None  # (n,): which of several sources each is from
+    owner: np.ndarray | None = None  # (n,) of words: whose each is
+    features: tuple[str, ...] = ()  # of a table: what the values of its last axis are
+    tokens: int = 0  # of texts: how many tokens the vocabulary has
+
+
+def rows_of(stream: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any], rows: np.ndarray) -> np.ndarray:
+    """These rows, in their order, of the array that the stream holds from here on, read to its end in blocks."""
+    each = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
+    result = np.empty((len(rows), *shape[1:]), dtype)
+    places = np.argsort(rows, kind="stable")
+    rows = rows[places]
+    step = max(1, BLOCK_BYTES // max(1, each))
+    for first in range(0, shape[0], step):
+        count = min(step, shape[0] - first)
+        block = stream.read(count * each)
+        if len(block) < count * each:
+            raise EOFError(f"cut short in row {first + len(block) // max(1, each)} of {shape[0]}")
+        low, high = np.searchsorted(rows, (first, first + count))
+        result[places[low:high]] = np.frombuffer(block, dtype).reshape(count, *shape[1:])[rows[low:high] - first]
+    return result
+
+
+def labels_of(y: np.ndarray, path: Path | str, task: TaskKind = "classes") -> np.ndarray:
+    """Labels as their task has them: see `Reader`.
+
+    Raises:
+        DataError: they are of another type or shape, or no such labels.
+    """
+    said = f"{path}: labels of type {y.dtype}, shape {y.shape}"
+    if task == "classes":
+        if y.ndim != 1 or y.dtype.kind not in "ui" or (len(y) and y.min() < 0):
+            mend = " (for numbers to predict set [data] task = 'regression')" if y.dtype.kind == "f" else ""
+            raise DataError(f"{said}: one whole number from 0 each is wanted{mend}")
+        return y.astype(np.int64)
+    if y.ndim not in (1, 2) or (not len(y[:1].reshape(-1)) and len(y)):
+        raise DataError(f"{said}: with task = {task!r} a number or a row of numbers for each example is wanted")
+    wide = y.reshape(len(y), -1)
+    if task == "labels":
+        if odd := [str(value) for value in np.unique(wide) if value not in (0, 1)]:
+            raise DataError(f"{said}: with task = 'labels' each is 0 or 1, and there is {odd[0]}")
+        return wide.astype(np.uint8)
+    found = wide.astype(np.float32)
+    if len(odd_rows := np.flatnonzero(~np.isfinite(found).all(axis=1))):
+        raise DataError(f"{path}: the label of example {odd_rows[0]} is NaN or infinity: leave such examples out")
+    return found
+
+
+@contextmanager
+def reading(path: Path, *more: type[Exception]) -> Iterator[None]:
+    """Whatever a damaged or forbidden file raises becomes one error that names it."""
+    kinds: tuple[type[Exception], ...] = (*BROKEN, *more)
+    try:
+        yield
+    except kinds as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or "it is cut short"
+        raise DataError(f"cannot read {path}: {reason}") from None

@@ -1,0 +1,215 @@
+"""The values of a table's columns as numbers: inputs, categories as 0 and 1, and labels by their task."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from fedquilt.core import DataError
+from fedquilt.data.spec import DataSpec
+
+MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))  # in any case
+SEPARATORS = (";", "|", " ")  # between the labels of one example, in one column
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some rows of a table, column by column, and where each row stands in the file."""
+
+    columns: Mapping[str, Sequence[Any]]
+    places: Sequence[int]
+    unit: str = "line"  # what the places count
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+class Decoder:
+    """Turns chunks into arrays, as the [data] table says.
+
+    Args:
+        file: named in errors.
+        y: the columns of labels.
+    """
+
+    def __init__(self, file: Path, spec: DataSpec, y: Sequence[str]) -> None:
+        self._file, self._spec, self._y = file, spec, tuple(y)
+        if spec.task == "classes" and len(self._y) > 1:
+            raise DataError(
+                f"{file}: labels in {len(self._y)} columns are for task = 'regression' or 'labels'; a class is in one"
+            )
+        if spec.task == "labels" and len(self._y) == 1 and not spec.labels:
+            raise DataError(
+                f"{file}: name the columns of 0 and 1 in [data] y = [...], or in `labels` the words that column "
+                f"{self._y[0]!r} holds"
+            )
+
+    def names(self, x: Sequence[str]) -> tuple[str, ...]:
+        """What the values of an example are called: of a category "colour=red"."""
+        found: list[str] = []
+        for name in x:
+            kinds = self._spec.categories.get(name)
+            found += [name] if kinds is None else [f"{name}={kind}" for kind in kinds]
+        return tuple(found)
+
+    def features(self, chunk: Chunk, x: Sequence[str]) -> np.ndarray:
+        """(rows, features) float32, the columns one beside another.
+
+        Raises:
+            DataError: a value that is no number, missing, or none of its column's categories.
+        """
+        parts = []
+        for name in x:
+            kinds = self._spec.categories.get(name)
+            if kinds is None:
+                parts.append(self.numbers(chunk, name, self._fill(name))[:, None])
+            else:
+                parts.append(self._one_hot(chunk, name, kinds))
+        return np.concatenate(parts, axis=1) if parts else np.zeros((len(chunk), 0), np.float32)
+
+    def targets(self, chunk: Chunk) -> np.ndarray:
+        """Labels as the task has them (`fedquilt.data.readers.base.Reader`).
+
+        Raises:
+            DataError: a label that the task does not know.
+        """
+        if self._spec.task == "regression":
+            return np.stack([self.numbers(chunk, name) for name in self._y], axis=1)
+        if self._spec.task == "labels":
+            return self._several(chunk)
+        return self._classes(chunk)
+
+    def numbers(self, chunk: Chunk, name: str, fill: float | None = None) -> np.ndarray:
+        """(rows,) float32 of one column; missing ones are `fill`.
+
+        Raises:
+            DataError: one is missing and there is no fill, or one is no finite number.
+        """
+        found = np.empty(len(chunk), np.float32)
+        for row, value in enumerate(chunk.columns[name]):
+            if _missing(value):
+                if fill is None:
+                    self._refuse(
+                        chunk, row, name, "the value is missing", "give [data] fill a number, or leave such rows out"
+                    )
+                found[row] = fill
+                continue
+            try:
+                found[row] = float(value)
+            except (TypeError, ValueError):
+                self._refuse(chunk, row, name, f"{_quoted(value)} is not a number", self._how(chunk, name))
+            if not np.isfinite(found[row]):
+                self._refuse(chunk, row, name, f"{_quoted(value)} is not a finite number in 32 bits", "leave it out")
+        return found
+
+    def _fill(self, name: str) -> float | None:
+        fill = self._spec.fill
+        return fill.get(name) if isinstance(fill, dict) else fill
+
+    def _how(self, chunk: Chunk, name: str) -> str:
+        if isinstance(name, str) and name in self._y:
+            return "with task = 'regression' labels are numbers"
+        kinds = sorted({str(value) for value in chunk.columns[name] if not _missing(value)})
+        if len(kinds) > 20:
+            return "leave the column out of [data] x, or mend the value"
+        return (
+            f"mend it, or list the column's words: categories = {{ {name} = {json.dumps(kinds, ensure_ascii=False)} }}"
+        )
+
+    def _one_hot(self, chunk: Chunk, name: str, kinds: Sequence[str]) -> np.ndarray:
+        places = {kind: place for place, kind in enumerate(kinds)}
+        found = np.zeros((len(chunk), len(kinds)), np.float32)
+        for row, value in enumerate(chunk.columns[name]):
+            if str(value) in places:
+                found[row, places[str(value)]] = 1
+            elif not (_missing(value) and self._fill(name) is not None):  # filled: none of them
+                known = ", ".join(kinds)
+                self._refuse(
+                    chunk,
+                    row,
+                    name,
+                    f"{_quoted(value)} is none of its categories ({known})",
+                    "add it to [data] categories",
+                )
+        return found
+
+    def _classes(self, chunk: Chunk) -> np.ndarray:
+        (name,) = self._y
+        known = {kind: place for place, kind in enumerate(self._spec.labels)}
+        found = np.empty(len(chunk), np.int64)
+        for row, value in enumerate(chunk.columns[name]):
+            said = str(int(value)) if isinstance(value, bool) else str(value)
+            if known:
+                if said not in known:
+                    self._refuse(
+                        chunk,
+                        row,
+                        name,
+                        f"{_quoted(value)} is none of [data] labels ({', '.join(known)})",
+                        "add or mend it",
+                    )
+                found[row] = known[said]
+            elif said.isascii() and said.isdigit() and len(said) < 10:
+                found[row] = int(said)
+            else:
+                self._refuse(
+                    chunk, row, name, f"{_quoted(value)} is not a class's number", self._classes_named(chunk, name)
+                )
+        return found
+
+    def _classes_named(self, chunk: Chunk, name: str) -> str:
+        kinds = sorted({str(value) for value in chunk.columns[name]})
+        try:
+            float(kinds[0])
+        except ValueError:
+            if len(kinds) <= 50:
+                return f"name the classes in order: labels = {json.dumps(kinds, ensure_ascii=False)}"
+        return "classes are whole numbers from 0; to predict numbers set task = 'regression'"
+
+    def _several(self, chunk: Chunk) -> np.ndarray:
+        if len(self._y) > 1:
+            found = np.stack([self.numbers(chunk, name) for name in self._y], axis=1)
+            for row, column in np.argwhere((found != 0) & (found != 1)):
+                name = self._y[column]
+                self._refuse(
+                    chunk,
+                    int(row),
+                    name,
+                    f"{_quoted(chunk.columns[name][row])} is neither 0 nor 1",
+                    "task = 'labels' wants these",
+                )
+            return found.astype(np.uint8)
+        (name,) = self._y
+        known = {kind: place for place, kind in enumerate(self._spec.labels)}
+        held = np.zeros((len(chunk), len(known)), np.uint8)
+        for row, value in enumerate(chunk.columns[name]):
+            text = "" if value is None else str(value)
+            mark = next((each for each in SEPARATORS if each in text), ";")
+            for word in filter(None, map(str.strip, text.split(mark))):
+                if word not in known:
+                    self._refuse(
+                        chunk,
+                        row,
+                        name,
+                        f"{_quoted(word)} is none of [data] labels ({', '.join(known)})",
+                        "add or mend it",
+                    )
+                held[row, known[word]] = 1
+        return held
+
+    def _refuse(self, chunk: Chunk, row: int, name: str, what: str, mend: str) -> NoReturn:
+        raise DataError(f"{self._file}, {chunk.unit} {chunk.places[row]}, column {name!r}: {what}: {mend}")
+
+
+def _missing(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value.lower() in MISSING) or value != value
+
+
+def _quoted(value: Any) -> str:
+    said = str(value)
+    return repr(said if len(said) <= 40 else said[:37] + "...")

@@ -1,0 +1,155 @@
+"""Reading images: IDX files, folders by class, torchvision's data sets."""
+
+from __future__ import annotations
+
+import gzip
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedquilt.core import DataError
+from fedquilt.data.readers import files
+from fedquilt.data.readers.base import BROKEN, Bytes, Reader, labels_of, reading, rows_of
+from fedquilt.data.spec import DataSpec
+
+IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+IDX_IMAGES = re.compile(r"(.*)images([-.])idx3-ubyte(\.gz)?$")
+
+# -- IDX, the format of MNIST ---------------------------------------------------------------------
+
+
+def idx(path: Path, spec: DataSpec) -> Reader:
+    """The images and labels of an IDX file, or of the split's in a folder."""
+    if path.is_dir():
+        wanted = ("t10k", "test") if spec.split == "test" else (spec.split,)
+        found = [file for file in idx_files(path) if any(part in file.name for part in wanted)]
+        if len(found) != 1:
+            have = ", ".join(file.name for file in idx_files(path)) or "none"
+            raise DataError(f"{path}: one IDX file of images for split {spec.split!r} is wanted; it has {have}")
+        path = found[0]
+    match = IDX_IMAGES.match(path.name)
+    if match is None:
+        raise DataError(f"{path}: an IDX file of images is named like train-images-idx3-ubyte, or so with .gz")
+    beside = path.with_name(f"{match[1]}labels{match[2]}idx1-ubyte{match[3] or ''}")
+    if not beside.is_file():
+        raise DataError(f"{path} has no labels: {beside.name} is not beside it")
+    with reading(beside), _opened(beside) as stream:
+        (count,) = _idx_header(stream, beside, 1)
+        labels = rows_of(stream, (count,), np.dtype(np.uint8), np.arange(count))
+    with reading(path), _opened(path) as stream:
+        shape = _idx_header(stream, path, 3)
+    if shape[0] != count:
+        raise DataError(f"{path} holds {shape[0]} images, {beside.name} {count} labels: they are not of one set")
+
+    def take(rows: np.ndarray) -> np.ndarray:
+        with reading(path), _opened(path) as stream:
+            return rows_of(stream, _idx_header(stream, path, 3), np.dtype(np.uint8), rows)
+
+    return Reader(labels_of(labels, beside), take, shape[1:], np.dtype(np.uint8))
+
+
+def idx_files(path: Path) -> list[Path]:
+    """Files of images in a folder, or in `raw` in it, where torchvision puts them; unpacked before packed."""
+    found: dict[str, Path] = {}
+    for folder in (path, path / "raw"):
+        for file in sorted(folder.glob("*")) if folder.is_dir() else ():
+            if IDX_IMAGES.match(file.name):
+                found.setdefault(file.name.removesuffix(".gz"), file)
+    return list(found.values())
+
+
+def _idx_header(stream: Bytes, path: Path, dimensions: int) -> tuple[int, ...]:
+    """Two zero bytes, the type (8: unsigned byte), the number of dimensions, then each as a big-endian uint32."""
+    head = stream.read(4 * (1 + dimensions))
+    if len(head) < 4 * (1 + dimensions) or head[:4] != bytes((0, 0, 8, dimensions)):
+        raise DataError(f"{path} is not an IDX file of bytes in {dimensions} dimensions: fetch it anew")
+    return tuple(int(size) for size in np.frombuffer(head, ">u4")[1:])
+
+
+def _opened(path: Path) -> Bytes:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+
+
+# -- image files, torchvision ---------------------------------------------------------------------
+
+
+def folder(path: Path, spec: DataSpec) -> Reader:
+    """Image files by class, as `files.by_class` finds them."""
+    found, labels = files.by_class(path, spec, IMAGES, "images")
+    pillow = _pillow()
+
+    def image(row: int) -> np.ndarray:
+        file = found[row]
+        # of a damaged image the headers are read first, and each format's reader has an error of its own
+        with reading(file, SyntaxError, pillow.DecompressionBombError), pillow.open(file) as opened:
+            return _pixels(opened.convert("RGB"), spec.size)
+
+    return _images(labels, image, path)
+
+
+def of_torchvision(path: Path, spec: DataSpec) -> Reader:
+    """One of torchvision's data sets."""
+    from fedquilt.torchvision_compat import torchvision
+
+    torchvision()
+    from torchvision import datasets
+
+    kind = getattr(datasets, spec.dataset, None)
+    if not isinstance(kind, type):
+        raise DataError(f"torchvision has no data set {spec.dataset!r}: set [data] dataset, to MNIST or CIFAR10, say")
+    taken = inspect.signature(kind).parameters
+    options: dict[str, Any] = {"train": spec.split == "train"} if "train" in taken else {"split": spec.split}
+    if "download" in taken:
+        options["download"] = spec.download
+    try:
+        held = kind(str(path), **options)
+    except (RuntimeError, *BROKEN) as error:
+        raise DataError(f"{spec.dataset} in {path}: {error}; or set [data] download = true") from None
+    labels = next((getattr(held, name) for name in ("targets", "labels", "_labels") if hasattr(held, name)), None)
+    if labels is None:
+        raise DataError(f"torchvision's {spec.dataset} does not list its labels: give it as a folder of images")
+
+    def image(row: int) -> np.ndarray:
+        opened = held[row][0]
+        return _pixels(opened if opened.mode == "L" else opened.convert("RGB"), spec.size)
+
+    return _images(labels_of(np.asarray(labels), path), image, path)
+
+
+def _images(y: np.ndarray, image: Callable[[int], np.ndarray], path: Path) -> Reader:
+    """The reader of images one by one; the first of them tells the shape of all."""
+    if not len(y):
+        raise DataError(f"{path} holds no images of this split")
+    return Reader(y, lambda rows: _stacked(path, image, rows), image(0).shape, np.dtype(np.uint8))
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+
+        return Image
+    except ImportError:
+        raise DataError("image files need Pillow, which is not installed: pip install 'fedquilt[images]'") from None
+
+
+def _pixels(image: Any, size: int) -> np.ndarray:
+    """A Pillow image as (h, w) or (h, w, 3) bytes."""
+    if size and image.size != (size, size):
+        image = image.resize((size, size), _pillow().Resampling.BILINEAR)
+    return np.asarray(image, np.uint8)
+
+
+def _stacked(path: Path, image: Callable[[int], np.ndarray], rows: np.ndarray) -> np.ndarray:
+    """(rows, h, w[, 3]); written in place, so that nothing is held twice."""
+    first = image(int(rows[0])) if len(rows) else np.zeros((0, 0), np.uint8)
+    result = np.empty((len(rows), *first.shape), np.uint8)
+    for place, row in enumerate(rows):
+        pixels = image(int(row))
+        if pixels.shape != first.shape:
+            raise DataError(f"{path}: images of {pixels.shape[:2]} and {first.shape[:2]} pixels: set [data] size")
+        result[place] = pixels
+    return result

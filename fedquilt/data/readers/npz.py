@@ -1,0 +1,79 @@
+"""Reading .npz files as a stream, block by block. Never a pickle."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedquilt.core import DataError
+from fedquilt.data.readers.base import Bytes, Reader, labels_of, reading, rows_of
+from fedquilt.data.spec import DataSpec
+
+
+def open_(path: Path, spec: DataSpec) -> Reader:
+    """The arrays of inputs and labels in an .npz file."""
+    with reading(path), zipfile.ZipFile(path) as archive:
+        names = [Path(name).stem for name in archive.namelist() if name.endswith(".npy")]
+        x, y = (_key(path, spec, letter, names) for letter in "xy")
+        with archive.open(f"{y}.npy") as stream:
+            head = _npy_header(stream, path, y)
+            labels = rows_of(stream, *head, np.arange(head[0][0]))
+        with archive.open(f"{x}.npy") as stream:
+            shape, dtype = _npy_header(stream, path, x)
+        owner = _owner(archive, path, spec, names, len(labels))
+    if len(labels) != shape[0]:
+        raise DataError(f"{path}: {x} has {shape[0]} examples and {y} {len(labels)} labels: give one label for each")
+
+    def take(rows: np.ndarray) -> np.ndarray:
+        with reading(path), zipfile.ZipFile(path) as archive, archive.open(f"{x}.npy") as stream:
+            return rows_of(stream, *_npy_header(stream, path, x), rows)
+
+    return Reader(labels_of(labels, path, spec.task), take, shape[1:], dtype, owner=owner)
+
+
+def _owner(archive: zipfile.ZipFile, path: Path, spec: DataSpec, names: Sequence[str], count: int) -> np.ndarray | None:
+    """Whose each example is, by the array `column`, or `column`_<split>; None: nobody asks."""
+    if not spec.column:
+        return None
+    name = next((each for each in (f"{spec.column}_{spec.split}", spec.column) if each in names), "")
+    if not name:
+        raise DataError(f"{path} holds {', '.join(names)}, not {spec.column}: set [data] column to one of these")
+    with archive.open(f"{name}.npy") as stream:
+        shape, dtype = _npy_header(stream, path, name, "uiU")
+        if shape != (count,):
+            raise DataError(f"{path}: {name} has shape {shape}, and one user for each of {count} examples is wanted")
+        return rows_of(stream, shape, dtype, np.arange(count)).astype(str)
+
+
+def _key(path: Path, spec: DataSpec, letter: str, names: Sequence[str]) -> str:
+    """The array of inputs ("x") or labels ("y"): the one named, else x_<split>, else x for the training split."""
+    given = spec.x if letter == "x" else spec.y
+    if not isinstance(given, str):
+        raise DataError(f"{path}: [data] {letter} is the name of one array of an .npz, not a list")
+    tried = [given] if given else [f"{letter}_{spec.split}", *([letter] if spec.split == "train" else [])]
+    for name in tried:
+        if name in names:
+            return name
+    raise DataError(f"{path} holds {', '.join(names) or 'no arrays'}, not {' or '.join(tried)}: set [data] {letter}")
+
+
+def _npy_header(stream: Bytes, path: Path, name: str, kinds: str = "uifb") -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and type of the array that follows in the stream."""
+    version = np.lib.format.read_magic(stream)
+    read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+    if read is None:
+        raise DataError(f"{path}: {name} is in .npy version {version}; save it as a plain array of numbers")
+    shape, fortran, dtype = read(stream)
+    if dtype.kind not in kinds:
+        held = "Python objects" if dtype.hasobject else f"values of type {dtype}"
+        mend = "with all examples of one shape, save np.stack(...)" if dtype.hasobject else "save them as numbers"
+        raise DataError(f"{path}: {name} holds {held}, and numbers are wanted: {mend}")
+    if not shape:
+        raise DataError(f"{path}: {name} is a single number, and an array with a row for each example is wanted")
+    if fortran:
+        raise DataError(f"{path}: {name} lies in Fortran order: save np.ascontiguousarray({name})")
+    return shape, dtype

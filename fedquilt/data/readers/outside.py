@@ -1,0 +1,54 @@
+"""Data sets of other packages: a function from a `DataSpec` to inputs and labels, by entry point or `module:name`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fedquilt import plugins
+from fedquilt.core import DataError, Examples, JobError
+from fedquilt.data.readers.base import Reader, labels_of
+from fedquilt.data.spec import DataSpec
+
+
+def open_(spec: DataSpec) -> Reader:
+    """The data set that the spec's `dataset` names, as a whole.
+
+    Its function gets the spec (`split` is "train" or "test") and returns inputs (n, ...) and labels (n,), a pair or
+    `Examples`: the same on every call, as each device draws its share from it.
+
+    Raises:
+        DataError: there is none, it fails, or what it returns are no examples; names it and the mend.
+    """
+    try:
+        plugin = plugins.find("data", spec.dataset)
+        assert plugin is not None  # fedquilt's own data sets are read by `format`, and have no names
+        made = plugins.imported(plugin)
+        if not callable(made):
+            raise plugins.refused(plugin, "a function from a DataSpec to inputs and labels", made)
+    except JobError as error:
+        raise DataError(str(error)) from None
+    try:
+        found = made(spec)
+    except DataError:
+        raise
+    except Exception as error:  # somebody's own code
+        raise DataError(f"{plugin} fails on split {spec.split!r}: {type(error).__name__}: {error}") from None
+    x, y = _pair(plugin, found)
+    return Reader(labels_of(y, str(plugin), spec.task), lambda rows: x[rows], x.shape[1:], x.dtype)
+
+
+def _pair(plugin: plugins.Plugin, found: Any) -> tuple[np.ndarray, np.ndarray]:
+    pair = (found.x, found.y) if isinstance(found, Examples) else found
+    if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(each, np.ndarray) for each in pair)):
+        raise DataError(
+            f"{plugin} returns a {type(found).__name__}, and inputs and labels are wanted, two numpy arrays"
+        )
+    x, y = pair
+    if x.ndim < 2 or x.dtype.kind not in "uif" or len(x) != len(y):
+        raise DataError(
+            f"{plugin} returns inputs of shape {x.shape} and type {x.dtype} with labels of shape {y.shape}: numbers of "
+            "shape (n, ...) and one label for each are wanted"
+        )
+    return x, y

@@ -1,0 +1,78 @@
+"""Reading texts: a table with a column of texts, or a folder of .txt files for each class."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from fedquilt.core import DataError
+from fedquilt.data.readers import columns, files, table
+from fedquilt.data.readers.base import Reader
+from fedquilt.data.spec import DataSpec, Text
+from fedquilt.data.tokens import Tokenizer
+
+
+def open_(path: Path, spec: DataSpec) -> Reader:
+    """Texts as tokens, int32 (n, length).
+
+    Raises:
+        DataError: the vocabulary or a text cannot be read, or there is no such column.
+    """
+    if spec.text is None:
+        raise DataError(f'{path}: texts need a vocabulary: add [data.text] vocabulary = "vocab.txt"')
+    tokenizer = Tokenizer.load(Path(spec.text.vocabulary))
+    if path.is_dir() and not table.split_files(path, spec.split):
+        return _folder(path, spec, spec.text, tokenizer)
+    return _table(table.file_of(path, spec), spec, spec.text, tokenizer)
+
+
+def _table(file: Path, spec: DataSpec, text: Text, tokenizer: Tokenizer) -> Reader:
+    chunks = table.read(file)
+    first = next(chunks)
+    parts = table.inputs_of(file, tuple(first.columns), spec)
+    if len(parts.x) != 1:
+        raise DataError(
+            f"{file}: columns {', '.join(parts.x)} could all be the text: name it, as [data] x = {parts.x[0]!r}"
+        )
+    decoder = columns.Decoder(file, spec, parts.y)
+    x, y, owner = [], [], []
+    for chunk in chain((first,), chunks):
+        said = chunk.columns[parts.x[0]]
+        x.append(_tokens([str(each or "") for each in said], text, tokenizer))
+        y.append(decoder.targets(chunk))
+        if parts.owner:
+            owner.append(np.array([str(value) for value in chunk.columns[parts.owner]]))
+    values, labels = np.concatenate(x), np.concatenate(y)
+    if not len(labels):
+        raise DataError(f"{file} has a head and no rows: a text in each row is wanted")
+    whose = np.concatenate(owner) if owner else None
+    return Reader(labels, values.__getitem__, values.shape[1:], values.dtype, owner=whose, tokens=len(tokenizer))
+
+
+def _folder(path: Path, spec: DataSpec, text: Text, tokenizer: Tokenizer) -> Reader:
+    if spec.task != "classes":
+        raise DataError(
+            f"{path}: a folder by class has a class for each text: leave task = {spec.task!r} out, or give a table"
+        )
+    found, labels = files.by_class(path, spec, (".txt",), "texts")
+    values = _tokens([_read(file) for file in found], text, tokenizer)
+    return Reader(labels, values.__getitem__, values.shape[1:], values.dtype, tokens=len(tokenizer))
+
+
+def _tokens(texts: list[str], text: Text, tokenizer: Tokenizer) -> np.ndarray:
+    """(texts, length) int32."""
+    found = np.zeros((len(texts), text.length), np.int32)
+    for row, each in enumerate(texts):
+        found[row] = tokenizer.encode(each, text.length)
+    return found
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise DataError(f"{file} is not text in UTF-8{table.encoding(file)}") from None
+    except OSError as error:
+        raise DataError(f"cannot read {file}: {error.strerror}") from None

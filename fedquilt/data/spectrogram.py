@@ -1,0 +1,52 @@
+"""Recordings as log-mel spectrograms, in numpy: the same on every board.
+
+Frames of a Hann window, their power spectrum, summed in triangular bands that are evenly spaced on the mel scale
+(2595 log10(1 + f / 700)), and the natural logarithm of what is in a band, from -23 for silence up.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from fedquilt.data.spec import Audio
+
+LEAST = 1e-10  # power of a band in silence
+
+
+def frames_of(spec: Audio) -> tuple[int, int, int, int]:
+    """Samples of a recording, of a frame and from one frame to the next; and how many frames there are, at least 1."""
+    samples, frame, hop = (
+        max(1, round(spec.rate * seconds)) for seconds in (spec.seconds, spec.frame_ms / 1000, spec.hop_ms / 1000)
+    )
+    samples = max(samples, frame)
+    return samples, frame, hop, 1 + (samples - frame) // hop
+
+
+@lru_cache(maxsize=8)
+def mel_filters(rate: int, points: int, mels: int) -> np.ndarray:
+    """(points // 2 + 1, mels) float64: weights of the frequencies of a Fourier transform in each band."""
+    ends = np.linspace(0, _mel(rate / 2), mels + 2)
+    corners = 700 * (10 ** (ends / 2595) - 1)  # Hz
+    frequencies = np.arange(points // 2 + 1)[:, None] * rate / points
+    rising = (frequencies - corners[:-2]) / (corners[1:-1] - corners[:-2])
+    falling = (corners[2:] - frequencies) / (corners[2:] - corners[1:-1])
+    found = np.maximum(0, np.minimum(rising, falling))
+    found.flags.writeable = False
+    return found
+
+
+def _mel(frequency: float) -> float:
+    return float(2595 * np.log10(1 + frequency / 700))
+
+
+def log_mel(sound: np.ndarray, spec: Audio) -> np.ndarray:
+    """(frames, mels) float32 of a recording (samples,) from -1 to 1, cut to its seconds or followed by silence."""
+    samples, frame, hop, _ = frames_of(spec)
+    held = np.zeros(samples)
+    held[: min(samples, len(sound))] = sound[:samples]
+    frames = np.lib.stride_tricks.sliding_window_view(held, frame)[::hop]  # (frames, frame)
+    points = 1 << (frame - 1).bit_length()
+    power = np.abs(np.fft.rfft(frames * np.hanning(frame + 1)[:-1], points)) ** 2 / points
+    return np.log(np.maximum(power @ mel_filters(spec.rate, points, spec.mels), LEAST)).astype(np.float32)

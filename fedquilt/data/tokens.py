@@ -1,0 +1,89 @@
+"""Texts as numbers of tokens: greedy longest match against a vocabulary file, as BERT's WordPiece does.
+
+A vocabulary has a token in each line, in UTF-8; a token's number is its line's, from 0. The first is `[PAD]`, and
+`[UNK]` is somewhere. Tokens that continue a word begin with `##`: with `sens`, `##or` and `##s`, "Sensors" becomes
+these three. Texts are brought to NFC and small letters, split at white space, and each mark of punctuation is a word.
+A word of which some part is in no token is `[UNK]` as a whole (Wu et al. 2016, arXiv 1609.08144; Devlin et al. 2019,
+arXiv 1810.04805).
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fedquilt.core import DataError
+
+PAD, UNKNOWN, GOES_ON = "[PAD]", "[UNK]", "##"
+WORD = re.compile(r"\w+|[^\w\s]")
+LONGEST = 100  # letters of a word; a longer one is unknown
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A vocabulary: token -> its number."""
+
+    numbers: dict[str, int]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @classmethod
+    def load(cls, path: Path) -> Tokenizer:
+        """The vocabulary in a file.
+
+        Raises:
+            DataError: it cannot be read, or is no vocabulary; names the line and the mend.
+        """
+        try:
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
+        except OSError as error:
+            raise DataError(
+                f"cannot read the vocabulary {path}: {error.strerror}: set [data.text] vocabulary"
+            ) from None
+        except UnicodeDecodeError:
+            raise DataError(f"the vocabulary {path} is not text in UTF-8: save it as that") from None
+        numbers: dict[str, int] = {}
+        for line, token in enumerate(lines, 1):
+            if not token or token in numbers:
+                what = f"{token!r} is there twice" if token else "no token"
+                raise DataError(f"{path}, line {line}: {what}: each line holds another token")
+            numbers[token] = line - 1
+        if not lines or lines[0] != PAD or UNKNOWN not in numbers:
+            raise DataError(f"{path} is no vocabulary: its first line is {PAD}, and another is {UNKNOWN}")
+        return cls(numbers)
+
+    def words(self, text: str) -> Iterator[list[int]]:
+        """The tokens' numbers of each word."""
+        for word in WORD.findall(unicodedata.normalize("NFC", text).lower()):
+            yield self._word(word)
+
+    def encode(self, text: str, length: int) -> np.ndarray:
+        """(length,) int32: the first tokens of the text, and 0 behind them."""
+        found = np.zeros(length, np.int32)
+        place = 0
+        for numbers in self.words(text):
+            some = numbers[: length - place]
+            found[place : place + len(some)] = some
+            place += len(some)
+            if place == length:
+                break
+        return found
+
+    def _word(self, word: str) -> list[int]:
+        found: list[int] = []
+        first = 0
+        while first < len(word) and len(word) <= LONGEST:
+            before = GOES_ON if first else ""
+            fits = (end for end in range(len(word), first, -1) if before + word[first:end] in self.numbers)
+            end = next(fits, 0)
+            if not end:
+                return [self.numbers[UNKNOWN]]
+            found.append(self.numbers[before + word[first:end]])
+            first = end
+        return found or [self.numbers[UNKNOWN]]

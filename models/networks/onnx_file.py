@@ -1,0 +1,63 @@
+"""A trained network as one ONNX file. Imports torch and onnx."""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import onnx
+import torch
+
+from fedquilt.core import ModelError, Tensors
+from fedquilt.models.networks import registry
+
+OPSET = 17  # onnxruntime 1.19 and later: what JetPack 5 can install
+
+
+def written(network: Mapping[str, Any], weights: Tensors) -> bytes:
+    """The network with these weights as ONNX: "x", (n, ...) float32 as the network takes it, to "y", (n, classes).
+
+    The network's table stands in the file's metadata, under "network".
+
+    Args:
+        network: its table, which may name code of the user's own.
+
+    Raises:
+        ModelError: the weights are not all of the network's, or an operation has no ONNX.
+    """
+    model = registry.build(network)
+    wanted = model.state_dict()
+    odd = sorted(wanted.keys() ^ weights.keys())
+    if odd:
+        raise ModelError(
+            f"the result is not the whole network {network.get('name')!r} ({odd[0]!r} differs): "
+            "export it as .safetensors, which holds what there is"
+        )
+    model.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})
+    file = io.BytesIO()
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            # torch's newer exporter needs one package more and writes an opset that boards cannot read
+            warnings.simplefilter("ignore")
+            torch.onnx.export(
+                model.eval(),
+                (torch.zeros(2, *registry.input_shape(network)),),
+                file,
+                dynamo=False,
+                opset_version=OPSET,
+                input_names=["x"],
+                output_names=["y"],
+                dynamic_axes={"x": {0: "n"}, "y": {0: "n"}},
+            )
+    except Exception as error:  # torch.onnx's errors have no common base
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(
+            f"network {network.get('name')!r} cannot be written as ONNX: {reason}; export it as .safetensors"
+        ) from error
+    made = onnx.load_from_string(file.getvalue())
+    made.producer_name, made.producer_version = "fedquilt", ""
+    onnx.helper.set_model_props(made, {"network": json.dumps(dict(network), sort_keys=True)})
+    return made.SerializeToString(deterministic=True)

@@ -1,0 +1,120 @@
+"""Tables of the networks there are, for the [model] of a job: no torch, no numpy, and nothing is built.
+
+Images come as (channels, size, size), scaled to 0..1 and normalised as (x - mean) / std.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+Table = dict[str, Any]
+
+
+def mlp(inputs: int, hidden: Sequence[int], classes: int) -> Table:
+    """Fully connected, ReLU between.
+
+    Args:
+        inputs: values of one example.
+        hidden: widths of the hidden layers.
+    """
+    return {"name": "mlp", "inputs": inputs, "hidden": list(hidden), "classes": classes}
+
+
+def rezero(inputs: int, classes: int, *, width: int = 32, blocks: int = 2) -> Table:
+    """Fully connected residual blocks, each behind one learnt gain (arXiv 2003.04887)."""
+    return {"name": "rezero", "inputs": inputs, "classes": classes, "width": width, "blocks": blocks}
+
+
+def cnn(channels: int, size: int, classes: int, *, width: int = 16) -> Table:
+    """Two 5x5 convolutions with pooling and one hidden layer, for images of `size` x `size`."""
+    return {"name": "cnn", "channels": channels, "size": size, "classes": classes, "width": width}
+
+
+def lenet(channels: int, size: int, classes: int, *, width: int = 12) -> Table:
+    """Three 5x5 convolutions with sigmoids, for images of `size` x `size`."""
+    return {"name": "lenet", "channels": channels, "size": size, "classes": classes, "width": width}
+
+
+def plain(
+    channels: int, size: int, classes: int, *, width: int = 16, mean: Sequence[float] = (), std: Sequence[float] = ()
+) -> Table:
+    """Four 3x3 convolutions with batch norm and pooling."""
+    return _of_images("plain", channels, size, classes, width, mean, std)
+
+
+def residual(
+    channels: int, size: int, classes: int, *, width: int = 16, mean: Sequence[float] = (), std: Sequence[float] = ()
+) -> Table:
+    """A stem and three residual blocks with batch norm."""
+    return _of_images("residual", channels, size, classes, width, mean, std)
+
+
+def separable(
+    channels: int, size: int, classes: int, *, width: int = 16, mean: Sequence[float] = (), std: Sequence[float] = ()
+) -> Table:
+    """A strided stem and four depthwise-separable convolutions."""
+    return _of_images("separable", channels, size, classes, width, mean, std)
+
+
+def vit(
+    channels: int,
+    size: int,
+    classes: int,
+    *,
+    patch: int = 4,
+    width: int = 64,
+    depth: int = 4,
+    heads: int = 4,
+) -> Table:
+    """A small vision transformer (arXiv 2010.11929) for images of `size` x `size`."""
+    table = {"name": "vit", "channels": channels, "size": size, "classes": classes}
+    return {**table, "patch": patch, "width": width, "depth": depth, "heads": heads}
+
+
+def resnet_cifar(depth: int, classes: int = 10) -> Table:
+    """ResNet-20, 32, 44 or 56 for images of 32 x 32 (He et al. 2015, section 4.2)."""
+    return {"name": f"resnet{depth}-cifar", "classes": classes, "input": _input(3, 32, (), ())}
+
+
+def torchvision(
+    architecture: str,
+    classes: int = 1000,
+    *,
+    weights: str | None = None,
+    size: int = 224,
+    mean: Sequence[float] = (0.485, 0.456, 0.406),
+    std: Sequence[float] = (0.229, 0.224, 0.225),
+) -> Table:
+    """A network of torchvision's, "resnet18" say.
+
+    Args:
+        weights: "DEFAULT" or another of torchvision's own, which torchvision downloads, or a file; None: random ones.
+        size: of the images that it gets; mean and std are ImageNet's.
+    """
+    table: Table = {"name": f"torchvision/{architecture}", "classes": classes, "input": _input(3, size, mean, std)}
+    if weights is None:
+        return table
+    other = {} if weights != "DEFAULT" or classes == 1000 else {"weights_classes": 1000}
+    return {**table, "weights": weights, **other}
+
+
+def module(name: str, /, **settings: Any) -> Table:
+    """A network of your own: "module:function", and what the function is given; it returns a torch.nn.Module.
+
+    Args:
+        settings: with `inputs`, or with `channels` and `size`, or with `input`, what one example looks like.
+    """
+    return {"name": name, **settings}
+
+
+def _of_images(
+    name: str, channels: int, size: int, classes: int, width: int, mean: Sequence[float], std: Sequence[float]
+) -> Table:
+    table = {"name": name, "channels": channels, "classes": classes, "width": width}
+    return {**table, "input": _input(channels, size, mean, std)}
+
+
+def _input(channels: int, size: int, mean: Sequence[float], std: Sequence[float]) -> Table:
+    given = {"mean": list(mean), "std": list(std)}
+    return {"channels": channels, "size": size, **{key: value for key, value in given.items() if value}}

@@ -1,0 +1,76 @@
+"""The examples of each kind of data: made, prepared and trained on three simulated boards, better than a constant."""
+
+from __future__ import annotations
+
+import runpy
+import shutil
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from fedquilt import metrics
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.settings import Job
+from fedquilt.core import Examples
+from fedquilt.data import examples
+from fedquilt.data.spec import DataSpec
+from fedquilt.tools.artefacts import prepare
+from fedquilt.tools.experiments import evaluate, single_run
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+KINDS = {  # and whether it needs torch to train
+    "timeseries": True,
+    "tabular": False,
+    "audio": True,
+    "text": True,
+    "regression": False,
+    "multilabel": False,
+}
+
+
+def constant(train: Examples, test: Examples, task: str) -> float:
+    """The main metric of whoever predicts the same for every test example: the most frequent class, the mean."""
+    if task == "classes":
+        return float((test.y == np.bincount(train.y).argmax()).mean())
+    if task == "regression":
+        return float(np.sqrt(np.square(test.y - train.y.mean(axis=0)).mean()))
+    return float((test.y == (train.y.mean(axis=0) > 0.5)).mean())
+
+
+def made(kind: str, folder: Path) -> tuple[Job, Path]:
+    """The example's job and bundle, in a folder of its own."""
+    shutil.copytree(EXAMPLES / kind, folder / kind, ignore=shutil.ignore_patterns("data", "vocabulary.txt"))
+    runpy.run_path(str(folder / kind / "make.py"), run_name="__main__")
+    job = settings.load(folder / kind / "job.toml")
+    prepare.prepare(msgspec.to_builtins(job), folder / "bundle")
+    return job, folder / "bundle"
+
+
+def test_every_example_is_here() -> None:
+    """A folder with a job is a kind of data."""
+    assert {path.parent.name for path in EXAMPLES.glob("*/job.toml")} >= set(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_example_learns_more_than_a_constant(kind: str, tmp_path: Path) -> None:
+    """On its test set, and on the devices' held-out shares: half way at least from a constant to a perfect score."""
+    pytest.importorskip("torch", reason="first weights are torch's")
+    job, bundle = made(kind, tmp_path)
+    run = single_run.play(job, bundle, lambda done: None)
+    last = run.marks[-1]
+    test = evaluate.test_set(job)
+    train = examples.load_all(DataSpec.parse(job.data))
+    task = metrics.task_of(job.model)
+    metric = metrics.MAIN[task]
+    base = constant(train, test, task)
+    assert last.metric == metric.name
+    assert run.tested == len(test) > 0
+    assert run.devices == 3
+    perfect = 1.0 if metric.higher else 0.0
+    half = (base + perfect) / 2
+    for value in (last.test, last.held):
+        assert value is not None
+        assert metrics.reached(metric, value, half), (kind, value, base)
+    print(kind, metrics.shown(metric, last.test or 0.0), "constant", metrics.shown(metric, base))

@@ -1,0 +1,127 @@
+"""A job in Python is exactly what a job file holds, and what is wrong with one is said as the command says it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import fedquilt as fq
+from fedquilt import config
+from fedquilt.cli import main
+from fedquilt.coordinator import settings
+from fedquilt.data.spec import DataSpec
+
+DIGITS = Path(settings.__file__).parents[1] / "tools" / "demo" / "digits.npz"
+
+
+def job(**changes: Any) -> fq.Job:
+    table: dict[str, Any] = {
+        "method": "fedprox",
+        "params": {"mu": 0.1, "lr": 0.2},
+        "model": fq.models.mlp(64, [32], 10),
+        "data": fq.Data(str(DIGITS), partition="dirichlet", alpha=0.4),
+        "cohort": fq.Cohort(size=5, deadline="predicted"),
+        "fleet": fq.Fleet(10, boards=["jetson-nano", "raspberry-pi-5"]),
+    }
+    return fq.Job(**{**table, **changes})
+
+
+def test_its_keys_and_defaults_are_those_of_a_job_file() -> None:
+    """One vocabulary: a key that a job file gains or loses has to be gained or lost here; only the name has a default."""
+    plain = settings.Job(name="job", method="fedavg")
+    assert {each.name for each in dataclasses.fields(fq.Job)} == set(settings.Job.__struct_fields__)
+    assert fq.Job(method="fedavg").settings == plain
+
+
+def test_a_job_reads_as_it_was_written(tmp_path: Path) -> None:
+    """The file holds what is not as its default; the command reads the same job."""
+    path = job().write(tmp_path / "job.toml")
+    assert fq.Job.read(path) == job()
+    assert settings.load(path) == job().settings
+    written = config.read(path)
+    assert written["cohort"] == {"size": 5, "deadline": "predicted"}
+    assert "rounds" not in written
+
+
+def test_values_and_tables_are_the_same_job() -> None:
+    """A table may be given as it stands in a file."""
+    table = {"path": str(DIGITS), "partition": "dirichlet", "alpha": 0.4}
+    boards = {"devices": 10, "boards": ["jetson-nano", "raspberry-pi-5"]}
+    assert job(data=table, fleet=boards, cohort={"size": 5, "deadline": "predicted"}) == job()
+
+
+def test_relative_paths_are_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are when the job is made, whatever the folder is when it runs."""
+    monkeypatch.chdir(tmp_path)
+    assert job(data=fq.Data("digits.npz")).data == {"path": str(tmp_path / "digits.npz")}
+
+
+def test_a_replaced_method_keeps_the_parameters_that_it_has() -> None:
+    """mu is FedProx's alone; what is given wins."""
+    assert job().replace(method="scaffold").params == {"lr": 0.2}
+    assert job().replace(method="scaffold", params={"server_lr": 0.5}).params == {"server_lr": 0.5}
+    assert job().replace(rounds=3) == job(rounds=3)
+    with pytest.raises(fq.JobError, match="fedavg has no such parameter"):
+        job(method="fedavg")
+
+
+def test_a_job_is_frozen() -> None:
+    """It is a value."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        job().rounds = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: job(round=3), r"a job has no key 'round'; there are: .*; did you mean 'rounds'\?"),
+        (lambda: fq.Job(), r"a job names its method"),
+        (lambda: job(rounds=0), r"Expected `int` >= 1 - at `\$.rounds`"),
+        (lambda: job(method="fedavgg"), r"method 'fedavgg' is unknown; .*did you mean 'fedavg'\?"),
+        (lambda: job(params={"muu": 1.0}), r"\[params\] muu: fedprox has no such parameter; .*did you mean 'mu'\?"),
+        (lambda: fq.Cohort(siz=3), r"\[cohort\]: .*unknown field `siz`; keys of \[cohort\]: size, .*mean 'size'\?"),
+        (lambda: fq.Cohort(quorum=2.0), r"\[cohort\]: Expected `float` <= 1.0 - at `\$.quorum`"),
+        (lambda: fq.Cohort(deadline="soon"), r"\[cohort\]: Invalid enum value 'soon'.*there are: fixed, paper"),
+        (lambda: fq.Fleet(0), r"\[fleet\]: Expected `int` >= 1 - at `\$.devices`"),
+        (lambda: fq.Fleet(1, ["a"], ["1GB"], "max", "more"), r"\[fleet\]: 5 values, and there are 4 keys: devices"),
+        (lambda: fq.Data("x.npz", partition="dirichlett"), r"\[data\]: .*did you mean 'dirichlet'\?"),
+        (lambda: fq.Data(), r"\[data\]: one of path, sources and synthetic is wanted, not none"),
+        (lambda: job(data={"path": "x", "alpa": 1}), r"\[data\]: .*unknown field `alpa`.*did you mean 'alpha'\?"),
+        (lambda: job(wire={"codec": "zip"}), r"\[wire\] codec = 'zip': there are raw"),
+        (lambda: job(test={"path": "x", "splitt": "y"}), r"\[test\]: .*unknown field `splitt`"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_key_and_the_mend(make: Any, said: str) -> None:
+    """When the value is made, before anything runs."""
+    with pytest.raises(fq.JobError, match=said) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a wrong value in a file, with the file's name before it."""
+    path = tmp_path / "job.toml"
+    path.write_text('name = "a"\nmethod = "fedprox"\n[params]\nmuu = 1.0\n')
+    assert main(["partition", str(path)]) == 2
+    with pytest.raises(fq.JobError) as caught:
+        fq.Job(method="fedprox", params={"muu": 1.0})
+    assert f"{path}: {caught.value}" in capsys.readouterr().err
+
+
+def test_tables_of_a_job_are_what_their_names_say() -> None:
+    """What is made is the coordinator's own type, and counts as one of the public name."""
+    assert isinstance(fq.Cohort(size=3), settings.Cohort)
+    assert isinstance(fq.Cohort(size=3), fq.Cohort)
+    assert isinstance(fq.Data("x.npz"), DataSpec)
+    assert fq.Fleet(3, boards=["jetson-nano"]) == settings.Fleet(3, ("jetson-nano",))
+    assert msgspec.structs.asdict(fq.Cohort()) == msgspec.structs.asdict(settings.Cohort())
+
+
+def test_what_is_shown_makes_the_same_job() -> None:
+    """Only what is not as its default."""
+    assert eval(repr(job()), {"Job": fq.Job}) == job()
+    assert "attempts" not in repr(job())

@@ -1,0 +1,195 @@
+"""fq.simulate: the command's own rounds, bit for bit, and what is shown and told meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedquilt as fq
+from fedquilt.api import live
+from fedquilt.cli import main
+from fedquilt.coordinator.facts import Answered, Asked, Committed
+from fedquilt.coordinator.store import Store
+
+
+def outcome(run: fq.Run) -> tuple[list[Any], list[Any], list[str]]:
+    """Who was asked and answered with what bytes, and the sha256 of every state."""
+    with Store(run.home) as store:
+        facts = [fact for _, _, fact in store.facts(run.id)]
+    usage = [(f.round, f.update.device, f.update.usage) for f in facts if isinstance(f, Answered)]
+    return (
+        [(fact.round, fact.devices) for fact in facts if isinstance(fact, Asked)],
+        sorted((number, device, used.down_bytes, used.up_bytes) for number, device, used in usage),
+        [fact.state.sha256 for fact in facts if isinstance(fact, Committed)],
+    )
+
+
+def commanded(job: fq.Job, folder: Path) -> fq.Run:
+    """The same job by the commands, from its file."""
+    file = str(job.write(folder / "job.toml"))
+    assert main(["prepare", file]) == 0
+    assert main(["fleet", file, "--link", "memory", "--home", str(folder / "fleet")]) == 0
+    return fq.Run.open(folder / "fleet", "job")
+
+
+@pytest.mark.parametrize("changes", [{}, {"wire": {"codec": "int8"}}, {"method": "scaffold"}, {"check": {"every": 1}}])
+def test_values_are_the_commands_to_the_bit(job: fq.Job, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Devices asked, bytes and states of `fedquilt fleet --link memory`, also where evaluations are made beside."""
+    job = job.replace(**changes)
+    wanted = commanded(job, tmp_path)
+    assert len(outcome(wanted)[2]) >= job.rounds
+    plain = fq.simulate(job, evaluate=False, home=tmp_path / "plain")
+    assert outcome(plain) == outcome(wanted)
+    assert outcome(fq.simulate(job, workers=2, home=tmp_path / "beside")) == outcome(wanted)
+    for column in ("round", "accuracy", "loss", "train_loss", "down_bytes", "up_bytes", "participants"):
+        if column not in ("accuracy", "loss") or not job.test:  # the command evaluates on no test set
+            assert plain.rounds()[column] == wanted.rounds()[column], column
+
+
+def test_the_global_model_is_evaluated_beside_every_round(job: fq.Job) -> None:
+    """At no cost to the devices, on the test set and on their held-out shares; without it nothing is known."""
+    run, blind = fq.simulate(job), fq.simulate(job, evaluate=False)
+    assert all(0 < value < 1 for value in run.rounds()["accuracy"])
+    assert run.rounds()["accuracy"] != run.rounds()["held_accuracy"]
+    assert None not in run.rounds()["loss"]
+    for column in ("down_bytes", "up_bytes", "joules", "participants"):
+        assert run.rounds()[column] == blind.rounds()[column]
+    assert blind.rounds()["held_accuracy"] == [None] * 3
+
+
+def test_a_seed_is_that_of_the_job(job: fq.Job) -> None:
+    """It draws cohorts, examples and the partition; given, it counts in place of the job's."""
+    one, other = fq.simulate(job, seed=1), fq.simulate(job.replace(seed=1))
+    assert outcome(one) == outcome(other)
+    assert outcome(one) != outcome(fq.simulate(job))
+    assert one.job.seed == 1
+
+
+def test_a_temporary_home_lasts_as_long_as_its_run(job: fq.Job) -> None:
+    """Nothing is left on the disk."""
+    run = fq.simulate(job.replace(rounds=1))
+    home = run.home
+    assert run.status == "done"
+    del run
+    gc.collect()
+    assert not home.exists()
+
+
+class Breaks:
+    """A tracker that ends the run in its second round."""
+
+    def start(self, job: fq.Job, run: str) -> None:
+        self.run = run
+
+    def round(self, row: Mapping[str, Any]) -> None:
+        if row["round"] == 2:
+            raise KeyboardInterrupt
+
+    def end(self, run: fq.Run) -> None:
+        raise AssertionError("it has not ended")
+
+
+def test_an_interrupted_run_goes_on_in_its_home(job: fq.Job, home: Path, tmp_path: Path) -> None:
+    """The same run, and in the end the same states as without an interruption, private ones too."""
+    job = job.replace(method="scaffold")
+    breaks = Breaks()
+    with pytest.raises(KeyboardInterrupt):
+        fq.simulate(job, home=home, trackers=[breaks])
+    assert fq.Run.open(home, "job").status == "interrupted"
+    run = fq.simulate(job, home=home)
+    assert run.id == breaks.run
+    assert run.status == "done"
+    whole = fq.simulate(job, home=tmp_path / "whole")
+    assert outcome(run)[2] == outcome(whole)[2]
+    assert run.rounds()["accuracy"] == whole.rounds()["accuracy"]
+
+
+def test_the_command_does_not_resume_what_python_began(
+    job: fq.Job, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says who does."""
+    with pytest.raises(KeyboardInterrupt):
+        fq.simulate(job, home=home, trackers=[Breaks()])
+    assert main(["resume", "job", "--home", str(home)]) == 2
+    assert "`fedquilt.simulate` with the same job and home goes on with it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "said"),
+    [
+        ({"data": {}}, fq.JobError, r"needs the job's data, as in fq\.Job"),
+        ({"data": {"path": "/none.npz"}}, fq.DataError, "none.npz"),
+        ({"model": {}}, fq.JobError, r"neither \[model\] nor \[\[donors\]\]"),
+        ({"model": {"name": "mpl"}}, fq.ModelError, "network 'mpl' is unknown"),
+        ({"model": fq.models.mlp(63, [8], 10)}, fq.DataError, "64"),
+        ({"fleet": {"boards": ["jetson-nan"]}}, fq.JobError, "jetson-nan"),
+        ({"fleet": {"budgets": ["1XB"]}}, fq.JobError, r"\[fleet\]: .*1XB"),
+        ({"method": "fedstitch"}, fq.FedquiltError, "donors"),
+    ],
+)
+def test_what_cannot_be_run_is_said_before_a_run_is_begun(
+    job: fq.Job, home: Path, changes: dict[str, Any], kind: type[Exception], said: str
+) -> None:
+    """With the kind of error that the command has an exit code for."""
+    with pytest.raises(kind, match=said):
+        fq.simulate(job.replace(engine=None, **changes), home=home)
+    assert not (home / "fedquilt.db").exists()
+
+
+# -- progress -------------------------------------------------------------------------------------
+
+
+def test_a_line_is_shown_only_where_somebody_looks(job: fq.Job, capsys: pytest.CaptureFixture[str]) -> None:
+    """Standard error is no terminal here; asked for, it is rewritten after every round, with the accuracy."""
+    job = job.replace(rounds=1)
+    fq.simulate(job)
+    fq.simulate(job, progress=False)
+    assert capsys.readouterr() == ("", "")
+    fq.simulate(job, progress=True)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "round 1 of 1, accuracy" in shown.err
+    assert shown.err.endswith(" %\n")
+
+
+class Handle:
+    """What IPython gives back of an output that can be updated."""
+
+    def __init__(self, shown: list[str]) -> None:
+        self._shown = shown
+
+    def update(self, what: str) -> None:
+        self._shown.append(what)
+
+
+def notebook(shown: list[str]) -> dict[str, types.ModuleType]:
+    """As much of IPython as a running kernel has loaded."""
+
+    def show(what: str, display_id: bool) -> Handle:
+        assert display_id
+        shown.append(what)
+        return Handle(shown)
+
+    ipython, inner = types.ModuleType("IPython"), types.ModuleType("IPython.display")
+    ipython.get_ipython = lambda: types.SimpleNamespace(kernel=object())  # type: ignore[attr-defined]
+    inner.HTML, inner.display = str, show  # type: ignore[attr-defined]
+    ipython.display = inner  # type: ignore[attr-defined]
+    return {"IPython": ipython, "IPython.display": inner}
+
+
+def test_a_notebook_updates_one_output(job: fq.Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """IPython is looked up among what is loaded, never imported; a plain IPython shell is a terminal."""
+    shown: list[str] = []
+    for name, module in notebook(shown).items():
+        monkeypatch.setitem(sys.modules, name, module)
+    fq.simulate(job.replace(rounds=1))
+    assert len(shown) == 2
+    assert "round 1 of 1, accuracy" in shown[-1]
+    sys.modules["IPython"].get_ipython = lambda: object()  # type: ignore[attr-defined]
+    assert isinstance(live.display(None), live.Silent)

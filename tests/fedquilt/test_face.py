@@ -1,0 +1,94 @@
+"""The public face: which names there are, that each is documented, and that importing it is light."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+import fedquilt as fq
+from fedquilt.core import FedquiltError
+
+NAMES = {
+    *("Job", "Data", "Cohort", "Fleet", "models", "simulate", "compare", "Run", "Comparison", "Table"),
+    *("Hooks", "method", "fedavg", "trackers", "__version__"),
+    *("FedquiltError", "JobError", "DataError", "ModelError", "LinkError", "StoreError"),
+    *("MemoryBudgetError", "ClockError", "UpdateError", "WireError"),
+}
+
+
+def python(code: str) -> str:
+    """What a fresh interpreter prints."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_the_public_names_are_these() -> None:
+    """A name that is added or lost is a decision, which this test makes visible."""
+    assert set(fq.__all__) == NAMES
+    assert len(fq.__all__) == len(NAMES)
+    assert sorted(fq.__all__) == list(fq.__all__)
+    assert dir(fq) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", sorted(NAMES - {"__version__"}))
+def test_each_public_name_says_what_it_is(name: str) -> None:
+    """And the public methods of classes, and the functions of modules that are meant to be called, do too."""
+    found = getattr(fq, name)
+    assert inspect.getdoc(found)
+    if inspect.isclass(found):
+        for own, member in vars(found).items():
+            if not own.startswith("_") and (callable(member) or isinstance(member, property | classmethod)):
+                assert inspect.getdoc(getattr(found, own)), f"{name}.{own}"
+    if name == "models":
+        assert all(inspect.getdoc(getattr(found, builder)) for builder in found.__all__)
+
+
+def test_nothing_else_is_public_but_the_packages_parts() -> None:
+    """In a fresh interpreter, after every public name has been used."""
+    code = "import fedquilt\nfor name in fedquilt.__all__: getattr(fedquilt, name)\nprint(*vars(fedquilt))"
+    public = {name for name in python(code).split() if not name.startswith("_")}
+    odd = public - NAMES - {"TYPE_CHECKING"}
+    parts = {name for name in odd if isinstance(getattr(fq, name, sys.modules.get(f"fedquilt.{name}")), ModuleType)}
+    assert odd == parts, "loaded names other than submodules"
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    """As of any module."""
+    with pytest.raises(AttributeError, match="'simulat'"):
+        _ = fq.simulat  # type: ignore[attr-defined]
+
+
+def test_importing_loads_nothing() -> None:
+    """No library, and no other file of the package: an agent on a board imports it too."""
+    before = set(python("import sys; print(*sys.modules)").split())
+    loaded = set(python("import sys, fedquilt; print(*sys.modules)").split()) - before
+    assert {name.split(".")[0] for name in loaded} <= {"fedquilt", *sys.stdlib_module_names}
+    assert {name for name in loaded if name.startswith("fedquilt")} == {"fedquilt"}
+
+
+def test_describing_a_job_needs_neither_torch_nor_onnxruntime() -> None:
+    """They are loaded when something is prepared or run."""
+    code = (
+        "import sys, fedquilt as fq\n"
+        "fq.Job(method='fedavg', model=fq.models.mlp(64, [32], 10), data=fq.Data('d.npz'), fleet=fq.Fleet(3))\n"
+        "fq.simulate, fq.compare, fq.Run, fq.trackers, fq.fedavg\n"
+        "print(*sys.modules)"
+    )
+    loaded = {name.split(".")[0] for name in python(code).split()}
+    assert not loaded & {"torch", "torchvision", "onnx", "onnxruntime", "pandas", "polars", "IPython", "matplotlib"}
+
+
+def test_models_alone_need_not_even_numpy() -> None:
+    """A table of a network is only words and numbers."""
+    loaded = python("import sys, fedquilt as fq; fq.models.mlp(64, [32], 10); print(*sys.modules)").split()
+    assert "numpy" not in loaded
+    assert "msgspec" not in loaded
+
+
+def test_the_errors_are_fedquilts() -> None:
+    """One except clause catches them all."""
+    kinds = [getattr(fq, name) for name in fq.__all__ if name.endswith("Error")]
+    assert all(issubclass(kind, FedquiltError) for kind in kinds)

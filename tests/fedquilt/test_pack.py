@@ -1,0 +1,88 @@
+"""Many small blobs in one file: found again, dropped, their places taken anew, and whole after a kill."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from fedquilt.blobs.store import Depot
+from fedquilt.core import BlobRef
+from fedquilt.pack import Pack
+
+
+def sha256(payload: bytes) -> str:
+    return hashlib.sha256(payload).hexdigest()
+
+
+def filled(path: Path, *payloads: bytes) -> Pack:
+    pack = Pack(str(path))
+    for payload in payloads:
+        pack.name(sha256(payload), pack.put(sha256(payload), payload), len(payload))
+    return pack
+
+
+def test_the_place_of_a_dropped_blob_is_taken_by_the_next_of_its_size(tmp_path: Path) -> None:
+    pack = filled(tmp_path / "pack", b"one", b"two", b"three")
+    size = (tmp_path / "pack").stat().st_size
+    pack.drop(sha256(b"one"))
+    assert sha256(b"one") not in pack
+    place = pack.put(sha256(b"six"), b"six")
+    assert sha256(b"six") not in pack  # it has no name yet
+    pack.name(sha256(b"six"), place, 3)
+    assert [pack.read(sha256(each)) for each in (b"six", b"two", b"three")] == [b"six", b"two", b"three"]
+    assert pack.read(sha256(b"three"), 1, 2) == b"hr"
+    assert (tmp_path / "pack").stat().st_size == size
+
+
+def test_what_a_killed_process_left_is_found_and_a_torn_slot_is_not(tmp_path: Path) -> None:
+    filled(tmp_path / "pack", b"one", b"torn", b"three")
+    content = (tmp_path / "pack").read_bytes()
+    (tmp_path / "pack").write_bytes(content.replace(b"torn", b"to\0\0")[:-2])  # the last was cut off
+    pack = Pack(str(tmp_path / "pack"))
+    assert pack.names() == [sha256(b"one")]
+    place = pack.put(sha256(b"four"), b"four")
+    pack.name(sha256(b"four"), place, 4)
+    again = Pack(str(tmp_path / "pack"))
+    assert sorted(again.names()) == sorted([sha256(b"one"), sha256(b"four")])
+    assert again.read(sha256(b"four")) == b"four"
+
+
+def test_a_stowed_blob_is_a_blob_like_any_other_and_has_a_file_when_one_is_asked_for(tmp_path: Path) -> None:
+    depot = Depot(tmp_path, durable=False)
+    ref = depot.stow(b"small")
+    assert depot.has(ref)
+    assert depot.load(ref.sha256) == b"small"
+    assert depot.read(ref.sha256, 1, 3) == b"mal"
+    assert not (tmp_path / ref.sha256).exists()
+    path = Depot(tmp_path, durable=False).path(ref.sha256)
+    assert path is not None
+    assert path.read_bytes() == b"small"
+    depot.drop(ref.sha256)
+    assert not depot.has(ref)
+    assert depot.path(ref.sha256) is None
+
+
+def test_what_is_put_stays_when_the_same_content_was_stowed_and_is_collected_when_nobody_needs_it(
+    tmp_path: Path,
+) -> None:
+    depot = Depot(tmp_path, durable=False)
+    ref = depot.stow(b"same")
+    depot.put(b"same")
+    assert (tmp_path / ref.sha256).read_bytes() == b"same"
+    other = depot.stow(b"other")
+    depot.keep({ref.sha256})
+    assert depot.has(ref)
+    assert not depot.has(other)
+
+
+@pytest.mark.parametrize("size", [0, 1, 128 * 1024 + 1])
+def test_blobs_of_any_size_can_be_stowed(tmp_path: Path, size: int) -> None:
+    depot = Depot(tmp_path, durable=False)
+    payload = bytes(size)
+    assert depot.stow(payload) == BlobRef(sha256=sha256(payload), size=size)
+    assert depot.load(sha256(payload)) == payload
+
+
+def test_a_durable_depot_has_a_file_for_each(tmp_path: Path) -> None:
+    ref = Depot(tmp_path).stow(b"small")
+    assert [path.name for path in tmp_path.iterdir()] == [ref.sha256]

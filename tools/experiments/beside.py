@@ -1,0 +1,80 @@
+"""Evaluations beside the rounds of a simulated run: of its global model, at no cost to any device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedquilt import methods, metrics
+from fedquilt.coordinator.settings import Job
+from fedquilt.coordinator.views import progress
+from fedquilt.coordinator.views.scores import Held, Score
+from fedquilt.core import Examples
+from fedquilt.tools.experiments.evaluate import Evaluator
+from fedquilt.tools.simulation.run import Hands, Simulation
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What an evaluation found; None: there was nothing to evaluate on."""
+
+    test: Score | None  # on the examples that no device has
+    held: Held | None  # on the devices' held-out shares
+    devices: Mapping[str, float]  # device -> accuracy on its held-out share, 0..1
+
+
+class Judge:
+    """Evaluates the global model of one run on the test set and on held-out shares. Close it after use.
+
+    Args:
+        folder: the job's bundle.
+        test: examples that no device has; None: there are none.
+    """
+
+    def __init__(self, job: Job, folder: Path, test: Examples | None) -> None:
+        self.checks = methods.load(job.method).check is not None
+        self._test = test
+        self._evaluator = None if test is None or self.checks else Evaluator(job, folder, test=test)
+
+    def __enter__(self) -> Judge:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._evaluator is not None:
+            self._evaluator.close()
+
+    def look(self, simulation: Simulation, hands: Hands, *, shares: bool) -> Verdict:
+        """Evaluate the state that the simulation has now.
+
+        Args:
+            shares: evaluate on the devices' held-out shares too.
+
+        Raises:
+            FedquiltError: an evaluation failed.
+        """
+        told = hands.evaluate(simulation) if self.checks and shares else {}
+        own = progress.of_devices(told)
+        held = None if own is None else Held.of(simulation.done, own, _loss(told))
+        return Verdict(self._score(simulation, hands), held, {} if own is None else own.devices)
+
+    def _score(self, simulation: Simulation, hands: Hands) -> Score | None:
+        if self._test is None:
+            return None
+        done, state = simulation.done, simulation.state_digest
+        if self._evaluator is not None:
+            return self._evaluator.score(simulation.state, done, state)
+        found = hands.test(simulation)
+        main = None if found is None else metrics.main(found)
+        if found is None or main is None:
+            return None
+        metric, value = main
+        return Score(done, value, int(found["examples"]), found.get("loss"), state, metric.name)
+
+
+def _loss(told: Mapping[str, Mapping[str, float]]) -> float | None:
+    """The mean loss over all held-out examples; None: a device does not report its own."""
+    counted = [each for each in told.values() if each.get("examples")]
+    if not counted or any("loss" not in each for each in counted):
+        return None
+    return sum(each["loss"] * each["examples"] for each in counted) / sum(each["examples"] for each in counted)

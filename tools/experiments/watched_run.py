@@ -1,0 +1,89 @@
+"""A whole job on a simulated fleet, kept in a coordinator's home: what `fedquilt.simulate` does.
+
+The same executor, members, boards and submission checks as a comparison's runs, with one difference: devices are
+trained one by one, so that every state is, bit for bit, that of `fedquilt fleet` with the same job.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from fedquilt import methods
+from fedquilt.coordinator import job as running
+from fedquilt.coordinator.settings import Check, Job
+from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.views import scores
+from fedquilt.tools.experiments.beside import Judge, Verdict
+from fedquilt.tools.experiments.single_run import due, shares
+from fedquilt.tools.simulation.agents import Plan
+from fedquilt.tools.simulation.run import Hands, Simulation, simulate
+
+Watch = Callable[[Simulation], None]
+
+
+def evaluated(job: Job) -> Job:
+    """The job as it is simulated: one without a [check] is evaluated beside its rounds, every round."""
+    if job.check.every or methods.load(job.method).check is None:
+        return job
+    return msgspec.structs.replace(job, check=Check(every=1, beside=True))
+
+
+def play(
+    job: Job,
+    folder: Path,
+    home: Path,
+    *,
+    workers: int = 1,
+    begun: Callable[[str], None] = lambda run: None,
+    watch: Watch = lambda simulation: None,
+) -> str:
+    """Run a job to its end, or go on with its unfinished run in that home; returns the run's id.
+
+    With [check] beside = true, the global model is evaluated after every `check.every` rounds on all devices' held-out
+    shares; with any [check], and after the last round, on the test set if the job has one. Neither costs a device
+    anything. What is found lies beside the log (`fedquilt.coordinator.views.scores`).
+
+    Args:
+        folder: the job's bundle.
+        begun: told the run's id before its first round.
+        watch: told before the first round, after each, and at the end.
+
+    Raises:
+        FedquiltError: the job does not fit its bundle, data or fleet, or the run has failed; says why.
+    """
+    made = Plan(job, folder, home).require()
+    running.first_state(job, made)
+    members, test = shares(job, folder)
+    ran: list[Simulation] = []
+    with Judge(job, folder, test) as judge:
+
+        def observe(simulation: Simulation, hands: Hands) -> None:
+            if not ran:
+                ran.append(simulation)
+                begun(simulation.run)
+            if due(simulation, job.check.every):
+                _keep(home, simulation, lambda: judge.look(simulation, hands, shares=job.check.beside))
+            watch(simulation)
+
+        simulate(job, folder, members, workers=workers, test=test, observe=observe, home=home)
+    for each in ran:
+        shutil.rmtree(each.devices, ignore_errors=True)
+    return ran[0].run
+
+
+def _keep(home: Path, simulation: Simulation, look: Callable[[], Verdict]) -> None:
+    """Evaluate a state and write what is found, unless that has been done."""
+    with Store(home, durable=False) as store:
+        row = store.job(simulation.run)
+    found = scores.read(home, row)
+    if simulation.done in {*(each.rounds for each in found.scores), *(each.rounds for each in found.held)}:
+        return
+    verdict = look()
+    test = (*found.scores, verdict.test) if verdict.test else found.scores
+    held = (*found.held, verdict.held) if verdict.held else found.held
+    devices = dict(verdict.devices) or found.devices
+    scores.write(scores.file(home, row.id), scores.Scores(found.test, test, held, devices))
