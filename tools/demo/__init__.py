@@ -174,7 +174,9 @@ def _page(
 ) -> dict[str, Any]:
     """What the demo's page has beyond a run's report."""
     from fedquilt.tools.report import page, plots
-    from fedquilt.tools.report.sections import percent
+
+    def percent(value: float) -> str:
+        return f"{100 * value:.1f} %"
 
     first, grey = plots.COLOURS[2], plots.COLOURS[0]
     by_network = plots.bars(

@@ -156,7 +156,11 @@ def test_paths_of_sources_are_taken_from_the_jobs_folder(tmp_path: Path) -> None
     [
         ('partition = "dirichlet"\nmin_size = 9999\n', 3, "4 shares of at least 9999 of only"),
         ("alpha = -1\n", 2, "job.toml: [data]: Expected `float` > 0.0 - at `$.alpha`"),
-        ('synthetic = "fedpews-32k"\n', 2, "one of path, sources and synthetic is wanted, not path and synthetic"),
+        (
+            'synthetic = "fedpews-32k"\n',
+            2,
+            "one of path, sources, synthetic and dataset is wanted, not path and synthetic",
+        ),
     ],
 )
 def test_what_cannot_be_shared_out_ends_with_its_exit_code(
