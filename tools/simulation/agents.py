@@ -21,6 +21,7 @@ import msgspec
 
 from fedquilt import config as tables
 from fedquilt import methods, plugins
+from fedquilt.blobs.store import Shared
 from fedquilt.bundle import load
 from fedquilt.coordinator.executors import OverLink
 from fedquilt.coordinator.job import first_state, require_made_for
@@ -221,11 +222,12 @@ def virtually(
         together = examples.Together()
         agents: list[Agent] = []
         waiting = _Waiting(run)
+        shared = Shared(plan.folder(run, ".shared"))
         for table in plan.agents(run):
             options = settings.parse(table)
             board = make(options.board)
             own = broker.connect()
-            agents.append(Agent(own, options, board, InlineWorker(board, together.load), durable=False))
+            agents.append(Agent(own, options, board, InlineWorker(board, together.load), durable=False, shared=shared))
             sides.append((own, agents[-1]))
             pulse.tell(lambda: f"{run}: {len(agents)} of {plan.size} boards are made")
 
@@ -291,7 +293,9 @@ def _tidy(plan: Plan, run: str) -> None:
     """Of a run that is over, boards keep their logs and what is private to them: no blobs."""
     for table in plan.agents(run):
         for name in ("blobs", "cache", "outbox", "scratch"):
-            shutil.rmtree(Path(table["home"]) / name, ignore_errors=True)
+            if (folder := Path(table["home"]) / name).is_dir():
+                shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(plan.folder(run, ".shared"), ignore_errors=True)
 
 
 # -- processes ------------------------------------------------------------------------------------
