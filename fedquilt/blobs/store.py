@@ -344,18 +344,16 @@ class Depot:
 
 
 class Shared:
-    """Where many depots of one process have their small blobs, each content once."""
+    """Where many depots of one process have their blobs, each content once."""
 
     def __init__(self, folder: Path) -> None:
         self.depot = Depot(folder, durable=False)
         self.depot.keep(set())  # what a killed process has left
         self._holders: Counter[str] = Counter()  # sha256 -> how many depots have it
 
-    def add(self, payload: bytes) -> BlobRef:
+    def add(self, ref: BlobRef) -> None:
         """Another depot has this blob."""
-        ref = self.depot.stow(payload)
         self._holders[ref.sha256] += 1
-        return ref
 
     def drop(self, sha256: str) -> None:
         """One that had it no longer has."""
@@ -366,9 +364,9 @@ class Shared:
 
 
 class Lodger(Depot):
-    """A depot whose small blobs lie in a shared one. It forgets them with its process; its folder is made when needed.
+    """A depot whose blobs lie in a shared one. It forgets them with its process; its own folder is made when needed.
 
-    What came by `put_file`, and what is large, is in its own folder and stays.
+    There are the parts of what is on its way, and what came by `put_file`: that stays.
     """
 
     def __init__(self, folder: Path, shared: Shared) -> None:
@@ -392,19 +390,10 @@ class Lodger(Depot):
         return super().load(sha256) if sha256 not in self._here else self._shared.depot.load(sha256)
 
     def put(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-        if len(payload) > SMALL_BYTES:
-            self._make()
-            return super().put(payload, expected)
-        ref = self._shared.add(payload)
-        if (expected is not None and ref != expected) or ref.sha256 in self._here:
-            self._shared.drop(ref.sha256)
-        if expected is not None and ref != expected:
-            raise _arrived_damaged(expected)
-        self._here[ref.sha256] = ref
-        return ref
+        return self._held(self._shared.depot.put(payload, expected))
 
     def stow(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-        return self.put(payload, expected)
+        return self._held(self._shared.depot.stow(payload, expected))
 
     def put_file(self, path: Path, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
         self._make()
@@ -413,6 +402,11 @@ class Lodger(Depot):
     def resume(self, manifest: wire.Manifest) -> bytearray:
         self._make()
         return super().resume(manifest)
+
+    def finish(self, ref: BlobRef) -> None:
+        super().finish(ref)
+        self._shared.depot.adopt(self._at(ref.sha256), ref)
+        self._held(ref)
 
     def drop(self, sha256: str) -> None:
         if self._here.pop(sha256, None) is not None:
@@ -434,6 +428,12 @@ class Lodger(Depot):
             self._here[sha256] = self._here.pop(sha256)
         else:
             super().touch(sha256)
+
+    def _held(self, ref: BlobRef) -> BlobRef:
+        if ref.sha256 not in self._here:
+            self._shared.add(ref)
+            self._here[ref.sha256] = ref
+        return ref
 
     def _make(self) -> None:
         if not self._made:

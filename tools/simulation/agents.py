@@ -6,6 +6,7 @@ Only the board is simulated (time and energy follow its profile) and, on virtual
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -235,11 +236,25 @@ def virtually(
             pulse.tell(lambda: _how_far(run, server, agents))
             waiting.look(server, broker.now_s)
 
-        simulate(broker, lambda: sides, lambda: server.finished, watch=watch)
+        with _quiet(wordy):
+            simulate(broker, lambda: sides, lambda: server.finished, watch=watch)
         ended = store.status(run)
     if ended == "done":
         _tidy(plan, run)
     return run, ended
+
+
+@contextlib.contextmanager
+def _quiet(wordy: bool) -> Iterator[None]:
+    """Leave to the coordinator what boards say of their tasks: each also writes it into its log, a thousand of them."""
+    log = logging.getLogger("fedquilt.agent")
+    before = log.level
+    if not wordy:
+        log.setLevel(max(log.getEffectiveLevel(), logging.ERROR))
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 class _Pulse:
