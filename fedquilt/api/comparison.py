@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedquilt import metrics
 from fedquilt.api import live
 from fedquilt.api.job import Job
 from fedquilt.api.simulation import digest
@@ -81,7 +82,11 @@ class Comparison:
                     "real_seconds": costs["real_s"],
                 }
             )
-        return Table({key: [row[key] for row in rows] for key in rows[0]})
+        return Table(metrics.titled(self._metric, {key: [row[key] for row in rows] for key in rows[0]}))
+
+    @property
+    def _metric(self) -> metrics.Metric:
+        return tables.metric_of([run for of in self.runs for run in of])
 
     def curves(self) -> Table:
         """One row an evaluation: job, seed, rounds, accuracy, held_accuracy, worst_decile, and costs up to it."""
@@ -92,7 +97,7 @@ class Comparison:
             for mark in run.marks
         ]
         keys = list(found[0]) if found else ["job", "seed"]
-        return Table({key: [row[key] for row in found] for key in keys})
+        return Table(metrics.titled(self._metric, {key: [row[key] for row in found] for key in keys}))
 
     def to_pandas(self) -> pd.DataFrame:
         """`curves` as a pandas data frame.
