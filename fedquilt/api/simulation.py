@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fedquilt.tools.simulation.run import Simulation
     from fedquilt.trackers import Tracker
 
-PREPARED: Final = ("model", "schedule", "input", "labels", "donors", "int8")
+PREPARED: Final = ("model", "schedule", "input", "data", "labels", "donors", "int8")
 
 
 def simulate(

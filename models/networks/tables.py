@@ -72,6 +72,26 @@ def vit(
     return {**table, "patch": patch, "width": width, "depth": depth, "heads": heads}
 
 
+def conv1d(channels: int, steps: int, classes: int, *, width: int = 16, kernel: int = 5) -> Table:
+    """Convolutions along time, for series of `steps` steps of `channels` values; `kernel` is odd."""
+    table = {"name": "conv1d", "channels": channels, "steps": steps, "classes": classes}
+    return {**table, "width": width, "kernel": kernel}
+
+
+def gru(channels: int, steps: int, classes: int, *, width: int = 32, layers: int = 1) -> Table:
+    """A recurrent network (arXiv 1406.1078), for series of `steps` steps of `channels` values."""
+    table = {"name": "gru", "channels": channels, "steps": steps, "classes": classes}
+    return {**table, "width": width, "layers": layers}
+
+
+def transformer(
+    vocabulary: int, length: int, classes: int, *, width: int = 32, depth: int = 2, heads: int = 2
+) -> Table:
+    """A small encoder for text: `vocabulary` counts the tokens of its file, `length` those of an example."""
+    table = {"name": "transformer", "vocabulary": vocabulary, "length": length, "classes": classes}
+    return {**table, "width": width, "depth": depth, "heads": heads}
+
+
 def resnet_cifar(depth: int, classes: int = 10) -> Table:
     """ResNet-20, 32, 44 or 56 for images of 32 x 32 (He et al. 2015, section 4.2)."""
     return {"name": f"resnet{depth}-cifar", "classes": classes, "input": _input(3, 32, (), ())}
