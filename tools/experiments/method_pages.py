@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from fedquilt import disk, methods
+from fedquilt import columns, disk, methods
 from fedquilt.tools.experiments import papers
 
 SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -85,10 +85,8 @@ def lines(one: Card) -> list[str]:
 
 
 def listed(names: Iterable[str]) -> list[str]:
-    """One line for each method."""
-    cards = [card(name) for name in names]
-    width = max(len(each.name) for each in cards)
-    return [f"{each.name:{width}}  {each.title}" for each in cards]
+    """Each method with its title, as a table."""
+    return columns.table([[each.name, each.title] for each in map(card, names)], "<~")
 
 
 def write(folder: Path) -> list[Path]:
