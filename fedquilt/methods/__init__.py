@@ -16,8 +16,8 @@ from fedquilt.core import JobError, Method
 
 
 def names() -> list[str]:
-    """Our own methods, sorted: the files in this folder."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    """Our own methods, sorted: the files in this folder but for those that several share, such as `_by_width.py`."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
 def outside() -> list[str]:
