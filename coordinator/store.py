@@ -14,7 +14,7 @@ import fcntl
 import secrets
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Final, Literal, NamedTuple
@@ -45,6 +45,7 @@ _ADDED = {  # columns of `jobs` that version 0 had not
     "epoch": "alter table jobs add column epoch integer not null default 0",
 }
 
+UNENDED: Final = ("queued", "running", "stopping")  # of a home that is served: its coordinator may be at the run
 Origin = Literal["run", "fleet", "simulation"]
 
 LOCK_TRIES: Final = 10
@@ -229,6 +230,37 @@ class Store:
             if isinstance(row, Row) and run in (row.id, row.job.name):
                 return row
         raise StoreError(f"no run {run!r} in {self.home}; there are: {', '.join(row.id for row in rows) or 'none'}")
+
+    def remove(self, ids: Collection[str]) -> None:
+        """Take runs and their facts out of the database, all of them or, if the process is killed, none.
+
+        Their blobs are not touched: `coordinator.housekeeping` drops those that no run needs.
+
+        Raises:
+            JobError: a coordinator other than this process serves the home and may be at one of them.
+        """
+        with _storing(self.home):
+            self._db.execute("begin immediate")
+            try:
+                self.require_idle(ids)
+                for id in ids:
+                    self._db.execute("delete from facts where job = ?", (id,))
+                    self._db.execute("delete from jobs where id = ?", (id,))
+                self._db.execute("commit")
+            except BaseException:
+                self._db.execute("rollback")
+                raise
+
+    def require_idle(self, ids: Collection[str]) -> None:
+        """Refuse runs that a coordinator other than this process may be at.
+
+        Raises:
+            JobError: one of them waits or runs, and the home is served.
+        """
+        elsewhere = self._lock is None and self.served()
+        for id in ids:
+            if elsewhere and (status := self.status(id)) in UNENDED:
+                raise JobError(f"{id} is {status}: `fedquilt stop {id} --home {self.home}` ends it first")
 
     def begin(self, id: str) -> None:
         """Note that the coordinator that was started last has taken a job up."""

@@ -221,8 +221,7 @@ class Local:
     def require_room(self, size: int) -> None:
         """Raises StoreError unless `size` more bytes can be written."""
         with doing(f"write to {self.home}"):
-            stat = os.statvfs(self.home)
-            free = stat.f_bavail * stat.f_frsize
+            free = self._free_bytes()
             if free < size + SPARE_BYTES:
                 wanted = (size + SPARE_BYTES) / 1e6
                 raise OSError(errno.ENOSPC, f"{free / 1e6:.1f} MB are free, {wanted:.1f} MB are wanted, some to spare")
@@ -231,10 +230,14 @@ class Local:
                 (self.home / "probe").unlink()
 
     def make_room(self, size: int, limit_bytes: int, needed: Collection[str]) -> None:
-        """Drop blobs, the longest unused first, so that `size` more bytes keep within the limit; never needed ones."""
+        """Drop blobs, the longest unused first, so that `size` more bytes keep within the limit and fit on the disk.
+
+        Needed ones are never dropped; where that is not enough, `require_room` says so.
+        """
         with doing(f"list {self.depot.folder}"):
             entries = [(entry.stat(), entry.name) for entry in os.scandir(self.depot.folder)]
-        over = sum(stat.st_size for stat, _ in entries) + size - limit_bytes
+            free = self._free_bytes()
+        over = max(sum(stat.st_size for stat, _ in entries) + size - limit_bytes, size + SPARE_BYTES - free)
         for stat, name in sorted(entries, key=lambda entry: (entry[0].st_mtime_ns, entry[1])):
             sha256 = name.partition(".")[0]
             if over <= 0:
@@ -242,6 +245,10 @@ class Local:
             if len(sha256) == 64 and sha256 not in needed:
                 self.depot.drop(sha256)
                 over -= stat.st_size
+
+    def _free_bytes(self) -> int:
+        stat = os.statvfs(self.home)
+        return stat.f_bavail * stat.f_frsize
 
     def used(self, refs: Collection[BlobRef]) -> None:
         """Note that blobs are in use now."""

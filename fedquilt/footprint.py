@@ -103,6 +103,8 @@ FREED = 0.5
 """Times the weights is what glibc holds of tensors that came and went."""
 WIDEST = 10
 """Times the widest activation is at work besides those kept: gradients in and out, scratch, and what glibc holds."""
+WIDEST_AGAIN = 9
+"""Likewise where what is kept is made again in pieces: glibc then holds nothing, as memory goes back to the kernel."""
 PASSING = 4
 """Times the largest activation is at work where nothing is kept of it: before the first tensor that is trained."""
 
@@ -134,7 +136,7 @@ def training_bytes(
     fixed = fixed_bytes(network.weights_bytes, network.convolutions, moving, copies=COPIES + anchors, library=library)
     kept_bytes = examples * network.kept_bytes
     held_bytes = kept_bytes if piece_bytes is None else min(piece_bytes, kept_bytes)
-    return fixed + examples * _working_bytes(network) + held_bytes
+    return fixed + examples * _working_bytes(network, again=piece_bytes is not None) + held_bytes
 
 
 def fixed_bytes(
@@ -162,7 +164,7 @@ def example_bytes(network: Trained) -> int:
 
 def least_bytes(network: Trained) -> int:
     """What each example adds at the least: with what is kept made again in PIECES, one held at a time."""
-    return -(-network.kept_bytes // PIECES) + _working_bytes(network)
+    return -(-network.kept_bytes // PIECES) + _working_bytes(network, again=True)
 
 
 def piece_bytes(network: Trained, examples: int, room_bytes: float) -> int | None:
@@ -171,8 +173,10 @@ def piece_bytes(network: Trained, examples: int, room_bytes: float) -> int | Non
     Never less than one of PIECES, however small the room: each further piece costs up to a forward pass more.
     """
     kept_bytes = examples * network.kept_bytes
-    left_bytes = int(room_bytes) - examples * _working_bytes(network)
-    return None if kept_bytes <= left_bytes else max(left_bytes, -(-kept_bytes // PIECES))
+    if kept_bytes <= int(room_bytes) - examples * _working_bytes(network):
+        return None
+    left_bytes = int(room_bytes) - examples * _working_bytes(network, again=True)
+    return max(min(left_bytes, kept_bytes), -(-kept_bytes // PIECES))
 
 
 def coupled(model: Collection[str], moved: Collection[str] | None = None) -> bool:
@@ -191,9 +195,9 @@ def coupled(model: Collection[str], moved: Collection[str] | None = None) -> boo
     return False
 
 
-def _working_bytes(network: Trained) -> int:
-    """What is at work for each example, beside what is kept."""
-    return max(WIDEST * network.widest_bytes, PASSING * network.passing_bytes)
+def _working_bytes(network: Trained, *, again: bool = False) -> int:
+    """What is at work for each example, beside what is kept, which may be made again in pieces."""
+    return max((WIDEST_AGAIN if again else WIDEST) * network.widest_bytes, PASSING * network.passing_bytes)
 
 
 # -- inference ------------------------------------------------------------------------------------

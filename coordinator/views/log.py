@@ -156,16 +156,18 @@ def _committed(fact: Committed, closing: bool, updates: Sequence[Update], select
     return [*told, *fact.notes]
 
 
-def _evaluated(found: Mapping[str, float]) -> list[str]:
-    """The evaluation among a round's metrics."""
-    told = {name.removeprefix("check."): value for name, value in found.items() if name.startswith("check.")}
-    examples, main = told.pop("examples", None), metrics.main(told)
-    on = f" on {examples:.0f} held-out examples" if examples is not None else ""
-    if main is None:
-        return [_shown(told) + on] if told else []
-    metric, value = main
-    del told[metric.name]
-    return [f"{metric.title} {metrics.shown(metric, value, 1)}{on}", *([_shown(told)] if told else [])]
+def _evaluated(reported: Mapping[str, float]) -> list[str]:
+    """The evaluation among a round's metrics: the main metric first, with the number of examples."""
+    told = {name.removeprefix("check."): value for name, value in reported.items() if name.startswith("check.")}
+    examples = told.pop("examples", None)
+    order = [*metrics.KNOWN, *sorted(told.keys() - metrics.KNOWN.keys())]
+    found = []
+    for name in (name for name in order if name in told):
+        known = metrics.KNOWN.get(name, metrics.Metric(name, name, share=False))
+        found.append(f"{known.title} {f'{100 * told[name]:.1f} %' if known.share else _short(told[name])}")
+    if found and examples is not None:
+        found[0] += f" on {examples:.0f} held-out examples"
+    return found
 
 
 def _energy(updates: Sequence[Update]) -> str | None:

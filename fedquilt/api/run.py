@@ -65,8 +65,7 @@ class Run:
 
         Columns: round (from 1), accuracy (0..1; on the test set, or on held-out shares if the job has none), loss,
         held_accuracy, worst_decile, train_loss, seconds (on the boards), joules, down_bytes, up_bytes, participants.
-        What is not known is None. With another task than classes its main metric stands for accuracy: rmse and
-        held_rmse, or label_accuracy and held_label_accuracy.
+        Where a task has another main metric, its name stands for accuracy: rmse, held_rmse. What is not known is None.
         """
         with self._store() as store:
             row, facts = self._read(store)
@@ -142,11 +141,10 @@ class Run:
             return report.main(store, self.id, Path(path))
 
     def __repr__(self) -> str:
-        table = self.rounds()
-        metric = columns.metric_of(self._row().job)
+        table, metric = self.rounds(), columns.metric_of(self._row().job)
         known = [value for value in table[metric.name] if value is not None]
-        last = f", {metric.title} {metrics.shown(metric, known[-1], 1)}" if known else ""
-        return f"<Run {self.id}: {self.status}, {len(table)} rounds{last}>"
+        reached = f", {metric.title} {metrics.shown(metric, known[-1], 1)}" if known else ""
+        return f"<Run {self.id}: {self.status}, {len(table)} rounds{reached}>"
 
     @contextmanager
     def _store(self) -> Iterator[Store]:
@@ -177,7 +175,7 @@ class Follower:
         with Store(self._home, durable=False) as store:
             row = store.job(self._id)
             if self._made is None:
-                self._made = columns.Rounds(row.job.rounds, columns.metric_of(row.job))
+                self._made = columns.gathered((), row.job)
             for number, _, fact in store.facts(self._id, after=self._seen):
                 self._seen = number
                 self._made.add(fact)

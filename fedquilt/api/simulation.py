@@ -17,6 +17,7 @@ from fedquilt.api.job import Job
 from fedquilt.api.run import Follower, Run
 from fedquilt.coordinator import settings
 from fedquilt.core import JobError
+from fedquilt.tools.report import columns
 
 if TYPE_CHECKING:
     from fedquilt.tools.simulation.run import Simulation
@@ -95,7 +96,7 @@ class _Watch:
     def __init__(self, job: settings.Job, home: Path, trackers: Sequence[Tracker], show: Callable[[str], None]) -> None:
         self._job, self._home, self._trackers, self._show = job, home, trackers, show
         self._follower: Follower | None = None
-        self._accuracy = ""
+        self._metric, self._reached = columns.metric_of(job), ""
 
     def begin(self, run: str) -> None:
         """Hear the run's id."""
@@ -105,7 +106,7 @@ class _Watch:
 
     def __call__(self, simulation: Simulation) -> None:
         self._tell(ended=False)
-        self._show(f"{simulation.run}: round {simulation.done} of {self._job.rounds}{self._accuracy}")
+        self._show(f"{simulation.run}: round {simulation.done} of {self._job.rounds}{self._reached}")
 
     def end(self, run: Run) -> None:
         """Tell what is left, and that the run has ended."""
@@ -115,7 +116,7 @@ class _Watch:
 
     def _tell(self, *, ended: bool) -> None:
         for row in self._follower.new(ended=ended) if self._follower is not None else ():
-            if (main := metrics.main(row)) is not None and main[1] is not None:
-                self._accuracy = f", {main[0].title} {metrics.shown(*main, 1)}"
+            if row[self._metric.name] is not None:
+                self._reached = f", {self._metric.title} {metrics.shown(self._metric, row[self._metric.name], 1)}"
             for tracker in self._trackers:
                 tracker.round(row)

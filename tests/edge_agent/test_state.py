@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from fedquilt import tensors, wire
 from fedquilt.core import BlobRef, JobError, StoreError, Update, Usage
-from fedquilt.edge_agent.state import PRIVATE, UPDATE, Local, write_tensors
+from fedquilt.edge_agent.state import PRIVATE, SPARE_BYTES, UPDATE, Local, write_tensors
 
 KEY = ("j-1", 3)
 
@@ -170,6 +171,27 @@ def test_the_longest_unused_blobs_make_room_and_needed_ones_never_do(tmp_path: P
     local.used([refs[1]])
     local.make_room(100, 300, needed={refs[0].sha256})
     assert [local.depot.has(ref) for ref in refs] == [True, True, False, False]
+
+
+def test_blobs_make_room_on_a_disk_that_is_smaller_than_their_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as 150 bytes are free, 250 are to come, and the limit would allow a million: the oldest goes."""
+    local = Local(tmp_path)
+    refs = [local.depot.put(bytes([n]) * 100) for n in range(4)]
+    for age, ref in enumerate(refs):
+        os.utime(tmp_path / "blobs" / ref.sha256, (1000 + age, 1000 + age))
+    disk = SPARE_BYTES + 550  # of which each blob takes 100
+
+    def statvfs(path: Path) -> SimpleNamespace:
+        return SimpleNamespace(f_bavail=disk - 100 * sum(local.depot.has(ref) for ref in refs), f_frsize=1)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    local.make_room(150, 10**6, needed=())
+    assert [local.depot.has(ref) for ref in refs] == [True, True, True, True]
+    local.make_room(250, 10**6, needed={refs[0].sha256})
+    assert [local.depot.has(ref) for ref in refs] == [True, False, True, True]
+    local.require_room(250)
 
 
 def test_a_full_disk_is_an_error_that_says_so(tmp_path: Path) -> None:

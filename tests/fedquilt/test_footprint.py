@@ -7,6 +7,7 @@ import subprocess
 import sys
 import weakref
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 
@@ -151,11 +152,32 @@ def test_what_is_held_in_pieces_is_never_less_than_one_of_them() -> None:
     """All of it where there is room, what the room leaves, and at the least a piece: the peak is planned so."""
     network = footprint.Trained(
         weights_bytes=100, convolutions=0, largest_bytes=100, kept_bytes=8000, widest_bytes=100
-    )  # ten times the widest, 1000 bytes, are at work for each example
+    )  # ten times the widest, 1000 bytes, are at work for each example; nine times where pieces are made again
     assert footprint.piece_bytes(network, 2, 18_000) is None
-    assert footprint.piece_bytes(network, 2, 17_999) == 15_999
+    assert footprint.piece_bytes(network, 2, 17_999) == 16_000
+    assert footprint.piece_bytes(network, 2, 17_000) == 15_200
     assert footprint.piece_bytes(network, 2, 2_500) == footprint.piece_bytes(network, 2, -9) == 2_000
     whole = footprint.training_bytes(network, 2)
-    assert whole - footprint.training_bytes(network, 2, piece_bytes=2_000) == 14_000
+    assert whole - footprint.training_bytes(network, 2, piece_bytes=2_000) == 14_000 + 200
     fixed = whole - 2 * footprint.example_bytes(network)
     assert footprint.training_bytes(network, 2, piece_bytes=2_000) == fixed + 2 * footprint.least_bytes(network)
+
+
+@pytest.mark.skipif(find_spec("torchvision") is None, reason="torchvision is not installed")
+def test_a_resnet18_on_small_images_fits_into_the_budget_that_boards_have_unless_told() -> None:
+    """32 images of 32 pixels at a time; its true peak was 509 MB."""
+    import torch
+
+    from fedquilt.coordinator.settings import Fleet
+    from fedquilt.edge_agent.settings import size_bytes
+    from fedquilt.edge_agent.task import budget
+    from fedquilt.methods import fedavg
+    from fedquilt.models.networks import registry
+
+    network = {"name": "torchvision/resnet18", "classes": 10}
+    model = registry.build(network)
+    weights = {name: value.numpy() for name, value in model.state_dict().items()}
+    trained, _ = footprint.weigh(model, torch.zeros(2, 3, 32, 32))
+    state = fedavg.State({"batch": 32, "epochs": 1}, network, weights, 1.0, footprint.least_bytes(trained))
+    (default,) = Fleet().budgets
+    assert budget.shortage("torch", fedavg.order(state, {}).work, size_bytes(default), None, {}) is None

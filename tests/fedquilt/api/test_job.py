@@ -31,7 +31,7 @@ def job(**changes: Any) -> fq.Job:
 
 
 def test_its_keys_and_defaults_are_those_of_a_job_file() -> None:
-    """One vocabulary: a key that a job file gains or loses has to be gained or lost here; only the name has a default."""
+    """One vocabulary: a key that a job file gains or loses has to be gained or lost here; the name has a default."""
     plain = settings.Job(name="job", method="fedavg")
     assert {each.name for each in dataclasses.fields(fq.Job)} == set(settings.Job.__struct_fields__)
     assert fq.Job(method="fedavg").settings == plain
