@@ -85,7 +85,9 @@ def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lamb
     files: dict[str, bytes] = {}
     if not job.get("model") and not job.get("donors"):
         raise JobError("the job has neither [model] nor [[donors]]: there is nothing to prepare")
-    wanted = inputs.parse(job["input"]) if job.get("input") else None
+    own = job["model"].get("input") if job.get("model") else None
+    given = job.get("input") or (own if isinstance(own, Mapping) and own.get("standardise") else None)
+    wanted = inputs.parse(given) if given else None
     if isinstance(wanted, inputs.Values) and wanted.standardise:
         wanted = _measured(job)
     trial = _trial(job) if job.get("int8") else None

@@ -52,7 +52,11 @@ def of_job(job: Job, devices: int | None = None) -> Counts:
     tables = Plan(job, Path(), Path(), devices).agents()
     train, held = examples.label_counts(DataSpec.parse(tables[0]["data"]))
     kinds = train.shape[1]
-    classes = job.labels if len(job.labels) >= kinds else tuple(map(str, range(kinds)))
+    spec = DataSpec.parse(job.data)
+    known = spec.labels or job.labels
+    classes = tuple(known) if len(known) >= kinds else tuple(map(str, range(kinds)))
+    if spec.task != "classes":
+        classes = ("all",)
     return Counts(tuple(table["device"] for table in tables), classes[:kinds], train, held)
 
 
