@@ -14,7 +14,7 @@ import fcntl
 import secrets
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Final, Literal, NamedTuple
@@ -45,6 +45,7 @@ _ADDED = {  # columns of `jobs` that version 0 had not
     "epoch": "alter table jobs add column epoch integer not null default 0",
 }
 
+UNENDED: Final = ("queued", "running", "stopping")  # of a home that is served: its coordinator may be at the run
 Origin = Literal["run", "fleet", "simulation"]
 
 LOCK_TRIES: Final = 10
@@ -230,6 +231,37 @@ class Store:
                 return row
         raise StoreError(f"no run {run!r} in {self.home}; there are: {', '.join(row.id for row in rows) or 'none'}")
 
+    def remove(self, ids: Collection[str]) -> None:
+        """Take runs and their facts out of the database, all of them or, if the process is killed, none.
+
+        Their blobs are not touched: `coordinator.housekeeping` drops those that no run needs.
+
+        Raises:
+            JobError: a coordinator other than this process serves the home and may be at one of them.
+        """
+        with _storing(self.home):
+            self._db.execute("begin immediate")
+            try:
+                self.require_idle(ids)
+                for id in ids:
+                    self._db.execute("delete from facts where job = ?", (id,))
+                    self._db.execute("delete from jobs where id = ?", (id,))
+                self._db.execute("commit")
+            except BaseException:
+                self._db.execute("rollback")
+                raise
+
+    def require_idle(self, ids: Collection[str]) -> None:
+        """Refuse runs that a coordinator other than this process may be at.
+
+        Raises:
+            JobError: one of them waits or runs, and the home is served.
+        """
+        elsewhere = self._lock is None and self.served()
+        for id in ids:
+            if elsewhere and (status := self.status(id)) in UNENDED:
+                raise JobError(f"{id} is {status}: `fedquilt stop {id} --home {self.home}` ends it first")
+
     def begin(self, id: str) -> None:
         """Note that the coordinator that was started last has taken a job up."""
         with _storing(self.home):
@@ -261,26 +293,32 @@ class Store:
         with _storing(self.home):
             self._db.execute("update jobs set status = ? where id = ?", (status, id))
 
-    def states(self) -> set[str]:
-        """The sha256 of every job's latest state: what results are made of."""
+    def states(self, but: str = "") -> set[str]:
+        """The sha256 of every job's latest state: what results are made of. `but`: not of this job."""
         query = """
             select json_extract(body, '$.state.sha256') from sound where seq in (
-                select max(seq) from sound where json_extract(body, '$.state.sha256') is not null group by job)
+                select max(seq) from sound where job in (select id from jobs where id <> ?)
+                and json_extract(body, '$.state.sha256') is not null group by job)
         """
         with _storing(self.home):
-            return {str(row[0]) for row in self._db.execute(query)}
+            return {str(row[0]) for row in self._db.execute(query, (but,))}
 
-    def held(self) -> set[str]:
-        """Every blob that some job may still need: the latest states, and updates that no state holds yet."""
+    def held(self, but: str = "") -> set[str]:
+        """Every blob that some job may still need: the latest states, and updates that no state holds yet.
+
+        Args:
+            but: a job that is not asked about: who runs it knows what it needs without reading all its facts.
+        """
         query = """
             with last(job, seq) as (
-                select job, max(seq) from sound where json_extract(body, '$.state.sha256') is not null group by job)
+                select job, max(seq) from sound where job in (select id from jobs where id <> :but)
+                and json_extract(body, '$.state.sha256') is not null group by job)
             select json_extract(bundle.value, '$.sha256')
             from sound left join last on last.job = sound.job, json_each(sound.body, '$.update.bundles') bundle
-            where sound.seq > coalesce(last.seq, 0)
+            where sound.job in (select id from jobs where id <> :but) and sound.seq > coalesce(last.seq, 0)
         """
         with _storing(self.home):
-            return self.states() | {str(row[0]) for row in self._db.execute(query)}
+            return self.states(but) | {str(row[0]) for row in self._db.execute(query, {"but": but})}
 
     # -- facts --
 

@@ -18,10 +18,11 @@ import click
 from fedquilt import __version__, config
 
 SECTIONS: Final = {
-    "Begin": ("demo",),
+    "Begin": ("demo", "init"),
     "Run a federation": ("prepare", "run", "fleet", "serve", "stop", "resume"),
     "Look at runs": ("ls", "logs", "why", "report", "evaluate", "export", "run-model"),
-    "Experiments": ("partition", "compare", "methods", "reproduce", "audit", "bench"),
+    "Clear up": ("delete", "prune", "kept"),
+    "Experiments": ("partition", "compare", "methods", "conformance", "reproduce", "audit", "bench"),
     "Boards": ("agent", "flash", "clocks", "record", "emulate", "doctor"),
     "Broker and identities": ("broker", "ca", "enrol"),
 }

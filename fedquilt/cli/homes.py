@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from fedquilt.cli.commands import wordy
 from fedquilt.cli.options import Broker
-from fedquilt.core import StoreError
+from fedquilt.core import JobError, StoreError
 
 ENDED: Final = {"done": 0, "failed": 8, "stopped": 9}
 
@@ -88,6 +89,29 @@ def ended(home: Path, id: str, status: str, again: str) -> int:
 def export_command(home: Path, id: str) -> str:
     """The command that writes a run's result."""
     return f"fedquilt export {id} --home {home} --out FILE"
+
+
+def agreed(question: str, yes: bool) -> bool:
+    """Whether the person at the terminal agrees; `yes` is --yes, the answer of whoever cannot be asked.
+
+    Raises:
+        JobError: there is no terminal to ask on.
+    """
+    import click
+
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        raise JobError(f"{question} There is no terminal to ask on: --yes answers it")
+    return click.confirm(question, err=True)
+
+
+def swept(found: Any) -> str:
+    """What a removal freed, in a sentence."""
+    from fedquilt import units
+
+    said = f"{units.size(found.bytes)} freed"
+    return f"{said}; blobs go when the coordinator of this home takes up its next job" if found.blobs_left else said
 
 
 def show(format: str, rows: Any, lines: Sequence[str]) -> None:

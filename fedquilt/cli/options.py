@@ -73,17 +73,24 @@ def _positive(text: str) -> int:
     return value
 
 
+def _count(text: str) -> int:
+    value: int = _number(text, int)
+    if value < 0:
+        raise ValueError(f"{value} is less than 0")
+    return value
+
+
+def _age(text: str) -> float:
+    seconds = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+    if not re.fullmatch(r"\d+(\.\d+)?[mhdw]", text):
+        raise ValueError(f"{text!r} is no age: a number with m, h, d or w, such as 30d")
+    return float(text[:-1]) * seconds[text[-1]]
+
+
 def _above_0(text: str) -> float:
     value: float = _number(text, float)
     if not 0 < value < float("inf"):
         raise ValueError(f"{text} is not above 0")
-    return value
-
-
-def _share(text: str) -> float:
-    value: float = _number(text, float)
-    if not 0 < value <= 1:
-        raise ValueError(f"{text} is not above 0 and at most 1")
     return value
 
 
@@ -104,9 +111,10 @@ PATH: Final = File()
 FOLDER: Final = File(file_okay=False)
 POSITIVE: Final = Checked("n", _positive)
 ABOVE_0: Final = Checked("x", _above_0)
-SHARE: Final = Checked("share", _share)
 SECONDS: Final = Checked("s", _seconds)
 NAME: Final = Checked("name", _name)
+COUNT: Final = Checked("n", _count)
+AGE: Final = Checked("age", _age)
 WHOLE: Final = Checked("n", lambda text: _number(text, int))
 NUMBER: Final = Checked("x", lambda text: _number(text, float))
 
@@ -135,7 +143,14 @@ def methods(context: click.Context, parameter: click.Parameter, incomplete: str)
     """Names of methods."""
     from fedquilt import methods as known
 
-    return [each for each in known.names() if each.startswith(incomplete)]
+    return [each for each in [*known.names(), *known.outside()] if each.startswith(incomplete)]
+
+
+def boards(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Names of boards that have a profile."""
+    from fedquilt import profiles
+
+    return [each for each in profiles.names() if each.startswith(incomplete)]
 
 
 # -- options --------------------------------------------------------------------------------------

@@ -65,3 +65,17 @@ def test_the_diagram_of_a_job_is_the_tables() -> None:
     found = re.search(r"```mermaid\n(.*?)\n```", section("How a round goes"), re.DOTALL)
     assert found is not None
     assert found[1] == transitions.diagram()
+
+
+def test_no_key_is_told_that_is_not_there() -> None:
+    """Every row's first cell is a key of the job, of one of its tables, or a network's name."""
+    kinds = (settings.Job, settings.Cohort, settings.Fleet, DataSpec, prepare.Donor, images.Input)
+    known = {field.name for kind in kinds for field in msgspec.structs.fields(kind)}
+    for kind, table in ((Encoding, "wire"), (settings.Stop, "stop"), (settings.Check, "check")):
+        known |= {f"{table}.{field.name}" for field in msgspec.structs.fields(kind)}
+    zoo = pytest.importorskip("fedquilt.models.networks.registry", reason="networks are torch's")
+    known |= {*zoo.SMALL, "resnet20-cifar", "torchvision/<architecture>"}
+    cells = [line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `")]
+    told = {key for cell in cells for key in re.findall(r"`([^`]+)`", cell)}
+    assert len(told) > 50
+    assert not told - known

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
@@ -18,8 +18,9 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 
 import fedquilt
-from fedquilt import methods, plugins
-from fedquilt.core import StoreError
+from fedquilt import methods, plugins, units
+from fedquilt.core import JobError, StoreError
+from fedquilt.disk import doing
 from fedquilt.edge_agent import engines
 from fedquilt.models.networks import registry
 
@@ -64,6 +65,129 @@ class Kept(Generic[T]):
                 "is not the one of this comparison"
             )
         return lines
+
+
+# -- what is kept, for people ----------------------------------------------------------------------
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """A kept run as a file. `method` and `seed` are None where the file does not tell: of another tool or version."""
+
+    key: str
+    bytes: int
+    made: float  # wall-clock seconds
+    method: str | None = None
+    seed: int | None = None
+    about: str = ""  # of what made it: devices and rounds of a comparison, searches of an ablation
+
+
+class _About(msgspec.Struct, frozen=True):
+    """What a comparison's run tells of itself, whatever its version."""
+
+    method: str
+    seed: int
+    devices: int = 0
+    marks: list[dict[str, Any]] = []
+
+
+class _Part(msgspec.Struct, frozen=True):
+    """Likewise a row of an ablation's run."""
+
+    condition: str
+    seed: int
+    part: str
+
+
+def entries(out: Path) -> list[Entry]:
+    """The kept runs in `out`/runs, the oldest first.
+
+    Raises:
+        StoreError: there is no such folder, or it cannot be read.
+    """
+    folder = out / "runs"
+    if not folder.is_dir():
+        raise StoreError(f"no kept runs in {out}: `fedquilt compare` keeps some there, --out names another folder")
+    with doing(f"read {folder}"):
+        return sorted((_entry(path) for path in folder.glob("*.json")), key=lambda each: (each.made, each.key))
+
+
+def _entry(path: Path) -> Entry:
+    found, content = path.stat(), path.read_bytes()
+    plain = Entry(key=path.stem, bytes=found.st_size, made=found.st_mtime)
+    try:
+        told: _About | list[_Part] = msgspec.json.decode(content, type=_About | list[_Part])
+    except msgspec.DecodeError:
+        return plain
+    if isinstance(told, _About):
+        rounds = told.marks[-1].get("rounds") if told.marks else None
+        about = f"{told.devices} devices" + (f", {rounds} rounds" if rounds else "")
+        return msgspec.structs.replace(plain, method=told.method, seed=told.seed, about=about)
+    if not told:
+        return plain
+    return msgspec.structs.replace(plain, seed=told[0].seed, about=f"{told[0].condition}, {told[0].part}")
+
+
+def choose(
+    found: Iterable[Entry],
+    keys: Collection[str],
+    now: float,
+    *,
+    everything: bool = False,
+    method: str | None = None,
+    older_s: float | None = None,
+) -> list[Entry]:
+    """The entries to drop: of the keys (or beginnings of one), or of a method, an age or both.
+
+    Raises:
+        JobError: nothing was chosen by, or a key begins none or several.
+    """
+    known = list(found)
+    if not keys and not everything and method is None and older_s is None:
+        raise JobError("say which kept runs to drop: keys, --method, --older-than or --all")
+    chosen = []
+    for word in keys:
+        matching = [each for each in known if each.key.startswith(word)]
+        if len(matching) != 1:
+            raise JobError(
+                f"{len(matching)} kept runs have a key that begins with {word!r}; `fedquilt kept list` shows all"
+            )
+        chosen += matching
+    if everything or method is not None or older_s is not None:
+        chosen += [
+            each
+            for each in known
+            if (method is None or each.method == method) and (older_s is None or now - each.made > older_s)
+        ]
+    return list({each.key: each for each in chosen}.values())
+
+
+def drop(out: Path, found: Iterable[Entry]) -> None:
+    """Delete kept runs, each file at once.
+
+    Raises:
+        StoreError: one cannot be deleted.
+    """
+    with doing(f"drop kept runs of {out}"):
+        for each in found:
+            (out / "runs" / f"{each.key}.json").unlink(missing_ok=True)
+
+
+def lines(found: Sequence[Entry], now: float) -> list[str]:
+    """The list for people."""
+    total = units.size(sum(each.bytes for each in found))
+    rows = [
+        f"{each.key}  {_age(now - each.made):>5}  {units.size(each.bytes):>8}  "
+        + ", ".join(filter(None, (each.method, f"seed {each.seed}" if each.seed is not None else "", each.about)))
+        for each in found
+    ]
+    return [*rows, f"{len(found)} kept runs, {total}"]
+
+
+def _age(seconds: float) -> str:
+    for name, each in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= each:
+            return f"{seconds / each:.0f} {name}"
+    return f"{max(0.0, seconds):.0f} s"
 
 
 # -- what a run depends on ------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 from fedquilt.core import ClockError, OperatingPoint
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.controls import Lever, Write
-from fedquilt.testing.board_layouts import BOARDS
+from fedquilt.profiles.layouts import BOARDS
 from fedquilt.testing.boards import plant
 
 
@@ -210,8 +210,10 @@ def test_a_dry_run_is_told_in_sentences(tmp_path: Path):
     assert first == (f"write 1300500000 to {tmp_path}/sys/class/devfreq/17000000.gp10b/max_freq (17000000.gp10b)")
 
 
-@pytest.mark.parametrize("module", ["levers", "clamp", "clocks", "clockd"])
+@pytest.mark.parametrize("module", ["client", "controls", "helper", "hold"])
 def test_nothing_heavy_is_imported(module: str):
     """The agent's daemon and a helper that runs as root hold no numpy."""
-    check = f"import sys, fedquilt.edge_agent.{module}; sys.exit('numpy' in sys.modules or 'psutil' in sys.modules)"
+    check = (
+        f"import sys, fedquilt.edge_agent.clocks.{module}; sys.exit('numpy' in sys.modules or 'psutil' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

@@ -14,7 +14,7 @@ import fedquilt.cli
 from command_lines import parsed
 from fedquilt.cli import commands, main
 
-HELPERS = {"__init__", "__main__", "commands", "homes", "options"}
+HELPERS = {"__init__", "__main__", "commands", "homes", "options", "reference"}
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -164,7 +164,7 @@ def test_why_tells_of_all_or_of_one_round_or_device_for_people_and_programs(
             store.append(run, fact)
     home = ["--home", str(tmp_path)]
     assert main(["why", run, *home]) == 0
-    assert capsys.readouterr().out == "round 0:\n  asked: a\n  hotter than [cohort] max_temperature_c: b\n"
+    assert capsys.readouterr().out == "round 0:\n  selected: a\n  hotter than [cohort] max_temperature_c: b\n"
     assert main(["why", "digits", "--round", "0", "--device", "b", "--format", "json", *home]) == 0
     assert json.loads(capsys.readouterr().out)["0"]["b"]["code"] == "hot"
     assert main(["why", run, "--device", "c", *home]) == 2
@@ -184,8 +184,8 @@ def test_energy_is_told_with_what_is_above_idle_and_its_error(
         store.set_status(run, "done")
     assert main(["logs", run, "--home", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    assert "a answered in 1.00 s, 8.00 J (5.00 J above idle, ± 0.5 J)" in shown
-    assert "energy: 1 task took 8.00 J" in shown
+    assert "update from a: 1.00 s, 8.00 J (5.00 J above idle, ± 0.5 J)" in shown
+    assert "for 1 task: 8.00 J per task" in shown
     assert main(["ls", "--home", str(tmp_path), "--format", "json"]) == 0
     row = json.loads(capsys.readouterr().out)[0]
     assert (row["energy_j"], row["net_j"], row["example_j"], row["round_j"]) == (8.0, 5.0, 2.0, [8.0])

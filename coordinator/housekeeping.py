@@ -1,0 +1,108 @@
+"""Removing runs from a home: which ones are old, what goes with them, and what a killed removal left behind.
+
+A run leaves the list first, in one transaction; its files go afterwards. So whatever moment the process is killed,
+every run that is listed is whole, and what is left over belongs to no run: the next removal sweeps it away.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from fedquilt.coordinator.store import Row, Store, Unreadable
+from fedquilt.disk import doing
+
+ENDED: Final = ("done", "failed", "stopped")
+_RUN: Final = re.compile(r".+-\d{8}-\d{6}(-[0-9a-f]{6})?")  # an id: agents without a coordinator have others
+
+
+class Swept(NamedTuple):
+    """What was removed besides runs."""
+
+    files: int
+    bytes: int
+    blobs_left: bool  # another coordinator serves the home: it drops blobs when it takes up its next job
+
+
+def find(store: Store, run: str) -> Row | Unreadable:
+    """One run by its id, also one that this version cannot read; a job's name stands for its latest run.
+
+    Raises:
+        StoreError: there is none.
+    """
+    for row in reversed(store.all_jobs()):
+        if run == row.id or (isinstance(row, Row) and run == row.job.name):
+            return row
+    return store.job(run)  # raises, with those there are
+
+
+def old(rows: Sequence[Row | Unreadable], now: float, keep: int | None, older_s: float | None) -> list[str]:
+    """Ids of ended runs, the oldest first, but for the `keep` latest and those that began within `older_s` seconds.
+
+    Args:
+        rows: The runs of a home in the order in which they were queued.
+        now: Wall-clock seconds.
+        keep: None: no run is kept for being among the latest.
+        older_s: None: no run is kept for its age.
+    """
+    ended = [row for row in rows if row.status in ENDED]
+    if keep is not None:
+        ended = ended[: max(0, len(ended) - keep)]
+    return [row.id for row in ended if older_s is None or now - row.created > older_s]
+
+
+def remove(store: Store, ids: Collection[str]) -> Swept:
+    """Remove runs, then every file of this home that no run needs.
+
+    Nothing else runs here meanwhile: where nobody serves the home, this process holds its lock from now on.
+
+    Raises:
+        JobError: a coordinator serves the home and may be at one of the runs; nothing has been removed.
+        StoreError: the home cannot be read or written.
+    """
+    alone = store.lock()
+    store.remove(ids)
+    return _sweep(store, alone)
+
+
+def _sweep(store: Store, alone: bool) -> Swept:
+    """Remove blobs that no run needs, and agents' folders and evaluations of runs that are no longer there."""
+    known = {row.id for row in store.all_jobs()}
+    files = total = 0
+    with doing(f"clear {store.home}"):
+        for place in list(_strays(store.home, known)):
+            found, size = _weigh(place)
+            files, total = files + found, total + size
+            if place.is_dir() and not place.is_symlink():
+                shutil.rmtree(place)
+            else:
+                place.unlink(missing_ok=True)
+    if not alone:
+        return Swept(files, total, blobs_left=True)
+    before = _weigh(store.depot.folder)
+    store.depot.keep(store.held())
+    after = _weigh(store.depot.folder)
+    return Swept(files + before[0] - after[0], total + before[1] - after[1], blobs_left=False)
+
+
+def _strays(home: Path, known: Collection[str]) -> Iterator[Path]:
+    """Files and folders that are named after runs which are no longer in the list."""
+    for folder, ending in (("agents", ""), ("evaluations", ".json")):
+        if (home / folder).is_dir():
+            yield from (
+                each
+                for each in (home / folder).iterdir()
+                if each.name.endswith(ending)
+                and _RUN.fullmatch(each.name.removesuffix(ending))
+                and each.name.removesuffix(ending) not in known
+            )
+
+
+def _weigh(place: Path) -> tuple[int, int]:
+    """(files, bytes) of a file, or of all files in a folder."""
+    inside = [each for each in place.rglob("*") if each.is_file() and not each.is_symlink()] if place.is_dir() else []
+    counted = inside or ([place] if place.is_file() else [])
+    return len(counted), sum(each.stat().st_size for each in counted)

@@ -1,0 +1,193 @@
+"""`fedquilt init`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from fedquilt.cli import options
+from fedquilt.cli.commands import option, verb
+from fedquilt.core import JobError, StoreError
+
+DIGITS: Final = "digits"  # stands for the handwritten digits that come with fedquilt
+BOARDS: Final = ("jetson-nano", "jetson-orin-nano", "raspberry-pi-5", "x86-host")
+STITCHING: Final = ("fedstitch",)  # begins with donors, of which init knows nothing
+NEEDED: Final = {"fedlps": {"encoder": 0.0}}  # parameters without whose values a network of random weights is refused
+
+
+@verb()
+@option("--method", metavar="METHOD", help="Which method (default: asks, or fedavg).", shell_complete=options.methods)
+@option(
+    "--data",
+    metavar="PATH",
+    help="An .npz, a folder of images or IDX files; digits: the handwritten ones that come with fedquilt "
+    "(default: asks, or digits).",
+)
+@option("--devices", type=options.POSITIVE, help="How many devices (default: asks, or 4).")
+@option("--rounds", type=options.POSITIVE, help="How many rounds (default: asks, or 10).")
+@option("--out", type=options.PATH, default=Path("job.toml"), help="The file to write.")
+@option("--agent", is_flag=True, help="Write an agent.toml beside it too, for a board of your own.")
+@option("--force", is_flag=True, help="Write over files that are there.")
+def init(
+    method: str | None,
+    data: str | None,
+    devices: int | None,
+    rounds: int | None,
+    out: Path,
+    agent: bool,
+    force: bool,
+) -> None:
+    """Write a commented job file, from a few questions or from options.
+
+    On a terminal it asks what no option answers. The job trains a small network of the right size for the data.
+    """
+    from fedquilt import disk
+
+    files = [out, *([out.with_name("agent.toml")] if agent else [])]
+    for file in files:
+        if file.exists() and not force:
+            raise StoreError(f"{file} is there already: --force writes over it, --out names another file")
+    chosen = _trains(method or _ask("method (`fedquilt methods` lists them)", "fedavg"))
+    path, shape, classes = _place(data or _ask(f"data: a path, or {DIGITS}", DIGITS), out)
+    count = devices or int(_ask("devices", 4, options.POSITIVE))
+    texts = [
+        "\n".join(_job(out, chosen, path, shape, classes, count, rounds or int(_ask("rounds", 10, options.POSITIVE))))
+    ]
+    if agent:
+        texts.append("\n".join(_agent(path)))
+    if path.name == "digits.npz" and not (out.parent / path).exists():
+        disk.ready(out)
+        shutil.copyfile(_digits(), out.parent / path)
+    for file, text in zip(files, texts, strict=True):
+        disk.write(file, text + "\n")
+        print(f"wrote {file}")
+    print(f"next: `fedquilt prepare {out}`, then `fedquilt fleet {out} --link memory`")
+
+
+def _ask(question: str, default: Any, kind: options.Checked | None = None) -> Any:
+    """The answer on a terminal; elsewhere the default."""
+    return click.prompt(question, default=default, type=kind, err=True) if sys.stdin.isatty() else default
+
+
+def _trains(name: str) -> str:
+    """The name of a method that trains a network.
+
+    Raises:
+        JobError: there is no such method, or it stitches donors.
+    """
+    from fedquilt import methods
+
+    methods.load(name)
+    if name in STITCHING:
+        raise JobError(f"{name} begins with donors, which init cannot choose: tools/demo/job.toml is such a job")
+    return name
+
+
+def _digits() -> Path:
+    from fedquilt.tools import demo
+
+    return demo.HERE / "digits.npz"
+
+
+def _place(data: str, out: Path) -> tuple[Path, tuple[int, ...], int]:
+    """Where the examples are, as the job file names it; the shape of one, and how many classes there are.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    from fedquilt.data import examples
+    from fedquilt.data.spec import DataSpec
+
+    given = _digits() if data == DIGITS else Path(data)
+    reader = examples.open_(DataSpec.parse({"path": str(given.resolve())}))
+    classes = max(2, int(reader.y.max(initial=0)) + 1)
+    named = Path("digits.npz") if data == DIGITS else Path(os.path.relpath(given, out.parent))
+    return named, tuple(reader.shape), classes
+
+
+def _job(
+    out: Path, method: str, data: Path, shape: tuple[int, ...], classes: int, devices: int, rounds: int
+) -> Iterator[str]:
+    from fedquilt import methods
+    from fedquilt.tools.experiments import method_pages
+
+    card = method_pages.card(method)
+    name = re.sub(r"[^a-z0-9._-]+", "-", out.stem.lower()).strip("-._")[:40] or "job"
+    yield "# A job for fedquilt; docs/jobs.md lists every key. Lines that begin with # hold defaults."
+    yield ""
+    yield f"name = {json.dumps(name)}"
+    yield f"method = {json.dumps(method)}   # {card.title}"
+    yield f"rounds = {rounds}"
+    yield "# seed = 0          # everything random is drawn from it"
+    if "numpy" in methods.load(method).engines:
+        yield 'engine = "numpy"    # enough for a small network; without this line devices train with torch'
+    yield ""
+    yield "[params]              # of the method"
+    wide = max((len(each.name) for each in card.parameters), default=0)
+    for each in card.parameters:
+        about = each.about.replace("\n", " ")
+        needed = each.name in NEEDED.get(method, {})
+        value = NEEDED[method][each.name] if needed else each.default
+        yield f"{'' if needed else '# '}{each.name.ljust(wide)} = {_value(value)}" + (f"   # {about}" if about else "")
+    yield ""
+    yield "[cohort]"
+    yield "# size = 0            # devices that take part in a round; 0: all"
+    yield "# deadline_s = 600    # the longest that a round waits for them"
+    if card.evaluates:
+        yield ""
+        yield "[check]"
+        yield "every = 1             # rounds between evaluations on the examples that each device holds out"
+    yield ""
+    yield "[model]               # `fedquilt prepare` makes its first weights"
+    yield 'name = "mlp"          # fully connected; docs/jobs.md lists the other networks'
+    yield f"inputs = {math.prod(shape)}"
+    yield f"hidden = [{64 if math.prod(shape) > 256 else 32}]"
+    yield f"classes = {classes}"
+    yield ""
+    yield "[data]                # of simulated devices; a board of your own names its data in agent.toml"
+    yield f"path = {json.dumps(str(data))}"
+    yield 'partition = "dirichlet"   # devices have unlike shares of the classes; "iid" makes them alike'
+    yield "alpha = 0.5           # the smaller, the more unlike"
+    yield "# held = 0.2          # share of a device's examples that it does not train on"
+    yield ""
+    yield "[fleet]               # what `fedquilt fleet` simulates, in turn"
+    yield f"devices = {devices}"
+    yield f"boards = {json.dumps(list(BOARDS))}"
+    yield 'budgets = ["256MB"]   # memory that a task may take'
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "..."
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+def _agent(data: Path) -> Iterator[str]:
+    name = re.sub(r"[^a-z0-9._-]+", "-", socket.gethostname().lower()).strip("-._")[:60] or "board"
+    yield "# A board's settings, for `fedquilt agent`; docs/boards.md has more. Lines that begin with # hold defaults."
+    yield ""
+    yield f"device = {json.dumps(name)}   # each board has a name of its own"
+    yield 'home = "agent-home"       # folder for all that the agent keeps'
+    yield '# budget = "1GB"          # the most memory that a task may take; without it half of the board\'s'
+    yield ""
+    yield "[broker]"
+    yield 'url = "mqtt://127.0.0.1:1883"   # mqtts://HOST:8883 with the files below outside of a test'
+    yield '# ca = "ca.crt"'
+    yield f'# cert = "{name}.crt"'
+    yield f'# key = "{name}.key"'
+    yield ""
+    yield "[data]                    # the board's own examples"
+    yield f"path = {json.dumps(str(data))}"
+    yield ""
+    yield "[governor]"
+    yield '# policy = "energy"       # clocks that meet a round\'s deadline for the fewest joules'

@@ -1,0 +1,37 @@
+"""`fedquilt prune`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from fedquilt.cli import homes, options
+from fedquilt.cli.commands import option, verb
+
+
+@verb()
+@option("--keep", type=options.COUNT, metavar="N", help="All that have ended but the N latest.")
+@option("--older-than", type=options.AGE, metavar="AGE", help="Those that began before: 30d, 12h, 2w.")
+@option("--dry-run", is_flag=True, help="Say which would go, and delete nothing.")
+@option("--yes", is_flag=True, help="Do not ask.")
+@options.home
+def prune(keep: int | None, older_than: float | None, dry_run: bool, yes: bool, home: Path) -> int:
+    """Delete old runs that have ended; with --keep and --older-than, those that both name.
+
+    Runs that wait, run or were interrupted stay. Without either option only what no run needs is cleared: what a
+    killed `delete` left behind.
+    """
+    from fedquilt.coordinator import housekeeping
+
+    with homes.existing(home) as store:
+        named = keep is not None or older_than is not None
+        ids = housekeeping.old(store.all_jobs(), time.time(), keep, older_than) if named else []
+        for id in ids:
+            print(f"{'would delete' if dry_run else 'to delete'} {id}")
+        if dry_run:
+            return 0
+        if ids and not homes.agreed(f"delete {len(ids)} runs for good?", yes):
+            return 130
+        found = housekeeping.remove(store, ids)
+    print(f"deleted {len(ids)} runs: {homes.swept(found)}")
+    return 0

@@ -1,0 +1,64 @@
+"""docs/commands.md has every verb and option with what they do, and none that there is not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+from fedquilt.cli import commands, reference
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def leaves() -> dict[str, click.Command]:
+    """Every command by its words."""
+    context = click.Context(commands.top, info_name="fedquilt")
+    found: dict[str, click.Command] = {}
+    for name in commands.top.list_commands(context):
+        verb = commands.top.get_command(context, name)
+        assert verb is not None
+        found[name] = verb
+        found |= {f"{name} {inner}": each for inner, each in getattr(verb, "commands", {}).items()}
+    return found
+
+
+def test_the_page_is_what_the_commands_say_now() -> None:
+    """`python -m fedquilt.cli.reference > docs/commands.md` writes it anew."""
+    assert (DOCS / "commands.md").read_text() == reference.page()
+
+
+def test_every_verb_word_and_option_says_what_it_is_for() -> None:
+    """In the page, in a sentence; only what is a program's own is hidden."""
+    text = (DOCS / "commands.md").read_text()
+    parts = dict(re.findall(r"^###+ `fedquilt ([a-z -]+)`\n(.*?)(?=^##)", text, re.MULTILINE | re.DOTALL))
+    verbs = leaves()
+    assert parts.keys() == verbs.keys()
+    for words, command in verbs.items():
+        assert command.help, words
+        for one in command.params:
+            if isinstance(one, commands.Argument):
+                assert one.text, (words, one.name)
+                assert f"| `{one.human_readable_name}` |" in parts[words]
+            elif isinstance(one, commands.Option) and one.name != "verbose":
+                assert one.hidden == (one.name == "enclosed"), (words, one.name)
+                assert one.hidden or (one.help or "").endswith(".") or "://" in (one.help or ""), (words, one.name)
+                assert one.hidden or re.search(rf"^\| `{one.opts[0]}[` ]", parts[words], re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{path.name}" for path in DOCS.glob("*.md"))])
+def test_no_page_names_an_option_that_is_not_there(page: str) -> None:
+    """In text between backquotes that begins with `fedquilt`."""
+    verbs = leaves()
+    shared = {"--help", "--version", "--verbose"}
+    for said in re.findall(r"`fedquilt ([^`]+)`", (DOCS.parent / page).read_text()):
+        words = said.split()
+        name = " ".join(words[:2]) if " ".join(words[:2]) in verbs else words[0]
+        if name in verbs:
+            known = {option for one in verbs[name].params for option in one.opts} | shared
+            named = {word.partition("=")[0] for word in words if word.startswith("--")}
+            assert not named - known, (page, said)
+        else:
+            assert name.isupper() or name.startswith("-"), (page, said)

@@ -1,0 +1,282 @@
+"""`delete`, `prune` and `kept`: what goes, what stays, who is asked, and a kill at any moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fedquilt.cli import main
+from fedquilt.coordinator import housekeeping, settings
+from fedquilt.coordinator.facts import Answered, Asked, Committed, Ended, Started
+from fedquilt.coordinator.store import Store
+from fedquilt.core import Update, Usage
+from fedquilt.tools.experiments import run_cache
+from fedquilt.tools.experiments.single_run import Run
+
+
+def begun(home: Path, name: str, status: str = "done", state: bytes = b"") -> str:
+    """A run with a state of its own, an agent's folder and an evaluation."""
+    with Store(home) as store:
+        run = store.add(settings.parse({"name": name, "method": "fedavg"}), home)
+        ref = store.depot.put(state or name.encode() * 100)
+        update = Update(
+            job=run, round=0, attempt=0, device="a", weight=1.0, bundles={}, metrics={}, usage=Usage(wall_s=1.0)
+        )
+        for fact in (Started(ref), Asked(0, 0, ("a",)), Answered(0, update), Committed(0, ref, True, {})):
+            store.append(run, fact)
+        if status in housekeeping.ENDED:
+            store.append(run, Ended(status, ""))
+        store.set_status(run, status)
+    agent = home / "agents" / run / "a"
+    agent.mkdir(parents=True)
+    (agent / "agent.log").write_text("x" * 1000)
+    (home / "evaluations").mkdir(exist_ok=True)
+    (home / "evaluations" / f"{run}.json").write_text("[]")
+    return run
+
+
+def ids(home: Path) -> list[str]:
+    with Store(home) as store:
+        return [row.id for row in store.all_jobs()]
+
+
+def files(home: Path) -> set[str]:
+    """Every file below a home that is a run's, by its path."""
+    return {
+        str(path.relative_to(home))
+        for folder in ("blobs", "agents", "evaluations")
+        for path in (home / folder).rglob("*")
+        if path.is_file()
+    }
+
+
+def test_a_deleted_run_is_gone_with_all_that_only_it_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The other run keeps every file; a blob that both have stays."""
+    other = begun(tmp_path, "other", state=b"shared")
+    before = files(tmp_path)
+    doomed, same = begun(tmp_path, "doomed"), begun(tmp_path, "same", state=b"shared")
+    assert main(["delete", doomed, "same", "--yes", "--home", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert f"deleted {doomed}, {same}: 2.6" in shown  # two logs of 1000 bytes, 600 of a state, 4 of evaluations
+    assert "kB freed" in shown
+    assert ids(tmp_path) == [other]
+    assert files(tmp_path) == before
+    with Store(tmp_path) as store:
+        assert len(list(store.facts(other))) == 5
+        assert not list(store.facts(doomed))
+
+
+def test_a_run_that_a_coordinator_may_be_at_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing of any run is removed; an ended one goes, and the coordinator drops blobs itself."""
+    busy, ended = begun(tmp_path, "busy", "running"), begun(tmp_path, "ended")
+    before = files(tmp_path)
+    with Store(tmp_path) as coordinator:
+        assert coordinator.lock()
+        serve = "from fedquilt.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
+
+        def delete(*runs: str) -> subprocess.CompletedProcess[str]:
+            words = [sys.executable, "-c", serve, "delete", *runs, "--yes", "--home", str(tmp_path)]
+            return subprocess.run(words, capture_output=True, text=True)
+
+        refused = delete(ended, busy)
+        assert refused.returncode == 2
+        assert f"{busy} is running: `fedquilt stop {busy}" in refused.stderr
+        assert (ids(tmp_path), files(tmp_path)) == ([busy, ended], before)
+        done = delete(ended)
+        assert done.returncode == 0
+        assert "blobs go when the coordinator" in done.stdout
+    assert ids(tmp_path) == [busy]
+    assert {path for path in before if path.startswith("blobs")} <= files(tmp_path)
+    assert main(["delete", busy, "--yes", "--home", str(tmp_path)]) == 0  # interrupted: nobody is at it
+    assert not files(tmp_path)
+
+
+def test_whoever_is_not_asked_says_yes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a terminal nothing is deleted by accident."""
+    run = begun(tmp_path, "one")
+    assert main(["delete", run, "--home", str(tmp_path)]) == 2
+    assert "--yes" in capsys.readouterr().err
+    assert main(["prune", "--keep", "0", "--home", str(tmp_path)]) == 2
+    assert ids(tmp_path) == [run]
+
+
+def test_a_run_that_cannot_be_read_can_be_deleted(tmp_path: Path) -> None:
+    """By its id, as `ls` shows it."""
+    run = begun(tmp_path, "odd")
+    with Store(tmp_path) as store:
+        store._db.execute("update jobs set settings = '{}'")
+    assert main(["delete", run, "--yes", "--home", str(tmp_path)]) == 0
+    assert not ids(tmp_path)
+
+
+def test_deleting_what_is_not_there_names_what_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the exit code of the store, as for every verb that takes a run."""
+    run = begun(tmp_path, "one")
+    assert main(["delete", "two", "--yes", "--home", str(tmp_path)]) == 6
+    assert f"there are: {run}" in capsys.readouterr().err
+
+
+def test_old_runs_are_those_that_both_options_name() -> None:
+    """Of four that ended 1, 2, 3 and 4 days ago and one that was interrupted 9 days ago."""
+    from fedquilt.coordinator.store import Unreadable
+
+    day = 86400.0
+    rows = [
+        Unreadable("waits", "running", -9 * day, ""),
+        *(Unreadable(str(n), "done", -n * day, "") for n in (4, 3, 2, 1)),
+    ]
+    assert housekeeping.old(rows, 0.0, 1, None) == ["4", "3", "2"]
+    assert housekeeping.old(rows, 0.0, None, 2.5 * day) == ["4", "3"]
+    assert housekeeping.old(rows, 0.0, 3, 2.5 * day) == ["4"]
+    assert housekeeping.old(rows, 0.0, 9, None) == []
+    assert housekeeping.old(rows, 0.0, 0, None) == ["4", "3", "2", "1"]
+
+
+def test_pruning_keeps_the_latest_and_whatever_has_not_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--dry-run says which, and deletes nothing."""
+    waits, *ended = (begun(tmp_path, f"r{n}", "running" if not n else "done") for n in range(4))
+    home = ["--home", str(tmp_path)]
+    assert main(["prune", "--keep", "1", "--dry-run", *home]) == 0
+    assert capsys.readouterr().out == f"would delete {ended[0]}\nwould delete {ended[1]}\n"
+    assert len(ids(tmp_path)) == 4
+    assert main(["prune", "--older-than", "1d", "--yes", *home]) == 0
+    assert len(ids(tmp_path)) == 4
+    assert main(["prune", "--keep", "1", "--yes", *home]) == 0
+    assert ids(tmp_path) == [waits, ended[2]]
+
+
+def test_agents_without_a_coordinator_keep_their_folders(tmp_path: Path) -> None:
+    """`fleet --agents-only` keeps them under no run."""
+    begun(tmp_path, "one")
+    (tmp_path / "agents" / "device-3").mkdir()
+    assert main(["prune", "--keep", "0", "--yes", "--home", str(tmp_path)]) == 0
+    assert [path.name for path in (tmp_path / "agents").iterdir()] == ["device-3"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import shutil
+from fedquilt.coordinator import housekeeping
+from fedquilt.coordinator.store import Store
+
+calls = 0
+
+def dying(function):
+    def called(*words, **more):
+        global calls
+        calls += 1
+        if calls > int(sys.argv[3]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*words, **more)
+    return called
+
+os.unlink, shutil.rmtree, Path.unlink = dying(os.unlink), dying(shutil.rmtree), dying(Path.unlink)
+store = Store(Path(sys.argv[1]))
+real = store._db
+
+class Dying:
+    def execute(self, *words):
+        if words[0].split()[0] in ("begin", "delete", "commit"):
+            return dying(real.execute)(*words)
+        return real.execute(*words)
+
+store._db = Dying()
+housekeeping.remove(store, [sys.argv[2]])
+print("whole")
+"""
+
+
+def test_a_kill_at_any_moment_leaves_a_home_that_lists_and_can_be_pruned_again(tmp_path: Path) -> None:
+    """At each step of a removal: the run is whole or gone, the other run whole, and the next `prune` finds the rest."""
+    home = tmp_path / "home"
+    other = begun(home, "other")
+    kept = files(home)
+    doomed = begun(home, "doomed")
+    whole = files(home)
+    ends: set[bool] = set()
+    for step in range(50):
+        copy = tmp_path / str(step)
+        shutil.copytree(home, copy)
+        done = subprocess.run(
+            [sys.executable, "-c", KILLED, str(copy), doomed, str(step)], capture_output=True, text=True
+        )
+        if "whole" in done.stdout:
+            break
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        there = ids(copy)
+        ends.add(doomed in there)
+        assert there in ([other, doomed], [other])
+        assert doomed not in there or files(copy) == whole
+        assert main(["ls", "--home", str(copy)]) == 0
+        assert main(["prune", "--home", str(copy)]) == 0
+        assert files(copy) == (whole if doomed in there else kept)
+    assert ends == {True, False}
+    assert 5 < step < 49
+
+
+def keep(out: Path, key: str, method: str, seed: int, age_s: float = 0.0) -> None:
+    run = Run(method=method, seed=seed, params={}, devices=4, tested=10, marks=())
+    run_cache.Kept(out, Run).keep(key, run)
+    at = time.time() - age_s
+    os.utime(out / "runs" / f"{key}.json", (at, at))
+
+
+def test_kept_runs_are_listed_and_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By key, by method and by age; a file of another version is listed by what is known of it."""
+    keep(tmp_path, "aa11", "fedavg", 0, 3 * 86400.0)
+    keep(tmp_path, "ab22", "fedavg", 1)
+    keep(tmp_path, "cc33", "fedprox", 0)
+    (tmp_path / "runs" / "dd44.json").write_text('{"odd": 1}')
+    (tmp_path / "runs" / "ee55.json").write_text(
+        json.dumps([{"condition": "alpha 0.5", "seed": 2, "part": "search", "name": "x", "accuracy": 1.0}])
+    )
+    out = ["--out", str(tmp_path)]
+    assert main(["kept", "list", *out]) == 0
+    shown = capsys.readouterr().out
+    first = shown.splitlines()[0].split()
+    assert (first[0], first[1:3]) == ("aa11", ["3", "d"])
+    assert "fedavg, seed 0, 4 devices" in shown
+    assert "seed 2, alpha 0.5, search" in shown
+    assert shown.splitlines()[-1].startswith("5 kept runs, ")
+    assert main(["kept", "list", *out, "--format", "json"]) == 0
+    told = msgspec.json.decode(capsys.readouterr().out, type=list[run_cache.Entry])
+    assert {each.key for each in told} == {"aa11", "ab22", "cc33", "dd44", "ee55"}
+
+    def left() -> list[str]:
+        return sorted(path.stem for path in (tmp_path / "runs").glob("*.json"))
+
+    for words in ([], ["a"], ["zz"]):
+        assert main(["kept", "drop", *words, "--yes", *out]) == 2
+    assert main(["kept", "drop", "aa", *out]) == 2  # nobody to ask
+    assert len(left()) == 5
+    assert main(["kept", "drop", "--method", "fedavg", "--older-than", "1d", "--yes", *out]) == 0
+    assert left() == ["ab22", "cc33", "dd44", "ee55"]
+    assert main(["kept", "drop", "ab", "cc33", "--yes", *out]) == 0
+    assert left() == ["dd44", "ee55"]
+    assert main(["kept", "drop", "--all", "--yes", *out]) == 0
+    assert not left()
+
+
+def test_a_folder_with_nothing_kept_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also one that is not there."""
+    assert main(["kept", "list", "--out", str(tmp_path / "none")]) == 6
+    assert "no kept runs in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("age", ["30", "d", "1y", "-3d", "3 d"])
+def test_an_age_has_a_unit(age: str, tmp_path: Path) -> None:
+    """A number alone could be days or seconds."""
+    with pytest.raises(SystemExit):
+        main(["prune", "--older-than", age, "--home", str(tmp_path)])

@@ -1,0 +1,109 @@
+"""`fedquilt init`: what it writes is prepared and run as it is, whatever the method; questions are for terminals."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedquilt import config, methods
+from fedquilt.cli import main
+from fedquilt.cli.init import STITCHING
+from fedquilt.coordinator import settings
+from fedquilt.edge_agent import settings as agents
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_job_and_an_agents_settings_of_nothing_but_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    """Both are read strictly; the digits lie beside them."""
+    assert main(["init", "--agent"]) == 0
+    assert "wrote job.toml\nwrote agent.toml\nnext: `fedquilt prepare job.toml`" in capsys.readouterr().out
+    job = settings.load(Path("job.toml"))
+    assert (job.method, job.rounds, job.fleet.devices, job.check.every) == ("fedavg", 10, 4, 1)
+    assert (job.model["inputs"], job.model["classes"]) == (64, 10)
+    board = agents.load(Path("agent.toml"))
+    assert board.data["path"] == job.data["path"] == str(Path("digits.npz").resolve())
+
+
+@pytest.mark.parametrize("method", sorted(set(methods.names()) - set(STITCHING)))
+def test_what_it_writes_is_prepared(method: str) -> None:
+    """For every method that trains a network; its parameters stand there as comments."""
+    pytest.importorskip("torch", reason="some methods' parts are prepared with torch")
+    assert main(["init", "--method", method, "--rounds", "2", "--out", "jobs/one.toml"]) == 0
+    assert settings.load(Path("jobs/one.toml")).rounds == 2
+    assert main(["prepare", "jobs/one.toml"]) == 0
+    text = Path("jobs/one.toml").read_text()
+    assert all(f"{name} " in text for name in methods.load(method).params.__dataclass_fields__)
+
+
+def test_what_it_writes_runs_on_a_fleet(capsys: pytest.CaptureFixture[str]) -> None:
+    """In a folder of its own, from any other; with data of the user's own."""
+    rng = np.random.default_rng(0)
+    np.savez("mine.npz", x_train=rng.random((60, 5), np.float32), y_train=np.arange(60) % 3)
+    words = ["--data", "mine.npz", "--devices", "3", "--rounds", "2", "--method", "fedprox"]
+    assert main(["init", *words, "--out", "jobs/My Job.toml"]) == 0
+    table = config.read(Path("jobs/My Job.toml"))
+    assert (table["name"], table["data"]["path"]) == ("my-job", "../mine.npz")
+    assert (table["model"]["inputs"], table["model"]["classes"], table["fleet"]["devices"]) == (5, 3, 3)
+    assert main(["prepare", "jobs/My Job.toml"]) == 0
+    assert main(["fleet", "jobs/My Job.toml", "--link", "memory"]) == 0
+    assert "done" in capsys.readouterr().out
+
+
+def test_lines_of_defaults_are_the_defaults() -> None:
+    """Each can be taken out of its comment."""
+    assert main(["init"]) == 0
+    text = Path("job.toml").read_text()
+    loose = "\n".join(line.removeprefix("# ") if " = " in line else line for line in text.splitlines())
+    Path("loose.toml").write_text(loose)
+    job, given = settings.load(Path("loose.toml")), settings.load(Path("job.toml"))
+    assert settings.params(job) == settings.params(given)
+    assert (job.seed, job.cohort, job.check) == (given.seed, given.cohort, given.check)
+
+
+def test_nothing_is_written_over(capsys: pytest.CaptureFixture[str]) -> None:
+    """Unless that is asked for."""
+    Path("job.toml").write_text("mine")
+    assert main(["init"]) == 6
+    assert "job.toml is there already" in capsys.readouterr().err
+    assert Path("job.toml").read_text() == "mine"
+    assert not Path("digits.npz").exists()
+    assert main(["init", "--force"]) == 0
+    assert settings.load(Path("job.toml"))
+
+
+def test_what_cannot_be_is_refused_before_anything_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    """A method of another spelling, one that stitches, data that are not there."""
+    assert main(["init", "--method", "fedprx"]) == 2
+    assert "did you mean 'fedprox'?" in capsys.readouterr().err
+    assert main(["init", "--method", "fedstitch"]) == 2
+    assert "donors" in capsys.readouterr().err
+    assert main(["init", "--data", "none.npz"]) == 3
+    assert not list(Path().iterdir())
+
+
+def test_a_terminal_is_asked() -> None:
+    """What no option answers; an empty line takes what is offered, a wrong word is asked again."""
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "fedquilt.cli", "init", "--rounds", "3"]
+    with subprocess.Popen(words, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        os.close(theirs)
+        os.write(ours, b"scaffold\n\nmany\n7\n")
+        _, told = process.communicate(timeout=60)
+    os.close(ours)
+    assert process.returncode == 0, told
+    assert b"methods" in told
+    assert b"whole number" in told
+    job = settings.load(Path("job.toml"))
+    assert (job.method, job.rounds, job.fleet.devices) == ("scaffold", 3, 7)
