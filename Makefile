@@ -18,6 +18,7 @@ check: .venv/ready
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
+	.venv/bin/mypy examples/quickstart.py examples/own_method.py
 	.venv/bin/lint-imports --no-cache
 
 # the checkout with the links in fedquilt/ made real, for tools that do not follow them
