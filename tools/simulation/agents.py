@@ -157,11 +157,18 @@ class Plan:
 
 
 def really(
-    plan: Plan, broker: Mapping[str, Any] | None, *, agents_only: bool = False, wordy: bool = False
+    plan: Plan,
+    broker: Mapping[str, Any] | None,
+    *,
+    agents_only: bool = False,
+    wordy: bool = False,
+    console: Console | None = None,
 ) -> tuple[str, str]:
     """Agents as processes; a coordinator here unless it runs elsewhere. Returns (run, how it ended).
 
-    `broker` is the [broker] table of an agent.toml; None starts an embedded one.
+    Args:
+        broker: the [broker] table of an agent.toml; None starts an embedded one.
+        console: prints what happens; None: a line for each round.
 
     Raises:
         JobError: every agent has ended, with the last words of one.
@@ -180,7 +187,7 @@ def really(
         agents = stack.enter_context(_processes(plan.agents(run), broker))
         link = MqttLink(Broker.parse(**broker), f"fedquilt-coordinator-{plan.fleet}")
         link.connect(timeout_s=10.0)
-        console = Console(wordy=wordy, mend=f"the boards' logs: {plan.folder(run, '*')}/agent.log")
+        console = console or Console(wordy=wordy, mend=f"the boards' logs: {plan.folder(run, '*')}/agent.log")
         coordinate(store, link, plan.fleet, console, only=run, watch=_Watch(plan, run, agents, console.say))
         ended = store.status(run)
     if ended == "done":
