@@ -18,6 +18,7 @@ from fedquilt.tools.experiments import compare as runs
 from fedquilt.tools.experiments import tables
 from fedquilt.tools.experiments.intervals import interval
 from fedquilt.tools.experiments.single_run import Mark, Run, play
+from fedquilt.tools.report import columns
 from fedquilt.trackers import flat
 
 if TYPE_CHECKING:
@@ -55,9 +56,9 @@ class Comparison:
         runs took in all, or with a target until the first evaluation that reached it, and reached, by how many seeds.
 
         Args:
-            target: accuracy, 0..1.
+            target: accuracy, 0..1, or a value of the task's main metric.
         """
-        rows = []
+        rows, metric = [], columns.metric_of(self.jobs[0].settings).name
         for name, of in zip(self.names, self.runs, strict=True):
             made = [run for run in of if run.marks]
             row = tables.row(name, made, target)
@@ -66,8 +67,10 @@ class Comparison:
                 {
                     "job": name,
                     "seeds": len(made),
-                    **{key: row[key] for key in ("accuracy", "sd", "best")},
-                    "held_accuracy": row["held"],
+                    metric: row["accuracy"],
+                    "sd": row["sd"],
+                    "best": row["best"],
+                    f"held_{metric}": row["held"],
                     "worst_decile": row["worst_decile"],
                     **self._difference(made),
                     **({} if target is None else {"reached": row["reached"]}),
@@ -167,14 +170,14 @@ def _cases(job: Job, out: Path, seeds: Sequence[int]) -> list[runs.Case]:
 
 
 def _last(run: Run) -> float | None:
-    return run.marks[-1].accuracy if run.marks else None
+    return run.marks[-1].value if run.marks else None
 
 
 def _columns(mark: Mark) -> dict[str, Any]:
     return {
         "rounds": mark.rounds,
-        "accuracy": mark.accuracy,
-        "held_accuracy": mark.held,
+        mark.metric: mark.value,
+        f"held_{mark.metric}": mark.held,
         "worst_decile": mark.worst_decile,
         "seconds": mark.seconds,
         "real_seconds": mark.real_s,
