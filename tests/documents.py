@@ -1,4 +1,4 @@
-"""What the project's pages show: their commands, files, Python and links; and a folder to run the commands in, as typed."""
+"""What the project's pages show (commands, files, Python), and a folder to run the commands in, as typed."""
 
 from __future__ import annotations
 

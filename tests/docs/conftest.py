@@ -6,9 +6,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import documents
+import pytest
 
 
 @pytest.fixture

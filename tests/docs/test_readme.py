@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 import documents
+import pytest
 
 PAGE = "README.md"
 MOST_LINES = 120

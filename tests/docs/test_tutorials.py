@@ -6,9 +6,9 @@ import re
 import socket
 from pathlib import Path
 
+import documents
 import pytest
 
-import documents
 from fedquilt import config
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.store import Store
@@ -25,7 +25,7 @@ SIMULATE = [
     "fedquilt report train --out train.html",
     "fedquilt export train --out weights.safetensors",
     "fedquilt partition train.toml --out partition.svg",
-    "fedquilt compare train.toml --methods fedavg fedprox scaffold --seeds 0 1 2 --set fedprox.mu=0.1 --target 0.8",
+    "fedquilt compare train.toml --methods fedavg fedprox --seeds 0 1 --set fedprox.mu=0.1 --target 0.8",
     "fedquilt methods fedpews",
     "fedquilt reproduce",
 ]
@@ -63,7 +63,9 @@ def tutorial(name: str, folder: Path) -> list[str]:
     return documents.commands(page)
 
 
-@pytest.mark.parametrize("page", [f"{TUTORIALS}/{name}.md" for name in ("simulate", "fleet", "stitch")] + ["docs/energy.md"])
+@pytest.mark.parametrize(
+    "page", [f"{TUTORIALS}/{name}.md" for name in ("simulate", "fleet", "stitch")] + ["docs/energy.md"]
+)
 def test_every_file_that_is_shown_is_valid(page: str, tmp_path: Path) -> None:
     """Jobs and agents are parsed strictly."""
     shown = documents.files(page)
@@ -84,13 +86,13 @@ def test_a_first_job_on_one_machine(shell: documents.Shell) -> None:
     assert (shell.folder / "first.toml").exists()
     assert (shell.folder / "weights.safetensors").stat().st_size > 1000
     assert "<svg" in (shell.folder / "partition.svg").read_text()
-    assert all(method in shown[SIMULATE[9]] for method in ("fedavg", "fedprox", "scaffold"))
+    assert all(method in shown[SIMULATE[9]] for method in ("fedavg", "fedprox"))
     assert "</html>" in (shell.folder / "train.html").read_text()
     assert "fedpews-table2" in shown["fedquilt reproduce"]
 
 
 def test_a_fleet_of_real_boards(shell: documents.Shell) -> None:
-    """Broker and coordinator stay up; a job is stopped while it waits for a board, resumed, and done once one is there."""
+    """A job is stopped while it waits for a board, resumed, and done once the board is there."""
     pytest.importorskip("torch", reason="prepare makes a network's first weights with torch")
     tutorial("simulate", shell.folder)
     shown = tutorial("fleet", shell.folder)
