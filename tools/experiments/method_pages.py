@@ -91,8 +91,24 @@ def listed(names: Iterable[str], outside: Sequence[plugins.Plugin] = ()) -> list
     return columns.table([list(each) for each in titles.items()], "<~")
 
 
+def index() -> list[str]:
+    """The page that lists all methods, as Markdown."""
+    found = [
+        "# Methods",
+        "",
+        "Each page is written from the method's own file: its paper, what deviates from the paper, and",
+    ]
+    found += [
+        "its parameters. [write-a-method.md](../write-a-method.md) says how to add one.",
+        "",
+        "| | |",
+        "|---|---|",
+    ]
+    return found + [f"| [{name}]({name}.md) | {card(name).title} |" for name in methods.names()]
+
+
 def write(folder: Path) -> list[Path]:
-    """A page for every method; pages of methods that are gone are removed.
+    """A page for every method, and an index; pages of methods that are gone are removed.
 
     Raises:
         StoreError: the folder cannot be written.
@@ -100,6 +116,7 @@ def write(folder: Path) -> list[Path]:
     with disk.doing(f"write {folder}", "name another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         pages = {folder / f"{name}.md": "\n".join(lines(card(name))) + "\n" for name in methods.names()}
+        pages[folder / "index.md"] = "\n".join(index()) + "\n"
         for gone in set(folder.glob("*.md")) - set(pages):
             gone.unlink()
         for path, text in pages.items():
