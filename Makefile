@@ -48,4 +48,4 @@ emulate: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-demo .venv-nightly-* nightly build dist *.egg-info .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-demo .venv-docs .venv-nightly-* nightly build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

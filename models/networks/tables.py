@@ -1,6 +1,7 @@
 """Tables of the networks there are, for the [model] of a job: no torch, no numpy, and nothing is built.
 
-Images come as (channels, size, size), scaled to 0..1 and normalised as (x - mean) / std.
+Images come as (channels, size, size), scaled to 0..1 and normalised as (x - mean) / std. `classes` counts a network's
+outputs where it predicts numbers or several labels (`task` of the job's data).
 """
 
 from __future__ import annotations
@@ -73,13 +74,13 @@ def vit(
 
 
 def conv1d(channels: int, steps: int, classes: int, *, width: int = 16, kernel: int = 5) -> Table:
-    """Convolutions along time, for series of `steps` steps of `channels` values; `kernel` is odd."""
+    """Three convolutions along time, for series and spectrograms of shape (steps, channels)."""
     table = {"name": "conv1d", "channels": channels, "steps": steps, "classes": classes}
     return {**table, "width": width, "kernel": kernel}
 
 
 def gru(channels: int, steps: int, classes: int, *, width: int = 32, layers: int = 1) -> Table:
-    """A recurrent network (arXiv 1406.1078), for series of `steps` steps of `channels` values."""
+    """A gated recurrent network (arXiv 1406.1078), for series and spectrograms of shape (steps, channels)."""
     table = {"name": "gru", "channels": channels, "steps": steps, "classes": classes}
     return {**table, "width": width, "layers": layers}
 
@@ -87,7 +88,7 @@ def gru(channels: int, steps: int, classes: int, *, width: int = 32, layers: int
 def transformer(
     vocabulary: int, length: int, classes: int, *, width: int = 32, depth: int = 2, heads: int = 2
 ) -> Table:
-    """A small encoder for text: `vocabulary` counts the tokens of its file, `length` those of an example."""
+    """A small encoder for texts of `length` tokens out of `vocabulary` (`fedquilt.data.tokens`)."""
     table = {"name": "transformer", "vocabulary": vocabulary, "length": length, "classes": classes}
     return {**table, "width": width, "depth": depth, "heads": heads}
 
