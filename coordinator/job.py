@@ -393,6 +393,7 @@ def first_state(job: settings.Job, made: Bundle, method: Method | None = None) -
     method = method or methods.load(job.method)
     if job.check.every and method.check is None:
         raise JobError(f"[check] every: {job.method} has no evaluation of its own; leave it 0")
+    settings.require_task(job.method, method, made.meta.get("network", {}))
     return method.init(made, settings.params(job), job.seed)
 
 

@@ -87,6 +87,18 @@ def modules(kinds: Collection[Kind] = ("method", "network", "engine")) -> dict[s
     return {f"plugin {plugin.module}": proof(plugin) for plugin in found}
 
 
+def of_package(name: str) -> list[Plugin]:
+    """All that an installed package gives; [] where there is no such package, or it gives nothing."""
+    found = [plugin for kind in GROUPS for plugin in _installed(kind)]
+    return [plugin for plugin in found if _plain(plugin.package) == _plain(name)]
+
+
+def usable(kind: Kind, ours: Collection[str]) -> list[Plugin]:
+    """What other packages give of a kind under names that stand for one thing only, sorted; imports none of it."""
+    found = _installed(kind)
+    return [each for each in found if each.name not in ours and sum(each.name == one.name for one in found) == 1]
+
+
 def complaints(kind: Kind, ours: Collection[str]) -> list[str]:
     """A sentence for each name of this kind that cannot be used, as it stands for two things."""
     said = []
@@ -287,7 +299,8 @@ def _files(folder: Path) -> Iterator[Path]:
 def _installed(kind: Kind) -> list[Plugin]:
     """The entry points that this process may use; of those that two packages claim, both."""
     found = _every(kind, tuple(sys.path))
-    return [each for each in found if kind in OWNERS or _allowed is None or each.package in _allowed]
+    allowed = {_plain(name) for name in _allowed or ()}
+    return [each for each in found if kind in OWNERS or _allowed is None or _plain(each.package) in allowed]
 
 
 @lru_cache(maxsize=16)  # per kind and search path: reading them takes longer than a small task
@@ -321,6 +334,11 @@ def _coded(kind: Kind, name: str) -> Plugin:
     except (metadata.PackageNotFoundError, ValueError):
         version = ""
     return Plugin(kind, name, name, top, version)
+
+
+def _plain(package: str) -> str:
+    """A distribution's name as packaging compares them: "Outside_FL" is "outside-fl"."""
+    return re.sub(r"[-_.]+", "-", package).lower()
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-from fedquilt import columns, units
+from fedquilt import columns, metrics, units
 from fedquilt.coordinator import eligibility, rounds
 from fedquilt.coordinator.facts import (
     Answered,
@@ -156,14 +156,18 @@ def _committed(fact: Committed, closing: bool, updates: Sequence[Update], select
     return [*told, *fact.notes]
 
 
-def _evaluated(metrics: Mapping[str, float]) -> list[str]:
-    """The evaluation among a round's metrics."""
-    told = {name.removeprefix("check."): value for name, value in metrics.items() if name.startswith("check.")}
+def _evaluated(reported: Mapping[str, float]) -> list[str]:
+    """The evaluation among a round's metrics: the main metric first, with the number of examples."""
+    told = {name.removeprefix("check."): value for name, value in reported.items() if name.startswith("check.")}
     examples = told.pop("examples", None)
-    accuracy = told.pop("accuracy", None)
-    on = f" on {examples:.0f} held-out examples" if examples is not None else ""
-    found = [f"accuracy {100 * accuracy:.1f} %{on}"] if accuracy is not None else []
-    return [*found, *([_shown(told) + (on if accuracy is None else "")] if told else [])]
+    order = [*metrics.KNOWN, *sorted(told.keys() - metrics.KNOWN.keys())]
+    found = []
+    for name in (name for name in order if name in told):
+        known = metrics.KNOWN.get(name, metrics.Metric(name, name, share=False))
+        found.append(f"{known.title} {f'{100 * told[name]:.1f} %' if known.share else _short(told[name])}")
+    if found and examples is not None:
+        found[0] += f" on {examples:.0f} held-out examples"
+    return found
 
 
 def _energy(updates: Sequence[Update]) -> str | None:

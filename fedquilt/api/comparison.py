@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedquilt import metrics
 from fedquilt.api import live
 from fedquilt.api.job import Job
 from fedquilt.api.simulation import digest
@@ -18,6 +19,7 @@ from fedquilt.tools.experiments import compare as runs
 from fedquilt.tools.experiments import tables
 from fedquilt.tools.experiments.intervals import interval
 from fedquilt.tools.experiments.single_run import Mark, Run, play
+from fedquilt.tools.report import columns
 from fedquilt.trackers import flat
 
 if TYPE_CHECKING:
@@ -55,9 +57,9 @@ class Comparison:
         runs took in all, or with a target until the first evaluation that reached it, and reached, by how many seeds.
 
         Args:
-            target: accuracy, 0..1.
+            target: accuracy, 0..1, or a value of the task's main metric.
         """
-        rows = []
+        rows, metric = [], columns.metric_of(self.jobs[0].settings).name
         for name, of in zip(self.names, self.runs, strict=True):
             made = [run for run in of if run.marks]
             row = tables.row(name, made, target)
@@ -66,8 +68,10 @@ class Comparison:
                 {
                     "job": name,
                     "seeds": len(made),
-                    **{key: row[key] for key in ("accuracy", "sd", "best")},
-                    "held_accuracy": row["held"],
+                    metric: row["accuracy"],
+                    "sd": row["sd"],
+                    "best": row["best"],
+                    f"held_{metric}": row["held"],
                     "worst_decile": row["worst_decile"],
                     **self._difference(made),
                     **({} if target is None else {"reached": row["reached"]}),
@@ -78,7 +82,11 @@ class Comparison:
                     "real_seconds": costs["real_s"],
                 }
             )
-        return Table({key: [row[key] for row in rows] for key in rows[0]})
+        return Table(metrics.titled(self._metric, {key: [row[key] for row in rows] for key in rows[0]}))
+
+    @property
+    def _metric(self) -> metrics.Metric:
+        return tables.metric_of([run for of in self.runs for run in of])
 
     def curves(self) -> Table:
         """One row an evaluation: job, seed, rounds, accuracy, held_accuracy, worst_decile, and costs up to it."""
@@ -89,7 +97,7 @@ class Comparison:
             for mark in run.marks
         ]
         keys = list(found[0]) if found else ["job", "seed"]
-        return Table({key: [row[key] for row in found] for key in keys})
+        return Table(metrics.titled(self._metric, {key: [row[key] for row in found] for key in keys}))
 
     def to_pandas(self) -> pd.DataFrame:
         """`curves` as a pandas data frame.
@@ -167,14 +175,14 @@ def _cases(job: Job, out: Path, seeds: Sequence[int]) -> list[runs.Case]:
 
 
 def _last(run: Run) -> float | None:
-    return run.marks[-1].accuracy if run.marks else None
+    return run.marks[-1].value if run.marks else None
 
 
 def _columns(mark: Mark) -> dict[str, Any]:
     return {
         "rounds": mark.rounds,
-        "accuracy": mark.accuracy,
-        "held_accuracy": mark.held,
+        mark.metric: mark.value,
+        f"held_{mark.metric}": mark.held,
         "worst_decile": mark.worst_decile,
         "seconds": mark.seconds,
         "real_seconds": mark.real_s,

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedquilt import metrics
 from fedquilt.api.job import Job
 from fedquilt.api.table import Table
 from fedquilt.coordinator import facts as history
@@ -64,7 +65,7 @@ class Run:
 
         Columns: round (from 1), accuracy (0..1; on the test set, or on held-out shares if the job has none), loss,
         held_accuracy, worst_decile, train_loss, seconds (on the boards), joules, down_bytes, up_bytes, participants.
-        What is not known is None.
+        Where a task has another main metric, its name stands for accuracy: rmse, held_rmse. What is not known is None.
         """
         with self._store() as store:
             row, facts = self._read(store)
@@ -140,10 +141,10 @@ class Run:
             return report.main(store, self.id, Path(path))
 
     def __repr__(self) -> str:
-        table = self.rounds()
-        known = [value for value in table["accuracy"] if value is not None]
-        accuracy = f", accuracy {100 * known[-1]:.1f} %" if known else ""
-        return f"<Run {self.id}: {self.status}, {len(table)} rounds{accuracy}>"
+        table, metric = self.rounds(), columns.metric_of(self._row().job)
+        known = [value for value in table[metric.name] if value is not None]
+        reached = f", {metric.title} {metrics.shown(metric, known[-1], 1)}" if known else ""
+        return f"<Run {self.id}: {self.status}, {len(table)} rounds{reached}>"
 
     @contextmanager
     def _store(self) -> Iterator[Store]:
@@ -174,7 +175,7 @@ class Follower:
         with Store(self._home, durable=False) as store:
             row = store.job(self._id)
             if self._made is None:
-                self._made = columns.Rounds(row.job.rounds)
+                self._made = columns.gathered((), row.job)
             for number, _, fact in store.facts(self._id, after=self._seen):
                 self._seen = number
                 self._made.add(fact)

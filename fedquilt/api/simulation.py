@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from fedquilt import metrics
 from fedquilt.api import live
 from fedquilt.api.job import Job
 from fedquilt.api.run import Follower, Run
 from fedquilt.coordinator import settings
 from fedquilt.core import JobError
+from fedquilt.tools.report import columns
 
 if TYPE_CHECKING:
     from fedquilt.tools.simulation.run import Simulation
@@ -94,7 +96,7 @@ class _Watch:
     def __init__(self, job: settings.Job, home: Path, trackers: Sequence[Tracker], show: Callable[[str], None]) -> None:
         self._job, self._home, self._trackers, self._show = job, home, trackers, show
         self._follower: Follower | None = None
-        self._accuracy = ""
+        self._metric, self._reached = columns.metric_of(job), ""
 
     def begin(self, run: str) -> None:
         """Hear the run's id."""
@@ -104,7 +106,7 @@ class _Watch:
 
     def __call__(self, simulation: Simulation) -> None:
         self._tell(ended=False)
-        self._show(f"{simulation.run}: round {simulation.done} of {self._job.rounds}{self._accuracy}")
+        self._show(f"{simulation.run}: round {simulation.done} of {self._job.rounds}{self._reached}")
 
     def end(self, run: Run) -> None:
         """Tell what is left, and that the run has ended."""
@@ -114,7 +116,7 @@ class _Watch:
 
     def _tell(self, *, ended: bool) -> None:
         for row in self._follower.new(ended=ended) if self._follower is not None else ():
-            if row["accuracy"] is not None:
-                self._accuracy = f", accuracy {100 * row['accuracy']:.1f} %"
+            if row[self._metric.name] is not None:
+                self._reached = f", {self._metric.title} {metrics.shown(self._metric, row[self._metric.name], 1)}"
             for tracker in self._trackers:
                 tracker.round(row)

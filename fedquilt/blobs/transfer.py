@@ -141,7 +141,7 @@ class Transfers:
         if pull.take_chunk(index, payload, now_s) and pull.manifest is not None:
             try:
                 if _whole(pull.manifest):
-                    self._depot.put(payload, pull.ref)
+                    self._depot.stow(payload, pull.ref)
                 else:
                     self._depot.write(key[1], chunks.extent(pull.manifest, index)[0], payload)
             except StoreError as error:

@@ -12,7 +12,7 @@ from typing import Final
 
 import click
 
-from fedquilt import threads
+from fedquilt import extras, threads
 from fedquilt.core import FedquiltError, JobError, StoreError
 
 COMPLETE = "_FEDQUILT_COMPLETE"  # click's variable: a shell that asks for completions sets it
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fedquilt: {error}", file=sys.stderr)
         return error.exit_code
     except ModuleNotFoundError as error:
-        print(f"fedquilt: {_missing(error.name or '')}", file=sys.stderr)
+        print(f"fedquilt: {extras.missing(error.name or '')}", file=sys.stderr)
         return JobError.exit_code
     except BrokenPipeError:
         return 141
@@ -93,20 +93,3 @@ def _interruptible() -> Iterator[None]:
     finally:
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
-
-
-def _missing(module: str) -> str:
-    extras = {
-        "onnx": "onnx",
-        "onnxruntime": "onnx",
-        "torch": "train",
-        "torchvision": "train",
-        "amqtt": "demo",
-        "matplotlib": "report",
-        "jinja2": "report",
-        "tomli_w": "report",
-        "cryptography": "identity",
-        "packaging": "flash",
-    }
-    extra = extras.get(module.split(".")[0], "images" if module.startswith("PIL") else "")
-    return f"this needs {module}, which is not installed: pip install 'fedquilt{f'[{extra}]' if extra else ''}'"

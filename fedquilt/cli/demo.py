@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedquilt.cli import options
-from fedquilt.cli.commands import option, verb
+from fedquilt.cli.commands import option, verb, wordy
 
 
 @verb()
 @option("--out", type=options.FOLDER, default=Path("fedquilt-demo"), help="Folder for what it makes.")
+@option("--open", "show", is_flag=True, help="Open the report in a browser at the end.")
 @options.format
-def demo(out: Path, format: str) -> int:
-    """See a federation of simulated boards stitch a network for real handwritten digits."""
+def demo(out: Path, show: bool, format: str) -> int:
+    """See a federation of simulated boards stitch a network for real handwritten digits; -v prints every round."""
     from fedquilt.tools import demo as tool
 
-    return tool.demo(out, format)
+    return tool.demo(out, format, wordy() > 0, show)

@@ -9,19 +9,31 @@ import dataclasses
 import importlib
 import pkgutil
 from functools import cache
+from types import ModuleType
 
 from fedquilt import plugins
 from fedquilt.core import JobError, Method
 
 
 def names() -> list[str]:
-    """Our own methods, sorted: the files in this folder."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    """Our own methods, sorted: the files in this folder but for those that several share, such as `_by_width.py`."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
 def outside() -> list[str]:
     """The methods that other packages give, sorted; none is imported."""
     return plugins.names("method")
+
+
+def module(name: str) -> ModuleType:
+    """The module of a method, whose docstring tells of it.
+
+    Raises:
+        JobError: as `load`.
+    """
+    load(name)
+    plugin = plugins.find("method", name, names())
+    return importlib.import_module(f"fedquilt.methods.{name}" if plugin is None else plugin.target.partition(":")[0])
 
 
 def needs(name: str) -> dict[str, str]:

@@ -25,7 +25,7 @@ from msgspec import Meta
 
 from fedquilt import layers
 from fedquilt.core import Answer, Bundle, Contribution, DeviceView, Hooks, JobError, ModelError, Order, Site, Task, Turn
-from fedquilt.methods import fedavg, heterofl
+from fedquilt.methods import _by_width, fedavg, heterofl
 from fedquilt.methods.heterofl import Sum
 from fedquilt.models.partial import width
 from fedquilt.models.partial.masks import Follow
@@ -43,7 +43,7 @@ class Params(fedavg.Params):
 
 
 @dataclass(frozen=True)
-class State(heterofl.State):
+class State(_by_width.State):
     encoder: tuple[str, ...]  # layers
     kept: dict[str, dict[str, np.ndarray]]  # by share of the channels that are left: group -> which
 
@@ -55,7 +55,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
             "pre-trained network's, or train all of it with encoder = 0"
         )
     plain, plan = fedavg.init(bundle, params, seed), heterofl.plan_of(bundle)
-    begun = heterofl.State(**vars(plain), plan=plan, widths={}, settled=0)
+    begun = _by_width.State(**vars(plain), plan=plan, widths={}, settled=0)
     calls = layers.calls(begun.network)
     last = layers.head(begun.model, calls)
     order = [name for name in layers.layers(begun.model, calls) if name != last]
@@ -108,7 +108,7 @@ def send(state: State, device: DeviceView) -> Order:
 
 def work(task: Task, site: Site) -> Answer:
     if "asked" in task.params:
-        return heterofl.measured(task, site)
+        return _by_width.measured(task, site)
     hooks, held = heterofl.hooks_of(task, site, scaled=False), set(task.params["still"])
     if held:
         hooks = Hooks(prepare=hooks.prepare, turns=(Turn(rate=lambda name: float(name not in held)),))
@@ -139,5 +139,5 @@ METHOD = replace(
     work=work,
     check=check,
     fold=fold,
-    settle=heterofl.settling(parts, left_of, scaled=False, still=still),
+    settle=_by_width.settling(parts, left_of, scaled=False, still=still),
 )

@@ -23,7 +23,7 @@ import numpy as np
 
 from fedquilt import tensors
 from fedquilt.core import Answer, DeviceView, Hooks, Order, Site, Task, Turn
-from fedquilt.methods import fedavg, heterofl
+from fedquilt.methods import _by_width, fedavg, heterofl
 from fedquilt.models.partial import masks, width
 from fedquilt.models.partial.masks import Plan
 
@@ -95,14 +95,14 @@ class Ordered:
         return hook
 
 
-def send(state: heterofl.State, device: DeviceView) -> Order:
+def send(state: _by_width.State, device: DeviceView) -> Order:
     order = heterofl.send(state, device)
     return replace(order, bundles={**order.bundles, "plan": {"json": masks.to_array(state.plan)}})
 
 
 def work(task: Task, site: Site) -> Answer:
     if "asked" in task.params:
-        return heterofl.measured(task, site)
+        return _by_width.measured(task, site)
     most, hooks = task.params["rate"], heterofl.hooks_of(task, site, scaled=False)
     widths = tuple(rate for rate in sorted(set(task.params["rates"])) if rate <= most)
     if len(widths) > 1:
@@ -127,5 +127,5 @@ METHOD = replace(
     send=send,
     work=work,
     check=check,
-    settle=heterofl.settling(heterofl.parts_of, heterofl.rate_of, scaled=False),
+    settle=_by_width.settling(heterofl.parts_of, heterofl.rate_of, scaled=False),
 )

@@ -26,40 +26,36 @@ The halves of a method that sends parts by width are here for others too (`by_wi
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import layers, metrics, tensors, tiers
+from fedquilt import layers, metrics, tensors
 from fedquilt.core import (
     Answer,
     Bundle,
     Contribution,
     DeviceView,
-    Examples,
     Hooks,
     ModelError,
     Order,
-    Settle,
     Site,
     Task,
     Tensors,
     UpdateError,
-    Work,
 )
 from fedquilt.methods import fedavg
+from fedquilt.methods._by_width import State, measured, narrowed, settling
 from fedquilt.models.partial import masks
 from fedquilt.models.partial import width as submodel
 from fedquilt.models.partial.masks import Plan
 from fedquilt.models.partial.width import Counted, Places
 
 Rate = Annotated[float, Meta(gt=0, le=1)]
-SETTLED: Final = ("running_mean", "running_var")
 Rates = tuple[Rate, Rate, Rate, Rate, Rate]
 
 
@@ -68,15 +64,6 @@ class Params(fedavg.Params):
     clip: Annotated[float, Meta(ge=0)] = 1.0  # largest gradient norm; 0: no clipping
     rates: Rates = (0.0625, 0.125, 0.25, 0.5, 1.0)  # r of devices with a budget under 1 GB, from 1, 2, 4 and 8 GB
     masked: bool = True  # whether classes that a device has not are left out of its loss, and of their rows' mean
-
-
-@dataclass(frozen=True)
-class State(fedavg.State):
-    """The global model with the whole network's statistics, how its units hang together, and narrower parts' own."""
-
-    plan: Plan
-    widths: dict[str, dict[str, np.ndarray]]  # by rate: batch normalisation's running statistics
-    settled: int  # rounds so far that gathered statistics: they count in a task's round, not in the learning rate
 
 
 @dataclass(frozen=True)
@@ -157,15 +144,6 @@ def order(state: fedavg.State, at: Places, rate: float, own: Tensors | None = No
     built = tensors.total_bytes([state.model])  # the network is built whole before it is cut
     work = msgspec.structs.replace(found.work, peak_bytes=max(found.work.peak_bytes, 2 * built))
     return replace(found, params={**found.params, "rate": rate}, work=work)
-
-
-def narrowed(state: fedavg.State, at: Places, own: Tensors | None = None) -> fedavg.State:
-    """The part as a model of its own, with what a forward pass of it costs. `own`: as of `order`."""
-    sub = {**submodel.cut(state.model, at), **(own or {})}
-    flops, activations = submodel.lighter(state.model, sub)
-    return fedavg.State(
-        state.params, state.network, sub, state.flops * flops, math.ceil(state.example_bytes * activations)
-    )
 
 
 def rate_of(state: State, device: DeviceView) -> float:
@@ -296,129 +274,6 @@ def step(state: State, total: Sum | None) -> State:
 
 
 # -- statistics before an evaluation --------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Measured:
-    """By rate and statistic: sum_k n_k mean_k, sum_k n_k (var_k + mean_k^2) and sum_k n_k."""
-
-    total: Mapping[str, Mapping[str, np.ndarray]]
-    weight: Mapping[str, float]
-
-
-def settling(
-    parts: Callable[[Any], Mapping[float, Places]],
-    rate_of: Callable[[Any, DeviceView], float],
-    *,
-    scaled: bool,
-    still: Callable[[Any], Collection[str]] = lambda state: (),
-) -> Settle:
-    """The rounds that gather statistics, of a method that sends parts by width.
-
-    Args:
-        scaled: as of `hooks_of`.
-        still: tensors that are never trained: their statistics stay as they are.
-    """
-
-    def names(state: State) -> list[str]:
-        held = still(state)
-        return [name for name in state.model if name.rpartition(".")[2] in SETTLED and name not in held]
-
-    def send(state: State, device: DeviceView) -> Order:
-        own, asked, bundles, work = rate_of(state, device), [], {}, Work()
-        for rate, at in parts(state).items():
-            light = narrowed(state, at, state.widths.get(f"{rate:g}"))
-            found = fedavg.order(light, {}, moved={}).work
-            peak = max(found.peak_bytes, 2 * tensors.total_bytes([state.model]))  # it is built whole, as for training
-            if rate > own and not _roomy(device, msgspec.structs.replace(found, peak_bytes=peak)):
-                continue
-            asked.append(rate)
-            bundles[f"part.{rate:g}"] = light.model
-            work = Work(
-                flops_per_example=work.flops_per_example + light.flops,
-                read_bytes=work.read_bytes + tensors.total_bytes([light.model]),
-                peak_bytes=max(work.peak_bytes, peak),
-            )
-        table = {"network": state.network, "asked": asked, "scaled": scaled, "still": sorted(still(state))}
-        return Order(table, bundles, work)
-
-    def fold(state: State, so_far: Measured | None, update: Contribution) -> Measured:
-        total = dict(so_far.total) if so_far else {}
-        weight = dict(so_far.weight) if so_far else {}
-        places = {f"{rate:g}": at for rate, at in parts(state).items()}
-        if not update.bundles or update.bundles.keys() - {f"statistics.{key}" for key in places}:
-            told = ", ".join(sorted(update.bundles)) or "nothing"
-            raise UpdateError(f"{update.device} sent {told}, wanted are batch normalisation's statistics by width")
-        for bundle, sent in update.bundles.items():
-            key = bundle.removeprefix("statistics.")
-            shapes = submodel.shapes(state.model, {name: places[key][name] for name in names(state)})
-            tensors.require_same(sent, shapes)
-            total[key] = _moments(total.get(key), sent, update)
-            weight[key] = weight.get(key, 0.0) + update.weight
-        return Measured(total, weight)
-
-    def step(state: State, total: Measured | None) -> State:
-        after = replace(state, settled=state.settled + 1)
-        for key, sums in total.total.items() if total else ():
-            weight = total.weight[key]  # type: ignore[union-attr]
-            if not weight:
-                continue
-            found = {}
-            for name, array in sums.items():
-                value = array / weight
-                if name.endswith("running_var"):
-                    value = np.maximum(value - np.square(sums[_mean_of(name)] / weight), 0.0)
-                found[name] = value.astype(state.model[name].dtype)
-            if key in state.widths:
-                after = replace(after, widths={**after.widths, key: {**after.widths[key], **found}})
-            else:
-                after = replace(after, model={**after.model, **found})
-        return after
-
-    return Settle(lambda state: bool(names(state)), send, fold, step)
-
-
-def _roomy(device: DeviceView, work: Work) -> bool:
-    return device.profile is not None and tiers.fits(device.profile, "torch", work)
-
-
-def _mean_of(name: str) -> str:
-    return f"{name.rpartition('.')[0]}.running_mean"
-
-
-def _moments(so_far: Tensors | None, sent: Tensors, update: Contribution) -> dict[str, np.ndarray]:
-    """The sums with one device's statistics.
-
-    Raises:
-        UpdateError: a variance is below 0.
-    """
-    found = {}
-    for name, array in sent.items():
-        value = array.astype(np.float64)
-        if name.endswith("running_var"):
-            if (value < 0).any():
-                raise UpdateError(f"{update.device} sent {name!r} with values below 0: it is a variance")
-            value = value + np.square(sent[_mean_of(name)].astype(np.float64))
-        share = np.asarray(value * update.weight)
-        found[name] = share if so_far is None else so_far[name] + share
-    return found
-
-
-def measured(task: Task, site: Site) -> Answer:
-    """The statistics of the device's examples in each part that it was sent, weighted by examples."""
-    order, bundles = site.rng.permutation(len(site.train)), {}
-    shuffled = Examples(site.train.x[order], site.train.y[order])
-    for index, rate in enumerate(task.params["asked"]):
-        start, seen = site.load(f"part.{rate:g}"), submodel.Moments(set(task.params["still"]))
-        cut = rate != 1
-
-        def prepare(module: Any, start: Tensors = start, cut: bool = cut, seen: submodel.Moments = seen) -> Any:
-            return seen.watch(submodel.shrunk(module, start, scaled=task.params["scaled"]) if cut else module)
-
-        site.engine.evaluate(task.params["network"], start, shuffled, hooks=Hooks(prepare=prepare))
-        bundles[f"statistics.{rate:g}"] = seen.found()
-        site.progress((index + 1) / len(task.params["asked"]))
-    return Answer(bundles, weight=float(len(site.train)), local=site.local)
 
 
 METHOD = replace(

@@ -23,7 +23,7 @@ def written(network: Mapping[str, Any], weights: Tensors) -> bytes:
     The network's table stands in the file's metadata, under "network".
 
     Args:
-        network: its table, which may name code of the user's own.
+        network: its table.
 
     Raises:
         ModelError: the weights are not all of the network's, or an operation has no ONNX.

@@ -169,11 +169,16 @@ def _factory(name: str) -> Callable[..., nn.Module]:
     return lambda classes=10: small.CifarResNet(cifar[name], classes)
 
 
-def _own(name: str, factory: Any) -> Callable[..., nn.Module]:
-    """The function of a network from outside; what it raises names it."""
+def require_callable(name: str, factory: Any) -> None:
+    """Raises ModelError unless what a network's name stands for can be called."""
     if not callable(factory):
         kind = type(factory).__name__
         raise ModelError(f"network {name!r} is a {kind}, and a function that makes a torch.nn.Module is wanted")
+
+
+def _own(name: str, factory: Any) -> Callable[..., nn.Module]:
+    """The function of a network from outside; what it raises names it."""
+    require_callable(name, factory)
     signature = inspect.signature(factory)
 
     def build(**table: Any) -> nn.Module:

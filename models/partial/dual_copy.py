@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -28,20 +27,23 @@ from torch import fx, nn
 from fedquilt.core import ModelError
 from fedquilt.models.networks import registry
 from fedquilt.models.partial import gate_cache
+from fedquilt.models.partial.dual_trace import (
+    before_weights,
+    covers,
+    depending,
+    gate_of,
+    pool_settings,
+    pools,
+    quiet,
+    second,
+    trace,
+)
 
 Gates = Literal["frozen", "own"]
 Norm = Literal["frozen_stats", "train"]
 Pool = Literal["own", "sk"]
 
-BINARY = (nn.GELU, nn.SiLU, nn.Hardswish, nn.ELU, nn.CELU, nn.SELU, nn.Mish)
-BINARY_CALLS = (F.gelu, F.silu, F.hardswish, F.elu, F.celu, F.selu, F.mish)
-RELU_CALLS = (F.relu, torch.relu, torch.relu_, F.relu_)
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-
-def covers(trained: Sequence[str], name: str) -> bool:
-    """Whether a tensor belongs to one of these modules (or is one of these tensors)."""
-    return any(name == part or name.startswith(part + ".") for part in trained)
 
 
 def gated(z: torch.Tensor, on: torch.Tensor, slope: float = 0.0) -> torch.Tensor:
@@ -85,18 +87,18 @@ class DualCopy:
         with torch.device("meta"):  # the shape of the network alone
             model = registry.build({key: value for key, value in network.items() if key != "input"})
         self._name, self._keep_statistics = str(network.get("name")), bn == "frozen_stats"
-        self._traced = _trace(model, self._name)
-        self._late = _depending(self._traced, trained)
+        self._traced = trace(model, self._name)
+        self._late = depending(self._traced, trained)
         if not self._late:
             raise ModelError(
                 f"network {self._name!r} uses no tensor of {', '.join(trained) or 'nothing'}: none is trained"
             )
         frozen = gates == "frozen"
-        inner = _before_weights(self._traced)
+        inner = before_weights(self._traced)
         self._gates = {
-            node: found for node in self._late if frozen and node in inner and (found := _gate(self._traced, node))
+            node: found for node in self._late if frozen and node in inner and (found := gate_of(self._traced, node))
         }
-        self._pools = [node for node in self._late if frozen and pool == "sk" and _pools(self._traced, node)]
+        self._pools = [node for node in self._late if frozen and pool == "sk" and pools(self._traced, node)]
         self._entries = self._boundary()
         tail, frozen, whole = (
             _module(model, graph)
@@ -141,14 +143,14 @@ class DualCopy:
         for node in self._traced.graph.nodes:
             if node.op == "output":
                 continue
-            copies[node] = _quiet(graph.node_copy(node, copies.__getitem__))
+            copies[node] = quiet(graph.node_copy(node, copies.__getitem__))
             if node in self._pools:
                 both = graph.call_function(
                     F.max_pool2d,
                     (copies[node.args[0]],),
-                    {**_pool_settings(self._traced, node), "return_indices": True},
+                    {**pool_settings(self._traced, node), "return_indices": True},
                 )
-                indices.append(graph.call_function(_second, (both,)))
+                indices.append(graph.call_function(second, (both,)))
         masks = []
         for node, gate in self._gates.items():
             z = copies[node.all_input_nodes[0]]
@@ -183,7 +185,7 @@ class DualCopy:
                     else graph.call_function(capped, (z, *masks[node], gate.cap))
                 )
             elif node in self._late or node.op == "get_attr":
-                copies[node] = _quiet(graph.node_copy(node, copies.__getitem__))
+                copies[node] = quiet(graph.node_copy(node, copies.__getitem__))
         return graph
 
 
@@ -303,107 +305,3 @@ def _module(model: nn.Module, graph: fx.Graph) -> fx.GraphModule:
 
 
 # -- taking apart ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Gate:
-    slope: float = 0.0  # of what is off
-    cap: float | None = None  # of what is on; None: none
-
-
-def _gate(traced: fx.GraphModule, node: fx.Node) -> _Gate | None:
-    """What stands for this operation in the quantitative copy; None: it is no gating nonlinearity."""
-    if node.op == "call_module":
-        module = traced.get_submodule(str(node.target))
-        if isinstance(module, nn.ReLU6):
-            return _Gate(cap=6.0)
-        if isinstance(module, nn.LeakyReLU):
-            return _Gate(slope=float(module.negative_slope))
-        return _Gate() if isinstance(module, (nn.ReLU, *BINARY)) else None
-    if node.op == "call_method":
-        return _Gate() if node.target in ("relu", "relu_") else None
-    if node.target is F.relu6:
-        return _Gate(cap=6.0)
-    if node.target is F.leaky_relu:
-        return _Gate(slope=float(node.kwargs.get("negative_slope", node.args[1] if len(node.args) > 1 else 0.01)))
-    return _Gate() if node.op == "call_function" and node.target in (*RELU_CALLS, *BINARY_CALLS) else None
-
-
-def _pools(traced: fx.GraphModule, node: fx.Node) -> bool:
-    return bool(_pool_settings(traced, node))
-
-
-def _pool_settings(traced: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
-    """The keywords of F.max_pool2d for a max pool; {}: it is none."""
-    if node.op == "call_module":
-        module = traced.get_submodule(str(node.target))
-        if not isinstance(module, nn.MaxPool2d):
-            return {}
-        fields = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
-        return {field: getattr(module, field) for field in fields}
-    if node.op == "call_function" and node.target in (F.max_pool2d, torch.max_pool2d):
-        given = dict(zip(("kernel_size", "stride", "padding", "dilation", "ceil_mode"), node.args[1:], strict=False))
-        return {**given, **{key: value for key, value in node.kwargs.items() if key != "return_indices"}}
-    return {}
-
-
-def _second(both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return both[1]
-
-
-def _quiet(node: fx.Node) -> fx.Node:
-    """No nonlinearity in place: a gate looks at what went in."""
-    if node.kwargs.get("inplace"):
-        node.kwargs = {**node.kwargs, "inplace": False}
-    if node.op == "call_method" and node.target == "relu_":
-        node.target = "relu"
-    if node.op == "call_function" and node.target in (torch.relu_, F.relu_):
-        node.target = torch.relu
-    return node
-
-
-def _depending(traced: fx.GraphModule, trained: Sequence[str]) -> dict[fx.Node, None]:
-    """Operations that a trained tensor has a part in, in order."""
-    late: dict[fx.Node, None] = {}
-    for node in traced.graph.nodes:
-        if node.op == "output":
-            continue
-        if any(source in late for source in node.all_input_nodes) or _uses(traced, node, trained):
-            late[node] = None
-    return late
-
-
-def _before_weights(traced: fx.GraphModule) -> set[fx.Node]:
-    """Operations whose value goes on into a layer with weights."""
-    found: set[fx.Node] = set()
-    for node in reversed(traced.graph.nodes):
-        if node in found or _uses(traced, node, None):
-            found.update(node.all_input_nodes)
-    return found
-
-
-def _uses(traced: fx.GraphModule, node: fx.Node, trained: Sequence[str] | None) -> bool:
-    """Whether it has a tensor of the trained ones of its own; None: any."""
-    if node.op == "get_attr":
-        names = [str(node.target)]
-    elif node.op == "call_module":
-        names = [f"{node.target}.{name}" for name in traced.get_submodule(str(node.target)).state_dict()]
-    else:
-        names = []
-    return any(trained is None or covers(trained, name) for name in names)
-
-
-def _trace(model: nn.Module, name: str) -> fx.GraphModule:
-    try:
-        traced = fx.symbolic_trace(model.eval())  # in training mode some give more than scores
-    except Exception as error:  # whatever a user's forward() raises on a symbolic value
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ModelError(
-            f"network {name!r} cannot be traced ({reason}): FedSQ takes it apart, so its forward() may not branch on "
-            "values; rewrite that place, or take another method"
-        ) from None
-    traced.graph.eliminate_dead_code()
-    end = next(node for node in traced.graph.nodes if node.op == "output").args[0]
-    if not isinstance(end, fx.Node):
-        raise ModelError(f"network {name!r} gives more than scores: FedSQ wants one score per class")
-    return traced

@@ -791,7 +791,7 @@ def test_a_board_that_is_low_or_hot_is_passed_over_until_it_is_not(tmp_path: Pat
     active = stage.server.active
     assert active is not None
     assert log.waiting(active.rounds, active.engines, ["a", "b"]) == (
-        "devices that run torch or numpy: 2 online, 1 left alone (battery), 1 left alone (hot), at least 1 needed"
+        "devices that run torch or numpy: 2 online, 1 not eligible (battery), 1 not eligible (hot), at least 1 needed"
     )
     b.say("telemetry", wire.Telemetry(temperature_c=60.0))
     stage.play()
@@ -822,9 +822,9 @@ def test_who_there_was_to_choose_from_outlives_the_coordinator(tmp_path: Path) -
     stage.play()
     told = why.of(stage.store, stage.job)[0]
     assert sorted(part.text for part in told.values()) == [
-        "answered",
-        "not drawn: place 2 of 3, 1 was taken",
-        "not drawn: place 3 of 3, 1 was taken",
+        "not drawn: place 2 of 3, 1 selected",
+        "not drawn: place 3 of 3, 1 selected",
+        "update received",
     ]
     stage.store.close()
 

@@ -26,7 +26,7 @@ from fedquilt.core import Profile
 from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks.client import Status
 from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.testing.board_layouts import BOARDS
+from fedquilt.profiles.layouts import BOARDS
 from fedquilt.testing.boards import plant
 from fedquilt.tools.broker import EmbeddedBroker
 from fedquilt.tools.simulation import agents

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.blobs.store import Depot
+from fedquilt.blobs.chunks import DamagedBlobError
+from fedquilt.blobs.store import SMALL_BYTES, Depot, Lodger, Shared
 from fedquilt.core import BlobRef
 from fedquilt.pack import Pack
 
@@ -86,3 +87,45 @@ def test_blobs_of_any_size_can_be_stowed(tmp_path: Path, size: int) -> None:
 def test_a_durable_depot_has_a_file_for_each(tmp_path: Path) -> None:
     ref = Depot(tmp_path).stow(b"small")
     assert [path.name for path in tmp_path.iterdir()] == [ref.sha256]
+
+
+# -- a depot that shares --------------------------------------------------------------------------
+
+
+def test_devices_of_one_process_share_their_small_blobs_and_each_has_its_own(tmp_path: Path) -> None:
+    shared = Shared(tmp_path / "shared")
+    one, two = (Lodger(tmp_path / name / "blobs", shared) for name in ("one", "two"))
+    ref = one.put(b"model")
+    assert one.has(ref)
+    assert not two.has(ref)
+    assert two.put(b"model", ref) == ref
+    assert one.put(b"model") == ref
+    one.drop(ref.sha256)
+    assert not one.has(ref)
+    path = two.path(ref.sha256)
+    assert path is not None
+    assert path.read_bytes() == two.load(ref.sha256) == b"model"
+    two.drop(ref.sha256)
+    assert not shared.depot.has(ref)
+    assert not (tmp_path / "one").exists()
+
+
+def test_a_damaged_blob_is_not_taken_by_a_depot_that_shares(tmp_path: Path) -> None:
+    lodger = Lodger(tmp_path / "one", Shared(tmp_path / "shared"))
+    wanted = BlobRef(sha256=sha256(b"right"), size=5)
+    with pytest.raises(DamagedBlobError):
+        lodger.stow(b"wrong", wanted)
+    assert lodger.unused() == []
+
+
+def test_large_blobs_have_a_folder_of_their_own_and_the_longest_unused_is_first(tmp_path: Path) -> None:
+    shared = Shared(tmp_path / "shared")
+    lodger = Lodger(tmp_path / "one", shared)
+    large = lodger.put(bytes(SMALL_BYTES + 1))
+    small, other = lodger.put(b"small"), lodger.put(b"other")
+    lodger.touch(small.sha256)
+    assert (tmp_path / "one" / large.sha256).exists()
+    assert lodger.unused() == [(each.sha256, each.size) for each in (large, other, small)]
+    lodger.keep({small.sha256})
+    assert [lodger.has(each) for each in (large, other, small)] == [False, False, True]
+    assert Lodger(tmp_path / "one", Shared(tmp_path / "shared")).unused() == []

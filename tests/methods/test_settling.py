@@ -17,7 +17,7 @@ from fedquilt.coordinator.facts import Answered, Committed
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import progress
 from fedquilt.core import Bundle, Contribution, DeviceView, Examples, Hooks, Profile, UpdateError
-from fedquilt.methods import heterofl
+from fedquilt.methods import _by_width
 from fedquilt.models.partial import width
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.simulation import agents
@@ -194,7 +194,7 @@ def test_in_a_federation_the_whole_networks_statistics_are_those_of_all_devices(
         committed = [fact for fact in facts if isinstance(fact, Committed)]
         path = store.depot.path(committed[-1].state.sha256)
         assert path is not None
-        state = tensors.unpack(path.read_bytes(), heterofl.State)
+        state = tensors.unpack(path.read_bytes(), _by_width.State)
     assert [fact.settled for fact in committed] == [False, False, True, False, True, False]
     assert [fact.round for fact in committed if "check.accuracy" in fact.metrics] == [0, 3, 5]
     asked = [sum(isinstance(fact, Answered) and fact.round == each.round for fact in facts) for each in committed]

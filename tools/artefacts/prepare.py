@@ -134,14 +134,6 @@ def whole(job: Job, out: Path, say: Callable[[str], None] = lambda line: None) -
     return made
 
 
-def _input(table: Mapping[str, Any]) -> Input:
-    wanted = config.convert(table, Input, "[input]")
-    for key in ("mean", "std"):
-        if len(getattr(wanted, key)) not in (1, wanted.channels):
-            raise JobError(f"[input] {key} has {len(getattr(wanted, key))} values: give 1 or {wanted.channels}")
-    return wanted
-
-
 def _model(table: Mapping[str, Any], wanted: Input | inputs.Values | None) -> tuple[dict[str, Any], dict[str, bytes]]:
     network = {key: value for key, value in table.items() if key not in NOT_NETWORK}
     if wanted is not None:

@@ -1,7 +1,7 @@
 """`fedquilt bench sensors`: what reading a board's sensors ten times a second costs the agent.
 
 Each board is read in a process of its own that has imported the agent first, so that the growth is what the
-sensors add to it. The Jetsons are trees of plain files (`fedquilt.testing.boards`): what their kernels take
+sensors add to it. The Jetsons are trees of plain files (`fedquilt.profiles.planted`): what their kernels take
 to ask a real sensor is not in the figures, what Python and the file system take is.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from fedquilt.testing.boards import plant
+from fedquilt.profiles.planted import plant
 from fedquilt.tools.report.figures import figure, figure_lines
 
 HERTZ = 10

@@ -1,4 +1,4 @@
-"""`fedquilt demo`: a federation on real handwritten digits, with all that belongs beside its result.
+"""`fedquilt demo`: a federation on real handwritten digits, beside everything that its result has to beat.
 
 Six simulated boards hold uneven shares of the UCI optical digits; three donors have seen MNIST only.
 The boards are simulated (times and joules follow their profiles), everything else is real: processes,
@@ -8,114 +8,210 @@ memory budgets, broker, bytes, accuracy.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+import webbrowser
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from fedquilt import bundle, units
+from fedquilt import bundle, disk, units
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import costs
-from fedquilt.core import Examples
-from fedquilt.edge_agent import engines
+from fedquilt.core import Artefact, Examples
 from fedquilt.tools.artefacts import export
-from fedquilt.tools.experiments.baselines import Bench, Result, pooled
+from fedquilt.tools.demo.compared import Compared, Device, Network, compare, mean_alone
+from fedquilt.tools.demo.live import Live, bold
+from fedquilt.tools.experiments import evaluate
+from fedquilt.tools.report import html
+from fedquilt.tools.report.found import gather
 from fedquilt.tools.simulation import Member, agents
 
 HERE = Path(__file__).parent
-BUDGET_BYTES = 1 << 30  # of the evaluation, which runs here
+STITCHED, ALONE = "stitched by all boards", "stitched by one board, mean"
 
 
-def demo(out: Path, format: str = "text") -> int:
-    """Run the federation, compare, and write `out`/stitched.onnx and `out`/held-out.npz; 0 when it came through."""
+def demo(out: Path, format: str = "text", wordy: bool = False, show: bool = False) -> int:
+    """Run the federation, compare, and write the report, the network and the test digits into `out`.
+
+    Args:
+        format: "text", or "json" for the result as one line.
+        wordy: print each round and what was decided in it.
+        show: open the report in a browser.
+
+    Returns:
+        0, or 8 if the run did not come through.
+    """
+    began_s = time.monotonic()
     # a folder for each run: what boards have cached from an earlier one would change what is measured
     plan = agents.Plan(jobs.load(HERE / "job.toml"), HERE / "bundle", out / time.strftime("%Y%m%d-%H%M%S"))
     members, test = plan.members()
-    if format == "text":
-        print("\n".join(_opening(plan, members)), flush=True)
-    run, status = agents.really(plan, None)
+    live = Live()
+    text = format == "text"
+    if text:
+        print("\n".join(_opening(plan, members, test)), flush=True)
+    run, status = agents.really(plan, None, console=None if wordy or not text else live, wordy=wordy)
     if status != "done":
         return 8
     with Store(plan.home) as store:
-        if format == "text":
-            print("comparing with the donors, and with each device alone ...", flush=True)
-        result = {
-            "run": run,
-            "accuracy": [msgspec.to_builtins(row) for row in _accuracies(plan, store, run, members, test)],
-            "devices": msgspec.to_builtins(costs.account(fact for _, _, fact in store.facts(run)).devices),
-        }
+        if text:
+            live.show("comparing with the donors, with each board alone and with FedAvg from scratch ...")
+        evaluate.evaluate(store, run)
+        found = gather(store, run)
+        artefact = export.artefact(store, run)
+        others = compare(plan, artefact, members, test, found.points[-1].rounds)
         written = export.export(store, run, out / "stitched.onnx")
+    live.clear()
+    whole = found.account.whole
+    moved = whole.down_bytes + whole.up_bytes
+    stitched = Network(STITCHED, found.scores[-1].accuracy, _path(artefact), whole.energy_j, moved)
+    networks = _networks(stitched, others)
     np.savez_compressed(out / "held-out.npz", x=test.x, y=test.y)
-    if format == "json":
+    page = out / "report.html"
+    disk.write(page, html(found, "demo.html", **_page(plan, networks, others.devices, members, len(test))))
+    result = {
+        "run": run,
+        "accuracy": msgspec.to_builtins(networks),
+        "alone": msgspec.to_builtins(others.devices),
+        "devices": msgspec.to_builtins(found.account.devices),
+        "report": str(page),
+    }
+    if not text:
         print(msgspec.json.encode(result).decode())
-    else:
-        print("\n".join(_table(result, plan)))
-        print(f"\n{written}\ntry it: fedquilt run-model {out / 'stitched.onnx'} {out / 'held-out.npz'}")
+        return 0
+    print("\n".join(_ending(networks, others.devices, found.account, plan)))
+    print(f"\n{written}\n  classify with it: fedquilt run-model {out / 'stitched.onnx'} {out / 'held-out.npz'}")
+    print(f"report, with plots: {page}   (`fedquilt demo --open` opens it)   {time.monotonic() - began_s:.0f} s in all")
+    if show:
+        webbrowser.open(page.resolve().as_uri())
     return 0
 
 
-def _opening(plan: agents.Plan, members: list[Member]) -> list[str]:
+def _opening(plan: agents.Plan, members: Sequence[Member], test: Examples) -> list[str]:
+    """What is about to happen, for who has not read the paper."""
     donors = bundle.load(plan.bundle).meta["donors"]
-    blocks = ", ".join(f"{name} ({len(donor['blocks'])} blocks)" for name, donor in donors.items())
-    lines = [f"donors, trained on MNIST only: {blocks}", "boards, simulated, with their shares of real digits:"]
-    for table, member in zip(plan.agents(), members, strict=True):
-        counts = " ".join(f"{count:3}" for count in np.bincount(member.train.y, minlength=10))
-        lines.append(f"  {table['device']:20} {table['budget']:>6} for a task   images of 0 to 9: {counts}")
-    return [*lines, "each round the boards score blocks on their own images; nothing is trained", ""]
-
-
-def _accuracies(plan: agents.Plan, store: Store, run: str, members: list[Member], test: Examples) -> list[Result]:
-    """The stitched network first, then everything it has to beat."""
-    opened = bundle.load(plan.bundle)
-    engine: Any = engines.make("onnx", BUDGET_BYTES)
-    folder = plan.bundle / "blobs"
-    bench = Bench(opened, lambda name: folder / opened.files[name].sha256, engine, pooled(members), test)
-    params = jobs.params(plan.job)
-    found = export.artefact(store, run)
-    alone = bench.alone(plan.job, plan.bundle, members)
-    mean = Result("one device alone, mean of all", float(np.mean([row.accuracy for row in alone])))
+    blocks = sum(len(donor["blocks"]) for donor in donors.values())
+    sizes = [len(member.train) + len(member.held) for member in members]
+    budgets = [int(table["budget"].removesuffix("MB")) for table in plan.agents()]
     return [
-        Result("stitched by the federation", bench.accuracy_of(found), _path(found.meta)),
-        *(Result(f"donor {row.name}, unmodified", row.accuracy) for row in bench.unmodified()),
-        *(Result(f"donor {row.name}, new closed-form head", row.accuracy) for row in bench.heads(params.head_ridge)),
-        mean,
-        Result("one device alone, the best", max(row.accuracy for row in alone)),
+        bold("Six boards build one network for their handwritten digits, without training and without sharing images."),
+        f"  donors   {len(donors)} small networks ({', '.join(donors)}), trained elsewhere on MNIST, whose digits look",
+        f"           different; each is cut into blocks, {blocks} in all",
+        f"  boards   {len(sizes)}, simulated, each with {min(sizes)} to {max(sizes)} images, most of a few digits,",
+        f"           and with {min(budgets)} to {max(budgets)} MB of memory for a task",
+        "  search   round by round, each board scores which block may follow which on its own images; the",
+        "           coordinator adds up the votes and solves a linear layer, the stitch, that joins the winners",
+        f"  test     {len(test)} digits that no board has",
+        "",
     ]
 
 
-def _path(meta: Mapping[str, Any]) -> str:
-    """The blocks of a stitched network, named as in the story of its search."""
-    return " > ".join([*meta["path"], *(["new head"] if meta["head"] else [])])
+def _networks(stitched: Network, others: Compared) -> list[Network]:
+    """The federation's network first, then those that it has to beat."""
+    return [
+        stitched,
+        *(Network(f"donor {row.name} + new head", row.accuracy) for row in others.heads),
+        *(Network(f"donor {row.name} as it is", row.accuracy) for row in others.donors),
+        others.scratch,
+        Network(ALONE, mean_alone(others.devices)),
+    ]
 
 
-def _table(result: dict[str, Any], plan: agents.Plan) -> list[str]:
-    first, *others = result["accuracy"]
-    lines = [f"\n{'accuracy on digits that no board has':48} {'%':>6}"]
-    for row in result["accuracy"]:
-        lines.append(f"{row['name']:48} {100 * row['accuracy']:6.1f}  {row['note']}".rstrip())
-    best = max(others, key=lambda row: row["accuracy"])
-    gap = 100 * (first["accuracy"] - best["accuracy"])
+def _path(artefact: Artefact) -> str:
+    """The blocks of a stitched network, named as in the log of its search."""
+    return " > ".join([*artefact.meta["path"], *(["new head"] if artefact.meta["head"] else [])])
+
+
+def verdict(networks: Sequence[Network]) -> str:
+    """Whether the federation's network, the first, is the best; by how much, and over which."""
+    first, *others = networks
+    best = max(others, key=lambda network: network.accuracy)
+    gap = 100 * (first.accuracy - best.accuracy)
+    if gap > 0:
+        return f"Stitching wins here, by {gap:.1f} points over the best of the others ({best.name})."
+    return f"Stitching does not win here: {best.name} is {-gap:.1f} points better."
+
+
+def _ending(
+    networks: Sequence[Network], devices: Sequence[Device], account: costs.Account, plan: agents.Plan
+) -> list[str]:
+    """The result as two tables."""
+    lines = [bold(f"{'accuracy on the test digits':29} {'%':>6} {'energy':>8} {'sent':>8}")]
+    for network in networks:
+        energy, moved = _cost(network)
+        lines.append(f"{network.name:29} {100 * network.accuracy:6.1f} {energy:>8} {moved:>8}")
+    lines += [verdict(networks)]
+    lines += [f"The stitched network, as donor.block: {networks[0].note}"]
+    lines += ["+ new head: last layer solved from all boards' images in one place, which no board would send", ""]
     lines.append(
-        f"Stitching wins here, by {gap:.1f} points over the best of the others ({best['name']})."
-        if gap > 0
-        else f"Stitching does not win here: {best['name']} is {-gap:.1f} points better."
+        bold(f"{'board':20} {'memory':>7} {'images':>7} {'alone, %':>9} {'time':>8} {'energy':>8} {'sent':>8}")
     )
-    columns = f"{'budget':>7} {'tasks':>5} {'time s':>8} {'energy J':>9} {'down':>8} {'up':>8} {'peak':>8}"
-    lines.append(f"\n{'device':22} {columns}")
     budgets = {table["device"]: table["budget"] for table in plan.agents()}
-    for device, took in sorted(result["devices"].items()):
-        joules = "-" if took["energy_j"] is None else f"{took['energy_j']:.2f}"
-        peak = "-" if took["peak_bytes"] is None else units.size(took["peak_bytes"])
+    for device in devices:
+        took = account.devices[device.name]
+        energy = "-" if took.energy_j is None else f"{took.energy_j:.1f} J"
         lines.append(
-            f"{device:22} {budgets[device]:>7} {took['tasks']:5} {took['wall_s']:8.2f} {joules:>9} "
-            f"{units.size(took['down_bytes']):>8} {units.size(took['up_bytes']):>8} {peak:>8}"
+            f"{device.name:20} {budgets[device.name]:>7} {device.examples + device.held:7} {100 * device.alone:9.1f} "
+            f"{took.wall_s:6.2f} s {energy:>8} {units.size(took.down_bytes + took.up_bytes):>8}"
         )
-    sources = sorted({took["energy_source"] for took in result["devices"].values() if took["energy_source"]})
-    told = (
-        sources[0] + (f", and {len(sources) - 1} more like it" if len(sources) > 1 else "") if sources else "measured"
+    lines.append("alone: the network that the board stitches from its own images only, on the test digits")
+    return [*lines, "time and energy: as the boards' profiles predict; accuracy and bytes: measured"]
+
+
+def _cost(network: Network) -> tuple[str, str]:
+    """Energy and bytes as text."""
+    energy = "-"
+    if network.energy_j is not None:
+        scale, prefix = units.unit(network.energy_j)
+        energy = f"{network.energy_j / scale:.3g} {prefix}J"
+    return energy, "-" if network.moved_bytes is None else units.size(network.moved_bytes)
+
+
+def _page(
+    plan: agents.Plan, networks: Sequence[Network], devices: Sequence[Device], members: Sequence[Member], tested: int
+) -> dict[str, Any]:
+    """What the demo's page has beyond a run's report."""
+    from fedquilt.tools.report import page, plots
+
+    def percent(value: float) -> str:
+        return f"{100 * value:.1f} %"
+
+    first, grey = plots.COLOURS[2], plots.COLOURS[0]
+    by_network = plots.bars(
+        [plots.Bar(network.name, [100 * network.accuracy]) for network in networks],
+        "Accuracy by network",
+        f"% of {tested} test digits that no board has",
+        most=100.0,
+        colours=[first, *[grey] * (len(networks) - 1)],
     )
-    lines.append(f"time and energy: {told}; peak: resident, of the task's process")
-    return lines
+    by_device = plots.bars(
+        [plots.Bar(each.name, [100 * each.alone]) for each in devices],
+        "Accuracy by board: alone, and together (dotted)",
+        f"% of {tested} test digits",
+        most=100.0,
+        level=100 * networks[0].accuracy,
+    )
+    sums = page.Table(
+        ["network", "accuracy", "energy of the boards", "sent", "note"],
+        [[each.name, percent(each.accuracy), *_cost(each), each.note] for each in networks],
+        ["note"],
+    )
+    head = ["board", "images", "memory for a task", "alone, test digits", "alone, own digits", "together, own digits"]
+    budgets = {table["device"]: table["budget"] for table in plan.agents()}
+    rows = [
+        [each.name, str(each.examples + each.held), budgets[each.name]]
+        + [percent(value) for value in (each.alone, each.alone_own, each.together_own)]
+        for each in devices
+    ]
+    donors = bundle.load(plan.bundle).meta["donors"]
+    return {
+        "pictures": page.drawn(by_network, by_device),
+        "verdict": verdict(networks),
+        "networks": sums,
+        "boards": page.Table(head, rows),
+        "donors": ", ".join(f"{name} ({len(donor['blocks'])} blocks)" for name, donor in donors.items()),
+        "path": networks[0].note,
+        "held": sum(len(member.held) for member in members),
+    }

@@ -14,8 +14,8 @@ from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.client import Status
 from fedquilt.edge_agent.clocks.helper import clock
-from fedquilt.testing.board_layouts import BOARDS
-from fedquilt.testing.boards import plant
+from fedquilt.profiles.layouts import BOARDS
+from fedquilt.profiles.planted import plant
 from fedquilt.wire import Telemetry
 
 Layout = tuple[str, int]  # board, JetPack

@@ -6,19 +6,19 @@ The pages of `docs/methods/` are these cards; `fedquilt methods --out docs/metho
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import io
+import sys
 import tokenize
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
-from fedquilt import columns, disk, methods
+from fedquilt import columns, disk, methods, plugins
 from fedquilt.tools.experiments import papers
 
 SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -55,7 +55,7 @@ def card(name: str) -> Card:
         JobError: there is no such method.
     """
     method = methods.load(name)
-    title, _, about = (inspect.getdoc(importlib.import_module(f"fedquilt.methods.{name}")) or "").partition("\n")
+    title, _, about = (inspect.getdoc(methods.module(name)) or "").partition("\n")
     found = tuple(_parameters(method.params))
     return Card(
         name=name,
@@ -84,9 +84,11 @@ def lines(one: Card) -> list[str]:
     return found
 
 
-def listed(names: Iterable[str]) -> list[str]:
-    """Each method with its title, as a table."""
-    return columns.table([[each.name, each.title] for each in map(card, names)], "<~")
+def listed(names: Iterable[str], outside: Sequence[plugins.Plugin] = ()) -> list[str]:
+    """Each method with its title, as a table; none of other packages is imported for it."""
+    titles = {name: card(name).title for name in names}
+    titles |= {each.name: f"of package {each.package} {each.version} ({each.target})" for each in outside}
+    return columns.table([[name, title] for name, title in titles.items()], "<~")
 
 
 def write(folder: Path) -> list[Path]:
@@ -113,7 +115,10 @@ def main(name: str | None, out: Path | None, format: str) -> None:
         cards = [card(each) for each in ([name] if name else methods.names())]
         print(msgspec.json.encode(cards[0] if name else cards).decode())
     else:
-        print("\n".join(lines(card(name)) if name else listed(methods.names())))
+        own = methods.names()
+        print("\n".join(lines(card(name)) if name else [*listed(own, plugins.usable("method", own))]))
+        for said in () if name else plugins.complaints("method", own):
+            print(said, file=sys.stderr)
 
 
 # -- parameters -----------------------------------------------------------------------------------

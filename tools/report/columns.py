@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from fedquilt import metrics
 from fedquilt.coordinator.facts import Answered, AnyFact, Committed
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.views import costs, progress
@@ -14,11 +15,13 @@ from fedquilt.core import Update
 
 Row = dict[str, Any]
 
+METRIC: Final = "accuracy"  # stands for the main metric of the job's task, by whose name columns are called
+
 ROUND: Final = (
     "round",  # from 1
-    "accuracy",  # 0..1, after the round: on the test set, or where the job has none on held-out shares; None: not known
+    METRIC,  # after the round: on the test set, or where the job has none on held-out shares; None: not known
     "loss",  # of the same evaluation
-    "held_accuracy",  # on the devices' held-out shares, by examples
+    f"held_{METRIC}",  # on the devices' held-out shares, by examples
     "worst_decile",  # likewise, mean of the worst tenth of the devices
     "train_loss",  # mean over the devices' last epoch, by examples
     "seconds",  # from the round's opening to its end: on the boards' clock in a simulation
@@ -38,8 +41,13 @@ DEVICE: Final = (
     "down_bytes",
     "up_bytes",
     "peak_bytes",  # of memory, of the largest task
-    "accuracy",  # 0..1, of the last evaluation on its held-out share; None: there was none
+    METRIC,  # of the last evaluation on its held-out share; None: there was none
 )
+
+
+def metric_of(job: Job) -> metrics.Metric:
+    """The main metric of a job's task; a column of values is called by its name."""
+    return metrics.MAIN[metrics.task_of(job.model)]
 
 
 @dataclass
@@ -51,11 +59,13 @@ class Rounds:
 
     Args:
         limit: rounds after which the job ends at the latest.
+        metric: name of the main metric.
     """
 
     limit: int
+    metric: str = METRIC
     rows: list[Row] = field(default_factory=list)
-    devices: dict[str, float] = field(default_factory=dict)  # device -> accuracy at its last check
+    devices: dict[str, float] = field(default_factory=dict)  # device -> main metric at its last check
     _updates: list[Update] = field(default_factory=list)
     _extra: int = 0
     _over: bool = False
@@ -94,9 +104,9 @@ class Rounds:
         if found is not None and self.rows and not fact.settled:
             self.devices = found.devices
             self.rows[min(done, len(self.rows)) - 1] |= {
-                "accuracy": found.weighted,
+                METRIC: found.weighted,
                 "loss": fact.metrics.get("check.loss"),
-                "held_accuracy": found.weighted,
+                f"held_{METRIC}": found.weighted,
                 "worst_decile": found.worst_decile,
             }
 
@@ -108,12 +118,12 @@ class Rounds:
         for row in self.rows:
             row = dict(row)
             if (own := held.get(row["round"])) is not None:
-                row |= {"held_accuracy": own.weighted, "worst_decile": own.worst_decile}
-                row |= {"accuracy": own.weighted, "loss": own.loss}
+                row |= {f"held_{METRIC}": own.weighted, "worst_decile": own.worst_decile}
+                row |= {METRIC: own.weighted, "loss": own.loss}
             if test:
                 score = test.get(row["round"])
-                row |= {"accuracy": score and score.accuracy, "loss": score and score.loss}
-            rows.append(row)
+                row |= {METRIC: score and score.value, "loss": score and score.loss}
+            rows.append({_called(name, self.metric): value for name, value in row.items()})
         return rows
 
 
@@ -133,24 +143,31 @@ def _plus(row: Row, more: Row) -> None:
         row[name] = None if row[name] is None or more[name] is None else row[name] + more[name]
 
 
+def _called(name: str, metric: str) -> str:
+    return name.replace(METRIC, metric)
+
+
 def rounds(facts: Iterable[AnyFact], job: Job, found: Scores) -> dict[str, list[Any]]:
     """The columns of ROUND."""
-    made = Rounds(job.rounds)
+    rows = gathered(facts, job).scored(found)
+    names = [_called(name, metric_of(job).name) for name in ROUND]
+    return {name: [row[name] for row in rows] for name in names}
+
+
+def gathered(facts: Iterable[AnyFact], job: Job) -> Rounds:
+    """The rows of a run's facts."""
+    made = Rounds(job.rounds, metric_of(job).name)
     for fact in facts:
         made.add(fact)
-    rows = made.scored(found)
-    return {name: [row[name] for row in rows] for name in ROUND}
+    return made
 
 
 def devices(facts: Sequence[AnyFact], job: Job, found: Scores) -> dict[str, list[Any]]:
     """The columns of DEVICE, sorted by device: all that have answered, declined or been evaluated."""
-    made = Rounds(job.rounds)
-    for fact in facts:
-        made.add(fact)
-    accuracy = found.devices or made.devices
+    values = found.devices or gathered(facts, job).devices
     account = costs.account(facts).devices
     rows = []
-    for name in sorted({*account, *accuracy}):
+    for name in sorted({*account, *values}):
         each = account.get(name, costs.Ledger())
         rows.append(
             {
@@ -164,7 +181,7 @@ def devices(facts: Sequence[AnyFact], job: Job, found: Scores) -> dict[str, list
                 "down_bytes": each.down_bytes,
                 "up_bytes": each.up_bytes,
                 "peak_bytes": each.peak_bytes,
-                "accuracy": accuracy.get(name),
+                METRIC: values.get(name),
             }
         )
-    return {name: [row[name] for row in rows] for name in DEVICE}
+    return {_called(name, metric_of(job).name): [row[name] for row in rows] for name in DEVICE}

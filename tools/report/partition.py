@@ -1,7 +1,6 @@
 """Who has how many examples of which class: as a picture, as a table and as JSON. Reads labels, no inputs.
 
-The picture is one SVG element without script, style sheet or font of its own: a file by itself, or a
-part of an HTML page.
+The picture is one SVG element: a file by itself, or a part of an HTML page.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,15 +18,18 @@ from fedquilt import columns, disk
 from fedquilt.coordinator.settings import Job
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
+from fedquilt.tools.report import plots
 from fedquilt.tools.simulation.agents import Plan
 
-DARK, PALE, INK, FAINT = "#1f5fa8", "#8fb4dc", "#222222", "#d9d9d9"
+DARK, PALE = "#2f6fb8", "#9fc4ea"
 WIDE, NARROW, ROOM = 32.0, 6.0, 960.0  # pixels: a device's column at most, at least; all columns where they fit
 BARS, LETTER, LINE = 40.0, 6.6, 16.0  # pixels: the tallest bar, a letter's width, a line's height
 NOTE = "area: examples of a class; dark: to train on; pale: held out; bars: all of a device"
+MOST_TIPS = 3000  # dots that have tooltips
 FEW = 20  # classes that have a column each in the table
 
 Radius: TypeAlias = Callable[[int], float]  # pixels of a dot for so many examples
+Place: TypeAlias = Callable[[int, int], tuple[float, float]]  # of a dot, for its row and column
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def main(job: Job, devices: int | None, out: Path | None, format: str) -> int:
     """The verb `fedquilt partition`."""
     counts = of_job(job, devices)
     if out is not None:
-        disk.write(out, svg(counts, job.name))
+        disk.write(out, plots.with_ground(svg(counts, job.name)))
     if format == "json":
         print(msgspec.json.encode(table(counts)).decode())
     else:
@@ -114,64 +115,65 @@ def svg(counts: Counts, title: str = "") -> str:
     def radius(count: int) -> float:
         return max(0.8, (cell / 2 - 0.5) * math.sqrt(count / largest)) if count else 0.0
 
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
-        f'height="{height:.0f}" style="max-width:100%;height:auto" '
-        f'font-family="sans-serif" font-size="11" fill="{INK}">',
-        f'<rect width="{width:.0f}" height="{height:.0f}" fill="#ffffff"/>',
-        f'<text x="12" y="{LINE:.0f}" font-size="13">{escape(title or "examples by device and class")}</text>',
-        *_legend(largest, radius),
-    ]
-    for row, name in enumerate(counts.classes):
-        y = top + tall * (row + 0.5)
-        parts.append(_text(left - 6, y + 4, name, 'text-anchor="end"'))
-        parts.append(f'<path d="M{left:.1f} {y:.1f}H{left + cell * len(counts.devices):.1f}" stroke="{FAINT}"/>')
-    step = math.ceil(12 / cell)  # names lie sideways, so many devices apart that none covers another
-    for column, name in enumerate(counts.devices):
-        x = left + cell * (column + 0.5)
-        parts += _dots(counts, column, x, top, tall, radius)
-        parts += _bar(counts, column, x, floor, 0.7 * cell)
-        if column % step == 0:
-            parts.append(
-                _text(x + 4, floor + 6, name, f'text-anchor="end" transform="rotate(-90 {x + 4:.1f} {floor + 6:.1f})"')
-            )
-    return "\n".join([*parts, "</svg>\n"])
+    def draw(axis: Any, tip: plots.Tip) -> None:
+        axis.text(12, LINE, title or "examples by device and class", size=13, weight=600)
+        axis.text(12, 2.2 * LINE, NOTE)
+        _legend(axis, largest, radius)
+        for row, name in enumerate(counts.classes):
+            y = top + tall * (row + 0.5)
+            axis.text(left - 6, y, name, ha="right", va="center")
+            axis.plot([left, left + cell * len(counts.devices)], [y, y], color=plots.INK, alpha=0.14, linewidth=1)
+        step = math.ceil(12 / cell)  # names lie sideways, so many devices apart that none covers another
+        _dots(axis, tip, counts, lambda row, column: (left + cell * (column + 0.5), top + tall * (row + 0.5)), radius)
+        for column, name in enumerate(counts.devices):
+            x = left + cell * (column + 0.5)
+            _bar(axis, tip, counts, column, x, floor, 0.7 * cell)
+            if column % step == 0:
+                axis.text(x, floor + 6, name, rotation=90, ha="center", va="top")
+
+    words = f"{title or 'examples by device and class'}: {lines(counts)[-1]}"
+    return plots.picture(width, height, words, draw)
 
 
-def _legend(largest: int, radius: Radius) -> list[str]:
-    """What is drawn, and dots of the largest count and of a quarter of it."""
-    parts, x, y = [_text(12, 2.2 * LINE, NOTE)], 12.0, 2.8 * LINE + WIDE / 2
+def _legend(axis: Any, largest: int, radius: Radius) -> None:
+    """Dots of the largest count and of a quarter of it."""
+    from matplotlib.patches import Circle
+
+    x, y = 12.0, 2.8 * LINE + WIDE / 2
     for count in sorted({largest, max(1, largest // 4)}, reverse=True):
-        parts.append(f'<circle cx="{x + radius(count):.1f}" cy="{y:.1f}" r="{radius(count):.1f}" fill="{DARK}"/>')
+        axis.add_patch(Circle((x + radius(count), y), radius(count), color=DARK, linewidth=0))
         x += 2 * radius(count) + 5
-        parts.append(_text(x, y + 4, f"{count}"))
+        axis.text(x, y, f"{count}", va="center")
         x += LETTER * len(str(count)) + 14
-    return parts
 
 
-def _dots(counts: Counts, column: int, x: float, top: float, tall: float, radius: Radius) -> list[str]:
-    parts = []
-    for row, (train, held) in enumerate(zip(counts.train[column], counts.held[column], strict=True)):
-        if train + held:
-            at = f'cx="{x:.1f}" cy="{top + tall * (row + 0.5):.1f}"'
-            told = f"{counts.devices[column]}, class {counts.classes[row]}: {train} to train on, {held} held out"
-            dark = f'<circle {at} r="{radius(train):.1f}" fill="{DARK}"/>' if train else ""
-            pale = f'<circle {at} r="{radius(train + held):.1f}" fill="{PALE}"/>' if held else ""
-            parts.append(f"<g><title>{escape(told)}</title>{pale}{dark}</g>")
-    return parts
+def _dots(axis: Any, tip: plots.Tip, counts: Counts, place: Place, radius: Radius) -> None:
+    """A pale dot for all examples of a class on a device, and a dark one on it; tooltips unless there are too many."""
+    from matplotlib.collections import PatchCollection
+    from matplotlib.patches import Circle
+
+    made: dict[str, list[Any]] = {PALE: [], DARK: []}
+    for column, row in np.argwhere(counts.train + counts.held).tolist():
+        train, held = int(counts.train[column, row]), int(counts.held[column, row])
+        told = f"{counts.devices[column]}, class {counts.classes[row]}: {train} to train on, {held} held out"
+        sizes = {PALE: train + held if held else 0, DARK: train}
+        for ink in (ink for ink, count in sizes.items() if count):
+            made[ink].append((Circle(place(row, column), radius(sizes[ink]), color=ink, linewidth=0), told))
+    for ink, dots in made.items():
+        if sum(map(len, made.values())) > MOST_TIPS:
+            axis.add_collection(PatchCollection([dot for dot, _ in dots], color=ink, linewidth=0))
+            continue
+        for dot, told in dots:
+            axis.add_patch(dot)
+            tip(dot, told)
 
 
-def _bar(counts: Counts, column: int, x: float, floor: float, wide: float) -> list[str]:
+def _bar(axis: Any, tip: plots.Tip, counts: Counts, column: int, x: float, floor: float, wide: float) -> None:
+    from matplotlib.patches import Rectangle
+
     largest = max(1, int((counts.train + counts.held).sum(axis=1).max(initial=1)))
     train, held = int(counts.train[column].sum()), int(counts.held[column].sum())
-    tall, dark = (BARS * count / largest for count in (train + held, train))
-    told = f"<title>{escape(counts.devices[column])}: {train} to train on, {held} held out</title>"
-    shape = f'x="{x - wide / 2:.1f}" width="{wide:.1f}"'
-    return [
-        f'<g>{told}<rect {shape} y="{floor - tall:.1f}" height="{tall:.1f}" fill="{PALE}"/>'
-        f'<rect {shape} y="{floor - dark:.1f}" height="{dark:.1f}" fill="{DARK}"/></g>'
-    ]
-
-
-def _text(x: float, y: float, text: str, more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}"{" " * bool(more)}{more}>{escape(text)}</text>'
+    for ink, count in ((PALE, train + held), (DARK, train)):
+        tall = BARS * count / largest
+        bar = axis.add_patch(Rectangle((x - wide / 2, floor - tall), wide, tall, color=ink, linewidth=0))
+        tip(bar, f"{counts.devices[column]}: {train} to train on, {held} held out")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 COLOURS: Final = ("#2f7fc8", "#e07b2e", "#2f9e6e", "#b05fb5", "#b89400", "#d64f5e", "#3fa3b5", "#8a8a8a")
 DASHES: Final = ("-", (0, (6, 3)), (0, (2, 3)), (0, (8, 3, 2, 3)))  # once all colours are used
@@ -25,6 +25,9 @@ LEFT, RIGHT, BOTTOM, TITLE = 52.0, 14.0, 44.0, 28.0
 LETTER, LINE = 6.2, 17.0  # pixels: an average letter's width, a line's height
 MOST_DOTS = 40  # points of a line that get a dot and a tooltip
 FONTS: Final = "system-ui, sans-serif"
+
+Axis: TypeAlias = Any  # matplotlib's
+Tip: TypeAlias = Callable[[Any, str], None]  # gives an artist a tooltip
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Plot:
 
     title: str
     summary: str  # the plot in words, for who cannot see it
-    draw: Callable[[Any, Callable[[Any, str], None]], None]
+    draw: Callable[[Any, Tip], None]
     body: float  # pixels: the axis's height
     left: float = LEFT  # pixels to the left of the axis
     right: float = RIGHT
@@ -89,11 +92,12 @@ def lines(
     if not across:
         return empty(title)
 
-    def draw(axis: Any, tip: Callable[[Any, str], None]) -> None:
+    def draw(axis: Any, tip: Tip) -> None:
         for number, line in enumerate(found):
             ink, dash = COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
             if line.low and line.high:
-                axis.fill_between(line.x, line.low, line.high, color=ink, alpha=0.16, linewidth=0)
+                edge = [*line.x, *reversed(line.x)], [*line.low, *reversed(line.high)]
+                axis.fill(*edge, facecolor=ink, alpha=0.16)
             if len(line.x) > 1:
                 axis.plot(line.x, line.y, color=ink, linewidth=1.8, linestyle=dash)
             for a, b in zip(line.x, line.y, strict=True) if len(line.x) <= MOST_DOTS else ():
@@ -118,12 +122,14 @@ def bars(
     parts: Sequence[str] = ("",),
     *,
     most: float = math.inf,
+    level: float | None = None,
     colours: Sequence[str] = (),
 ) -> Plot:
     """Horizontal bars, their parts end to end, their sums as figures; what is not known says so.
 
     Args:
         most: as of `lines`, of the axis across.
+        level: place of a dotted vertical line.
         colours: one for each bar, for bars of a single part; (): all are alike.
     """
     sums = [sum(part or 0.0 for part in bar.parts) for bar in found]
@@ -131,7 +137,7 @@ def bars(
         return empty(title)
     told = [_told(bar, total) for bar, total in zip(found, sums, strict=True)]
 
-    def draw(axis: Any, tip: Callable[[Any, str], None]) -> None:
+    def draw(axis: Any, tip: Tip) -> None:
         for row, (bar, words) in enumerate(zip(found, told, strict=True)):
             at = 0.0
             for number, part in enumerate(bar.parts):
@@ -141,8 +147,10 @@ def bars(
                 tip(rect, f"{bar.name}{of}: {'not known' if part is None else short(part)}")
                 at += part or 0.0
             axis.annotate(words, (at, row), (4, 0), textcoords="offset points", va="center", annotation_clip=False)
+        if level is not None:
+            axis.axvline(level, color=INK, alpha=0.6, linewidth=1, linestyle=":")
         _rows(axis, [bar.name for bar in found])
-        _scaled(axis.xaxis, _range([0.0, *sums], most))
+        _scaled(axis.xaxis, _range([0.0, *sums, *([] if level is None else [level])], most))
         axis.set_xlabel(x)
 
     listed = ", ".join(f"{bar.name} {words}" for bar, words in zip(found, told, strict=True))
@@ -158,7 +166,7 @@ def dots(found: Sequence[Dots], title: str, x: str, *, most: float = math.inf) -
         return empty(title)
     means = [sum(row.values) / len(row.values) if row.values else None for row in found]
 
-    def draw(axis: Any, tip: Callable[[Any, str], None]) -> None:
+    def draw(axis: Any, tip: Tip) -> None:
         for number, (row, mean) in enumerate(zip(found, means, strict=True)):
             ink = COLOURS[number % len(COLOURS)]
             for value in row.values:
@@ -180,7 +188,7 @@ def dots(found: Sequence[Dots], title: str, x: str, *, most: float = math.inf) -
 def empty(title: str) -> Plot:
     """A plot without data, which says so."""
 
-    def draw(axis: Any, tip: Callable[[Any, str], None]) -> None:
+    def draw(axis: Any, tip: Tip) -> None:
         axis.set_axis_off()
         axis.text(0.5, 0.5, "not known of this run", transform=axis.transAxes, ha="center", alpha=0.7)
 
@@ -193,17 +201,30 @@ def empty(title: str) -> Plot:
 def svg(*found: Plot) -> str:
     """Render plots, one below the other, as one SVG element."""
     heights = [plot.height for plot in found]
-    with _styled():
-        figure = sheet(WIDTH, sum(heights))
-        tips: dict[str, str] = {}
 
-        def tip(artist: Any, text: str) -> None:
-            artist.set_gid(f"tip{len(tips)}")
-            tips[artist.get_gid()] = text
-
+    def draw(figure: Any, tip: Tip) -> None:
         for plot, offset in zip(found, accumulate(heights, initial=0.0), strict=False):
             _place(figure, plot, offset, sum(heights), tip)
-        return rendered(figure, "; ".join(plot.summary for plot in found), tips)
+
+    return _rendered(WIDTH, sum(heights), "; ".join(plot.summary for plot in found), draw)
+
+
+def picture(width: float, height: float, summary: str, draw: Callable[[Any, Tip], None]) -> str:
+    """An SVG element of so many pixels that is no plot with axes.
+
+    Args:
+        summary: the picture in words, for who cannot see it.
+        draw: gets an axis in pixels from the upper left, without frame or ticks, and a function that gives an artist
+            a tooltip.
+    """
+
+    def fill(figure: Any, tip: Tip) -> None:
+        axis = figure.add_axes((0, 0, 1, 1))
+        axis.set(xlim=(0, width), ylim=(height, 0))
+        axis.set_axis_off()
+        draw(axis, tip)
+
+    return _rendered(width, height, summary, fill)
 
 
 def alone(*found: Plot) -> str:
@@ -220,7 +241,7 @@ def with_ground(picture: str) -> str:
     return picture.replace(">", f">{style}", 1) + "\n"
 
 
-def sheet(width: float, height: float) -> Any:
+def figure(width: float, height: float) -> Any:
     """An empty matplotlib figure of so many pixels."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it announces its font cache
     from matplotlib.figure import Figure
@@ -228,48 +249,43 @@ def sheet(width: float, height: float) -> Any:
     return Figure((width / 72, height / 72), facecolor="none")
 
 
-def pixels(figure: Any) -> Any:
-    """An axis over a whole figure, in pixels from the upper left, without frame or ticks."""
-    width, height = (72 * side for side in figure.get_size_inches())
-    axis = figure.add_axes((0, 0, 1, 1))
-    axis.set(xlim=(0, width), ylim=(height, 0))
-    axis.set_axis_off()
-    return axis
+def _rendered(width: float, height: float, summary: str, draw: Callable[[Any, Tip], None]) -> str:
+    """What `draw` puts on a figure, as an SVG element with a label for screen readers."""
+    file, tips = io.BytesIO(), dict[str, str]()
 
+    def tip(artist: Any, text: str) -> None:
+        artist.set_gid(f"tip{len(tips)}")
+        tips[artist.get_gid()] = text
 
-def rendered(figure: Any, summary: str, tips: dict[str, str]) -> str:
-    """A figure as an SVG element with a label for screen readers; `tips`: id of an artist -> its tooltip."""
-    import matplotlib
-
-    file = io.BytesIO()
-    keep = {"svg.fonttype": "none", "svg.hashsalt": summary}  # equal figures are equal bytes
-    with matplotlib.rc_context(keep):
-        figure.savefig(file, format="svg", metadata={"Date": None})
+    with style(summary):
+        canvas = figure(width, height)
+        draw(canvas, tip)
+        canvas.savefig(file, format="svg", metadata={"Date": None})
     text = file.getvalue().decode()
     text = text[text.index("<svg") :].strip()
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", text, flags=re.DOTALL)
-    text = re.sub(r"\s*\n\s*", " ", text).replace("<g/>", "").replace(" <", "<")
+    text = re.sub(r"\s*\n\s*", " ", text).replace(" <", "<")
     used = {*re.findall(r'(?:href="|url\()#([^")]+)', text), *tips}
-    text = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in used else "", text)
-    text = re.sub(r' style="[^"]*"', lambda found: _restyled(found[0]), text)
+    text = re.sub(r"<[a-zA-Z][^<>]*>", lambda found: _tag(found[0], used), text)
+    text = re.sub(r"<g/>|<defs></defs>", "", text)
     text = re.sub(r'<g id="(tip\d+)">', lambda found: f"<g><title>{escape(tips[found[1]])}</title>", text)
-    width, height = (f"{72 * side:.0f}" for side in figure.get_size_inches())
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" role="img" '
-        f'aria-label="{escape(summary)}" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'style="max-width:100%;height:auto">'
+        f'aria-label="{escape(summary)}" viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'width="{width:.0f}" height="{height:.0f}" style="max-width:100%;height:auto">'
     )
     return re.sub(r"<svg[^>]*>", lambda _: head, text, count=1)
 
 
-def _restyled(style: str) -> str:
-    """An element's style with the page's ink and fonts in place of matplotlib's."""
-    style = re.sub(r"(font-family: |font: [^;\"]*px )[^;\"]*", lambda found: found[1] + FONTS, style)
-    return style.replace(INK, "currentColor")
+def _tag(tag: str, used: set[str]) -> str:
+    """An element's tag with the page's ink and fonts in place of matplotlib's, without an id that nothing refers to."""
+    tag = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in used else "", tag)
+    tag = re.sub(r"(font-family: |font: [^;\"]*px )[^;\"]*", lambda found: found[1] + FONTS, tag)
+    return tag.replace(INK, "currentColor")
 
 
-def _styled() -> Any:
-    """The one style that everything drawn here has."""
+def style(salt: str) -> Any:
+    """The one style of everything drawn, as a context; the same `salt` and content give the same bytes of SVG."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)
     import matplotlib
 
@@ -278,10 +294,11 @@ def _styled() -> Any:
     more = {"axes.labelcolor": INK, "grid.alpha": 0.14, "grid.linewidth": 1, "axes.axisbelow": True, "axes.grid": True}
     spines = {f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")}
     marks = {f"{name}.{key}": 0 for name in ("xtick", "ytick") for key in ("major.size", "minor.size")}
-    return matplotlib.rc_context(inked | sizes | more | spines | marks | {"axes.facecolor": "none"})
+    text = {"axes.facecolor": "none", "svg.fonttype": "none", "svg.hashsalt": salt, "text.parse_math": False}
+    return matplotlib.rc_context(inked | sizes | more | spines | marks | text)
 
 
-def _place(figure: Any, plot: Plot, offset: float, height: float, tip: Callable[[Any, str], None]) -> None:
+def _place(figure: Any, plot: Plot, offset: float, height: float, tip: Tip) -> None:
     """Put a plot's title, legend and axis so many pixels below the upper edge."""
     from matplotlib.lines import Line2D
 

@@ -21,6 +21,7 @@ import msgspec
 
 from fedquilt import config as tables
 from fedquilt import methods, plugins
+from fedquilt.blobs.store import Shared
 from fedquilt.bundle import load
 from fedquilt.coordinator.executors import OverLink
 from fedquilt.coordinator.job import first_state, require_made_for
@@ -157,11 +158,18 @@ class Plan:
 
 
 def really(
-    plan: Plan, broker: Mapping[str, Any] | None, *, agents_only: bool = False, wordy: bool = False
+    plan: Plan,
+    broker: Mapping[str, Any] | None,
+    *,
+    agents_only: bool = False,
+    wordy: bool = False,
+    console: Console | None = None,
 ) -> tuple[str, str]:
     """Agents as processes; a coordinator here unless it runs elsewhere. Returns (run, how it ended).
 
-    `broker` is the [broker] table of an agent.toml; None starts an embedded one.
+    Args:
+        broker: the [broker] table of an agent.toml; None starts an embedded one.
+        console: prints what happens; None: a line for each round.
 
     Raises:
         JobError: every agent has ended, with the last words of one.
@@ -180,7 +188,7 @@ def really(
         agents = stack.enter_context(_processes(plan.agents(run), broker))
         link = MqttLink(Broker.parse(**broker), f"fedquilt-coordinator-{plan.fleet}")
         link.connect(timeout_s=10.0)
-        console = Console(wordy=wordy, mend=f"the boards' logs: {plan.folder(run, '*')}/agent.log")
+        console = console or Console(wordy=wordy, mend=f"the boards' logs: {plan.folder(run, '*')}/agent.log")
         coordinate(store, link, plan.fleet, console, only=run, watch=_Watch(plan, run, agents, console.say))
         ended = store.status(run)
     if ended == "done":
@@ -214,11 +222,12 @@ def virtually(
         together = examples.Together()
         agents: list[Agent] = []
         waiting = _Waiting(run)
+        shared = Shared(plan.folder(run, ".shared"))
         for table in plan.agents(run):
             options = settings.parse(table)
             board = make(options.board)
             own = broker.connect()
-            agents.append(Agent(own, options, board, InlineWorker(board, together.load), durable=False))
+            agents.append(Agent(own, options, board, InlineWorker(board, together.load), durable=False, shared=shared))
             sides.append((own, agents[-1]))
             pulse.tell(lambda: f"{run}: {len(agents)} of {plan.size} boards are made")
 
@@ -284,7 +293,9 @@ def _tidy(plan: Plan, run: str) -> None:
     """Of a run that is over, boards keep their logs and what is private to them: no blobs."""
     for table in plan.agents(run):
         for name in ("blobs", "cache", "outbox", "scratch"):
-            shutil.rmtree(Path(table["home"]) / name, ignore_errors=True)
+            if (folder := Path(table["home"]) / name).is_dir():
+                shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(plan.folder(run, ".shared"), ignore_errors=True)
 
 
 # -- processes ------------------------------------------------------------------------------------

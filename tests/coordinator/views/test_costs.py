@@ -39,7 +39,8 @@ def test_joules_are_gross_and_net_with_their_error_by_task_round_device_and_exam
     assert (found.devices["a"].tasks, found.devices["a"].wall_s, found.devices["c"].declined) == (2, 3.0, 1)
     assert found.point_j is None
     assert lines(found)[0] == (
-        "energy: 3 tasks took 24.00 J (16.00 J above idle, ± 2.00 J): 8.00 J a task, 12.00 J a round, 0.6 J an example"
+        "energy: 24.00 J (16.00 J above idle, ± 2.00 J) for 3 tasks: "
+        "8.00 J per task, 12.00 J per round, 0.6 J per example"
     )
 
 
@@ -50,7 +51,7 @@ def test_what_was_not_measured_is_none_and_never_nothing() -> None:
     assert lines(account([])) == []
     half = account([answered("a", 0), answered("b", 0, energy_j=6.0, idle_j=1.0)])
     assert (half.whole.tasks, half.whole.metered, half.whole.energy_j, half.whole.example_j) == (2, 1, 6.0, 0.6)
-    assert "1 task of 2, of which the others had no meter, took 6.00 J" in lines(half)[0]
+    assert "6.00 J (5.00 J above idle) for 1 task of 2; the others were not metered: " in lines(half)[0]
     partly = total(
         [answered("a", 0, energy_j=6.0, idle_j=1.0).update, answered("a", 0, energy_j=6.0, energy_error_j=1.0).update]
     )
@@ -68,7 +69,7 @@ def test_joules_for_a_point_of_accuracy_are_counted_from_the_first_check_to_the_
     )
     assert [(check.round, check.energy_j) for check in found.checks] == [(0, 0.0), (1, 30.0), (2, 40.0)]
     assert found.point_j == pytest.approx(3.0)
-    assert "3.00 J for each point of accuracy" in lines(found)[0]
+    assert "3.00 J per point of accuracy" in lines(found)[0]
 
 
 def test_without_a_gain_or_with_an_unmetered_task_a_point_has_no_price() -> None:

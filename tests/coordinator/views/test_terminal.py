@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from fedquilt.coordinator.facts import Answered, Asked, Closed, Committed, Plan, Rounds, Started, apply
@@ -43,8 +44,8 @@ def test_the_loss_of_the_broker_and_its_return_are_told_once() -> None:
     contact = Contact()
     told = [contact.line(*now) for now in ((True, 1), (True, 1), (False, 1), (False, 1), (True, 2), (True, 3))]
     lost, again = (
-        "the connection to the broker is lost: it is asked for again until it is back",
-        "connected to the broker again",
+        "lost the connection to the broker; trying to connect until it is back",
+        "reconnected to the broker",
     )
     assert told == [None, None, lost, None, again, again]
     daemon = Contact()
@@ -66,7 +67,7 @@ def test_too_few_devices_for_a_quorum_are_told_with_what_is_there() -> None:
     for device in "ab":
         state = apply(state, answer(device), 2.0)
     assert log.waiting(state, ["torch"], ["a", "b"]) == (
-        "devices that run torch: 2 online, 2 of 4 updates are here, at least 3 needed"
+        "devices that run torch: 2 online, 2 of 4 updates received, a quorum is 3"
     )
 
 
@@ -83,25 +84,58 @@ def test_the_evaluation_after_the_last_round_is_not_told_as_a_round(finished: bo
     state = begun(Cohort(), rounds=5 if finished else 1, check_every=1)
     facts = [Asked(0, 0, ("a",)), answer("a"), Closed(0), Committed(0, REF, finished, {})]
     facts += [Asked(1, 0, ("a",)), answer("a", 1), Closed(1), Committed(1, REF, False, {"check.accuracy": 0.5})]
-    told = []
+    told, teller = [], log.Teller()
     for fact in facts:
         state = apply(state, fact, 1.0)
-        told.append(log.sentences(fact, log.closing(state, fact))[0])
-    assert told[:2] == ["round 0: asked a", "round 0: a answered in 1.00 s, 0 B down, 0 B up"]
-    assert told[2:5] == ["round 0: closed", "round 0: committed", "closing evaluation: asked a"]
-    assert told[7] == "closing evaluation: committed (check.accuracy 0.5)"
+        told.append(teller.tell(fact, state)[0])
+    assert told[:2] == ["round 0: cohort a", "round 0: update from a: 1.00 s, 0 B down, 0 B up"]
+    assert told[2:5] == [
+        "round 0: closed to further updates",
+        "round 0: updates aggregated (1 of 1 devices)",
+        "final evaluation: cohort a",
+    ]
+    assert told[7] == "final evaluation: accuracy 50.0 %, 1 of 1 devices"
 
 
 def test_a_count_is_told_to_the_last_one() -> None:
     """And a measure with four digits."""
     told = log.sentences(Committed(0, REF, False, {"examples": 12001.0, "loss": 0.123456}), False)
-    assert told == ["round 0: committed (examples 12001, loss 0.1235)"]
+    assert told == ["round 0: updates aggregated; examples 12001, loss 0.1235"]
 
 
 def test_an_evaluation_is_told_with_the_round_that_made_what_was_evaluated() -> None:
     """Devices evaluate what they get, before they train it: the state that the round before has left."""
     for round, of in ((0, "at the start"), (3, "after round 2")):
         (told,) = log.sentences(Committed(round, REF, False, {"check.accuracy": 0.5, "loss": 0.25}))
-        assert told == f"round {round}: committed (loss 0.25; {of}: check.accuracy 0.5)"
+        assert told == f"round {round}: updates aggregated; loss 0.25; {of}: accuracy 50.0 %"
     noted = log.sentences(Committed(3, REF, False, {"check.accuracy": 0.5, "loss": 0.25}, ("a note",)))
-    assert noted == ["round 3: committed (after round 2: check.accuracy 0.5)", "a note"]
+    assert noted == ["round 3: updates aggregated; after round 2: accuracy 50.0 %", "a note"]
+
+
+def test_a_round_ends_with_its_accuracy_devices_and_joules() -> None:
+    """Three of four devices, of which two have a meter: 12 J; the accuracy is of what the round before has left."""
+    state, teller = begun(Cohort(size=4), check_every=1), log.Teller()
+    metered = [msgspec.structs.replace(answer(name).update, usage=Usage(wall_s=1.0, energy_j=6.0)) for name in "ab"]
+    facts = [Asked(0, 0, tuple("abcd")), *(Answered(0, update) for update in metered), answer("c"), Closed(0)]
+    checked = {"loss": 0.25, "check.accuracy": 0.777, "check.examples": 718.0, "check.loss": 0.5}
+    for fact in [*facts, Committed(0, REF, False, checked)]:
+        state = apply(state, fact, 1.0)
+        told = teller.tell(fact, state)
+    assert told == [
+        "round 0: updates aggregated (3 of 4 devices, 12 J of 2 with a meter); loss 0.25; "
+        "at the start: accuracy 77.7 % on 718 held-out examples, loss 0.5"
+    ]
+    state = apply(state, Asked(1, 0, ("a",)), 2.0)
+    teller.tell(Asked(1, 0, ("a",)), state)
+    fact = Committed(1, REF, False, {}, settled=True)  # nothing of the round before is in it
+    (told,) = teller.tell(fact, state)
+    assert told == "round 1: statistics for the evaluation gathered (0 of 1 devices)"
+
+
+def test_an_evaluation_has_its_own_metrics() -> None:
+    """Shares in per cent, others as they are; the main one comes first."""
+    found = {"check.loss": 0.25, "check.rmse": 1.5, "check.examples": 40.0, "check.odd": 2.0}
+    (told,) = log.sentences(Committed(1, REF, False, found))
+    assert told.endswith("after round 0: RMSE 1.5 on 40 held-out examples, loss 0.25, odd 2")
+    (told,) = log.sentences(Committed(1, REF, False, {"check.label_accuracy": 0.5}))
+    assert told.endswith("after round 0: label accuracy 50.0 %")

@@ -88,16 +88,16 @@ def test_what_became_of_those_who_were_asked_is_told() -> None:
     told = why.parts(facts, PLAN)[0]
     assert [told[device].text for device in "abcd"] == [
         "declined (memory): too big",
-        "asked; had not answered when the round closed",
-        "its update was refused: NaN",
-        "answered",
+        "selected; no update before the round closed",
+        "update refused: NaN",
+        "update received",
     ]
 
 
 def test_a_device_that_was_silent_through_an_attempt_says_so() -> None:
     """Before the next attempt asks anew."""
     facts = [Started(BLOB), Surveyed(0, ("a",)), Asked(0, 0, ("a",)), Reopened(0, 1)]
-    assert why.parts(facts, PLAN)[0]["a"].text == "asked; silent until the deadline"
+    assert why.parts(facts, PLAN)[0]["a"].text == "selected; no update by the deadline"
     again = [*facts, Asked(0, 1, ("a",)), Answered(0, update("a"))]
     assert why.parts(again, PLAN)[0]["a"].code == "answered"
 
@@ -136,10 +136,10 @@ def test_lines_are_for_people_and_ask_for_what_there_is() -> None:
     found = why.parts(played(PLAN, {"a": "", "b": "", "c": "battery"}, 2), PLAN)
     assert why.lines(found, round=1) == [
         "round 1:",
-        "  answered: a, b",
+        "  update received: a, b",
         "  its battery is below [cohort] min_battery, and not charging: c",
     ]
-    assert why.lines(found, device="a") == ["round 0: answered", "round 1: answered"]
+    assert why.lines(found, device="a") == ["round 0: update received", "round 1: update received"]
     with pytest.raises(JobError, match="rounds so far: 0 to 1"):
         why.lines(found, round=9)
     with pytest.raises(JobError, match="it knows a, b, c"):

@@ -13,7 +13,7 @@ import pytest
 from fedquilt.core import ClockError, OperatingPoint
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.controls import Lever, Write
-from fedquilt.testing.board_layouts import BOARDS
+from fedquilt.profiles.layouts import BOARDS
 from fedquilt.testing.boards import plant
 
 

@@ -12,7 +12,7 @@ from fedquilt.core import Covers, OperatingPoint, Power
 from fedquilt.edge_agent.clocks.client import Status
 from fedquilt.edge_agent.devices import jetson
 from fedquilt.edge_agent.devices.jetson import JetsonDevice, detect, mode
-from fedquilt.testing.board_layouts import BOARDS
+from fedquilt.profiles.layouts import BOARDS
 from fedquilt.testing.boards import plant
 
 EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in layout.jetpacks]

@@ -17,7 +17,7 @@ from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.client import Clocks, Status
 from fedquilt.edge_agent.devices.jetson import JetsonDevice
-from fedquilt.testing.board_layouts import BOARDS
+from fedquilt.profiles.layouts import BOARDS
 from fedquilt.testing.boards import plant
 from fedquilt.tools.doctor import facts, machine
 

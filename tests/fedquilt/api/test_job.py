@@ -31,7 +31,7 @@ def job(**changes: Any) -> fq.Job:
 
 
 def test_its_keys_and_defaults_are_those_of_a_job_file() -> None:
-    """One vocabulary: a key that a job file gains or loses has to be gained or lost here; only the name has a default."""
+    """One vocabulary: a key that a job file gains or loses has to be gained or lost here; the name has a default."""
     plain = settings.Job(name="job", method="fedavg")
     assert {each.name for each in dataclasses.fields(fq.Job)} == set(settings.Job.__struct_fields__)
     assert fq.Job(method="fedavg").settings == plain
@@ -89,7 +89,7 @@ def test_a_job_is_frozen() -> None:
         (lambda: fq.Fleet(0), r"\[fleet\]: Expected `int` >= 1 - at `\$.devices`"),
         (lambda: fq.Fleet(1, ["a"], ["1GB"], "max", "more"), r"\[fleet\]: 5 values, and there are 4 keys: devices"),
         (lambda: fq.Data("x.npz", partition="dirichlett"), r"\[data\]: .*did you mean 'dirichlet'\?"),
-        (lambda: fq.Data(), r"\[data\]: one of path, sources and synthetic is wanted, not none"),
+        (lambda: fq.Data(), r"\[data\]: one of path, sources, synthetic and dataset is wanted, not none"),
         (lambda: job(data={"path": "x", "alpa": 1}), r"\[data\]: .*unknown field `alpa`.*did you mean 'alpha'\?"),
         (lambda: job(wire={"codec": "zip"}), r"\[wire\] codec = 'zip': there are raw"),
         (lambda: job(test={"path": "x", "splitt": "y"}), r"\[test\]: .*unknown field `splitt`"),

@@ -117,7 +117,7 @@ def test_the_command_does_not_resume_what_python_began(
     with pytest.raises(KeyboardInterrupt):
         fq.simulate(job, home=home, trackers=[Breaks()])
     assert main(["resume", "job", "--home", str(home)]) == 2
-    assert "`fedquilt.simulate` with the same job and home goes on with it" in capsys.readouterr().err
+    assert "`fedquilt.simulate` with this job and home goes on with it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from fedquilt.core import JobError
 from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks import controls
-from fedquilt.testing.board_layouts import BOARDS
+from fedquilt.profiles.layouts import BOARDS
 from fedquilt.testing.boards import plant
 from fedquilt.tools.bench import sensors
 

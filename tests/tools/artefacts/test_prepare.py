@@ -161,8 +161,8 @@ def test_imagenet_is_aligned_with_cifar10_by_its_own_ids(tmp_path: Path) -> None
     assert groups[7] == [339]
 
 
-def test_a_users_own_network_is_a_donor_but_never_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Donors travel as ONNX; a model's code would have to run on every agent."""
+def test_a_users_own_network_is_a_donor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Donors travel as ONNX: no board needs its code."""
     (tmp_path / "own_donor_net.py").write_text(
         "from torch import nn\n"
         "def net():\n"
@@ -172,8 +172,6 @@ def test_a_users_own_network_is_a_donor_but_never_a_model(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     donor = {"name": "own", "network": {"name": "own_donor_net:net"}, "cuts": ["1", "2"]}
     assert prepare(job(donor), tmp_path / "out").meta["donors"]["own"]["blocks"] == ["own.0", "own.1", "own.2"]
-    with pytest.raises(ModelError, match="never on an agent"):
-        prepare({"model": {"name": "own_donor_net:net"}, "input": {"channels": 1, "size": 28}}, tmp_path / "out")
 
 
 @pytest.mark.parametrize(

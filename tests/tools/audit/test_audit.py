@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
-import struct
-import zlib
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -149,16 +150,17 @@ def test_a_fingerprint_tells_of_as_many_examples_as_there_are() -> None:
     assert [each["examples"] for each in fingerprints(some)] == [1, 16]
 
 
-@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 1), (2, 3, 3)])
-def test_a_png_holds_its_pixels(shape: tuple[int, ...]) -> None:
-    """Grey and colour: size, kind, and every byte, with what is beyond 0..1 cut off."""
-    image = np.linspace(-0.2, 1.2, int(np.prod(shape))).reshape(shape)
-    payload = picture.png(image)
-    assert payload[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height, depth, kind = struct.unpack(">IIBB", payload[16:26])
-    assert (width, height, depth, kind) == (3, 2, 8, 2 if shape[-1:] == (3,) and len(shape) == 3 else 0)
-    (size,) = struct.unpack(">I", payload[33:37])
-    lines = zlib.decompress(payload[41 : 41 + size])
-    pixels = np.frombuffer(lines, np.uint8).reshape(2, -1)
-    assert not pixels[:, 0].any()
-    np.testing.assert_array_equal(pixels[:, 1:].reshape(-1), np.rint(np.clip(image, 0, 1) * 255).reshape(-1))
+def test_a_sheet_holds_its_images_titles_and_notes() -> None:
+    """Grey and colour, as pixels of their own; what is beyond 0..1 is cut off; a note stands under each."""
+    grey, colour = np.linspace(-0.2, 1.2, 6).reshape(2, 3, 1), np.zeros((2, 3, 3))
+    sheet = picture.sheet(["original", "FedAvg, noise 1"], [[grey, colour]], [["", "12.5 dB"]])
+    root = ElementTree.fromstring(sheet)
+    images = list(root.iter("{http://www.w3.org/2000/svg}image"))
+    assert len(images) == 2
+    assert all("pixelated" in image.get("style", "") for image in images)
+    payload = base64.b64decode(images[0].get("{http://www.w3.org/1999/xlink}href", "").partition(",")[2])
+    image = pytest.importorskip("PIL.Image").open(io.BytesIO(payload)).convert("L")
+    wanted = np.clip(grey[..., 0], 0, 1) * 255
+    np.testing.assert_allclose(np.asarray(image), wanted, atol=1.5)
+    words = {"".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"original", "FedAvg", "noise 1", "12.5 dB"} <= words

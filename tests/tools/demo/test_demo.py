@@ -3,40 +3,120 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from fedquilt.tools import demo
+from fedquilt.tools.demo.compared import Network
+from fedquilt.tools.demo.live import bold
+
+COMMAND = [sys.executable, "-m", "fedquilt.cli", "demo"]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """The demo with its output piped: its folder, what it prints, and the modules that it imports."""
+    out = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, "-X", "importtime", "-m", "fedquilt.cli", "demo", "--out", str(out)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    return out, ran.stdout, ran.stderr
+
+
+def test_the_demo_prints_at_most_forty_lines_without_colours(told: tuple[Path, str, str]) -> None:
+    """Who takes part, how far it is, what came of it beside everything else, what it cost, and where it is."""
+    out, shown, imported = told
+    lines = shown.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 110 + len(str(out))
+    assert "\x1b" not in shown
+    assert "\r" not in shown
+    for wanted in ("donors", "stitched by all boards", "donor residual as it is", "FedAvg from scratch", "Stitching"):
+        assert wanted in shown, wanted
+    assert f"report, with plots: {out / 'report.html'}" in lines[-1]
+    assert " torch" not in imported  # the coordinator, the comparisons, the export and the page need none
+    assert "font cache" not in imported
+
+
+def test_the_page_begins_with_accuracy_by_network_and_by_board(told: tuple[Path, str, str]) -> None:
+    """Its first two pictures; every network and board in them; the job as TOML; no script."""
+    page = (told[0] / "report.html").read_text(encoding="utf-8")
+    labels = re.findall(r'<svg[^>]*aria-label="([^"]+)"', page)
+    assert labels[0].startswith("Accuracy by network")
+    assert labels[1].startswith("Accuracy by board")
+    assert all(
+        name in labels[0] for name in (demo.STITCHED, demo.ALONE, "donor plain + new head", "FedAvg from scratch")
+    )
+    assert labels[1].count("jetson") == 5
+    assert "accuracy on the test set" in page
+    assert "method = &#34;fedstitch&#34;" in page
+    assert "[[donors]]" in page
+    assert "<script" not in page
+    accuracy = re.search(rf"{demo.STITCHED} +([\d.]+)", told[1])
+    assert accuracy is not None
+    assert f"{accuracy[1]} %" in page
+
+
+def test_what_the_demo_writes_classifies_as_it_says(told: tuple[Path, str, str]) -> None:
+    """In a process that has only ONNX Runtime's part of us."""
+    out, shown, _ = told
+    model = [str(out / "stitched.onnx"), str(out / "held-out.npz")]
+    ran = subprocess.run([*COMMAND[:3], "run-model", *model], capture_output=True, text=True, check=True)
+    accuracy = re.search(rf"{demo.STITCHED} +([\d.]+)", shown)
+    assert accuracy is not None
+    assert accuracy[1] in ran.stdout
+
 
 def test_the_demo_stitches_a_network_and_sets_it_beside_everything_it_has_to_beat(tmp_path: Path) -> None:
-    """The file it writes classifies as the table says, in a process that has only ONNX Runtime's part of us."""
-    out = tmp_path / "demo"
-    command = [sys.executable, "-X", "importtime", "-m", "fedquilt.cli"]
+    """As JSON, and on a terminal with -v, where every round is told with its reasons."""
     ran = subprocess.run(
-        [*command, "demo", "--format", "json", "--out", str(out)], capture_output=True, text=True, check=True
+        [*COMMAND, "-v", "--format", "json", "--out", str(tmp_path)], capture_output=True, text=True, check=True
     )
-    assert " torch" not in ran.stderr  # the coordinator, the comparisons and the export need none
     result = json.loads(ran.stdout.splitlines()[-1])
     rows = {row["name"]: row for row in result["accuracy"]}
-    stitched = rows["stitched by the federation"]
+    stitched = rows[demo.STITCHED]
     *blocks, head = stitched["note"].split(" > ")
     assert head == "new head"
-    assert f"chosen: {stitched['note']}\n" in ran.stdout  # as the story of the search tells it
+    assert f"chosen: {stitched['note']}\n" in ran.stdout  # as the log of the search has it
     donors = {block.split(".")[0] for block in blocks}
     assert len(donors) >= 2, "a stitched network has blocks of more than one donor"
     for name, row in rows.items():
-        if "unmodified" in name or "alone" in name:
+        if "as it is" in name or name in (demo.ALONE, "FedAvg from scratch"):
             assert stitched["accuracy"] > row["accuracy"], name
     assert stitched["accuracy"] > 0.95
-    assert len(result["devices"]) == 6
+    scratch = rows["FedAvg from scratch"]
+    assert scratch["accuracy"] > 0.8
+    assert 0 < scratch["energy_j"] < stitched["energy_j"]  # a small network, by the boards' profiles
+    assert len(result["devices"]) == len(result["alone"]) == 6
+    for board in result["alone"]:
+        assert board["together_own"] > 0.9
     for ledger in result["devices"].values():
         assert ledger["energy_source"].startswith("profile ")
         assert 30e6 < ledger["peak_bytes"] < 512e6
         assert ledger["down_bytes"] > 100_000
-    shown = subprocess.run(
-        [sys.executable, "-m", "fedquilt.cli", "run-model", str(out / "stitched.onnx"), str(out / "held-out.npz")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert f"{100 * stitched['accuracy']:.1f}" in shown.stdout
+
+
+def test_a_defeat_is_told_as_one() -> None:
+    """By how much, and by what."""
+    networks = [Network("ours", 0.9), Network("a", 0.8), Network("b", 0.95)]
+    assert demo.verdict(networks) == "Stitching does not win here: b is 5.0 points better."
+    assert demo.verdict(networks[:2]) == "Stitching wins here, by 10.0 points over the best of the others (a)."
+
+
+def test_emphasis_is_for_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither piped nor with NO_COLOR."""
+    assert bold("a") == "a"
+    main, other = pty.openpty()
+    with os.fdopen(other, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        assert bold("a") == "\x1b[1ma\x1b[0m"
+        monkeypatch.setenv("NO_COLOR", "1")
+        assert bold("a") == "a"
+        monkeypatch.undo()
+    os.close(main)

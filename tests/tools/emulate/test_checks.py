@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedquilt.core import JobError
-from fedquilt.tools.emulate import rehearsal
+from fedquilt.tools.emulate import journal
 from fedquilt.tools.emulate.checks import Checks, NotHere
 
 JOURNAL = """\
@@ -64,6 +64,6 @@ def test_a_mistake_of_our_own_is_no_finding() -> None:
 
 def test_a_journal_tells_why_an_agent_ended_and_how_often_it_was_started_again() -> None:
     """In its own words, not in systemd's."""
-    assert rehearsal.reason(JOURNAL) == "fedquilt: Permission denied: /sys/kernel/debug/bpmp/debug/clk/emc/rate"
-    assert rehearsal.starts(JOURNAL) == 2
-    assert rehearsal.reason("") == "(it said nothing)"
+    assert journal.reason(JOURNAL) == "fedquilt: Permission denied: /sys/kernel/debug/bpmp/debug/clk/emc/rate"
+    assert journal.starts(JOURNAL) == 2
+    assert journal.reason("") == "(it said nothing)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -50,11 +51,12 @@ def test_counts_are_those_of_what_devices_load(tmp_path: Path) -> None:
 def test_a_dot_has_the_area_of_its_count() -> None:
     """9 of the largest dot, so 1 has a third of its radius; nothing is drawn where there is nothing."""
     drawn = ElementTree.fromstring(partition.svg(hand(), "two <devices>"))
-    dots = {
-        group.findtext(f"{SVG}title"): [float(circle.get("r", "")) for circle in group.iter(f"{SVG}circle")]
-        for group in drawn.iter(f"{SVG}g")
-        if group.find(f"{SVG}circle") is not None
-    }
+    dots: dict[str, list[float]] = {}
+    for group in drawn.iter(f"{SVG}g"):
+        told = group.findtext(f"{SVG}title", "")
+        if ", class " in told:
+            (left, right), _ = box(group.find(f"{SVG}path"))
+            dots.setdefault(told, []).append(round((right - left) / 2, 1))
     assert dots == {
         "a, class cat: 8 to train on, 1 held out": [15.5, 14.6],  # 15.5 sqrt(8/9)
         "a, class dog: 1 to train on, 0 held out": [5.2],
@@ -63,25 +65,37 @@ def test_a_dot_has_the_area_of_its_count() -> None:
     }
     texts = [text.text for text in drawn.iter(f"{SVG}text")]
     assert {"two <devices>", "cat", "dog", "<owl>", "a", "b&c", "9"} <= set(texts)
+    assert "2 devices with 7 to 10 examples" in drawn.get("aria-label", "")
 
 
-def test_everything_drawn_lies_in_the_picture() -> None:
-    """Of one device, of many with long names, and of 30 classes."""
+def box(path: ElementTree.Element | None) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Left and right, upper and lower edge of a path."""
+    assert path is not None
+    numbers = [float(number) for number in re.findall(r"-?\d+\.?\d*", path.get("d", ""))]
+    return (min(numbers[::2]), max(numbers[::2])), (min(numbers[1::2]), max(numbers[1::2]))
+
+
+@pytest.mark.parametrize(("devices", "classes"), [(1, 1), (90, 30)])
+def test_everything_drawn_lies_in_the_picture(devices: int, classes: int) -> None:
+    """Of one device, and of many with long names and classes, whose dots have no tooltips."""
     rng = np.random.default_rng(0)
-    for devices, classes in ((1, 1), (300, 30)):
-        held = rng.integers(0, 5, (devices, classes))
-        names = tuple(f"jetson-orin-nano-super-{number}" for number in range(devices))
-        counts = Counts(names, tuple(map(str, range(classes))), held * 4, held)
-        drawn = ElementTree.fromstring(partition.svg(counts))
-        width, height = float(drawn.get("width", "")), float(drawn.get("height", ""))
-        for circle in drawn.iter(f"{SVG}circle"):
-            x, y, r = (float(circle.get(key, "")) for key in ("cx", "cy", "r"))
-            assert r <= x <= width - r
-            assert r <= y <= height - r
-        longest = max(
-            (text for text in drawn.iter(f"{SVG}text") if text.get("transform")), key=lambda t: len(t.text or "")
-        )
-        assert float(longest.get("y", "")) + 5.5 * len(longest.text or "") <= height
+    held = rng.integers(1, 5, (devices, classes))
+    names = tuple(f"jetson-orin-nano-super-{number}" for number in range(devices))
+    counts = Counts(names, tuple(map(str, range(classes))), held * 4, held)
+    drawn = ElementTree.fromstring(partition.svg(counts))
+    width, height = float(drawn.get("width", "")), float(drawn.get("height", ""))
+    paths = [path for path in drawn.iter(f"{SVG}path") if "fill: none" not in path.get("style", "")]
+    assert len(paths) >= 2 * devices
+    for path in paths if devices == 1 else ():
+        (left, right), (upper, lower) = box(path)
+        assert 0 <= left <= right <= width
+        assert 0 <= upper <= lower <= height
+    sideways = [text for text in drawn.iter(f"{SVG}text") if "rotate(-90" in text.get("transform", "")]
+    assert sideways
+    places = [re.search(r"translate\(([-\d.]+) ([-\d.]+)\)", text.get("transform", "")) for text in sideways]
+    assert all(place is not None and 0 <= float(place[1]) <= width and float(place[2]) <= height for place in places)
+    tips = [each.text or "" for each in drawn.iter(f"{SVG}title")]
+    assert any(", class " in tip for tip in tips) == (devices == 1)
 
 
 def test_the_table_for_people_counts_devices_and_classes() -> None:
@@ -142,7 +156,11 @@ def test_paths_of_sources_are_taken_from_the_jobs_folder(tmp_path: Path) -> None
     [
         ('partition = "dirichlet"\nmin_size = 9999\n', 3, "4 shares of at least 9999 of only"),
         ("alpha = -1\n", 2, "job.toml: [data]: Expected `float` > 0.0 - at `$.alpha`"),
-        ('synthetic = "fedpews-32k"\n', 2, "one of path, sources and synthetic is wanted, not path and synthetic"),
+        (
+            'synthetic = "fedpews-32k"\n',
+            2,
+            "one of path, sources, synthetic and dataset is wanted, not path and synthetic",
+        ),
     ],
 )
 def test_what_cannot_be_shared_out_ends_with_its_exit_code(

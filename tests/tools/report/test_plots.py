@@ -1,116 +1,169 @@
-"""Plots are well-formed pictures that show what they were given."""
+"""Plots are well-formed pictures of what they were given."""
 
 from __future__ import annotations
 
 import math
+import re
 from xml.etree import ElementTree
 
 import pytest
 
 from fedquilt.tools.report import plots
+from fedquilt.tools.report.plots import Bar, Dots, Line, svg
+
+pytest.importorskip("matplotlib", reason="plots are drawn by matplotlib")
 
 SVG = "{http://www.w3.org/2000/svg}"
+FIRST, SECOND = plots.COLOURS[:2]
 
 
-def parsed(svg: str) -> ElementTree.Element:
-    return ElementTree.fromstring(svg)
+def texts(picture: str) -> list[str]:
+    return ["".join(each.itertext()) for each in ElementTree.fromstring(picture).iter(f"{SVG}text")]
 
 
-def texts(svg: str) -> list[str]:
-    return ["".join(each.itertext()) for each in parsed(svg).iter(f"{SVG}text")]
+def tips(picture: str) -> list[str]:
+    return [str(each.text) for each in ElementTree.fromstring(picture).iter(f"{SVG}title")]
 
 
-def corners(shape: ElementTree.Element) -> list[tuple[float, float]]:
-    return [tuple(map(float, each.split(","))) for each in shape.attrib["points"].split()]
+def shapes(picture: str, style: str) -> list[list[tuple[float, float]]]:
+    """The corners of each path whose style holds `style`."""
+    paths = (path for path in ElementTree.fromstring(picture).iter(f"{SVG}path") if style in path.get("style", ""))
+    return [
+        [(float(x), float(y)) for x, y in re.findall(r"[ML] ([-\d.]+) ([-\d.]+)", path.get("d", ""))] for path in paths
+    ]
+
+
+def width(shape: list[tuple[float, float]]) -> float:
+    across = [x for x, _ in shape]
+    return max(across) - min(across)
 
 
 def test_a_line_goes_through_its_points() -> None:
-    """Ends on the ticks lie on the frame: (0, 0) at the left below, (10, 100) at the right above."""
-    svg = plots.lines([plots.Line("a", [0, 5, 10], [0, 50, 100])], "Title", "x", "y")
-    (line,) = parsed(svg).iter(f"{SVG}polyline")
-    (left, below), (middle, half), (right, above) = corners(line)
+    """(0, 0) lies at the axis's lower left, (10, 100) at its upper right, the middle between them."""
+    drawn = svg(plots.lines([Line("a", [0, 5, 10], [0, 50, 100])], "Title", "x", "y"))
+    (line,) = [shape for shape in shapes(drawn, f"stroke: {FIRST}; stroke-width: 1.8") if len(shape) == 3]
+    (left, below), (middle, half), (right, above) = line
     assert (left, right) == (plots.LEFT, plots.WIDTH - plots.RIGHT)
     assert middle == pytest.approx((left + right) / 2, abs=0.1)
-    assert half == pytest.approx((below + above) / 2, abs=0.1)
-    assert below > above
-    assert {"Title", "x", "y", "a", "0", "100"} <= set(texts(svg))
+    assert (half, below - above) == (pytest.approx((below + above) / 2, abs=0.1), pytest.approx(plots.BODY, abs=0.1))
+    assert {"Title", "x", "y", "a", "0", "100"} <= set(texts(drawn))
 
 
 def test_a_band_lies_around_its_line() -> None:
-    """Up along the upper edge and back along the lower one."""
-    line = plots.Line("a", [0, 1], [50, 50], [40, 40], [60, 60])
-    (band,) = parsed(plots.lines([line], "t", "x", "y")).iter(f"{SVG}polygon")
-    heights = [y for _, y in corners(band)]
-    assert heights[0] == heights[1] < heights[2] == heights[3]
+    """From the lower edge to the upper one."""
+    plot = plots.lines([Line("a", [0, 1], [50, 50], [40, 40], [60, 60])], "t", "x", "y", most=100.0)
+    (band,) = shapes(svg(plot), f"fill: {FIRST}; opacity: 0.16")
+    (line,) = shapes(svg(plot), f"stroke: {FIRST}; stroke-width: 1.8")
+    heights = {y for _, y in band}
+    assert min(heights) < line[0][1] < max(heights)
 
 
 def test_values_that_are_no_numbers_are_left_out() -> None:
-    """Not drawn at 0, and nothing of them is in the picture."""
-    svg = plots.lines([plots.Line("a", [0, 1, 2], [1.0, math.nan, 3.0])], "t", "x", "y")
-    (line,) = parsed(svg).iter(f"{SVG}polyline")
-    assert len(corners(line)) == 2
-    assert "nan" not in svg
+    """They are not drawn at 0, and nothing of them is in the picture."""
+    drawn = svg(plots.lines([Line("a", [0, 1, 2], [1.0, math.nan, 3.0])], "t", "x", "y"))
+    assert [len(shape) for shape in shapes(drawn, "stroke-width: 1.8")] == [2]
+    assert "nan" not in drawn
+    assert tips(drawn) == ["a: 1 at 0", "a: 3 at 2"]
 
 
 def test_one_point_is_a_dot_and_no_line() -> None:
-    """With its numbers when pointed at."""
-    svg = plots.lines([plots.Line("a", [3], [4])], "t", "x", "y")
-    assert not list(parsed(svg).iter(f"{SVG}polyline"))
-    assert "a: 4 at 3" in svg
+    """With its numbers as a tooltip, and larger than a line's dots."""
+    drawn = svg(plots.lines([Line("a", [3], [4])], "t", "x", "y"))
+    assert shapes(drawn, "stroke-width: 1.8") == []
+    assert tips(drawn) == ["a: 4 at 3"]
 
 
 def test_nothing_to_show_says_so() -> None:
     """No lines, bars that are all unknown, no dots."""
-    for svg in (
+    for plot in (
         plots.lines([], "t", "x", "y"),
-        plots.bars([plots.Bar("a", [None])], "t", "x"),
-        plots.dots([plots.Dots("a", [])], "t", "x"),
+        plots.bars([Bar("a", [None])], "t", "x"),
+        plots.dots([Dots("a", [])], "t", "x"),
     ):
-        assert "not known of this run" in texts(svg)
+        assert "not known of this run" in texts(svg(plot))
 
 
 def test_bars_are_as_long_as_their_parts_and_the_unknown_has_none() -> None:
-    """Three to one; a device without a meter has no bar but words."""
-    svg = plots.bars([plots.Bar("a", [3.0, 1.0]), plots.Bar("b", [None, None])], "t", "J", ("idle", "work"))
-    widths = [float(rect.attrib["width"]) for rect in parsed(svg).iter(f"{SVG}rect")]
-    assert widths[0] == pytest.approx(3 * widths[1], abs=0.2)
-    assert widths[2:] == [0.0, 0.0]
-    assert "not known" in texts(svg)
-    assert "a, idle: 3" in svg
+    """Three to one; a device without a meter has words in place of a bar."""
+    drawn = svg(plots.bars([Bar("a", [3.0, 1.0]), Bar("b", [None, None])], "t", "J", ("idle", "work")))
+    three, nothing = (width(shape) for shape in shapes(drawn, f"fill: {FIRST}"))
+    one, _ = (width(shape) for shape in shapes(drawn, f"fill: {SECOND}"))
+    assert three == pytest.approx(3 * one, abs=0.2)
+    assert nothing == 0
+    assert {"not known", "4", "idle", "work"} <= set(texts(drawn))
+    assert "a, idle: 3" in tips(drawn)
+    assert "b, idle: not known" in tips(drawn)
 
 
-def test_dots_have_a_stroke_at_their_mean() -> None:
-    """And the mean in figures."""
-    svg = plots.dots([plots.Dots("a", [1.0, 2.0, 6.0])], "t", "x")
-    assert len(list(parsed(svg).iter(f"{SVG}circle"))) == 3
-    assert "3" in texts(svg)
+def test_dots_have_a_figure_and_a_stroke_at_their_mean() -> None:
+    """A dot for each value, each with its tooltip."""
+    drawn = svg(plots.dots([Dots("a", [1.0, 2.0, 6.0])], "t", "x"))
+    assert tips(drawn) == ["a: 1", "a: 2", "a: 6"]
+    assert len(shapes(drawn, f"stroke: {FIRST}; stroke-width: 2")) == 1
+    assert "3" in texts(drawn)
 
 
-def test_an_axis_of_percent_ends_at_a_hundred() -> None:
-    """One seed alone has its axis around it, of dots as of lines."""
-    alone = plots.dots([plots.Dots("a", [70.13])], "Title", "%", most=100.0)
-    assert ">100<" in alone or ">80<" in alone
-    assert ">120<" not in alone
-    assert ">120<" in plots.dots([plots.Dots("a", [70.13])], "Title", "s")
+def test_an_axis_of_per_cent_ends_at_100() -> None:
+    """Of a single value of 96 the ticks would go on; where values lie above, they do."""
+    one = plots.lines([Line("", [1], [96])], "t", "x", "y", most=100.0)
+    assert "120" not in texts(svg(one))
+    above = plots.lines([Line("", [1, 2], [0, 110])], "t", "x", "y", most=100.0)
+    assert "125" in texts(svg(above))
+    dots = [plots.dots([Dots("a", [70.13])], "t", "%", most=most) for most in (100.0, math.inf)]
+    assert ["120" in texts(svg(each)) for each in dots] == [False, True]
 
 
-def test_names_cannot_break_out_of_the_picture() -> None:
-    """Angle brackets and quotes are text."""
-    name = '"><script>alert(1)</script>'
-    for svg in (
-        plots.lines([plots.Line(name, [1], [1])], name, name, name),
-        plots.bars([plots.Bar(name, [1.0])], name, name, (name,)),
-        plots.dots([plots.Dots(name, [1.0])], name, name),
+def test_names_are_text_and_nothing_else() -> None:
+    """No markup, no formula, no style, no tooltip of another: names come from jobs and devices."""
+    for name in (
+        '"><script>alert(1)</script>',
+        "$x^2$ $",
+        'a style="font-family: b',
+        '<g id="tip0">',
+        "font: 9px x",
+        "<!-- y -->",
     ):
-        assert not [each for each in parsed(svg).iter() if "script" in each.tag]
+        for plot in (
+            plots.lines([Line(name, [1], [1])], name, name, name),
+            plots.bars([Bar(name, [1.0])], name, name, (name,)),
+            plots.dots([Dots(name, [1.0])], name, name),
+        ):
+            drawn = svg(plot)
+            assert not [each for each in ElementTree.fromstring(drawn).iter() if "script" in each.tag]
+            assert any(text.startswith(name[:20]) for text in texts(drawn))
+            assert any(tip.startswith(name) for tip in tips(drawn))
 
 
-def test_a_picture_alone_is_a_file_with_a_ground_of_its_own() -> None:
-    """Well-formed, and the same picture."""
-    svg = plots.lines([plots.Line("a", [0, 1], [0, 1])], "t", "x", "y")
-    file = plots.alone(svg)
+def test_a_picture_takes_its_ink_from_the_page_and_tells_what_it_shows() -> None:
+    """No black or white of its own; a label for who cannot see it; nothing from elsewhere; equal bytes every time."""
+    plot = plots.lines([Line("a", [0, 1], [0, 72.5])], "Accuracy", "rounds", "%")
+    drawn = svg(plot)
+    assert "currentColor" in drawn
+    assert not re.search("#000000|#ffffff|DejaVu", drawn)
+    root = ElementTree.fromstring(drawn)
+    assert root.get("aria-label") == "Accuracy; % over rounds; a ends at 72.5"
+    assert root.get("role") == "img"
+    assert set(re.findall(r"https?://[^\"'<> ]+", drawn)) == {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
+    assert svg(plot) == drawn
+
+
+def test_a_picture_alone_is_a_file_with_a_background_of_its_own() -> None:
+    """Well-formed, light or dark."""
+    file = plots.alone(plots.lines([Line("a", [0, 1], [0, 1])], "t", "x", "y"))
     assert "prefers-color-scheme" in file
-    assert len(list(parsed(file).iter(f"{SVG}polyline"))) == 1
+    assert ElementTree.fromstring(file).tag == f"{SVG}svg"
+
+
+def test_plots_are_stacked_below_each_other() -> None:
+    """As high as all together, the second below the first."""
+    found = [plots.lines([Line("a", [1], [2])], "one", "x", "y"), plots.empty("two")]
+    root = ElementTree.fromstring(svg(*found))
+    assert float(root.get("height", "")) == pytest.approx(sum(plot.height for plot in found), abs=1)
+    places = {"".join(each.itertext()): float(each.get("y", "")) for each in root.iter(f"{SVG}text")}
+    assert places["one"] < found[0].height < places["two"]
 
 
 @pytest.mark.parametrize(
@@ -129,32 +182,11 @@ def test_ticks_are_round_and_enclose_the_values(low: float, high: float, expecte
     assert plots.ticks(low, high) == pytest.approx(expected)
 
 
-def test_an_axis_of_per_cent_ends_at_100() -> None:
-    """Of one value of 96 the ticks would go on; where values are above, they do."""
-    assert "120" not in texts(plots.lines([plots.Line("", [1], [96])], "t", "x", "y", most=100.0))
-    assert "125" in texts(plots.lines([plots.Line("", [1, 2], [0, 110])], "t", "x", "y", most=100.0))
+def test_rounds_are_counted_in_whole_numbers() -> None:
+    """No tick at half a round."""
+    assert "0.5" not in texts(svg(plots.lines([Line("a", [0, 1, 2], [0, 1, 2.5])], "t", "rounds", "y")))[:5]
 
 
 def test_numbers_have_no_more_digits_than_a_label_needs() -> None:
     """Four at most."""
     assert (plots.short(1234.5), plots.short(0.123456)) == ("1234", "0.1235")
-
-
-def test_plots_are_stacked_below_each_other() -> None:
-    """As high as all together, the second where the first ends; what is drawn is the same."""
-    found = [plots.lines([plots.Line("a", [1], [2])], "one", "x", "y"), plots.empty("two")]
-    root = ElementTree.fromstring(plots.stacked(found))
-    heights = [float(ElementTree.fromstring(svg).attrib["viewBox"].split()[3]) for svg in found]
-    assert root.attrib["viewBox"].split()[3] == f"{sum(heights):.0f}"
-    assert [float(each.attrib["y"]) for each in root] == [0, heights[0]]
-    assert {"one", "two"} <= set(texts(plots.stacked(found)))
-
-
-def test_a_line_of_one_point_is_a_larger_dot() -> None:
-    """So that it is seen among lines."""
-    drawn = plots.lines([plots.Line("a", [1], [2]), plots.Line("b", [1, 2], [2, 3])], "t", "x", "y")
-    assert sorted(each.attrib["r"] for each in ElementTree.fromstring(drawn).iter() if "r" in each.attrib) == [
-        "2.4",
-        "2.4",
-        "5.0",
-    ]

@@ -127,7 +127,7 @@ def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_a
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None
         try:
-            while "round 1: committed" not in first.stdout.readline():
+            while "round 1: updates aggregated" not in first.stdout.readline():
                 assert first.poll() is None
             agents = children(first.pid)
             assert len(agents) >= 3
@@ -141,7 +141,7 @@ def test_a_fleet_that_is_killed_goes_on_when_it_is_started_again_and_leaves_no_a
         assert row.status == "done"
         committed = [fact.round for _, _, fact in store.facts(row.id) if isinstance(fact, Committed)]
     assert committed == list(range(30))
-    assert "round 0: committed" not in again.stdout
+    assert "round 0: updates aggregated" not in again.stdout
 
 
 def children(pid: int) -> list[int]:
@@ -220,12 +220,17 @@ def test_a_fleet_in_a_folder_that_was_used_before_is_fresh(tmp_path: Path, caplo
     assert caplog.records == []
 
 
-def test_boards_of_a_run_that_is_over_keep_what_is_theirs_and_no_blobs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("method", "kept"), [("scaffold", {"counted.json", "private"}), ("fedavg", set())])
+def test_boards_of_a_run_that_is_over_keep_what_is_theirs_and_no_blobs(
+    tmp_path: Path, method: str, kept: set[str]
+) -> None:
     """Their private state may be wanted; what came over the network can come again."""
-    given = plan(tmp_path)
-    run, _ = fleet.virtually(given)
+    given = plan(tmp_path, method=method)
+    run, status = fleet.virtually(given)
+    assert status == "done"
     home = given.folder(run, "jetson-nano-00")
-    assert {path.name for path in home.iterdir()} == {"counted.json", "private"}
+    assert {path.name for path in home.glob("*")} == kept
+    assert not list(given.folder(run, "").glob(".*"))
     assert next(table["home"] for table in given.agents()) == str(given.folder("", "jetson-nano-00"))
 
 
@@ -279,6 +284,6 @@ def test_a_fleet_is_told_of_from_the_first_second(tmp_path: Path, capsys: pytest
     assert "3 boards" in told[0]
     assert any("1 of 3 boards are made" in line for line in told)
     at_work = [place for place, line in enumerate(told) if "round 0: 0 of 3 answered" in line and "at work" in line]
-    committed = [place for place, line in enumerate(told) if "round 0: committed" in line]
+    committed = [place for place, line in enumerate(told) if "round 0: updates aggregated" in line]
     assert at_work
     assert at_work[0] < committed[0]

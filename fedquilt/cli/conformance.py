@@ -1,0 +1,19 @@
+"""`fedquilt conformance`."""
+
+from __future__ import annotations
+
+from fedquilt.cli.commands import argument, verb
+
+
+@verb()
+@argument("name", "A method, also as module:name, or an installed package.")
+def conformance(name: str) -> int:
+    """Check a method, or all that a package gives, by the rules that fedquilt's own methods keep to."""
+    from fedquilt.testing import package
+
+    failed = 0
+    for good, line in package.lines(name):
+        failed += not good
+        print(line, flush=True)
+    print(f"{failed} failed" if failed else "it conforms")
+    return 8 if failed else 0

@@ -1,0 +1,128 @@
+"""What a traced network is made of: gates, pools, and what lies behind the first trained tensor. Imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from fedquilt.core import ModelError
+
+BINARY = (nn.GELU, nn.SiLU, nn.Hardswish, nn.ELU, nn.CELU, nn.SELU, nn.Mish)
+BINARY_CALLS = (F.gelu, F.silu, F.hardswish, F.elu, F.celu, F.selu, F.mish)
+
+
+RELU_CALLS = (F.relu, torch.relu, torch.relu_, F.relu_)
+
+
+def covers(trained: Sequence[str], name: str) -> bool:
+    """Whether a tensor belongs to one of these modules (or is one of these tensors)."""
+    return any(name == part or name.startswith(part + ".") for part in trained)
+
+
+@dataclass(frozen=True)
+class Gate:
+    slope: float = 0.0  # of what is off
+    cap: float | None = None  # of what is on; None: none
+
+
+def gate_of(traced: fx.GraphModule, node: fx.Node) -> Gate | None:
+    """What stands for this operation in the quantitative copy; None: it is no gating nonlinearity."""
+    if node.op == "call_module":
+        module = traced.get_submodule(str(node.target))
+        if isinstance(module, nn.ReLU6):
+            return Gate(cap=6.0)
+        if isinstance(module, nn.LeakyReLU):
+            return Gate(slope=float(module.negative_slope))
+        return Gate() if isinstance(module, (nn.ReLU, *BINARY)) else None
+    if node.op == "call_method":
+        return Gate() if node.target in ("relu", "relu_") else None
+    if node.target is F.relu6:
+        return Gate(cap=6.0)
+    if node.target is F.leaky_relu:
+        return Gate(slope=float(node.kwargs.get("negative_slope", node.args[1] if len(node.args) > 1 else 0.01)))
+    return Gate() if node.op == "call_function" and node.target in (*RELU_CALLS, *BINARY_CALLS) else None
+
+
+def pools(traced: fx.GraphModule, node: fx.Node) -> bool:
+    return bool(pool_settings(traced, node))
+
+
+def pool_settings(traced: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
+    """The keywords of F.max_pool2d for a max pool; {}: it is none."""
+    if node.op == "call_module":
+        module = traced.get_submodule(str(node.target))
+        if not isinstance(module, nn.MaxPool2d):
+            return {}
+        fields = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
+        return {field: getattr(module, field) for field in fields}
+    if node.op == "call_function" and node.target in (F.max_pool2d, torch.max_pool2d):
+        given = dict(zip(("kernel_size", "stride", "padding", "dilation", "ceil_mode"), node.args[1:], strict=False))
+        return {**given, **{key: value for key, value in node.kwargs.items() if key != "return_indices"}}
+    return {}
+
+
+def second(both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return both[1]
+
+
+def quiet(node: fx.Node) -> fx.Node:
+    """No nonlinearity in place: a gate looks at what went in."""
+    if node.kwargs.get("inplace"):
+        node.kwargs = {**node.kwargs, "inplace": False}
+    if node.op == "call_method" and node.target == "relu_":
+        node.target = "relu"
+    if node.op == "call_function" and node.target in (torch.relu_, F.relu_):
+        node.target = torch.relu
+    return node
+
+
+def depending(traced: fx.GraphModule, trained: Sequence[str]) -> dict[fx.Node, None]:
+    """Operations that a trained tensor has a part in, in order."""
+    late: dict[fx.Node, None] = {}
+    for node in traced.graph.nodes:
+        if node.op == "output":
+            continue
+        if any(source in late for source in node.all_input_nodes) or uses(traced, node, trained):
+            late[node] = None
+    return late
+
+
+def before_weights(traced: fx.GraphModule) -> set[fx.Node]:
+    """Operations whose value goes on into a layer with weights."""
+    found: set[fx.Node] = set()
+    for node in reversed(traced.graph.nodes):
+        if node in found or uses(traced, node, None):
+            found.update(node.all_input_nodes)
+    return found
+
+
+def uses(traced: fx.GraphModule, node: fx.Node, trained: Sequence[str] | None) -> bool:
+    """Whether it has a tensor of the trained ones of its own; None: any."""
+    if node.op == "get_attr":
+        names = [str(node.target)]
+    elif node.op == "call_module":
+        names = [f"{node.target}.{name}" for name in traced.get_submodule(str(node.target)).state_dict()]
+    else:
+        names = []
+    return any(trained is None or covers(trained, name) for name in names)
+
+
+def trace(model: nn.Module, name: str) -> fx.GraphModule:
+    try:
+        traced = fx.symbolic_trace(model.eval())  # in training mode some give more than scores
+    except Exception as error:  # whatever a user's forward() raises on a symbolic value
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(
+            f"network {name!r} cannot be traced ({reason}): FedSQ takes it apart, so its forward() may not branch on "
+            "values; rewrite that place, or take another method"
+        ) from None
+    traced.graph.eliminate_dead_code()
+    end = next(node for node in traced.graph.nodes if node.op == "output").args[0]
+    if not isinstance(end, fx.Node):
+        raise ModelError(f"network {name!r} gives more than scores: FedSQ wants one score per class")
+    return traced

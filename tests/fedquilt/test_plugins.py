@@ -1,0 +1,282 @@
+"""What other packages give, and everything that can be wrong with it: one sentence, and nobody else disturbed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import sites
+
+from fedquilt import methods, plugins
+from fedquilt.core import DataError, JobError, Meter, Method, ModelError
+from fedquilt.data import examples
+from fedquilt.data.spec import DataSpec
+from fedquilt.edge_agent import devices, engines
+from fedquilt.models.networks import registry
+from fedquilt.tools.experiments import method_pages
+
+Install = Callable[..., Path]
+METHOD = """
+from dataclasses import replace
+from fedquilt.methods import fedavg
+
+METHOD = replace(fedavg.METHOD, paper="own")
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Installs a package for this process; arguments as of `sites.install`."""
+    count = 0
+
+    def put(
+        name: str, modules: Mapping[str, str], points: Mapping[str, Mapping[str, str]], version: str = "1.0"
+    ) -> Path:
+        nonlocal count
+        count += 1
+        site = sites.install(tmp_path / f"site-{count}", name, modules, points, version)
+        monkeypatch.syspath_prepend(str(site))
+        for file in modules:
+            monkeypatch.delitem(sys.modules, file.partition("/")[0].removesuffix(".py"), raising=False)
+        return site
+
+    methods.load.cache_clear()
+    return put
+
+
+# -- what is found --------------------------------------------------------------------------------
+
+
+def test_a_method_of_an_installed_package_is_found_by_its_name(install: Install) -> None:
+    """And as module:name; ours are as they were, and nothing is imported before it is asked for."""
+    install("mine-fl", {"mine_one.py": METHOD}, {"fedquilt.methods": {"mine": "mine_one:METHOD"}})
+    assert methods.outside() == ["mine"]
+    assert "mine_one" not in sys.modules
+    assert methods.load("mine").paper == "own"
+    assert methods.load("mine_one:METHOD") is methods.load("mine")
+    assert isinstance(methods.load("fedavg"), Method)
+    assert "mine" not in methods.names()
+    assert any("mine-fl 1.0" in line for line in method_pages.listed(["fedavg"], plugins.usable("method", ["fedavg"])))
+    assert method_pages.card("mine").paper == "own"
+
+
+def test_an_engine_of_another_package_is_made_with_its_budget(install: Install) -> None:
+    """It stands behind ours in the list."""
+    text = (
+        "class Engine:\n    name = 'mine'\n    def __init__(self, budget_bytes):\n        self.budget = budget_bytes\n"
+    )
+    install("engine-fl", {"mine_engine.py": text}, {"fedquilt.engines": {"mine": "mine_engine:Engine"}})
+    assert engines.available()[-1] == "mine"
+    assert engines.make("mine", 5).budget == 5  # type: ignore[attr-defined]
+
+
+def test_a_data_set_of_another_package_is_shared_out(install: Install) -> None:
+    """Ten examples among two devices."""
+    text = "import numpy as np\ndef ten(spec):\n    return np.eye(10, dtype=np.float32), np.arange(10) % 2\n"
+    install("data-fl", {"mine_data.py": text}, {"fedquilt.data": {"ten": "mine_data:ten"}})
+    train, held = examples.load(DataSpec(dataset="ten", partition="iid", shares=2))
+    assert len(train) + len(held) == 5
+    assert train.x.shape[1:] == (10,)
+
+
+# -- what can be wrong ----------------------------------------------------------------------------
+
+
+def test_a_package_that_fails_at_import_is_named_and_disturbs_nobody_else(install: Install) -> None:
+    """The sentence has package, file and line; other names, lists and profiles do without it."""
+    install("broken-fl", {"broken_fl.py": "\n\nraise RuntimeError('no licence')\n"}, {
+        "fedquilt.methods": {"broken": "broken_fl:METHOD"}
+    })  # fmt: skip
+    with pytest.raises(JobError, match=r"'broken' of package broken-fl 1\.0.*no licence.*\.py, line 3.*uninst"):
+        methods.load("broken")
+    assert methods.load("fedavg").paper
+    assert "broken" in methods.outside()
+    assert plugins.modules()["plugin broken_fl"].startswith("broken-fl 1.0 ")
+    assert plugins.complaints("method", methods.names()) == []
+
+
+def test_a_package_that_is_no_python_is_named_with_the_line(install: Install) -> None:
+    """A syntax error is in the text, not in the import of it."""
+    install("typo-fl", {"typo_fl.py": "METHOD = (\n"}, {"fedquilt.methods": {"typo": "typo_fl:METHOD"}})
+    with pytest.raises(JobError, match=r"typo-fl 1\.0.*SyntaxError.*typo_fl\.py, line 1"):
+        methods.load("typo")
+
+
+def test_two_packages_with_one_name_are_both_named(install: Install) -> None:
+    """Neither is taken, whichever is first on the path; each is still there as module:name."""
+    install("one-fl", {"one_fl.py": METHOD}, {"fedquilt.methods": {"twice": "one_fl:METHOD"}})
+    install("two-fl", {"two_fl.py": METHOD}, {"fedquilt.methods": {"twice": "two_fl:METHOD"}}, "2.0")
+    with pytest.raises(JobError, match=r"give a method 'twice': one-fl 1\.0 and two-fl 2\.0; uninstall one"):
+        methods.load("twice")
+    assert methods.load("one_fl:METHOD").paper == "own"
+    assert len(plugins.complaints("method", methods.names())) == 1
+    assert plugins.usable("method", methods.names()) == []
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "load"),
+    [
+        ("fedquilt.methods", "fedavg", methods.load),
+        ("fedquilt.networks", "mlp", lambda name: registry.build({"name": name})),
+        ("fedquilt.engines", "numpy", lambda name: engines.make(name, 1)),
+    ],
+)
+def test_a_name_that_hides_one_of_ours_is_refused(
+    install: Install, group: str, name: str, load: Callable[[str], object]
+) -> None:
+    """The package and the mend are named; other names of ours work."""
+    install("hider-fl", {"hider_fl.py": METHOD}, {group: {name: "hider_fl:METHOD"}})
+    with pytest.raises(
+        (JobError, ModelError), match=rf"hider-fl 1\.0.*fedquilt's own .*'{name}': rename.*or uninstall"
+    ):
+        load(name)
+    assert methods.load("fedprox").paper
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nowhere_fl:METHOD", r"no module 'nowhere_fl'; start the command in the folder of nowhere_fl\.py"),
+        ("odd_fl:METHDO", r"odd_fl\.py has no 'METHDO'; did you mean 'METHOD'"),
+        ("odd_fl:TABLE", r"is a dict, and a fedquilt\.core\.Method is wanted"),
+        ("odd_fl:LOOSE", r"its `params` is <class 'dict'>, and a frozen dataclass is wanted"),
+        ("odd_fl:a.b", "write module:name"),
+        ("fedavgg", r"there are: .*did you mean 'fedavg'.*module:name"),
+    ],
+)
+def test_module_and_name_that_are_not_there_or_no_method(install: Install, name: str, said: str) -> None:
+    """Each is one sentence."""
+    install("odd-fl", {"odd_fl.py": f"{METHOD}TABLE = {{}}\nLOOSE = replace(METHOD, params=dict)\n"}, {})
+    with pytest.raises(JobError, match=said):
+        methods.load(name)
+
+
+def test_a_network_that_raises_or_is_none_is_named(install: Install) -> None:
+    """In building it, or by what it returns."""
+    text = "def bad(inputs):\n    raise ValueError('odd width')\ndef none(inputs):\n    return 3\nTABLE = {}\n"
+    install("nets-fl", {"nets_fl.py": text}, {"fedquilt.networks": {"bad": "nets_fl:bad"}})
+    for name, said in (("bad", "'bad' cannot be built.*odd width"), ("nets_fl:none", "returned a int"), (
+        "nets_fl:TABLE", "is a dict, and a function"
+    )):  # fmt: skip
+        with pytest.raises(ModelError, match=said):
+            registry.build({"name": name, "inputs": 4})
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return 3", "returns a int, and inputs and labels are wanted"),
+        ("return np.zeros((4, 2)), np.zeros(3, int)", r"shape \(4, 2\).*labels of shape \(3,\)"),
+        ("raise KeyError('x')", "fails on split 'train': KeyError"),
+    ],
+)
+def test_a_data_set_that_is_none_is_named(install: Install, body: str, said: str) -> None:
+    """By what it returns or raises."""
+    install("sets-fl", {"sets_fl.py": f"import numpy as np\ndef odd(spec):\n    {body}\n"}, {
+        "fedquilt.data": {"odd": "sets_fl:odd"}
+    })  # fmt: skip
+    with pytest.raises(DataError, match=rf"data set 'odd' of package sets-fl 1\.0.*{said}"):
+        examples.open_(DataSpec(dataset="odd"))
+
+
+# -- what a board allows --------------------------------------------------------------------------
+
+
+def test_a_board_imports_what_is_installed_or_what_it_lists_and_never_any_module(install: Install) -> None:
+    """`os:system` is a function that every machine has."""
+    install("mine-fl", {"mine_two.py": METHOD}, {"fedquilt.methods": {"mine": "mine_two:METHOD"}})
+    with plugins.restricted(None):
+        assert plugins.find("method", "mine") is not None
+        with pytest.raises(ModelError, match="this board allows none of that name"):
+            registry.build({"name": "os:system", "command": "true"})
+        with pytest.raises(ModelError, match="this board allows none"):
+            registry.build({"name": "exits", "of": {"name": "os:system"}, "looks": [], "classes": 2})
+    with plugins.restricted([]):
+        assert plugins.modules() == {}
+        with pytest.raises(JobError, match="not allowed here: add 'mine-fl' to `plugins`"):
+            methods.load("mine")
+    with plugins.restricted(["mine_two:METHOD"]):
+        assert plugins.find("method", "mine_two:METHOD") is not None
+        assert list(plugins.modules()) == ["plugin mine_two"]
+
+
+def test_the_same_files_give_the_same_proof_and_others_another(install: Install) -> None:
+    """Compiled files do not count; a byte of source does; nothing is imported for it."""
+    points = {"fedquilt.methods": {"mine": "mine_pkg:METHOD"}}
+    site = install("mine-fl", {"mine_pkg/__init__.py": METHOD, "mine_pkg/more.py": "A = 1\n"}, points)
+    before = plugins.needs("method", "mine")
+    (site / "mine_pkg/__pycache__").mkdir()
+    (site / "mine_pkg/__pycache__/more.pyc").write_bytes(b"x")
+    plugins._content.cache_clear()
+    assert plugins.needs("method", "mine") == before
+    (site / "mine_pkg/more.py").write_text("A = 2\n")
+    plugins._content.cache_clear()
+    assert plugins.needs("method", "mine") != before
+    assert list(before) == ["mine_pkg"]
+    assert before["mine_pkg"].startswith("mine-fl 1.0 ")
+    assert "mine_pkg" not in sys.modules
+
+
+def test_a_bundle_of_a_network_that_has_changed_since_is_refused(install: Install) -> None:
+    """Both contents are named, and that preparing anew mends it; a package that is not here is the boards' matter."""
+    install("net-fl", {"net_fl.py": "A = 1\n"}, {"fedquilt.networks": {"net": "net_fl:net"}})
+    now = plugins.needs("network", "net")
+    plugins.require_current(now)
+    plugins.require_current({"elsewhere_fl": "elsewhere-fl 1.0 abc"})
+    with pytest.raises(JobError, match=r"package net-fl 0\.9 \(00000000\).*another content here.*fedquilt prepare"):
+        plugins.require_current({"net_fl": f"net-fl 0.9 {'0' * 64}"})
+
+
+# -- meters ---------------------------------------------------------------------------------------
+
+PLUG = """
+from fedquilt.core import Power
+
+class Plug:
+    covers = "board"
+
+    def __init__(self, watts=60.0):
+        self.watts = watts
+
+    def read(self, now_s):
+        return Power(self.watts, "plug")
+
+class Blind:
+    def read(self, now_s):
+        return Power()
+"""
+
+
+def test_a_meter_of_another_package_is_one_line_of_agent_toml(install: Install) -> None:
+    """By its entry point, as module:name, or with what it is called with."""
+    install("plug-fl", {"plug_fl.py": PLUG}, {"fedquilt.meters": {"plug": "plug_fl:Plug"}})
+    for wanted in ("plug", "plug_fl:Plug", {"name": "plug", "watts": 60.0}):
+        made: Meter = devices.meter(wanted)  # type: ignore[arg-type]
+        assert made.read(0.0).total_w == 60.0
+    with plugins.restricted([]):
+        assert devices.meter("plug").covers == "board"  # the board's own settings name it
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ("plg", "meter 'plg' is unknown; there are: plug; did you mean 'plug'"),
+        ("plug_fl:Blind", r"plug_fl.*no meter: it needs `read\(now_s\)`, and `covers` one of board, processor, rail"),
+        ({"name": "plug", "host": "x"}, "cannot be made from .*host.*TypeError"),
+        ({"watts": 3}, "meter: give it a name"),
+    ],
+)
+def test_a_meter_that_is_none_is_one_sentence(install: Install, wanted: object, said: str) -> None:
+    """Before the agent starts."""
+    install("plug-fl", {"plug_fl.py": PLUG}, {"fedquilt.meters": {"plug": "plug_fl:Plug"}})
+    with pytest.raises(JobError, match=said):
+        devices.meter(wanted)  # type: ignore[arg-type]
+
+
+def test_a_simulated_board_has_no_meter(install: Install) -> None:
+    """Its joules are its profile's."""
+    install("plug-fl", {"plug_fl.py": PLUG}, {"fedquilt.meters": {"plug": "plug_fl:Plug"}})
+    with pytest.raises(JobError, match="is simulated and has no meter"):
+        devices.make("jetson-nano", meter=devices.meter("plug"))
