@@ -31,7 +31,7 @@ def batches(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
 
 def micro_batches(batch: np.ndarray, most: int) -> list[np.ndarray]:
     """The mini-batch in as few parts of at most `most` examples as can be, about equal in size."""
-    return np.array_split(batch, math.ceil(len(batch) / most))
+    return [batch] if len(batch) <= most else np.array_split(batch, math.ceil(len(batch) / most))
 
 
 def fitting(room_bytes: float, example_bytes: float, wanted: int) -> int:

@@ -62,6 +62,8 @@ def test_prepare_keeps_the_samples_statistics_in_the_bundle(tmp_path: Path) -> N
     job, bundle = made(tmp_path, model=model, input={"standardise": True}, data={"path": str(tmp_path)})
     assert bundle.meta["network"]["input"] == {"mean": [2.0, 20.0], "std": [1.0, 10.0], "standardise": True}
     require_made_for(job, bundle)
+    _, inside = made(tmp_path, model={**model, "input": {"standardise": True}}, data={"path": str(tmp_path)})
+    assert inside.meta["network"] == bundle.meta["network"]
     with pytest.raises(JobError, match=r"standardise = true needs \[data\]"):
         made(tmp_path, model=model, input={"standardise": True})
 
