@@ -18,6 +18,7 @@ check: .venv/ready
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
+	.venv/bin/mypy examples/quickstart.py examples/own_method.py
 	.venv/bin/lint-imports --no-cache
 
 # the checkout with the links in fedquilt/ made real, for tools that do not follow them
@@ -47,4 +48,4 @@ emulate: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-demo .venv-nightly-* nightly build dist *.egg-info .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-demo .venv-docs .venv-nightly-* nightly build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -53,7 +53,7 @@ class Local:
     """One device's folder.
 
     Args:
-        durable: wait for the disk at each step, as `fedquilt.blobs.store.Depot`. Where nothing does, a result that leaves no
+        durable: wait for the disk at each step, as `blobs.store.Depot`. Where nothing does, a result that leaves no
             private state is kept in memory: lost with the process, it is worked for again and comes out the same.
             Folders are then made when something is put there.
         shared: where small blobs lie that other devices of this process have as well; not where it is durable.

@@ -19,7 +19,6 @@ from fedquilt.tools.experiments import compare as runs
 from fedquilt.tools.experiments import tables
 from fedquilt.tools.experiments.intervals import interval
 from fedquilt.tools.experiments.single_run import Mark, Run, play
-from fedquilt.tools.report import columns
 from fedquilt.trackers import flat
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ class Comparison:
         Args:
             target: accuracy, 0..1, or a value of the task's main metric.
         """
-        rows, metric = [], columns.metric_of(self.jobs[0].settings).name
+        rows = []
         for name, of in zip(self.names, self.runs, strict=True):
             made = [run for run in of if run.marks]
             row = tables.row(name, made, target)
@@ -68,10 +67,10 @@ class Comparison:
                 {
                     "job": name,
                     "seeds": len(made),
-                    metric: row["accuracy"],
+                    "accuracy": row["accuracy"],
                     "sd": row["sd"],
                     "best": row["best"],
-                    f"held_{metric}": row["held"],
+                    "held_accuracy": row["held"],
                     "worst_decile": row["worst_decile"],
                     **self._difference(made),
                     **({} if target is None else {"reached": row["reached"]}),
@@ -181,8 +180,8 @@ def _last(run: Run) -> float | None:
 def _columns(mark: Mark) -> dict[str, Any]:
     return {
         "rounds": mark.rounds,
-        mark.metric: mark.value,
-        f"held_{mark.metric}": mark.held,
+        "accuracy": mark.value,
+        "held_accuracy": mark.held,
         "worst_decile": mark.worst_decile,
         "seconds": mark.seconds,
         "real_seconds": mark.real_s,

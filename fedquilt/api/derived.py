@@ -38,4 +38,6 @@ def method(base: Method | ModuleType, **parts: Any) -> Method:
 
 
 def _frozen(kind: object) -> bool:
-    return dataclasses.is_dataclass(kind) and bool(getattr(kind, "__dataclass_params__").frozen)  # noqa: B009
+    if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+        return False
+    return bool(kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]

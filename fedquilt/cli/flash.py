@@ -69,7 +69,7 @@ def flash(
     if purge:
         raise JobError("--purge goes with --uninstall")
     if settings is None or target is None:
-        raise JobError("flash needs a --target and the board's agent.toml; the README shows one")
+        raise JobError("flash needs a --target and the board's agent.toml; docs/boards.md shows one")
     what = tool.What(
         target=target,
         settings=settings,

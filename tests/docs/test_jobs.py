@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fedquilt.coordinator import settings, transitions
+from fedquilt.coordinator import settings
 from fedquilt.core import Encoding
 from fedquilt.data import images, inputs
 from fedquilt.data.spec import DataSpec
@@ -59,13 +59,6 @@ def test_the_networks_are_those_there_are() -> None:
     zoo = pytest.importorskip("fedquilt.models.networks.registry", reason="networks are torch's")
     for name in (*zoo.SMALL, "resnet20-cifar", "torchvision/<architecture>"):
         assert f"`{name}`" in section("[model]"), name
-
-
-def test_the_diagram_of_a_job_is_the_tables() -> None:
-    """Drawn from `coordinator/transitions.py`: paste `transitions.diagram()` into the page when it changes."""
-    found = re.search(r"```mermaid\n(.*?)\n```", section("How a round goes"), re.DOTALL)
-    assert found is not None
-    assert found[1] == transitions.diagram()
 
 
 def test_no_key_is_told_that_is_not_there() -> None:

@@ -1,4 +1,4 @@
-"""Every command in the pages of docs/ is one that fedquilt takes, and every page is reached from the README."""
+"""Every command in the pages is one that fedquilt takes, every page is in the index, and every link leads somewhere."""
 
 from __future__ import annotations
 
@@ -6,24 +6,33 @@ import re
 import shlex
 from pathlib import Path
 
+import documents
 import pytest
 
 from command_lines import parsed
 from fedquilt.tools.flash import targets
 
-ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+DOCS = documents.ROOT / "docs"
 COMMANDS = [
-    (page.name, line[2:])
-    for page in PAGES
-    for block in re.findall(r"```console\n(.*?)```", page.read_text(), re.S)
-    for line in block.splitlines()
+    (page.relative_to(documents.ROOT).as_posix(), command)
+    for page in [*sorted(DOCS.rglob("*.md")), documents.ROOT / "examples" / "README.md"]
+    for command in documents.commands(page.relative_to(documents.ROOT).as_posix())
 ]
+ELSEWHERE = ("python ", "pip ")  # other programs than fedquilt, which the pages' own tests run
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as a link names them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    heads = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS)
 def test_every_command_is_one(page: str, command: str) -> None:
     """With options that there are; a target that is named is known."""
+    if command.startswith(ELSEWHERE):
+        return
     words = [word for word in shlex.split(command) if word != "sudo"]
     assert words[0] == "fedquilt"
     options = parsed(words[1:])
@@ -31,16 +40,25 @@ def test_every_command_is_one(page: str, command: str) -> None:
         assert targets.find(options["target"]).python
 
 
-def test_every_page_is_linked_from_the_readme_and_every_link_leads_somewhere() -> None:
-    """By the README, or by a page that is; pages and files that are named in links exist."""
-    reached, new = set[Path](), {ROOT / "README.md"}
-    while new:
-        reached |= new
-        links = {
-            (page.parent / name).resolve() for page in new for name in re.findall(r"[\w./-]+\.md", page.read_text())
-        }
-        new = (links & set(PAGES)) - reached
-    assert set(PAGES) <= reached
-    for page in (ROOT / "README.md", *PAGES):
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            assert "://" in target or (page.parent / target).exists(), f"{page.name} links to {target}"
+def test_every_page_is_in_the_index() -> None:
+    """Of docs/; methods and decisions are in indexes of their own, to which the first one leads."""
+    for folder in (DOCS, DOCS / "methods", DOCS / "adr"):
+        index = (folder / "index.md").read_text()
+        below = DOCS.rglob("*.md") if folder == DOCS else folder.glob("*.md")
+        own = [page for page in below if folder != DOCS or page.parent.name not in ("methods", "adr")]
+        for page in own:
+            assert page.name == "index.md" or f"({page.relative_to(folder).as_posix()})" in index, page
+    assert "docs/index.md" in (documents.ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("page", documents.pages(), ids=lambda page: page.relative_to(documents.ROOT).as_posix())
+def test_every_link_leads_somewhere(page: Path) -> None:
+    """To a file that is there and, with an anchor, to a heading in it."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for path, _, anchor in re.findall(r"\]\(([^)#\s]*)(#([^)\s]*))?\)", text):
+        if "://" in path:
+            continue
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name} links to {path}"
+        if anchor:
+            assert anchor in anchors(target), f"{page.name} links to {path}#{anchor}"

@@ -20,7 +20,7 @@ from fedquilt.core import Bundle, JobError, ModelError, Name
 from fedquilt.data import examples, fitting, inputs
 from fedquilt.data.images import Input
 from fedquilt.data.spec import DataSpec
-from fedquilt.models.networks import registry
+from fedquilt.models.networks import drawn, registry
 from fedquilt.models.partial import masks
 from fedquilt.tools.artefacts import frozen_part
 
@@ -140,6 +140,8 @@ def _model(table: Mapping[str, Any], wanted: Input | inputs.Values | None) -> tu
     network = {key: value for key, value in table.items() if key not in NOT_NETWORK}
     if wanted is not None:
         network["input"] = msgspec.to_builtins(wanted)
+    if drawn.can(network, table.get("weights")) and "weights_classes" not in table:
+        return _drawn(network, int(table.get("seed", 0)))
     import torch
 
     from fedquilt.models.networks import calls
@@ -164,6 +166,19 @@ def _model(table: Mapping[str, Any], wanted: Input | inputs.Values | None) -> tu
     if registry.outside(network):
         facts |= {"plugins": registry.needs(network), "outputs": _outputs(model, network)}
     return facts, parts
+
+
+def _drawn(network: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """What `_model` gives of a network that numpy can make: the same, without torch."""
+    model, plan = drawn.weights(network, seed), masks.to_array(masks.dense(drawn.layers(network)))
+    facts = {
+        "network": network,
+        "flops": drawn.flops(network),
+        "example_bytes": footprint.example_bytes(drawn.trained(network)),
+        "calls": drawn.calls(network),
+        "pretrained": False,
+    }
+    return facts, {"model": tensors.encode(model), "masks": tensors.encode({"json": plan})}
 
 
 def _outputs(model: Any, network: Mapping[str, Any]) -> int:

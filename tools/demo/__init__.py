@@ -25,7 +25,7 @@ from fedquilt.tools.artefacts import export
 from fedquilt.tools.demo.compared import Compared, Device, Network, compare, mean_alone
 from fedquilt.tools.demo.live import Live, bold
 from fedquilt.tools.experiments import evaluate
-from fedquilt.tools.report import html
+from fedquilt.tools.report import html, page, plots
 from fedquilt.tools.report.found import gather
 from fedquilt.tools.simulation import Member, agents
 
@@ -69,23 +69,27 @@ def demo(out: Path, format: str = "text", wordy: bool = False, show: bool = Fals
     stitched = Network(STITCHED, found.scores[-1].accuracy, _path(artefact), whole.energy_j, moved)
     networks = _networks(stitched, others)
     np.savez_compressed(out / "held-out.npz", x=test.x, y=test.y)
-    page = out / "report.html"
-    disk.write(page, html(found, "demo.html", **_page(plan, networks, others.devices, members, len(test))))
+    report = out / "report.html"
+    drawn = _plots(networks, others.devices, len(test))
+    disk.write(report, html(found, "demo.html", **_page(plan, networks, others.devices, members, drawn)))
+    disk.write(out / "accuracy.svg", plots.alone(*drawn))  # docs/pictures/demo.svg is this file
     result = {
         "run": run,
         "accuracy": msgspec.to_builtins(networks),
         "alone": msgspec.to_builtins(others.devices),
         "devices": msgspec.to_builtins(found.account.devices),
-        "report": str(page),
+        "report": str(report),
     }
     if not text:
         print(msgspec.json.encode(result).decode())
         return 0
     print("\n".join(_ending(networks, others.devices, found.account, plan)))
     print(f"\n{written}\n  classify with it: fedquilt run-model {out / 'stitched.onnx'} {out / 'held-out.npz'}")
-    print(f"report, with plots: {page}   (`fedquilt demo --open` opens it)   {time.monotonic() - began_s:.0f} s in all")
+    print(
+        f"report, with plots: {report}   (`fedquilt demo --open` opens it)   {time.monotonic() - began_s:.0f} s in all"
+    )
     if show:
-        webbrowser.open(page.resolve().as_uri())
+        webbrowser.open(report.resolve().as_uri())
     return 0
 
 
@@ -169,15 +173,8 @@ def _cost(network: Network) -> tuple[str, str]:
     return energy, "-" if network.moved_bytes is None else units.size(network.moved_bytes)
 
 
-def _page(
-    plan: agents.Plan, networks: Sequence[Network], devices: Sequence[Device], members: Sequence[Member], tested: int
-) -> dict[str, Any]:
-    """What the demo's page has beyond a run's report."""
-    from fedquilt.tools.report import page, plots
-
-    def percent(value: float) -> str:
-        return f"{100 * value:.1f} %"
-
+def _plots(networks: Sequence[Network], devices: Sequence[Device], tested: int) -> list[plots.Plot]:
+    """Accuracy by network and by board."""
     first, grey = plots.COLOURS[2], plots.COLOURS[0]
     by_network = plots.bars(
         [plots.Bar(network.name, [100 * network.accuracy]) for network in networks],
@@ -193,6 +190,21 @@ def _page(
         most=100.0,
         level=100 * networks[0].accuracy,
     )
+    return [by_network, by_device]
+
+
+def _page(
+    plan: agents.Plan,
+    networks: Sequence[Network],
+    devices: Sequence[Device],
+    members: Sequence[Member],
+    drawn: Sequence[plots.Plot],
+) -> dict[str, Any]:
+    """What the demo's page has beyond a run's report."""
+
+    def percent(value: float) -> str:
+        return f"{100 * value:.1f} %"
+
     sums = page.Table(
         ["network", "accuracy", "energy of the boards", "sent", "note"],
         [[each.name, percent(each.accuracy), *_cost(each), each.note] for each in networks],
@@ -207,7 +219,7 @@ def _page(
     ]
     donors = bundle.load(plan.bundle).meta["donors"]
     return {
-        "pictures": page.drawn(by_network, by_device),
+        "pictures": page.drawn(*drawn),
         "verdict": verdict(networks),
         "networks": sums,
         "boards": page.Table(head, rows),

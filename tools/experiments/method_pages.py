@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from fedquilt import disk, methods, plugins
+from fedquilt import columns, disk, methods, plugins
 from fedquilt.tools.experiments import papers
 
 SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -85,15 +85,30 @@ def lines(one: Card) -> list[str]:
 
 
 def listed(names: Iterable[str], outside: Sequence[plugins.Plugin] = ()) -> list[str]:
-    """One line for each method; none of other packages is imported for it."""
+    """Each method with its title, as a table; none of other packages is imported for it."""
     titles = {name: card(name).title for name in names}
     titles |= {each.name: f"of package {each.package} {each.version} ({each.target})" for each in outside}
-    width = max(map(len, titles))
-    return [f"{name:{width}}  {title}" for name, title in titles.items()]
+    return columns.table([list(each) for each in titles.items()], "<~")
+
+
+def index() -> list[str]:
+    """The page that lists all methods, as Markdown."""
+    found = [
+        "# Methods",
+        "",
+        "Each page is written from the method's own file: its paper, what deviates from the paper, and",
+    ]
+    found += [
+        "its parameters. [write-a-method.md](../write-a-method.md) says how to add one.",
+        "",
+        "| | |",
+        "|---|---|",
+    ]
+    return found + [f"| [{name}]({name}.md) | {card(name).title} |" for name in methods.names()]
 
 
 def write(folder: Path) -> list[Path]:
-    """A page for every method; pages of methods that are gone are removed.
+    """A page for every method, and an index; pages of methods that are gone are removed.
 
     Raises:
         StoreError: the folder cannot be written.
@@ -101,6 +116,7 @@ def write(folder: Path) -> list[Path]:
     with disk.doing(f"write {folder}", "name another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         pages = {folder / f"{name}.md": "\n".join(lines(card(name))) + "\n" for name in methods.names()}
+        pages[folder / "index.md"] = "\n".join(index()) + "\n"
         for gone in set(folder.glob("*.md")) - set(pages):
             gone.unlink()
         for path, text in pages.items():

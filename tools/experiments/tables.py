@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt import metrics, units
+from fedquilt import columns, metrics, units
 from fedquilt.core import StoreError
 from fedquilt.tools.experiments.single_run import Mark, Run
 from fedquilt.tools.report import page, plots
@@ -144,9 +144,7 @@ def lines(result: dict[str, Any]) -> list[str]:
     if not result["table"]:
         return ["no run has come to an end"]
     body = [head(result), *rows(result)]
-    widths = [max(map(len, column)) for column in zip(*body, strict=True)]
-    told = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in body]
-    return [*told, "", *notes(result)]
+    return [*columns.table(body, "<>"), "", *notes(result)]
 
 
 def notes(result: dict[str, Any]) -> list[str]:

@@ -1,0 +1,18 @@
+"""A folder in which a page's commands run."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import documents
+import pytest
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[documents.Shell]:
+    """A folder with the demo's digits."""
+    shutil.copy(documents.DIGITS, tmp_path / "digits.npz")
+    with documents.Shell(tmp_path) as made:
+        yield made

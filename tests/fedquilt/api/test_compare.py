@@ -1,0 +1,103 @@
+"""fq.compare: the command's runs and its folder of finished ones, and what its table says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedquilt as fq
+from fedquilt.cli import main
+from fedquilt.tools.experiments import compare
+from fedquilt.tools.experiments.single_run import Mark, Run
+
+
+def mark(rounds: int, accuracy: float) -> Mark:
+    return Mark(
+        rounds=rounds,
+        test=accuracy,
+        held=accuracy / 2,
+        mean=None,
+        worst_decile=None,
+        seconds=2.0 * rounds,
+        real_s=1.0,
+        down_bytes=60 * rounds,
+        up_bytes=40 * rounds,
+        energy_j=5.0 * rounds,
+    )
+
+
+def made(method: str, seed: int, *accuracies: float) -> Run:
+    marks = tuple(mark(number, value) for number, value in enumerate(accuracies, 1))
+    return Run(method=method, seed=seed, params={}, devices=3, tested=100, marks=marks)
+
+
+def comparison(*jobs: fq.Job) -> fq.Comparison:
+    runs = (
+        (made("a", 0, 0.5, 0.6), made("a", 1, 0.4, 0.7)),
+        (made("b", 0, 0.6, 0.7), made("b", 1, 0.6, 0.9)),
+    )
+    return fq.Comparison(jobs, runs, ())
+
+
+PROX = fq.Job(method="fedprox", params={"mu": 0.1})
+
+
+def test_a_row_says_how_far_a_job_came_and_at_what_cost() -> None:
+    """Differences are of the same seeds: 0.1 and 0.2, mean 0.15, sd 0.0707; t of one degree of freedom is 12.706."""
+    first, second = comparison(PROX, PROX.replace(method="scaffold")).table()
+    assert first["job"] == "fedprox"
+    assert (first["accuracy"], first["held_accuracy"]) == pytest.approx((0.65, 0.325))
+    assert (first["difference"], first["low"], first["high"]) == (None, None, None)
+    assert second["difference"] == pytest.approx(0.15)
+    assert second["low"] == pytest.approx(0.15 - 12.706 * 0.05)
+    assert second["high"] == pytest.approx(0.15 + 12.706 * 0.05)
+    assert (second["rounds"], second["bytes"], second["joules"], second["seconds"]) == (2, 200, 10.0, 4.0)
+
+
+def test_costs_are_counted_to_the_target() -> None:
+    """To the first evaluation that reached it, of the seeds that did."""
+    first, second = comparison(PROX, PROX.replace(method="scaffold")).table(target=0.6)
+    assert (first["reached"], first["rounds"], first["joules"]) == (2, 2, 10.0)
+    assert (second["reached"], second["rounds"], second["joules"]) == (2, 1, 5.0)
+    assert comparison(PROX, PROX.replace(method="scaffold")).table(target=0.99)["rounds"] == [None, None]
+
+
+def test_jobs_of_one_method_are_called_by_what_differs() -> None:
+    """Else their rows could not be told apart."""
+    stronger = PROX.replace(params={"mu": 1.0})
+    assert comparison(PROX, stronger).names == ["fedprox params.mu=0.1", "fedprox params.mu=1.0"]
+    assert comparison(PROX, PROX.replace(method="scaffold")).names == ["fedprox", "scaffold"]
+
+
+def test_every_evaluation_is_a_row_of_the_curves() -> None:
+    """For plots; pandas takes them."""
+    found = comparison(PROX, PROX.replace(method="scaffold"))
+    assert len(found.curves()) == 8
+    pytest.importorskip("pandas")
+    assert found.to_pandas().groupby("job")["accuracy"].max().to_dict() == {"fedprox": 0.7, "scaffold": 0.9}
+
+
+def test_runs_are_the_commands_and_are_made_once(
+    job: fq.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same folder serves both: what Python has run, the command finds; and a failed run is told, not raised."""
+    job = job.replace(method="fedavg", rounds=1)
+    found = fq.compare([job, job.replace(method="scaffold")], seeds=range(2), out=tmp_path / "out", workers=1)
+    assert [len(of) for of in found.runs] == [2, 2]
+    assert None not in found.table()["accuracy"]
+    assert capsys.readouterr().err == ""
+    file = str(job.write(tmp_path / "job.toml"))
+    assert main(["prepare", file]) == 0
+    monkeypatch.setattr(compare, "play", None)  # nothing is run again
+    argv = ["--methods", "fedavg", "scaffold", "--seeds", "0", "1", "--out", str(tmp_path / "out")]
+    assert main(["compare", file, *argv]) == 0
+    assert "4 of 4 runs are in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("jobs", "seeds"), [([], range(3)), ([PROX], [])])
+def test_nothing_to_compare_is_an_error(jobs: list[fq.Job], seeds: Any) -> None:
+    """It shows a call."""
+    with pytest.raises(fq.JobError, match=r"as in fq\.compare\(\[job, other\]"):
+        fq.compare(jobs, seeds=seeds)

@@ -1,0 +1,154 @@
+"""A run's views: columns that add up, sentences, weights and files; and runs of any coordinator's home."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fedquilt as fq
+from fedquilt.cli import main
+from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.views import costs, progress
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> fq.Run:
+    """One for all tests that only look at it, with checks in its rounds as a federation of boards has them."""
+    pytest.importorskip("torch")
+    home = tmp_path_factory.mktemp("views") / "runs"
+    return fq.simulate(small(check={"every": 1}), home=home)
+
+
+def small(**changes: Any) -> fq.Job:
+    from fedquilt.tools import demo
+
+    table: dict[str, Any] = {
+        "method": "fedavg",
+        "name": "viewed",
+        "params": {"lr": 0.2, "batch": 16},
+        "rounds": 3,
+        "engine": "numpy",
+        "model": fq.models.mlp(64, [8], 10),
+        "data": {"path": str(demo.HERE / "digits.npz"), "split": "train", "limit": 240},
+        "test": {"limit": 100},
+        "cohort": fq.Cohort(size=2),
+        "fleet": fq.Fleet(4, boards=["jetson-tx2", "raspberry-pi-5"]),
+    }
+    return fq.Job(**{**table, **changes})
+
+
+def test_rounds_and_devices_add_up_to_the_whole_run(run: fq.Run) -> None:
+    """Bytes and joules are split by round and by device, and none is lost; so says the log's own account."""
+    with Store(run.home) as store:
+        whole = costs.account(fact for _, _, fact in store.facts(run.id)).whole
+    rounds, devices = run.rounds(), run.devices()
+    for column, total in (("down_bytes", whole.down_bytes), ("up_bytes", whole.up_bytes), ("joules", whole.energy_j)):
+        assert sum(rounds[column]) == pytest.approx(total)
+        assert sum(value or 0 for value in devices[column]) == pytest.approx(total)
+    assert sum(devices["tasks"]) == whole.tasks
+    assert rounds["round"] == [1, 2, 3]
+    assert rounds["participants"] == [2, 2, 2]
+    assert devices["device"] == ["jetson-tx2-00", "jetson-tx2-02", "raspberry-pi-5-01", "raspberry-pi-5-03"]
+
+
+def test_checks_in_rounds_are_of_the_round_before(run: fq.Run) -> None:
+    """A check is of the state that its round begins with; the closing one is the last round's."""
+    with Store(run.home) as store:
+        facts = [(at, fact) for _, at, fact in store.facts(run.id)]
+    points = {point.rounds: point for point in progress.points(facts, 3) if point.personal is not None}
+    assert sorted(points) == [0, 1, 2, 3]
+    held = [points[number].personal.weighted for number in (1, 2, 3)]  # type: ignore[union-attr]
+    assert run.rounds()["held_accuracy"] == held
+    assert run.rounds()["loss"] != [points[number].loss for number in (1, 2, 3)]  # it is the test set's
+    assert {value for value in run.devices()["accuracy"] if value is not None}
+
+
+def test_a_table_goes_into_data_frames(run: fq.Run) -> None:
+    """By its methods, and as plain columns."""
+    pandas, polars = pytest.importorskip("pandas"), pytest.importorskip("polars")
+    table = run.rounds()
+    assert table.to_pandas().equals(pandas.DataFrame(table.columns))
+    assert table.to_polars().equals(polars.DataFrame(table.columns))
+    assert list(table.to_polars()["participants"]) == [2, 2, 2]
+    assert [row["round"] for row in table] == [1, 2, 3]
+    assert len(table) == 3
+
+
+def test_a_missing_library_is_named_with_its_extra(run: fq.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one sentence."""
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(fq.JobError, match=r"needs pandas, which is not installed: pip install 'fedquilt\[frames\]'"):
+        run.rounds().to_pandas()
+
+
+def test_a_table_is_readable_as_text_and_in_a_notebook(run: fq.Run) -> None:
+    """Long ones are shown by their ends; names are escaped."""
+    assert repr(run.rounds()).splitlines()[0].split()[:2] == ["round", "accuracy"]
+    table = fq.Table({"<name>": list(range(100)), "value": [None] * 100})
+    assert len(repr(table).splitlines()) == 42
+    assert "&lt;name&gt;" in table._repr_html_()
+    assert repr(fq.Table({"a": [], "b": []})) == "a  b"
+
+
+def test_why_says_what_became_of_a_device(run: fq.Run) -> None:
+    """As `fedquilt why` does; an unknown device is an error that names those there are."""
+    said = run.why("jetson-tx2-00")
+    assert len(said) == 4
+    assert any("answered" in line or "not drawn" in line for line in said)
+    assert run.why(round=0)[0] == "round 0:" or run.why(round=0)
+    with pytest.raises(fq.JobError, match=r"'jetson-nano-03'; it knows jetson-tx2-00"):
+        run.why("jetson-nano-03")
+
+
+def test_the_log_is_told_in_sentences(run: fq.Run) -> None:
+    """It begins with the start and ends with what was taken."""
+    said = run.log()
+    assert said[0] == "started"
+    assert any(line.startswith("energy: ") for line in said[-2:])
+
+
+def test_weights_are_those_of_the_export(run: fq.Run, tmp_path: Path) -> None:
+    """And the ONNX file computes what the network does: x as float32 in, scores out."""
+    weights = run.weights()
+    assert {name: array.shape for name, array in weights.items()} == {
+        "1.weight": (8, 64),
+        "1.bias": (8,),
+        "3.weight": (10, 8),
+        "3.bias": (10,),
+    }
+    numpy = pytest.importorskip("safetensors.numpy")
+    held = numpy.load_file(run.export(tmp_path / "net.safetensors"))
+    assert all(np.array_equal(held[name], weights[name]) for name in weights)
+    onnxruntime = pytest.importorskip("onnxruntime")
+    session = onnxruntime.InferenceSession(run.export(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
+    x = np.random.default_rng(0).random((5, 64), np.float32)
+    hidden = np.maximum(x @ weights["1.weight"].T + weights["1.bias"], 0)
+    wanted = hidden @ weights["3.weight"].T + weights["3.bias"]
+    np.testing.assert_allclose(session.run(None, {"x": x})[0], wanted, atol=1e-5)
+
+
+def test_a_report_is_one_page(run: fq.Run, tmp_path: Path) -> None:
+    """The command's."""
+    pytest.importorskip("matplotlib")
+    page = run.report(tmp_path / "run.html").read_text()
+    assert run.id in page
+    assert page.lstrip().startswith("<!")
+
+
+def test_a_run_of_any_home_is_opened(run: fq.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By its id, or the name of its job; the command lists it too."""
+    for name in (run.id, "viewed"):
+        assert fq.Run.open(run.home, name).rounds() == run.rounds()
+    assert run.job == small(check={"every": 1})
+    assert run.status == "done"
+    assert repr(run).startswith(f"<Run {run.id}: done, 3 rounds, accuracy ")
+    assert main(["ls", "--home", str(run.home)]) == 0
+    assert run.id in capsys.readouterr().out
+    with pytest.raises(fq.StoreError, match=r"no run 'other'.*viewed-"):
+        fq.Run.open(run.home, "other")
+    with pytest.raises(fq.StoreError, match="give the home of a coordinator"):
+        fq.Run.open(tmp_path, "viewed")
