@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-import documents
 import pytest
+
+import documents
 
 PAGE = "README.md"
 MOST_LINES = 120

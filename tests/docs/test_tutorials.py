@@ -6,9 +6,9 @@ import re
 import socket
 from pathlib import Path
 
-import documents
 import pytest
 
+import documents
 from fedquilt import config
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.store import Store
