@@ -18,6 +18,7 @@ check: .venv/ready
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
+	.venv/bin/mypy examples/quickstart.py examples/own_method.py
 	.venv/bin/lint-imports --no-cache
 
 # the pages of docs/ as a site in build/site, with a reference of the Python names

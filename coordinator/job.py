@@ -198,12 +198,12 @@ class Running:
             given = self.contribution(update)
             plain = compression.decoded(self.job.wire, given.bundles, lambda name: self._base(update, name, profile))
             given = replace(given, bundles=plain)
-            begun = self._folding.total if self._in_order(update.device) else None
-            total = self._half.fold(self.state, begun, given)
+            next_one = self._in_order(update.device)
+            total = self._half.fold(self.state, self._folding.total if next_one else None, given)
         if self.job.wire.codec != "raw":
             refs = {name: self._store.depot.stow(tensors.encode(bundle)) for name, bundle in plain.items()}
             update = msgspec.structs.replace(update, bundles=refs, bases={})
-        if not self._in_order(update.device):
+        if not next_one:
             return self._kept(update, given)
         self._folding.take(update.device, folding.told(update), total)
         return update
@@ -393,6 +393,7 @@ def first_state(job: settings.Job, made: Bundle, method: Method | None = None) -
     method = method or methods.load(job.method)
     if job.check.every and method.check is None:
         raise JobError(f"[check] every: {job.method} has no evaluation of its own; leave it 0")
+    settings.require_task(job.method, method, made.meta.get("network", {}))
     return method.init(made, settings.params(job), job.seed)
 
 

@@ -185,7 +185,7 @@ class Server:
         job = self.active
         assert job is not None
         others = _blobs([*job.rounds.answered.values(), *self._arriving.values()])
-        for sha256 in _blobs([update]) - others - job.pinned() - job.sent() - self._store.held():
+        for sha256 in _blobs([update]) - others - job.pinned() - job.sent() - self._store.held(but=job.id):
             self._store.depot.drop(sha256)
 
     def _issue(self, device: str, now_s: float) -> None:
@@ -368,7 +368,9 @@ class Server:
             case Committed():
                 spent = self._spent(job, before)
                 job.committed()
-                for sha256 in spent - job.pinned() - self._store.held():  # other jobs may have the same content
+                for sha256 in (
+                    spent - job.pinned() - self._store.held(but=job.id)
+                ):  # other jobs may have the same content
                     self._store.depot.drop(sha256)
             case _:
                 pass

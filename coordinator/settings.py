@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from fedquilt import config, methods, metrics, plugins
-from fedquilt.core import CODECS, Encoding, JobError
+from fedquilt.core import CODECS, Encoding, JobError, Method
 
 NOT_NETWORK: Final = ("weights", "weights_classes", "seed")  # keys of [model] on what it begins with, not on what it is
 
@@ -112,11 +112,7 @@ def parse(table: Mapping[str, Any]) -> Job:
     if job.wire.codec not in CODECS:
         raise JobError(f"[wire] codec = {job.wire.codec!r}: there are {', '.join(CODECS)}")
     method = methods.load(job.method)
-    if (task := metrics.task_of(job.model)) not in method.tasks:
-        raise JobError(
-            f"task = {task!r}: {job.method} works with {' and '.join(map(repr, method.tasks))} only, as its rules need "
-            "a class for each example: take another method, fedavg or fedprox for instance"
-        )
+    require_task(job.method, method, job.model)
     if (why := method.refused.get(job.wire.codec)) is not None:
         raise JobError(f"[wire] codec = {job.wire.codec!r}: {why}")
     if job.wire.codec != "raw" and method.exact:
@@ -124,6 +120,22 @@ def parse(table: Mapping[str, Any]) -> Job:
             f"[wire] codec = {job.wire.codec!r}: what {job.method}'s devices send may not be rounded; leave it 'raw'"
         )
     return job
+
+
+def require_task(name: str, method: Method, network: Mapping[str, Any]) -> None:
+    """Check that a method can train a network for its task.
+
+    Args:
+        network: its table: [model], or that of a bundle.
+
+    Raises:
+        JobError: it cannot, as `Method.tasks` says.
+    """
+    if (task := metrics.task_of(network)) not in method.tasks:
+        raise JobError(
+            f"task = {task!r}: {name} works with {' and '.join(map(repr, method.tasks))} only, as its rules need a "
+            "class for each example: take another method, fedavg or fedprox for instance"
+        )
 
 
 def _settled(job: Job) -> Job:

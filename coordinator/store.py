@@ -293,26 +293,32 @@ class Store:
         with _storing(self.home):
             self._db.execute("update jobs set status = ? where id = ?", (status, id))
 
-    def states(self) -> set[str]:
-        """The sha256 of every job's latest state: what results are made of."""
+    def states(self, but: str = "") -> set[str]:
+        """The sha256 of every job's latest state: what results are made of. `but`: not of this job."""
         query = """
             select json_extract(body, '$.state.sha256') from sound where seq in (
-                select max(seq) from sound where json_extract(body, '$.state.sha256') is not null group by job)
+                select max(seq) from sound where job in (select id from jobs where id <> ?)
+                and json_extract(body, '$.state.sha256') is not null group by job)
         """
         with _storing(self.home):
-            return {str(row[0]) for row in self._db.execute(query)}
+            return {str(row[0]) for row in self._db.execute(query, (but,))}
 
-    def held(self) -> set[str]:
-        """Every blob that some job may still need: the latest states, and updates that no state holds yet."""
+    def held(self, but: str = "") -> set[str]:
+        """Every blob that some job may still need: the latest states, and updates that no state holds yet.
+
+        Args:
+            but: a job that is not asked about: who runs it knows what it needs without reading all its facts.
+        """
         query = """
             with last(job, seq) as (
-                select job, max(seq) from sound where json_extract(body, '$.state.sha256') is not null group by job)
+                select job, max(seq) from sound where job in (select id from jobs where id <> :but)
+                and json_extract(body, '$.state.sha256') is not null group by job)
             select json_extract(bundle.value, '$.sha256')
             from sound left join last on last.job = sound.job, json_each(sound.body, '$.update.bundles') bundle
-            where sound.seq > coalesce(last.seq, 0)
+            where sound.job in (select id from jobs where id <> :but) and sound.seq > coalesce(last.seq, 0)
         """
         with _storing(self.home):
-            return self.states() | {str(row[0]) for row in self._db.execute(query)}
+            return self.states(but) | {str(row[0]) for row in self._db.execute(query, {"but": but})}
 
     # -- facts --
 

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from fedquilt import methods, plugins, profiles, systemd, wire
+from fedquilt.blobs.store import SMALL_BYTES, Shared
 from fedquilt.blobs.transfer import Transfers
 from fedquilt.core import (
     BlobRef,
@@ -49,7 +50,7 @@ class Agent:
 
     Args:
         boot: names this start of the agent; it has to be another one at each.
-        durable: see `fedquilt.edge_agent.state.Local`.
+        durable, shared: see `fedquilt.edge_agent.state.Local`.
 
     Raises:
         StoreError: its home cannot be read or written.
@@ -67,9 +68,11 @@ class Agent:
         boot: str | None = None,
         *,
         durable: bool = True,
+        shared: Shared | None = None,
     ) -> None:
         self.device, self.settings = settings.device, settings
-        self.local = Local(Path(settings.home), durable=durable)
+        self.local = Local(Path(settings.home), durable=durable, shared=shared)
+        self._whole_bytes = 0 if durable else SMALL_BYTES
         self.garbage = Garbage()
         self._link, self._board, self._worker = link, board, worker
         self._boot = boot or os.urandom(8).hex()
@@ -224,10 +227,12 @@ class Agent:
     def order(self, task: Task, budget_bytes: int, plan_bytes: int) -> Order:
         """See `duty.Surroundings`."""
         depot = self.local.depot
-        paths = {name: depot.path(ref.sha256) for name, ref in task.bundles.items()}
-        lost = [name for name, path in paths.items() if path is None]
-        if lost:
-            raise StoreError(f"bundle {lost[0]!r} has vanished from {depot.folder}: leave that folder to the agent")
+        paths = {}
+        for name, ref in task.bundles.items():
+            path = depot.file(ref.sha256)
+            if path is None:
+                raise StoreError(f"bundle {name!r} has vanished from {depot.folder}: leave that folder to the agent")
+            paths[name] = path
         self.local.used(task.bundles.values())
         private = self.local.private(task.job)
         return Order(
@@ -235,17 +240,18 @@ class Agent:
             device=self.device,
             budget_bytes=budget_bytes,
             data=self.settings.data,
-            bundles={name: str(path) for name, path in paths.items()},
+            bundles=paths,
             private=None if private is None else str(private),
             cache=str(self.local.cache(task.job)),
             out=str(self.local.scratch()),
             plan_bytes=plan_bytes,
             plugins=self.settings.plugins,
+            whole_bytes=self._whole_bytes,
         )
 
-    def keep(self, update: Update) -> bool:
+    def keep(self, update: Update, blobs: Mapping[str, bytes]) -> bool:
         """See `duty.Surroundings`."""
-        return self.local.commit(update)
+        return self.local.commit(update, blobs)
 
     def progressed(self, task: Task, fraction: float, now_s: float) -> None:
         """See `duty.Surroundings`."""

@@ -7,7 +7,7 @@ that many devices share. Both run this same code: admission, memory, clocks, jou
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -52,8 +52,11 @@ class Surroundings(Protocol):
         """The task with where things are on this device."""
         ...
 
-    def keep(self, update: Update) -> bool:
-        """Make the result of the order in hand durable; whether it leaves private state."""
+    def keep(self, update: Update, blobs: Mapping[str, bytes]) -> bool:
+        """Make the result of the order in hand durable; whether it leaves private state.
+
+        `blobs` are, by sha256, those of its bundles that came with the order's outcome, and not in files.
+        """
         ...
 
     def progressed(self, task: Task, fraction: float, now_s: float) -> None:
@@ -155,7 +158,7 @@ class Duty:
         update = messages.update(self.device, open, outcome, spent.cost)
         try:
             wire.decode(wire.encode(update), Update)
-            private = self._around.keep(update)
+            private = self._around.keep(update, outcome.blobs)
         except WireError as error:
             return self.feed(Failed("failed", f"the method's answer cannot be sent: {error}"), now_s)
         except StoreError as error:

@@ -191,7 +191,7 @@ Step = tuple[State, tuple[Action, ...]]
 def next_s(state: State) -> float:
     """When time alone will change something."""
     again_s = state.open.again_s if state.open else math.inf
-    return min([again_s, *(offer.due_s for offer in state.outbox.values())])
+    return min([again_s, *(offer.due_s for offer in state.outbox.values())]) if state.outbox else again_s
 
 
 def advance(state: State, event: Event, now_s: float, reading: Reading = Reading()) -> Step:

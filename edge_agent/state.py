@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from fedquilt import wire
-from fedquilt.blobs.store import Depot
+from fedquilt.blobs.store import Depot, Lodger, Shared
 from fedquilt.core import BlobRef, JobError, Update, WireError
 from fedquilt.disk import doing
 
@@ -53,20 +53,31 @@ class Local:
     """One device's folder.
 
     Args:
-        durable: wait for the disk at each step, as `fedquilt.blobs.store.Depot`.
+        durable: wait for the disk at each step, as `blobs.store.Depot`. Where nothing does, a result that leaves no
+            private state is kept in memory: lost with the process, it is worked for again and comes out the same.
+            Folders are then made when something is put there.
+        shared: where small blobs lie that other devices of this process have as well; not where it is durable.
 
     Raises, from every method:
         StoreError: it cannot be read or written; says what, where and the mend.
     """
 
-    def __init__(self, home: Path, *, durable: bool = True) -> None:
+    def __init__(self, home: Path, *, durable: bool = True, shared: Shared | None = None) -> None:
         self.home, self._durable = home.absolute(), durable
         self._outbox, self._private = self.home / "outbox", self.home / "private"
+        self._scratch = self.home / "scratch"
+        if durable:
+            self._make_folders()
+        self._cache: Path | None = None  # the folder that `cache` gave last
+        self._light: set[Key] = set()  # results that are in memory only
+        self._disk = self.home if shared is None else shared.depot.folder  # a folder that is there
+        blobs = self.home / "blobs"
+        self.depot = Depot(blobs, durable=durable) if shared is None else Lodger(blobs, shared)
+
+    def _make_folders(self) -> None:
         with doing(f"make the folder {self.home}"):
             for folder in (self._outbox, self._private):
                 folder.mkdir(parents=True, exist_ok=True)
-        self._cache: Path | None = None  # the folder that `cache` gave last
-        self.depot = Depot(self.home / "blobs", durable=durable)
 
     def lock(self) -> int:
         """Claim the folder for this process, as long as the file descriptor returned is open.
@@ -87,6 +98,8 @@ class Local:
 
     def recover(self) -> tuple[dict[Key, tuple[Update, bool]], dict[str, int]]:
         """What an earlier process left: updates to deliver (and whether with private state), and rounds counted."""
+        if not self._outbox.is_dir():
+            return {}, {}
         counted = self._counted()
         updates: dict[Key, tuple[Update, bool]] = {}
         with doing(f"read {self._outbox}"):
@@ -125,8 +138,12 @@ class Local:
     # -- one task --
 
     def scratch(self) -> Path:
-        """An empty folder for the task in hand to write into."""
-        folder = self.home / "scratch"
+        """An empty folder for the task in hand to write into; without durability one that may not be there yet."""
+        folder = self._scratch
+        if not self._durable:
+            if os.path.isdir(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+            return folder
         with doing(f"make {folder}"):
             try:
                 folder.mkdir()
@@ -142,7 +159,10 @@ class Local:
         worth a sync.
         """
         folder = self.home / "cache" / _boot() / job
-        if folder == self._cache and folder.is_dir():
+        if folder == self._cache and (not self._durable or folder.is_dir()):
+            return folder
+        if not self._durable and not (self.home / "cache").is_dir():
+            self._cache = folder
             return folder
         with doing(f"make {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -157,12 +177,28 @@ class Local:
         path = self._private / f"{job}.safetensors"
         return path if path.is_file() else None
 
-    def commit(self, update: Update) -> bool:
+    def commit(self, update: Update, blobs: Mapping[str, bytes] = {}) -> bool:
         """Make what the task left in scratch durable as this update; whether it has private state.
 
         The folder holds each bundle in a file named by its sha256, and the private state if there is one.
+
+        Args:
+            blobs: bundles that the task did not write there, by sha256.
         """
-        scratch = self.home / "scratch"
+        scratch = self._scratch
+        if not self._durable and not os.path.isfile(scratch / PRIVATE):
+            for ref in set(update.bundles.values()):
+                if ref.sha256 in blobs:
+                    self.depot.stow(blobs[ref.sha256])
+                else:
+                    self.depot.put_file(scratch / ref.sha256, ref, move=True)
+            self._light.add((update.job, update.round))
+            return False
+        if not self._durable:
+            self._make_folders()
+        with doing(f"write to {scratch}"):
+            for sha256, payload in blobs.items():
+                (scratch / sha256).write_bytes(payload)
         for ref in set(update.bundles.values()):
             self.depot.put_file(scratch / ref.sha256, ref, move=True)
         target = self._folder((update.job, update.round))
@@ -187,6 +223,9 @@ class Local:
         `counted` is what is remembered from now on; private states of other jobs go.
         """
         folder, job = self._folder(key), key[0]
+        if key in self._light:
+            self._light.remove(key)
+            return
         with doing(f"settle {job}, round {key[1]}, in {self.home}"):
             if accepted:
                 if (folder / PRIVATE).exists():
@@ -234,27 +273,25 @@ class Local:
 
         Needed ones are never dropped; where that is not enough, `require_room` says so.
         """
-        with doing(f"list {self.depot.folder}"):
-            entries = [(entry.stat(), entry.name) for entry in os.scandir(self.depot.folder)]
+        unused = self.depot.unused()
+        with doing(f"look at {self.home}"):
             free = self._free_bytes()
-        over = max(sum(stat.st_size for stat, _ in entries) + size - limit_bytes, size + SPARE_BYTES - free)
-        for stat, name in sorted(entries, key=lambda entry: (entry[0].st_mtime_ns, entry[1])):
-            sha256 = name.partition(".")[0]
+        over = max(sum(kept for _, kept in unused) + size - limit_bytes, size + SPARE_BYTES - free)
+        for sha256, kept in unused:
             if over <= 0:
-                return
+                break
             if len(sha256) == 64 and sha256 not in needed:
                 self.depot.drop(sha256)
-                over -= stat.st_size
+                over -= kept
 
     def _free_bytes(self) -> int:
-        stat = os.statvfs(self.home)
+        stat = os.statvfs(self._disk)
         return stat.f_bavail * stat.f_frsize
 
     def used(self, refs: Collection[BlobRef]) -> None:
         """Note that blobs are in use now."""
-        for path in filter(None, (self.depot.path(ref.sha256) for ref in refs)):
-            with doing(f"touch {path}"):
-                os.utime(path)
+        for ref in refs:
+            self.depot.touch(ref.sha256)
 
     # -- writing --
 

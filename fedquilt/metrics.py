@@ -111,3 +111,13 @@ def shown(metric: Metric, value: float, digits: int = 2) -> str:
 def label(metric: Metric) -> str:
     """The metric's name with its unit, for the head of a column or an axis."""
     return f"{metric.title} %" if metric.share else metric.title
+
+
+def column(metric: Metric, name: str) -> str:
+    """What a table's column "accuracy" or "held_accuracy" is called where the main metric is another."""
+    return {"accuracy": metric.name, "held_accuracy": f"held_{metric.name}"}.get(name, name)
+
+
+def titled(metric: Metric, row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row, or a table of columns, with its columns named after the main metric."""
+    return {column(metric, name): value for name, value in row.items()}

@@ -78,6 +78,7 @@ def require_same(given: Tensors, wanted: Mapping[str, np.ndarray | Shaped]) -> N
             )
 
 
+@cache
 def _bounds(kind: np.dtype[Any]) -> tuple[float, float]:
     """The least and the largest number of a tensor that is added up."""
     if kind.kind != "f":

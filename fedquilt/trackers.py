@@ -25,7 +25,7 @@ class Tracker(Protocol):
         ...
 
     def end(self, run: Run) -> None:
-        """Hear that the run is done."""
+        """Hear that the run is over: done, failed or interrupted, as its status says."""
         ...
 
 
@@ -57,7 +57,8 @@ class MLflow:
     """Logs to MLflow, parameters and a metric for each column: pip install 'fedquilt[mlflow]'.
 
     Args:
-        uri: of the tracking store, say "sqlite:///mlflow.db"; "": what MLflow is set to.
+        uri: of the tracking server or store, say "http://tracking.site:5000"; "": what MLflow is set to. A store in a
+            database of your own, "sqlite:///mlflow.db", needs the whole of `mlflow`.
 
     Raises:
         JobError: mlflow is not installed.

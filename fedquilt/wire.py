@@ -15,6 +15,7 @@ from __future__ import annotations
 import binascii
 import re
 import zlib
+from functools import lru_cache
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
@@ -272,6 +273,7 @@ class Route(msgspec.Struct, frozen=True):
     job: str = ""
 
 
+@lru_cache(maxsize=1 << 14)  # the topics of a large fleet on the memory link; a board has a few
 def route(topic: str) -> Route:
     """What a topic of this protocol says.
 

@@ -2,6 +2,8 @@
 
 from fedquilt.models.networks.tables import (
     cnn,
+    conv1d,
+    gru,
     lenet,
     mlp,
     module,
@@ -11,11 +13,14 @@ from fedquilt.models.networks.tables import (
     rezero,
     separable,
     torchvision,
+    transformer,
     vit,
 )
 
 __all__ = [
     "cnn",
+    "conv1d",
+    "gru",
     "lenet",
     "mlp",
     "module",
@@ -25,5 +30,6 @@ __all__ = [
     "rezero",
     "separable",
     "torchvision",
+    "transformer",
     "vit",
 ]

@@ -35,6 +35,13 @@ def diagonal(
         return loss_of(torch.func.functional_call(model, (given, buffers), (x,)), y)
 
     gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
+    if any(isinstance(each, nn.RNNBase) for each in model.modules()):  # their kernels write in place: vmap refuses them
+
+        def gradients(given: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+            one = torch.func.grad(loss)
+            found = [one(given, *some) for some in zip(x, y, strict=True)]
+            return {name: torch.stack([some[name] for some in found]) for name in given}
+
     total, count = {name: torch.zeros_like(value) for name, value in values.items()}, 0
     for x, y in parts:
         whole = len(y) - len(y) % each

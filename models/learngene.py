@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from fedquilt.core import Tensors
+from fedquilt.core import Hooks, Tensors
 
 
 def choose(
@@ -51,3 +51,41 @@ def strengths(kind: str, parts: Mapping[str, tuple[str, ...]], model: Tensors) -
 def distance(a: np.ndarray, b: np.ndarray) -> float:
     """|a - b|^2, in float64."""
     return float(np.square(a.astype(np.float64) - b).sum())
+
+
+def pull(
+    smooth: float,
+    elastic: float,
+    before: Tensors,
+    received: Tensors,
+    elastics: Tensors,
+    strengths: Mapping[str, float],
+) -> Hooks:
+    """Hooks that add the gradient of both penalties, Eq. 4 and 8.
+
+    Both are one pull towards one aim: 2 s (theta - Theta) + 2 e (theta - el) = p (theta - aim).
+
+    Args:
+        smooth: lambda1.
+        elastic: lambda2.
+        before: theta~, all tensors that are trained.
+        received: Theta, the cluster's.
+        elastics: el, of the tensors that are penalised.
+        strengths: a_l, of each tensor that is penalised.
+    """
+    first = {name: 2 * smooth * value for name, value in strengths.items()}
+    second = 2 * elastic
+    pulls = {name: value + second for name, value in first.items() if value + second > 0}
+    if not pulls:
+        return Hooks()
+    aims = {
+        name: (first[name] * received[name] + second * elastics[name]) / pulls[name] if name in pulls else array
+        for name, array in before.items()
+    }
+    return Hooks(
+        correct=lambda gradient, value, at: gradient + at["pull"] * (value - at["aim"]),
+        anchors={
+            "pull": {name: np.full(array.shape, pulls.get(name, 0.0), np.float32) for name, array in before.items()},
+            "aim": {name: np.asarray(array, np.float32) for name, array in aims.items()},
+        },
+    )

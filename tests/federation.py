@@ -40,6 +40,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "perceptron": {"name": "mlp", "inputs": 64, "hidden": [12, 8], "classes": 10},
     "batch-norm": {"name": "residual", "channels": 1, "classes": 10, "width": 4, "input": PICTURES},  # int64 counters
     "no-axes": {"name": "rezero", "inputs": 64, "classes": 10, "width": 8, "blocks": 2},  # parameters of shape ()
+    "recurrent": {"name": "gru", "channels": 8, "steps": 8, "classes": 10, "width": 6},  # rows of pixels as steps
     "transformer": {
         "name": "vit",
         "channels": 1,

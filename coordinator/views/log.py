@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
-from fedquilt import metrics, units
+from fedquilt import columns, metrics, units
 from fedquilt.coordinator import eligibility, rounds
 from fedquilt.coordinator.facts import (
     Answered,
@@ -222,12 +222,32 @@ def summary(row: Row | Unreadable, store: Store) -> dict[str, Any]:
     }
 
 
-def line(row: dict[str, Any]) -> str:
-    """A line of `fedquilt ls`."""
-    if row["problem"] is not None:
-        return "{run:38} {status:11} cannot be read: {problem}".format(**row)
-    joules = "-" if row["energy_j"] is None else costs.short(row["energy_j"])
-    return "{run:38} {status:11} {method:12} {rounds:>6} rounds  {joules:>10} J  {began}".format(joules=joules, **row)
+STATUS: Final = {"done": "green", "failed": "red", "stopped": "yellow", "interrupted": "yellow"}  # in which colour
+
+
+def lines(rows: Sequence[dict[str, Any]], wide: int | None = None) -> list[str]:
+    """The table of `fedquilt ls`: a line for each run; one that cannot be read has a sentence instead of cells.
+
+    Args:
+        rows: of `summary`. A run's id says when it began.
+        wide: as of `columns.table`.
+    """
+    fine = [row for row in rows if row["problem"] is None]
+    cells = [
+        [
+            row["run"],
+            row["status"],
+            row["method"],
+            f"{row['rounds']} rounds",
+            "-" if row["energy_j"] is None else f"{costs.short(row['energy_j'])} J",
+        ]
+        for row in fine
+    ]
+    told = columns.table(cells, "<<<>>", wide, STATUS)
+    odd = ["{run}  {status}  cannot be read: {problem}".format(**row) for row in rows if row["problem"] is not None]
+    if len(told) != len(fine):  # in blocks
+        return [*told, *odd]
+    return [(odd if row["problem"] is not None else told).pop(0) for row in rows]
 
 
 def _short(value: float) -> str:

@@ -6,6 +6,7 @@ import math
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -14,7 +15,19 @@ import msgspec
 from fedquilt import methods
 from fedquilt.coordinator import eligibility
 from fedquilt.coordinator.executors import OverLink
-from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Ended, Plan, Rounds, Surveyed, apply
+from fedquilt.coordinator.facts import (
+    Answered,
+    AnyFact,
+    Asked,
+    Closed,
+    Declined,
+    Ended,
+    Plan,
+    Rejected,
+    Rounds,
+    Surveyed,
+    apply,
+)
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
@@ -25,6 +38,8 @@ from fedquilt.transport.link import Link
 
 WAIT_SAID_S = 5.0  # until a wait is reported, and between reports of waits that change
 WAIT_AGAIN_S = 600.0  # between reports of one that does not change
+
+SINGLY = 3  # declines of a round for one reason that are told one by one; of more, how many there were
 
 MORE = (
     "start more: `fedquilt agent agent.toml` on a board, or simulated ones with `fedquilt fleet JOB --link broker "
@@ -96,16 +111,32 @@ class Console:
         self._clock, self._began_s = clock, clock()
         self._waiting, self._contact, self._mend = Waiting(), Contact(), mend
         self._tellers: dict[str, log.Teller] = {}  # run -> its own
+        self._declines: Counter[tuple[str, int, str]] = Counter()  # (run, round, code) -> devices, until it goes on
 
     def observe(self, job: Running, fact: AnyFact) -> None:
         """Print a fact, or on a terminal show how far its round is."""
         first, *more = self._tellers.setdefault(job.id, log.Teller()).tell(fact, job.rounds)
         if isinstance(fact, Ended):
             del self._tellers[job.id]
+        if isinstance(fact, Declined) and not self._wordy:
+            key = (job.id, fact.round, fact.code)
+            self._declines[key] += 1
+            if self._declines[key] > SINGLY:
+                return
+        elif not isinstance(fact, Surveyed | Asked | Answered | Rejected):
+            self._tell_declines()
         if isinstance(fact, Surveyed | Asked | Answered | Closed) and not self._wordy:
             self._status(job)
         else:
             self.say(f"{job.id}: {first}" if self._named else first, *more)
+
+    def _tell_declines(self) -> None:
+        """Say how many devices have declined that were not told one by one."""
+        for (run, round, code), count in self._declines.items():
+            if count > SINGLY:
+                line = f"round {round}: {count - SINGLY} more declined ({code}): `fedquilt logs {run}` has them all"
+                self.say(f"{run}: {line}" if self._named else line)
+        self._declines.clear()
 
     def say(self, first: str, *more: str) -> None:
         """Print a sentence with the seconds since the start, and further ones below it."""

@@ -89,6 +89,7 @@ class SimulatedDevice:
         self.idle_w = None if profile.idle_w is None else profile.idle_w.value
         self.provenance: str = profile.provenance()
         self.factor = _lognormal(traits.spread, traits.seed, "board")  # of its profile's times, the whole board
+        self._rests_on: dict[tuple[str, tuple[str, ...]], str] = {}  # (point, its numbers) -> provenance
         self._tasks = 0  # that are over
         self._charge_j = None if traits.battery_wh is None else traits.battery_wh * J_PER_WH
         self._temperature_c = None if profile.thermal is None else profile.thermal.ambient_c.value
@@ -161,8 +162,11 @@ class SimulatedDevice:
         energy_j = cost_model.joules(duration_s, point)
         if energy_j is None:
             return Cost(duration_s=duration_s, point=point.name)
-        numbers = ("busy_w", "flops_per_s", "bytes_per_s") if predicted else ("busy_w",)
-        rests_on = self._profile.provenance(*self._profile.basis(point.name, *numbers))
+        numbers: tuple[str, ...] = ("busy_w", "flops_per_s", "bytes_per_s") if predicted else ("busy_w",)
+        rests_on = self._rests_on.get((point.name, numbers))
+        if rests_on is None:
+            rests_on = self._profile.provenance(*self._profile.basis(point.name, *numbers))
+            self._rests_on[point.name, numbers] = rests_on
         return Cost(
             duration_s=duration_s,
             energy_j=energy_j,

@@ -248,7 +248,7 @@ def _gradient(
     network: Mapping[str, Any], model: Tensors, examples: Examples, batch: np.ndarray, at_once: int, hooks: Hooks
 ) -> tuple[float, dict[str, np.ndarray]]:
     """Mean loss over the mini-batch and its gradient, by micro-batches and back through the layers."""
-    loss, gradient = 0.0, {name: np.zeros_like(array) for name, array in model.items()}
+    loss, gradient = 0.0, {name: np.zeros(array.shape, array.dtype) for name, array in model.items()}
     for rows in training.micro_batches(batch, at_once):
         values = _forward(model, _inputs(network, examples.x[rows], hooks))
         losses, back = objectives.losses(metrics.task_of(network), values.pop(), examples.y[rows])

@@ -31,7 +31,7 @@ def batches(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
 
 def micro_batches(batch: np.ndarray, most: int) -> list[np.ndarray]:
     """The mini-batch in as few parts of at most `most` examples as can be, about equal in size."""
-    return np.array_split(batch, math.ceil(len(batch) / most))
+    return [batch] if len(batch) <= most else np.array_split(batch, math.ceil(len(batch) / most))
 
 
 def fitting(room_bytes: float, example_bytes: float, wanted: int) -> int:
@@ -61,15 +61,29 @@ def features(
         return inputs(x)
     if "input" in network:
         return network_input(x, network["input"])
-    if "vocabulary" in network and x.size and not 0 <= int(x.min()) <= int(x.max()) < network["vocabulary"]:
-        raise DataError(
-            f"tokens run from {x.min()} to {x.max()}, and the network knows {network['vocabulary']} (from 0): give this "
-            "device the vocabulary file that the job was made with"
-        )
+    if network.get("name") == "transformer":
+        return _tokens(x, network["vocabulary"])
     if x.dtype.kind == "u":
         return x.astype(np.float32) / np.float32(np.iinfo(x.dtype).max)
     if x.dtype.kind not in "fib":
         raise DataError(f"examples of type {x.dtype}: expected numbers")
+    return x.astype(np.float32)
+
+
+def _tokens(x: np.ndarray, known: int) -> np.ndarray:
+    """Numbers of tokens, (n, length), as float32.
+
+    Raises:
+        DataError: they are no numbers of tokens, or the network has no room for one.
+    """
+    if x.dtype.kind not in "ui":
+        raise DataError(f"examples of type {x.dtype}: a transformer takes whole numbers of tokens; see [data.text]")
+    low, high = int(x.min(initial=0)), int(x.max(initial=0))
+    if low < 0 or high >= known:
+        raise DataError(
+            f"tokens run from {low} to {high}, and the network knows {known} (0 to {known - 1}): give this device the "
+            "vocabulary file that the job was made with"
+        )
     return x.astype(np.float32)
 
 

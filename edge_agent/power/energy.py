@@ -101,6 +101,8 @@ class Ledger(msgspec.Struct, frozen=True):
 
 def total(costs: Sequence[Cost]) -> Cost:
     """The stretches of one task together; what is unknown of one is unknown of all."""
+    if len(costs) == 1 and len(costs[0].energy_source or "") <= 200 and len(costs[0].point or "") <= 200:
+        return costs[0]
 
     def added(values: Sequence[float | None]) -> float | None:
         known = [value for value in values if value is not None]

@@ -264,10 +264,12 @@ def _written(answer: Answer, order: Order) -> tuple[dict[str, core.BlobRef], dic
             refs[name] = core.BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
             blobs[refs[name].sha256] = payload
         else:
+            os.makedirs(order.out, exist_ok=True)
             refs[name] = ref = state.write_tensors(f"{out}bundle", bundle)
             os.replace(f"{out}bundle", f"{out}{ref.sha256}")
     if answer.local or order.private is not None:
         tensors.require_finite(answer.local)
+        os.makedirs(order.out, exist_ok=True)
         state.write_tensors(f"{out}{state.PRIVATE}", answer.local)
     return refs, blobs
 

@@ -12,6 +12,7 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
+from fedquilt import tensors
 from fedquilt.data.spec import DataSpec
 from fedquilt.methods import fedavg
 
@@ -32,10 +33,14 @@ def init(bundle, params, seed):
 
 
 def step(state, total):
-    change = {name: value - state.model[name] for name, value in fedavg.step(state, total).model.items()}
-    velocity = {name: fedavg.cast({name: state.params["beta"] * state.velocity[name]}, change)[name] + value
-                for name, value in change.items()}  # fmt: skip
-    return replace(state, model={n: state.model[n] + v for n, v in velocity.items()}, velocity=velocity)
+    beta, after = state.params["beta"], fedavg.step(state, total).model
+
+    def speed(before, old, new):  # counters, which are integers, have no momentum
+        return np.asarray(new - old if old.dtype.kind in "iu" else beta * before + new - old, old.dtype)
+
+    velocity = tensors.combine(speed, state.velocity, state.model, after)
+    model = tensors.combine(lambda old, moved: np.asarray(old + moved), state.model, velocity)
+    return replace(state, model=dict(model), velocity=dict(velocity))
 
 
 METHOD = replace(fedavg.METHOD, paper="arXiv 1909.06335", params=Params, state=State, init=init, step=step)

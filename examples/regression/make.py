@@ -1,4 +1,4 @@
-"""Make data/train.csv and data/test.csv: the weather at some houses, and the power that their heat pumps draw, in kW."""
+"""Make data/train.csv and data/test.csv: the weather at houses, and the power in kW that their heat pumps draw."""
 
 import csv
 import math

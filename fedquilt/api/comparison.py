@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedquilt import metrics
 from fedquilt.api import live
 from fedquilt.api.job import Job
 from fedquilt.api.simulation import digest
@@ -18,7 +19,6 @@ from fedquilt.tools.experiments import compare as runs
 from fedquilt.tools.experiments import tables
 from fedquilt.tools.experiments.intervals import interval
 from fedquilt.tools.experiments.single_run import Mark, Run, play
-from fedquilt.tools.report import columns
 from fedquilt.trackers import flat
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Comparison:
         Args:
             target: accuracy, 0..1, or a value of the task's main metric.
         """
-        rows, metric = [], columns.metric_of(self.jobs[0].settings).name
+        rows = []
         for name, of in zip(self.names, self.runs, strict=True):
             made = [run for run in of if run.marks]
             row = tables.row(name, made, target)
@@ -67,10 +67,10 @@ class Comparison:
                 {
                     "job": name,
                     "seeds": len(made),
-                    metric: row["accuracy"],
+                    "accuracy": row["accuracy"],
                     "sd": row["sd"],
                     "best": row["best"],
-                    f"held_{metric}": row["held"],
+                    "held_accuracy": row["held"],
                     "worst_decile": row["worst_decile"],
                     **self._difference(made),
                     **({} if target is None else {"reached": row["reached"]}),
@@ -81,7 +81,11 @@ class Comparison:
                     "real_seconds": costs["real_s"],
                 }
             )
-        return Table({key: [row[key] for row in rows] for key in rows[0]})
+        return Table(metrics.titled(self._metric, {key: [row[key] for row in rows] for key in rows[0]}))
+
+    @property
+    def _metric(self) -> metrics.Metric:
+        return tables.metric_of([run for of in self.runs for run in of])
 
     def curves(self) -> Table:
         """One row an evaluation: job, seed, rounds, accuracy, held_accuracy, worst_decile, and costs up to it."""
@@ -92,7 +96,7 @@ class Comparison:
             for mark in run.marks
         ]
         keys = list(found[0]) if found else ["job", "seed"]
-        return Table({key: [row[key] for row in found] for key in keys})
+        return Table(metrics.titled(self._metric, {key: [row[key] for row in found] for key in keys}))
 
     def to_pandas(self) -> pd.DataFrame:
         """`curves` as a pandas data frame.
@@ -176,8 +180,8 @@ def _last(run: Run) -> float | None:
 def _columns(mark: Mark) -> dict[str, Any]:
     return {
         "rounds": mark.rounds,
-        mark.metric: mark.value,
-        f"held_{mark.metric}": mark.held,
+        "accuracy": mark.value,
+        "held_accuracy": mark.held,
         "worst_decile": mark.worst_decile,
         "seconds": mark.seconds,
         "real_seconds": mark.real_s,

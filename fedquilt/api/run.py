@@ -140,6 +140,12 @@ class Run:
         with self._store() as store:
             return report.main(store, self.id, Path(path))
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Run) and (self.home, self.id) == (other.home, other.id)
+
+    def __hash__(self) -> int:
+        return hash((self.home, self.id))
+
     def __repr__(self) -> str:
         table, metric = self.rounds(), columns.metric_of(self._row().job)
         known = [value for value in table[metric.name] if value is not None]

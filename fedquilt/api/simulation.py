@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fedquilt.tools.simulation.run import Simulation
     from fedquilt.trackers import Tracker
 
-PREPARED: Final = ("model", "schedule", "input", "labels", "donors", "int8")
+PREPARED: Final = ("model", "schedule", "input", "data", "labels", "donors", "int8")
 
 
 def simulate(
@@ -72,8 +72,12 @@ def simulate(
         prepare.whole(made, bundle)
         with contextlib.closing(live.display(progress)) as shown:
             watch = _Watch(made, place, trackers, shown.show)
-            run = Run(place, watched_run.play(made, bundle, place, workers=workers, begun=watch.begin, watch=watch))
-            watch.end(run)
+            try:
+                id = watched_run.play(made, bundle, place, workers=workers, begun=watch.begin, watch=watch)
+                watch.tell(ended=True)
+            finally:
+                watch.end()
+        run = Run(place, id)
         if home is None:
             weakref.finalize(run, stack.pop_all().close)  # a temporary home lasts as long as its run
     return run
@@ -96,25 +100,28 @@ class _Watch:
     def __init__(self, job: settings.Job, home: Path, trackers: Sequence[Tracker], show: Callable[[str], None]) -> None:
         self._job, self._home, self._trackers, self._show = job, home, trackers, show
         self._follower: Follower | None = None
+        self._run = ""
+        self._begun: list[Tracker] = []
         self._metric, self._reached = columns.metric_of(job), ""
 
     def begin(self, run: str) -> None:
         """Hear the run's id."""
-        self._follower = Follower(self._home, run)
+        self._run, self._follower = run, Follower(self._home, run)
         for tracker in self._trackers:
             tracker.start(Job.of(self._job), run)
+            self._begun.append(tracker)
 
     def __call__(self, simulation: Simulation) -> None:
-        self._tell(ended=False)
+        self.tell(ended=False)
         self._show(f"{simulation.run}: round {simulation.done} of {self._job.rounds}{self._reached}")
 
-    def end(self, run: Run) -> None:
-        """Tell what is left, and that the run has ended."""
-        self._tell(ended=True)
-        for tracker in self._trackers:
-            tracker.end(run)
+    def end(self) -> None:
+        """Tell all trackers that have begun that the run is over, however it has ended."""
+        for tracker in self._begun:
+            tracker.end(Run(self._home, self._run))
 
-    def _tell(self, *, ended: bool) -> None:
+    def tell(self, *, ended: bool) -> None:
+        """Tell trackers of the rounds that are finished since the last call; with `ended` of all that are left."""
         for row in self._follower.new(ended=ended) if self._follower is not None else ():
             if row[self._metric.name] is not None:
                 self._reached = f", {self._metric.title} {metrics.shown(self._metric, row[self._metric.name], 1)}"

@@ -21,6 +21,7 @@ import hashlib
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -48,6 +49,7 @@ class Depot:
     """One folder of blobs; several processes may use it at once.
 
     Args:
+        make: the folder, if it is not there yet.
         durable: wait for the disk, so that what has its final name also survives a power failure. On virtual time,
             where a killed run is simply played again, only a killed process has to be survived.
 
@@ -55,27 +57,35 @@ class Depot:
         StoreError: it cannot be read or written; says what, where and the mend.
     """
 
-    def __init__(self, folder: Path, wall_clock: Callable[[], float] = time.time, *, durable: bool = True) -> None:
+    def __init__(
+        self, folder: Path, wall_clock: Callable[[], float] = time.time, *, durable: bool = True, make: bool = True
+    ) -> None:
         self.folder = folder
         self._prefix = os.path.join(folder, "")
         self._durable = durable
         self._wall_clock = wall_clock
         with self._doing("make the folder"):
-            folder.mkdir(parents=True, exist_ok=True)
+            if make:
+                folder.mkdir(parents=True, exist_ok=True)
             self._pack = None if durable else Pack(f"{self._prefix}small.pack")
 
     # -- what is here --
 
     def path(self, sha256: str) -> Path | None:
         """The file of a whole blob; one that has none gets one."""
+        found = self.file(sha256)
+        return None if found is None else Path(found)
+
+    def file(self, sha256: str) -> str | None:
+        """Likewise, as text."""
         path = self._at(sha256)
         if os.path.isfile(path):
-            return Path(path)
+            return path
         if self._pack is None or sha256 not in self._pack:
             return None
         with self._doing(f"read blob {sha256[:12]}"):
             self._store(self._pack.read(sha256), sha256)
-        return Path(path)
+        return path
 
     def ref(self, sha256: str) -> BlobRef | None:
         """The whole blob of that name, if it is here."""
@@ -126,14 +136,16 @@ class Depot:
             self._store(payload, ref.sha256)
         return ref
 
-    def stow(self, payload: bytes) -> BlobRef:
-        """Store bytes that only this process reads, and drops soon: small ones take no file of their own.
+    def stow(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
+        """Like `put`, for what only this process reads, and drops soon: small blobs take no file of their own.
 
-        Where the depot is durable this is `put`.
+        Where the depot is durable they do.
         """
         if self._pack is None or len(payload) > SMALL_BYTES:
-            return self.put(payload)
+            return self.put(payload, expected)
         ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+        if expected is not None and expected != ref:
+            raise _arrived_damaged(expected)
         if not self.has(ref):
             self.take_over(ref, self.lay_by(ref, payload))
         return ref
@@ -216,6 +228,17 @@ class Depot:
                 superfluous = kind == "part" and self.path(sha256) is not None
                 if (stale or superfluous) if kind else sha256 not in only:
                     (self.folder / name).unlink(missing_ok=True)
+
+    def unused(self) -> list[tuple[str, int]]:
+        """(sha256, size) of every file of a blob, parts and temporary ones too, the longest unused first."""
+        with self._doing("list blobs"):
+            found = [(stat.st_mtime_ns, name, stat.st_size) for name, stat in self._entries()]
+        return [(name.partition(".")[0], size) for _, name, size in sorted(found)]
+
+    def touch(self, sha256: str) -> None:
+        """Note that a blob is in use now."""
+        with self._doing(f"touch blob {sha256[:12]}"), suppress(FileNotFoundError):
+            os.utime(self._at(sha256))
 
     # -- parts --
 
@@ -318,6 +341,105 @@ class Depot:
         except OSError as error:
             mend = _MENDS.get(error.errno or 0, "check the folder and the disk")
             raise StoreError(f"cannot {what} in {self.folder}: {error.strerror}; {mend}") from None
+
+
+class Shared:
+    """Where many depots of one process have their blobs, each content once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.depot = Depot(folder, durable=False)
+        self.depot.keep(set())  # what a killed process has left
+        self._holders: Counter[str] = Counter()  # sha256 -> how many depots have it
+
+    def add(self, ref: BlobRef) -> None:
+        """Another depot has this blob."""
+        self._holders[ref.sha256] += 1
+
+    def drop(self, sha256: str) -> None:
+        """One that had it no longer has."""
+        self._holders[sha256] -= 1
+        if not self._holders[sha256]:
+            del self._holders[sha256]
+            self.depot.drop(sha256)
+
+
+class Lodger(Depot):
+    """A depot whose blobs lie in a shared one. It forgets them with its process; its own folder is made when needed.
+
+    There are the parts of what is on its way, and what came by `put_file`: that stays.
+    """
+
+    def __init__(self, folder: Path, shared: Shared) -> None:
+        self._shared = shared
+        self._here: dict[str, BlobRef] = {}  # by sha256, the longest unused first
+        self._made = os.path.isdir(folder)
+        super().__init__(folder, durable=False, make=False)
+
+    def file(self, sha256: str) -> str | None:
+        return self._shared.depot.file(sha256) if sha256 in self._here else super().file(sha256)
+
+    def ref(self, sha256: str) -> BlobRef | None:
+        found = self._here.get(sha256)
+        return super().ref(sha256) if found is None and self._made else found
+
+    def read(self, sha256: str, offset: int, size: int) -> bytes:
+        own = sha256 not in self._here
+        return super().read(sha256, offset, size) if own else self._shared.depot.read(sha256, offset, size)
+
+    def load(self, sha256: str) -> bytes | None:
+        return super().load(sha256) if sha256 not in self._here else self._shared.depot.load(sha256)
+
+    def put(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
+        return self._held(self._shared.depot.put(payload, expected))
+
+    def stow(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
+        return self._held(self._shared.depot.stow(payload, expected))
+
+    def put_file(self, path: Path, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
+        self._make()
+        return super().put_file(path, expected, move=move)
+
+    def resume(self, manifest: wire.Manifest) -> bytearray:
+        self._make()
+        return super().resume(manifest)
+
+    def finish(self, ref: BlobRef) -> None:
+        super().finish(ref)
+        self._shared.depot.adopt(self._at(ref.sha256), ref)
+        self._held(ref)
+
+    def drop(self, sha256: str) -> None:
+        if self._here.pop(sha256, None) is not None:
+            self._shared.drop(sha256)
+        if self._made:
+            super().drop(sha256)
+
+    def keep(self, only: set[str]) -> None:
+        for sha256 in self._here.keys() - only:
+            self.drop(sha256)
+        if self._made:
+            super().keep(only)
+
+    def unused(self) -> list[tuple[str, int]]:
+        return [*(super().unused() if self._made else ()), *((ref.sha256, ref.size) for ref in self._here.values())]
+
+    def touch(self, sha256: str) -> None:
+        if sha256 in self._here:
+            self._here[sha256] = self._here.pop(sha256)
+        else:
+            super().touch(sha256)
+
+    def _held(self, ref: BlobRef) -> BlobRef:
+        if ref.sha256 not in self._here:
+            self._shared.add(ref)
+            self._here[ref.sha256] = ref
+        return ref
+
+    def _make(self) -> None:
+        if not self._made:
+            with self._doing("make the folder"):
+                self.folder.mkdir(parents=True, exist_ok=True)
+            self._made = True
 
 
 def _arrived_damaged(ref: BlobRef) -> chunks.DamagedBlobError:

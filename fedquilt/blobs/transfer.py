@@ -54,6 +54,8 @@ class Transfers:
         """
         self._link, self._depot, self._topics = link, depot, topics
         self._direction: wire.Direction = direction
+        # a coordinator alone reads what it fetches; of what a device fetches, files have to lie side by side
+        self._store = depot.stow if direction == "dn" else depot.put
         self._other: wire.Direction = "dn" if direction == "up" else "up"
         self._allowed = allowed
         self._budget_bytes = budget_bytes
@@ -141,7 +143,7 @@ class Transfers:
         if pull.take_chunk(index, payload, now_s) and pull.manifest is not None:
             try:
                 if _whole(pull.manifest):
-                    self._depot.put(payload, pull.ref)
+                    self._store(payload, pull.ref)
                 else:
                     self._depot.write(key[1], chunks.extent(pull.manifest, index)[0], payload)
             except StoreError as error:

@@ -20,7 +20,7 @@ from fedquilt.cli.commands import option, verb
 )
 @option("--seeds", type=options.WHOLE, many=True, default=(0, 1, 2), help="One run of each method with each.")
 @option("--rounds", type=options.POSITIVE, help="Of every run (default: the job's).")
-@option("--target", type=options.SHARE, metavar="A", help="Accuracy, 0 to 1, to which costs are counted.")
+@option("--target", type=options.ABOVE_0, metavar="A", help="Accuracy, 0 to 1, or RMSE, to which costs are counted.")
 @option(
     "--on",
     type=options.OneOf(("test", "held")),

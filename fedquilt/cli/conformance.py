@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fedquilt.cli.commands import argument, verb
+import logging
+
+from fedquilt.cli.commands import argument, verb, wordy
 
 
 @verb()
@@ -11,6 +13,8 @@ def conformance(name: str) -> int:
     """Check a method, or all that a package gives, by the rules that fedquilt's own methods keep to."""
     from fedquilt.testing import package
 
+    if not wordy():  # a check that fails is told in its line
+        logging.getLogger("fedquilt").setLevel(logging.CRITICAL)
     failed = 0
     for good, line in package.lines(name):
         failed += not good

@@ -22,6 +22,7 @@ from fedquilt.core import JobError
     "--boards",
     many=True,
     metavar="BOARD[:JETPACK]",
+    shell_complete=options.boards,
     help="With --systemd: which are to come up; everything else is tried on the first (default: all there are).",
 )
 @option("--enclosed", is_flag=True, hidden=True)  # the rehearsal's own call of itself

@@ -94,13 +94,6 @@ def _above_0(text: str) -> float:
     return value
 
 
-def _share(text: str) -> float:
-    value: float = _number(text, float)
-    if not 0 < value <= 1:
-        raise ValueError(f"{text} is not above 0 and at most 1")
-    return value
-
-
 def _seconds(text: str) -> float:
     value: float = _number(text, float)
     if not 0 < value < 1e9:
@@ -118,7 +111,6 @@ PATH: Final = File()
 FOLDER: Final = File(file_okay=False)
 POSITIVE: Final = Checked("n", _positive)
 ABOVE_0: Final = Checked("x", _above_0)
-SHARE: Final = Checked("share", _share)
 SECONDS: Final = Checked("s", _seconds)
 NAME: Final = Checked("name", _name)
 COUNT: Final = Checked("n", _count)

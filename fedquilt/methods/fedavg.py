@@ -125,10 +125,13 @@ def at_once(state: State, moved: Tensors | None = None) -> int:
     return int(state.params.get("batch", 1)) if footprint.coupled(state.model.keys(), names) else 1
 
 
+FIT = tuple(field.name for field in fields(Fit))
+
+
 def fit_of(task: Task) -> Fit:
     """The training settings in a task's params, at the round's learning rate."""
-    given = {field.name: task.params[field.name] for field in fields(Fit) if field.name in task.params}
-    return replace(Fit(**given), lr=rate_of(task.params, task.round))
+    given = {name: task.params[name] for name in FIT if name in task.params}
+    return Fit(**{**given, "lr": rate_of(task.params, task.round)})
 
 
 def rate_of(params: Mapping[str, Any], round: int) -> float:

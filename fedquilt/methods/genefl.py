@@ -15,17 +15,17 @@ by K-means, later ones go to the nearest cluster (Eq. 12). So a device that turn
 begins with its cluster's learnGene, the layers that are shared just then, and the job's first weights
 elsewhere; all over the wire, as a device without history.
 
-Privacy: a fingerprint's first vector is close to the mean of the device's examples, and one of as few examples
-as `directions` gives them away whole. Layers tell of the examples that they were trained on: all of them, as in
-the first rounds unless `first_layers` is smaller, as much as FedAvg's. `fedquilt audit` measures both.
+Privacy: a fingerprint's first vector is close to the mean of the device's examples, and one of as few examples as
+`directions` gives them away whole. Layers tell of the examples that they were trained on: all of them, as in the first
+rounds unless `first_layers` is smaller, as much as FedAvg's. `fedquilt audit` measures both.
 
-Deviations. The paper's sentence on the mask takes the highest scores, its prose the lowest: `gene_order`.
-A layer is a weight tensor with its bias and normalisation; running statistics stay on the device. The last
-layer is not shared unless `share_head`: with the head of known classes unknown ones begin worse. Penalties
-count for layers that the cluster has had from somebody. Both losses are one step (the text's "total
-objective"), not two in turn. L_t is the coordinator's: one number for all, led by the mean accuracy that
-devices measure on their held-out shares. The fewest layers are a fifth of all, the paper tells no number.
-Who is asked for the first time after the fingerprints were clustered counts as a newcomer.
+Deviations. The paper's sentence on the mask takes the highest scores, its prose the lowest: `gene_order`. A layer is a
+weight tensor with its bias and normalisation; running statistics stay on the device. The last layer is not shared
+unless `share_head`: with the head of known classes unknown ones begin worse. Penalties count for layers that the
+cluster has had from somebody. Both losses are one step (the text's "total objective"), not two in turn. L_t is the
+coordinator's: one number for all, led by the mean accuracy that devices measure on their held-out shares. The fewest
+layers are a fifth of all, the paper tells no number. Who is asked for the first time after the fingerprints were
+clustered counts as a newcomer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ from fedquilt.core import (
     Contribution,
     DeviceView,
     Examples,
-    Hooks,
     Order,
     Site,
     Task,
@@ -183,7 +182,8 @@ def work(task: Task, site: Site) -> Answer:
     if bound and task.params["elastic"]:
         elastic = _elastic(task, site, before, received, bound)
     strengths = learngene.strengths(task.params["strength"], parts, received)
-    hooks = _hooks(task, before, received, elastic, {name: strengths[name] for name in bound})
+    pulled = {name: strengths[name] for name in bound}
+    hooks = learngene.pull(task.params["smooth"], task.params["elastic"], before, received, elastic, pulled)
     answer = fedavg.trained(task, site, before, hooks)
     model = answer.bundles["model"]
     terms = {
@@ -230,7 +230,7 @@ def _own(site: Site, received: Tensors) -> Tensors:
 
 
 def _some(site: Site, most: int) -> Examples:
-    """So many of the device's examples at most, drawn without repetition, in stored order."""
+    """Up to `most` of the device's examples, drawn without repetition, in stored order."""
     rows = np.sort(site.rng.permutation(len(site.train))[:most])
     return Examples(site.train.x[rows], site.train.y[rows])
 
@@ -241,26 +241,6 @@ def _elastic(task: Task, site: Site, before: Tensors, received: Tensors, bound: 
     found = site.engine.fisher(task.params["network"], before, some, each=task.params["fisher_group"])
     gamma = task.params["gamma"]
     return {name: np.where(learngene.scaled(found[name]) < gamma, before[name], received[name]) for name in bound}
-
-
-def _hooks(task: Task, before: Tensors, received: Tensors, elastic: Tensors, strengths: Mapping[str, float]) -> Hooks:
-    """Both penalties as one: 2 s (theta - Theta) + 2 e (theta - el) = pull (theta - aim). `strengths` are a_l."""
-    first = {name: 2 * task.params["smooth"] * value for name, value in strengths.items()}
-    second = 2 * task.params["elastic"]
-    pulls = {name: value + second for name, value in first.items() if value + second > 0}
-    if not pulls:
-        return Hooks()
-    aims = {
-        name: (first[name] * received[name] + second * elastic[name]) / pull if (pull := pulls.get(name)) else array
-        for name, array in before.items()
-    }
-    return Hooks(
-        correct=lambda gradient, value, at: gradient + at["pull"] * (value - at["aim"]),
-        anchors={
-            "pull": {name: np.full(array.shape, pulls.get(name, 0.0), np.float32) for name, array in before.items()},
-            "aim": {name: np.asarray(array, np.float32) for name, array in aims.items()},
-        },
-    )
 
 
 # -- on the coordinator ---------------------------------------------------------------------------
@@ -302,10 +282,10 @@ def _fingerprint(state: State, update: Contribution) -> np.ndarray:
         raise UpdateError(f"{update.device} did not send a fingerprint of {directions} vectors")
     tensors.require_finite(told)
     found = told["u"]
-    known = [*state.centres, *state.fingerprints.values()]
-    if known and known[0].shape != found.shape:
+    other = next(iter((*state.centres, *state.fingerprints.values())), found)
+    if other.shape != found.shape:
         raise UpdateError(
-            f"{update.device}'s examples have {len(found)} values each, the others' {len(known[0])}: give all devices "
+            f"{update.device}'s examples have {len(found)} values each, the others' {len(other)}: give all devices "
             "examples of one size"
         )
     lengths = np.linalg.norm(found.astype(np.float64), axis=0)
@@ -387,8 +367,8 @@ def _shrunk(state: State, total: Sum) -> State:
 def story(state: State) -> list[str]:
     if state.phase == "fingerprint":
         return [f"{len(state.fingerprints)} fingerprints so far"] if state.fingerprints else []
-    sizes = [f"{count}" for count in state.members]
-    told = [f"{len(sizes)} clusters of {', '.join(sizes)} devices; {state.size} of {len(state.shared)} layers are sent"]
+    sizes = f"{len(state.members)} clusters of {', '.join(map(str, state.members))} devices"
+    told = [f"{sizes}; {state.size} of {len(state.shared)} layers are sent"]
     return told + [f"cluster {k}: {', '.join(gene)}" for k, gene in enumerate(state.genes) if gene]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from fedquilt import methods, tensors
+from fedquilt import methods, metrics, tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Answer, Bundle, Contribution, FedquiltError, JobError, Method, ModelError, Site, UpdateError
@@ -28,6 +28,7 @@ from fedquilt.testing.scenes import (
     NETWORKS,
     Folded,
     Skipped,
+    asked,
     by_memory,
     known,
     packed,
@@ -99,11 +100,20 @@ def a_run_on_any_network_goes_on_from_the_store_in_type_and_shape(
     if "onnx" in method.engines:
         raise Skipped("this method stitches donors and trains no network")
     with tempfile.TemporaryDirectory() as folder, Store(Path(folder) / "home") as store:
-        _on(name, method, engine, prepared(NETWORKS[network], Path(folder)), store, unfit)
+        _on(name, method, engine, prepared(NETWORKS[network], Path(folder)), store, unfit, NETWORKS[network])
 
 
-def _on(name: str, method: Method, engine: Any, bundle: Bundle, store: Store, unfit: bool | None) -> None:
+def _on(
+    name: str,
+    method: Method,
+    engine: Any,
+    bundle: Bundle,
+    store: Store,
+    unfit: bool | None,
+    network: Mapping[str, Any],
+) -> None:
     given, refused = known(method.params), ""
+    task = metrics.task_of(network)
     there: list[Any] = []
 
     def stepped(state: Any, total: Any) -> Any:
@@ -117,6 +127,15 @@ def _on(name: str, method: Method, engine: Any, bundle: Bundle, store: Store, un
 
     double = replace(method, step=stepped)
     devices = [replace(each, train=pictured(each.train), held=pictured(each.held)) for each in learners()]
+    devices = [replace(each, train=asked(each.train, task), held=asked(each.held, task)) for each in devices]
+    if task not in method.tasks:
+        told = ""
+        try:
+            run_of(name, bundle, devices, given, engine=None, method=method, seed=3, rounds=3)
+        except JobError as error:
+            told = str(error)
+        assert f"task = {task!r}" in told, told or f"a run with task = {task!r} begins, which is none of the method's"
+        return
     try:
         method.init(bundle, method.params(**given), 3)
     except ModelError as error:

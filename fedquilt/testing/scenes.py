@@ -38,6 +38,9 @@ NETWORKS: dict[str, dict[str, Any]] = {
         "input": PICTURES,
     },  # counters: int64 ()
     "no axes": {"name": "rezero", "inputs": 64, "classes": 3, "width": 6, "blocks": 2},  # parameters of shape ()
+    "gru": {"name": "gru", "channels": 8, "steps": 8, "classes": 3, "width": 4},  # tensors of a layer beside each other
+    "numbers": {"name": "mlp", "inputs": 64, "hidden": [5, 4], "classes": 2, "task": "regression"},
+    "labels": {"name": "mlp", "inputs": 64, "hidden": [5, 4], "classes": 3, "task": "labels"},
 }
 
 
@@ -179,6 +182,15 @@ def prepared(network: dict[str, Any], folder: Path) -> Bundle:
     job = {"model": {key: value for key, value in network.items() if key != "input"}, "input": network.get("input")}
     bundle = artefacts.prepare({key: value for key, value in job.items() if value}, folder / "bundle")
     return replace(bundle, meta={**bundle.meta, "pretrained": True})  # some methods hold still what is not
+
+
+def asked(examples: Examples, task: str) -> Examples:
+    """The examples with targets of another task, made of their classes."""
+    if task == "regression":
+        return Examples(examples.x, np.stack([examples.y, -examples.y], axis=1).astype(np.float32))
+    if task == "labels":
+        return Examples(examples.x, (examples.y[:, None] >= np.arange(3)).astype(np.uint8))
+    return examples
 
 
 def pictured(examples: Examples) -> Examples:

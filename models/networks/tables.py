@@ -1,6 +1,7 @@
 """Tables of the networks there are, for the [model] of a job: no torch, no numpy, and nothing is built.
 
-Images come as (channels, size, size), scaled to 0..1 and normalised as (x - mean) / std.
+Images come as (channels, size, size), scaled to 0..1 and normalised as (x - mean) / std. `classes` counts a network's
+outputs where it predicts numbers or several labels (`task` of the job's data).
 """
 
 from __future__ import annotations
@@ -70,6 +71,26 @@ def vit(
     """A small vision transformer (arXiv 2010.11929) for images of `size` x `size`."""
     table = {"name": "vit", "channels": channels, "size": size, "classes": classes}
     return {**table, "patch": patch, "width": width, "depth": depth, "heads": heads}
+
+
+def conv1d(channels: int, steps: int, classes: int, *, width: int = 16, kernel: int = 5) -> Table:
+    """Three convolutions along time, for series and spectrograms of shape (steps, channels)."""
+    table = {"name": "conv1d", "channels": channels, "steps": steps, "classes": classes}
+    return {**table, "width": width, "kernel": kernel}
+
+
+def gru(channels: int, steps: int, classes: int, *, width: int = 32, layers: int = 1) -> Table:
+    """A gated recurrent network (arXiv 1406.1078), for series and spectrograms of shape (steps, channels)."""
+    table = {"name": "gru", "channels": channels, "steps": steps, "classes": classes}
+    return {**table, "width": width, "layers": layers}
+
+
+def transformer(
+    vocabulary: int, length: int, classes: int, *, width: int = 32, depth: int = 2, heads: int = 2
+) -> Table:
+    """A small encoder for texts of `length` tokens out of `vocabulary` (`fedquilt.data.tokens`)."""
+    table = {"name": "transformer", "vocabulary": vocabulary, "length": length, "classes": classes}
+    return {**table, "width": width, "depth": depth, "heads": heads}
 
 
 def resnet_cifar(depth: int, classes: int = 10) -> Table:

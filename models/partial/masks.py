@@ -47,6 +47,25 @@ class Plan:
         return sum(self.widths.values())
 
 
+def dense(layers: Mapping[str, tuple[int, int]]) -> Plan:
+    """The plan of a chain of fully connected layers, as `models.partial.trace` reads it of one.
+
+    Args:
+        layers: (outputs, inputs) of each by its path, first to last; the last one's outputs are the scores.
+    """
+    hidden = {path: out for path, (out, _) in list(layers.items())[:-1]}
+    follows: dict[str, Follow] = {}
+    before: tuple[str, ...] = ()
+    for path, (out, into) in layers.items():
+        own = (path,) if path in hidden else ()
+        if own or before:
+            follows[f"{path}.weight"] = Follow((out, into), own, before)
+        if own:
+            follows[f"{path}.bias"] = Follow((out,), own)
+        before = own
+    return Plan(hidden, {}, follows)
+
+
 def require(plan: Plan, model: Tensors) -> None:
     """Raises ModelError unless the groups make the shapes that the plan gives, and the model's tensors have them."""
     known = {**plan.pinned, **plan.widths}

@@ -139,7 +139,7 @@ def test_a_row_of_another_version_is_named_and_hides_no_other(tmp_path: Path, op
     assert isinstance(fine, Row)
     rows = [log.summary(row, store) for row in store.all_jobs()]
     assert [row["problem"] is None for row in rows] == [False, True]
-    assert f"{run} was made by another version" in log.line(rows[0])
+    assert f"{run} was made by another version" in log.lines(rows)[0]
 
 
 BLOB = BlobRef(sha256="a" * 64, size=3)
@@ -179,7 +179,7 @@ def test_a_damaged_fact_hides_its_run_alone(tmp_path: Path, opened: Callable[[],
     rows = [log.summary(row, store) for row in store.all_jobs()]
     assert [row["problem"] is None for row in rows] == [False, False, True]
     assert [row["rounds"] for row in rows] == [None, None, 0]
-    assert "cannot be read by this version" in log.line(rows[0])
+    assert "cannot be read by this version" in log.lines(rows)[0]
     assert store.states() == {"d" * 64, "b" * 64, "c" * 64}
     assert store.held() == store.states()
 

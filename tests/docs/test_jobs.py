@@ -10,7 +10,7 @@ import pytest
 
 from fedquilt.coordinator import settings
 from fedquilt.core import Encoding
-from fedquilt.data import images
+from fedquilt.data import images, inputs
 from fedquilt.data.spec import DataSpec
 from fedquilt.tools.artefacts import prepare
 
@@ -34,6 +34,7 @@ def section(heading: str) -> str:
         (DataSpec, "[data]", ""),
         (prepare.Donor, "[[donors]]", ""),
         (images.Input, "[model]", ""),
+        (inputs.Values, "[model]", ""),
     ],
 )
 def test_every_key_has_its_row(kind: type[msgspec.Struct], heading: str, prefix: str) -> None:

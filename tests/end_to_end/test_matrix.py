@@ -32,7 +32,12 @@ from fedquilt.core import ModelError
 from fedquilt.tools.simulation import agents as fleet
 
 EVERY = in_order(methods.names())
-UNFIT = {("fedlora", "batch-norm"), ("fedsdg", "batch-norm")}  # these train adapters of linear layers, which it lacks
+NO_LINEAR = "adapts linear layers, and this network has none"
+UNFIT = {  # (method, network) -> what is said: adapters of linear layers that it lacks, no parts that could be left out
+    **{(name, network): NO_LINEAR for name in ("fedlora", "fedsdg") for network in ("batch-norm", "recurrent")},
+    **{(name, "recurrent"): "cannot be cut by" for name in ("depthfl", "fedepth", "fedlps", "fjord", "heterofl")},
+    **{(name, "recurrent"): "no hidden neurons that masks could choose" for name in ("fedpews", "fedpews_fixed")},
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +62,7 @@ def require_same_bits(federation: Federation, method: str, network: str, folder:
     plan = federation.plan(method, network, folder / "home")
     if (method, network) in UNFIT:
         with Store(plan.home) as store:
-            with pytest.raises(ModelError, match="adapts linear layers, and this network has none"):
+            with pytest.raises(ModelError, match=UNFIT[method, network]):
                 plan.submit(store)
             assert not store.jobs()
         return

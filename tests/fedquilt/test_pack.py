@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt.blobs.store import Depot
+from fedquilt.blobs import chunks
+from fedquilt.blobs.chunks import DamagedBlobError
+from fedquilt.blobs.store import SMALL_BYTES, Depot, Lodger, Shared
 from fedquilt.core import BlobRef
 from fedquilt.pack import Pack
 
@@ -86,3 +88,61 @@ def test_blobs_of_any_size_can_be_stowed(tmp_path: Path, size: int) -> None:
 def test_a_durable_depot_has_a_file_for_each(tmp_path: Path) -> None:
     ref = Depot(tmp_path).stow(b"small")
     assert [path.name for path in tmp_path.iterdir()] == [ref.sha256]
+
+
+# -- a depot that shares --------------------------------------------------------------------------
+
+
+def test_devices_of_one_process_share_their_small_blobs_and_each_has_its_own(tmp_path: Path) -> None:
+    shared = Shared(tmp_path / "shared")
+    one, two = (Lodger(tmp_path / name / "blobs", shared) for name in ("one", "two"))
+    ref = one.put(b"model")
+    assert one.has(ref)
+    assert not two.has(ref)
+    assert two.put(b"model", ref) == ref
+    assert one.put(b"model") == ref
+    one.drop(ref.sha256)
+    assert not one.has(ref)
+    path = two.path(ref.sha256)
+    assert path is not None
+    assert path.read_bytes() == two.load(ref.sha256) == b"model"
+    two.drop(ref.sha256)
+    assert not shared.depot.has(ref)
+    assert not (tmp_path / "one").exists()
+
+
+def test_a_blob_that_came_in_parts_is_shared_as_well(tmp_path: Path) -> None:
+    shared, payload = Shared(tmp_path / "shared"), bytes(range(256)) * 16
+    ref = BlobRef(sha256=sha256(payload), size=len(payload))
+    cut = chunks.cut(ref, 1024, lambda offset, size: payload[offset : offset + size])
+    for name in ("one", "two"):
+        lodger = Lodger(tmp_path / name, shared)
+        assert lodger.resume(cut) == bytes(4)
+        for index in range(4):
+            lodger.write(ref.sha256, *(index * 1024, payload[index * 1024 : (index + 1) * 1024]))
+        lodger.finish(ref)
+        assert lodger.file(ref.sha256) == str(tmp_path / "shared" / ref.sha256)
+        assert not list((tmp_path / name).iterdir())
+
+
+def test_a_damaged_blob_is_not_taken_by_a_depot_that_shares(tmp_path: Path) -> None:
+    lodger = Lodger(tmp_path / "one", Shared(tmp_path / "shared"))
+    wanted = BlobRef(sha256=sha256(b"right"), size=5)
+    with pytest.raises(DamagedBlobError):
+        lodger.stow(b"wrong", wanted)
+    assert lodger.unused() == []
+
+
+def test_what_is_put_lies_side_by_side_and_the_longest_unused_is_first(tmp_path: Path) -> None:
+    """An ONNX graph names the blobs of its weights, which are looked for beside it."""
+    shared = Shared(tmp_path / "shared")
+    lodger = Lodger(tmp_path / "one", shared)
+    large = lodger.put(bytes(SMALL_BYTES + 1))
+    small, other = lodger.put(b"small"), lodger.put(b"other")
+    lodger.touch(small.sha256)
+    names = {path.name for path in (tmp_path / "shared").iterdir()}
+    assert names == {each.sha256 for each in (large, small, other)}
+    assert lodger.unused() == [(each.sha256, each.size) for each in (large, other, small)]
+    lodger.keep({small.sha256})
+    assert [lodger.has(each) for each in (large, other, small)] == [False, False, True]
+    assert Lodger(tmp_path / "one", Shared(tmp_path / "shared")).unused() == []

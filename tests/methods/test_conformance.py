@@ -19,7 +19,12 @@ from fedquilt.testing.scenes import MIXED, NETWORKS, Skipped, by_memory, profile
 # FedSDG compares changes of adapters and head, 424 bytes each here, up to a number of them (`most`)
 FOR_EACH_BYTES = {"fedstitch": 1500, "fedpews": 160, "genefl": 250, "krum": 500, "fedsdg": 600}
 
-UNFIT = {("fedlora", "batch norm"), ("fedsdg", "batch norm")}  # method, and which of NETWORKS it refuses: no linear
+CUT = ("depthfl", "fedepth", "fedlps", "fedpews", "fedpews_fixed", "fjord", "heterofl")  # need parts to leave out
+UNFIT = {  # method, and which of NETWORKS it refuses: no linear layers to adapt, or nothing that can be left out
+    *(("fedlora", network) for network in ("batch norm", "gru")),
+    *(("fedsdg", network) for network in ("batch norm", "gru")),
+    *((name, "gru") for name in CUT),
+}
 
 NAMES = [*methods.names(), *(f"{name}{MIXED}" for name in methods.names() if by_memory(name))]
 GROWS = conformance.what_a_round_adds_up_does_not_grow_with_its_devices

@@ -133,13 +133,13 @@ def test_both_penalties_are_one_pull_to_one_aim() -> None:
     """grad = 2 lambda1 a (v - Theta) + 2 lambda2 (v - el), against the two terms apart."""
     task = play(rounds=2, smooth=0.3, elastic=0.2)[1][-1][0]
     before, theta, elastic = ({"w": np.array([value], np.float32)} for value in (1.0, 5.0, 3.0))
-    hooks = genefl._hooks(task, before, theta, elastic, {"w": 0.5})
+    hooks = learngene.pull(task.params["smooth"], task.params["elastic"], before, theta, elastic, {"w": 0.5})
     at = {key: anchor["w"] for key, anchor in hooks.anchors.items()}
     value = np.array([2.0], np.float32)
     assert hooks.correct is not None
     found = hooks.correct(np.array([1.0], np.float32), value, at)
     np.testing.assert_allclose(found, 1 + 2 * 0.3 * 0.5 * (2 - 5) + 2 * 0.2 * (2 - 3), rtol=1e-6)
-    free = genefl._hooks(task, before, theta, elastic, {})
+    free = learngene.pull(task.params["smooth"], task.params["elastic"], before, theta, elastic, {})
     assert free.correct is None
 
 

@@ -20,7 +20,7 @@ from fedquilt.core import Bundle, JobError, ModelError, Name
 from fedquilt.data import examples, fitting, inputs
 from fedquilt.data.images import Input
 from fedquilt.data.spec import DataSpec
-from fedquilt.models.networks import registry
+from fedquilt.models.networks import drawn, registry
 from fedquilt.models.partial import masks
 from fedquilt.tools.artefacts import frozen_part
 
@@ -85,7 +85,9 @@ def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lamb
     files: dict[str, bytes] = {}
     if not job.get("model") and not job.get("donors"):
         raise JobError("the job has neither [model] nor [[donors]]: there is nothing to prepare")
-    wanted = inputs.parse(job["input"]) if job.get("input") else None
+    own = job["model"].get("input") if job.get("model") else None
+    given = job.get("input") or (own if isinstance(own, Mapping) and own.get("standardise") else None)
+    wanted = inputs.parse(given) if given else None
     if isinstance(wanted, inputs.Values) and wanted.standardise:
         wanted = _measured(job)
     trial = _trial(job) if job.get("int8") else None
@@ -138,6 +140,8 @@ def _model(table: Mapping[str, Any], wanted: Input | inputs.Values | None) -> tu
     network = {key: value for key, value in table.items() if key not in NOT_NETWORK}
     if wanted is not None:
         network["input"] = msgspec.to_builtins(wanted)
+    if drawn.can(network, table.get("weights")) and "weights_classes" not in table:
+        return _drawn(network, int(table.get("seed", 0)))
     import torch
 
     from fedquilt.models.networks import calls
@@ -162,6 +166,19 @@ def _model(table: Mapping[str, Any], wanted: Input | inputs.Values | None) -> tu
     if registry.outside(network):
         facts |= {"plugins": registry.needs(network), "outputs": _outputs(model, network)}
     return facts, parts
+
+
+def _drawn(network: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """What `_model` gives of a network that numpy can make: the same, without torch."""
+    model, plan = drawn.weights(network, seed), masks.to_array(masks.dense(drawn.layers(network)))
+    facts = {
+        "network": network,
+        "flops": drawn.flops(network),
+        "example_bytes": footprint.example_bytes(drawn.trained(network)),
+        "calls": drawn.calls(network),
+        "pretrained": False,
+    }
+    return facts, {"model": tensors.encode(model), "masks": tensors.encode({"json": plan})}
 
 
 def _outputs(model: Any, network: Mapping[str, Any]) -> int:

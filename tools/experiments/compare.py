@@ -208,6 +208,9 @@ def main(
     """Make the runs that are missing, print the table, write plots, page and JSON to `out`; 1 when a run failed."""
     from fedquilt.tools.experiments import tables as compare_table
 
+    metric = metrics.MAIN[metrics.task_of(job.model)]
+    if target is not None and metric.share and target > 1:
+        raise JobError(f"--target {target:g}: {metric.title} runs from 0 to 1; for {target:g} % give {target / 100:g}")
     count = workers or len(os.sched_getaffinity(0))
     todo = cases(job, folder, names, seeds, rounds=rounds, changes=changes)
     runs, failed = played(todo, out, lambda case, tell: play(case.settings, Path(case.folder), tell, count), _say)

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from fedquilt import disk, methods, plugins
+from fedquilt import columns, disk, methods, plugins
 from fedquilt.tools.experiments import papers
 
 SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -85,17 +85,25 @@ def lines(one: Card) -> list[str]:
 
 
 def listed(names: Iterable[str], outside: Sequence[plugins.Plugin] = ()) -> list[str]:
-    """One line for each method; none of other packages is imported for it."""
+    """Each method with its title, as a table; none of other packages is imported for it."""
     titles = {name: card(name).title for name in names}
     titles |= {each.name: f"of package {each.package} {each.version} ({each.target})" for each in outside}
-    width = max(map(len, titles))
-    return [f"{name:{width}}  {title}" for name, title in titles.items()]
+    return columns.table([list(each) for each in titles.items()], "<~")
 
 
 def index() -> list[str]:
     """The page that lists all methods, as Markdown."""
-    found = ["# Methods", "", "Each page is written from the method's own file: its paper, what deviates from the paper, and"]
-    found += ["its parameters. [write-a-method.md](../write-a-method.md) says how to add one.", "", "| | |", "|---|---|"]
+    found = [
+        "# Methods",
+        "",
+        "Each page is written from the method's own file: its paper, what deviates from the paper, and",
+    ]
+    found += [
+        "its parameters. [write-a-method.md](../write-a-method.md) says how to add one.",
+        "",
+        "| | |",
+        "|---|---|",
+    ]
     return found + [f"| [{name}]({name}.md) | {card(name).title} |" for name in methods.names()]
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 
 import fedquilt
-from fedquilt import methods, plugins, units
+from fedquilt import columns, methods, plugins, units
 from fedquilt.core import JobError, StoreError
 from fedquilt.disk import doing
 from fedquilt.edge_agent import engines
@@ -175,12 +175,11 @@ def drop(out: Path, found: Iterable[Entry]) -> None:
 def lines(found: Sequence[Entry], now: float) -> list[str]:
     """The list for people."""
     total = units.size(sum(each.bytes for each in found))
-    rows = [
-        f"{each.key}  {_age(now - each.made):>5}  {units.size(each.bytes):>8}  "
-        + ", ".join(filter(None, (each.method, f"seed {each.seed}" if each.seed is not None else "", each.about)))
-        for each in found
-    ]
-    return [*rows, f"{len(found)} kept runs, {total}"]
+    rows = []
+    for each in found:
+        told = filter(None, (each.method, f"seed {each.seed}" if each.seed is not None else "", each.about))
+        rows.append([each.key, _age(now - each.made), units.size(each.bytes), ", ".join(told)])
+    return [*columns.table(rows, "<>>~"), f"{len(found)} kept runs, {total}"]
 
 
 def _age(seconds: float) -> str:

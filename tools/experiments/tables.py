@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt import metrics, units
+from fedquilt import columns, metrics, units
 from fedquilt.core import StoreError
 from fedquilt.tools.experiments.single_run import Mark, Run
 from fedquilt.tools.report import page, plots
@@ -29,7 +29,7 @@ def result(job: str, runs: Sequence[Run], target: float | None, failed: Sequence
     return {
         "job": job,
         "accuracy_on": "test set" if any(run.tested for run in runs) else "held-out shares",
-        "metric": _metric(runs).name,
+        "metric": metric_of(runs).name,
         "target": target,
         "table": table(runs, target),
         "failed": list(failed),
@@ -78,17 +78,17 @@ def row(name: str, runs: Sequence[Run], target: float | None) -> dict[str, Any]:
 
 def first(run: Run, target: float) -> Mark | None:
     """The first evaluation at which the target was reached."""
-    metric = _metric([run])
+    metric = metric_of([run])
     told = (mark for mark in run.marks if mark.value is not None and metrics.reached(metric, mark.value, target))
     return next(told, None)
 
 
 def _best(run: Run) -> float | None:
     values = [mark.value for mark in run.marks if mark.value is not None]
-    return metrics.best(_metric([run]), values) if values else None
+    return metrics.best(metric_of([run]), values) if values else None
 
 
-def _metric(runs: Sequence[Run]) -> metrics.Metric:
+def metric_of(runs: Sequence[Run]) -> metrics.Metric:
     """The main metric of the runs of one job: all have the same."""
     return metrics.KNOWN[next((mark.metric for run in runs for mark in run.marks), "accuracy")]
 
@@ -144,9 +144,7 @@ def lines(result: dict[str, Any]) -> list[str]:
     if not result["table"]:
         return ["no run has come to an end"]
     body = [head(result), *rows(result)]
-    widths = [max(map(len, column)) for column in zip(*body, strict=True)]
-    told = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in body]
-    return [*told, "", *notes(result)]
+    return [*columns.table(body, "<>"), "", *notes(result)]
 
 
 def notes(result: dict[str, Any]) -> list[str]:
@@ -189,7 +187,7 @@ def _figures(value: float | None) -> str:
 def drawn(runs: Sequence[Run], target: float | None) -> dict[str, plots.Plot]:
     """File name -> plot: accuracy over each cost, mean of the seeds with a band of one sd, and at the end."""
     kind = "test" if any(run.tested for run in runs) else "held-out"
-    metric = _metric(runs)
+    metric = metric_of(runs)
     factor, most = metrics.scale(metric), 100.0 if metric.share else math.inf
     label = f"{kind} {metric.title}{', %' * metric.share}"
     level = None if target is None else factor * target
@@ -233,7 +231,7 @@ def _line(name: str, runs: Sequence[Run], cost: str) -> plots.Line | None:
     by_rounds = [{mark.rounds: mark for mark in run.marks if mark.value is not None} for run in runs]
     common = sorted(set.intersection(*map(set, by_rounds))) if by_rounds else []
     x, y, low, high = [], [], [], []
-    metric = _metric(runs)
+    metric = metric_of(runs)
     factor, most = metrics.scale(metric), 1.0 if metric.share else math.inf
     for number in common:
         marks = [marks[number] for marks in by_rounds]

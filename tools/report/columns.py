@@ -15,7 +15,7 @@ from fedquilt.core import Update
 
 Row = dict[str, Any]
 
-METRIC: Final = "accuracy"  # stands for the main metric of the job's task, by whose name columns are called
+METRIC: Final = metrics.ACCURACY.name  # stands for the main metric of the job's task, by which columns are named
 
 ROUND: Final = (
     "round",  # from 1
@@ -59,11 +59,11 @@ class Rounds:
 
     Args:
         limit: rounds after which the job ends at the latest.
-        metric: name of the main metric.
+        metric: the main one, by which columns are named.
     """
 
     limit: int
-    metric: str = METRIC
+    metric: metrics.Metric = metrics.ACCURACY
     rows: list[Row] = field(default_factory=list)
     devices: dict[str, float] = field(default_factory=dict)  # device -> main metric at its last check
     _updates: list[Update] = field(default_factory=list)
@@ -123,7 +123,7 @@ class Rounds:
             if test:
                 score = test.get(row["round"])
                 row |= {METRIC: score and score.value, "loss": score and score.loss}
-            rows.append({_called(name, self.metric): value for name, value in row.items()})
+            rows.append(metrics.titled(self.metric, row))
         return rows
 
 
@@ -143,20 +143,16 @@ def _plus(row: Row, more: Row) -> None:
         row[name] = None if row[name] is None or more[name] is None else row[name] + more[name]
 
 
-def _called(name: str, metric: str) -> str:
-    return name.replace(METRIC, metric)
-
-
 def rounds(facts: Iterable[AnyFact], job: Job, found: Scores) -> dict[str, list[Any]]:
     """The columns of ROUND."""
     rows = gathered(facts, job).scored(found)
-    names = [_called(name, metric_of(job).name) for name in ROUND]
+    names = [metrics.column(metric_of(job), name) for name in ROUND]
     return {name: [row[name] for row in rows] for name in names}
 
 
 def gathered(facts: Iterable[AnyFact], job: Job) -> Rounds:
     """The rows of a run's facts."""
-    made = Rounds(job.rounds, metric_of(job).name)
+    made = Rounds(job.rounds, metric_of(job))
     for fact in facts:
         made.add(fact)
     return made
@@ -184,4 +180,4 @@ def devices(facts: Sequence[AnyFact], job: Job, found: Scores) -> dict[str, list
                 METRIC: values.get(name),
             }
         )
-    return {_called(name, metric_of(job).name): [row[name] for row in rows] for name in DEVICE}
+    return metrics.titled(metric_of(job), {name: [row[name] for row in rows] for name in DEVICE})

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from fedquilt import disk
+from fedquilt import columns, disk
 from fedquilt.coordinator.settings import Job
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
@@ -52,7 +52,11 @@ def of_job(job: Job, devices: int | None = None) -> Counts:
     tables = Plan(job, Path(), Path(), devices).agents()
     train, held = examples.label_counts(DataSpec.parse(tables[0]["data"]))
     kinds = train.shape[1]
-    classes = job.labels if len(job.labels) >= kinds else tuple(map(str, range(kinds)))
+    spec = DataSpec.parse(job.data)
+    known = spec.labels or job.labels
+    classes = tuple(known) if len(known) >= kinds else tuple(map(str, range(kinds)))
+    if spec.task != "classes":
+        classes = ("all",)
     return Counts(tuple(table["device"] for table in tables), classes[:kinds], train, held)
 
 
@@ -87,10 +91,9 @@ def lines(counts: Counts) -> list[str]:
         most = int(own.argmax())
         shape = [f"{np.count_nonzero(own)}", f"{counts.classes[most]} ({own[most] / own.sum():.0%})"]
         rows.append([name, f"{own.sum()}", f"{held.sum()}", *([f"{n or '.'}" for n in own] if few else shape)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sizes = every.sum(axis=1)
     return [
-        *("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows),
+        *columns.table(rows, "<>"),
         f"{len(counts.devices)} devices with {sizes.min()} to {sizes.max()} examples, {sizes.sum()} in all, of "
         f"{np.count_nonzero(every.sum(axis=0))} classes; {counts.held.sum()} are held out",
     ]

@@ -220,10 +220,10 @@ class SimulatedFleet:
         Raises:
             StoreError: it is gone.
         """
-        path = self.depot.path(ref.sha256)
+        path = self.depot.file(ref.sha256)
         if path is None:
             raise StoreError(f"bundle {name!r} has vanished from {self.depot.folder}: leave it alone")
-        return str(path)
+        return path
 
     def held(self, device: str) -> set[str]:
         """The sha256 of all blobs that a device has been sent; its own, to be added to."""
@@ -335,7 +335,7 @@ class _Device:
         while self._places:
             self._fleet.depot.give_up(*self._places.popitem())
 
-    def keep(self, update: Update) -> bool:
+    def keep(self, update: Update, blobs: Mapping[str, bytes]) -> bool:
         """What the task has written becomes the coordinator's; private state waits for its answer."""
         made = f"{self._fleet.out}/{self._prefix}"
         for ref in update.bundles.values():

@@ -5,10 +5,21 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from fedquilt.coordinator.facts import Answered, Asked, Closed, Committed, Plan, Rounds, Started, apply
+from fedquilt.coordinator.facts import (
+    Answered,
+    Asked,
+    Closed,
+    Committed,
+    Declined,
+    Plan,
+    Reopened,
+    Rounds,
+    Started,
+    apply,
+)
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.coordinator.views import log
-from fedquilt.coordinator.views.terminal import WAIT_AGAIN_S, WAIT_SAID_S, Contact, Waiting
+from fedquilt.coordinator.views.terminal import WAIT_AGAIN_S, WAIT_SAID_S, Console, Contact, Waiting
 from fedquilt.core import BlobRef, Update, Usage
 
 REF = BlobRef(sha256="a" * 64, size=1)
@@ -139,3 +150,21 @@ def test_an_evaluation_has_its_own_metrics() -> None:
     assert told.endswith("after round 0: RMSE 1.5 on 40 held-out examples, loss 0.25, odd 2")
     (told,) = log.sentences(Committed(1, REF, False, {"check.label_accuracy": 0.5}))
     assert told.endswith("after round 0: label accuracy 50.0 %")
+
+
+def test_many_that_decline_for_one_reason_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first of a round are told with their reasons, the others when the round goes on."""
+
+    class Job:
+        id = "j"
+        rounds = begun(Cohort())
+
+    console = Console(clock=lambda: 0.0)
+    for number in (0, 1):
+        for device in range(1000 if number == 0 else 2):
+            console.observe(Job(), Declined(number, f"dev-{device}", "memory", "too small"))  # type: ignore[arg-type]
+        console.observe(Job(), Reopened(number, 1))  # type: ignore[arg-type]
+    told = [line for line in capsys.readouterr().out.splitlines() if "declined" in line]
+    assert [line.partition("declined")[0][-14:-1] for line in told[:3]] == [f"ound 0: dev-{i}" for i in range(3)]
+    assert told[3].endswith("round 0: 997 more declined (memory): `fedquilt logs j` has them all")
+    assert len(told) == 4 + 2

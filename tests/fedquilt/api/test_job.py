@@ -89,7 +89,7 @@ def test_a_job_is_frozen() -> None:
         (lambda: fq.Fleet(0), r"\[fleet\]: Expected `int` >= 1 - at `\$.devices`"),
         (lambda: fq.Fleet(1, ["a"], ["1GB"], "max", "more"), r"\[fleet\]: 5 values, and there are 4 keys: devices"),
         (lambda: fq.Data("x.npz", partition="dirichlett"), r"\[data\]: .*did you mean 'dirichlet'\?"),
-        (lambda: fq.Data(), r"\[data\]: one of path, .* is wanted, not none"),
+        (lambda: fq.Data(), r"\[data\]: one of path, sources, synthetic and dataset is wanted, not none"),
         (lambda: job(data={"path": "x", "alpa": 1}), r"\[data\]: .*unknown field `alpa`.*did you mean 'alpha'\?"),
         (lambda: job(wire={"codec": "zip"}), r"\[wire\] codec = 'zip': there are raw"),
         (lambda: job(test={"path": "x", "splitt": "y"}), r"\[test\]: .*unknown field `splitt`"),

@@ -121,3 +121,77 @@ print(*sorted({{name.split('.')[0] for name in sys.modules}}), file=sys.stderr)"
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"}
     )
     assert not forbidden & set(done.stderr.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize("words", [["methods"], ["reproduce"], ["ls"], ["partition"], ["kept", "list"]])
+def test_tables_fit_80_columns(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the output is no terminal, whatever the names in them."""
+    import numpy as np
+
+    from fedquilt.coordinator import settings
+    from fedquilt.coordinator.store import Store
+
+    given: list[str] = []
+    if words == ["ls"]:
+        with Store(tmp_path) as store:
+            for name in ("a", "long" * 9):
+                store.add(settings.parse({"name": name, "method": "fedpews_fixed"}), tmp_path)
+        given = ["--home", str(tmp_path)]
+    elif words == ["partition"]:
+        np.savez(tmp_path / "x.npz", x_train=np.zeros((400, 2), np.float32), y_train=np.arange(400) % 20)
+        job = tmp_path / "job.toml"
+        job.write_text('name = "j"\nmethod = "fedavg"\n[data]\npath = "x.npz"\npartition = "iid"\n')
+        given = [str(job)]
+    elif words == ["kept", "list"]:
+        (tmp_path / "runs").mkdir()
+        text = '[{"condition": "alpha 0.1 and a long story", "seed": 2, "part": "without the second half of it"}]'
+        (tmp_path / "runs" / f"{'a' * 24}.json").write_text(text)
+        given = ["--out", str(tmp_path)]
+    assert main([*words, *given]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert max(map(len, shown)) <= 80, max(shown, key=len)
+
+
+def completed(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What bash is told for a line that ends where the cursor is."""
+    words = line.split(" ")
+    monkeypatch.setenv("_FEDQUILT_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(len(words) - 1))
+    assert main([]) == 0
+    return [each.partition(",")[2] for each in capsys.readouterr().out.split()]
+
+
+def test_a_shell_completes_verbs_options_methods_boards_and_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And says nothing where a home cannot be read."""
+    from fedquilt.coordinator import settings
+    from fedquilt.coordinator.store import Store
+
+    def ask(line: str) -> list[str]:
+        return completed(line, monkeypatch, capsys)
+
+    assert ask("fedquilt par") == ["partition"]
+    assert ask("fedquilt ca is") == ["issue"]
+    assert ask("fedquilt fleet --dev") == ["--devices"]
+    assert ask("fedquilt fleet --link mem") == ["memory"]
+    assert ask("fedquilt methods fedpro") == ["fedprox"]
+    assert ask("fedquilt compare job.toml --methods scaf") == ["scaffold"]
+    assert ask("fedquilt emulate --boards raspberry") == ["raspberry-pi-5"]
+    with Store(tmp_path / "runs") as store:
+        run = store.add(settings.parse({"name": "digits", "method": "fedavg"}), tmp_path)
+    assert ask(f"fedquilt logs --home {tmp_path / 'runs'} dig") == [run]
+    assert ask(f"fedquilt logs --home {tmp_path / 'none'} dig") == []
+    (tmp_path / "runs" / "fedquilt.db").write_bytes(b"no database")
+    assert ask(f"fedquilt delete --home {tmp_path / 'runs'} dig") == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_gets_its_script(
+    shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As docs/commands.md says to ask for it."""
+    monkeypatch.setenv("_FEDQUILT_COMPLETE", f"{shell}_source")
+    assert main([]) == 0
+    assert "_FEDQUILT_COMPLETE" in capsys.readouterr().out

@@ -90,7 +90,7 @@ def test_the_demo_stitches_a_network_and_sets_it_beside_everything_it_has_to_bea
             assert stitched["accuracy"] > row["accuracy"], name
     assert stitched["accuracy"] > 0.95
     scratch = rows["FedAvg from scratch"]
-    assert 0.8 < scratch["accuracy"]
+    assert scratch["accuracy"] > 0.8
     assert 0 < scratch["energy_j"] < stitched["energy_j"]  # a small network, by the boards' profiles
     assert len(result["devices"]) == len(result["alone"]) == 6
     for board in result["alone"]:

@@ -220,12 +220,17 @@ def test_a_fleet_in_a_folder_that_was_used_before_is_fresh(tmp_path: Path, caplo
     assert caplog.records == []
 
 
-def test_boards_of_a_run_that_is_over_keep_what_is_theirs_and_no_blobs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("method", "kept"), [("scaffold", {"counted.json", "private"}), ("fedavg", set())])
+def test_boards_of_a_run_that_is_over_keep_what_is_theirs_and_no_blobs(
+    tmp_path: Path, method: str, kept: set[str]
+) -> None:
     """Their private state may be wanted; what came over the network can come again."""
-    given = plan(tmp_path)
-    run, _ = fleet.virtually(given)
+    given = plan(tmp_path, method=method)
+    run, status = fleet.virtually(given)
+    assert status == "done"
     home = given.folder(run, "jetson-nano-00")
-    assert {path.name for path in home.iterdir()} == {"counted.json", "private"}
+    assert {path.name for path in home.glob("*")} == kept
+    assert not list(given.folder(run, "").glob(".*"))
     assert next(table["home"] for table in given.agents()) == str(given.folder("", "jetson-nano-00"))
 
 

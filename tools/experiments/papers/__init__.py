@@ -15,6 +15,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from fedquilt import columns as layout
 from fedquilt import disk
 from fedquilt.core import JobError
 
@@ -61,7 +63,12 @@ def listed(rows: Sequence[dict[str, Any]]) -> list[str]:
     found: dict[str, list[str]] = {}
     for row in rows:
         found.setdefault(row["about"], []).append(row["table"] + " (--data FOLDER)" * row["takes_data"])
-    return [line for about, names in found.items() for line in (about, *(f"  {name}" for name in names))]
+    wide = layout.width()
+    return [
+        line
+        for about, names in found.items()
+        for line in (*textwrap.wrap(about, wide, break_on_hyphens=False), *(f"  {name}" for name in names))
+    ]
 
 
 def run(

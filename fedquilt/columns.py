@@ -1,0 +1,88 @@
+"""Tables for a terminal: columns that fit its width, and colour where a person sees it.
+
+80 columns are taken where the output is no terminal, up to MOST on a wider one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Final, TextIO
+
+PLAIN: Final = 80
+MOST: Final = 120
+GAP: Final = "  "
+LEAST: Final = 20  # columns that are left to a text that is wrapped, however wide the others are
+COLOURS: Final = {"red": "31", "green": "32", "yellow": "33", "dim": "2"}
+
+
+def width(out: TextIO | None = None) -> int:
+    """How many columns a line may have."""
+    if not (out or sys.stdout).isatty():
+        return PLAIN
+    return min(MOST, max(PLAIN, shutil.get_terminal_size((PLAIN, 24)).columns))
+
+
+def paint(text: str, colour: str | None, out: TextIO | None = None) -> str:
+    """The text in a colour of COLOURS; as it is on what is no terminal, and where NO_COLOR is set."""
+    if colour is None or not (out or sys.stdout).isatty() or os.environ.get("NO_COLOR"):
+        return text
+    return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m"
+
+
+def table(
+    rows: Sequence[Sequence[str]], align: str, wide: int | None = None, colours: Mapping[str, str] | None = None
+) -> list[str]:
+    """The rows as lines.
+
+    A table with a text that is wrapped, its last column, gives that what the others leave. One without it that is too
+    wide is told in blocks, one below another, each with the first column.
+
+    Args:
+        rows: Cells; every row has as many.
+        align: For each column "<" (left), ">" (right) or "~" (left, wrapped; the last one only). A shorter one goes on
+            with its last letter.
+        wide: The most columns of a line; None: as `width`.
+        colours: Colour by the text of a whole cell, where there is a terminal.
+    """
+    if not rows:
+        return []
+    wide = width() if wide is None else wide
+    align = align.ljust(len(rows[0]), align[-1])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if align.endswith("~"):
+        widths[-1] = max(LEAST, wide - sum(widths[:-1]) - len(GAP) * (len(widths) - 1))
+        return [line for row in rows for line in _wrapped(row, align, widths, colours or {})]
+    lines: list[str] = []
+    for block in _blocks(widths, wide):
+        if lines:
+            lines.append("")
+        lines += [GAP.join(_cell(row[i], align[i], widths[i], colours or {}) for i in block).rstrip() for row in rows]
+    return lines
+
+
+def _blocks(widths: Sequence[int], wide: int) -> list[list[int]]:
+    """Which columns stand beside each other, the first in every block."""
+    blocks, used = [[0]], widths[0]
+    for index, each in enumerate(widths[1:], 1):
+        if used + len(GAP) + each > wide and len(blocks[-1]) > 1:
+            blocks.append([0])
+            used = widths[0]
+        blocks[-1].append(index)
+        used += len(GAP) + each
+    return blocks
+
+
+def _wrapped(row: Sequence[str], align: str, widths: Sequence[int], colours: Mapping[str, str]) -> list[str]:
+    first = GAP.join(_cell(*each, colours) for each in zip(row[:-1], align, widths, strict=False))
+    texts = textwrap.wrap(row[-1], widths[-1], break_on_hyphens=False) or [""]
+    blank = " " * sum(widths[:-1]) + GAP * (len(widths) - 2)
+    return [f"{first if not at else blank}{GAP}{text}".rstrip() for at, text in enumerate(texts)]
+
+
+def _cell(text: str, align: str, width: int, colours: Mapping[str, str]) -> str:
+    padded = text.rjust(width) if align == ">" else text.ljust(width)
+    return paint(padded, colours.get(text))

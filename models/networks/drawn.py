@@ -1,0 +1,102 @@
+"""First weights and facts of a fully connected network by numpy alone: what torch would give, to the last bit.
+
+torch draws with the Mersenne twister, which numpy has too: a number is 24 bits of a draw, scaled to the bounds that
+`torch.nn.Linear` takes. So a job of an `mlp` is prepared without torch, and the bundle is the same with either.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fedquilt import footprint
+from fedquilt.core import ModelError
+from fedquilt.models.networks import registry
+
+_BITS = 24  # of a float's mantissa
+
+
+def can(network: Mapping[str, Any], weights: object) -> bool:
+    """Whether this is a network that is drawn here: an `mlp` whose first weights are random."""
+    return network.get("name") == "mlp" and weights is None
+
+
+def weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
+    """Its first tensors, float32, by their names: "1.weight" (out, in), "1.bias" (out,), "3.weight", ...
+
+    Raises:
+        ModelError: a setting that is missing, unknown or not a whole number above 0.
+    """
+    source = np.random.MT19937()
+    seeded: Any = np.random.RandomState(seed & 0xFFFFFFFF).get_state(legacy=False)  # as `torch.manual_seed` seeds it
+    source.state = seeded
+    found: dict[str, np.ndarray] = {}
+    for path, (out, into) in layers(network).items():
+        gain = math.sqrt(2.0 / (1 + math.sqrt(5) ** 2))  # kaiming_uniform_ with a = sqrt(5)
+        bound = math.sqrt(3.0) * (gain / math.sqrt(into))
+        found[f"{path}.weight"] = _uniform(source, bound, into * out).reshape(out, into)
+        found[f"{path}.bias"] = _uniform(source, 1 / math.sqrt(into), out)
+    return found
+
+
+def flops(network: Mapping[str, Any]) -> float:
+    """Of one example's forward pass: two for each entry of a weight."""
+    return float(sum(2 * out * into for out, into in layers(network).values()))
+
+
+def calls(network: Mapping[str, Any]) -> list[str]:
+    """Paths of its modules in the order in which they are called, as `models.networks.calls` traces them."""
+    return ["", *map(str, range(2 * len(_widths(network)) - 2))]
+
+
+def layers(network: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of each layer by its path, first to last."""
+    pairs = itertools.pairwise(_widths(network))
+    return {f"{2 * index + 1}": (out, into) for index, (into, out) in enumerate(pairs)}
+
+
+def trained(network: Mapping[str, Any]) -> footprint.Trained:
+    """What training it takes, as `footprint.weigh` measures it with torch: inputs and hidden outputs are kept."""
+    widths = _widths(network)
+    sizes = [into * out for into, out in itertools.pairwise(widths)]
+    return footprint.Trained(
+        weights_bytes=4 * (sum(sizes) + sum(widths[1:])),
+        convolutions=0,
+        largest_bytes=4 * max(*sizes, *widths[1:]),
+        kept_bytes=4 * sum(widths[:-1]),
+        widest_bytes=4 * max(widths[:-1]),
+        passing_bytes=4 * max(widths),
+    )
+
+
+def _uniform(source: np.random.MT19937, bound: float, count: int) -> np.ndarray:
+    """Float32 numbers from -bound to bound, as `torch.Tensor.uniform_` draws them on a processor."""
+    low, high = np.float32(-bound), np.float32(bound)
+    share = (source.random_raw(count) & ((1 << _BITS) - 1)) * 2.0**-_BITS  # float64: torch rounds once, at the end
+    return (share * float(high - low) + float(low)).astype(np.float32)
+
+
+def _widths(network: Mapping[str, Any]) -> Sequence[int]:
+    """Inputs, hidden layers, classes.
+
+    Raises:
+        ModelError: see `weights`.
+    """
+    own = {key: value for key, value in network.items() if key not in ("name", "input", "calls", "task")}
+    hidden = own.pop("hidden", (64,))
+    between = hidden if isinstance(hidden, list | tuple) else (hidden, None)
+    given = [own.pop("inputs", None), *between, own.pop("classes", None)]
+    if own or not all(isinstance(each, int) and not isinstance(each, bool) and each > 0 for each in given):
+        raise ModelError(
+            f"network 'mlp' cannot be built from {dict(network)}: it has inputs, classes and hidden (a list), whole "
+            "numbers above 0"
+        )
+    if math.prod(registry.input_shape(network)) != given[0]:
+        raise ModelError(
+            f"network 'mlp' takes {given[0]} inputs, and the job's input has {math.prod(registry.input_shape(network))}"
+        )
+    return given

@@ -1,0 +1,45 @@
+"""The page on data: its tables are read as a job reads them, and no key of a kind of data is left out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fedquilt import config, metrics
+from fedquilt.coordinator import settings
+from fedquilt.data.spec import HOW, Audio, DataSpec, Text, Windows
+
+PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+BLOCKS = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_table_on_the_page_is_one_that_a_job_takes(block: str) -> None:
+    """Its [data], and its network."""
+    job = settings.parse({"name": "j", "method": "fedavg", **config.parse(block, "docs/data.md")})
+    DataSpec.parse(job.data)
+    if job.model:
+        registry = pytest.importorskip("fedquilt.models.networks.registry")
+        registry.build(job.model)
+
+
+def test_every_key_of_a_kind_of_data_is_on_the_page() -> None:
+    """And every task, metric and network for it."""
+    for key in HOW:
+        assert f"`{key}`" in PAGE or f"[data.{key}]" in PAGE, key
+    for kind in (Audio, Text, Windows):
+        for field in msgspec.structs.fields(kind):
+            assert re.search(rf"`{field.name}`|^{field.name} =", PAGE, re.MULTILINE), field.name
+    for task in metrics.TASKS:
+        assert f'`"{task}"`' in PAGE
+    for metric in metrics.KNOWN.values():
+        assert metric.title.lower() in PAGE.lower(), metric.title
+
+
+def test_every_example_named_on_the_page_is_there() -> None:
+    """Links lead to files."""
+    for link in re.findall(r"\]\(\.\./(examples/[^)]+)\)", PAGE):
+        assert (Path(__file__).parents[2] / link).exists(), link

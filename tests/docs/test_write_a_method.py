@@ -1,0 +1,111 @@
+"""The pages on methods and sensors: their code is taken from them, put into files as they say, and run."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedquilt import config, methods
+from fedquilt.core import Method
+from fedquilt.edge_agent import devices, settings
+from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
+from fedquilt.testing import conformance
+from fedquilt.testing.toys import learners, play, to_train
+
+DOCS = Path(__file__).parents[2] / "docs"
+LIMIT_S = 60.0
+
+
+def blocks(page: str, language: str = "python") -> list[str]:
+    """The code of a page, in order."""
+    return re.findall(rf"```{language}\n(.*?)```", (DOCS / page).read_text(), re.S)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the reader works; modules that are imported from there are forgotten again."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("prox", "usb_meter", "wall_plug"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    methods.load.cache_clear()
+    return tmp_path
+
+
+@pytest.fixture
+def prox(folder: Path) -> Method:
+    """FedProx as the page has it."""
+    (folder / "prox.py").write_text(blocks("write-a-method.md")[0])
+    return methods.load("prox:METHOD")
+
+
+def test_fedprox_from_the_page_is_about_25_lines_and_ours_to_the_bit(prox: Method, folder: Path) -> None:
+    """Without its docstring and empty lines; three rounds end in the same weights as methods/fedprox.py's."""
+    code = (folder / "prox.py").read_text().split('"""')[2]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 25
+    runs = [
+        play("fedprox", to_train(), learners(), {"mu": 0.5, "lr": 0.1}, engine=NumpyEngine(1 << 40), method=method)
+        for method in (prox, methods.load("fedprox"))
+    ]
+    for mine, ours in zip(*runs, strict=True):
+        for name, value in ours.model.items():
+            np.testing.assert_array_equal(mine.model[name], value)
+
+
+@pytest.mark.parametrize("check", conformance.CHECKS, ids=lambda check: check.__name__)
+def test_fedprox_from_the_page_conforms(prox: Method, check: object) -> None:
+    """As the page's own test has it."""
+    assert "conformance.CHECKS" in blocks("write-a-method.md")[1]
+    check("prox:METHOD")  # type: ignore[operator]
+
+
+def test_the_settings_on_the_pages_are_a_boards(folder: Path) -> None:
+    """Each stands in an agent.toml as it is."""
+    for page in ("write-a-method.md", "add-a-sensor.md"):
+        lines = [text for text in blocks(page, "toml") if text.startswith("# agent.toml")]
+        assert lines
+        for text in lines:
+            settings.parse({"device": "d", "home": "h", **config.parse(text, page)})
+
+
+def test_the_usb_meter_of_the_page_reads_its_file(folder: Path) -> None:
+    """5.1 V times 2 A; without the file it says nothing."""
+    (folder / "usb_meter.py").write_text(blocks("add-a-sensor.md")[0])
+    meter = devices.meter({"name": "usb_meter:UsbMeter", "path": str(folder / "told")})
+    assert meter.read(0.0).total_w is None
+    (folder / "told").write_text("5.1 2.0\n")
+    assert (meter.read(1.0).total_w, meter.covers, meter.read(1.0).source) == (10.2, "board", "usb meter")
+
+
+class Tasmota(BaseHTTPRequestHandler):
+    """A plug that takes 42.5 W."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"StatusSNS": {"ENERGY": {"Power": 42.5}}}).encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_the_wall_plug_of_the_page_is_asked_beside_the_agents_loop(folder: Path) -> None:
+    """The first reading says nothing yet and does not wait; a later one has the plug's watts."""
+    (folder / "wall_plug.py").write_text(blocks("add-a-sensor.md")[1])
+    with HTTPServer(("127.0.0.1", 0), Tasmota) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        meter = devices.meter({"name": "wall_plug:WallPlug", "host": f"127.0.0.1:{server.server_port}"})
+        assert meter.read(0.0).total_w is None
+        end = time.monotonic() + LIMIT_S
+        while (power := meter.read(0.0)).total_w is None:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert (power.total_w, power.source) == (42.5, "wall plug")
+        server.shutdown()

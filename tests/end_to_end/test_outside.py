@@ -1,0 +1,176 @@
+"""The package of examples/outside, installed into a folder beside fedquilt: its method, network and data set.
+
+Every command is a process of its own that finds the package as pip would leave it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sites
+
+from fedquilt import config
+from fedquilt.coordinator.facts import Committed
+from fedquilt.coordinator.store import Store
+from fedquilt.tools.broker import EmbeddedBroker
+
+pytest.importorskip("torch")
+
+LIMIT_S = 240.0  # of a command; nothing waits so long unless something hangs
+NAMES = {"method": "fedavgm", "network": "tanh", "data": "moons"}
+CODE = {"method": "outside_fl:METHOD", "network": "outside_fl:network", "data": "outside_fl:moons"}
+
+
+def job(names: Mapping[str, str], devices: int = 2, **more: Any) -> dict[str, Any]:
+    """Three rounds."""
+    return {
+        "name": "outside",
+        "method": names["method"],
+        "rounds": 3,
+        "params": {"lr": 0.1, "beta": 0.5},
+        "check": {"every": 1},
+        "model": {"name": names["network"], "inputs": 2, "classes": 2},
+        "data": {"dataset": names["data"], "partition": "dirichlet"},
+        "fleet": {"devices": devices, "boards": ["jetson-orin-nano"], "budgets": ["1GB"]},
+        **more,
+    }
+
+
+def environment(site: Path) -> dict[str, str]:
+    """This process's, with the packages in `site`."""
+    return {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+
+
+def fedquilt(folder: Path, site: Path, *words: str, code: int = 0) -> str:
+    """What a command says; it has to end with `code`."""
+    command = [sys.executable, "-m", "fedquilt.cli", *words]
+    done = subprocess.run(
+        command, cwd=folder, env=environment(site), capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def committed(home: Path, wire: bool = True) -> list[Committed]:
+    """The rounds of the only run in a home."""
+    with Store(home) as store:
+        return [fact for _, _, fact in store.facts(store.jobs()[0].id) if isinstance(fact, Committed)]
+
+
+def test_an_outside_method_network_and_data_set_take_at_most_60_lines() -> None:
+    """All three in one file."""
+    assert len((sites.EXAMPLE / "outside_fl.py").read_text().splitlines()) <= 60
+
+
+@pytest.mark.parametrize("names", [NAMES, CODE], ids=["entry points", "module:name"])
+def test_they_run_under_fleet_and_compare(tmp_path: Path, names: Mapping[str, str]) -> None:
+    """On virtual time and as compared methods; as module:name nothing is installed, the file lies in the folder."""
+    site = sites.example(tmp_path / "site")
+    if names is CODE:
+        (site / "outside_fl.py").rename(tmp_path / "outside_fl.py")
+        site = tmp_path / "nothing"
+    (tmp_path / "job.toml").write_text(config.text(job(names)))
+    fedquilt(tmp_path, site, "prepare", "job.toml")
+    fedquilt(tmp_path, site, "fleet", "job.toml", "--link", "memory", "--home", "runs")
+    rounds = committed(tmp_path / "runs")
+    assert len(rounds) == 4  # the last one evaluates
+    assert rounds[-1].metrics["check.accuracy"] > rounds[0].metrics["check.accuracy"]
+    words = ("compare", "job.toml", "--methods", names["method"], "fedavg", "--seeds", "0", "--workers", "1")
+    said = fedquilt(tmp_path, site, *words)
+    assert names["method"] in said
+    text = (tmp_path / "outside_fl.py" if names is CODE else site / "outside_fl.py").read_text()
+    if names is NAMES:
+        (site / "outside_fl.py").write_text(text.replace("= 0.7", "= 0.6"))
+        said = fedquilt(tmp_path, site, *words, code=2)
+        assert "package outside-fl 1.0" in said
+        assert "`fedquilt prepare`" in said
+        fedquilt(tmp_path, site, "prepare", "job.toml")
+        assert "0 of" in (said := fedquilt(tmp_path, site, *words)) or "not used" in said
+
+
+# -- on boards ------------------------------------------------------------------------------------
+
+
+class Agents:
+    """Agents as processes, each with its own packages; all are killed at the end."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.folder, self.url = folder, url
+        self.running: list[subprocess.Popen[bytes]] = []
+
+    def start(self, device: str, site: Path, share: int, **more: Any) -> None:
+        table = {
+            "device": device,
+            "home": str(self.folder / device),
+            "budget": "1GB",
+            "board": "jetson-orin-nano",
+            **more,
+            "broker": {"url": self.url},
+            "data": {"dataset": "moons", "partition": "iid", "share": share, "shares": 2},
+        }
+        settings = self.folder / f"{device}.toml"
+        settings.write_text(config.text(table))
+        command = [sys.executable, "-m", "fedquilt.cli", "agent", str(settings)]
+        with (self.folder / f"{device}.log").open("wb") as log:
+            self.running.append(
+                subprocess.Popen(command, cwd=self.folder, env=environment(site), stdout=log, stderr=log)
+            )
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[Agents]:
+    """Nobody outlives the test."""
+    with EmbeddedBroker() as broker:
+        made = Agents(tmp_path, broker.url)
+        yield made
+        for process in made.running:
+            process.kill()
+            process.wait()
+
+
+def test_a_board_with_the_package_trains_and_those_without_it_or_with_another_content_are_not_asked(
+    tmp_path: Path, agents: Agents
+) -> None:
+    """The coordinator waits for three boards and asks the one that has the very same files; `why` tells of the others.
+
+    They are named with the package, both versions and the beginnings of their contents' digests.
+    """
+    site, other = sites.example(tmp_path / "site"), sites.example(tmp_path / "other", "1.1", "\nMORE = 1\n")
+    (tmp_path / "job.toml").write_text(config.text(job(NAMES, data={})))
+    fedquilt(tmp_path, site, "prepare", "job.toml")
+    agents.start("same", site, 0)
+    agents.start("newer", other, 1)
+    agents.start("shut", site, 1, plugins=["something-else"])
+    fedquilt(tmp_path, site, "run", "job.toml", "--home", "runs", "--broker", agents.url)
+    rounds = committed(tmp_path / "runs")
+    assert len(rounds) == 4
+    said = fedquilt(tmp_path, site, "why", "outside", "--home", "runs")
+    assert "has package outside-fl 1.1 (" in said
+    assert ", and the job needs 1.0 (" in said
+    assert "has no package outside-fl, of which the job needs 1.0 (" in said
+    assert "same" in said
+
+
+def test_conformance_tells_of_a_package_what_is_as_it_should_be_and_what_is_not(tmp_path: Path) -> None:
+    """The example passes; a method that changes the state it is handed does not, and the exit code says so."""
+    site = sites.example(tmp_path / "site")
+    said = fedquilt(tmp_path, site, "conformance", "outside-fl")
+    assert "it conforms" in said
+    assert said.count("passed") >= 12
+    broken = (
+        "from dataclasses import replace\nfrom fedquilt.methods import fedavg\n"
+        "def step(state, total):\n"
+        "    new = fedavg.step(state, total)\n"
+        "    for name, value in state.model.items():\n        value += 1\n"
+        "    return new\n"
+        "METHOD = replace(fedavg.METHOD, step=step)\n"
+    )
+    sites.install(site, "broken-fl", {"broken_fl.py": broken}, {"fedquilt.methods": {"broken": "broken_fl:METHOD"}})
+    said = fedquilt(tmp_path, site, "conformance", "broken", code=8)
+    assert "failed   folding and stepping change no state" in said

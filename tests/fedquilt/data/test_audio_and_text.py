@@ -1,0 +1,165 @@
+"""Recordings as spectrograms and texts as tokens: values that can be checked by hand, and what is said of bad files."""
+
+from __future__ import annotations
+
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedquilt.core import DataError
+from fedquilt.data import readers, spectrogram
+from fedquilt.data.readers import audio
+from fedquilt.data.spec import Audio, DataSpec
+from fedquilt.data.tokens import Tokenizer
+
+RATE = 8000
+SPEC = Audio(rate=RATE, seconds=0.1, mels=8, frame_ms=32, hop_ms=16)
+
+
+def spec(path: Path, **keys: Any) -> DataSpec:
+    return DataSpec.parse({"path": str(path), **keys})
+
+
+def tone(hz: float, seconds: float = 0.1) -> np.ndarray:
+    return 0.5 * np.sin(2 * np.pi * hz * np.arange(round(RATE * seconds)) / RATE)
+
+
+def recorded(path: Path, sound: np.ndarray, *, rate: int = RATE, width: int = 2, channels: int = 1) -> Path:
+    """Write a WAV file; every channel the same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = np.round(np.repeat(sound, channels) * (2 ** (8 * width - 1) - 1)).astype(np.int64)
+    if width == 1:
+        raw = (whole + 128).astype(np.uint8).tobytes()
+    else:
+        raw = b"".join(int(value).to_bytes(width, "little", signed=True) for value in whole)
+    with wave.open(str(path), "wb") as out:
+        out.setnchannels(channels)
+        out.setsampwidth(width)
+        out.setframerate(rate)
+        out.writeframes(raw)
+    return path
+
+
+# -- recordings -----------------------------------------------------------------------------------
+
+
+def test_a_tone_is_loudest_in_its_own_band() -> None:
+    """Of every tone at the middle of a band, in all frames; silence is the logarithm of the least power."""
+    points = 256
+    weights = spectrogram.mel_filters(RATE, points, 8)
+    for band in range(2, 8):
+        hz = float(np.argmax(weights[:, band]) * RATE / points)
+        found = spectrogram.log_mel(tone(hz), SPEC)
+        assert found.shape == (spectrogram.frames_of(SPEC)[3], 8) == (5, 8)
+        assert (found.argmax(axis=1) == band).all()
+    np.testing.assert_allclose(spectrogram.log_mel(np.zeros(10), SPEC), np.log(1e-10), rtol=1e-6)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+def test_samples_of_any_width_and_channels_are_the_same_sound(width: int, tmp_path: Path) -> None:
+    """To the precision of their bits."""
+    path = recorded(tmp_path / "a.wav", tone(440), width=width, channels=2)
+    np.testing.assert_allclose(audio.sound(path, SPEC), tone(440), atol=2.0 ** (2 - 8 * width))
+
+
+def test_recordings_are_read_by_folder_or_by_table(tmp_path: Path) -> None:
+    """The same spectrograms either way; the table also says whose they are."""
+    for kind, hz in (("high", 2000), ("low", 200)):
+        for number in range(2):
+            recorded(tmp_path / "a" / kind / f"{number}.wav", tone(hz + number))
+    keys = {"rate": RATE, "seconds": 0.1, "mels": 8}
+    by_folder = readers.open_(spec(tmp_path / "a", audio=keys))
+    assert by_folder.y.tolist() == [0, 0, 1, 1]
+    rows = ["a/low/1.wav,low,ann", "a/high/0.wav,high,bob"]
+    (tmp_path / "list.csv").write_text("\n".join(["file,kind,who", *rows]) + "\n")
+    table = {"x": "file", "y": "kind", "labels": ["high", "low"], "column": "who", "audio": keys}
+    by_table = readers.open_(spec(tmp_path / "list.csv", **table))
+    assert by_table.y.tolist() == [1, 0]
+    assert by_table.owner is not None
+    assert by_table.owner.tolist() == ["ann", "bob"]
+    np.testing.assert_array_equal(by_table.take(np.arange(2)), by_folder.take(np.array([3, 0])))
+
+
+def test_a_bad_recording_is_named(tmp_path: Path) -> None:
+    """Another rate, no WAV at all, one that is cut short, one that is not there."""
+    recorded(tmp_path / "a" / "k" / "1.wav", tone(200), rate=16000)
+    with pytest.raises(DataError, match=r"1\.wav has 16000 samples a second, and 8000 are wanted: .*ffmpeg -i 1\.wav"):
+        readers.open_(spec(tmp_path / "a", audio={"rate": RATE}))
+    (tmp_path / "b" / "k").mkdir(parents=True)
+    (tmp_path / "b" / "k" / "2.wav").write_bytes(b"ID3 this is no WAV file")
+    with pytest.raises(DataError, match=r"2\.wav is no WAV file of plain samples"):
+        readers.open_(spec(tmp_path / "b", audio={"rate": RATE}))
+    whole = recorded(tmp_path / "c" / "k" / "3.wav", tone(200)).read_bytes()
+    (tmp_path / "c" / "k" / "3.wav").write_bytes(whole[:-200])
+    with pytest.raises(DataError, match=r"3\.wav is cut short"):
+        readers.open_(spec(tmp_path / "c", audio={"rate": RATE, "seconds": 0.1})).take(np.arange(1))
+    (tmp_path / "list.csv").write_text("file,y\nnowhere.wav,0\n")
+    with pytest.raises(DataError, match=r"list\.csv, line 2, column 'file': no file 'nowhere\.wav' beside the table"):
+        readers.open_(spec(tmp_path / "list.csv", x="file", audio={"rate": RATE}))
+
+
+# -- texts ----------------------------------------------------------------------------------------
+
+WORDS = ["[PAD]", "[UNK]", "sens", "##or", "##s", "pump", "3", ".", "##ing", "s", "ä"]
+
+
+def vocabulary(folder: Path, words: list[str] = WORDS) -> Path:
+    path = folder / "vocabulary.txt"
+    path.write_text("\n".join(words) + "\n", encoding="utf-8")
+    return path
+
+
+def test_the_longest_token_that_fits_is_taken_first(tmp_path: Path) -> None:
+    """Case and form of letters do not count; a word with a part that is no token is unknown as a whole."""
+    tokenizer = Tokenizer.load(vocabulary(tmp_path))
+    assert tokenizer.encode("Sensors, PUMP 3.", 10).tolist() == [2, 3, 4, 1, 5, 6, 7, 0, 0, 0]
+    assert tokenizer.encode("pumping pumped", 3).tolist() == [5, 8, 1]
+    assert tokenizer.encode("a\N{COMBINING DIAERESIS}", 1).tolist() == [10]
+    assert tokenizer.encode("sensors", 2).tolist() == [2, 3]
+    assert tokenizer.encode("", 2).tolist() == [0, 0]
+
+
+def test_texts_are_read_from_a_table_or_by_folder(tmp_path: Path) -> None:
+    """The same tokens either way."""
+    text = {"vocabulary": str(vocabulary(tmp_path)), "length": 4}
+    (tmp_path / "notes.csv").write_text('note,y\n"pump 3, sensor",1\nsensors,0\n')
+    reader = readers.open_(spec(tmp_path / "notes.csv", text=text))
+    assert reader.take(np.arange(2)).tolist() == [[5, 6, 1, 2], [2, 3, 4, 0]]
+    assert (reader.shape, reader.tokens, reader.y.tolist()) == ((4,), len(WORDS), [1, 0])
+    for kind in ("a", "b"):
+        (tmp_path / "t" / kind).mkdir(parents=True)
+        (tmp_path / "t" / kind / "1.txt").write_text("sensors")
+    by_folder = readers.open_(spec(tmp_path / "t", text=text))
+    assert by_folder.y.tolist() == [0, 1]
+    assert by_folder.take(np.array([1])).tolist() == [[2, 3, 4, 0]]
+    (tmp_path / "t" / "b" / "1.txt").write_bytes("pumpe läuft".encode("latin-1"))
+    with pytest.raises(DataError, match=r"1\.txt is not text in UTF-8 \(perhaps Latin-1\)"):
+        readers.open_(spec(tmp_path / "t", text=text))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["a", "[PAD]", "[UNK]"], r"is no vocabulary: its first line is \[PAD\]"),
+        (["[PAD]", "a"], r"another is \[UNK\]"),
+        (["[PAD]", "[UNK]", "a", "a"], r"line 4: 'a' is there twice"),
+        (["[PAD]", "[UNK]", "", "a"], r"line 3: no token"),
+    ],
+)
+def test_a_bad_vocabulary_is_told_with_its_line(words: list[str], said: str, tmp_path: Path) -> None:
+    """When the data are opened."""
+    (tmp_path / "notes.csv").write_text("note,y\npump,1\n")
+    with pytest.raises(DataError, match=said):
+        readers.open_(spec(tmp_path / "notes.csv", text={"vocabulary": str(vocabulary(tmp_path, words))}))
+
+
+def test_a_text_among_several_columns_has_to_be_named(tmp_path: Path) -> None:
+    """And without a vocabulary no text can be read."""
+    (tmp_path / "notes.csv").write_text("note,title,y\npump,a,1\n")
+    with pytest.raises(DataError, match=r"columns note, title could all be the text: name it, as \[data\] x = 'note'"):
+        readers.open_(spec(tmp_path / "notes.csv", text={"vocabulary": str(vocabulary(tmp_path))}))
+    with pytest.raises(DataError, match=r"cannot read the vocabulary .*gone\.txt"):
+        readers.open_(spec(tmp_path / "notes.csv", x="note", text={"vocabulary": str(tmp_path / "gone.txt")}))

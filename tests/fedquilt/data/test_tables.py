@@ -1,0 +1,210 @@
+"""Rows of CSV and Parquet files: what is read, how users are kept apart, and what is said of a bad file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedquilt.core import DataError, JobError
+from fedquilt.data import examples, readers
+from fedquilt.data.spec import DataSpec
+
+PUMPS = """age,material,user,failed
+1.5,steel,a,0
+2,bronze,b,1
+NA,steel,b,1
+4,steel,c,0
+"""
+
+
+def spec(path: Path, **keys: Any) -> DataSpec:
+    return DataSpec.parse({"path": str(path), **keys})
+
+
+def written(folder: Path, text: str | bytes, name: str = "pumps.csv") -> Path:
+    path = folder / name
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def test_numbers_words_and_missing_values_become_inputs(tmp_path: Path) -> None:
+    """A category is an input of 0 or 1 for each of its words; a missing number is the column's fill."""
+    categories = {"material": ["steel", "bronze"]}
+    reader = readers.open_(
+        spec(written(tmp_path, PUMPS), y="failed", column="user", categories=categories, fill={"age": 9})
+    )
+    assert reader.features == ("age", "material=steel", "material=bronze")
+    np.testing.assert_array_equal(reader.take(np.arange(4)), [[1.5, 1, 0], [2, 0, 1], [9, 1, 0], [4, 1, 0]])
+    assert reader.y.tolist() == [0, 1, 1, 0]
+    assert reader.owner is not None
+    assert reader.owner.tolist() == ["a", "b", "b", "c"]
+
+
+@pytest.mark.parametrize("mark", [";", "\t"])
+def test_other_separators_and_a_byte_order_mark_are_understood(mark: str, tmp_path: Path) -> None:
+    """As spreadsheets write them."""
+    path = written(tmp_path, b"\xef\xbb\xbf" + "x,y\r\n1,0\r\n\r\n2,1\r\n".replace(",", mark).encode())
+    reader = readers.open_(spec(path))
+    assert reader.y.tolist() == [0, 1]
+    assert reader.take(np.array([1])).tolist() == [[2.0]]
+
+
+def test_a_parquet_file_is_read_as_a_csv_file_is(tmp_path: Path) -> None:
+    """The same values, typed; a null is a missing value."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    table = pyarrow.table({"age": [1.5, 2.0, None, 4.0], "ok": [True, False, True, True], "failed": [0, 1, 1, 0]})
+    parquet.write_table(table, tmp_path / "pumps.parquet")
+    reader = readers.open_(spec(tmp_path / "pumps.parquet", y="failed", fill=9))
+    assert reader.take(np.arange(4)).tolist() == [[1.5, 1], [2, 0], [9, 1], [4, 1]]
+    assert reader.y.tolist() == [0, 1, 1, 0]
+    with pytest.raises(DataError, match=r"pumps\.parquet, row 3, column 'age': the value is missing"):
+        readers.open_(spec(tmp_path / "pumps.parquet", y="failed"))
+    with pytest.raises(DataError, match=r"cannot read .*bad\.parquet"):
+        readers.open_(spec(written(tmp_path, "no", "bad.parquet")))
+
+
+def test_labels_are_words_numbers_or_several(tmp_path: Path) -> None:
+    """By the task: the place of a word, float32 of one or more columns, 0 and 1 of columns or of words in one."""
+    path = written(tmp_path, "x,kind,a,b,faults\n1,on,0,1,hot;loose\n2,off,1,0,\n")
+    of = {"x": "x"}
+    assert readers.open_(spec(path, **of, y="kind", labels=["off", "on"])).y.tolist() == [1, 0]
+    numbers = readers.open_(spec(path, **of, y=["a", "b"], task="regression")).y
+    assert (numbers.tolist(), numbers.dtype) == ([[0, 1], [1, 0]], np.float32)
+    labels = readers.open_(spec(path, **of, y=["a", "b"], task="labels")).y
+    assert (labels.tolist(), labels.dtype) == ([[0, 1], [1, 0]], np.uint8)
+    words = readers.open_(spec(path, **of, y="faults", task="labels", labels=["hot", "wet", "loose"])).y
+    assert words.tolist() == [[1, 0, 1], [0, 0, 0]]
+
+
+def test_windows_lie_within_one_users_rows(tmp_path: Path) -> None:
+    """Three rows each, two apart; a class by majority, a number from the last row."""
+    rows = "\n".join(f"{'a' if i < 5 else 'b'},{i},{int(i >= 3)}" for i in range(9))
+    path = written(tmp_path, f"user,x,y\n{rows}\n")
+    windows = {"steps": 3, "stride": 2}
+    reader = readers.open_(spec(path, x="x", column="user", windows=windows))
+    assert reader.shape == (3, 1)
+    assert reader.take(np.arange(len(reader.y)))[:, :, 0].tolist() == [[0, 1, 2], [2, 3, 4], [5, 6, 7]]
+    assert reader.y.tolist() == [0, 1, 1]
+    assert reader.owner is not None
+    assert reader.owner.tolist() == ["a", "a", "b"]
+    numbers = readers.open_(spec(path, x="x", task="regression", windows={"steps": 9}))
+    assert numbers.y.tolist() == [[1.0]]
+    with pytest.raises(DataError, match=r"no 6 rows in a row, of 9: lower \[data\.windows\] steps"):
+        readers.open_(spec(path, x="x", column="user", windows={"steps": 6}))
+
+
+# -- splits by a user's column --------------------------------------------------------------------
+
+
+def test_each_device_has_all_rows_of_its_own_users(tmp_path: Path) -> None:
+    """Users in order of size or name, in runs as even as can be; the same whatever the order of rows."""
+    users = ["10", "9", "2", "10", "2", "9", "1", "1"]
+    path = written(tmp_path, "u,x,y\n" + "".join(f"{user},{row},0\n" for row, user in enumerate(users)))
+    found = examples.load_shares(spec(path, x="x", column="u", partition="column", shares=2, held=0.5))
+    rows = [sorted([*train.x[:, 0].tolist(), *held.x[:, 0].tolist()]) for train, held in found]
+    assert rows == [[2, 4, 6, 7], [0, 1, 3, 5]]  # users 1 and 2, then 9 and 10
+    arrays = {"x": np.arange(8), "y": np.zeros(8, int), "u": np.array(users)}
+    np.savez(tmp_path / "same.npz", **arrays)
+    again = examples.load_shares(spec(tmp_path / "same.npz", column="u", partition="column", shares=2, held=0.5))
+    assert [sorted([*train.x.tolist(), *held.x.tolist()]) for train, held in again] == rows
+
+
+def test_fewer_users_than_devices_are_an_error(tmp_path: Path) -> None:
+    """As a device without examples would be; so is a table of users that there is not."""
+    path = written(tmp_path, "u,x,y\na,1,0\nb,2,1\n")
+    with pytest.raises(DataError, match=r"column 'u' names 2 users, and there are 3 devices: have fewer"):
+        examples.load_shares(spec(path, column="u", partition="column", shares=3))
+    with pytest.raises(JobError, match='partition = "column" needs column'):
+        spec(path, partition="column")
+    with pytest.raises(DataError, match=r"has no column 'who' \(\[data\] column\): it has u, x, y"):
+        readers.open_(spec(path, column="who"))
+
+
+# -- what is wrong --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "keys", "said"),
+    [
+        (
+            "x,y\n1,0\ntwo,1\n",
+            {},
+            r"a\.csv, line 3, column 'x': 'two' is not a number: .*categories = { x = \[\"1\", \"two\"\]",
+        ),
+        ("x,y\n1,0\n,1\n", {}, r"line 3, column 'x': the value is missing: give \[data\] fill a number"),
+        ("x,y\n1,0\ninf,1\n", {}, r"line 3, column 'x': 'inf' is not a finite number"),
+        ("x,y\n1,0\n2\n", {}, r"a\.csv, line 3: 1 values, and the head names 2 columns"),
+        ("x,x,y\n1,0,1\n", {}, r"line 1: two columns are called 'x'"),
+        ("x,label\n1,0\n", {}, r"a\.csv has no column 'y' \(\[data\] y\): it has x, label"),
+        ("temp,y\n1,0\n", {"x": ["tmp"]}, r"has no column 'tmp' \(\[data\] x\): it has temp, y; did you mean 'temp'"),
+        ("x,y\n", {}, r"a\.csv has a head and no rows"),
+        ("", {}, r"a\.csv is empty"),
+        ('x,y\n"1,0\n', {}, r"a\.csv, line 2: unexpected end of data: mend this line's quotes"),
+        (
+            "x,y\n1,hot\n2,cold\n",
+            {},
+            r"line 2, column 'y': 'hot' is not a class's number: .*labels = \[\"cold\", \"hot\"\]",
+        ),
+        ("x,y\n1,0.5\n", {}, r"'0\.5' is not a class's number: .*task = 'regression'"),
+        ("x,y\n1,wet\n", {"labels": ["dry"]}, r"line 2, column 'y': 'wet' is none of \[data\] labels \(dry\)"),
+        ("x,y\n1,hot\n", {"task": "regression"}, r"line 2, column 'y': 'hot' is not a number"),
+        ("x,a,b\n1,0,2\n", {"task": "labels", "y": ["a", "b"]}, r"line 2, column 'b': '2' is neither 0 nor 1"),
+        (
+            "x,y\n1,a;b\n",
+            {"task": "labels", "labels": ["a"]},
+            r"line 2, column 'y': 'b' is none of \[data\] labels \(a\)",
+        ),
+        ("x,y\n1,a\n", {"task": "labels"}, r"name the columns of 0 and 1 in \[data\] y = \[...\], or in `labels`"),
+        (
+            "c,y\nred,0\n",
+            {"categories": {"c": ["blue"]}},
+            r"line 2, column 'c': 'red' is none of its categories \(blue\)",
+        ),
+        ("x,y\n1,0\n".encode("utf-16"), {}, r"a\.csv is not text in UTF-8 but, it seems, in UTF-16: .*iconv -f UTF-16"),
+        ("größe,y\n1,0\n".encode("latin-1"), {}, r"a\.csv is not text in UTF-8 \(perhaps Latin-1\): .*iconv -f LATIN1"),
+        (b"x,y\n" + b"1,0\n" * 9000 + "ä,1\n".encode("latin-1"), {}, r"a\.csv is not text in UTF-8"),
+    ],
+)
+def test_a_bad_table_is_told_with_line_column_and_mend(
+    text: str | bytes, keys: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    """When it is opened, before any device trains."""
+    with pytest.raises(DataError, match=said):
+        readers.open_(spec(written(tmp_path, text, "a.csv"), **keys))
+
+
+def test_a_table_of_one_split_has_no_test_set(tmp_path: Path) -> None:
+    """So that nobody is tested on what devices train on; a folder has a table for each split."""
+    path = written(tmp_path, "x,y\n1,0\n", "train.csv")
+    with pytest.raises(DataError, match=r"is one table, of the training split: put test\.csv beside"):
+        readers.open_(spec(path, split="test"))
+    assert len(readers.open_(spec(tmp_path)).y) == 1
+    with pytest.raises(DataError, match=r"no data|has no"):
+        readers.open_(spec(tmp_path, split="test", format="csv"))
+
+
+@pytest.mark.parametrize("keys", [{"partition": "dirichlet"}, {"per_class": 3}, {"groups": [[0], [1]]}])
+def test_what_goes_by_classes_is_refused_for_other_tasks(keys: dict[str, Any]) -> None:
+    """In the table, before a file is opened."""
+    with pytest.raises(JobError, match=r"task = 'regression': .* goes by classes, which there are none of"):
+        spec(Path("a.csv"), task="regression", **keys)
+
+
+def test_numbers_and_labels_come_from_arrays_too(tmp_path: Path) -> None:
+    """An .npz has labels of the same shapes; NaN among inputs may be filled."""
+    x = np.array([[1.0, np.nan], [2.0, 3.0]], np.float32)
+    np.savez(tmp_path / "a.npz", x=x, y=np.array([0.5, 1.5]))
+    train = examples.load_all(spec(tmp_path / "a.npz", task="regression", fill=7))
+    assert train.x.tolist() == [[1, 7], [2, 3]]
+    assert train.y.tolist() == [[0.5], [1.5]]
+    with pytest.raises(DataError, match=r"\(for numbers to predict set \[data\] task = 'regression'\)"):
+        readers.open_(spec(tmp_path / "a.npz"))
+    with pytest.raises(DataError, match=r"with task = 'labels' each is 0 or 1, and there is 0\.5"):
+        readers.open_(spec(tmp_path / "a.npz", task="labels"))
+    with pytest.raises(DataError, match=r"or set .* fill to a number"):
+        examples.load_all(spec(tmp_path / "a.npz", task="regression"))
