@@ -70,13 +70,16 @@ def stage(tmp_path: Path) -> Iterator[Round]:
 
 
 def test_updates_are_read_once_for_as_long_as_there_is_room(stage: Round, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for two of three, the commit reads one again; the room is there anew in the next round."""
+    """With room for two of three, the commit reads one again; the room is there anew in the next round.
+
+    The last of the devices in order answers first, so that nothing can be folded ahead.
+    """
     size = stage.update("a", 0.0).bundles["model"].size
     monkeypatch.setattr(job, "READ_BYTES", 2 * size + size // 2)
-    read: list[Path] = []
-    plain = tensors.read
-    monkeypatch.setattr(tensors, "read", lambda path: (read.append(path), plain(path))[1])
-    for number, devices in enumerate(("abc", "def")):
+    read: list[str] = []
+    plain = stage.job.contribution
+    monkeypatch.setattr(stage.job, "contribution", lambda update: (read.append(update.device), plain(update))[1])
+    for number, devices in enumerate(("cba", "fed")):
         stage.ask(devices)
         for index, device in enumerate(devices):
             stage.take(device, 3.0 * number + index)
