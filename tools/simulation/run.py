@@ -24,7 +24,7 @@ from fedquilt.coordinator.settings import Fleet, Job
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Artefact, Contribution, Device, Examples, JobError, Method, Task
 from fedquilt.edge_agent import devices as boards
-from fedquilt.edge_agent import engines, plan
+from fedquilt.edge_agent import engines, events
 from fedquilt.edge_agent.power.governor import Rule
 from fedquilt.edge_agent.settings import size_bytes
 from fedquilt.edge_agent.task.protocol import Order, Outcome
@@ -224,9 +224,9 @@ class Simulation:
             means = self._means(budgets[index % len(budgets)])
             yield Spec(name, lambda board=board: make(board), means, {"share": name}, Rule(fleet.policy))  # type: ignore[misc]
 
-    def _means(self, budget_bytes: int) -> plan.Means:
+    def _means(self, budget_bytes: int) -> events.Means:
         """What a simulated device has: this process's code is its own, that of other packages too."""
-        return plan.Means(budget_bytes, (self.engine,), (self.job.method,), plugins=self._plugins)
+        return events.Means(budget_bytes, (self.engine,), (self.job.method,), plugins=self._plugins)
 
     def _observe(self, job: Running, fact: AnyFact) -> None:
         self.running = job
