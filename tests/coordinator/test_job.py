@@ -70,7 +70,10 @@ def stage(tmp_path: Path) -> Iterator[Round]:
 
 
 def test_updates_are_read_once_for_as_long_as_there_is_room(stage: Round, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for two of three, the commit reads one again; the room is there anew in the next round."""
+    """Updates that come in no sorted order wait for the commit: with room for two of three, it reads one again.
+
+    The room is there anew in the next round.
+    """
     size = stage.update("a", 0.0).bundles["model"].size
     monkeypatch.setattr(job, "READ_BYTES", 2 * size + size // 2)
     read: list[Path] = []
@@ -78,7 +81,7 @@ def test_updates_are_read_once_for_as_long_as_there_is_room(stage: Round, monkey
     monkeypatch.setattr(tensors, "read", lambda path: (read.append(path), plain(path))[1])
     for number, devices in enumerate(("abc", "def")):
         stage.ask(devices)
-        for index, device in enumerate(devices):
+        for index, device in reversed(list(enumerate(devices))):
             stage.take(device, 3.0 * number + index)
         assert len(stage.job._read) == 2
         assert stage.commit() == 3.0 * number + 1.0
