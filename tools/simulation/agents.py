@@ -25,7 +25,7 @@ from fedquilt import methods, plugins
 from fedquilt.blobs.store import Shared
 from fedquilt.bundle import load
 from fedquilt.coordinator.executors import OverLink
-from fedquilt.coordinator.job import first_state, require_made_for
+from fedquilt.coordinator.preflight import first_state, require_made_for
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Store
