@@ -14,7 +14,8 @@ from typing import Final
 import msgspec
 
 from fedquilt import methods, plugins, profiles, systemd, wire
-from fedquilt.blobs.store import SMALL_BYTES, Shared
+from fedquilt.blobs.shared_store import Shared
+from fedquilt.blobs.store import SMALL_BYTES
 from fedquilt.blobs.transfer import Transfers
 from fedquilt.core import (
     BlobRef,

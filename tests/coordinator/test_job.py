@@ -76,9 +76,9 @@ def test_updates_are_read_once_for_as_long_as_there_is_room(stage: Round, monkey
     """
     size = stage.update("a", 0.0).bundles["model"].size
     monkeypatch.setattr(job, "READ_BYTES", 2 * size + size // 2)
-    read: list[Path] = []
-    plain = tensors.read
-    monkeypatch.setattr(tensors, "read", lambda path: (read.append(path), plain(path))[1])
+    read: list[str] = []
+    plain = stage.store.depot.load
+    monkeypatch.setattr(stage.store.depot, "load", lambda sha256: (read.append(sha256), plain(sha256))[1])
     for number, devices in enumerate(("abc", "def")):
         stage.ask(devices)
         for index, device in reversed(list(enumerate(devices))):

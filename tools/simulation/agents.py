@@ -22,7 +22,7 @@ import msgspec
 
 from fedquilt import config as tables
 from fedquilt import methods, plugins
-from fedquilt.blobs.store import Shared
+from fedquilt.blobs.shared_store import Shared
 from fedquilt.bundle import load
 from fedquilt.coordinator.executors import OverLink
 from fedquilt.coordinator.preflight import first_state, require_made_for

@@ -65,10 +65,10 @@ def test_a_device_that_is_switched_off_loses_its_task_and_keeps_its_private_stat
     def act(simulation: Simulation) -> None:
         done = len(simulation.rounds)
         if done == 1:
-            models.append((folder.parent / "home/devices/private/dev-3.safetensors").read_bytes())
+            models.append((simulation.devices / "private/dev-3.safetensors").read_bytes())
             simulation.fleet.leave(["dev-3"])
         if done == 3:
-            models.append((folder.parent / "home/devices/private/dev-3.safetensors").read_bytes())
+            models.append((simulation.devices / "private/dev-3.safetensors").read_bytes())
             simulation.fleet.arrive(["dev-3"])
 
     run = played(folder, act, method="local", rounds=5, cohort={"quorum": 0.5, "deadline_s": 100.0})
