@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 TORCHVISION ?= torchvision==0.28.0
 ARGS ?=
 
-.PHONY: demo test check tree nightly emulate clean
+.PHONY: demo test check docs tree nightly emulate clean
 
 demo: .venv-demo/ready
 	.venv-demo/bin/fedquilt demo $(ARGS)
@@ -20,6 +20,10 @@ check: .venv/ready
 	.venv/bin/mypy
 	.venv/bin/mypy examples/quickstart.py examples/own_method.py
 	.venv/bin/lint-imports --no-cache
+
+# the pages of docs/ as a site in build/site, with a reference of the Python names
+docs: .venv-docs/ready
+	.venv-docs/bin/mkdocs build --strict
 
 # the checkout with the links in fedquilt/ made real, for tools that do not follow them
 tree:
@@ -38,6 +42,11 @@ emulate: .venv/ready
 .venv-demo/ready: pyproject.toml
 	$(PYTHON) -m venv .venv-demo
 	.venv-demo/bin/python -m pip install --quiet --disable-pip-version-check -e '.[demo]'
+	touch $@
+
+.venv-docs/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
 	touch $@
 
 .venv/ready: pyproject.toml

@@ -283,7 +283,7 @@ class Running:
             state=ref,
             finished=self.method.done(state),
             metrics=metrics,
-            notes=(*self.method.story(state), *([caveat] if caveat else ()), *huge),
+            notes=(*self.method.explain(state), *([caveat] if caveat else ()), *huge),
             took_s=now_s - self.rounds.began_s,
             settled=self.rounds.settling,
         )

@@ -140,7 +140,7 @@ class Method:
     step: Callable[[Any, Any], Any]  # (S, A | None) -> S; closes the round
     result: Callable[[Any], Artefact]
     done: Callable[[Any], bool] = lambda state: False  # most methods end by the job's rounds
-    story: Callable[[Any], Sequence[str]] = lambda state: ()  # the last step in plain sentences
+    explain: Callable[[Any], Sequence[str]] = lambda state: ()  # sentences on the last step, for the log
     settle: Settle | None = None  # None: a state can be evaluated as it is
     exact: bool = False  # what devices send may not be rounded: no lossy codec
     tasks: Sequence[str] = ("classes", "regression", "labels")  # what its networks may predict: `fedquilt.metrics`

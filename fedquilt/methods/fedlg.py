@@ -99,7 +99,7 @@ def step(state: State, total: fedavg.Sum | None) -> State:
     return replace(state, sizes=sizes, probed=state.probed + 1, shared=chosen)
 
 
-def story(state: State) -> list[str]:
+def explain(state: State) -> list[str]:
     return [f"the learnGene is {', '.join(state.shared)}"] if state.shared and not state.model else []
 
 
@@ -113,5 +113,5 @@ METHOD = replace(
     work=work,
     fold=fold,
     step=step,
-    story=story,
+    explain=explain,
 )

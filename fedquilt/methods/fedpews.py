@@ -257,7 +257,7 @@ def _towards(before: np.ndarray, mean: np.ndarray, rate: float) -> np.ndarray:
     return mean if mean.dtype.kind in "iu" else (1 - rate) * before.astype(np.float64) + rate * mean
 
 
-def story(state: State) -> list[str]:
+def explain(state: State) -> list[str]:
     if not state.round or state.round > int(state.params["warmup"]):
         return []
     of = f"warm-up round {state.round} of {state.params['warmup']}"
@@ -275,5 +275,5 @@ METHOD = replace(
     work=work,
     fold=fold,
     step=step,
-    story=story,
+    explain=explain,
 )

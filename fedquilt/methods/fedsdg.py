@@ -304,5 +304,5 @@ METHOD = replace(
     fold=fold,
     step=step,
     result=result,
-    story=lambda state: state.told,
+    explain=lambda state: state.told,
 )

@@ -370,7 +370,7 @@ METHOD = Method(
     step=step,
     result=result,
     done=lambda state: state.phase == "done",
-    story=lambda state: state.log,
+    explain=lambda state: state.log,
     tasks=("classes",),  # donors are classifiers, and votes are for classes
     exact=True,  # moments are solved for, votes are counted
 )

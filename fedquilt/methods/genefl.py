@@ -364,7 +364,7 @@ def _shrunk(state: State, total: Sum) -> State:
     return replace(state, size=size, best=max(mean, state.best), recent=(), waited=0)
 
 
-def story(state: State) -> list[str]:
+def explain(state: State) -> list[str]:
     if state.phase == "fingerprint":
         return [f"{len(state.fingerprints)} fingerprints so far"] if state.fingerprints else []
     sizes = f"{len(state.members)} clusters of {', '.join(map(str, state.members))} devices"
@@ -396,7 +396,7 @@ METHOD = replace(
     fold=fold,
     step=step,
     result=result,
-    story=story,
+    explain=explain,
     tasks=("classes",),  # L_t follows the devices' accuracy
     exact=True,  # fingerprints are directions of length 1
 )

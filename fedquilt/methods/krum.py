@@ -132,5 +132,5 @@ METHOD = replace(
     init=init,
     fold=fold,
     step=step,
-    story=lambda state: state.told,
+    explain=lambda state: state.told,
 )

@@ -67,10 +67,10 @@ def a_checkpoint_is_the_state_in_every_bit(name: str) -> None:
     """Packed, unpacked and packed again, in each of its phases; what it yields is the same as well."""
     here, run, _, _ = played(name)
     for state in run:
-        again = tensors.unpack(tensors.pack(state), here.method.state)
+        again: Any = tensors.unpack(tensors.pack(state), here.method.state)
         assert tensors.pack(again) == tensors.pack(state)
         assert here.method.done(again) == here.method.done(state)
-        assert here.method.story(again) == here.method.story(state)
+        assert here.method.explain(again) == here.method.explain(state)
 
 
 def folding_and_stepping_change_no_state(name: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -14,27 +14,21 @@ from fedquilt.core import Contribution
 def spoiled(update: Contribution) -> Iterator[tuple[str, Contribution]]:
     """The update with one thing wrong, in each of its bundles' tensors in turn."""
 
-    def with_bundle(bundle: str, change: Callable[[dict[str, Any]], None]) -> Contribution:
-        held = {name: array.copy() for name, array in update.bundles[bundle].items()}
-        change(held)
-        return replace(update, bundles={**update.bundles, bundle: held})
+    def put(bundle: str, name: str, array: np.ndarray | None) -> Contribution:
+        held = {**update.bundles[bundle], name: array}
+        kept = {key: value for key, value in held.items() if value is not None}
+        return replace(update, bundles={**update.bundles, bundle: kept})
 
     for bundle, held in update.bundles.items():
         for name, array in held.items():
             if array.dtype.kind == "f" and array.size:
-                yield f"{bundle}/{name} is NaN", with_bundle(bundle, lambda some, n=name: _put(some[n], np.nan))
-                yield f"{bundle}/{name} is infinite", with_bundle(bundle, lambda some, n=name: _put(some[n], np.inf))
+                yield f"{bundle}/{name} is NaN", put(bundle, name, _with(array, np.nan))
+                yield f"{bundle}/{name} is infinite", put(bundle, name, _with(array, np.inf))
             for odd, other in strange(array):
-                yield f"{bundle}/{name} {odd}", with_bundle(bundle, lambda some, n=name, o=other: some.update({n: o}))
-            yield f"{bundle}/{name} is missing", with_bundle(bundle, lambda some, n=name: some.pop(n))
-            yield (
-                f"{bundle}/{name} is longer",
-                with_bundle(bundle, lambda some, n=name: some.update({n: _longer(some[n])})),
-            )
-        yield (
-            f"{bundle} has a stranger",
-            with_bundle(bundle, lambda some: some.update(stranger=np.zeros(1, np.float32))),
-        )
+                yield f"{bundle}/{name} {odd}", put(bundle, name, other)
+            yield f"{bundle}/{name} is missing", put(bundle, name, None)
+            yield f"{bundle}/{name} is longer", put(bundle, name, _longer(array))
+        yield f"{bundle} has a stranger", put(bundle, "stranger", np.zeros(1, np.float32))
         without = {key: value for key, value in update.bundles.items() if key != bundle}
         yield f"{bundle} is absent", replace(update, bundles=without)
 
@@ -53,8 +47,11 @@ def strange(array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         yield "is below 0", np.full_like(array, -1)
 
 
-def _put(array: np.ndarray, value: float) -> None:
-    array.reshape(-1)[0] = value
+def _with(array: np.ndarray, value: float) -> np.ndarray:
+    """A copy whose first number is another."""
+    changed = array.copy()
+    changed.reshape(-1)[0] = value
+    return changed
 
 
 def _longer(array: np.ndarray) -> np.ndarray:

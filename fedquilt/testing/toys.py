@@ -251,7 +251,8 @@ def learners(count: int = 3, examples: int = 16) -> list[Member]:
 def pictures(path: Path, size: int) -> Path:
     """An .npz of ten noisy templates of size x size pixels, for training and for a test."""
     draws = np.random.default_rng(0)
-    templates, found = draws.uniform(0, 255, size=(10, size, size)), {}
+    templates = draws.uniform(0, 255, size=(10, size, size))
+    found: dict[str, Any] = {}
     for split in ("train", "test"):
         y = draws.integers(0, 10, 80)
         noisy = templates[y] + draws.normal(0, 40, size=(80, size, size))

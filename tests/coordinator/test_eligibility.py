@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedquilt.coordinator import eligibility
-from fedquilt.coordinator.eligibility import REASONS, Seen, Wants, reasons
+from fedquilt.coordinator.eligibility import REASONS, Seen, Wants, key, reasons, told
 from fedquilt.coordinator.fleet import FRESH_S, GRACE_S, Registry
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import Profile
@@ -116,3 +116,35 @@ def test_a_decision_costs_what_has_changed_since_the_last(monkeypatch: pytest.Mo
     registry.barred(WANTS, 2.0 + GRACE_S)
     assert len(looked) == 51
     assert len(registry.able(("torch",), 2.0 + GRACE_S)) == 49
+
+
+@pytest.mark.parametrize(
+    ("versions", "said"),
+    [
+        ({}, "has no package mine-fl, of which the job needs 1.0 (aaaaaaaa): install it there"),
+        (
+            {"plugin mine": f"mine-fl 1.1 {'b' * 64}"},
+            "has package mine-fl 1.1 (bbbbbbbb), and the job needs 1.0 (aaaa",
+        ),
+        (
+            {"plugin mine": f"mine-fl 1.0 {'c' * 64}"},
+            "has package mine-fl 1.0 (cccccccc), and the job needs 1.0 (aaaa",
+        ),
+        ({"plugin mine": f"mine-fl 1.0 {'a' * 64}"}, None),
+    ],
+)
+def test_a_board_without_the_very_package_is_not_asked_and_told_both_versions(
+    versions: dict[str, str], said: str | None
+) -> None:
+    """The code goes into the log; its sentence has package, versions and the beginnings of both contents' digests."""
+    board = Profile(
+        device="a", board="b", memory_bytes=1, budget_bytes=1, engines=("numpy",), versions=versions, codecs=("raw",)
+    )
+    wants = Wants(("numpy",), Cohort(), plugins=(("mine", f"mine-fl 1.0 {'a' * 64}"),))
+    code = reasons({"a": Seen(True, board)}, wants).get("a")
+    if said is None:
+        assert code is None
+        return
+    assert code is not None
+    assert key(code) == "plugin"
+    assert said in told(code)

@@ -158,7 +158,7 @@ def test_updates_that_are_refused_do_not_make_one_board_a_fleet() -> None:
     assert decide(state, 1.0, set("abcde")) is None
     fact = decide(state, 10.0, set("abcde"))
     assert isinstance(fact, Ended)
-    assert "1 of 3 updates" in fact.reason
+    assert "1 answered, 4 sent what was rejected, and 3 updates are needed" in fact.reason
 
 
 def test_a_sized_round_asks_that_many_and_over_selects_by_the_share() -> None:

@@ -6,8 +6,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import documents
 import pytest
+
+import documents
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import documents
-
 from fedquilt.coordinator import transitions
 
 PAGE = (documents.ROOT / "docs" / "architecture.md").read_text()

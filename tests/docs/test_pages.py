@@ -6,9 +6,9 @@ import re
 import shlex
 from pathlib import Path
 
-import documents
 import pytest
 
+import documents
 from command_lines import parsed
 from fedquilt.tools.flash import targets
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import documents
-import pytest
 
 PAGE = "README.md"
 MOST_LINES = 120
@@ -52,7 +51,6 @@ def test_its_picture_is_there() -> None:
 
 def test_a_simulated_fleet(shell: documents.Shell) -> None:
     """From a question to a report."""
-    pytest.importorskip("torch", reason="prepare makes a network's first weights with torch")
     for command in SIMULATED:
         shell.run(command)
     assert "</html>" in (shell.folder / "report.html").read_text()
@@ -60,5 +58,4 @@ def test_a_simulated_fleet(shell: documents.Shell) -> None:
 
 def test_python(shell: documents.Shell) -> None:
     """A simulation, and a method of one's own."""
-    pytest.importorskip("torch", reason="prepare makes a network's first weights with torch")
     documents.run_python(PAGE, shell.folder)

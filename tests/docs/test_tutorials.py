@@ -6,9 +6,9 @@ import re
 import socket
 from pathlib import Path
 
-import documents
 import pytest
 
+import documents
 from fedquilt import config
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.store import Store
@@ -78,7 +78,6 @@ def test_every_file_that_is_shown_is_valid(page: str, tmp_path: Path) -> None:
 
 def test_a_first_job_on_one_machine(shell: documents.Shell) -> None:
     """Prepare, a fleet on virtual time, a fleet of processes, and what came of them."""
-    pytest.importorskip("torch", reason="prepare makes a network's first weights with torch")
     assert tutorial("simulate", shell.folder) == SIMULATE
     shown = dict(zip(SIMULATE, map(shell.run, SIMULATE), strict=True))
     assert shown["fedquilt ls"].count("done") == 2
@@ -93,7 +92,6 @@ def test_a_first_job_on_one_machine(shell: documents.Shell) -> None:
 
 def test_a_fleet_of_real_boards(shell: documents.Shell) -> None:
     """A job is stopped while it waits for a board, resumed, and done once the board is there."""
-    pytest.importorskip("torch", reason="prepare makes a network's first weights with torch")
     tutorial("simulate", shell.folder)
     shown = tutorial("fleet", shell.folder)
     with socket.socket() as probe:

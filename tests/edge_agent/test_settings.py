@@ -129,3 +129,11 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     """With what it was to be."""
     with pytest.raises(JobError, match=r"cannot read .*none.toml: No such file"):
         settings.load(tmp_path / "none.toml")
+
+
+def test_a_vocabularys_path_is_taken_from_the_settings_own_folder(tmp_path: Path) -> None:
+    """As the path of the examples is."""
+    path = tmp_path / "agent.toml"
+    text = '[data]\npath = "notes.csv"\n\n[data.text]\nvocabulary = "v.txt"\n'
+    path.write_text(f'device = "a"\nhome = "home"\nbudget = "1GB"\n\n[broker]\nurl = "mqtt://b"\n\n{text}')
+    assert settings.load(path).data["text"] == {"vocabulary": str(tmp_path / "v.txt")}

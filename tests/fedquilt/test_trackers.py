@@ -123,9 +123,8 @@ def test_weights_and_biases_work_offline(tmp_path: Path, monkeypatch: pytest.Mon
     """A folder for `wandb sync`; nothing is sent."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    run = fq.simulate(job(), trackers=[trackers.WandB("digits", folder=tmp_path)])
-    (kept,) = (tmp_path / "wandb").glob("offline-run-*")
-    assert list(kept.glob("*.wandb"))
-    with (kept / "files" / "config.yaml").open() as file:
-        assert "fedavg" in file.read()
-    assert run.status == "done"
+    fq.simulate(job(), trackers=[trackers.WandB("digits", folder=tmp_path)])
+    (kept,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    records = kept.read_bytes()
+    assert b"fedavg" in records
+    assert b"held_accuracy" in records

@@ -153,7 +153,7 @@ def test_a_warm_up_round_is_what_it_is_on_paper() -> None:
     np.testing.assert_array_equal(after.model["3.weight"], np.repeat(by_neuron[None], 3, axis=0))
     np.testing.assert_array_equal(after.model["3.bias"], np.full(3, 3.0, np.float32))  # never masked
     assert after.reached == pytest.approx((3 * 10 + 3) / 53)
-    assert fedpews.story(after) == ["warm-up round 1 of 25: the devices' masks together covered 62 % of the network"]
+    assert fedpews.explain(after) == ["warm-up round 1 of 25: the devices' masks together covered 62 % of the network"]
 
 
 def test_devices_may_all_count_alike() -> None:
@@ -224,7 +224,7 @@ def test_when_the_warm_up_is_over_nothing_of_masks_is_left() -> None:
     order = fedpews.send(run[2], DeviceView("a", None))
     assert sorted(order.bundles) == ["model"]
     assert "masked" not in order.params
-    assert fedpews.story(run[3]) == []
+    assert fedpews.explain(run[3]) == []
     assert answers[-1].bundles["model"]["1.weight"].shape == (5, 6)
 
 

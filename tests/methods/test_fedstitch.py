@@ -77,7 +77,7 @@ def test_a_search_ends_with_a_validated_network() -> None:
     assert max(accuracies) > 0.8  # three templates are easy, a third is chance
     chosen = [each["path"][:-1] for each in found.meta["search"] if each["accuracy"] == max(accuracies)]
     assert found.meta["path"] in chosen
-    assert any(line.startswith("chosen: ") for line in METHOD.story(last))
+    assert any(line.startswith("chosen: ") for line in METHOD.explain(last))
 
 
 def test_the_same_seed_gives_the_same_bits() -> None:
@@ -437,7 +437,7 @@ def test_the_fit_tells_what_its_junctions_leave_of_a_device_left_out() -> None:
             solved = least_squares.solve(least_squares.merge(parts), before.params.ridge)[0].astype(np.float32)
             left = least_squares.left_out(parts, before.params.ridge)
             mean = np.average(left, weights=[part.yy for part in parts])
-            [line] = [line for line in METHOD.story(after) if line.startswith(f"to {name}: ")]
+            [line] = [line for line in METHOD.explain(after) if line.startswith(f"to {name}: ")]
             assert f"it leaves {100 * mean:.1f} % of the variance, {100 * max(left):.1f} % at worst" in line
             for net in (*after.frontier, *after.finished, after.current):
                 if net and net.path == path:  # the frontier is gone once the search has ended
@@ -472,7 +472,7 @@ def test_of_a_single_device_nothing_can_be_left_out() -> None:
     """The residual is unknown, not zero, and weighs nothing."""
     run = play(members(1), residual="weigh")
     assert all(each is None for finalist in run[-1].finalists for each in finalist.residuals)
-    assert any("is not known" in line for state in run for line in METHOD.story(state))
+    assert any("is not known" in line for state in run for line in METHOD.explain(state))
 
 
 def voted(*winners: vote.Winner, **changes: Any) -> State:
@@ -497,13 +497,13 @@ def test_a_weighed_residual_is_taken_off_the_paths_score() -> None:
 
 
 def test_a_path_whose_product_of_scores_is_too_low_is_given_up() -> None:
-    """0.9 * 0.5 is below 0.6 and does not join the frontier; 0.9 * 0.8 does; the story says so."""
+    """0.9 * 0.5 is below 0.6 and does not join the frontier; 0.9 * 0.8 does; the notes say so."""
     winners = vote.Winner("elm.1", 1.0, 0.5, 1), vote.Winner("fir.1", 1.0, 0.8, 1)
     grown = search.grow(voted(*winners, stop_below=0.6), {})
     assert grown.current is not None
     assert grown.current.path == ("ash.0", "fir.1")
     assert grown.frontier == ()
-    assert METHOD.story(grown) == ("given up ash.0 > elm.1: score 0.450 is below 0.6",)
+    assert METHOD.explain(grown) == ("given up ash.0 > elm.1: score 0.450 is below 0.6",)
 
 
 def test_the_best_of_what_was_given_up_is_kept_rather_than_nothing() -> None:
@@ -516,7 +516,7 @@ def test_the_best_of_what_was_given_up_is_kept_rather_than_nothing() -> None:
     ended = search.grow(voted(partial, end, stop_below=0.6), {})
     assert [net.path for net in ended.finished] == [("ash.0", "fir.2")]
     assert ended.phase == "head"
-    assert METHOD.story(ended)[-1] == "taken back, as nothing else is left: ash.0 > fir.2"
+    assert METHOD.explain(ended)[-1] == "taken back, as nothing else is left: ash.0 > fir.2"
     going = search.grow(voted(poor, partial, stop_below=0.6), {})
     assert going.current is not None
     assert going.current.path == ("ash.0", "elm.1")
@@ -557,7 +557,7 @@ def test_stopping_early_costs_fewer_rounds_and_still_gives_a_network() -> None:
     patient = play(native_continuation="exclude")
     assert len(hasty) < len(patient)
     assert METHOD.result(hasty[-1]).meta["path"]
-    lines = [line for state in hasty for line in METHOD.story(state)]
+    lines = [line for state in hasty for line in METHOD.explain(state)]
     assert any(line.startswith("given up ") for line in lines)
     assert any(line.startswith("taken back") for line in lines)
 
@@ -600,7 +600,7 @@ def test_without_held_out_examples_the_score_decides_and_the_story_says_so() -> 
     assert all(each["accuracy"] is None for each in found.meta["search"])
     best = max(last.finalists, key=lambda finalist: finalist.score)
     assert found.meta["path"] == list(best.path[:-1])
-    assert any("not validated" in line for line in METHOD.story(last))
+    assert any("not validated" in line for line in METHOD.explain(last))
 
 
 def test_paper_mode_is_the_papers_letter() -> None:

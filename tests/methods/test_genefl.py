@@ -290,7 +290,7 @@ def test_a_device_evaluates_its_own_model_and_nothing_before_it_has_one() -> Non
     task, site, answer = trained(worked, "dev-1")[-1]
     found = genefl.check(task, replace(site, local=answer.local))
     assert found["accuracy"] == answer.metrics["personal"]
-    assert genefl.story(run[-1])[0].endswith("2 of 2 layers are sent")
+    assert genefl.explain(run[-1])[0].endswith("2 of 2 layers are sent")
 
 
 def test_private_state_of_another_network_is_refused() -> None:

@@ -99,7 +99,7 @@ def test_fedlgs_three_of_a_resnet18_are_18_28_mib_where_gradients_say_what_the_p
     after = fedlg.step(state, total)
     assert set(after.shared) == small
     assert f"{mib({name: resnet18()[name] for name in after.shared}):.2f}" == "18.28"
-    assert fedlg.METHOD.story(after) == [f"the learnGene is {', '.join(sorted(small))}"]
+    assert fedlg.METHOD.explain(after) == [f"the learnGene is {', '.join(sorted(small))}"]
     assert not any("downsample" in name or "fc" in name for name in state.candidates)
 
 

@@ -139,7 +139,7 @@ def test_too_few_updates_for_krum_change_nothing_and_it_says_so() -> None:
     state = begun(attackers=0.3)
     after = krum.step(state, folded(state, {"a": (1.0, 1.0), "b": (2.0, 2.0), "c": (3.0, 3.0), "d": (3.0, 4.0)}))
     assert after.model is state.model
-    assert krum.METHOD.story(after) == ("4 updates are too few for Krum with 1 attackers: the round changed nothing",)
+    assert krum.METHOD.explain(after) == ("4 updates are too few for Krum with 1 attackers: the round changed nothing",)
     assert krum.step(state, None) is state
 
 

@@ -30,7 +30,7 @@ from fedquilt.tools.report.found import gather
 from fedquilt.tools.simulation import Member, agents
 
 HERE = Path(__file__).parent
-STITCHED, ALONE = "stitched by all boards", "stitched by one board, mean"
+STITCHED, ALONE = "stitched by all boards", "stitched by one (mean)"
 
 
 def demo(out: Path, format: str = "text", wordy: bool = False, show: bool = False) -> int:

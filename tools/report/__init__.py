@@ -45,7 +45,7 @@ def html(found: Found, template: str = "run.html", **more: Any) -> str:
         matrix=matrix.matrix(found.parts) if found.parts else None,
         reasons=sections.reasons(found),
         partition=page.markup(found.partition) if found.partition else None,
-        log=sections.story(found),
+        log=sections.log(found),
         job=sections.toml(row.job),
         **more,
     )

@@ -258,7 +258,7 @@ class Told(NamedTuple):
     energy: list[str]
 
 
-def story(found: Found) -> Told:
+def log(found: Found) -> Told:
     """What happened: in brief, and fact by fact."""
     brief, whole, teller = [], [], stories.Teller()
     state = Rounds(Plan.of(found.row.job))
@@ -276,7 +276,7 @@ def story(found: Found) -> Told:
 
 
 def _news(fact: AnyFact) -> bool:
-    """Whether it belongs to the story as it is told first: not each answer."""
+    """Whether a fact belongs to the brief log: single answers do not."""
     return not isinstance(fact, Answered | Closed)
 
 

@@ -11,6 +11,7 @@ the depot's pack, others by way of files. Bytes are counted as an agent counts t
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import math
 import os
@@ -308,6 +309,9 @@ class _Device:
         pass
 
     def order(self, task: Task, budget_bytes: int, plan_bytes: int, *, spare: bool = False) -> Order:
+        if not spare:  # of a task before that failed after it had written it
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{self._fleet.out}/{self._prefix}{PRIVATE}")
         return Order(
             task=task,
             device=self.name,

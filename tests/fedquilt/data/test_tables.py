@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.views import scores
 from fedquilt.core import DataError, JobError
 from fedquilt.data import examples, readers
 from fedquilt.data.spec import DataSpec
@@ -208,3 +210,29 @@ def test_numbers_and_labels_come_from_arrays_too(tmp_path: Path) -> None:
         readers.open_(spec(tmp_path / "a.npz", task="labels"))
     with pytest.raises(DataError, match=r"or set .* fill to a number"):
         examples.load_all(spec(tmp_path / "a.npz", task="regression"))
+
+
+# -- test sets ------------------------------------------------------------------------------------
+
+
+def test_a_test_table_of_its_own_is_read_as_the_devices_is(tmp_path: Path) -> None:
+    """By the same columns, words and fills; what says who has which is not for it."""
+    written(tmp_path, "a,kind\n1,on\n2,off\n", "all.csv")
+    written(tmp_path, "a,kind\nNA,off\n", "other.csv")
+    how = {"y": "kind", "labels": ["on", "off"], "fill": 5.0}
+    data = {"path": str(tmp_path / "all.csv"), **how, "partition": "iid", "held": 0.5}
+    job = settings.parse({"name": "j", "method": "fedavg", "data": data, "test": {"path": str(tmp_path / "other.csv")}})
+    table = scores.test_table(job)
+    assert table == {"path": str(tmp_path / "other.csv"), "split": "train", **how}
+    found = examples.load_all(DataSpec.parse(table))
+    assert (found.x.tolist(), found.y.tolist()) == ([[5.0]], [1])
+
+
+def test_the_test_split_of_a_folder_of_tables_keeps_its_columns(tmp_path: Path) -> None:
+    """x and y name columns, which each split has; of an .npz they name arrays of one split."""
+    table = {"name": "j", "method": "fedavg", "data": {"path": str(tmp_path), "y": "kind", "labels": ["on"]}}
+    found = scores.test_table(settings.parse(table))
+    assert (found["split"], found["y"], found["labels"]) == ("test", "kind", ["on"])
+    arrays = {**table, "data": {"path": str(tmp_path / "a.npz"), "y": "kind"}}
+    with pytest.raises(JobError, match="names the array y = 'kind', of any split"):
+        scores.test_table(settings.parse(arrays))

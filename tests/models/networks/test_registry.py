@@ -37,6 +37,9 @@ def test_a_convolution_is_counted_at_every_position() -> None:
         {"name": "residual", "channels": 1, "classes": 7, "input": {"channels": 1, "size": 28}},
         {"name": "separable", "channels": 3, "classes": 7, "input": {"channels": 3, "size": 20}},
         {"name": "vit", "channels": 3, "size": 20, "classes": 7},
+        {"name": "conv1d", "channels": 3, "steps": 20, "classes": 7},
+        {"name": "gru", "channels": 3, "steps": 20, "classes": 7, "layers": 2},
+        {"name": "transformer", "vocabulary": 9, "length": 5, "classes": 7},
         {"name": "resnet20-cifar", "classes": 7, "input": {"channels": 3, "size": 32}},
         {"name": "torchvision/squeezenet1_1", "classes": 7, "input": {"channels": 3, "size": 64}},
     ],
@@ -47,6 +50,24 @@ def test_every_network_takes_its_input_shape_and_yields_one_score_per_class(netw
     model = registry.load(network)
     shape = registry.input_shape(network)
     assert model(torch.zeros(2, *shape)).shape == (2, network["classes"])
+
+
+def test_series_of_a_single_step_are_convolved_without_pooling() -> None:
+    """Nothing is left to pool; an even kernel would shift a series by half a step."""
+    model = registry.build({"name": "conv1d", "channels": 2, "steps": 1, "classes": 3})
+    assert model(torch.zeros(2, 1, 2)).shape == (2, 3)
+    with pytest.raises(ModelError, match="kernel 4 is even: give an odd one"):
+        registry.build({"name": "conv1d", "channels": 2, "steps": 8, "classes": 3, "kernel": 4})
+
+
+def test_a_transformer_reads_the_order_of_tokens_and_no_padding() -> None:
+    """Another order gives other scores; an empty text gives finite ones; the mean is of what is said."""
+    model = registry.load({"name": "transformer", "vocabulary": 9, "length": 4, "classes": 3, "width": 8})
+    one, other, empty = model(torch.tensor([[1.0, 2, 0, 0], [2, 1, 0, 0], [0, 0, 0, 0]]))
+    assert not torch.allclose(one, other)
+    assert torch.isfinite(empty).all()
+    with pytest.raises(ModelError, match="width 6 is not a multiple of heads 4"):
+        registry.build({"name": "transformer", "vocabulary": 9, "length": 4, "classes": 3, "width": 6, "heads": 4})
 
 
 def test_a_table_that_does_not_say_its_input_is_refused() -> None:

@@ -60,7 +60,7 @@ def test_bytes_are_those_of_what_is_sent_and_content_is_sent_once() -> None:
         fold=lambda turn, total, update: update,
         step=lambda turn, total: turn + 1,
         done=lambda turn: turn == 2,
-        story=lambda turn: (),
+        explain=lambda turn: (),
     )
     last = play("fedstitch", bundle, members(1), engine=runner, method=toy, observe=observe)[-1]
     size = {name: len(tensors.encode(value)) for name, value in (("same", same), ("one", one), ("other", other))}

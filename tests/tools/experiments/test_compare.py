@@ -355,7 +355,7 @@ def test_a_comparison_that_is_killed_leaves_no_folders_behind(
     words = ["compare", str(tmp_path / "job.toml"), "--bundle", str(folder), "--seeds", "0", "--workers", "1"]
     words += ["--out", str(tmp_path / "out")]
     killed = (
-        "import os, sys; from fedquilt import cli; from fedquilt.tools import compare\n"
+        "import os, sys; from fedquilt import cli; from fedquilt.tools.experiments import compare\n"
         f"compare._live = lambda name, rounds: lambda done: os.kill(os.getpid(), {int(kind)})\n"
         "sys.exit(cli.main(sys.argv[1:]))"
     )

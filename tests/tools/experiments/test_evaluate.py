@@ -133,7 +133,7 @@ def test_scores_on_another_test_set_are_not_mixed_with_these(store: Store) -> No
     assert len(scores.read(store.home, row).scores) == 1
     other = settings.parse({**TABLE, "test": {"path": "/elsewhere.npz"}})
     assert scores.read(store.home, row._replace(job=other)).scores == ()
-    evaluate.file(store.home, run).write_text("{ half")
+    scores.file(store.home, run).write_text("{ half")
     assert scores.read(store.home, row).scores == ()
 
 

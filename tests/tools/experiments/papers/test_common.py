@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedquilt.core import DataError
+from fedquilt.tools.experiments import intervals
 from fedquilt.tools.experiments.papers import common
 
 
@@ -74,4 +75,4 @@ def test_claims_are_told_with_their_intervals_and_other_figures_as_a_benchs() ->
 def test_quantiles_are_students() -> None:
     """As tables of the distribution have them, where they are reckoned too."""
     for freedom, right in ((1, 12.706), (2, 4.303), (10, 2.228), (11, 2.201), (20, 2.086), (60, 2.000)):
-        assert common.quantile(freedom) == pytest.approx(right, abs=1e-3)
+        assert intervals.quantile(freedom) == pytest.approx(right, abs=1e-3)
