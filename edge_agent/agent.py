@@ -319,7 +319,8 @@ def run_agent(settings: AgentSettings) -> None:
         JobError: a setting that cannot be used, or another agent in the same home.
         StoreError: the home cannot be read or written.
     """
-    from fedquilt.transport.mqtt import Broker, MqttLink
+    from fedquilt.transport.broker import Broker
+    from fedquilt.transport.mqtt import MqttLink
 
     broker = Broker.parse(**msgspec.structs.asdict(settings.broker))
     profile = None if settings.profile is None else profiles.find(settings.profile)
