@@ -56,7 +56,7 @@ def bundle_of(job: Path, given: Path | None) -> Path:
 def link_to(broker: Broker) -> Any:
     """The coordinator's link; not connected yet: a daemon waits for its broker, a command asks for it."""
     from fedquilt import wire
-    from fedquilt.transport.mqtt import Broker as Address
+    from fedquilt.transport.broker import Broker as Address
     from fedquilt.transport.mqtt import MqttLink
 
     will = (wire.Topics(broker.fleet).coord, wire.encode(wire.CoordState(online=False)))

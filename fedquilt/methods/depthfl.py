@@ -27,7 +27,7 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt import layers, tensors
-from fedquilt.core import Answer, Artefact, Bundle, Contribution, DeviceView, Hooks, Order, Site, Task, Turn
+from fedquilt.core import Answer, Artefact, Bundle, Contribution, DeviceView, Hooks, Order, Site, Step, Task
 from fedquilt.methods import fedavg, heterofl
 from fedquilt.models.networks import stages
 from fedquilt.models.partial import depth as by_depth
@@ -149,8 +149,8 @@ def work(task: Task, site: Site) -> Answer:
     exits = exits_of(task)
     if not exits.looks:
         return fedavg.work(task, site)
-    turns = (Turn(penalty=exits.penalty),)
-    return fedavg.work(task, site, Hooks(prepare=exits.prepare(site.load("model")), turns=turns))
+    steps = (Step(penalty=exits.penalty),)
+    return fedavg.work(task, site, Hooks(prepare=exits.prepare(site.load("model")), steps=steps))
 
 
 def check(task: Task, site: Site) -> Mapping[str, float]:

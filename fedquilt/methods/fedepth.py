@@ -26,7 +26,7 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt import layers, tensors
-from fedquilt.core import Answer, Artefact, Bundle, Contribution, DeviceView, Hooks, Order, Site, Task, Turn
+from fedquilt.core import Answer, Artefact, Bundle, Contribution, DeviceView, Hooks, Order, Site, Step, Task
 from fedquilt.methods import depthfl, fedavg, heterofl
 from fedquilt.models.networks import stages
 from fedquilt.models.partial import depth as by_depth
@@ -136,7 +136,7 @@ def work(task: Task, site: Site) -> Answer:
             start[link(end)], moved = model[link(end)], moved | {link(end)}
         else:
             start = {name: array for name, array in model.items() if not name.startswith("link.")}
-        hooks = Hooks(prepare=prepare, turns=(Turn(rate=lambda name, moved=moved: float(name in moved)),))  # type: ignore[misc]
+        hooks = Hooks(prepare=prepare, steps=(Step(rate=lambda name, moved=moved: float(name in moved)),))  # type: ignore[misc]
         done = index / len(parts)
         at = replace(site, progress=lambda share, done=done: site.progress(done + share / len(parts)))  # type: ignore[misc]
         answer = fedavg.trained(task, at, start, hooks)

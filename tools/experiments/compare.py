@@ -19,7 +19,7 @@ import msgspec
 
 from fedquilt import bundle, config, methods, metrics
 from fedquilt.coordinator import settings as jobs
-from fedquilt.coordinator.job import require_made_for
+from fedquilt.coordinator.preflight import require_made_for
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.views import scores
 from fedquilt.core import FedquiltError, JobError

@@ -17,7 +17,9 @@ from fedquilt.tools.experiments import evaluate
 from fedquilt.tools.experiments.beside import Judge, Verdict
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation import agents as fleet
-from fedquilt.tools.simulation.run import Hands, Round, Simulation, simulate
+from fedquilt.tools.simulation.carriers import Hands
+from fedquilt.tools.simulation.run import simulate
+from fedquilt.tools.simulation.simulated_job import Round, Simulation
 
 FORMAT = 2  # of a finished run on disk
 

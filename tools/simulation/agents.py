@@ -22,10 +22,10 @@ import msgspec
 
 from fedquilt import config as tables
 from fedquilt import methods, plugins
-from fedquilt.blobs.store import Shared
+from fedquilt.blobs.shared_store import Shared
 from fedquilt.bundle import load
 from fedquilt.coordinator.executors import OverLink
-from fedquilt.coordinator.job import first_state, require_made_for
+from fedquilt.coordinator.preflight import first_state, require_made_for
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Store
@@ -40,8 +40,9 @@ from fedquilt.edge_agent.task.worker import InlineWorker
 from fedquilt.models.networks import registry
 from fedquilt.tools.broker import EmbeddedBroker
 from fedquilt.tools.simulation import Member
+from fedquilt.transport.broker import Broker
 from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, simulate
-from fedquilt.transport.mqtt import Broker, MqttLink
+from fedquilt.transport.mqtt import MqttLink
 
 WAITS_S: Final = 3600.0  # of virtual time for which nobody is at a run
 PULSE_S: Final = 5.0  # how often it is told how far a fleet on virtual time is, between its facts

@@ -29,10 +29,11 @@ from fedquilt.data import examples as data
 from fedquilt.data.spec import DataSpec
 from fedquilt.tools.experiments import parallel
 from fedquilt.tools.experiments.papers import common
+from fedquilt.tools.simulation.carriers import abreast, bench
 from fedquilt.tools.simulation.hands import Bench
-from fedquilt.tools.simulation.run import ROOM_BYTES, Simulation, abreast, bench
 from fedquilt.tools.simulation.run import play as play_all
 from fedquilt.tools.simulation.scratch import Scratch
+from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, Simulation
 
 NETWORK: Final = {"name": "mlp", "inputs": 5, "hidden": [32, 64, 128, 32], "classes": 4}  # the paper's Table 4
 SEEDS: Final = (0, 1, 2)
