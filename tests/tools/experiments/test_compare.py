@@ -353,7 +353,9 @@ def test_a_comparison_that_is_killed_leaves_no_folders_behind(
     words += ["--out", str(tmp_path / "out")]
     killed = (
         "import os, sys; from fedquilt import cli; from fedquilt.tools.experiments import compare\n"
-        f"compare._live = lambda name, rounds: lambda done: os.kill(os.getpid(), {int(kind)})\n"
+        "finished = compare.finished\n"
+        f"killed = lambda line: os.kill(os.getpid(), {int(kind)})\n"
+        "compare.finished = lambda todo, out, player, say, show: finished(todo, out, player, say, killed)\n"
         "sys.exit(cli.main(sys.argv[1:]))"
     )
 
