@@ -20,8 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt import config as tables
-from fedquilt import methods, plugins
+from fedquilt import config, methods, plugins
 from fedquilt.blobs.shared_store import Shared
 from fedquilt.bundle import load
 from fedquilt.coordinator.executors import OverLink
@@ -135,7 +134,7 @@ class Plan:
         require_made_for(self.job, made)
         agents = self.agents()
         fitting.require_fit(made.meta, DataSpec.parse(agents[0]["data"]))  # else every board would find out for itself
-        with tables.naming("[fleet]"):
+        with config.naming("[fleet]"):
             for budget in dict.fromkeys(self.job.fleet.budgets):
                 settings.size_bytes(budget)
             for board in dict.fromkeys(agent["board"] for agent in agents):
@@ -327,7 +326,7 @@ def _processes(
         for table in agents:
             home = Path(table["home"])
             home.mkdir(parents=True, exist_ok=True)
-            (home / "agent.toml").write_text(tables.text({**table, "broker": dict(broker)}))
+            (home / "agent.toml").write_text(config.text({**table, "broker": dict(broker)}))
             with (home / "agent.log").open("ab") as log:
                 command = [sys.executable, "-c", AGENT, str(os.getpid()), str(home / "agent.toml")]
                 started[table["device"]] = subprocess.Popen(command, stdout=log, stderr=log)

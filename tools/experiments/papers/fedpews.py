@@ -25,7 +25,7 @@ import msgspec
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import JobError
-from fedquilt.data import examples as data
+from fedquilt.data.examples import load_all
 from fedquilt.data.spec import DataSpec
 from fedquilt.tools.experiments import parallel
 from fedquilt.tools.experiments.papers import common
@@ -137,7 +137,7 @@ def play(column: Column, mu: float, seeds: Sequence[int], warmup: int, rounds: i
         tests = []
         for seed in seeds:
             spec = points(column, seed)
-            tests.append(data.load_all(msgspec.structs.replace(spec, split="test")))
+            tests.append(load_all(msgspec.structs.replace(spec, split="test")))
             made, held = bench(common.members(spec, 2), engine=engine)
             folder = common.bundle(NETWORK, scratch / f"bundle-{seed}", seed=seed)
             given = job(column, mu, seed, warmup, rounds)
