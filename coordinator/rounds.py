@@ -196,6 +196,16 @@ def _all_declined(state: Rounds) -> bool:
     return bool(state.declined) and not state.asked
 
 
+def _by_reason(declined: Mapping[str, str], most: int = 5) -> str:
+    """The first `most` reasons, each once, behind the devices that gave it: "a, b and 6 more: too big; x: NaN"."""
+    devices: dict[str, list[str]] = {}
+    for device, reason in sorted(declined.items()):
+        devices.setdefault(reason, []).append(device)
+    more = {reason: f" and {len(names) - most} more" for reason, names in devices.items() if len(names) > most}
+    told = list(devices.items())[:most]
+    return "; ".join(f"{', '.join(names[:most])}{more.get(reason, '')}: {reason}" for reason, names in told)
+
+
 def _no_quorum(state: Rounds, want: int) -> str:
     """What became of everybody who was asked in the round: the numbers add up, whatever the attempt."""
     asked = state.asked_s.keys() | state.answered.keys() | state.declined.keys()
@@ -209,7 +219,7 @@ def _no_quorum(state: Rounds, want: int) -> str:
         *([f"{len(state.idle)} had nothing to do"] if state.idle else []),
         *([f"{len(silent)} stayed silent"] if silent else []),
     ]
-    reasons = "; ".join(f"{device}: {reason}" for device, reason in sorted(state.declined.items())[:5])
+    reasons = _by_reason(state.declined)
     enough = quorum(state, want)
     return (
         f"round {state.round} asked {len(asked)} {'device' if len(asked) == 1 else 'devices'} in {state.attempt + 1} "

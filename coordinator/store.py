@@ -260,7 +260,12 @@ class Store:
         elsewhere = self._lock is None and self.served()
         for id in ids:
             if elsewhere and (status := self.status(id)) in UNENDED:
-                raise JobError(f"{id} is {status}: `fedquilt stop {id} --home {self.home}` ends it first")
+                mend = (
+                    "wait until it has stopped"
+                    if status == "stopping"
+                    else f"`fedquilt stop {id} --home {self.home}` ends it first"
+                )
+                raise JobError(f"{id} is {status}: {mend}")
 
     def begin(self, id: str) -> None:
         """Note that the coordinator that was started last has taken a job up."""

@@ -34,11 +34,11 @@ def require_targets(examples: Examples, outputs: int, task: TaskKind = "classes"
     y = examples.y
     if task == "classes":
         if y.ndim != 1 or y.dtype.kind not in "iu":
-            raise DataError(f"the network tells classes, and the examples' labels are {_described(y)}: {ADVICE}")
+            raise DataError(f"the network predicts classes, and the examples' labels are {_described(y)}: {ADVICE}")
         low, high = int(y.min(initial=0)), int(y.max(initial=0))
         if low < 0 or high >= outputs:
             raise DataError(
-                f"labels run from {low} to {high}, the network tells {outputs} classes (0 to {outputs - 1})"
+                f"labels run from {low} to {high}, the network predicts {outputs} classes (0 to {outputs - 1})"
             )
         return
     kind = "f" if task == "regression" else "iu"

@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -218,7 +219,12 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
         metrics |= {f"check.{name}": float(value) for name, value in checked.items()}
         weight = float(checked.get("examples", len(site.held)))
     if "work" in task.actions:
-        answer = compression.encoded(task.wire, method.work(task, site), base, private)
+        done = method.work(task, site)
+        if not isinstance(done, core.Answer):
+            raise core.JobError(
+                f"`work` of method {task.method!r} returned {type(done).__name__}, and a fedquilt.core.Answer is wanted"
+            )
+        answer = compression.encoded(task.wire, done, base, private)
         metrics |= {name: float(value) for name, value in answer.metrics.items()}
         weight = float(answer.weight)
         bundles, blobs = _written(answer, order)
@@ -296,7 +302,15 @@ def _sentence(error: Exception) -> str:
         return (
             f"an allocation failed ({said}): the next try plans with less; ask for less, or free memory on the device"
         )
-    return f"{type(error).__name__}: {error}"
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said} ({_place(error)})" if said else f"{type(error).__name__} ({_place(error)})"
+
+
+def _place(error: Exception) -> str:
+    """File and line that raised an error nobody expected, for the author of a method or network: "prox.py, line 24"."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in frames if "site-packages" not in frame.filename] or frames
+    return f"{os.path.basename(frames[-1].filename)}, line {frames[-1].lineno}" if frames else "place unknown"
 
 
 # -- the process ----------------------------------------------------------------------------------

@@ -145,8 +145,8 @@ def compare(
         JobError: no jobs or seeds, or a key is wrong. What a run raises is in `Comparison.failed`.
         DataError, ModelError, StoreError: as `simulate`.
     """
-    chosen = sorted(set(seeds))
-    if not jobs or not chosen:
+    chosen = sorted(set(seeds)) if isinstance(seeds, Iterable) else []
+    if isinstance(jobs, Job | str) or not jobs or not chosen or not all(isinstance(each, Job) for each in jobs):
         raise JobError("compare takes a list of jobs and seeds, as in fq.compare([job, other], seeds=range(3))")
     todo = {index: _cases(job, Path(out), chosen) for index, job in enumerate(jobs)}
     order = [todo[index][place] for place in range(len(chosen)) for index in todo]  # seed by seed: whole rows first

@@ -120,6 +120,7 @@ class Run:
         A stitched network is always ONNX. Trained weights as ONNX need torch.
 
         Raises:
+            JobError: another ending.
             StoreError: the file cannot be written.
             ModelError: the network cannot be written as ONNX.
         """

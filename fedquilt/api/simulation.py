@@ -53,7 +53,7 @@ def simulate(
             False: nothing.
 
     Raises:
-        JobError: the job has no [data], or a key is wrong, or the run has failed; says why.
+        JobError: what is given is no job, or it has no [data], or a key is wrong, or the run has failed; says why.
         DataError: the data cannot be read, or the network cannot take them.
         ModelError: the network cannot be had, or the method cannot train it.
         StoreError: the home cannot be written.
@@ -62,6 +62,8 @@ def simulate(
     from fedquilt.tools.experiments import watched_run
     from fedquilt.tools.simulation.scratch import Scratch
 
+    if not isinstance(job, Job):
+        raise JobError(f"simulate takes a fq.Job, not {job!r}; of a job file: fq.simulate(fq.Job.read('job.toml'))")
     wanted = seeded(job, seed)
     made = watched_run.evaluated(wanted) if evaluate else wanted
     if not made.data:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from fedquilt import extras
+from fedquilt import config, extras
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,7 +29,15 @@ class Table:
         return len(next(iter(self.columns.values()), []))
 
     def __getitem__(self, name: str) -> list[Any]:
-        """The column of that name."""
+        """The column of that name.
+
+        Raises:
+            KeyError: there is none; says which there are.
+        """
+        if name not in self.columns:
+            raise KeyError(
+                f"no column {name!r}; there are: {', '.join(self.columns)}{config.nearest(name, self.columns)}"
+            )
         return self.columns[name]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -44,7 +44,7 @@ def require_fit(meta: Mapping[str, Any], spec: DataSpec) -> None:
         _require_labels(reader, spec, len(meta["labels"]), "the job has labels for")
     elif isinstance(outputs := meta.get("outputs", network.get("classes")), int):
         if task == "classes":
-            _require_labels(reader, spec, outputs, f"{name} tells")
+            _require_labels(reader, spec, outputs, f"{name} predicts")
         else:
             _require_outputs(reader, spec, outputs, name)
     wanted = network.get("input") or meta.get("input") or {}

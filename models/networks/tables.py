@@ -18,7 +18,14 @@ def mlp(inputs: int, hidden: Sequence[int], classes: int) -> Table:
     Args:
         inputs: values of one example.
         hidden: widths of the hidden layers.
+
+    Raises:
+        JobError: `hidden` is one number instead of a list of them.
     """
+    if isinstance(hidden, int):
+        from fedquilt.core import JobError  # loads numpy
+
+        raise JobError(f"mlp: hidden is a list of widths: write [{hidden}]")
     return {"name": "mlp", "inputs": inputs, "hidden": list(hidden), "classes": classes}
 
 

@@ -237,6 +237,16 @@ def test_a_job_that_fails_says_what_became_of_everybody_who_was_asked() -> None:
     )
 
 
+def test_a_reason_that_many_devices_give_is_told_once() -> None:
+    """Nine refuse for one reason, one for another: two reasons, and of nine names five."""
+    names = tuple("abcdefghij")
+    state = after(begun(size=10, attempts=1), Asked(0, 0, names))
+    state = after(state, *(Declined(0, device, "memory", "too big") for device in names[1:]))
+    fact = decide(after(state, Declined(0, "a", "data", "none here")), 1e9, set(names))
+    assert isinstance(fact, Ended)
+    assert "; refused: a: none here; b, c, d, e, f and 4 more: too big; see to" in fact.reason
+
+
 def test_a_round_in_which_the_method_has_nothing_for_anybody_closes_with_nobody() -> None:
     """Sized or not: there is nothing to wait for, and nothing to try again."""
     for cohort in ({}, {"size": 2}):

@@ -87,8 +87,8 @@ def test_a_loss_that_is_not_finite_is_refused_and_no_examples_tell_nothing() -> 
 @pytest.mark.parametrize(
     ("task", "y", "said"),
     [
-        ("classes", np.zeros((2, 1), np.float32), "tells classes, and the examples' labels are 1 numbers each"),
-        ("classes", np.array([0, 7]), r"labels run from 0 to 7, the network tells 2 classes \(0 to 1\)"),
+        ("classes", np.zeros((2, 1), np.float32), "predicts classes, and the examples' labels are 1 numbers each"),
+        ("classes", np.array([0, 7]), r"labels run from 0 to 7, the network predicts 2 classes \(0 to 1\)"),
         (
             "regression",
             np.array([0, 1]),

@@ -39,10 +39,15 @@ def export(store: Store, run: str, out: Path) -> str:
     safetensors file with the network's table in its header, or an ONNX file if `out` ends with .onnx.
 
     Raises:
+        JobError: `out` ends with something else than what is written.
         ModelError: the result cannot be written as ONNX.
         StoreError: it cannot be written.
     """
     found = artefact(store, run)
+    endings = (".onnx",) if found.kind == "stitched" else (".onnx", ".safetensors")
+    if out.suffix and out.suffix not in endings:
+        what = "a stitched network is one ONNX file" if found.kind == "stitched" else "weights are safetensors or ONNX"
+        raise JobError(f"{out}: {what}: name a file that ends with {' or '.join(endings)}")
     if found.kind == "stitched":
         from fedquilt.models.stitching import export_onnx  # needs onnx, which a coordinator does not
 
@@ -59,9 +64,9 @@ def export(store: Store, run: str, out: Path) -> str:
         payload = onnx_file.written(found.meta["network"], found.tensors)
         what = f"network {found.meta['network'].get('name')}"
     else:
-        network = msgspec.json.encode(found.meta).decode()
-        payload = tensors.encode(found.tensors, {"fedquilt": network})
-        what = f"{len(found.tensors)} tensors of {network}"
+        payload = tensors.encode(found.tensors, {"fedquilt": msgspec.json.encode(found.meta).decode()})
+        name = found.meta.get("network", {}).get("name") if isinstance(found.meta.get("network"), dict) else None
+        what = f"{len(found.tensors)} tensors" + (f" of network {name}" if name else f" ({found.kind})")
     part = out.with_name(out.name + ".part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

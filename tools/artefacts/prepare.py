@@ -194,10 +194,12 @@ def _outputs(model: Any, network: Mapping[str, Any]) -> int:
         scores = model.eval()(torch.zeros(2, *shape))
     told = tuple(getattr(scores, "shape", ())) or type(scores).__name__
     if not isinstance(scores, torch.Tensor) or scores.ndim != 2 or len(scores) != 2:
-        raise ModelError(f"network {name!r} tells {told} for two examples, and scores of shape (2, classes) are wanted")
+        raise ModelError(
+            f"network {name!r} returns {told} for two examples, and scores of shape (2, classes) are wanted"
+        )
     if network.get("classes", scores.shape[1]) != scores.shape[1]:
         raise ModelError(
-            f"network {name!r} tells {scores.shape[1]} scores for an example, and its [model] table has classes = "
+            f"network {name!r} returns {scores.shape[1]} scores for an example, and its [model] table has classes = "
             f"{network['classes']}: mend the network's last layer, or the table"
         )
     return int(scores.shape[1])

@@ -128,12 +128,20 @@ class Plan:
 
         Raises:
             JobError, ModelError: the bundle, or a key of [data] or [fleet] is wrong.
-            DataError: there is no data, or none that can be read, or the network cannot take them.
+            DataError: there is no data, or none that can be read, or a device would have none, or the network cannot
+                take them.
         """
         made = load(self.bundle)
         require_made_for(self.job, made)
         agents = self.agents()
-        fitting.require_fit(made.meta, DataSpec.parse(agents[0]["data"]))  # else every board would find out for itself
+        spec = DataSpec.parse(agents[0]["data"])
+        fitting.require_fit(made.meta, spec)  # else every board would find out for itself
+        examples.label_counts(spec)  # no share may be empty
+        if self.job.cohort.size > self.size:
+            raise JobError(
+                f"[cohort] size is {self.job.cohort.size}, and the fleet has {self.size} devices: ask for fewer, or "
+                "simulate more ([fleet] devices, or --devices)"
+            )
         with config.naming("[fleet]"):
             for budget in dict.fromkeys(self.job.fleet.budgets):
                 settings.size_bytes(budget)

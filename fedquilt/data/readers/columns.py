@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from fedquilt.data.spec import DataSpec
 
 MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))  # in any case
 SEPARATORS = (";", "|", " ")  # between the labels of one example, in one column
+DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Decoder:
             try:
                 found[row] = float(value)
             except (TypeError, ValueError):
-                self._refuse(chunk, row, name, f"{_quoted(value)} is not a number", self._how(chunk, name))
+                self._refuse(chunk, row, name, f"{_quoted(value)} is not a number", self._how(chunk, name, value))
             if not np.isfinite(found[row]):
                 self._refuse(chunk, row, name, f"{_quoted(value)} is not a finite number in 32 bits", "leave it out")
         return found
@@ -111,7 +113,9 @@ class Decoder:
         fill = self._spec.fill
         return fill.get(name) if isinstance(fill, dict) else fill
 
-    def _how(self, chunk: Chunk, name: str) -> str:
+    def _how(self, chunk: Chunk, name: str, value: object) -> str:
+        if DECIMAL_COMMA.fullmatch(str(value)):
+            return f"write it with a point, {str(value).replace(',', '.')}"
         if isinstance(name, str) and name in self._y:
             return "with task = 'regression' labels are numbers"
         kinds = sorted({str(value) for value in chunk.columns[name] if not _missing(value)})

@@ -128,6 +128,7 @@ def read(file: Path) -> Iterator[Chunk]:
 
 def _csv(file: Path) -> Iterator[Chunk]:
     """By commas, or by semicolons or tabs where the head has no comma. UTF-8, with a byte order mark or without."""
+    begun = [0]  # the line at which the last whole row ended
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
             head_line = stream.readline()
@@ -142,21 +143,23 @@ def _csv(file: Path) -> Iterator[Chunk]:
             if len(set(head)) < len(head):
                 twice = next(name for name in head if head.count(name) > 1)
                 raise DataError(f"{file}, line 1: two columns are called {twice!r}: give each its own name")
-            yield from _gathered(file, head, rows)
+            yield from _gathered(file, head, rows, begun)
     except UnicodeDecodeError:
         raise DataError(f"{file} is not text in UTF-8{encoding(file)}") from None
     except csv.Error as error:
-        raise DataError(f"{file}, line {rows.line_num}: {error}: mend this line's quotes or separators") from None
+        raise DataError(f"{file}, line {begun[0] + 1}: {error}: mend this line's quotes or separators") from None
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror}") from None
 
 
-def _gathered(file: Path, head: Sequence[str], rows: Iterator[list[str]]) -> Iterator[Chunk]:
+def _gathered(file: Path, head: Sequence[str], rows: Iterator[list[str]], ended: list[int]) -> Iterator[Chunk]:
+    """The rows in chunks; `ended[0]` becomes the line at which the last whole row ended."""
     lines: list[int] = []
     held: list[list[str]] = []
     told = False
+    ended[0] = rows.line_num  # type: ignore[attr-defined]
     for row in rows:
-        line = rows.line_num  # type: ignore[attr-defined]
+        line = ended[0] = rows.line_num  # type: ignore[attr-defined]
         if not row:
             continue  # an empty line
         if len(row) != len(head):

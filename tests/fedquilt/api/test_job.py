@@ -125,3 +125,19 @@ def test_what_is_shown_makes_the_same_job() -> None:
     """Only what is not as its default."""
     assert eval(repr(job()), {"Job": fq.Job}) == job()
     assert "attempts" not in repr(job())
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: fq.simulate("job.toml"), r"simulate takes a fq\.Job, not 'job\.toml'; .*fq\.Job\.read"),  # type: ignore[arg-type]
+        (lambda: fq.compare(job(), seeds=[0]), r"compare takes a list of jobs and seeds"),  # type: ignore[arg-type]
+        (lambda: fq.compare([job()], seeds=1), r"compare takes a list of jobs and seeds"),  # type: ignore[arg-type]
+        (lambda: fq.compare("job.toml"), r"compare takes a list of jobs and seeds"),  # type: ignore[arg-type]
+        (lambda: fq.models.mlp(64, 32, 10), r"mlp: hidden is a list of widths: write \[32\]"),  # type: ignore[arg-type]
+    ],
+)
+def test_an_argument_of_another_kind_is_no_bare_type_error(make: Any, said: str) -> None:
+    """A job file's name for a job, one number for a list."""
+    with pytest.raises(fq.JobError, match=said):
+        make()

@@ -152,3 +152,18 @@ def test_a_run_of_any_home_is_opened(run: fq.Run, tmp_path: Path, capsys: pytest
         fq.Run.open(run.home, "other")
     with pytest.raises(fq.StoreError, match="give the home of a coordinator"):
         fq.Run.open(tmp_path, "viewed")
+
+
+def test_a_column_that_there_is_not_is_told_with_those_there_are(run: fq.Run) -> None:
+    """A typo in a notebook."""
+    with pytest.raises(KeyError, match=r"no column 'acuracy'; there are: round, accuracy, .*did you mean 'accuracy'"):
+        run.rounds()["acuracy"]
+
+
+def test_an_export_of_another_ending_is_refused(run: fq.Run, tmp_path: Path) -> None:
+    """No safetensors in a file called .pt, which no program would read."""
+    with pytest.raises(
+        fq.JobError, match=r"net\.pt: weights are safetensors or ONNX: name a file that ends with \.onnx"
+    ):
+        run.export(tmp_path / "net.pt")
+    assert not (tmp_path / "net.pt").exists()

@@ -31,10 +31,10 @@ def stored(path: Path, *shape: int, most: int = 2) -> DataSpec:
     [
         ({"network": MLP}, (4, 4), 2, ""),
         ({"network": MLP}, (4, 5), 2, r"\(4, 5\) hold 20 values each, network 'mlp' takes 16"),
-        ({"network": MLP}, (4, 4), 3, r"labels run from 0 to 3, network 'mlp' tells 3 classes \(0 to 2\)"),
+        ({"network": MLP}, (4, 4), 3, r"labels run from 0 to 3, network 'mlp' predicts 3 classes \(0 to 2\)"),
         ({"network": PICTURES}, (5, 7, 3), 2, ""),
         ({"network": PICTURES}, (64,), 2, r"shape \(64,\), and the job's input are images"),
-        ({"network": {"name": "exits", "of": PICTURES}}, (8, 8), 3, "tells 3 classes"),
+        ({"network": {"name": "exits", "of": PICTURES}}, (8, 8), 3, "predicts 3 classes"),
         ({"network": {"name": "mine:Net"}}, (2, 3, 4, 5), 99, ""),
         (
             {"input": {"channels": 1, "size": 8}, "labels": ["a", "b"], "donors": {}},

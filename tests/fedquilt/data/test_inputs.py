@@ -75,7 +75,7 @@ TABLE = "a,b,y\n1,10,0\n3,30,1\n"
     ("model", "data", "said"),
     [
         ({"name": "mlp", "inputs": 3, "classes": 2}, {}, r"hold 2 values each \(a, b\), network 'mlp' takes 3"),
-        ({"name": "mlp", "inputs": 2, "classes": 1}, {}, r"labels run from 0 to 1, network 'mlp' tells 1 classes"),
+        ({"name": "mlp", "inputs": 2, "classes": 1}, {}, r"labels run from 0 to 1, network 'mlp' predicts 1 classes"),
         (
             {"name": "mlp", "inputs": 2, "outputs": 2},
             {"task": "regression"},

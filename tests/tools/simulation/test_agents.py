@@ -208,6 +208,24 @@ def test_data_that_cannot_be_is_told_before_anything_is_queued(tmp_path: Path, w
         assert store.jobs() == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"data": {"path": str(DIGITS), "partition": "iid", "limit": 2}}, "share 2 of 3 .* is empty, of 2 examples"),
+        ({"cohort": {"size": 4}}, r"\[cohort\] size is 4, and the fleet has 3 devices"),
+    ],
+)
+def test_a_fleet_that_cannot_fill_its_rounds_leaves_no_run_behind(
+    tmp_path: Path, changes: dict[str, object], said: str
+) -> None:
+    """A device without an example, and more devices in a cohort than there are, are known beforehand."""
+    given = plan(tmp_path, **changes)
+    with pytest.raises((JobError, DataError), match=said):
+        fleet.virtually(given)
+    with Store(given.home) as store:
+        assert store.jobs() == []
+
+
 def test_a_fleet_in_a_folder_that_was_used_before_is_fresh(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What boards kept of another run would change what is measured: the same job takes the same bytes again."""
     given = plan(tmp_path)
