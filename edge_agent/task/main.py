@@ -308,8 +308,8 @@ def _sentence(error: Exception) -> str:
 
 def _place(error: Exception) -> str:
     """File and line that raised an error nobody expected, for the author of a method or network: "prox.py, line 24"."""
-    frames = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in frames if "site-packages" not in frame.filename] or frames
+    every = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in every if "site-packages" not in frame.filename] or list(every)
     return f"{os.path.basename(frames[-1].filename)}, line {frames[-1].lineno}" if frames else "place unknown"
 
 
