@@ -66,3 +66,9 @@ def joules_per_flop(profile: Profile | None) -> float | None:
     """What work takes a board at its thriftiest point; None: its profile does not say, or no sensible number."""
     known = [p.busy_w / p.flops_per_s for p in (profile.points if profile else ()) if p.busy_w and p.flops_per_s]
     return min((cost for cost in known if 1e-100 < cost < 1e100), default=None)
+
+
+def costs(profiles: Mapping[str, Profile | None]) -> dict[str, float]:
+    """`joules_per_flop` of each device where it is known, to three digits: as the log of a job keeps it."""
+    known = {device: joules_per_flop(profile) for device, profile in profiles.items()}
+    return {device: float(f"{cost:.3g}") for device, cost in known.items() if cost is not None}

@@ -6,7 +6,7 @@ where one is missing in between, or was not what it was expected to be, the comm
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fedquilt.core import BlobRef, Update
@@ -48,3 +48,8 @@ class Folding:
 
 def told(update: Update) -> Told:
     return update.weight, update.metrics, update.bundles
+
+
+def blobs(updates: Iterable[Update]) -> set[str]:
+    """The sha256 of every blob that updates are made of."""
+    return {ref.sha256 for update in updates for ref in update.bundles.values()}

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
 
-from fedquilt import bundle, compression, methods, plugins, tensors, tiers
-from fedquilt.coordinator import checks, folding, settings, stop
+from fedquilt import bundle, compression, tensors, tiers
+from fedquilt.coordinator import checks, folding, stop
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.eligibility import Seen, Wants
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Plan, Rounds, Started, apply
 from fedquilt.coordinator.folding import Folding
+from fedquilt.coordinator.preflight import first_state, needs, require_made_for
+from fedquilt.coordinator.round_metrics import average
 from fedquilt.coordinator.store import Row, Store
+from fedquilt.coordinator.tasks import blob_bytes, make_task
 from fedquilt.core import (
     Action,
     BlobRef,
-    Bundle,
     Contribution,
     DeviceView,
     JobError,
@@ -40,10 +42,8 @@ from fedquilt.core import (
     Work,
     derive_seed,
 )
-from fedquilt.metrics import KNOWN
 from fedquilt.tiers import Member
 
-ENGINES: Final = ("numpy", "onnx", "torch")  # fedquilt's own: edge_agent/engines
 READ_BYTES: Final = 32 << 20  # of a round's updates, read once for both their examination and the commit
 HELD: Final = 2  # tasks whose tensors are kept, so that what many devices get is encoded once
 
@@ -138,7 +138,7 @@ class Running:
         known = self._asks.get(device)
         if known is None or known.profile != profile:
             order = self._order(device, profile)
-            known = Ask(Work(), profile) if order is None else Ask(order.work, profile, _bytes(order))
+            known = Ask(Work(), profile) if order is None else Ask(order.work, profile, blob_bytes(order))
             self._asks[device] = known
         return known
 
@@ -339,147 +339,3 @@ class Running:
         self._encoded[id(value)] = known  # as the latest
         self._sent.add(known[1].sha256)
         return known[1]
-
-
-def make_task(
-    order: Order, *, blob: Callable[[Tensors | BlobRef], BlobRef], actions: tuple[Action, ...], **named: Any
-) -> Task:
-    """An order as it is sent.
-
-    Args:
-        blob: where a bundle's tensors are found by content.
-        named: the other fields of `Task`.
-    """
-    return Task(
-        actions=actions,
-        params=dict(order.params),
-        bundles={name: blob(value) for name, value in order.bundles.items()},
-        work=order.work if "work" in actions else evaluation(order),
-        **named,
-    )
-
-
-def evaluation(order: Order) -> Work:
-    """What it takes to evaluate what would be trained, about: a forward pass, of three that an epoch of training costs.
-
-    No method tells it; one whose evaluation adapts the model first (Per-FedAvg) takes more.
-    """
-    passes = 3 * max(1, int(order.params.get("epochs", 1)))
-    return msgspec.structs.replace(
-        order.work,
-        flops=order.work.flops / passes,
-        flops_per_example=order.work.flops_per_example / passes,
-        read_bytes=order.work.read_bytes / 3,
-    )
-
-
-def _bytes(order: Order) -> int:
-    """Of all blobs that a device needs for an order, whether it has them or not."""
-    refs = {value for value in order.bundles.values() if isinstance(value, BlobRef)}
-    made = [value for value in order.bundles.values() if not isinstance(value, BlobRef)]
-    return sum(ref.size for ref in refs) + tensors.total_bytes(made)
-
-
-def first_state(job: settings.Job, made: Bundle, method: Method | None = None) -> Any:
-    """What a job begins with. Whoever submits a job calls this first, so that no unfit one is ever queued.
-
-    Args:
-        method: the job's; None: the one of that name.
-
-    Raises:
-        JobError: an unknown or unfit parameter, or an evaluation that the method does not have.
-        ModelError: the method cannot train the bundle's network, or cannot use its donors; says what it wants.
-    """
-    method = method or methods.load(job.method)
-    if job.check.every and method.check is None:
-        raise JobError(f"[check] every: {job.method} has no evaluation of its own; leave it 0")
-    settings.require_task(job.method, method, made.meta.get("network", {}))
-    return method.init(made, settings.params(job), job.seed)
-
-
-def needs(job: settings.Job, made: Bundle) -> dict[str, str]:
-    """What a device has to have beside fedquilt: of the job's method and engine, and of the bundle's network.
-
-    Raises:
-        JobError: the method or engine is not installed here.
-    """
-    found = methods.needs(job.method)
-    if job.engine is not None and job.engine not in ENGINES:
-        found |= plugins.needs("engine", job.engine)
-    told = made.meta.get("plugins")
-    return dict(sorted({**found, **(told if isinstance(told, Mapping) else {})}.items()))
-
-
-def require_made_for(job: settings.Job, made: Bundle) -> None:
-    """Check that a bundle fits the tables of a job that `fedquilt prepare` makes bundles from.
-
-    Compared are the network of [model], what goes into it ([input], or `input` of [model]), and [[donors]] with the
-    job's labels. A key that the job leaves out may have any value in the bundle.
-
-    Raises:
-        JobError: the bundle was visibly prepared from other tables; says which.
-    """
-    known = dict(made.meta.get("network", {}))
-    into = made.meta.get("input") or known.pop("input", None) or {}
-    network = {key: value for key, value in job.model.items() if key not in ("input", *settings.NOT_NETWORK)}
-    wanted = job.input or job.model.get("input") or {}
-    odd = [
-        *(["[model]"] if network and network != {key: known[key] for key in known if key != "input"} else []),
-        *(["[input]"] if any(_plain(into.get(key)) != _plain(value) for key, value in wanted.items()) else []),
-    ]
-    if job.donors:
-        names = [donor.get("name") for donor in job.donors]
-        odd += ["[[donors]]"] if names != list(made.meta.get("donors", {})) else []
-        odd += ["labels"] if list(job.labels) != made.meta.get("labels") else []
-    if odd:
-        raise JobError(
-            f"the bundle was prepared from another job than this ({' and '.join(odd)} differ): "
-            "make it anew with `fedquilt prepare`"
-        )
-
-
-def _plain(value: Any) -> Any:
-    """As it is in JSON: a job file's 1 and 1.0, a tuple and a list are the same there."""
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def average(updates: Iterable[Update]) -> dict[str, float]:
-    """A round's metrics: each the mean over devices, weighted by the examples it was measured on; of RMSEs, the root
-    of the mean of their squares.
-
-    "check.examples" is summed. A metric of which nobody has an example, or whose sum is beyond any number, is left out.
-    """
-    told: dict[str, list[tuple[float, float]]] = {}
-    examples = 0.0
-    for update in sorted(updates, key=lambda update: update.device):
-        checked = update.metrics.get("check.examples", 0.0)
-        examples += checked
-        for name, value in update.metrics.items():
-            told.setdefault(name, []).append((checked if name.startswith("check.") else update.weight, value))
-    result = {name: _joined(name, pairs) for name, pairs in told.items() if any(weight for weight, _ in pairs)}
-    if examples:
-        result["check.examples"] = examples
-    return {name: value for name, value in result.items() if math.isfinite(value)}
-
-
-def _joined(name: str, pairs: Sequence[tuple[float, float]]) -> float:
-    """The devices' (weight, value) of one metric as one value."""
-    metric = KNOWN.get(name.removeprefix("check."))
-    if metric is None or metric.power == 1:
-        return _mean(pairs)
-    try:
-        return float(_mean([(weight, value**metric.power) for weight, value in pairs]) ** (1 / metric.power))
-    except OverflowError:
-        return math.inf
-
-
-def _mean(pairs: Sequence[tuple[float, float]]) -> float:
-    """The mean of (weight, value); weights are not negative, and not all 0."""
-    total = of = 0.0
-    for weight, value in pairs:
-        total, of = total + weight * value, of + weight
-    if math.isfinite(total) and math.isfinite(of):
-        return total / of
-    most = max(weight for weight, _ in pairs)
-    shares = sum(weight / most for weight, _ in pairs)
-    return sum(weight / most / shares * value for weight, value in pairs)

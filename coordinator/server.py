@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -31,6 +31,7 @@ from fedquilt.coordinator.facts import (
     failed,
 )
 from fedquilt.coordinator.fleet import GRACE_S, Registry
+from fedquilt.coordinator.folding import blobs
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.core import FedquiltError, JobError, Method, Profile, StoreError, Update, UpdateError, Wired
@@ -184,8 +185,8 @@ class Server:
         """Drop the blobs of an update that nothing else is made of."""
         job = self.active
         assert job is not None
-        others = _blobs([*job.rounds.answered.values(), *self._arriving.values()])
-        for sha256 in _blobs([update]) - others - job.pinned() - job.sent() - self._store.held(but=job.id):
+        kept = blobs([*job.rounds.answered.values(), *self._arriving.values()])
+        for sha256 in blobs([update]) - kept - job.pinned() - job.sent() - self._store.held(but=job.id):
             self._store.depot.drop(sha256)
 
     def _issue(self, device: str, now_s: float) -> None:
@@ -320,10 +321,8 @@ class Server:
         fact = rounds.decide(job.rounds, now_s, present, ask)
         if not isinstance(fact, Asked) and (fact is not None or job.rounds.phase != "selecting"):
             return fact
-        costs = {}
-        if job.job.cohort.prefer == "energy":
-            known = {device: cohort.joules_per_flop(fleet[device].profile) for device in free}
-            costs = {device: float(f"{cost:.3g}") for device, cost in known.items() if cost is not None}
+        profiles = {device: fleet[device].profile for device in free}
+        costs = cohort.costs(profiles) if job.job.cohort.prefer == "energy" else {}
         noted = rounds.survey(job.rounds, free, passed, costs)
         if noted is not None or not isinstance(fact, Asked):
             return noted or fact
@@ -368,9 +367,8 @@ class Server:
             case Committed():
                 spent = self._spent(job, before)
                 job.committed()
-                for sha256 in (
-                    spent - job.pinned() - self._store.held(but=job.id)
-                ):  # other jobs may have the same content
+                others = self._store.held(but=job.id)  # other jobs may have the same content
+                for sha256 in spent - job.pinned() - others:
                     self._store.depot.drop(sha256)
             case _:
                 pass
@@ -378,7 +376,7 @@ class Server:
 
     def _spent(self, job: Running, before: Rounds) -> set[str]:
         """Blobs that only the committed round needed: its updates, what it sent, the state it began with."""
-        return _blobs(before.answered.values()) | job.sent() | ({before.state.sha256} if before.state else set())
+        return blobs(before.answered.values()) | job.sent() | ({before.state.sha256} if before.state else set())
 
     def _leave(self) -> None:
         assert self.active is not None
@@ -398,7 +396,3 @@ class Server:
         """Have the running job told at the end of this step."""
         if self.active is not None:
             self._news[self.active.id] = self.active
-
-
-def _blobs(updates: Iterable[Update]) -> set[str]:
-    return {ref.sha256 for update in updates for ref in update.bundles.values()}

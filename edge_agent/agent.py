@@ -14,7 +14,8 @@ from typing import Final
 import msgspec
 
 from fedquilt import methods, plugins, profiles, systemd, wire
-from fedquilt.blobs.store import SMALL_BYTES, Shared
+from fedquilt.blobs.shared_store import Shared
+from fedquilt.blobs.store import SMALL_BYTES
 from fedquilt.blobs.transfer import Transfers
 from fedquilt.core import (
     BlobRef,
@@ -26,9 +27,9 @@ from fedquilt.core import (
     Wired,
     WireError,
 )
-from fedquilt.edge_agent import devices, engines, messages, plan
+from fedquilt.edge_agent import devices, engines, events, messages, plan
 from fedquilt.edge_agent.duty import Duty
-from fedquilt.edge_agent.plan import Acked, Arrived, Cleared, Connected, Failed, Fetched, Key
+from fedquilt.edge_agent.events import Acked, Arrived, Cleared, Connected, Failed, Fetched, Key
 from fedquilt.edge_agent.settings import AgentSettings, size_bytes
 from fedquilt.edge_agent.state import Local
 from fedquilt.edge_agent.task import budget
@@ -82,10 +83,10 @@ class Agent:
         self._transfers = Transfers(link, self.local.depot, self._topics, "up", self._may_give)
         means = _means(settings.budget_bytes(board.memory_bytes), settings.plugins)
         kept, counted = self.local.recover()
-        offers = {key: plan.Offer(update, private, due_s=-math.inf) for key, (update, private) in kept.items()}
+        offers = {key: events.Offer(update, private, due_s=-math.inf) for key, (update, private) in kept.items()}
         self.duty = Duty(
             self.device,
-            plan.State(means, outbox=offers, counted=counted),
+            events.State(means, outbox=offers, counted=counted),
             board,
             worker,
             settings.governor.rule(),
@@ -301,11 +302,11 @@ class Agent:
 
 
 @cache  # it is looked up on disk, and does not change while a process runs
-def _means(budget_bytes: int, allowed: tuple[str, ...] | None) -> plan.Means:
+def _means(budget_bytes: int, allowed: tuple[str, ...] | None) -> events.Means:
     """The engines and methods that there are on this machine, as far as agent.toml allows those of other packages."""
     with plugins.restricted(allowed):
         known = (*methods.names(), *methods.outside(), *(name for name in allowed or () if ":" in name))
-        return plan.Means(budget_bytes, engines.available(), known, plugins=plugins.modules())
+        return events.Means(budget_bytes, engines.available(), known, plugins=plugins.modules())
 
 
 # -- a real one -----------------------------------------------------------------------------------
@@ -318,7 +319,8 @@ def run_agent(settings: AgentSettings) -> None:
         JobError: a setting that cannot be used, or another agent in the same home.
         StoreError: the home cannot be read or written.
     """
-    from fedquilt.transport.mqtt import Broker, MqttLink
+    from fedquilt.transport.broker import Broker
+    from fedquilt.transport.mqtt import MqttLink
 
     broker = Broker.parse(**msgspec.structs.asdict(settings.broker))
     profile = None if settings.profile is None else profiles.find(settings.profile)

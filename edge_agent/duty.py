@@ -14,8 +14,8 @@ import msgspec
 
 from fedquilt import wire
 from fedquilt.core import BlobRef, Device, Reading, StoreError, Task, Update, WireError
-from fedquilt.edge_agent import messages, plan
-from fedquilt.edge_agent.plan import Arrived, Begin, Done, Failed, Tick
+from fedquilt.edge_agent import events, messages, plan
+from fedquilt.edge_agent.events import Arrived, Begin, Done, Failed, Tick
 from fedquilt.edge_agent.power.governor import Rule
 from fedquilt.edge_agent.power.task_power import Pacer
 from fedquilt.edge_agent.task.protocol import Event, Loaded, Order, Outcome
@@ -41,7 +41,7 @@ class Surroundings(Protocol):
         ...
 
     def fetch(self, refs: Sequence[BlobRef]) -> None:
-        """Begin to bring these blobs here; `plan.Fetched` follows for each."""
+        """Begin to bring these blobs here; `events.Fetched` follows for each."""
         ...
 
     def abandon(self, sha256: str) -> None:
@@ -73,7 +73,7 @@ class Duty:
     """
 
     def __init__(
-        self, device: str, state: plan.State, board: Device, worker: Worker, rule: Rule, around: Surroundings
+        self, device: str, state: events.State, board: Device, worker: Worker, rule: Rule, around: Surroundings
     ) -> None:
         self.device, self.state = device, state
         self._board, self._worker, self._around = board, worker, around
@@ -95,29 +95,29 @@ class Duty:
         self._worker.close()
         self._pacer.stop()
 
-    def feed(self, event: plan.Event, now_s: float) -> None:
+    def feed(self, event: events.Event, now_s: float) -> None:
         """Let something count that has happened, and do what follows from it."""
         reading = self._spare(now_s) if isinstance(event, Arrived) else Reading()
         self.state, actions = plan.advance(self.state, event, now_s, reading)
         self.act(actions, now_s)
 
-    def act(self, actions: Sequence[plan.Action], now_s: float) -> None:
+    def act(self, actions: Sequence[events.Action], now_s: float) -> None:
         """Do what the plan has decided; what the disk does not allow becomes a refusal."""
         for action in actions:
             try:
                 match action:
-                    case plan.Say(claim):
+                    case events.Say(claim):
                         self._around.say(claim)
-                    case plan.Fetch(refs):
+                    case events.Fetch(refs):
                         self._around.fetch(refs)
-                    case plan.Abandon(sha256):
+                    case events.Abandon(sha256):
                         self._around.abandon(sha256)
                     case Begin(task):
                         self._begin(task, now_s)
-                    case plan.Stop():
+                    case events.Stop():
                         self._worker.kill()
                         self._pacer.stop()
-                    case plan.Send(update):
+                    case events.Send(update):
                         self._around.offer(update, now_s)
             except StoreError as error:
                 return self.feed(Failed("disk", str(error)), now_s)
@@ -147,7 +147,7 @@ class Duty:
         self._pacer.progress(event.fraction, now_s)
         self._around.progressed(open.task, event.fraction, now_s)
 
-    def _ended(self, open: plan.Open, outcome: Outcome, now_s: float) -> None:
+    def _ended(self, open: events.Open, outcome: Outcome, now_s: float) -> None:
         """Make the result durable, then let it count."""
         if outcome.code != "ok":
             self._pacer.stop()

@@ -9,7 +9,7 @@ from importlib import metadata
 import fedquilt
 from fedquilt.core import Cost, Device, Profile, Reading, Task, Update, Usage
 from fedquilt.edge_agent import engines
-from fedquilt.edge_agent.plan import Means, Open
+from fedquilt.edge_agent.events import Means, Open
 from fedquilt.edge_agent.task.protocol import Outcome
 from fedquilt.wire import Progress, Telemetry
 

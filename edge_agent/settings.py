@@ -36,7 +36,7 @@ UNITS = {
 
 
 class BrokerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the broker is, and the files that let this device in. See `fedquilt.transport.mqtt.Broker`."""
+    """Where the broker is, and the files that let this device in. See `fedquilt.transport.broker.Broker`."""
 
     url: str = "mqtt://127.0.0.1:1883"
     ca: str | None = None

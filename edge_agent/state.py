@@ -32,7 +32,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from fedquilt import wire
-from fedquilt.blobs.store import Depot, Lodger, Shared
+from fedquilt.blobs.shared_store import Lodger, Shared
+from fedquilt.blobs.store import Depot
 from fedquilt.core import BlobRef, JobError, Update, WireError
 from fedquilt.disk import doing
 

@@ -48,6 +48,23 @@ def nearest(point: np.ndarray, centres: np.ndarray) -> int:
     return int(((centres - point) ** 2).reshape(len(centres), -1).sum(axis=1).argmin())
 
 
+def join(point: np.ndarray, centres: list[np.ndarray], members: list[int]) -> int:
+    """Put a point into the nearest cluster, whose number is returned.
+
+    Both lists are changed: the cluster has a member more, and its centre moves to the mean of all its members.
+    """
+    k = nearest(point, np.stack(centres))
+    centres[k] = (centres[k] * members[k] + point) / (members[k] + 1)
+    members[k] += 1
+    return k
+
+
+def is_subspace(fingerprint: np.ndarray) -> bool:
+    """Whether each column of (d, directions) has length 1 or 0, as those of `subspace`."""
+    lengths = np.linalg.norm(fingerprint.astype(np.float64), axis=0)
+    return not (np.minimum(lengths, np.abs(lengths - 1)) > 1e-3).any()
+
+
 def cluster(points: np.ndarray, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """K-means of points (n, ...): who is in which cluster (n,), and the centres (k, ...), the means of members.
 

@@ -29,8 +29,9 @@ from cryptography.x509.oid import NameOID
 from hypothesis import HealthCheck, settings
 
 from fedquilt.tools.broker import EmbeddedBroker
+from fedquilt.transport.broker import Broker
 from fedquilt.transport.link import Message
-from fedquilt.transport.mqtt import Broker, MqttLink
+from fedquilt.transport.mqtt import MqttLink
 
 # a slow moment of the machine is no fault of the code
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -29,7 +29,8 @@ from fedquilt.tools import demo
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.simulation import agents as fleet
 from fedquilt.transport import link as links
-from fedquilt.transport.mqtt import Broker, MqttLink
+from fedquilt.transport.broker import Broker
+from fedquilt.transport.mqtt import MqttLink
 
 ROUNDS, DEVICES = 2, 3
 LIMIT_S = 240.0  # of a job; nothing waits so long unless something hangs

@@ -12,7 +12,7 @@ from fedquilt.core import ClockError, Cost, Meter, OperatingPoint, Reading, Work
 from fedquilt.edge_agent import sysfs
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.client import Status
-from fedquilt.edge_agent.devices import points as tables
+from fedquilt.edge_agent.devices import points
 from fedquilt.edge_agent.devices.sensors.battery import Batteries
 from fedquilt.edge_agent.devices.sensors.hwmon import Hwmon
 from fedquilt.edge_agent.devices.sensors.memory import Memory
@@ -83,7 +83,7 @@ class LinuxDevice:
         self.provenance = "sysfs"
         self._status = None if clocks is None else _asked(clocks)
         if profile is not None:
-            self.points = tables.fit(profile, _lists(root, self._status))
+            self.points = points.fit(profile, _lists(root, self._status))
             self.idle_w = None if profile.idle_w is None else profile.idle_w.value
             self.provenance = profile.provenance()
         self._clocks = clocks
@@ -153,10 +153,10 @@ def _asked(clocks: ClockHelper) -> Status | None:
         return None
 
 
-def _lists(root: Path, told: Status | None) -> tables.Lists:
+def _lists(root: Path, told: Status | None) -> points.Lists:
     """The frequencies of each clock by the clock helper, else by the files that this process may read."""
     found = controls.discover(root)
-    lists = {**tables.lists(found.found), **({} if told is None else tables.lists(told.clocks))}
+    lists = {**points.lists(found.found), **({} if told is None else points.lists(told.clocks))}
     unknown = [lever.name for lever in found.hidden if f"{lever.kind}_hz" not in lists]
     if unknown:
         log.info(

@@ -148,7 +148,7 @@ class Descent:
 
     def __init__(self, mlp: Mlp, model: dict[str, np.ndarray], fit: Fit, hooks: Hooks) -> None:
         self._model, self._fit, self._correct = model, fit, hooks.correct
-        self._rates = {name: np.float32(fit.lr * hooks.turns[0].rate(name)) for name in model}
+        self._rates = {name: np.float32(fit.lr * hooks.steps[0].rate(name)) for name in model}
         self._first = {name: np.zeros_like(array) for name, array in model.items()}  # momentum, or Adam's mean
         self._second = {name: np.zeros_like(array) for name, array in model.items()} if fit.optimizer == "adam" else {}
         self._steps = 0
@@ -191,9 +191,9 @@ def _require_able(hooks: Hooks) -> None:
     """Raises ModelError if a method asks for what only a module of torch can do."""
     wanted = {
         "prepare": hooks.prepare,
-        "a second turn": hooks.turns[1:],
-        "penalty": hooks.turns[0].penalty,
-        "begin": hooks.turns[0].begin,
+        "a second step": hooks.steps[1:],
+        "penalty": hooks.steps[0].penalty,
+        "begin": hooks.steps[0].begin,
     }
     if odd := [name for name, value in wanted.items() if value]:
         raise ModelError(

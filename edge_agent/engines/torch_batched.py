@@ -6,7 +6,7 @@ are added up, so that each device's gradient is its own. Same order of examples 
 equal to float tolerance (products are summed in another order), and not to the bit.
 
 What goes this way: training with or without `Hooks.correct` on networks of linear layers and functions without
-parameters. All else takes the loop: what a method does to the network or its turns, batch norm and dropout,
+parameters. All else takes the loop: what a method does to the network or its steps, batch norm and dropout,
 whose state differs by device, and convolutions, which become grouped ones and gain nothing (measured on one
 core: 13 ms a device's step of 32 images either way).
 """
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from fedquilt import metrics
-from fedquilt.core import Examples, Fit, Hooks, Tensors, Turn
+from fedquilt.core import Examples, Fit, Hooks, Step, Tensors
 from fedquilt.edge_agent.engines import objectives, torch_objectives, training
 from fedquilt.edge_agent.engines.torch_engine import TorchEngine
 from fedquilt.edge_agent.engines.torch_moves import Moves
@@ -100,7 +100,7 @@ class BatchedTorchEngine(TorchEngine):
         progress: Callable[[float], None] = lambda fraction: None,
     ) -> Call | None:
         """The arguments of `train` as a call for `train_together`; None: this one takes the loop."""
-        if hooks.prepare or hooks.inputs or hooks.turns != (Turn(),) or fit.mixed:
+        if hooks.prepare or hooks.inputs or hooks.steps != (Step(),) or fit.mixed:
             return None
         table = msgspec.json.encode(network)
         if not len(examples) or fit.batch < 1 or self._network(table, network) is None:

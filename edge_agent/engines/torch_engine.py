@@ -28,7 +28,7 @@ from torch import nn
 
 from fedquilt import footprint, metrics
 from fedquilt.core import DataError, Examples, Fit, Hooks, ModelError, Tensors
-from fedquilt.edge_agent.engines import objectives, torch_objectives, torch_recompute, torch_turn, training
+from fedquilt.edge_agent.engines import objectives, torch_objectives, torch_recompute, torch_step, training
 from fedquilt.models import fisher
 from fedquilt.models.networks import registry
 
@@ -101,9 +101,9 @@ class TorchEngine:
             model, probe = self._load(network, start, examples, hooks)
             layout = torch.channels_last if half else torch.contiguous_format
             model = model.train().to(memory_format=layout)
-            torch_turn.hold_still(model, hooks)
+            torch_step.hold_still(model, hooks)
             torch_recompute.settle(model)
-            anchors = torch_turn.anchored(model, hooks)
+            anchors = torch_step.anchored(model, hooks)
             moments = 2 if fit.optimizer == "adam" else int(fit.momentum > 0)
             room_bytes = probe.room(self._room_bytes, anchors=len(anchors), moving=1 + moments)
             at_once = training.fitting(room_bytes, probe.example_bytes, fit.batch)
@@ -116,14 +116,14 @@ class TorchEngine:
             planned = footprint.training_bytes(probe.trained, at_once, **kept, library=probe.library)
             self.planned_bytes = footprint.FIRST_USE_BYTES["torch"] + planned
             task = metrics.task_of(network)
-            turns = [torch_turn.Stepper(model, turn, fit, hooks, anchors, half, task) for turn in hooks.turns]
+            steppers = [torch_step.Stepper(model, step, fit, hooks, anchors, half, task) for step in hooks.steps]
             for order in orders:
                 for batch in training.batches(order, fit.batch):
                     loss = 0.0
-                    for turn in turns:
+                    for stepper in steppers:
                         parts = training.micro_batches(batch, at_once)
                         given = (self._batch(network, examples, part, hooks) for part in parts)
-                        loss = turn.step(given, len(batch), piece_bytes)
+                        loss = stepper.step(given, len(batch), piece_bytes)
                     steps.took(loss, len(batch))
             return _tensors(model), steps.metrics()
 
@@ -175,7 +175,7 @@ class TorchEngine:
         model = (hooks.prepare(model) if hooks.prepare else model).to(self._device)
         held = model.state_dict()
         training.require_fit(start, {name: tuple(value.shape) for name, value in held.items()})
-        torch_turn.free(model, hooks)
+        torch_step.free(model, hooks)
         probe = self._probe(model, network, examples, hooks)
         objectives.require_targets(examples, probe.outputs, metrics.task_of(network))
         with torch.no_grad():  # after the probe, which moves the statistics of batch normalisation

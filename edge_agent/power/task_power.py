@@ -24,7 +24,7 @@ from fedquilt import cost_model
 from fedquilt.core import ClockError, Cost, Device, OperatingPoint, Reading, Work
 from fedquilt.edge_agent.power import energy, governor
 
-log = logging.getLogger("fedquilt.pacer")
+log = logging.getLogger(__name__)
 
 ALIVE_S: Final = 1.0  # a board that is held is read no more rarely: it may let go of clocks that nobody asks about
 

@@ -37,7 +37,7 @@ from fedquilt.core import (
     StoreError,
     UpdateError,
 )
-from fedquilt.data import examples as data
+from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import engines, state
 from fedquilt.edge_agent.task import budget
@@ -58,7 +58,7 @@ class Bench:
     """
 
     def __init__(self, load: Callable[[DataSpec], tuple[Examples, Examples]] | None = None) -> None:
-        self._load = load or data.load
+        self._load = load or examples.load
         self._engine: tuple[tuple[str, int], Any] | None = None
         self._data: tuple[dict[str, Any], tuple[Examples, Examples]] | None = None
 

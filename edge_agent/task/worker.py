@@ -146,11 +146,11 @@ class InlineWorker(VirtualWorker):
         self._bench: Any = None  # fedquilt.edge_agent.task.main.Bench, made with the first order
 
     def start(self, order: Order, now_s: float) -> None:
-        from fedquilt.edge_agent.task import main as child
+        from fedquilt.edge_agent.task import main
 
         super().start(order, now_s)
-        self._bench = self._bench or child.Bench(self._load)
-        self.worked(child.carry_out(order, self._bench), now_s)
+        self._bench = self._bench or main.Bench(self._load)
+        self.worked(main.carry_out(order, self._bench), now_s)
 
 
 class ChildWorker:

@@ -20,7 +20,7 @@ from fedquilt.core import JobError
 from fedquilt.tools.report import columns
 
 if TYPE_CHECKING:
-    from fedquilt.tools.simulation.run import Simulation
+    from fedquilt.tools.simulation.simulated_job import Simulation
     from fedquilt.trackers import Tracker
 
 PREPARED: Final = ("model", "schedule", "input", "data", "labels", "donors", "int8")

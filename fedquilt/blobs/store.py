@@ -21,19 +21,17 @@ import hashlib
 import os
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from fedquilt import wire
-from fedquilt.blobs import chunks
+from fedquilt.blobs import chunks, files
+from fedquilt.blobs.pack import Pack
 from fedquilt.core import BlobRef, StoreError
-from fedquilt.pack import Pack
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_BUFFER_BYTES: Final = 256 * 1024
 _STALE_S: Final = 24 * 3600.0
 SMALL_BYTES: Final = 128 * 1024  # of a blob that is stowed without a file of its own
 _MENDS: Final = {
@@ -184,9 +182,9 @@ class Depot:
                 else:
                     os.link(os.path.realpath(path) if os.path.islink(path) else path, temporary)
             except OSError:  # another file system, or one without links
-                digest = _copy(path, temporary, sync=self._durable)
+                digest = files.copy(path, temporary, sync=self._durable)
             else:
-                digest = _digest(temporary, sync=self._durable)
+                digest = files.digest(temporary, sync=self._durable)
             ref = BlobRef(sha256=digest, size=os.stat(temporary).st_size)
             if expected not in (None, ref):
                 raise StoreError(f"{path} is not what it should be ({ref.sha256[:12]}, {ref.size} bytes): make it anew")
@@ -250,7 +248,7 @@ class Depot:
             try:
                 if os.fstat(file).st_size != manifest.size:
                     os.ftruncate(file, manifest.size)
-                for start, end in _data(file, manifest.size):
+                for start, end in files.data(file, manifest.size):
                     # a chunk that was written begins inside data
                     for index in range(-(-start // manifest.chunk), -(-end // manifest.chunk)):
                         offset, size = chunks.extent(manifest, index)
@@ -264,7 +262,7 @@ class Depot:
         with self._doing(f"receive blob {sha256[:12]}"):
             file = os.open(self._part(sha256), os.O_WRONLY)
             try:
-                _write(file, payload, offset)
+                files.write(file, payload, offset)
             finally:
                 os.close(file)
 
@@ -276,7 +274,7 @@ class Depot:
         """
         part = self._part(ref.sha256)
         with self._doing(f"complete blob {ref.sha256[:12]}"):
-            if _digest(part, sync=self._durable) != ref.sha256:
+            if files.digest(part, sync=self._durable) != ref.sha256:
                 os.unlink(part)
                 raise _arrived_damaged(ref)
             self._place(part, ref.sha256)
@@ -310,7 +308,7 @@ class Depot:
     def _store(self, payload: bytes, sha256: str) -> None:
         with self._temporary() as path:
             with open(path, "xb", buffering=0) as file:
-                _write(file.fileno(), payload, 0)
+                files.write(file.fileno(), payload, 0)
                 if self._durable:
                     os.fsync(file.fileno())
             self._place(path, sha256)
@@ -343,153 +341,8 @@ class Depot:
             raise StoreError(f"cannot {what} in {self.folder}: {error.strerror}; {mend}") from None
 
 
-class Shared:
-    """Where many depots of one process have their blobs, each content once."""
-
-    def __init__(self, folder: Path) -> None:
-        self.depot = Depot(folder, durable=False)
-        self.depot.keep(set())  # what a killed process has left
-        self._holders: Counter[str] = Counter()  # sha256 -> how many depots have it
-
-    def add(self, ref: BlobRef) -> None:
-        """Another depot has this blob."""
-        self._holders[ref.sha256] += 1
-
-    def drop(self, sha256: str) -> None:
-        """One that had it no longer has."""
-        self._holders[sha256] -= 1
-        if not self._holders[sha256]:
-            del self._holders[sha256]
-            self.depot.drop(sha256)
-
-
-class Lodger(Depot):
-    """A depot whose blobs lie in a shared one. It forgets them with its process; its own folder is made when needed.
-
-    There are the parts of what is on its way, and what came by `put_file`: that stays.
-    """
-
-    def __init__(self, folder: Path, shared: Shared) -> None:
-        self._shared = shared
-        self._here: dict[str, BlobRef] = {}  # by sha256, the longest unused first
-        self._made = os.path.isdir(folder)
-        super().__init__(folder, durable=False, make=False)
-
-    def file(self, sha256: str) -> str | None:
-        return self._shared.depot.file(sha256) if sha256 in self._here else super().file(sha256)
-
-    def ref(self, sha256: str) -> BlobRef | None:
-        found = self._here.get(sha256)
-        return super().ref(sha256) if found is None and self._made else found
-
-    def read(self, sha256: str, offset: int, size: int) -> bytes:
-        own = sha256 not in self._here
-        return super().read(sha256, offset, size) if own else self._shared.depot.read(sha256, offset, size)
-
-    def load(self, sha256: str) -> bytes | None:
-        return super().load(sha256) if sha256 not in self._here else self._shared.depot.load(sha256)
-
-    def put(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-        return self._held(self._shared.depot.put(payload, expected))
-
-    def stow(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-        return self._held(self._shared.depot.stow(payload, expected))
-
-    def put_file(self, path: Path, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
-        self._make()
-        return super().put_file(path, expected, move=move)
-
-    def resume(self, manifest: wire.Manifest) -> bytearray:
-        self._make()
-        return super().resume(manifest)
-
-    def finish(self, ref: BlobRef) -> None:
-        super().finish(ref)
-        self._shared.depot.adopt(self._at(ref.sha256), ref)
-        self._held(ref)
-
-    def drop(self, sha256: str) -> None:
-        if self._here.pop(sha256, None) is not None:
-            self._shared.drop(sha256)
-        if self._made:
-            super().drop(sha256)
-
-    def keep(self, only: set[str]) -> None:
-        for sha256 in self._here.keys() - only:
-            self.drop(sha256)
-        if self._made:
-            super().keep(only)
-
-    def unused(self) -> list[tuple[str, int]]:
-        return [*(super().unused() if self._made else ()), *((ref.sha256, ref.size) for ref in self._here.values())]
-
-    def touch(self, sha256: str) -> None:
-        if sha256 in self._here:
-            self._here[sha256] = self._here.pop(sha256)
-        else:
-            super().touch(sha256)
-
-    def _held(self, ref: BlobRef) -> BlobRef:
-        if ref.sha256 not in self._here:
-            self._shared.add(ref)
-            self._here[ref.sha256] = ref
-        return ref
-
-    def _make(self) -> None:
-        if not self._made:
-            with self._doing("make the folder"):
-                self.folder.mkdir(parents=True, exist_ok=True)
-            self._made = True
-
-
 def _arrived_damaged(ref: BlobRef) -> chunks.DamagedBlobError:
     return chunks.DamagedBlobError(
         f"blob {ref.sha256[:12]} arrived with other content than its name says: "
         "the sender's copy is damaged; ask for it anew"
     )
-
-
-def _write(file: int, payload: bytes, offset: int) -> None:
-    view = memoryview(payload)
-    while view:
-        written = os.pwrite(file, view, offset)
-        view, offset = view[written:], offset + written
-
-
-def _digest(path: str, *, sync: bool = False) -> str:
-    """The sha256 of a file, read piece by piece; with `sync` its bytes are on disk first."""
-    sha256 = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
-        if sync:
-            os.fsync(file.fileno())
-        buffer = memoryview(bytearray(min(_BUFFER_BYTES, os.fstat(file.fileno()).st_size + 1)))
-        while size := file.readinto(buffer):
-            sha256.update(buffer[:size])
-    return sha256.hexdigest()
-
-
-def _copy(source: Path, target: str, *, sync: bool) -> str:
-    """Copy a file and return the sha256 of what was written."""
-    sha256, offset = hashlib.sha256(), 0
-    with open(source, "rb", buffering=0) as reader, open(target, "xb", buffering=0) as writer:
-        while payload := reader.read(_BUFFER_BYTES):
-            sha256.update(payload)
-            _write(writer.fileno(), payload, offset)
-            offset += len(payload)
-        if sync:
-            os.fsync(writer.fileno())
-    return sha256.hexdigest()
-
-
-def _data(file: int, size: int) -> Iterator[tuple[int, int]]:
-    """Where a sparse file holds data: (start, end), in order; all of it where the file system cannot say."""
-    at = 0
-    while at < size:
-        try:
-            start = os.lseek(file, at, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # only a hole is left
-                return
-            raise
-        at = os.lseek(file, start, os.SEEK_HOLE)
-        yield start, at

@@ -21,7 +21,7 @@ def agent(settings: Path, credentials: Path | None) -> None:
     """Be the agent of this board, as agent.toml says."""
     from fedquilt.edge_agent import agent as side
     from fedquilt.edge_agent import credentials as files
-    from fedquilt.edge_agent import settings as tables
+    from fedquilt.edge_agent.settings import load
 
     logging.getLogger().setLevel(min(logging.INFO, logging.getLogger().level))  # a log that tells when all is well
-    side.run_agent(files.taken(tables.load(settings), credentials))
+    side.run_agent(files.taken(load(settings), credentials))

@@ -56,7 +56,7 @@ def bundle_of(job: Path, given: Path | None) -> Path:
 def link_to(broker: Broker) -> Any:
     """The coordinator's link; not connected yet: a daemon waits for its broker, a command asks for it."""
     from fedquilt import wire
-    from fedquilt.transport.mqtt import Broker as Address
+    from fedquilt.transport.broker import Broker as Address
     from fedquilt.transport.mqtt import MqttLink
 
     will = (wire.Topics(broker.fleet).coord, wire.encode(wire.CoordState(online=False)))
@@ -65,15 +65,15 @@ def link_to(broker: Broker) -> Any:
 
 def follow(home: Path, broker: Broker, store: Any, id: str) -> int:
     """Run a job to its end: here, unless a coordinator serves this home already; the exit code."""
-    from fedquilt.coordinator.views import terminal as console
+    from fedquilt.coordinator.views import terminal
 
     print(f"{id}; from elsewhere: `fedquilt logs {id} --follow --home {home.resolve()}`", flush=True)
     if store.lock():
         link = link_to(broker)
         link.connect(timeout_s=5.0)
-        console.coordinate(store, link, broker.fleet, console.Console(wordy=wordy() > 0), only=id)
+        terminal.coordinate(store, link, broker.fleet, terminal.Console(wordy=wordy() > 0), only=id)
     else:
-        console.tell(store, id, follow=True)
+        terminal.tell(store, id, follow=True)
     return ended(home, id, store.status(id), f"fedquilt resume {id}")
 
 

@@ -15,7 +15,7 @@ from fedquilt.cli.commands import option, verb
 @options.format
 def logs(run: str, follow: bool, home: Path, format: str) -> None:
     """Show what happened in a run, round by round."""
-    from fedquilt.coordinator.views import terminal as console
+    from fedquilt.coordinator.views import terminal
 
     with homes.existing(home) as store:
-        console.tell(store, store.job(run).id, follow=follow, json=format == "json")
+        terminal.tell(store, store.job(run).id, follow=follow, json=format == "json")

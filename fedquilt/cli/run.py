@@ -37,8 +37,7 @@ def run(
 ) -> int:
     """Run a job and follow it to its end, here or on the coordinator that serves --home."""
     from fedquilt import bundle as bundles
-    from fedquilt.coordinator import job as running
-    from fedquilt.coordinator import settings
+    from fedquilt.coordinator import preflight, settings
     from fedquilt.coordinator.store import Store
 
     read, folder = homes.load_job(job), homes.bundle_of(job, bundle)
@@ -50,7 +49,7 @@ def run(
             print(f"continuing {id}, which is unfinished (--new begins anew)")
             store.set_status(id, "running")
         else:
-            running.require_made_for(read, made)
-            running.first_state(read, made)
+            preflight.require_made_for(read, made)
+            preflight.first_state(read, made)
             id = store.add(read, folder.resolve())
         return homes.follow(home, broker, store, id)

@@ -70,8 +70,8 @@ from fedquilt.core.training import (
     Fit,
     Hooks,
     Runner,
+    Step,
     Trainer,
-    Turn,
 )
 
 __all__ = [
@@ -117,11 +117,11 @@ __all__ = [
     "Sentence",
     "Settle",
     "Site",
+    "Step",
     "StoreError",
     "Task",
     "Tensors",
     "Trainer",
-    "Turn",
     "Update",
     "UpdateError",
     "Usage",

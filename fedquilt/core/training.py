@@ -37,7 +37,7 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class Turn:
+class Step:
     """One step on a mini-batch: which tensors it moves and what it adds to the loss."""
 
     rate: Callable[[str], float] = lambda name: 1.0  # of a tensor, times `Fit.lr`; 0: it is held still
@@ -51,7 +51,7 @@ class Hooks:
     """What a method changes of training; as it stands, nothing.
 
     An engine takes those it can carry out and refuses the others by name: the numpy engine has no
-    module, hence no `prepare`, `penalty` and `begin`, and takes one turn.
+    module, hence no `prepare`, `penalty` and `begin`, and takes one step.
     """
 
     correct: Callable[[Any, Any, Mapping[str, Any]], Any] | None = None
@@ -63,7 +63,7 @@ class Hooks:
     """(module) -> the module to train: with gates, masks, adapters or a forward pass of its own. What it holds
     is what `start` has to hold, and what is returned."""
     inputs: Callable[[Any], Any] | None = None  # stored examples -> what the network takes; None: by its table
-    turns: tuple[Turn, ...] = (Turn(),)  # taken one after another on every mini-batch; the last one's loss is told
+    steps: tuple[Step, ...] = (Step(),)  # taken one after another on every mini-batch; the last one's loss is told
 
 
 class Trainer(Engine, Protocol):

@@ -129,12 +129,11 @@ def open_(spec: DataSpec) -> Reader:
     Raises:
         DataError: nothing is there, or nothing that can be read; names the file and the mend.
     """
-    from fedquilt.data import sources as mixture
-    from fedquilt.data import synthetic
+    from fedquilt.data import sources, synthetic
 
     if spec.synthetic:
         return synthetic.open_(spec)
-    return mixture.open_(spec)
+    return sources.open_(spec)
 
 
 def _parts(

@@ -30,7 +30,7 @@ from fedquilt.core import (
     Work,
 )
 from fedquilt.methods import fedavg
-from fedquilt.models.partial import width as submodel
+from fedquilt.models.partial import width
 from fedquilt.models.partial.masks import Plan
 from fedquilt.models.partial.width import Places
 
@@ -48,8 +48,8 @@ class State(fedavg.State):
 
 def narrowed(state: fedavg.State, at: Places, own: Tensors | None = None) -> fedavg.State:
     """The part as a model of its own, with what a forward pass of it costs. `own`: as of `order`."""
-    sub = {**submodel.cut(state.model, at), **(own or {})}
-    flops, activations = submodel.lighter(state.model, sub)
+    sub = {**width.cut(state.model, at), **(own or {})}
+    flops, activations = width.lighter(state.model, sub)
     return fedavg.State(
         state.params, state.network, sub, state.flops * flops, math.ceil(state.example_bytes * activations)
     )
@@ -108,7 +108,7 @@ def settling(
             raise UpdateError(f"{update.device} sent {told}, wanted are batch normalisation's statistics by width")
         for bundle, sent in update.bundles.items():
             key = bundle.removeprefix("statistics.")
-            shapes = submodel.shapes(state.model, {name: places[key][name] for name in names(state)})
+            shapes = width.shapes(state.model, {name: places[key][name] for name in names(state)})
             tensors.require_same(sent, shapes)
             total[key] = _moments(total.get(key), sent, update)
             weight[key] = weight.get(key, 0.0) + update.weight
@@ -166,11 +166,11 @@ def measured(task: Task, site: Site) -> Answer:
     order, bundles = site.rng.permutation(len(site.train)), {}
     shuffled = Examples(site.train.x[order], site.train.y[order])
     for index, rate in enumerate(task.params["asked"]):
-        start, seen = site.load(f"part.{rate:g}"), submodel.Moments(set(task.params["still"]))
+        start, seen = site.load(f"part.{rate:g}"), width.Moments(set(task.params["still"]))
         cut = rate != 1
 
-        def prepare(module: Any, start: Tensors = start, cut: bool = cut, seen: submodel.Moments = seen) -> Any:
-            return seen.watch(submodel.shrunk(module, start, scaled=task.params["scaled"]) if cut else module)
+        def prepare(module: Any, start: Tensors = start, cut: bool = cut, seen: width.Moments = seen) -> Any:
+            return seen.watch(width.shrunk(module, start, scaled=task.params["scaled"]) if cut else module)
 
         site.engine.evaluate(task.params["network"], start, shuffled, hooks=Hooks(prepare=prepare))
         bundles[f"statistics.{rate:g}"] = seen.found()

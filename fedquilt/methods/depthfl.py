@@ -27,11 +27,11 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt import layers, tensors
-from fedquilt.core import Answer, Artefact, Bundle, Contribution, DeviceView, Hooks, Order, Site, Task, Turn
+from fedquilt.core import Answer, Artefact, Bundle, Contribution, DeviceView, Hooks, Order, Site, Step, Task
 from fedquilt.methods import fedavg, heterofl
 from fedquilt.models.networks import stages
 from fedquilt.models.partial import depth as by_depth
-from fedquilt.models.partial import width as submodel
+from fedquilt.models.partial import width as by_width
 from fedquilt.models.partial.width import Counted, Places
 
 Depth = Annotated[int, Meta(ge=1)]
@@ -77,7 +77,7 @@ def looked(body: by_depth.Body) -> list[list[Any]]:
 
 
 def send(state: fedavg.State, device: DeviceView) -> Order:
-    depth = submodel.by_tier(device.profile, state.params["depths"])
+    depth = by_width.by_tier(device.profile, state.params["depths"])
     order = heterofl.order(state, part(state, depth), 1.0)
     found = by_depth.body(network(state), state.params["exits"], layers.calls(state.network))
     looks = looked(found)[:depth]
@@ -149,8 +149,8 @@ def work(task: Task, site: Site) -> Answer:
     exits = exits_of(task)
     if not exits.looks:
         return fedavg.work(task, site)
-    turns = (Turn(penalty=exits.penalty),)
-    return fedavg.work(task, site, Hooks(prepare=exits.prepare(site.load("model")), turns=turns))
+    steps = (Step(penalty=exits.penalty),)
+    return fedavg.work(task, site, Hooks(prepare=exits.prepare(site.load("model")), steps=steps))
 
 
 def check(task: Task, site: Site) -> Mapping[str, float]:
@@ -163,11 +163,11 @@ def check(task: Task, site: Site) -> Mapping[str, float]:
 def fold(state: fedavg.State, so_far: Counted | None, update: Contribution) -> Counted:
     sent = heterofl.sent_by(update)
     cuts = [part(state, depth) for depth in sorted(set(state.params["depths"]))]
-    return submodel.add(state.model, so_far, sent, submodel.recognise(state.model, sent, cuts), update.weight)
+    return by_width.add(state.model, so_far, sent, by_width.recognise(state.model, sent, cuts), update.weight)
 
 
 def step(state: fedavg.State, total: Counted | None) -> fedavg.State:
-    return replace(state, model=submodel.close(state.model, total))
+    return replace(state, model=by_width.close(state.model, total))
 
 
 def result(state: fedavg.State) -> Artefact:

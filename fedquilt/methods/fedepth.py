@@ -26,11 +26,11 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt import layers, tensors
-from fedquilt.core import Answer, Artefact, Bundle, Contribution, DeviceView, Hooks, Order, Site, Task, Turn
+from fedquilt.core import Answer, Artefact, Bundle, Contribution, DeviceView, Hooks, Order, Site, Step, Task
 from fedquilt.methods import depthfl, fedavg, heterofl
 from fedquilt.models.networks import stages
 from fedquilt.models.partial import depth as by_depth
-from fedquilt.models.partial import width as submodel
+from fedquilt.models.partial import width as by_width
 from fedquilt.models.partial.depth import Body
 from fedquilt.models.partial.width import Counted, Places
 
@@ -89,10 +89,10 @@ def part(state: fedavg.State, body: Body, count: int) -> Places:
 
 
 def send(state: fedavg.State, device: DeviceView) -> Order:
-    count = submodel.by_tier(device.profile, state.params["groups"])
+    count = by_width.by_tier(device.profile, state.params["groups"])
     body = by_depth.body(network(state), state.params["stages"], layers.calls(state.network))
     found, at = groups(body, count), part(state, body, count)
-    sub = submodel.cut(state.model, at)
+    sub = by_width.cut(state.model, at)
     order = fedavg.order(state, {"model": sub})
     ends = [[group.end, body.stages[group.end].entrance, body.stages[group.end].width] for group in found[:-1]]
     table = {"groups": [list(group.names) for group in found], "ends": ends, "head": body.head}
@@ -107,7 +107,7 @@ def _cost(state: fedavg.State, order: Order, found: list[Group]) -> Any:
     head = {name: model[name] for name in model.keys() - {name for group in found for name in group.names}}
     for group in found:
         own = {name: model[name] for name in group.names}
-        flops, activations = submodel.lighter(model, own)
+        flops, activations = by_width.lighter(model, own)
         before += flops
         passes += before + 2 * flops
         light = replace(state, example_bytes=math.ceil(activations * state.example_bytes))
@@ -136,7 +136,7 @@ def work(task: Task, site: Site) -> Answer:
             start[link(end)], moved = model[link(end)], moved | {link(end)}
         else:
             start = {name: array for name, array in model.items() if not name.startswith("link.")}
-        hooks = Hooks(prepare=prepare, turns=(Turn(rate=lambda name, moved=moved: float(name in moved)),))  # type: ignore[misc]
+        hooks = Hooks(prepare=prepare, steps=(Step(rate=lambda name, moved=moved: float(name in moved)),))  # type: ignore[misc]
         done = index / len(parts)
         at = replace(site, progress=lambda share, done=done: site.progress(done + share / len(parts)))  # type: ignore[misc]
         answer = fedavg.trained(task, at, start, hooks)
@@ -174,7 +174,7 @@ def fold(state: fedavg.State, so_far: Counted | None, update: Contribution) -> C
     sent = heterofl.sent_by(update)
     body = by_depth.body(network(state), state.params["stages"], layers.calls(state.network))
     cuts = [part(state, body, count) for count in sorted(set(state.params["groups"]))]
-    return submodel.add(state.model, so_far, sent, submodel.recognise(state.model, sent, cuts), update.weight)
+    return by_width.add(state.model, so_far, sent, by_width.recognise(state.model, sent, cuts), update.weight)
 
 
 def result(state: fedavg.State) -> Artefact:

@@ -20,7 +20,7 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt import layers, tensors
-from fedquilt.core import Answer, Artefact, Bundle, DeviceView, Hooks, ModelError, Order, Site, Task, Tensors, Turn
+from fedquilt.core import Answer, Artefact, Bundle, DeviceView, Hooks, ModelError, Order, Site, Step, Task, Tensors
 from fedquilt.methods import fedavg
 from fedquilt.models.partial import lora
 
@@ -95,7 +95,7 @@ def hooks(task: Task, backbone: Tensors, moved: Tensors) -> Hooks:
         return lora_torch.insert(module, places, rank, scale(task.params))
 
     pull = (lambda gradient, value, at: gradient + mu * (value - at["start"])) if mu else None
-    return Hooks(prepare=prepare, correct=pull, turns=(Turn(rate=lambda name: float(name in moved)),))
+    return Hooks(prepare=prepare, correct=pull, steps=(Step(rate=lambda name: float(name in moved)),))
 
 
 def work(task: Task, site: Site) -> Answer:

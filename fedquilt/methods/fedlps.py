@@ -24,7 +24,7 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt import layers
-from fedquilt.core import Answer, Bundle, Contribution, DeviceView, Hooks, JobError, ModelError, Order, Site, Task, Turn
+from fedquilt.core import Answer, Bundle, Contribution, DeviceView, Hooks, JobError, ModelError, Order, Site, Step, Task
 from fedquilt.methods import _by_width, fedavg, heterofl
 from fedquilt.methods.heterofl import Sum
 from fedquilt.models.partial import width
@@ -111,7 +111,7 @@ def work(task: Task, site: Site) -> Answer:
         return _by_width.measured(task, site)
     hooks, held = heterofl.hooks_of(task, site, scaled=False), set(task.params["still"])
     if held:
-        hooks = Hooks(prepare=hooks.prepare, turns=(Turn(rate=lambda name: float(name not in held)),))
+        hooks = Hooks(prepare=hooks.prepare, steps=(Step(rate=lambda name: float(name not in held)),))
     answer = fedavg.work(task, site, hooks)
     moved = {name: array for name, array in answer.bundles["model"].items() if name not in held}
     return replace(answer, bundles={"model": moved})

@@ -149,7 +149,7 @@ def work(task: Task, site: Site) -> Answer:
     plan, received = masks.from_array(site.load("plan")["json"]), site.load("model")
     others = None if task.params["alone"] else torch.from_numpy(site.load("others")["theta"])
     gates = Gates(plan, others, task.params["diversity"], task.params["mu"])
-    hooks = Hooks(prepare=gates.prepare, turns=gates.turns(task.params["mask_lr"] / fedavg.fit_of(task).lr))
+    hooks = Hooks(prepare=gates.prepare, steps=gates.steps(task.params["mask_lr"] / fedavg.fit_of(task).lr))
     first = np.full(plan.neurons, task.params["first_score"], np.float32)
     answer = fedavg.trained(task, site, {**received, SCORES: site.local.get("scores", first)}, hooks)
     model = dict(answer.bundles["model"])

@@ -36,9 +36,9 @@ from fedquilt.core import (
     ModelError,
     Order,
     Site,
+    Step,
     Task,
     Tensors,
-    Turn,
 )
 from fedquilt.methods import fedavg, fedlora
 
@@ -164,7 +164,7 @@ def work(task: Task, site: Site) -> Answer:
 
     def moved(site: Site, fit: Fit, names: Collection[str]) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         """The device's network after training the tensors of these names only, and the engine's metrics."""
-        hooks = Hooks(prepare=prepare, turns=(Turn(rate=lambda name: float(name in names)),))
+        hooks = Hooks(prepare=prepare, steps=(Step(rate=lambda name: float(name in names)),))
         network, start = task.params["network"], {**still, **model}
         after, told = site.engine.train(network, start, site.train, fit, site.rng, hooks=hooks, progress=site.progress)
         return {name: after[name] for name in model}, told

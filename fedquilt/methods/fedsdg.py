@@ -41,9 +41,9 @@ from fedquilt.core import (
     Hooks,
     ModelError,
     Site,
+    Step,
     Task,
     Tensors,
-    Turn,
     derive_seed,
 )
 from fedquilt.methods import fedavg, fedlora
@@ -282,7 +282,7 @@ def hooks(task: Task, backbone: Tensors, received: Tensors, mine: Tensors) -> Ho
                 added = added + params["shared_decay"] / 2 * value.square().sum()
         return added
 
-    return Hooks(prepare=prepare, turns=(Turn(rate=rate, penalty=penalty),))
+    return Hooks(prepare=prepare, steps=(Step(rate=rate, penalty=penalty),))
 
 
 def _gates(task: Task, backbone: Tensors, held: Tensors) -> dict[str, float]:

@@ -35,9 +35,9 @@ from fedquilt.core import (
     ModelError,
     Order,
     Site,
+    Step,
     Task,
     Tensors,
-    Turn,
 )
 from fedquilt.methods import fedavg
 from fedquilt.models.partial import gate_cache
@@ -111,7 +111,7 @@ def work(task: Task, site: Site) -> Answer:
     hooks = replace(
         hooks,
         correct=(lambda gradient, value, at: gradient + mu * (value - at["start"])) if mu else None,
-        turns=(Turn(rate=lambda name: float(name in moved)),),
+        steps=(Step(rate=lambda name: float(name in moved)),),
     )
     given, metrics = site.engine.train(
         task.params["network"], start, examples, fedavg.fit_of(task), site.rng, hooks=hooks, progress=site.progress

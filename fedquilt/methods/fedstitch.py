@@ -52,8 +52,7 @@ from fedquilt.core import (
     Task,
     UpdateError,
 )
-from fedquilt.models.stitching import device_statistics as sums
-from fedquilt.models.stitching import least_squares, orders, scoring, search, stitched, vote
+from fedquilt.models.stitching import device_statistics, least_squares, orders, scoring, search, stitched, vote
 from fedquilt.models.stitching.least_squares import Gathered, Moments
 from fedquilt.models.stitching.search import PAPER, Finalist, Params, State, describe
 from fedquilt.models.stitching.vote import Ballot
@@ -348,11 +347,11 @@ def work(task: Task, site: Site) -> Answer:
         case "score":
             return scoring.score(msgspec.convert(task.params, scoring.ScoreAsk), site)
         case "fit":
-            return sums.fit(msgspec.convert(task.params, sums.FitAsk), site)
+            return device_statistics.fit(msgspec.convert(task.params, device_statistics.FitAsk), site)
         case "head":
-            return sums.head(msgspec.convert(task.params, sums.HeadAsk), site)
+            return device_statistics.head(msgspec.convert(task.params, device_statistics.HeadAsk), site)
         case "validate":
-            return sums.validate(msgspec.convert(task.params, sums.ValidateAsk), site)
+            return device_statistics.validate(msgspec.convert(task.params, device_statistics.ValidateAsk), site)
         case phase:
             raise ModelError(f"this agent knows no phase {phase!r} of a stitching job: update it")
 

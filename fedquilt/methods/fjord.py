@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from fedquilt import tensors
-from fedquilt.core import Answer, DeviceView, Hooks, Order, Site, Task, Turn
+from fedquilt.core import Answer, DeviceView, Hooks, Order, Site, Step, Task
 from fedquilt.methods import _by_width, fedavg, heterofl
 from fedquilt.models.partial import masks, width
 from fedquilt.models.partial.masks import Plan
@@ -109,7 +109,7 @@ def work(task: Task, site: Site) -> Answer:
         plan = masks.from_array(site.load("plan")["json"])
         ordered = Ordered(plan, most, widths, tensors.rng(task.seed, "widths"))
         narrow = hooks.prepare or (lambda module: module)
-        hooks = Hooks(prepare=lambda module: ordered.gate(narrow(module)), turns=(Turn(begin=ordered.begin),))
+        hooks = Hooks(prepare=lambda module: ordered.gate(narrow(module)), steps=(Step(begin=ordered.begin),))
     return fedavg.work(task, site, hooks)
 
 

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from fedquilt import layers, tensors
-from fedquilt.core import Answer, Bundle, DeviceView, Hooks, ModelError, Order, Site, Task, Turn
+from fedquilt.core import Answer, Bundle, DeviceView, Hooks, ModelError, Order, Site, Step, Task
 from fedquilt.methods import fedavg, fedrep, ft_full
 
 
@@ -55,7 +55,7 @@ def send(state: fedrep.State, device: DeviceView) -> Order | None:
 def work(task: Task, site: Site) -> Answer:
     model = site.load("model")
     start = {**site.load("own"), **model}
-    answer = fedavg.trained(task, site, start, Hooks(turns=(Turn(rate=lambda name: float(name in model)),)))
+    answer = fedavg.trained(task, site, start, Hooks(steps=(Step(rate=lambda name: float(name in model)),)))
     return replace(answer, bundles={"model": {name: answer.bundles["model"][name] for name in model}})
 
 

@@ -288,8 +288,7 @@ def _fingerprint(state: State, update: Contribution) -> np.ndarray:
             f"{update.device}'s examples have {len(found)} values each, the others' {len(other)}: give all devices "
             "examples of one size"
         )
-    lengths = np.linalg.norm(found.astype(np.float64), axis=0)
-    if (np.minimum(lengths, np.abs(lengths - 1)) > 1e-3).any():
+    if not subspaces.is_subspace(found):
         raise UpdateError(f"{update.device} sent vectors that are not of length 1")
     return found
 
@@ -328,10 +327,7 @@ def _joined(state: State, found: Mapping[str, np.ndarray]) -> State:
     """With newcomers in the cluster nearest to them, whose centre moves to the mean of all its members."""
     centres, members, assigned = list(state.centres), list(state.members), dict(state.assigned)
     for device in sorted(found):
-        k = subspaces.nearest(found[device], np.stack(centres))
-        centres[k] = (centres[k] * members[k] + found[device]) / (members[k] + 1)
-        members[k] += 1
-        assigned[device] = k
+        assigned[device] = subspaces.join(found[device], centres, members)
     return replace(state, centres=tuple(centres), members=tuple(members), assigned=assigned)
 
 

@@ -51,7 +51,7 @@ from fedquilt.core import (
 from fedquilt.methods import fedavg
 from fedquilt.methods._by_width import State, measured, narrowed, settling
 from fedquilt.models.partial import masks
-from fedquilt.models.partial import width as submodel
+from fedquilt.models.partial import width as width_parts
 from fedquilt.models.partial.masks import Plan
 from fedquilt.models.partial.width import Counted, Places
 
@@ -110,7 +110,7 @@ def statistics(state: State, parts: Mapping[float, Places]) -> dict[str, dict[st
     """What each part's statistics begin with: the network's own."""
     names = [name for name in state.model if name.rpartition(".")[2] in layers.STATISTICS]
     return {
-        f"{rate:g}": submodel.cut(state.model, {name: at[name] for name in names})
+        f"{rate:g}": width_parts.cut(state.model, {name: at[name] for name in names})
         for rate, at in sorted(parts.items())
         if rate < 1
     }
@@ -121,14 +121,14 @@ def statistics(state: State, parts: Mapping[float, Places]) -> dict[str, dict[st
 
 def part(state: State, rate: float) -> Places:
     """The leading units' entries."""
-    return submodel.places(state.plan, state.model, submodel.leading(state.plan, rate))
+    return width_parts.places(state.plan, state.model, width_parts.leading(state.plan, rate))
 
 
 def width(widths: Collection[int], rates: Sequence[float], rate: float) -> float:
     """Of rates that leave as many of each group's units the largest: 1 where nothing is left out."""
 
     def units(rate: float) -> list[int]:
-        return [submodel.count(each, rate) for each in widths]
+        return [width_parts.count(each, rate) for each in widths]
 
     return max(other for other in (*rates, 1.0) if units(other) == units(rate))
 
@@ -149,7 +149,7 @@ def order(state: fedavg.State, at: Places, rate: float, own: Tensors | None = No
 def rate_of(state: State, device: DeviceView) -> float:
     """The width of a device's part."""
     rates = state.params["rates"]
-    return width(state.plan.widths.values(), rates, submodel.by_tier(device.profile, rates))
+    return width(state.plan.widths.values(), rates, width_parts.by_tier(device.profile, rates))
 
 
 def parts_of(state: State) -> dict[float, Places]:
@@ -174,7 +174,7 @@ def hooks_of(task: Task, site: Site, *, scaled: bool = True) -> Hooks:
     if task.params["rate"] == 1:
         return Hooks()
     start = site.load("model")
-    return Hooks(prepare=lambda module: submodel.shrunk(module, start, scaled=scaled))
+    return Hooks(prepare=lambda module: width_parts.shrunk(module, start, scaled=scaled))
 
 
 def work(task: Task, site: Site) -> Answer:
@@ -187,7 +187,7 @@ def work(task: Task, site: Site) -> Answer:
     held = np.isin(np.arange(classes), site.train.y)
     if not held.all():
         narrow = hooks.prepare or (lambda module: module)
-        hooks = Hooks(prepare=lambda module: submodel.masked(narrow(module), held))
+        hooks = Hooks(prepare=lambda module: width_parts.masked(narrow(module), held))
     answer = fedavg.work(task, site, hooks)
     return replace(answer, bundles={**answer.bundles, "classes": {"held": held.astype(np.uint8)}})
 
@@ -234,7 +234,7 @@ def gather(
     Raises:
         UpdateError: it is none of the parts, or not finite.
     """
-    found = submodel.recognise(state.model, sent, list(parts.values()))
+    found = width_parts.recognise(state.model, sent, list(parts.values()))
     key, at = next(f"{rate:g}" for rate, each in parts.items() if each is found), dict(found)
     tensors.require_finite(sent)
     if rows is not None:
@@ -247,8 +247,8 @@ def gather(
     widths = dict(so_far.widths) if so_far else {}
     if own:
         everywhere = dict.fromkeys(own, (None, None))
-        widths[key] = submodel.add(state.widths[key], widths.get(key), own, everywhere, weight)
-    whole = submodel.add(
+        widths[key] = width_parts.add(state.widths[key], widths.get(key), own, everywhere, weight)
+    whole = width_parts.add(
         state.model, so_far.whole if so_far else None, {name: sent[name] for name in rest}, rest, weight
     )
     return Sum(whole, widths)
@@ -269,8 +269,8 @@ def held_by(state: State, update: Contribution) -> np.ndarray:
 def step(state: State, total: Sum | None) -> State:
     if total is None:
         return state
-    widths = {key: submodel.close(state.widths[key], counted) for key, counted in total.widths.items()}
-    return replace(state, model=submodel.close(state.model, total.whole), widths={**state.widths, **widths})
+    widths = {key: width_parts.close(state.widths[key], counted) for key, counted in total.widths.items()}
+    return replace(state, model=width_parts.close(state.model, total.whole), widths={**state.widths, **widths})
 
 
 # -- statistics before an evaluation --------------------------------------------------------------

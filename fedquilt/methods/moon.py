@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from fedquilt.core import Answer, DeviceView, Hooks, ModelError, Order, Site, Task, Turn
+from fedquilt.core import Answer, DeviceView, Hooks, ModelError, Order, Site, Step, Task
 from fedquilt.methods import fedavg
 
 
@@ -78,7 +78,7 @@ def work(task: Task, site: Site) -> Answer:
         hooks = Hooks(
             prepare=contrast.prepare,
             anchors={"previous": site.local},
-            turns=(Turn(penalty=contrast.penalty),),
+            steps=(Step(penalty=contrast.penalty),),
         )
     answer = fedavg.work(task, site, hooks)
     return replace(answer, local=answer.bundles["model"])

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from fedquilt.core import Answer, DeviceView, Hooks, Order, Site, Task, Turn
+from fedquilt.core import Answer, DeviceView, Hooks, Order, Site, Step, Task
 from fedquilt.methods import fedavg
 
 
@@ -38,7 +38,7 @@ class Params(fedavg.Params):
 
 
 class Ahead:
-    """Two turns on a mini-batch: a step of alpha from w to u, then from u to w less beta times the gradient there.
+    """Two steps on a mini-batch: a step of alpha from w to u, then from u to w less beta times the gradient there.
 
     The second goes by a gradient to which the way back is added, (u - w) / beta. The anchor "w" is this
     method's own, and holds what each tensor was before the first.
@@ -46,7 +46,7 @@ class Ahead:
 
     def __init__(self, alpha: float, beta: float) -> None:
         self._beta, self._ahead = beta, False
-        self.turns = (Turn(rate=lambda name: alpha / beta, begin=self._first), Turn(begin=self._second))
+        self.steps = (Step(rate=lambda name: alpha / beta, begin=self._first), Step(begin=self._second))
 
     def correct(self, gradient: Any, value: Any, at: Mapping[str, Any]) -> Any:
         if self._ahead:
@@ -69,7 +69,7 @@ def work(task: Task, site: Site) -> Answer:
     if not task.params["alpha"]:
         return fedavg.work(task, site)
     received, ahead = site.load("model"), Ahead(task.params["alpha"], fedavg.fit_of(task).lr)
-    return fedavg.trained(task, site, received, Hooks(ahead.correct, {"w": received}, turns=ahead.turns))
+    return fedavg.trained(task, site, received, Hooks(ahead.correct, {"w": received}, steps=ahead.steps))
 
 
 def check(task: Task, site: Site) -> Mapping[str, float]:

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from fedquilt.core import Answer, Contribution, DeviceView, Hooks, Order, Site, Task, Tensors, Turn
+from fedquilt.core import Answer, Contribution, DeviceView, Hooks, Order, Site, Step, Task, Tensors
 from fedquilt.methods import ditto, fedavg
 
 
@@ -43,12 +43,12 @@ class Params(fedavg.Params):
 
 
 class Envelope:
-    """The turns of training, and w as it moves: the anchor "w", which is this method's own."""
+    """The steps of training, and w as it moves: the anchor "w", which is this method's own."""
 
     def __init__(self, pull: float, inner: int, outer_lr: float) -> None:
         self._pull, self._rate = pull, outer_lr * pull
         self._w: Mapping[str, Any] = {}  # as soon as there is one
-        self.turns = (Turn(penalty=self.penalty, begin=self._next), *[Turn(penalty=self.penalty)] * (inner - 1))
+        self.steps = (Step(penalty=self.penalty, begin=self._next), *[Step(penalty=self.penalty)] * (inner - 1))
 
     def penalty(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
         """lambda/2 |theta - w|^2."""
@@ -81,7 +81,7 @@ def work(task: Task, site: Site) -> Answer:
     received = site.load("model")
     envelope = Envelope(task.params["pull"], task.params["inner"], task.params["outer_lr"])
     w = {name: received[name] for name in fedavg.learned(received)}
-    answer = fedavg.trained(task, site, received, Hooks(turns=envelope.turns, anchors={"w": w}))
+    answer = fedavg.trained(task, site, received, Hooks(steps=envelope.steps, anchors={"w": w}))
     theta = answer.bundles["model"]
     return replace(answer, bundles={"model": envelope.closed(theta)}, weight=1.0, local=theta)
 

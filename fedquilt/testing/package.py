@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from fedquilt import methods, plugins
 from fedquilt.core import FedquiltError, JobError
-from fedquilt.data.readers import outside as data
+from fedquilt.data.readers import outside
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import devices, engines
 from fedquilt.models.networks import registry
@@ -51,7 +51,7 @@ def _loads(plugin: plugins.Plugin) -> tuple[bool, str]:
     """What can be known of a plug-in that is no method without a job: that it is of its kind."""
     tries: dict[str, Callable[[], object]] = {
         "network": lambda: registry.require_callable(plugin.name, plugins.imported(plugin)),
-        "data": lambda: [data.open_(DataSpec(dataset=plugin.name, split=split)) for split in ("train", "test")],
+        "data": lambda: [outside.open_(DataSpec(dataset=plugin.name, split=split)) for split in ("train", "test")],
         "meter": lambda: devices.meter(plugin.name).read(0.0),
         "engine": lambda: engines.make(plugin.name, BUDGET_BYTES).close(),
     }

@@ -20,7 +20,8 @@ from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.models.partial import masks
 from fedquilt.tools.simulation import Member, hands
 from fedquilt.tools.simulation import run as simulated
-from fedquilt.tools.simulation.run import Hands, Simulation
+from fedquilt.tools.simulation.carriers import Hands
+from fedquilt.tools.simulation.simulated_job import Simulation
 
 SMALL = {"subrounds": 1, "expansions": 8, "samples": 16, "fit_samples": 24, "screen": 3, "k": 2, "depth": 5}
 

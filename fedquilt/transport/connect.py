@@ -1,4 +1,4 @@
-"""Open a socket to a broker without ever blocking.
+"""Open a socket to a broker without ever blocking, and wait between attempts.
 
 `dial` does TCP and TLS as a generator: it yields whenever it would have to wait.
 """
@@ -10,13 +10,14 @@ import os
 import select
 import socket
 import ssl
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import NamedTuple
 
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.mqtt_errors import unreachable
 
 ANSWER_S = 5.0  # the longest one address may take to answer
+STABLE_S = 10.0  # a connection that held so long was a good one: back-off begins anew
 
 
 class Waiting(NamedTuple):
@@ -79,3 +80,39 @@ def _shake_hands(sock: ssl.SSLSocket) -> Generator[Waiting, None, None]:
             yield Waiting(sock, select.POLLIN)
         except ssl.SSLWantWriteError:
             yield Waiting(sock, select.POLLOUT)
+
+
+def read_ahead(sock: socket.socket) -> bool:
+    """Whether TLS has already read input that nobody has taken: a poll of the socket does not show it."""
+    return isinstance(sock, ssl.SSLSocket) and sock.pending() > 0
+
+
+def backoff_s(failures: int, roll: float) -> float:
+    """Seconds to wait after so many failures in a row: 0.5 doubling to 30, shortened by up to half at random."""
+    return float(min(30.0, 0.5 * 2 ** min(failures - 1, 10)) * (1.0 - 0.5 * roll))
+
+
+class Retry:
+    """How long to wait before the next attempt to connect.
+
+    Args:
+        roll: draws from [0, 1) for the back-off's jitter.
+    """
+
+    def __init__(self, roll: Callable[[], float]) -> None:
+        self.failures = 0  # attempts and short connections in a row
+        self.short = 0  # of these, connections that the broker soon closed
+        self._since_s = 0.0  # when the connection began
+        self._roll = roll
+
+    def connected(self, now_s: float) -> None:
+        """Note that an attempt has succeeded."""
+        self._since_s = now_s
+
+    def failed(self, was_connected: bool, now_s: float) -> float:
+        """Note that an attempt or a connection has ended; seconds to wait."""
+        if was_connected:
+            self.short = self.short + 1 if now_s - self._since_s < STABLE_S else 0
+            self.failures = max(self.short - 1, 0)
+        self.failures += 1
+        return backoff_s(self.failures, self._roll())

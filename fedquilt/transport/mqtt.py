@@ -1,4 +1,4 @@
-"""`MqttLink`: a `Link` over an MQTT broker. The only module that imports paho.
+"""`MqttLink`: a `Link` over an MQTT broker. Only this module and `mqtt_client` import paho.
 
 One thread, the caller's: paho is driven through its external-loop calls inside `wait`, and nothing
 here ever blocks but the resolver. MQTT 5 is tried first and 3.1.1 is used where a broker refuses it;
@@ -12,87 +12,30 @@ is given a few at a time and a fresh client serves each connection; `fedquilt.tr
 from __future__ import annotations
 
 import logging
-import os
 import random
 import select
 import socket
-import ssl
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final
 
 import paho.mqtt.client as paho
-from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
-from paho.mqtt.packettypes import PacketTypes
-from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 
 from fedquilt.core import FedquiltError, LinkError
+from fedquilt.transport import mqtt_errors
 from fedquilt.transport.broker import Broker
-from fedquilt.transport.connect import ANSWER_S, Waiting, dial
+from fedquilt.transport.connect import ANSWER_S, Retry, Waiting, dial, read_ahead
 from fedquilt.transport.link import Message, matches
-from fedquilt.transport.mqtt_errors import (
-    KEEP_ALIVE,
-    NOT_AUTHORIZED,
-    PROTOCOL_ERROR,
-    TOO_LARGE,
-    UNSPECIFIED,
-    UNSUPPORTED_VERSION,
-    lost,
-    not_mqtt,
-    refused,
-    tls_failed,
-    unanswered,
-    unreachable,
-)
+from fedquilt.transport.mqtt_client import KIB, Client, payload_limit
 from fedquilt.transport.send_queue import BREAKS, Sending, SendQueue
-
-__all__ = ["Broker", "MqttLink", "backoff_s", "payload_limit"]
 
 log = logging.getLogger(__name__)
 
-KIB: Final = 1024
-HEADER: Final = KIB  # bytes left for the topic and the packet's own header
-UNANNOUNCED_5: Final = 1024 * KIB  # an MQTT 5 broker that announces no limit
-UNANNOUNCED_311: Final = 121 * KIB  # 3.1.1 cannot announce one: safe where packets end at 128 KiB
 RELIABLE_WINDOW: Final = 20  # QoS-1 messages under way, where the broker's ReceiveMaximum allows
 INBOX_BYTES: Final = 1024 * KIB  # read ahead of the caller; what is beyond waits in the broker
 SMALLEST_CEILING: Final = 16 * KIB
-STABLE_S: Final = 10.0  # a connection that held so long was a good one: back-off begins anew
 LINGER_S: Final = 5.0
-
-
-def backoff_s(failures: int, roll: float) -> float:
-    """Seconds to wait after so many failures in a row: 0.5 doubling to 30, shortened by up to half at random."""
-    return float(min(30.0, 0.5 * 2 ** min(failures - 1, 10)) * (1.0 - 0.5 * roll))
-
-
-def payload_limit(level: int, announced: int | None, override: int | None) -> int:
-    """The largest payload in bytes, by MQTT level (4 is 3.1.1) and what CONNACK announced."""
-    if override is not None:
-        return override
-    if level < 5:
-        return UNANNOUNCED_311
-    return UNANNOUNCED_5 if announced is None else max(announced - HEADER, 0)
-
-
-class _Client(paho.Client):
-    """paho on a socket that is open already, so that connecting never blocks."""
-
-    def __init__(self, sock: socket.socket, level: int, client_id: str) -> None:
-        self._given = sock
-        super().__init__(
-            CallbackAPIVersion.VERSION2,
-            client_id,
-            clean_session=None if level == 5 else False,
-            protocol=MQTTProtocolVersion(level),
-            reconnect_on_failure=False,
-        )
-        # With this callback paho queues packets instead of writing from inside publish().
-        self.on_socket_register_write = lambda client, userdata, sock: None
-
-    def _create_socket(self) -> socket.socket:
-        return self._given
 
 
 class MqttLink:
@@ -118,7 +61,7 @@ class MqttLink:
         self.level = 5  # of MQTT; becomes 4 (3.1.1) where a broker refuses 5
         self.max_payload = payload_limit(4, None, broker.max_payload)
         self.dropped = 0  # messages given up: refused, too large, or too many while offline
-        self._roll = roll
+        self._retry = Retry(roll)
         self._filters: list[str] = []
         self._inbox: list[Message] = []
         self._inbox_bytes = 0
@@ -128,12 +71,9 @@ class MqttLink:
         self._dial: Generator[Waiting, None, socket.socket] | None = None
         self._waiting: Waiting | None = None  # what the dial waits for
         self._socket: socket.socket | None = None  # a dialled one
-        self._client: _Client | None = None
+        self._client: Client | None = None
         self._said = ""  # what paho last had to complain of
         self._farewell: ReasonCode | None = None  # why the connection ended
-        self._since_s = 0.0  # when it began
-        self._failures = 0  # attempts and short connections in a row
-        self._short = 0  # of these, connections that the broker soon closed
         self._due_s = 0.0  # when to try again; during an attempt, when it has taken too long
         self._trouble: str | None = None
         self._refused: str | None = None
@@ -219,7 +159,7 @@ class MqttLink:
             self.receive()
         self._closed = True
         if self.connected and self._client is not None and self._socket is not None:
-            _say_goodbye(self._client, self._socket)
+            self._client.say_goodbye(self._socket)
         self._hang_up()
         self.connected = False
 
@@ -236,11 +176,7 @@ class MqttLink:
         waiting = self._interest()
         if waiting is not None:
             poller.register(*waiting)
-            if (
-                isinstance(waiting.socket, ssl.SSLSocket)
-                and waiting.events & select.POLLIN
-                and waiting.socket.pending()
-            ):
+            if waiting.events & select.POLLIN and read_ahead(waiting.socket):
                 timeout_s = 0.0
         ready = dict(poller.poll(min(timeout_s, self._patience_s()) * 1000))
         if waiting is not None:
@@ -264,7 +200,7 @@ class MqttLink:
                 self._step_dial(late)
         elif late:
             self._doubt_level()
-            self._lose(unreachable(self.broker, TimeoutError()))
+            self._lose(mqtt_errors.unreachable(self.broker, TimeoutError()))
         else:
             self._exchange()
 
@@ -297,10 +233,7 @@ class MqttLink:
             password = self.broker.password()
         except FedquiltError as error:
             return self._lose(error)
-        client = self._client = _Client(sock, self.level, self.client_id)
-        client.username_pw_set(self.broker.user, password)
-        if self.will is not None:
-            client.will_set(*self.will, qos=1, retain=True)
+        client = self._client = Client(sock, self.level, self.client_id)
         client.on_connect = self._on_connect
         client.on_disconnect = self._on_disconnect
         client.on_message = self._on_message
@@ -308,15 +241,7 @@ class MqttLink:
         client.on_subscribe = self._on_subscribe
         client.on_log = self._on_log
         self._farewell, self._said = None, ""
-        properties = None
-        if self.level == 5:
-            properties = Properties(PacketTypes.CONNECT)  # type: ignore[no-untyped-call]
-            properties.SessionExpiryInterval = self.broker.session_expiry_s
-            properties.MaximumPacketSize = max(self.broker.max_payload or 0, UNANNOUNCED_5) + HEADER
-        client.connect_async(
-            self.broker.host, self.broker.port, self.broker.keepalive_s, clean_start=False, properties=properties
-        )
-        client.reconnect()
+        client.introduce(self.broker, password, self.will)
 
     def _on_connect(self, client: Any, userdata: Any, flags: Any, reason: ReasonCode, properties: Any) -> None:
         client.on_log = None  # it costs a formatted string for every packet
@@ -329,7 +254,7 @@ class MqttLink:
         limit = payload_limit(self.level, announced, self.broker.max_payload)
         self.max_payload = limit if self._ceiling is None else min(limit, self._ceiling)
         self._window = min(RELIABLE_WINDOW, getattr(properties, "ReceiveMaximum", RELIABLE_WINDOW))
-        self._since_s = time.monotonic()
+        self._retry.connected(time.monotonic())
         self._trouble, self._final = None, False
         if self._filters:
             client.subscribe([(pattern, 1) for pattern in self._filters])
@@ -346,12 +271,12 @@ class MqttLink:
         peek = select.poll()
         peek.register(sock, select.POLLIN)
         while client.socket() is not None and self._inbox_bytes < INBOX_BYTES:
-            if not peek.poll(0) and not (isinstance(sock, ssl.SSLSocket) and sock.pending()):
+            if not peek.poll(0) and not read_ahead(sock):
                 break
             try:
                 client.loop_read()
             except Exception as error:  # whatever bytes that are not MQTT make of paho's decoder
-                return self._lose(not_mqtt(self.broker, str(error)))
+                return self._lose(mqtt_errors.not_mqtt(self.broker, str(error)))
         if client.socket() is not None:
             client.loop_misc()
         self._hand_over()
@@ -379,7 +304,7 @@ class MqttLink:
         message = self._queue.done(mid)
         if message is not None and reason.is_failure:
             mine = "its certificate or user may have no right there: see the broker's ACL"
-            mend = mine if reason.value == NOT_AUTHORIZED else "see the broker's log"
+            mend = mine if reason.value == mqtt_errors.NOT_AUTHORIZED else "see the broker's log"
             self._drop(1, f"{self.broker} refuses messages to {message.topic} ({reason}): {mend}")
 
     def _on_message(self, client: Any, userdata: Any, message: paho.MQTTMessage) -> None:
@@ -409,22 +334,19 @@ class MqttLink:
 
     def _ended(self) -> None:
         """paho has closed the socket: find out why, and whether the other level of MQTT may do better."""
-        code = self._farewell.value if self._farewell is not None else UNSPECIFIED
+        code = self._farewell.value if self._farewell is not None else mqtt_errors.UNSPECIFIED
         if self.connected:
-            return self._lose(lost(self.broker, self.client_id, code, str(self._farewell), self._short >= 2))
-        if code == UNSUPPORTED_VERSION and self.level == 5:
+            again = self._retry.short >= 2
+            return self._lose(mqtt_errors.lost(self.broker, self.client_id, code, str(self._farewell), again))
+        if code == mqtt_errors.UNSUPPORTED_VERSION and self.level == 5:
             log.info("%s refuses MQTT 5: using 3.1.1", self.broker)
             self.level = 4
             self._due_s = 0.0
             return self._hang_up()
-        if code == PROTOCOL_ERROR:
-            return self._lose(not_mqtt(self.broker, str(self._farewell)))
-        if code > UNSPECIFIED and code != KEEP_ALIVE:
-            return self._lose(refused(self.broker, self.client_id, code, str(self._farewell)))
-        if "[SSL" in self._said:
-            return self._lose(tls_failed(self.broker, self._said.rpartition("] ")[2].partition(" (_ssl")[0]))
+        if error := mqtt_errors.rejected(self.broker, self.client_id, code, str(self._farewell), self._said):
+            return self._lose(error)
         self._doubt_level()
-        self._lose(unanswered(self.broker))
+        self._lose(mqtt_errors.unanswered(self.broker))
 
     def _doubt_level(self) -> None:
         """No CONNACK came. Some 3.1.1 brokers (amqtt) choke on MQTT 5 without a word."""
@@ -434,26 +356,23 @@ class MqttLink:
     def _lose(self, error: FedquiltError) -> None:
         """The connection, or the attempt at one, is over: put back what was under way, plan the next."""
         self._hang_up()
-        if self.connected:
-            self._short = self._short + 1 if time.monotonic() - self._since_s < STABLE_S else 0
-            self._failures = max(self._short - 1, 0)
-        self._failures += 1
-        delay_s = backoff_s(self._failures, self._roll())
+        delay_s = self._retry.failed(self.connected, time.monotonic())
         self._due_s = time.monotonic() + delay_s
         if self.connected:
-            self._put_back(self._farewell.value if self._farewell is not None else UNSPECIFIED)
+            self._put_back(self._farewell.value if self._farewell is not None else mqtt_errors.UNSPECIFIED)
         self.connected = False
         if self._trouble != str(error):
             log.log(logging.INFO if self._asked else logging.WARNING, "%s; trying again in %.1f s", error, delay_s)
         self._trouble, self._final = str(error), getattr(error, "final", True)
 
     def _put_back(self, code: int) -> None:
-        culprit = self._queue.broken(1 if code == TOO_LARGE else BREAKS, innocent=code == KEEP_ALIVE)
+        times = 1 if code == mqtt_errors.TOO_LARGE else BREAKS
+        culprit = self._queue.broken(times, innocent=code == mqtt_errors.KEEP_ALIVE)
         if culprit is None:
             return
         if culprit.size > SMALLEST_CEILING:  # the next may be half as large, and need not wait
             self._ceiling = max(culprit.size // 2, SMALLEST_CEILING)
-            self._failures = 0
+            self._retry.failures = 0
             self._due_s = time.monotonic()
         self._drop(
             1,
@@ -476,26 +395,3 @@ class MqttLink:
         if self._socket is not None:
             self._socket.close()
         self._dial = self._waiting = self._client = self._socket = None
-
-
-def _say_goodbye(client: _Client, sock: socket.socket) -> None:
-    """Send DISCONNECT and wait until the broker has hung up.
-
-    Closing at once while input is unread would reset the connection: a broker that has not yet read
-    the goodbye would publish our last will.
-    """
-    until = time.monotonic() + 1.0
-    with socket.socket(fileno=os.dup(sock.fileno())) as raw:  # paho closes its own once it has written
-        client.disconnect()
-        poller = select.poll()
-        poller.register(raw, select.POLLOUT)
-        while client.socket() is not None and time.monotonic() < until:
-            poller.poll(100)
-            client.loop_write()
-        raw.settimeout(0.5)
-        try:
-            raw.shutdown(socket.SHUT_WR)
-            while raw.recv(65536) and time.monotonic() < until:
-                pass
-        except OSError:
-            return

@@ -91,6 +91,21 @@ def refused(broker: Broker, client_id: str, code: int, reason: str) -> DialError
     return DialError(f"{broker} refuses user {broker.user!r} ({reason}): check the user and {mend}", True)
 
 
+def rejected(broker: Broker, client_id: str, code: int, reason: str, said: str) -> DialError | None:
+    """An attempt ended with CONNACK's code or a TLS alert; None: without a word.
+
+    Args:
+        said: what paho last complained of.
+    """
+    if code == PROTOCOL_ERROR:
+        return not_mqtt(broker, reason)
+    if code > UNSPECIFIED and code != KEEP_ALIVE:
+        return refused(broker, client_id, code, reason)
+    if "[SSL" in said:
+        return tls_failed(broker, said.rpartition("] ")[2].partition(" (_ssl")[0])
+    return None
+
+
 def unanswered(broker: Broker) -> DialError:
     """It hung up on our CONNECT."""
     if not broker.tls:

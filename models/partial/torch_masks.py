@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedquilt.core import ModelError, Turn
+from fedquilt.core import ModelError, Step
 from fedquilt.models.partial.masks import Follow, Plan
 
 SCORES = "mask_scores"
@@ -35,14 +35,14 @@ class Gates:
         self._masks: dict[str, torch.Tensor] = {}
         self._norms: list[nn.Module] = []
 
-    def turns(self, rate: float) -> tuple[Turn, Turn]:
+    def steps(self, rate: float) -> tuple[Step, Step]:
         """One on the scores, at `rate` times the weights' learning rate, then one on the weights."""
-        scores = Turn(
+        scores = Step(
             rate=lambda name: rate if name == SCORES else 0.0,
             penalty=self._closeness if self._others is not None and self._diversity else None,
             begin=lambda module: self._begin(module, weights=False),
         )
-        weights = Turn(
+        weights = Step(
             rate=lambda name: float(name != SCORES),
             penalty=self._pull if self._mu else None,
             begin=lambda module: self._begin(module, weights=True),

@@ -22,16 +22,14 @@ from onnx import TensorProto, compose, helper, numpy_helper
 from fedquilt.core import ModelError, Tensors
 from fedquilt.data import images
 from fedquilt.models.stitching import fold_junction
-from fedquilt.models.stitching import stitched as stitch
+from fedquilt.models.stitching.stitched import Block, grows
 
 OPSET = 17  # of the blocks' graphs
 IR_VERSION = 8
 LARGEST_BYTES = 2**31 - 1  # of one protobuf file
 
 
-def stitched(
-    meta: Mapping[str, Any], arrays: Tensors, blocks: Mapping[str, stitch.Block], files: Mapping[str, Path]
-) -> bytes:
+def stitched(meta: Mapping[str, Any], arrays: Tensors, blocks: Mapping[str, Block], files: Mapping[str, Path]) -> bytes:
     """The ONNX file of a stitched network.
 
     Args:
@@ -114,12 +112,12 @@ class _Graph:
     def junction(
         self, value: str, junction: Mapping[str, Any], stage: list[onnx.GraphProto], name: str
     ) -> tuple[str, list[onnx.GraphProto]]:
-        """(n, c, h, w) -> (n, c_out, h_out, w_out), as `stitch.join` does it, and the stage that takes it.
+        """(n, c, h, w) -> (n, c_out, h_out, w_out), as `stitched.join` does it, and the stage that takes it.
 
         Where the projection can be folded into the stage, the value is not projected.
         """
         before, after = junction["in_shape"], junction["out_shape"]
-        if stitch.grows(before, after):
+        if grows(before, after):
             return self._resized(self._projected(value, junction, name), before, after, name), stage
         value = self._resized(value, before, after, name)
         weights, bias = self._float(junction["weights"]), self._float(junction["bias"])
@@ -171,7 +169,7 @@ class _Graph:
 
 
 def _read(
-    block: str, blocks: Mapping[str, stitch.Block], files: Mapping[str, Path]
+    block: str, blocks: Mapping[str, Block], files: Mapping[str, Path]
 ) -> tuple[tuple[onnx.ModelProto, ...], ...]:
     """The graphs of a block by stage."""
     if block not in blocks or not files.keys() >= {name for stage in blocks[block].stages for name in stage}:

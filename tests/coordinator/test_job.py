@@ -70,22 +70,23 @@ def stage(tmp_path: Path) -> Iterator[Round]:
 
 
 def test_updates_are_read_once_for_as_long_as_there_is_room(stage: Round, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for two of three, the commit reads one again; the room is there anew in the next round.
+    """One that is folded at once is not kept; with room for two of the others, the commit reads two again.
 
-    The last of the devices in order answers first, so that nothing can be folded ahead.
+    The last of the devices in order answers first, so that nothing can be folded ahead; the room is there anew in the
+    next round.
     """
     size = stage.update("a", 0.0).bundles["model"].size
     monkeypatch.setattr(job, "READ_BYTES", 2 * size + size // 2)
     read: list[str] = []
-    plain = stage.job.contribution
-    monkeypatch.setattr(stage.job, "contribution", lambda update: (read.append(update.device), plain(update))[1])
-    for number, devices in enumerate(("cba", "fed")):
+    plain = stage.store.depot.load
+    monkeypatch.setattr(stage.store.depot, "load", lambda sha256: (read.append(sha256), plain(sha256))[1])
+    for number, devices in enumerate(("dcba", "hgfe")):
         stage.ask(devices)
         for index, device in enumerate(devices):
-            stage.take(device, 3.0 * number + index)
+            stage.take(device, 4.0 * number + index)
         assert len(stage.job._read) == 2
-        assert stage.commit() == 3.0 * number + 1.0
-        assert len(read) == 4 * (number + 1)
+        assert stage.commit() == 4.0 * number + 1.5
+        assert len(read) == 6 * (number + 1)
 
 
 def test_the_update_that_the_log_names_is_folded_whatever_was_read_last(stage: Round) -> None:

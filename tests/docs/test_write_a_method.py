@@ -85,9 +85,12 @@ def test_the_usb_meter_of_the_page_reads_its_file(folder: Path) -> None:
 
 
 class Tasmota(BaseHTTPRequestHandler):
-    """A plug that takes 42.5 W."""
+    """A plug that takes 42.5 W, and answers once it may."""
+
+    may = threading.Event()
 
     def do_GET(self) -> None:
+        self.may.wait(LIMIT_S)
         self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps({"StatusSNS": {"ENERGY": {"Power": 42.5}}}).encode())
@@ -103,6 +106,7 @@ def test_the_wall_plug_of_the_page_is_asked_beside_the_agents_loop(folder: Path)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         meter = devices.meter({"name": "wall_plug:WallPlug", "host": f"127.0.0.1:{server.server_port}"})
         assert meter.read(0.0).total_w is None
+        Tasmota.may.set()
         end = time.monotonic() + LIMIT_S
         while (power := meter.read(0.0)).total_w is None:
             assert time.monotonic() < end

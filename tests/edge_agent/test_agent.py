@@ -31,7 +31,7 @@ from fedquilt.core import (
 )
 from fedquilt.edge_agent.agent import Agent, run_agent
 from fedquilt.edge_agent.devices.simulated import SimulatedDevice
-from fedquilt.edge_agent.plan import Acked, Failed
+from fedquilt.edge_agent.events import Acked, Failed
 from fedquilt.edge_agent.power.governor import Policy
 from fedquilt.edge_agent.settings import AgentSettings, GovernorSettings
 from fedquilt.edge_agent.state import PRIVATE, write_tensors

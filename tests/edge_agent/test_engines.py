@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fedquilt import methods, tensors
-from fedquilt.core import DataError, Examples, Fit, Hooks, JobError, ModelError, Site, Task, Turn, UpdateError, Work
+from fedquilt.core import DataError, Examples, Fit, Hooks, JobError, ModelError, Site, Step, Task, UpdateError, Work
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.engines import numpy_engine, training
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
@@ -260,12 +260,12 @@ def pull(module, x, scores, anchors):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("turns", [(Turn(),), (Turn(penalty=pull), Turn(rate=lambda name: float("0" in name)))])
-def test_batch_normalisation_takes_the_same_steps_under_any_budget(turns, optimizer):
+@pytest.mark.parametrize("steps", [(Step(),), (Step(penalty=pull), Step(rate=lambda name: float("0" in name)))])
+def test_batch_normalisation_takes_the_same_steps_under_any_budget(steps, optimizer):
     """Its statistics, and the gradients through them, are of whole mini-batches: in bits, running statistics too."""
     start, examples = normed_start(), table(22)
     fit = Fit(epochs=2, batch=8, momentum=0.9 * (optimizer == "sgd"), optimizer=optimizer, clip=0.5)
-    hooks = Hooks(prepare=normed, turns=turns)
+    hooks = Hooks(prepare=normed, steps=steps)
     found = [torch_one(b).train(MLP, start, examples, fit, tensors.rng(1), hooks=hooks) for b in (AMPLE, TIGHT)]
     assert same_bits(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
@@ -430,7 +430,7 @@ def test_what_is_held_still_does_not_move(engine):
     fit = Fit(epochs=1, batch=20, lr=0.1, weight_decay=0.1, clip=0.01)
     moved = []
     for rate in (1.0, 0.5):
-        head = Hooks(turns=(Turn(rate=lambda name, rate=rate: rate if name.startswith("5.") else 0.0),))
+        head = Hooks(steps=(Step(rate=lambda name, rate=rate: rate if name.startswith("5.") else 0.0),))
         model, _ = changed(engine, head, fit)
         assert same_bits(
             {n: a for n, a in model.items() if n[0] != "5"}, {n: a for n, a in start.items() if n[0] != "5"}
@@ -457,8 +457,8 @@ def test_the_numpy_engine_refuses_what_wants_a_module():
     """By name, and with the engine that can."""
     refused = {
         "prepare": Hooks(prepare=lambda module: module),
-        "a second turn": Hooks(turns=(Turn(), Turn())),
-        "penalty and begin": Hooks(turns=(Turn(penalty=lambda *_: 0.0, begin=lambda module: None),)),
+        "a second step": Hooks(steps=(Step(), Step())),
+        "penalty and begin": Hooks(steps=(Step(penalty=lambda *_: 0.0, begin=lambda module: None),)),
     }
     for name, hooks in refused.items():
         with pytest.raises(ModelError, match=rf"cannot train with {name} as this method asks: install fedquilt\[train"):
@@ -475,7 +475,7 @@ def test_a_penalty_is_the_correction_that_is_its_gradient(budget: int):
     def penalty(module, x, scores, anchors):
         return sum(((value - anchors["start"][name]) ** 2).sum() for name, value in module.named_parameters()) / 2
 
-    by_loss, told = changed(torch_one, Hooks(turns=(Turn(penalty=penalty),)), budget=budget)
+    by_loss, told = changed(torch_one, Hooks(steps=(Step(penalty=penalty),)), budget=budget)
     by_gradient, wanted = changed(torch_one, Hooks(correct=lambda g, v, at: g + v - at["start"]), budget=budget)
     assert close(by_loss, by_gradient, 1e-6)
     assert told == pytest.approx(wanted, abs=1e-6)
@@ -485,7 +485,7 @@ def test_a_penalty_is_the_correction_that_is_its_gradient(budget: int):
 def test_a_penalty_that_is_not_finite_is_refused():
     """Though the network's own loss is fine."""
     with pytest.raises(UpdateError, match="the loss is nan in step 1"):
-        changed(torch_one, Hooks(turns=(Turn(penalty=lambda module, x, scores, anchors: 0 * scores.sum() / 0),)))
+        changed(torch_one, Hooks(steps=(Step(penalty=lambda module, x, scores, anchors: 0 * scores.sum() / 0),)))
 
 
 def masked(module):
@@ -507,9 +507,9 @@ def masked(module):
 
 
 def test_two_turns_on_a_batch_train_masks_and_then_weights():
-    """As FedPeWS does: scores move in the first turn alone, weights in the second, with a mask drawn for each turn.
+    """As FedPeWS does: scores move in the first step alone, weights in the second, with a mask drawn for each step.
 
-    A mask is drawn once for a turn, so that micro-batches are all under the same one.
+    A mask is drawn once for a step, so that micro-batches are all under the same one.
     """
     torch = pytest.importorskip("torch")
     drawn: list[str] = []
@@ -524,21 +524,21 @@ def test_two_turns_on_a_batch_train_masks_and_then_weights():
     def only(own):
         return lambda name: 10.0 if name == own else 0.0
 
-    scores = Turn(rate=only("scores"), begin=draw("scores"))
-    weights = Turn(rate=lambda name: float(name != "scores"), begin=draw("weights"))
+    scores = Step(rate=only("scores"), begin=draw("scores"))
+    weights = Step(rate=lambda name: float(name != "scores"), begin=draw("weights"))
     begun = np.zeros(5, np.float32)
-    whole, metrics = changed(torch_one, Hooks(prepare=masked, turns=(scores, weights)), scores=begun)
+    whole, metrics = changed(torch_one, Hooks(prepare=masked, steps=(scores, weights)), scores=begun)
     assert drawn == ["scores", "weights"] * int(metrics["steps"])
     assert np.abs(whole["scores"]).max() > 0
-    single, _ = changed(torch_one, Hooks(prepare=masked, turns=(scores, weights)), budget=TIGHT, scores=begun)
+    single, _ = changed(torch_one, Hooks(prepare=masked, steps=(scores, weights)), budget=TIGHT, scores=begun)
     assert close(whole, single, 1e-5)
-    again, _ = changed(torch_one, Hooks(prepare=masked, turns=(scores, weights)), scores=begun)
+    again, _ = changed(torch_one, Hooks(prepare=masked, steps=(scores, weights)), scores=begun)
     assert same_bits(whole, again)
     start = numpy_engine.init(MLP, 0)
-    first, _ = changed(torch_one, Hooks(prepare=masked, turns=(scores,)), scores=begun)
+    first, _ = changed(torch_one, Hooks(prepare=masked, steps=(scores,)), scores=begun)
     assert same_bits({name: first[name] for name in start}, start)
     assert np.abs(first["scores"]).min() > 0
-    second, _ = changed(torch_one, Hooks(prepare=masked, turns=(weights,)), scores=begun)
+    second, _ = changed(torch_one, Hooks(prepare=masked, steps=(weights,)), scores=begun)
     assert not second["scores"].any()
     assert not close({name: second[name] for name in start}, start, 1e-3)
 
@@ -566,10 +566,10 @@ def test_a_frozen_batch_norm_keeps_its_statistics():
     network = {"name": "plain", "channels": 1, "classes": 2, "width": 2, "input": {"channels": 1, "size": 8}}
     start = torch_start(network)
     head = max(name for name in start if name.endswith("weight"))
-    hooks = Hooks(turns=(Turn(rate=lambda name: float(name == head)),))
+    hooks = Hooks(steps=(Step(rate=lambda name: float(name == head)),))
     model, _ = torch_one(AMPLE).train(network, start, pictures(), Fit(batch=8), tensors.rng(0), hooks=hooks)
     assert [name for name in start if not np.array_equal(model[name], start[name])] == [head]
-    none = Hooks(turns=(Turn(rate=lambda name: 0.0),))
+    none = Hooks(steps=(Step(rate=lambda name: 0.0),))
     with pytest.raises(ModelError, match="nothing to train"):
         torch_one(AMPLE).train(network, start, pictures(), Fit(), tensors.rng(0), hooks=none)
 

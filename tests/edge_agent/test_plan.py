@@ -12,11 +12,8 @@ from hypothesis import strategies as st
 
 from fedquilt.core import BlobRef, Encoding, Reading, Task, Update, Usage, Work
 from fedquilt.edge_agent import plan
-from fedquilt.edge_agent.plan import (
-    KILLED_MOST,
+from fedquilt.edge_agent.events import (
     REFETCH_S,
-    REMEMBERED_JOBS,
-    RESEND_MOST_S,
     RESEND_S,
     Abandon,
     Acked,
@@ -36,9 +33,8 @@ from fedquilt.edge_agent.plan import (
     State,
     Stop,
     Tick,
-    advance,
-    next_s,
 )
+from fedquilt.edge_agent.plan import KILLED_MOST, REMEMBERED_JOBS, RESEND_MOST_S, advance, next_s
 from fedquilt.edge_agent.task.budget import ASSUMED_BASE_BYTES
 from fedquilt.wire import Claim
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedquilt import tensors
-from fedquilt.core import DataError, Examples, Fit, Hooks, JobError, ModelError, Turn, UpdateError
+from fedquilt.core import DataError, Examples, Fit, Hooks, JobError, ModelError, Step, UpdateError
 
 batched = pytest.importorskip("fedquilt.edge_agent.engines.torch_batched")
 torch = pytest.importorskip("torch")
@@ -170,13 +170,13 @@ def test_what_does_not_fit_is_told_as_by_the_loop(engine: Any, change: dict[str,
         {"network": {"name": "plain", "channels": 1, "classes": 3}},
         {"hooks": Hooks(prepare=lambda module: module)},
         {"hooks": Hooks(inputs=lambda x: x)},
-        {"hooks": Hooks(turns=(Turn(rate=lambda name: 0.5),))},
+        {"hooks": Hooks(steps=(Step(rate=lambda name: 0.5),))},
         {"fit": Fit(mixed=True)},
         {"examples": Examples(np.zeros((0, 6), np.float32), np.zeros(0, np.int64))},
     ],
 )
 def test_what_cannot_go_through_one_graph_takes_the_loop(engine: Any, change: dict[str, Any]) -> None:
-    """Convolutions, batch norm, a method's own network, inputs or turns, 16 bits, and nobody's examples."""
+    """Convolutions, batch norm, a method's own network, inputs or steps, 16 bits, and nobody's examples."""
     given = {"network": MLP, "start": start(), "examples": examples(8), "fit": Fit(), "rng": tensors.rng(0)}
     assert engine.call(**given) is not None
     assert engine.call(**{**given, **change}) is None

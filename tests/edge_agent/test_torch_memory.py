@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedquilt import footprint, tensors
-from fedquilt.core import Examples, Fit, Hooks, Turn
+from fedquilt.core import Examples, Fit, Hooks, Step
 
 NETWORK = {"name": "plain", "channels": 1, "classes": 2, "input": {"channels": 1, "size": 16}}
 # no batch norm
@@ -70,9 +70,9 @@ def test_what_an_optimizer_remembers_is_planned_for(fit: Fit, more: int) -> None
 
 
 def test_what_no_turn_moves_is_planned_without_gradients() -> None:
-    """A head alone, by one turn or two, and all by two turns of which each moves a part."""
-    head = Turn(rate=lambda name: float(name.startswith("6.")))
-    body = Turn(rate=lambda name: float(not name.startswith("6.")))
-    given = (Turn(),), (head,), (head, head), (head, body)
-    whole, one, two, parts = (planned(10**9, Fit(batch=4), Hooks(turns=turns))[0] for turns in given)
+    """A head alone, by one step or two, and all by two steps of which each moves a part."""
+    head = Step(rate=lambda name: float(name.startswith("6.")))
+    body = Step(rate=lambda name: float(not name.startswith("6.")))
+    given = (Step(),), (head,), (head, head), (head, body)
+    whole, one, two, parts = (planned(10**9, Fit(batch=4), Hooks(steps=steps))[0] for steps in given)
     assert whole == parts > one == two

@@ -15,7 +15,7 @@ import fedquilt as fq
 from fedquilt.tools import demo
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-LIMIT_S = 300.0
+LIMIT_S = 900.0
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from fedquilt import metrics
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.job import average
+from fedquilt.coordinator.round_metrics import average
 from fedquilt.coordinator.views import log, progress
 from fedquilt.core import JobError, Update, Usage
 from fedquilt.tools.experiments import tables

@@ -332,14 +332,14 @@ def test_devices_that_are_to_differ_do() -> None:
 
 
 def test_the_mask_learning_rate_does_not_decay() -> None:
-    """eta_s = 0.1 at eta_l = 0.1 * 0.5^r: the scores' turn takes place at 1, 2, 4 times the weights' rate."""
+    """eta_s = 0.1 at eta_l = 0.1 * 0.5^r: the scores' step takes place at 1, 2, 4 times the weights' rate."""
     rates = []
 
     class Listens:
         name = "torch"
 
         def train(self, network, start, examples, fit, rng, *, hooks, progress):  # type: ignore[no-untyped-def]
-            rates.append([turn.rate(name) * fit.lr for turn in hooks.turns for name in ("mask_scores", "1.weight")])
+            rates.append([step.rate(name) * fit.lr for step in hooks.steps for name in ("mask_scores", "1.weight")])
             return dict(start), {"loss": 0.0, "steps": 1.0}
 
     pytest.importorskip("torch")

@@ -21,8 +21,8 @@ from fedquilt.core import (
     JobError,
     ModelError,
     Site,
+    Step,
     Task,
-    Turn,
     UpdateError,
 )
 from fedquilt.methods import fedavg, fedprox, fedsq
@@ -101,7 +101,7 @@ def test_with_the_last_linear_layer_alone_it_is_fedavg_bit_for_bit() -> None:
     """There is no gate behind it: weights after every round are those of FedAvg with all else held still."""
 
     def fedavg_work(task: Task, site: Site) -> Answer:
-        held = Hooks(turns=(Turn(rate=lambda name: float(name.startswith("6."))),))
+        held = Hooks(steps=(Step(rate=lambda name: float(name.startswith("6."))),))
         whole = {**site.load("frozen"), **site.load("model")}
         answer = fedavg.trained(task, site, whole, held)
         return replace(answer, bundles={"model": {name: answer.bundles["model"][name] for name in site.load("model")}})

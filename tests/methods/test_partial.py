@@ -16,7 +16,8 @@ from fedquilt.core import Answer, Contribution, DeviceView, Examples, ModelError
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import fedavg, fedfina, fedlg, fedlp, fedrep, parfed
 from fedquilt.tools.simulation import Member
-from fedquilt.tools.simulation.run import Hands, Simulation
+from fedquilt.tools.simulation.carriers import Hands
+from fedquilt.tools.simulation.simulated_job import Simulation
 from toys import given, learners, to_train
 from toys import play as run_of
 

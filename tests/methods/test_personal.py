@@ -179,7 +179,7 @@ def test_ditto_evaluates_the_own_model_and_sends_the_other() -> None:
 
 
 class Parabola:
-    """An engine in torch that goes down a/2 (x - b)^2 by a method's turns, `epochs` mini-batches of it."""
+    """An engine in torch that goes down a/2 (x - b)^2 by a method's steps, `epochs` mini-batches of it."""
 
     name = "parabola"
 
@@ -192,17 +192,17 @@ class Parabola:
         module.x = torch.nn.Parameter(torch.tensor(start["x"], dtype=torch.float64))
         anchors = {key: {"x": torch.tensor(held["x"], dtype=torch.float64)} for key, held in hooks.anchors.items()}
         for _ in range(fit.epochs):
-            for turn in hooks.turns:
-                if turn.begin:
-                    turn.begin(module)
+            for step in hooks.steps:
+                if step.begin:
+                    step.begin(module)
                 loss = self.curvature / 2 * (module.x - self.place).square().sum()
-                if turn.penalty:
-                    loss = loss + turn.penalty(module, None, None, anchors)
+                if step.penalty:
+                    loss = loss + step.penalty(module, None, None, anchors)
                 (gradient,) = torch.autograd.grad(loss, [module.x])
                 if hooks.correct:
                     gradient = hooks.correct(gradient, module.x.detach(), {k: v["x"] for k, v in anchors.items()})
                 with torch.no_grad():
-                    module.x -= fit.lr * turn.rate("x") * gradient
+                    module.x -= fit.lr * step.rate("x") * gradient
         return {"x": module.x.detach().numpy().copy()}, {"loss": 0.0, "steps": float(fit.epochs)}
 
 

@@ -330,13 +330,13 @@ def test_a_device_that_does_not_say_its_classes_is_refused_and_so_is_a_network_w
 
 def test_a_step_at_a_smaller_width_leaves_the_statistics_alone() -> None:
     """FjORD's draws at 0.5 alone: batch norm's mean and variance are as received; at 1 they move."""
-    from fedquilt.core import Fit, Hooks, Turn
+    from fedquilt.core import Fit, Hooks, Step
 
     made, examples = bundle(), pictures(1)[0].train
     plan, model, moved = masks.from_array(made.load("masks")["json"]), made.load("model"), []
     for width in (0.5, 1.0):
         ordered = fjord.Ordered(plan, 1.0, (width,), np.random.default_rng(0))
-        hooks = Hooks(prepare=ordered.gate, turns=(Turn(begin=ordered.begin),))
+        hooks = Hooks(prepare=ordered.gate, steps=(Step(begin=ordered.begin),))
         after, _ = engine().train(NETWORK, model, examples, Fit(batch=4), np.random.default_rng(0), hooks=hooks)
         names = [key for key in model if key.rpartition(".")[2] in ("running_mean", "running_var")]
         moved.append(sum(not np.array_equal(after[key], model[key]) for key in names) / len(names))
@@ -353,7 +353,7 @@ def test_heterofl_counts_an_entry_by_who_has_it() -> None:
 
 def test_ordered_dropout_hides_what_is_beyond_the_width_and_moves_none_of_it() -> None:
     """A step at width 0.4 of five neurons: rows and columns of the last three stay, those of the first two move."""
-    from fedquilt.core import Fit, Hooks, Turn
+    from fedquilt.core import Fit, Hooks, Step
 
     model = to_train().load("model")
     ordered = fjord.Ordered(MLP_MASKS, 1.0, (0.4,), np.random.default_rng(0))
@@ -361,7 +361,7 @@ def test_ordered_dropout_hides_what_is_beyond_the_width_and_moves_none_of_it() -
     draws = np.random.default_rng(0)
     examples = Examples(draws.normal(size=(8, 6)).astype(np.float32), draws.integers(0, 3, 8))
     network = {"name": "mlp", "inputs": 6, "hidden": [5], "classes": 3}
-    hooks = Hooks(prepare=ordered.gate, turns=(Turn(begin=ordered.begin),))
+    hooks = Hooks(prepare=ordered.gate, steps=(Step(begin=ordered.begin),))
     after, _ = engine().train(network, model, examples, Fit(batch=8), draws, hooks=hooks)
     assert ordered.marks(("1",), 2).tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
     for key, (rows, columns) in {"1.weight": (2, 6), "1.bias": (2, 0), "3.weight": (3, 2)}.items():

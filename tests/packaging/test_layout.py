@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from fedquilt import config as tables
-from fedquilt import methods
+from fedquilt import config, methods
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("coordinator", "edge_agent", "models", "profiles", "tools")
+MOST_LINES = 400
 HEAVY = ("torch", "torchvision", "onnx", "onnxruntime", "pandas", "sklearn")
 
 
@@ -30,19 +30,49 @@ def imported(code: str) -> set[str]:
 
 def test_links_and_package_mapping_agree() -> None:
     """`fedquilt/x` is a relative link to the folder that `fedquilt.x` is packaged from."""
-    config = tables.read(ROOT / "pyproject.toml")["tool"]["setuptools"]
-    assert config["package-dir"] == {f"fedquilt.{folder}": folder for folder in FOLDERS}
+    setup = config.read(ROOT / "pyproject.toml")["tool"]["setuptools"]
+    assert setup["package-dir"] == {f"fedquilt.{folder}": folder for folder in FOLDERS}
     links = {path.name: str(path.readlink()) for path in (ROOT / "fedquilt").iterdir() if path.is_symlink()}
     assert links == {folder: f"../{folder}" for folder in FOLDERS}
 
 
 def test_every_package_folder_is_listed() -> None:
     """A folder with an __init__.py that is missing in `packages` would be missing in the wheel."""
-    config = tables.read(ROOT / "pyproject.toml")["tool"]["setuptools"]
+    setup = config.read(ROOT / "pyproject.toml")["tool"]["setuptools"]
     ours = {init.parent.relative_to(ROOT) for init in (ROOT / "fedquilt").rglob("__init__.py")}
     linked = {init.parent.relative_to(ROOT) for folder in FOLDERS for init in (ROOT / folder).rglob("__init__.py")}
     found = {".".join(path.parts) for path in ours} | {".".join(("fedquilt", *path.parts)) for path in linked}
-    assert set(config["packages"]) == found
+    assert set(setup["packages"]) == found
+
+
+def test_no_product_file_has_more_than_400_lines() -> None:
+    """What grows beyond that is split by what belongs together."""
+    places = (*FOLDERS, "fedquilt", "examples")
+    files = [path for place in places for path in (ROOT / place).rglob("*.py")]
+    assert len(files) > 300
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
+
+
+def test_tools_are_packages_only() -> None:
+    """Each tool has a folder that says what it is."""
+    assert [path.name for path in (ROOT / "tools").glob("*.py")] == ["__init__.py"]
+
+
+def test_imports_go_one_way_and_in_no_circle() -> None:
+    """The contracts of pyproject.toml, that `make check` holds too."""
+    pytest.importorskip("importlinter", reason="import-linter is not installed: see [dev] in pyproject.toml")
+    ran = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from msgspec import Meta
 
 from fedquilt import config, tensors
-from fedquilt.core import Examples, Fit, Hooks, JobError, ModelError, Tensors, Turn
+from fedquilt.core import Examples, Fit, Hooks, JobError, ModelError, Step, Tensors
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
 from fedquilt.models.networks import registry
@@ -95,7 +95,7 @@ def search(
     tried: list[Tried] = []
     for depth in range(1, len(parts) + 1):
         trained = tuple(part for block in parts[-depth:] for part in block)
-        hooks = Hooks(turns=(Turn(rate=partial(_rate, trained)),))
+        hooks = Hooks(steps=(Step(rate=partial(_rate, trained)),))
         given, _ = engine.train(network, model, train, fit, tensors.rng("schedule", wanted.seed), hooks=hooks)
         accuracy = engine.evaluate(network, given, held)["accuracy"]
         tried.append(Tried(trained, accuracy))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fedquilt import bundle, config, footprint, tensors, units
-from fedquilt.coordinator import job as running
+from fedquilt.coordinator import preflight
 from fedquilt.coordinator.settings import NOT_NETWORK, Job
 from fedquilt.core import Bundle, JobError, ModelError, Name
 from fedquilt.data import examples, fitting, inputs
@@ -128,7 +128,7 @@ def whole(job: Job, out: Path, say: Callable[[str], None] = lambda line: None) -
         FedquiltError: as `prepare`, or the method cannot train the network, or the network cannot take the data.
     """
     made = prepare(msgspec.to_builtins(job), out, say)
-    running.first_state(job, made)
+    preflight.first_state(job, made)
     if job.data:
         spec = DataSpec.parse(job.data)
         if spec.synthetic or all(Path(each.path).exists() for each in spec.sources or (spec,)):  # else boards have it

@@ -35,7 +35,7 @@ from msgspec import Meta
 
 from fedquilt import bundle, tensors
 from fedquilt.core import Bundle, DataError, DeviceView, Examples, JobError, Site, StoreError, Tensors
-from fedquilt.data import examples as data
+from fedquilt.data.examples import load_all
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 from fedquilt.methods.fedstitch import METHOD
@@ -206,7 +206,7 @@ def _table(table: Mapping[str, Any]) -> Images:
 def _examples(wanted: Images) -> Examples:
     """Images in no order."""
     need = 3 * wanted.images
-    found = data.load_all(msgspec.structs.replace(wanted, limit=need))
+    found = load_all(msgspec.structs.replace(wanted, limit=need))
     if len(found) < need:
         raise DataError(
             f"{wanted.where} has {len(found)} images, [int8] images = {wanted.images} takes {need}: "

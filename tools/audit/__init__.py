@@ -34,8 +34,9 @@ from fedquilt.layers import head
 from fedquilt.models import subspaces
 from fedquilt.tools.audit import picture
 from fedquilt.tools.simulation import Member
-from fedquilt.tools.simulation.run import ROOM, ROOM_BYTES, states
+from fedquilt.tools.simulation.run import states
 from fedquilt.tools.simulation.scratch import Scratch
+from fedquilt.tools.simulation.simulated_job import ROOM, ROOM_BYTES
 
 RATE: Final = 1.0  # of the one step: its length is the gradient itself
 PLAIN: Final = {"epochs": 1, "batch": 1, "lr": RATE}

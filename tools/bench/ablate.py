@@ -33,7 +33,9 @@ from fedquilt.tools.experiments import parallel, run_cache
 from fedquilt.tools.experiments.baselines import MOST_ROUNDS, Bench, Result, pooled
 from fedquilt.tools.experiments.run_cache import Kept
 from fedquilt.tools.simulation import Member, agents
-from fedquilt.tools.simulation.run import Hands, Round, Simulation, states
+from fedquilt.tools.simulation.carriers import Hands
+from fedquilt.tools.simulation.run import states
+from fedquilt.tools.simulation.simulated_job import Round, Simulation
 
 BUDGET_BYTES = 2 << 30  # of each process
 ALONE = 5  # devices that search on their own, at most

@@ -29,8 +29,9 @@ from fedquilt.blobs.transfer import Transfers
 from fedquilt.core import BlobRef, JobError, LinkError
 from fedquilt.edge_agent.task import budget
 from fedquilt.tools.report.figures import figure, figure_lines
+from fedquilt.transport.broker import Broker
 from fedquilt.transport.link import Message
-from fedquilt.transport.mqtt import Broker, MqttLink
+from fedquilt.transport.mqtt import MqttLink
 
 SIZE = 45_000_000
 AGENTS = 10

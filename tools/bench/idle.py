@@ -15,7 +15,8 @@ from fedquilt import wire
 from fedquilt.core import LinkError
 from fedquilt.tools.broker import EmbeddedBroker
 from fedquilt.tools.report.figures import figure, figure_lines
-from fedquilt.transport.mqtt import Broker, MqttLink
+from fedquilt.transport.broker import Broker
+from fedquilt.transport.mqtt import MqttLink
 
 SETTLE_S = 5.0
 HEAVY = ("torch", "onnxruntime", "pandas")

@@ -29,7 +29,7 @@ from fedquilt.tools.emulate import beside, binfmt, guest, host, units
 from fedquilt.tools.emulate.guest import Guest
 from fedquilt.tools.emulate.host import Machine
 from fedquilt.tools.emulate.site import STOP_S, Site, free_ports, last, running, stop
-from fedquilt.tools.simulation import agents as fleet
+from fedquilt.tools.simulation.agents import Plan, virtually
 
 HERE: Final = Path(__file__).parent
 DEVICE: Final = "emulated"
@@ -39,7 +39,7 @@ ONLINE_S: Final = 300.0
 DATA: Final = "/srv/digits.npz"  # in the root file system
 
 
-class Lone(fleet.Plan):
+class Lone(Plan):
     """One board that has all the data, by a name of its own: what it draws at random goes by that."""
 
     def agents(self, run: str = "") -> list[dict[str, Any]]:
@@ -156,7 +156,7 @@ def _proof(board: Guest, folder: Path, rounds: int | None, steps: Steps, stack: 
     return {"run": run, **beside.table(found)}
 
 
-def _job(folder: Path, rounds: int | None) -> fleet.Plan:
+def _job(folder: Path, rounds: int | None) -> Plan:
     """The demo's search, by one board that has all of its images."""
     table = config.read(demo.HERE / "job.toml")
     table["rounds"] = rounds or table["rounds"]
@@ -167,7 +167,7 @@ def _job(folder: Path, rounds: int | None) -> fleet.Plan:
     return Lone(jobs.load(folder / "job.toml"), demo.HERE / "bundle", folder / "native", 1)
 
 
-def _flash(site: Site, board: Guest, plan: fleet.Plan, wheels: Path) -> str:
+def _flash(site: Site, board: Guest, plan: Plan, wheels: Path) -> str:
     """As an operator would; what an earlier emulation has left is taken out first. What the board got, in words."""
     data = {**plan.agents()[0]["data"], "path": DATA}
     (site.folder / "agent.toml").write_text(config.text(site.board(DEVICE, BUDGET, data)))
@@ -234,10 +234,10 @@ def _run(site: Site, agent: subprocess.Popen[bytes], folder: Path) -> None:
         raise JobError(f"fedquilt run ended with {process.returncode}: {last(log)} ({log})")
 
 
-def _quietly(plan: fleet.Plan, home: Path) -> tuple[str, str]:
+def _quietly(plan: Plan, home: Path) -> tuple[str, str]:
     home.mkdir()
     with (home / "log.txt").open("w") as log, contextlib.redirect_stdout(log):
-        return fleet.virtually(plan)
+        return virtually(plan)
 
 
 def _versions(board: Guest, emulator: Path) -> dict[str, str]:

@@ -26,7 +26,8 @@ from fedquilt.tools.emulate.journal import reason, starts
 from fedquilt.tools.emulate.layouts import Layout
 from fedquilt.tools.emulate.listener import Heard, Listener
 from fedquilt.tools.emulate.site import FILES, STOP_S, Site, free_ports, last, running, stop
-from fedquilt.transport.mqtt import Broker, MqttLink
+from fedquilt.transport.broker import Broker
+from fedquilt.transport.mqtt import MqttLink
 
 PACKAGES: Final = (*guest.PACKAGES, "systemd-sysv", "dbus")  # what a booted system needs beside the least Debian
 MACHINES: Final = {"x86_64": "amd64", "aarch64": "arm64"}  # as the kernel and as Debian and flash call them

@@ -26,7 +26,8 @@ from fedquilt.models.stitching.search import Net, Params, State
 from fedquilt.models.stitching.stitched import Block
 from fedquilt.models.stitching.vote import Winner
 from fedquilt.tools.simulation import Member
-from fedquilt.tools.simulation.run import ROOM, states
+from fedquilt.tools.simulation.run import states
+from fedquilt.tools.simulation.simulated_job import ROOM
 
 BATCH = 64
 MOST_ROUNDS = 1000  # of a search that is compared with: all end before by themselves

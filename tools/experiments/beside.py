@@ -12,7 +12,8 @@ from fedquilt.coordinator.views import progress
 from fedquilt.coordinator.views.scores import Held, Score
 from fedquilt.core import Examples
 from fedquilt.tools.experiments.evaluate import Evaluator
-from fedquilt.tools.simulation.run import Hands, Simulation
+from fedquilt.tools.simulation.carriers import Hands
+from fedquilt.tools.simulation.simulated_job import Simulation
 
 
 @dataclass(frozen=True)

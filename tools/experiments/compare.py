@@ -19,7 +19,7 @@ import msgspec
 
 from fedquilt import bundle, config, methods, metrics
 from fedquilt.coordinator import settings as jobs
-from fedquilt.coordinator.job import require_made_for
+from fedquilt.coordinator.preflight import require_made_for
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.views import scores
 from fedquilt.core import FedquiltError, JobError
@@ -206,7 +206,7 @@ def main(
     format: str = "text",
 ) -> int:
     """Make the runs that are missing, print the table, write plots, page and JSON to `out`; 1 when a run failed."""
-    from fedquilt.tools.experiments import tables as compare_table
+    from fedquilt.tools.experiments import tables
 
     metric = metrics.MAIN[metrics.task_of(job.model)]
     if target is not None and metric.share and target > 1:
@@ -215,13 +215,13 @@ def main(
     todo = cases(job, folder, names, seeds, rounds=rounds, changes=changes)
     runs, failed = played(todo, out, lambda case, tell: play(case.settings, Path(case.folder), tell, count), _say)
     if on == "held":
-        runs = compare_table.personal(runs)
-    result = compare_table.result(job.name, runs, target, failed)
-    files = compare_table.write(result, runs, out)
+        runs = tables.personal(runs)
+    result = tables.result(job.name, runs, target, failed)
+    files = tables.write(result, runs, out)
     if format == "json":
         print(msgspec.json.format(msgspec.json.encode(result)).decode())
     else:
-        print("\n".join([*compare_table.lines(result), *(f"failed: {each}" for each in failed), *files]))
+        print("\n".join([*tables.lines(result), *(f"failed: {each}" for each in failed), *files]))
     return 1 if failed else 0
 
 

@@ -33,7 +33,7 @@ from fedquilt.core import (
     Profile,
     StoreError,
 )
-from fedquilt.data import examples as data
+from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import engines
 from fedquilt.tools.simulation import Member
@@ -56,7 +56,7 @@ def test_set(job: Job) -> Examples:
         JobError: the job names none, or the table is wrong.
         DataError: they cannot be read.
     """
-    return data.load_all(DataSpec.parse(scores.test_table(job)))
+    return examples.load_all(DataSpec.parse(scores.test_table(job)))
 
 
 # -- one state ------------------------------------------------------------------------------------

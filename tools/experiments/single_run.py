@@ -16,8 +16,10 @@ from fedquilt.data.spec import DataSpec
 from fedquilt.tools.experiments import evaluate
 from fedquilt.tools.experiments.beside import Judge, Verdict
 from fedquilt.tools.simulation import Member
-from fedquilt.tools.simulation import agents as fleet
-from fedquilt.tools.simulation.run import Hands, Round, Simulation, simulate
+from fedquilt.tools.simulation.agents import Plan
+from fedquilt.tools.simulation.carriers import Hands
+from fedquilt.tools.simulation.run import simulate
+from fedquilt.tools.simulation.simulated_job import Round, Simulation
 
 FORMAT = 2  # of a finished run on disk
 
@@ -114,7 +116,7 @@ def shares(job: Job, folder: Path) -> tuple[list[Member], Examples | None]:
     Raises:
         DataError: it cannot be read.
     """
-    agents = fleet.Plan(job, folder, Path()).agents()
+    agents = Plan(job, folder, Path()).agents()
     split = examples.load_shares(DataSpec.parse(agents[0]["data"]))
     members = [Member(agent["device"], *share) for agent, share in zip(agents, split, strict=True)]
     try:

@@ -13,14 +13,16 @@ from pathlib import Path
 import msgspec
 
 from fedquilt import methods
-from fedquilt.coordinator import job as running
+from fedquilt.coordinator import preflight
 from fedquilt.coordinator.settings import Check, Job
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import scores
 from fedquilt.tools.experiments.beside import Judge, Verdict
 from fedquilt.tools.experiments.single_run import due, shares
 from fedquilt.tools.simulation.agents import Plan
-from fedquilt.tools.simulation.run import Hands, Simulation, simulate
+from fedquilt.tools.simulation.carriers import Hands
+from fedquilt.tools.simulation.run import simulate
+from fedquilt.tools.simulation.simulated_job import Simulation
 
 Watch = Callable[[Simulation], None]
 
@@ -56,7 +58,7 @@ def play(
         FedquiltError: the job does not fit its bundle, data or fleet, or the run has failed; says why.
     """
     made = Plan(job, folder, home).require()
-    running.first_state(job, made)
+    preflight.first_state(job, made)
     members, test = shares(job, folder)
     ran: list[Simulation] = []
     with Judge(job, folder, test) as judge:

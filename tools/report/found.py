@@ -64,12 +64,12 @@ def _partition(row: Row, devices: Set[str]) -> str:
     if not row.job.data or not devices:
         return ""
     try:
-        from fedquilt.tools.report import partition as partition_plot
+        from fedquilt.tools.report.partition import of_job, svg
 
         for count in (len(devices), row.job.fleet.devices):  # all were heard of; or some never came
-            counts = partition_plot.of_job(row.job, count)
+            counts = of_job(row.job, count)
             if devices <= set(counts.devices):
-                return partition_plot.svg(counts)
+                return svg(counts)
     except (FedquiltError, ModuleNotFoundError):
         pass
     return ""

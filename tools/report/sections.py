@@ -12,8 +12,8 @@ import msgspec
 from fedquilt import metrics, units
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Plan, Rounds, Surveyed, apply
 from fedquilt.coordinator.views import costs
-from fedquilt.coordinator.views import log as stories
 from fedquilt.coordinator.views.costs import Ledger
+from fedquilt.coordinator.views.log import Teller
 from fedquilt.tools.report import matrix, plots
 from fedquilt.tools.report.found import Found
 from fedquilt.tools.report.page import Section, Table, drawn
@@ -260,7 +260,7 @@ class Told(NamedTuple):
 
 def log(found: Found) -> Told:
     """What happened: in brief, and fact by fact."""
-    brief, whole, teller = [], [], stories.Teller()
+    brief, whole, teller = [], [], Teller()
     state = Rounds(Plan.of(found.row.job))
     for at, fact in found.facts:
         state = apply(state, fact, 0.0)

@@ -20,12 +20,11 @@ from typing import Any, Final
 
 import msgspec
 
-from fedquilt import config as tables
-from fedquilt import methods, plugins
-from fedquilt.blobs.store import Shared
+from fedquilt import config, methods, plugins
+from fedquilt.blobs.shared_store import Shared
 from fedquilt.bundle import load
 from fedquilt.coordinator.executors import OverLink
-from fedquilt.coordinator.job import first_state, require_made_for
+from fedquilt.coordinator.preflight import first_state, require_made_for
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Store
@@ -40,8 +39,9 @@ from fedquilt.edge_agent.task.worker import InlineWorker
 from fedquilt.models.networks import registry
 from fedquilt.tools.broker import EmbeddedBroker
 from fedquilt.tools.simulation import Member
+from fedquilt.transport.broker import Broker
 from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, simulate
-from fedquilt.transport.mqtt import Broker, MqttLink
+from fedquilt.transport.mqtt import MqttLink
 
 WAITS_S: Final = 3600.0  # of virtual time for which nobody is at a run
 PULSE_S: Final = 5.0  # how often it is told how far a fleet on virtual time is, between its facts
@@ -143,7 +143,7 @@ class Plan:
                 f"[cohort] size is {self.job.cohort.size}, and the fleet has {self.size} devices: ask for fewer, or "
                 "simulate more ([fleet] devices, or --devices)"
             )
-        with tables.naming("[fleet]"):
+        with config.naming("[fleet]"):
             for budget in dict.fromkeys(self.job.fleet.budgets):
                 settings.size_bytes(budget)
             for board in dict.fromkeys(agent["board"] for agent in agents):
@@ -335,7 +335,7 @@ def _processes(
         for table in agents:
             home = Path(table["home"])
             home.mkdir(parents=True, exist_ok=True)
-            (home / "agent.toml").write_text(tables.text({**table, "broker": dict(broker)}))
+            (home / "agent.toml").write_text(config.text({**table, "broker": dict(broker)}))
             with (home / "agent.log").open("ab") as log:
                 command = [sys.executable, "-c", AGENT, str(os.getpid()), str(home / "agent.toml")]
                 started[table["device"]] = subprocess.Popen(command, stdout=log, stderr=log)

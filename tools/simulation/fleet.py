@@ -29,7 +29,7 @@ from fedquilt.coordinator.admission import Arrived
 from fedquilt.coordinator.executors import Heard
 from fedquilt.coordinator.job import Running
 from fedquilt.core import BlobRef, Device, JobError, Profile, StoreError, Task, Update
-from fedquilt.edge_agent import messages, plan
+from fedquilt.edge_agent import events, messages
 from fedquilt.edge_agent.duty import Duty
 from fedquilt.edge_agent.power.governor import Rule
 from fedquilt.edge_agent.state import PRIVATE
@@ -51,7 +51,7 @@ class Spec:
 
     device: str
     board: Callable[[], Device]
-    means: plan.Means
+    means: events.Means
     data: Mapping[str, object]
     rule: Rule = Rule()
 
@@ -179,11 +179,11 @@ class SimulatedFleet:
         received = wire.decode(wire.encode(task), Task)
         given = self._device(device)
         missing = frozenset(ref for ref in received.bundles.values() if ref.sha256 not in given.have)
-        self._feed(given, plan.Arrived(received, missing), now_s)
+        self._feed(given, events.Arrived(received, missing), now_s)
 
     def withdraw(self, device: str) -> None:
         if device in self._devices:
-            self._feed(self._devices[device], plan.Cleared(), self.now_s)
+            self._feed(self._devices[device], events.Cleared(), self.now_s)
             self._devices[device].give_up()
 
     def be_patient(self, device: str) -> None:
@@ -198,7 +198,7 @@ class SimulatedFleet:
             return  # it offers an update that leaves private state again when it is back
         given = self._device(device)
         given.settle(ack)
-        self._feed(given, plan.Acked((ack.job, ack.round), ack.accepted), self.now_s)
+        self._feed(given, events.Acked((ack.job, ack.round), ack.accepted), self.now_s)
 
     def tell(self, job: Running) -> None:
         pass  # nobody watches
@@ -237,10 +237,10 @@ class SimulatedFleet:
             self._schedule(self._devices[name])
         return self._devices[name]
 
-    def _feed(self, device: _Device, event: plan.Event, now_s: float) -> None:
+    def _feed(self, device: _Device, event: events.Event, now_s: float) -> None:
         device.duty.feed(event, now_s)
         while device.fetched:
-            device.duty.feed(plan.Fetched(device.fetched.pop(0)), now_s)
+            device.duty.feed(events.Fetched(device.fetched.pop(0)), now_s)
         self._schedule(device)
 
     def _schedule(self, device: _Device) -> None:
@@ -269,19 +269,19 @@ class _Device:
         self._unanswered = f"{fleet.folder}/private/{self.name}.update"
         outbox = self._recovered()
         self._follows = bool(outbox)
-        self.duty = Duty(spec.device, plan.State(spec.means, outbox=outbox), self.board, self.worker, spec.rule, self)
+        self.duty = Duty(spec.device, events.State(spec.means, outbox=outbox), self.board, self.worker, spec.rule, self)
         self._places: dict[BlobRef, int] = {}  # in the depot's pack: what came of the task in hand
         self._prefix = f"{self.name}."  # of what its tasks write into the folder that all devices share
         self.due_s = math.inf
         self.tell_s = 0.0  # when its sensors are told next
 
-    def _recovered(self) -> dict[plan.Key, plan.Offer]:
+    def _recovered(self) -> dict[events.Key, events.Offer]:
         """The update with private state that an interrupted run has left unanswered: it is offered again."""
         if not os.path.isfile(self._following):
             return {}
         with open(self._unanswered, "rb") as file:
             update = wire.decode(file.read(), Update)
-        return {(update.job, update.round): plan.Offer(update, True, due_s=-math.inf)}
+        return {(update.job, update.round): events.Offer(update, True, due_s=-math.inf)}
 
     def telling(self, now_s: float) -> None:
         """Tell what the board's sensors say, if it has any and it is time."""

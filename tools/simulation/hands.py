@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from fedquilt import core, methods, tensors, wire
-from fedquilt.coordinator.job import make_task
+from fedquilt.coordinator.tasks import make_task
 from fedquilt.core import Action, BlobRef, DataError, Examples, Method, Site, Task, Tensors, derive_seed
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.task import main

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from fedquilt import tensors, wire
-from fedquilt.coordinator.job import make_task
+from fedquilt.coordinator.tasks import make_task
 from fedquilt.core import BlobRef, ModelError, Order, Task, Tensors, derive_seed
 from fedquilt.edge_agent import state
 from fedquilt.edge_agent.task import budget, protocol

@@ -225,7 +225,7 @@ def test_words_that_cannot_be_are_refused_by_the_command_line(words: list[str]) 
 def test_a_bundle_of_another_model_is_refused(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An edited job file with an old bundle would train the old network."""
     from fedquilt import bundle as bundles
-    from fedquilt.coordinator.job import require_made_for
+    from fedquilt.coordinator.preflight import require_made_for
 
     table = {"name": "digits", "method": "fedavg", "model": {"name": "mlp", "inputs": 2, "hidden": [4], "classes": 2}}
     with pytest.raises(JobError, match="prepared from another job"):

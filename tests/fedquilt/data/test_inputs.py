@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.job import require_made_for
+from fedquilt.coordinator.preflight import require_made_for
 from fedquilt.core import DataError, JobError
 from fedquilt.data import fitting, inputs
 from fedquilt.data.spec import DataSpec

@@ -21,8 +21,11 @@ from fedquilt import wire
 from fedquilt.blobs.store import Depot
 from fedquilt.blobs.transfer import Transfers
 from fedquilt.core import LinkError
+from fedquilt.transport.broker import Broker
+from fedquilt.transport.connect import backoff_s
 from fedquilt.transport.link import Link, Message
-from fedquilt.transport.mqtt import Broker, MqttLink, backoff_s, payload_limit
+from fedquilt.transport.mqtt import MqttLink
+from fedquilt.transport.mqtt_client import payload_limit
 
 if TYPE_CHECKING:
     from fedquilt.tools.broker import EmbeddedBroker
@@ -31,7 +34,8 @@ if TYPE_CHECKING:
 KIB = 1024
 DIES = """
 import sys
-from fedquilt.transport.mqtt import Broker, MqttLink
+from fedquilt.transport.broker import Broker
+from fedquilt.transport.mqtt import MqttLink
 link = MqttLink(Broker.parse(sys.argv[1]), "doomed", ("presence/doomed", b"lost"))
 link.connect(10)
 link.publish("presence/doomed", b"here", retain=True)

@@ -30,7 +30,7 @@ class Oracle:
         self.accuracies, self.moved, self.orders = list(accuracies), [], []
 
     def train(self, network: Any, start: Any, examples: Any, fit: Fit, rng: Any, *, hooks: Hooks) -> Any:
-        self.moved.append([name for name in start if hooks.turns[0].rate(name) > 0])
+        self.moved.append([name for name in start if hooks.steps[0].rate(name) > 0])
         self.orders.append(rng.integers(2**40))
         return start, {}
 

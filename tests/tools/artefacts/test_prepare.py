@@ -11,7 +11,7 @@ import pytest
 
 from fedquilt import bundle, tensors
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.job import require_made_for
+from fedquilt.coordinator.preflight import require_made_for
 from fedquilt.core import JobError, ModelError
 
 pytest.importorskip("torch", reason="preparing cuts torch networks")

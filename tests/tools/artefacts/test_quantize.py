@@ -27,7 +27,8 @@ from fedquilt.tools.artefacts.prepare import prepare
 from fedquilt.tools.artefacts.quantize import INT8_DELTA, Choice, settled
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.hands import delivered
-from fedquilt.tools.simulation.run import ROOM, states
+from fedquilt.tools.simulation.run import states
+from fedquilt.tools.simulation.simulated_job import ROOM
 
 PLAIN = {"name": "plain", "channels": 1, "classes": 3}
 RESIDUAL = {"name": "residual", "channels": 1, "classes": 3}

@@ -12,7 +12,7 @@ import pytest
 
 from fedquilt.core import JobError, LinkError
 from fedquilt.tools.broker import EmbeddedBroker, password_line
-from fedquilt.transport.mqtt import Broker
+from fedquilt.transport.broker import Broker
 
 if TYPE_CHECKING:
     from tests.conftest import Stage

@@ -26,7 +26,8 @@ from fedquilt.tools.doctor.reach import Timer
 from fedquilt.tools.identity import broker_config
 from fedquilt.tools.identity.authority import DAY_S, Authority, clock_s
 from fedquilt.tools.identity.shapes import pem_of_key
-from fedquilt.transport.mqtt import Broker, MqttLink
+from fedquilt.transport.broker import Broker
+from fedquilt.transport.mqtt import MqttLink
 
 
 class Site:

@@ -14,7 +14,8 @@ from fedquilt.methods.fedstitch import METHOD, Params
 from fedquilt.models.stitching import stitched as stitch
 from fedquilt.tools.bench.ablate_rows import forgetful
 from fedquilt.tools.experiments.baselines import Bench, along, beside_itself, mirrored
-from fedquilt.tools.simulation.run import Hands, Round, Simulation
+from fedquilt.tools.simulation.carriers import Hands
+from fedquilt.tools.simulation.simulated_job import Round, Simulation
 from toys import DONORS, SMALL, build, folder, job, members, play
 
 PARAMS = Params(**SMALL)

@@ -22,8 +22,7 @@ from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import JobError, UpdateError
 from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.tools.experiments import compare, single_run
-from fedquilt.tools.experiments import tables as compare_table
+from fedquilt.tools.experiments import compare, single_run, tables
 from fedquilt.tools.experiments.compare import Case
 from fedquilt.tools.experiments.single_run import Mark, Run
 from fedquilt.tools.simulation import agents
@@ -225,9 +224,7 @@ def test_an_interrupted_comparison_keeps_what_was_finished(folder: Path, tmp_pat
 
 def test_the_table_has_means_and_deviations_over_seeds() -> None:
     """0.8 and 0.9: mean 0.85, sd 0.0707; of one seed there is no sd."""
-    avg, prox = compare_table.table(
-        [made("fedavg", 0, 0.5, 0.8), made("fedavg", 1, 0.95, 0.9), made("p", 0, 0.4)], None
-    )
+    avg, prox = tables.table([made("fedavg", 0, 0.5, 0.8), made("fedavg", 1, 0.95, 0.9), made("p", 0, 0.4)], None)
     assert avg["accuracy"] == pytest.approx(0.85)
     assert avg["sd"] == pytest.approx(0.0707, abs=1e-4)
     assert avg["best"] == pytest.approx((0.8 + 0.95) / 2)
@@ -238,12 +235,12 @@ def test_the_table_has_means_and_deviations_over_seeds() -> None:
 def test_costs_to_a_target_are_those_of_the_first_evaluation_that_reached_it() -> None:
     """Rounds 2 and 1, that is 1.5; a seed that never got there counts in "reached" alone."""
     runs = [made("fedavg", 0, 0.5, 0.8, 0.7), made("fedavg", 1, 0.9, 0.1), made("fedavg", 2, 0.1, 0.2)]
-    (row,) = compare_table.table(runs, 0.8)
+    (row,) = tables.table(runs, 0.8)
     assert row["reached"] == 2
     assert row["to_target"] == {"rounds": 1.5, "bytes": 1.5e6, "energy_j": 15.0, "seconds": 3.0, "real_s": 1.5}
-    (never,) = compare_table.table(runs, 0.99)
+    (never,) = tables.table(runs, 0.99)
     assert (never["reached"], never["to_target"]["rounds"]) == (0, None)
-    shown = "\n".join(compare_table.lines(compare_table.result("j", runs, 0.8)))
+    shown = "\n".join(tables.lines(tables.result("j", runs, 0.8)))
     assert "2 of 3" in shown
     assert "to 80 %" in shown
 
@@ -251,26 +248,26 @@ def test_costs_to_a_target_are_those_of_the_first_evaluation_that_reached_it() -
 def test_what_one_run_does_not_know_has_no_mean() -> None:
     """A board without a profile has no joules; the mean of the others would be another fleet's."""
     runs = [made("fedavg", 0, 0.5), made("fedavg", 1, 0.5, energy_j=None)]
-    (row,) = compare_table.table(runs, None)
+    (row,) = tables.table(runs, None)
     assert row["in_all"]["energy_j"] is None
-    assert "accuracy-energy.svg" not in compare_table.drawn(runs, None)
-    assert "accuracy-rounds.svg" in compare_table.drawn(runs, None)
+    assert "accuracy-energy.svg" not in tables.drawn(runs, None)
+    assert "accuracy-rounds.svg" in tables.drawn(runs, None)
 
 
 def test_without_a_test_set_accuracy_is_on_held_out_shares() -> None:
     """And the result says so."""
     run = msgspec.structs.replace(made("fedavg", 0, 0.9), tested=0, marks=(mark(1, None, held=0.6),))
-    found = compare_table.result("j", [run], None)
+    found = tables.result("j", [run], None)
     assert (found["table"][0]["accuracy"], found["accuracy_on"]) == (0.6, "held-out shares")
 
 
 def test_on_held_out_shares_a_test_set_does_not_count() -> None:
     """What is compared of methods that leave each device a network of its own: here 0.5 of 0.9."""
-    (row,) = compare_table.table(compare_table.personal([made("local", 0, 0.9)]), 0.8)
+    (row,) = tables.table(tables.personal([made("local", 0, 0.9)]), 0.8)
     assert (row["accuracy"], row["reached"]) == (0.5, 0)
     of_test, of_held = (
-        " ".join(compare_table.notes(compare_table.result("j", runs, None)))
-        for runs in ([made("local", 0, 0.9)], compare_table.personal([made("local", 0, 0.9)]))
+        " ".join(tables.notes(tables.result("j", runs, None)))
+        for runs in ([made("local", 0, 0.9)], tables.personal([made("local", 0, 0.9)]))
     )
     assert "--on held compares by these" in of_test
     assert "--on held" not in of_held
@@ -278,9 +275,9 @@ def test_on_held_out_shares_a_test_set_does_not_count() -> None:
 
 def test_nothing_that_ended_is_a_table_of_nothing(tmp_path: Path) -> None:
     """All runs failed: files are written all the same."""
-    found = compare_table.result("j", [], None, ["fedavg, seed 0: no"])
-    assert compare_table.lines(found) == ["no run has come to an end"]
-    compare_table.write(found, [], tmp_path)
+    found = tables.result("j", [], None, ["fedavg, seed 0: no"])
+    assert tables.lines(found) == ["no run has come to an end"]
+    tables.write(found, [], tmp_path)
     assert json.loads((tmp_path / "compare.json").read_text())["failed"] == ["fedavg, seed 0: no"]
     assert "fedavg, seed 0: no" in (tmp_path / "compare.html").read_text()
 
@@ -288,16 +285,16 @@ def test_nothing_that_ended_is_a_table_of_nothing(tmp_path: Path) -> None:
 def test_a_smaller_table_does_not_replace_a_larger_one(tmp_path: Path) -> None:
     """It is moved aside with its pictures, and that is said; one that holds all of it takes its place."""
     larger = [made("fedavg", 0, 0.5, 0.6), made("fedprox", 0, 0.5, 0.6)]
-    compare_table.write(compare_table.result("j", larger, None), larger, tmp_path)
+    tables.write(tables.result("j", larger, None), larger, tmp_path)
     kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    told = compare_table.write(compare_table.result("j", larger[:1], None), larger[:1], tmp_path)
+    told = tables.write(tables.result("j", larger[:1], None), larger[:1], tmp_path)
     assert "held more (fedprox with seed 0)" in told[0]
     assert {path.name: path.read_bytes() for path in (tmp_path / "earlier-1").iterdir()} == kept
     shorter = [made("fedavg", 0, 0.5)]
-    compare_table.write(compare_table.result("j", shorter, None), shorter, tmp_path)
+    tables.write(tables.result("j", shorter, None), shorter, tmp_path)
     assert (tmp_path / "earlier-2" / "compare.html").exists()
     whole = [made("fedavg", 0, 0.5, 0.6), made("fedavg", 1, 0.5)]
-    assert compare_table.write(compare_table.result("j", whole, None), whole, tmp_path)[0].endswith("compare.json")
+    assert tables.write(tables.result("j", whole, None), whole, tmp_path)[0].endswith("compare.json")
     assert not (tmp_path / "earlier-3").exists()
 
 

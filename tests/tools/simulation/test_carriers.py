@@ -22,8 +22,9 @@ from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.models.partial import masks
 from fedquilt.tools import demo
-from fedquilt.tools.simulation import agents, run
-from fedquilt.tools.simulation.run import Hands, Simulation
+from fedquilt.tools.simulation import agents, carriers, run
+from fedquilt.tools.simulation.carriers import Hands
+from fedquilt.tools.simulation.simulated_job import Simulation
 
 DIGITS = demo.HERE / "digits.npz"
 NETWORK = {"name": "mlp", "inputs": 64, "hidden": [6, 5], "classes": 10}
@@ -109,7 +110,7 @@ def pools() -> Iterator[Pools]:
 
         def find(engine: str, workers: int, given: agents.Plan) -> Hands:
             if (engine, workers) not in made:
-                pool = run.by_pool(given.job, given.members()[0], workers=workers)
+                pool = carriers.by_pool(given.job, given.members()[0], workers=workers)
                 made[engine, workers] = stack.enter_context(pool)[0]
             return made[engine, workers]
 
@@ -133,7 +134,7 @@ def test_cohorts_bytes_and_bits_are_equal_on_all_three_carriers(name: str, tmp_p
     linked = outcome(given.home, started)
     assert linked.ended == "done"
     assert len(linked.states) == 3
-    here, _ = run.in_process(given.members()[0])
+    here, _ = carriers.in_process(given.members()[0])
     assert simulated(given, here, tmp_path / "here") == linked
     for workers in (1, 2):
         hands = pools(str(given.job.engine), workers, given)

@@ -23,9 +23,9 @@ from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.edge_agent.state import PRIVATE
 from fedquilt.edge_agent.task import budget
 from fedquilt.edge_agent.task.protocol import Order, Outcome
-from fedquilt.tools.simulation import Member, run
+from fedquilt.tools.simulation import Member, carriers, run
 from fedquilt.tools.simulation.pool import Pool, PoolError
-from fedquilt.tools.simulation.run import Simulation
+from fedquilt.tools.simulation.simulated_job import Round, Simulation
 from toys import folder, job, learners, to_train
 
 SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
@@ -52,13 +52,13 @@ class Fleet:
         members: Sequence[Member] = (),
         make: Callable[[str], Any] = SimulatedDevice.named,
         **table: Any,
-    ) -> tuple[Simulation, run.Hands]:
+    ) -> tuple[Simulation, carriers.Hands]:
         self._count += 1
         made = to_train()
         bundle = folder(self.place / f"bundle-{flops:g}", replace(made, meta={**made.meta, "flops": flops}))
         load = methods.load if method is None else lambda name: method
         given = list(members) or learners(devices, 13)
-        hands, held = run.in_process(given, load=load, engine=self.engine)
+        hands, held = carriers.in_process(given, load=load, engine=self.engine)
         wanted = job(name, SMALL, **{"rounds": 2, **table})
         place = self.place / (home or f"home-{self._count}")
         simulation = Simulation(wanted, bundle, held, place, load=load, engine="numpy", make=make)
@@ -326,7 +326,7 @@ def test_a_run_that_is_interrupted_goes_on_to_the_same_bits(fleet: Fleet, name: 
     assert ended.rounds[0].duration_s == whole.rounds[0].duration_s > 0
 
 
-def told(round: run.Round) -> dict[str, Any]:
+def told(round: Round) -> dict[str, Any]:
     """What a round came to, the seconds aside: those of an interrupted one are not known."""
     return {name: value for name, value in vars(round).items() if name not in ("wall_s", "duration_s", "cpu_s")}
 

@@ -15,7 +15,9 @@ from fedquilt.coordinator import settings
 from fedquilt.core import Examples, JobError, Work
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.tools.simulation import Member
-from fedquilt.tools.simulation.run import Hands, Outcomes, Simulation, simulate
+from fedquilt.tools.simulation.carriers import Hands
+from fedquilt.tools.simulation.run import Outcomes, simulate
+from fedquilt.tools.simulation.simulated_job import Simulation
 from toys import learners, to_train
 
 JOB = {

@@ -14,8 +14,9 @@ from fedquilt import methods, tensors
 from fedquilt.coordinator.cohort import sample
 from fedquilt.core import Answer, Contribution, JobError, Method, Site, Task
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
-from fedquilt.tools.simulation import run
-from fedquilt.tools.simulation.run import Hands, Simulation
+from fedquilt.tools.simulation import carriers, run
+from fedquilt.tools.simulation.carriers import Hands
+from fedquilt.tools.simulation.simulated_job import Simulation
 from toys import folder, job, learners, play, to_train
 
 SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
@@ -66,7 +67,7 @@ def test_what_is_done_between_two_rounds_is_no_part_of_their_seconds(
     now_s = 0.0
     monkeypatch.setattr(run.time, "perf_counter", lambda: now_s)
     simulation = begin(rounds=3)
-    hands, _ = run.in_process(learners(5, 13), engine=engine)
+    hands, _ = carriers.in_process(learners(5, 13), engine=engine)
 
     def carry(asked: Any) -> Any:
         nonlocal now_s
@@ -88,7 +89,7 @@ def test_runs_abreast_are_what_each_is_alone(begin: Any, engine: NumpyEngine) ->
         {"params": {"lr": 0.05}, "rounds": 1},
         {"seed": 2, "rounds": 3, "cohort": {"size": 2}},
     ]
-    carry, _ = run.in_process(learners(5, 13), engine=engine)
+    carry, _ = carriers.in_process(learners(5, 13), engine=engine)
     abreast = [begin("scaffold", **table) for table in tables]
     assert [len(each.rounds) for each in run.play(abreast, carry) if each.over] == [1, 3, 3]
     assert [sum(len(round.devices) for round in each.rounds) for each in abreast] == [15, 5, 6]
@@ -104,7 +105,7 @@ def test_devices_of_one_name_in_two_runs_have_a_cache_each(begin: Any, engine: N
     """Which lives as long as the run."""
     seen: list[str] = []
     method = counting(seen)
-    carry, _ = run.in_process(learners(5, 13), load=lambda name: method, engine=engine)
+    carry, _ = carriers.in_process(learners(5, 13), load=lambda name: method, engine=engine)
     for _ in run.play([begin(method=method, rounds=2, cohort={"size": 1}) for _ in range(2)], carry):
         pass
     assert sorted(seen) == sorted(
@@ -227,7 +228,7 @@ def test_an_update_is_folded_once_where_all_come_in_order(begin: Any, engine: Nu
         return method.fold(state, so_far, update)
 
     simulation = begin(method=replace(method, fold=fold), rounds=2)
-    carry, _ = run.in_process(learners(5, 13), engine=engine)
+    carry, _ = carriers.in_process(learners(5, 13), engine=engine)
     for _ in run.play([simulation], carry):
         pass
     assert seen == [f"dev-{i}" for i in range(5)] * 2

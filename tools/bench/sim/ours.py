@@ -16,7 +16,9 @@ import numpy as np
 from fedquilt.coordinator import settings
 from fedquilt.core import Examples
 from fedquilt.tools.simulation import Member
-from fedquilt.tools.simulation.run import Hands, Simulation, simulate
+from fedquilt.tools.simulation.carriers import Hands
+from fedquilt.tools.simulation.run import simulate
+from fedquilt.tools.simulation.simulated_job import Simulation
 
 
 def members(folder: Path, spec: dict[str, Any]) -> Iterator[Member]:

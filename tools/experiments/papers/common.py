@@ -25,8 +25,10 @@ from fedquilt.tools.experiments import parallel
 from fedquilt.tools.experiments.intervals import interval
 from fedquilt.tools.report import figures
 from fedquilt.tools.simulation import Member
-from fedquilt.tools.simulation.run import Hands, Round, Simulation, in_process, play
+from fedquilt.tools.simulation.carriers import Hands, in_process
+from fedquilt.tools.simulation.run import play
 from fedquilt.tools.simulation.scratch import Scratch
+from fedquilt.tools.simulation.simulated_job import Round, Simulation
 
 UNHURRIED: Final = {"deadline_s": 1e6}  # [cohort] of a table whose paper knows no deadline: nobody is cut off
 

@@ -25,14 +25,15 @@ import msgspec
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import JobError
-from fedquilt.data import examples as data
+from fedquilt.data.examples import load_all
 from fedquilt.data.spec import DataSpec
 from fedquilt.tools.experiments import parallel
 from fedquilt.tools.experiments.papers import common
+from fedquilt.tools.simulation.carriers import abreast, bench
 from fedquilt.tools.simulation.hands import Bench
-from fedquilt.tools.simulation.run import ROOM_BYTES, Simulation, abreast, bench
 from fedquilt.tools.simulation.run import play as play_all
 from fedquilt.tools.simulation.scratch import Scratch
+from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, Simulation
 
 NETWORK: Final = {"name": "mlp", "inputs": 5, "hidden": [32, 64, 128, 32], "classes": 4}  # the paper's Table 4
 SEEDS: Final = (0, 1, 2)
@@ -136,7 +137,7 @@ def play(column: Column, mu: float, seeds: Sequence[int], warmup: int, rounds: i
         tests = []
         for seed in seeds:
             spec = points(column, seed)
-            tests.append(data.load_all(msgspec.structs.replace(spec, split="test")))
+            tests.append(load_all(msgspec.structs.replace(spec, split="test")))
             made, held = bench(common.members(spec, 2), engine=engine)
             folder = common.bundle(NETWORK, scratch / f"bundle-{seed}", seed=seed)
             given = job(column, mu, seed, warmup, rounds)

@@ -36,8 +36,9 @@ from fedquilt.data.spec import DataSpec
 from fedquilt.tools.artefacts import frozen_part
 from fedquilt.tools.experiments.papers import common
 from fedquilt.tools.simulation import Member
-from fedquilt.tools.simulation.run import ROOM_BYTES, Hands, Simulation
+from fedquilt.tools.simulation.carriers import Hands
 from fedquilt.tools.simulation.scratch import Scratch
+from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, Simulation
 
 TABLES: Final = ("fedsq", "fedsq-weak", "fedsq-imagenet")
 SEEDS: Final = (0, 1, 2)

@@ -21,9 +21,9 @@ from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.artefacts import batchnorm, prepare
 from fedquilt.tools.experiments import single_run
 from fedquilt.tools.experiments.papers import common
-from fedquilt.tools.simulation.run import ROOM_BYTES, Simulation
 from fedquilt.tools.simulation.run import play as play_all
 from fedquilt.tools.simulation.scratch import Scratch
+from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, Simulation
 from fedquilt.tools.simulation.task_process import TaskProcess
 
 BOARD: Final = "jetson-tx2"

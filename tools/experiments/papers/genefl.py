@@ -40,8 +40,9 @@ from fedquilt.models.networks import registry
 from fedquilt.tools.experiments.papers import common
 from fedquilt.tools.report.figures import figure
 from fedquilt.tools.simulation import Member
-from fedquilt.tools.simulation.run import ROOM_BYTES, Hands, Simulation
+from fedquilt.tools.simulation.carriers import Hands
 from fedquilt.tools.simulation.scratch import Scratch
+from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, Simulation
 
 TABLES: Final = ("genefl", "genefl-bytes")
 WITHOUT_DATA: Final = ("genefl-bytes",)

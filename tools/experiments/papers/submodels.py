@@ -29,8 +29,10 @@ from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.experiments import single_run
 from fedquilt.tools.experiments.evaluate import Evaluator
 from fedquilt.tools.experiments.papers import common
-from fedquilt.tools.simulation.run import ROOM_BYTES, Hands, Simulation, simulate
+from fedquilt.tools.simulation.carriers import Hands
+from fedquilt.tools.simulation.run import simulate
 from fedquilt.tools.simulation.scratch import Scratch
+from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, Simulation
 
 TABLES: Final = ("submodels",)
 SEEDS: Final = (0, 1, 2)

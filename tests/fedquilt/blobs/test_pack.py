@@ -7,9 +7,10 @@ import pytest
 
 from fedquilt.blobs import chunks
 from fedquilt.blobs.chunks import DamagedBlobError
-from fedquilt.blobs.store import SMALL_BYTES, Depot, Lodger, Shared
+from fedquilt.blobs.pack import Pack
+from fedquilt.blobs.shared_store import Lodger, Shared
+from fedquilt.blobs.store import SMALL_BYTES, Depot
 from fedquilt.core import BlobRef
-from fedquilt.pack import Pack
 
 
 def sha256(payload: bytes) -> str:

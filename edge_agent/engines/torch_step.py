@@ -1,4 +1,4 @@
-"""One turn of the training loop in torch: gradients over micro-batches, correction, clipping, the optimizer's step."""
+"""One step of the training loop in torch: gradients over micro-batches, correction, clipping, the optimizer's step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedquilt.core import Fit, Hooks, ModelError, Tensors, Turn
+from fedquilt.core import Fit, Hooks, ModelError, Step, Tensors
 from fedquilt.edge_agent.engines import torch_objectives, torch_recompute, training
 from fedquilt.edge_agent.engines.torch_moves import Moves
 from fedquilt.metrics import TaskKind
@@ -21,7 +21,7 @@ Anchors = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 class Stepper:
-    """Moves the tensors of one `fedquilt.core.Turn`. Each turn has an optimizer of its own.
+    """Moves the tensors of one `fedquilt.core.Step`. Each step has an optimizer of its own.
 
     Args:
         half: 16-bit type to compute in; None: everything in 32 bits.
@@ -34,16 +34,16 @@ class Stepper:
     def __init__(
         self,
         model: nn.Module,
-        turn: Turn,
+        step: Step,
         fit: Fit,
         hooks: Hooks,
         anchors: Anchors,
         half: torch.dtype | None,
         task: TaskKind = "classes",
     ) -> None:
-        self._model, self._turn, self._fit, self._half, self._task = model, turn, fit, half, task
-        self._correct, self._anchors, self._alone = hooks.correct, anchors, len(hooks.turns) == 1
-        rates = {name: turn.rate(name) for name, _ in model.named_parameters()}
+        self._model, self._step, self._fit, self._half, self._task = model, step, fit, half, task
+        self._correct, self._anchors, self._alone = hooks.correct, anchors, len(hooks.steps) == 1
+        rates = {name: step.rate(name) for name, _ in model.named_parameters()}
         self._moved = {name: value for name, value in model.named_parameters() if rates[name] > 0}
         if not self._moved:
             raise ModelError("the method holds every tensor of this network still: there is nothing to train")
@@ -69,8 +69,8 @@ class Stepper:
         """
         if not self._alone:
             self._claim()
-        if self._turn.begin:
-            self._turn.begin(self._model)
+        if self._step.begin:
+            self._step.begin(self._model)
         self._moves.zero_grad()
         total = 0.0
         for x, y in parts:
@@ -97,28 +97,28 @@ class Stepper:
         with self._autocast:
             scores = self._model(x)
             loss = torch_objectives.total(self._task, scores, y) / count
-            if not self._turn.penalty:
+            if not self._step.penalty:
                 return loss, loss.detach()
-            extra = self._turn.penalty(self._model, x, scores, self._anchors) * (len(y) / count)
+            extra = self._step.penalty(self._model, x, scores, self._anchors) * (len(y) / count)
             return loss + extra, loss.detach() + 0.0 * extra.detach()
 
     def _claim(self) -> None:
-        """Only what this turn moves gets a gradient: the rest of the backward pass is not computed."""
+        """Only what this step moves gets a gradient: the rest of the backward pass is not computed."""
         for name, value in self._model.named_parameters():
             value.requires_grad_(name in self._moved)
 
 
 def free(model: nn.Module, hooks: Hooks) -> None:
-    """Only what any turn moves gets a gradient."""
+    """Only what any step moves gets a gradient."""
     for name, value in model.named_parameters():
-        value.requires_grad_(any(turn.rate(name) > 0 for turn in hooks.turns))
+        value.requires_grad_(any(step.rate(name) > 0 for step in hooks.steps))
 
 
 def hold_still(model: nn.Module, hooks: Hooks) -> None:
-    """Evaluation mode for modules whose own parameters no turn moves: a frozen batch norm keeps its statistics too."""
+    """Evaluation mode for modules whose own parameters no step moves: a frozen batch norm keeps its statistics too."""
     for path, module in model.named_modules():
         own = [f"{path}.{name}" if path else name for name, _ in module.named_parameters(recurse=False)]
-        if own and not any(turn.rate(name) > 0 for turn in hooks.turns for name in own):
+        if own and not any(step.rate(name) > 0 for step in hooks.steps for name in own):
             module.eval()
 
 
@@ -128,7 +128,7 @@ def anchored(model: nn.Module, hooks: Hooks) -> Anchors:
     Raises:
         ModelError: one does not fit the network.
     """
-    if not hooks.correct and not any(turn.penalty for turn in hooks.turns):
+    if not hooks.correct and not any(step.penalty for step in hooks.steps):
         return {}
     held = model.state_dict()
     place = next(iter(held.values())).device

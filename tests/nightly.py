@@ -1,8 +1,8 @@
 """`make nightly`: everything that takes too long for `make test`, in stages. A stage that fails stops no other.
 
-    python -m fedquilt.tools.nightly --list
-    python -m fedquilt.tools.nightly --only fuzz-int8 matrix
-    python -m fedquilt.tools.nightly --skip rehearsal --data FOLDER_WITH_MNIST
+    python tests/nightly.py --list
+    python tests/nightly.py --only fuzz-int8 matrix
+    python tests/nightly.py --skip rehearsal --data FOLDER_WITH_MNIST
 
 What a stage prints is shown as it comes and kept in the folder --out, a file for each stage. At the end a table says
 of every stage whether it passed, how long it took and its last line; the exit code is 1 when one failed. A stage that

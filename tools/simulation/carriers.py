@@ -1,0 +1,126 @@
+"""Who carries simulated devices' orders out: this process, or a pool of warm worker processes.
+
+Evaluations of the global model (`Hands.evaluate`, `Hands.test`) are made beside the rounds: they cost the devices
+nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from fedquilt import methods
+from fedquilt.coordinator.settings import Job
+from fedquilt.core import Examples, JobError, Method
+from fedquilt.edge_agent.task.protocol import Order, Outcome
+from fedquilt.tools.simulation import Member, hands
+from fedquilt.tools.simulation.pool import Pool
+from fedquilt.tools.simulation.simulated_job import NEWCOMER, Simulation, engine_of
+
+Carry = Callable[[Sequence[tuple[Simulation, Order]]], Iterable[Outcome]]
+"""Carries orders out, of one simulation or several: outcomes in the same order."""
+
+
+def abreast(benches: Mapping[Simulation, hands.Bench]) -> Carry:
+    """Carries the orders of several simulations out in this process, all at once: what can be is trained together.
+
+    Args:
+        benches: of each simulation, all for the same engine.
+    """
+
+    def carry(asked: Sequence[tuple[Simulation, Order]]) -> list[Outcome]:
+        pairs = [(benches[simulation], order) for simulation, order in asked]
+        return [outcome for outcome, _ in hands.carry_out(pairs, together=True)]
+
+    return carry
+
+
+class Hands:
+    """Whoever carries the orders of one simulation out, and evaluates its model beside the rounds."""
+
+    def __init__(self, carry: Callable[[Sequence[Order]], Iterable[Outcome]], held: Mapping[str, int]) -> None:
+        self._carry, self._held = carry, held
+
+    def __call__(self, asked: Sequence[tuple[Simulation, Order]]) -> Iterable[Outcome]:
+        return self._carry([order for _, order in asked])
+
+    def evaluate(self, simulation: Simulation, devices: Iterable[str] = ()) -> dict[str, dict[str, float]]:
+        """What the method's check tells of each device that holds examples out; without `devices` of all of them.
+
+        Raises:
+            FedquiltError: a device's check failed.
+        """
+        names = list(devices) or sorted(name for name in simulation.members if self._held.get(name))
+        orders = [order for name in names if (order := simulation.evaluation(name)) is not None]
+        found = {}
+        for order, outcome in zip(orders, self._carry(orders), strict=True):
+            if outcome.code != "ok":
+                raise JobError(f"the evaluation on {order.device} failed ({outcome.code}): {outcome.reason}")
+            found[order.device] = {
+                name.removeprefix("check."): value for name, value in outcome.metrics.items() if name != "weight"
+            }
+        return found
+
+    def test(self, simulation: Simulation) -> dict[str, float] | None:
+        """What the check tells of the test set; None: the method has nothing to test yet."""
+        return self.evaluate(simulation, [NEWCOMER]).get(NEWCOMER)
+
+
+@contextlib.contextmanager
+def by_pool(
+    job: Job,
+    members: Iterable[Member],
+    *,
+    workers: int = 1,
+    together: bool = False,
+    test: Examples | None = None,
+) -> Iterator[tuple[Hands, dict[str, int]]]:
+    """Hands of warm worker processes; and of each member how many examples it holds out."""
+    nothing = () if test is None else (Member(NEWCOMER, Examples(test.x[:0], test.y[:0]), test),)
+    engine = engine_of(job, methods.load(job.method))
+    with Pool(engine, itertools.chain(members, nothing), workers=workers, together=together) as pool:
+        held = {name: count for name, count in pool.held.items() if name != NEWCOMER}
+        pool.warm()
+        yield Hands(lambda orders: (outcome for _, outcome in pool.carry_out(orders)), held), held
+
+
+def in_process(
+    members: Iterable[Member],
+    *,
+    load: Callable[[str], Method] = methods.load,
+    engine: Any = None,
+    together: bool = False,
+    test: Examples | None = None,
+) -> tuple[Hands, dict[str, int]]:
+    """Hands of this process; and of each member how many examples it holds out.
+
+    Args:
+        engine: the one engine that all devices use, whatever their budgets; None: made for each budget.
+    """
+    made, count = bench(members, load=load, engine=engine, test=test)
+
+    def carry(orders: Sequence[Order]) -> list[Outcome]:
+        return [outcome for outcome, _ in hands.carry_out([(made, order) for order in orders], together)]
+
+    return Hands(carry, count), count
+
+
+def bench(
+    members: Iterable[Member],
+    *,
+    load: Callable[[str], Method] = methods.load,
+    engine: Any = None,
+    test: Examples | None = None,
+) -> tuple[hands.Bench, dict[str, int]]:
+    """What members' orders are carried out with in this process; and of each how many examples it holds out."""
+    held = {member.device: member for member in members}
+    count = {name: len(member.held) for name, member in held.items()}
+    if test is not None:
+        held[NEWCOMER] = Member(NEWCOMER, Examples(test.x[:0], test.y[:0]), test)
+
+    def share(device: str) -> tuple[Examples, Examples]:
+        return held[device].train, held[device].held
+
+    return hands.Bench(share, load) if engine is None else hands.OneEngine(share, load, engine), count
