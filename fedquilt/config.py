@@ -23,6 +23,11 @@ T = TypeVar("T")
 _PATH: Final = re.compile(r"at `\$([^`]*)`")  # as msgspec ends its sentences
 _STEP: Final = re.compile(r"\.([^.\[]+)|\[[^\]]*\]")
 _UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`")
+_PATTERN: Final = re.compile(r"matching regex '(.*)'(?= - at|$)")
+_NAMES: Final = re.compile(
+    r"[\^\\A]*\[a-z0-9\]\[a-z0-9\._-\]\{0,(\d+)\}\\*Z"
+)  # what names are made of; after the first
+_WORDS: Final = {"`object`": "a table", "`array`": "a list", "got `null`": "got nothing"}  # JSON's in TOML's
 _CHOICE: Final = re.compile(r"Invalid enum value '([^']*)'")
 
 
@@ -98,6 +103,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def _explained(said: str, kind: type, where: str) -> str:
     """msgspec's sentence with what can be written in that place."""
+    if (pattern := _PATTERN.search(said)) and (name := _NAMES.fullmatch(pattern[1])):
+        made = f"of small letters, digits, '.', '_' and '-', the first no mark, at most {int(name[1]) + 1}"
+        said = said.replace(pattern[0], made)
+    for json, toml in _WORDS.items():
+        said = said.replace(json, toml)
     match = _PATH.search(said)
     path = match[1] if match else ""
     options = _there(kind, path)

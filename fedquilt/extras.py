@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Final
 
@@ -46,3 +48,18 @@ def load(module: str) -> ModuleType:
         if (error.name or "").split(".")[0] != module.split(".")[0]:
             raise
         raise JobError(missing(module)) from None
+
+
+@contextmanager
+def named() -> Iterator[None]:
+    """Turn the want of an optional package into a sentence, as the commands do; a decorator too.
+
+    Raises:
+        JobError: one is not installed; says which extra has it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in EXTRAS:
+            raise
+        raise JobError(missing(str(error.name))) from None

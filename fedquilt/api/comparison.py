@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedquilt import metrics
+from fedquilt import extras, metrics
 from fedquilt.api import live
 from fedquilt.api.job import Job
 from fedquilt.api.simulation import digest
@@ -123,6 +123,7 @@ class Comparison:
         return {"difference": sum(values) / len(values), "low": low, "high": high}
 
 
+@extras.named()
 def compare(
     jobs: Sequence[Job],
     *,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedquilt import metrics
+from fedquilt import extras, metrics
 from fedquilt.api.job import Job
 from fedquilt.api.table import Table
 from fedquilt.coordinator import facts as history
@@ -114,13 +114,14 @@ class Run:
         with self._store() as store:
             return dict(export.artefact(store, self.id).tensors)
 
+    @extras.named()
     def export(self, path: str | Path) -> Path:
         """Write the result as a file, by its ending: .onnx or .safetensors. Returns where.
 
         A stitched network is always ONNX. Trained weights as ONNX need torch.
 
         Raises:
-            JobError: another ending.
+            JobError: another ending, or a library is not installed.
             StoreError: the file cannot be written.
             ModelError: the network cannot be written as ONNX.
         """
@@ -130,10 +131,12 @@ class Run:
             export.export(store, self.id, Path(path))
         return Path(path)
 
+    @extras.named()
     def report(self, path: str | Path) -> Path:
         """Write the run's page: one HTML file that works offline. Returns where.
 
         Raises:
+            JobError: a library is not installed.
             StoreError: the file cannot be written.
         """
         from fedquilt.tools import report

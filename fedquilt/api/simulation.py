@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from fedquilt import metrics
+from fedquilt import extras, metrics
 from fedquilt.api import live
 from fedquilt.api.job import Job
 from fedquilt.api.run import Follower, Run
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 PREPARED: Final = ("model", "schedule", "input", "data", "labels", "donors", "int8")
 
 
+@extras.named()
 def simulate(
     job: Job,
     *,
@@ -53,7 +54,8 @@ def simulate(
             False: nothing.
 
     Raises:
-        JobError: what is given is no job, or it has no [data], or a key is wrong, or the run has failed; says why.
+        JobError: what is given is no job, or the job has no [data], or a key is wrong, or a library is not installed,
+            or the run has failed; says why.
         DataError: the data cannot be read, or the network cannot take them.
         ModelError: the network cannot be had, or the method cannot train it.
         StoreError: the home cannot be written.

@@ -113,6 +113,16 @@ def label_counts(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
     return train, held
 
 
+def require_shares(reader: Reader, spec: DataSpec) -> None:
+    """Check that every share has an example. Reads no inputs.
+
+    Raises:
+        DataError: one has none, or the examples cannot be shared out so.
+    """
+    used = _used(reader, spec)
+    _some(_parts(reader, used, spec, range(spec.shares)), len(used), spec, range(spec.shares))
+
+
 def open_(spec: DataSpec) -> Reader:
     """All labels of the split, and the means to read the inputs of some rows.
 

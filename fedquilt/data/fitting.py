@@ -15,13 +15,16 @@ from fedquilt.data.spec import DataSpec
 MEND = "give the job data that fit, or another network and a new bundle"
 
 
-def require_fit(meta: Mapping[str, Any], spec: DataSpec) -> None:
+def require_fit(meta: Mapping[str, Any], spec: DataSpec) -> Reader:
     """Open the data of a [data] table and compare them with what a bundle holds. No inputs are read.
 
     Of a network from outside, what it tells was seen when it was prepared; what it takes, boards see.
 
     Args:
         meta: of the bundle, as `fedquilt prepare` writes it.
+
+    Returns:
+        The data as they were opened.
 
     Raises:
         JobError: the network is of another package, which has another content here.
@@ -54,7 +57,7 @@ def require_fit(meta: Mapping[str, Any], spec: DataSpec) -> None:
                 f"{spec.where}: examples have shape {reader.shape}, and the job's input are images: (height, width) or "
                 f"(height, width, 1 or 3) are wanted; {MEND}"
             )
-        return
+        return reader
     features = max((len(wanted.get(key, ())) for key in ("mean", "std")), default=0)
     if features > 1 and reader.shape[-1:] != (features,):
         raise DataError(
@@ -62,6 +65,7 @@ def require_fit(meta: Mapping[str, Any], spec: DataSpec) -> None:
             f"{features} features; {MEND}"
         )
     _require_shape(reader, spec, network, name)
+    return reader
 
 
 def _require_shape(reader: Reader, spec: DataSpec, network: Mapping[str, Any], name: str) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from msgspec import Meta
 
 from fedquilt import config
+from fedquilt.coordinator import settings
 from fedquilt.core import JobError
 
 
@@ -79,6 +80,24 @@ def test_a_wrong_key_is_answered_with_the_keys_of_its_own_table(table: dict[str,
     with pytest.raises(JobError) as caught:
         config.convert(table, Outer, "a job")
     assert str(caught.value).endswith(said)
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (
+            {"name": "My job"},
+            "Expected `str` of small letters, digits, '.', '_' and '-', the first no mark, at most 40",
+        ),
+        ({"name": "job", "data": "x.npz"}, "Expected a table, got `str` - at `$.data`"),
+        ({"name": "job", "fleet": {"boards": "jetson-nano"}}, "Expected a list, got `str` - at `$.fleet.boards`"),
+    ],
+)
+def test_what_is_wanted_is_told_in_words(table: dict[str, object], said: str) -> None:
+    """A stranger reads no regular expressions, and TOML has tables, not objects."""
+    with pytest.raises(JobError) as caught:
+        config.convert({"method": "fedavg", **table}, settings.Job, "a job")
+    assert said in str(caught.value)
 
 
 def test_a_part_of_a_job_says_which_it_is() -> None:

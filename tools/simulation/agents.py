@@ -135,8 +135,9 @@ class Plan:
         require_made_for(self.job, made)
         agents = self.agents()
         spec = DataSpec.parse(agents[0]["data"])
-        fitting.require_fit(made.meta, spec)  # else every board would find out for itself
-        examples.label_counts(spec)  # no share may be empty
+        examples.require_shares(
+            fitting.require_fit(made.meta, spec), spec
+        )  # else every board would find out for itself
         if self.job.cohort.size > self.size:
             raise JobError(
                 f"[cohort] size is {self.job.cohort.size}, and the fleet has {self.size} devices: ask for fewer, or "

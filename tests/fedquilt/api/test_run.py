@@ -85,6 +85,18 @@ def test_a_missing_library_is_named_with_its_extra(run: fq.Run, monkeypatch: pyt
         run.rounds().to_pandas()
 
 
+def test_what_a_report_or_a_network_needs_is_named_with_its_extra(
+    run: fq.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the commands say it."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(fq.JobError, match=r"needs matplotlib, .*: pip install 'fedquilt\[report\]'"):
+        run.report(tmp_path / "run.html")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(fq.JobError, match=r"needs torch, .*: pip install 'fedquilt\[train\]'"):
+        fq.simulate(run.job.replace(model=fq.models.rezero(64, 10)))
+
+
 def test_a_table_is_readable_as_text_and_in_a_notebook(run: fq.Run) -> None:
     """Long ones are shown by their ends; names are escaped."""
     assert repr(run.rounds()).splitlines()[0].split()[:2] == ["round", "accuracy"]
