@@ -91,6 +91,9 @@ def test_a_run_that_a_coordinator_may_be_at_is_refused(tmp_path: Path, capsys: p
         assert refused.returncode == 2
         assert f"{busy} is running: `fedquilt stop {busy}" in refused.stderr
         assert (ids(tmp_path), files(tmp_path)) == ([busy, ended], before)
+        coordinator.set_status(busy, "stopping")
+        assert f"{busy} is stopping: wait until it has stopped" in delete(busy).stderr
+        coordinator.set_status(busy, "running")
         done = delete(ended)
         assert done.returncode == 0
         assert "blobs go when the coordinator" in done.stdout
