@@ -165,7 +165,7 @@ def test_masking_activations_is_masking_weights(name: str, training: bool) -> No
         gates = Gates(plan, None, 0.0, 0.0)
         gates.prepare(module)
         getattr(module, SCORES).copy_(torch.from_numpy(np.where(mask, 100.0, -100.0)))
-        gates.turns(1.0)[1].begin(module)
+        gates.steps(1.0)[1].begin(module)
         found = module(x)
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     assert float(wanted.std()) > 0
@@ -261,7 +261,7 @@ def test_the_gradient_goes_through_the_draw_as_if_it_were_the_probability() -> N
     theta = 1 / (1 + np.exp(-0.5))
     seen = set()
     for _ in range(20):
-        gates.turns(1.0)[0].begin(module)
+        gates.steps(1.0)[0].begin(module)
         scores.grad = None
         found = module(x)
         found.sum().backward()
@@ -278,10 +278,10 @@ def test_being_unlike_the_others_is_worth_lambda() -> None:
     plan = Plan({"0": 2}, {}, {})
     gates = Gates(plan, torch.tensor([0.2, 0.9]), 3.0, 0.0)
     module = gates.prepare(torch.nn.Linear(1, 1))
-    penalty = gates.turns(1.0)[0].penalty
+    penalty = gates.steps(1.0)[0].penalty
     assert penalty is not None
     assert float(penalty(module, None, None, {}).detach()) == pytest.approx(-0.75)
-    assert Gates(plan, None, 3.0, 0.0).turns(1.0)[0].penalty is None
+    assert Gates(plan, None, 3.0, 0.0).steps(1.0)[0].penalty is None
 
 
 def test_a_step_on_scores_leaves_batch_norms_statistics() -> None:
@@ -293,7 +293,7 @@ def test_a_step_on_scores_leaves_batch_norms_statistics() -> None:
     gates.prepare(module).train()
     x = torch.randn(4, 1, 8, 8)
     counts = []
-    for turn in gates.turns(1.0):
+    for turn in gates.steps(1.0):
         turn.begin(module)
         module(x)
         counts.append(int(module.state_dict()["0.1.num_batches_tracked"]))
