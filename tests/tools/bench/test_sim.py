@@ -48,7 +48,7 @@ def test_ours_and_the_bare_loop_take_the_same_steps(images: Path) -> None:
     ratio = told["ours"]["rate"] / told["bare_n"]["rate"]
     assert figures["overhead_of_bare_loop"]["value"] == pytest.approx(ratio, abs=0.001)
     assert "overhead_of_flower" not in figures
-    assert sim.lines(result)[-len(figures) :] == figures.figure_lines(result)
+    assert sim.lines(result)[-len(figures) :] == figure_lines(result)
 
 
 def test_images_that_do_not_do_are_refused(images: Path) -> None:
