@@ -12,6 +12,7 @@ import pytest
 from fedquilt.core import DataError, JobError
 from fedquilt.tools.bench import sim
 from fedquilt.tools.bench.sim import others
+from fedquilt.tools.report.figures import figure_lines
 
 TINY = replace(sim.OVERHEAD, clients=6, each=40, asked=4, rounds=8)
 
