@@ -352,7 +352,8 @@ def test_a_comparison_that_is_killed_leaves_no_folders_behind(
     words = ["compare", str(tmp_path / "job.toml"), "--bundle", str(folder), "--seeds", "0", "--workers", "1"]
     words += ["--out", str(tmp_path / "out")]
     killed = (
-        "import os, sys; from fedquilt import cli; from fedquilt.tools.experiments import compare\n"
+        "import os, signal, sys; from fedquilt import cli; from fedquilt.tools.experiments import compare\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # in a shell's background it is ignored
         "finished = compare.finished\n"
         f"killed = lambda line: os.kill(os.getpid(), {int(kind)})\n"
         "compare.finished = lambda todo, out, player, say, show: finished(todo, out, player, say, killed)\n"
