@@ -43,7 +43,7 @@ def needs(job: settings.Job, made: Bundle) -> dict[str, str]:
 
 
 def require_made_for(job: settings.Job, made: Bundle) -> None:
-    """Check that a bundle fits the tables of a job that `fedquilt prepare` makes bundles from.
+    """Check that a bundle was prepared from this job, or from one with the same network, inputs and donors.
 
     Compared are the network of [model], what goes into it ([input], or `input` of [model]), and [[donors]] with the
     job's labels. A key that the job leaves out may have any value in the bundle.

@@ -25,11 +25,6 @@ class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state: str = ""  # sha256
     metric: str = "accuracy"  # the task's main one: a key of `fedquilt.metrics.KNOWN`
 
-    @property
-    def accuracy(self) -> float:
-        """`value`, for callers whose task is to tell classes apart."""
-        return self.value
-
 
 class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The global model after so many rounds, on all devices' held-out shares: values of `metric`."""

@@ -137,22 +137,6 @@ def carry_out(
     )
 
 
-class _Cache:
-    """The folder `Site.cache`, made when it is asked for: few methods ask."""
-
-    def __get__(self, site: Site, kind: type | None = None) -> Path:
-        path = Path(site.__dict__["cache"])
-        path.mkdir(parents=True, exist_ok=True)
-        return path
-
-    def __set__(self, site: Site, path: Path | str) -> None:
-        site.__dict__["cache"] = path
-
-
-class _Site(Site):
-    cache = _Cache()
-
-
 def site_of(
     order: Order,
     bench: Bench,
@@ -169,7 +153,8 @@ def site_of(
     train, held = bench.examples(order.data)
     loaded(len(train))
     path = _finder(order)
-    return _Site(
+    os.makedirs(order.cache, exist_ok=True)
+    return Site(
         device=order.device,
         budget_bytes=plannable(order),
         engine=engine,
@@ -177,7 +162,7 @@ def site_of(
         train=train,
         held=held,
         local=compression.own(tensors.read(Path(order.private)) if order.private else {}),
-        cache=order.cache,  # type: ignore[arg-type]  # a path when it is asked for
+        cache=Path(order.cache),
         load=lambda name: bench.tensors(path(name)),
         path=path,
         progress=progress,

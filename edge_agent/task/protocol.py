@@ -18,7 +18,7 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: dict[str, Any]  # fedquilt.data.spec.DataSpec
     bundles: dict[str, str]  # bundle name -> file
     private: str | None  # file of the job's private state; None: none yet
-    cache: str  # folder of the job's own, if it is there: what earlier tasks left there for later ones, or nothing
+    cache: str  # folder of the job's own, made where it is missing: what earlier tasks left there for later ones
     out: str  # folder: bundles go into files named by their sha256, private state into private.safetensors
     plan_bytes: int | None = None  # of the budget, what the engine may plan with; None: all of it
     prefix: str = ""  # what the names of these files begin with, where devices share the folder

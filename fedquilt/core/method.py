@@ -86,7 +86,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Contribution:
-    """An update with its tensors at hand: what `Method.fold` gets."""
+    """A device's update with its tensors read from disk: the argument of `Method.fold`."""
 
     device: str
     round: int

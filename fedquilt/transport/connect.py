@@ -106,7 +106,7 @@ class Retry:
         self._roll = roll
 
     def connected(self, now_s: float) -> None:
-        """Note that an attempt has succeeded."""
+        """Record that the broker has accepted the connection, for the back-off after it ends."""
         self._since_s = now_s
 
     def failed(self, was_connected: bool, now_s: float) -> float:

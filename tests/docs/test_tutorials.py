@@ -56,7 +56,7 @@ STITCH = [
 
 
 def tutorial(name: str, folder: Path) -> list[str]:
-    """Write a tutorial's files into the folder; its commands."""
+    """Write the files that a tutorial shows into the folder, and return the commands that it shows."""
     page = f"{TUTORIALS}/{name}.md"
     for file, text in documents.files(page).items():
         (folder / file).write_text(text)

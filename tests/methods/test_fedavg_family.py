@@ -14,9 +14,9 @@ from fedquilt.coordinator import settings
 from fedquilt.core import Answer, Bundle, Contribution, Examples, JobError, Method, ModelError, UpdateError
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import fedavg, fedbn, fednova, fedopt, moon, scaffold
+from fedquilt.testing.toys import MLP, files, learners, to_train
+from fedquilt.testing.toys import play as run
 from fedquilt.tools.simulation import Member
-from toys import MLP, files, learners, to_train
-from toys import play as run
 
 SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
 

@@ -15,9 +15,9 @@ from fedquilt.core import Answer, Bundle, Contribution, DeviceView, JobError, Mo
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import fedavg, fedpews, fedpews_fixed
 from fedquilt.models.partial import masks
+from fedquilt.testing.toys import MLP, MLP_MASKS, files, learners, to_train
+from fedquilt.testing.toys import play as run
 from fedquilt.tools.simulation import Member
-from toys import MLP, MLP_MASKS, files, learners, to_train
-from toys import play as run
 
 SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
 ALL_ONES = {"warmup": 3, "first_score": 100.0, "diversity": 0.0}  # theta is 1 and stays it: its slope is 0

@@ -13,9 +13,9 @@ from fedquilt import methods, tensors
 from fedquilt.core import Answer, Contribution, DeviceView, Fit, JobError, ModelError, Site, Task
 from fedquilt.methods import fedavg, fedsdg
 from fedquilt.models.partial import lora
+from fedquilt.testing.toys import given, members, play, remembered, to_train
 from fedquilt.tools.simulation.carriers import Hands
 from fedquilt.tools.simulation.simulated_job import Round, Simulation
-from toys import given, members, play, remembered, to_train
 
 torch_engine = pytest.importorskip("fedquilt.edge_agent.engines.torch_engine", reason="adapters are trained with torch")
 

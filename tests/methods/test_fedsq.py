@@ -26,9 +26,9 @@ from fedquilt.core import (
     UpdateError,
 )
 from fedquilt.methods import fedavg, fedprox, fedsq
+from fedquilt.testing.toys import files, play
+from fedquilt.testing.toys import given as delivered
 from fedquilt.tools.simulation import Member
-from toys import files, play
-from toys import given as delivered
 
 torch = pytest.importorskip("torch", reason="FedSQ's client half trains torch networks")
 

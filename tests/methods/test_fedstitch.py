@@ -28,10 +28,10 @@ from fedquilt.methods import fedstitch
 from fedquilt.methods.fedstitch import METHOD, Params, State
 from fedquilt.models.stitching import block_runner, least_squares, scoring, search, stitched, vote
 from fedquilt.models.stitching.stitched import Block
+from fedquilt.testing.toys import SMALL, FakeRunner, build, given, members
+from fedquilt.testing.toys import play as run_of
 from fedquilt.tools.bench import naive
 from fedquilt.tools.simulation import Member
-from toys import SMALL, FakeRunner, build, given, members
-from toys import play as run_of
 
 
 def play(devices: list[Member] | None = None, seed: int = 3, **changes: Any) -> list[State]:

@@ -13,9 +13,9 @@ from fedquilt.core import Answer, Contribution, DeviceView, Examples, Site, Task
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import genefl
 from fedquilt.models import learngene
+from fedquilt.testing.toys import given, learners, remembered, to_train
+from fedquilt.testing.toys import play as run_of
 from fedquilt.tools.simulation import Member
-from toys import given, learners, remembered, to_train
-from toys import play as run_of
 
 AMPLE = 1 << 40
 ENGINE = NumpyEngine(AMPLE, base_bytes=0)

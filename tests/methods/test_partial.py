@@ -15,11 +15,11 @@ from fedquilt import methods, tensors
 from fedquilt.core import Answer, Contribution, DeviceView, Examples, ModelError, Site, Task, UpdateError
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import fedavg, fedfina, fedlg, fedlp, fedrep, parfed
+from fedquilt.testing.toys import given, learners, to_train
+from fedquilt.testing.toys import play as run_of
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.carriers import Hands
 from fedquilt.tools.simulation.simulated_job import Simulation
-from toys import given, learners, to_train
-from toys import play as run_of
 
 SMALL = {"epochs": 1, "batch": 4, "lr": 0.1}
 MIB = 1 << 20

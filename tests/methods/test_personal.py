@@ -26,7 +26,7 @@ from fedquilt.core import (
 )
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import ditto, fedavg, fedrep, local, perfedavg, pfedme
-from toys import given, learners, play, to_train
+from fedquilt.testing.toys import given, learners, play, to_train
 
 SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
 BN = {"name": "residual", "channels": 1, "classes": 3, "width": 2, "input": {"channels": 1, "size": 8}}

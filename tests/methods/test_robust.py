@@ -14,7 +14,7 @@ from fedquilt.coordinator import settings
 from fedquilt.core import Answer, Contribution, JobError, Site, Task
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.methods import krum
-from toys import learners, play, to_train
+from fedquilt.testing.toys import learners, play, to_train
 
 
 def begun(size: int = 2, **params: Any) -> krum.State:

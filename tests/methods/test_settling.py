@@ -19,9 +19,9 @@ from fedquilt.coordinator.views import progress
 from fedquilt.core import Bundle, Contribution, DeviceView, Examples, Hooks, Profile, UpdateError
 from fedquilt.methods import _by_width
 from fedquilt.models.partial import width
+from fedquilt.testing.toys import pictures, to_train
 from fedquilt.tools.artefacts import prepare
 from fedquilt.tools.simulation import agents
-from toys import pictures, to_train
 
 torch = pytest.importorskip("torch")
 

@@ -27,8 +27,8 @@ from fedquilt.layers import STATISTICS
 from fedquilt.methods import depthfl, fedavg, fedepth, fedlps, fjord, ft_full, ft_part, heterofl
 from fedquilt.models.partial import depth, masks
 from fedquilt.models.partial import width as submodel
+from fedquilt.testing.toys import MLP_MASKS, files, given, play, to_train
 from fedquilt.tools.simulation import Member
-from toys import MLP_MASKS, files, given, play, to_train
 
 torch = pytest.importorskip("torch")
 

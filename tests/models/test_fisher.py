@@ -9,7 +9,7 @@ import pytest
 
 from fedquilt.core import DataError, Examples, JobError
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine, init
-from toys import MLP, learners
+from fedquilt.testing.toys import MLP, learners
 
 AMPLE = 1 << 40
 

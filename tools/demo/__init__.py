@@ -66,7 +66,7 @@ def demo(out: Path, format: str = "text", wordy: bool = False, show: bool = Fals
     live.clear()
     whole = found.account.whole
     moved = whole.down_bytes + whole.up_bytes
-    stitched = Network(STITCHED, found.scores[-1].accuracy, _path(artefact), whole.energy_j, moved)
+    stitched = Network(STITCHED, found.scores[-1].value, _path(artefact), whole.energy_j, moved)
     networks = _networks(stitched, others)
     np.savez_compressed(out / "held-out.npz", x=test.x, y=test.y)
     report = out / "report.html"

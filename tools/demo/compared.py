@@ -112,11 +112,11 @@ def from_scratch(job: Job, rounds: int) -> Network:
         first, weights = tensors.encode(start), sum(array.size for array in start.values())
         bundle.write(Path(place), {"network": SCRATCH, **SCRATCH_COSTS}, {"model": first})
         last = play(wanted, Path(place), lambda done: None, 1).marks[-1]
-    if last.accuracy is None:
+    if last.value is None:
         raise FedquiltError("FedAvg from scratch has no accuracy on the test digits")
     return Network(
         SCRATCH_NAME,
-        last.accuracy,
+        last.value,
         f"{weights} weights, {rounds} rounds",
         last.energy_j,
         last.down_bytes + last.up_bytes,

@@ -162,7 +162,7 @@ def choose(
 
 
 def drop(out: Path, found: Iterable[Entry]) -> None:
-    """Delete kept runs, each file at once.
+    """Delete finished runs from the cache of `fedquilt compare`.
 
     Raises:
         StoreError: one cannot be deleted.

@@ -44,11 +44,6 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The main metric on the test set, or where there is none on held-out shares."""
         return self.held if self.test is None else self.test
 
-    @property
-    def accuracy(self) -> float | None:
-        """`value`, for callers whose task is to tell classes apart."""
-        return self.value
-
 
 class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One method with one seed."""

@@ -138,6 +138,6 @@ def test_what_is_shown_makes_the_same_job() -> None:
     ],
 )
 def test_an_argument_of_another_kind_is_no_bare_type_error(make: Any, said: str) -> None:
-    """A job file's name for a job, one number for a list."""
+    """An argument of the wrong type raises a JobError that says what to pass instead, not a TypeError."""
     with pytest.raises(fq.JobError, match=said):
         make()

@@ -11,7 +11,7 @@ import pytest
 from fedquilt.core import ModelError, UpdateError
 from fedquilt.models.partial import masks
 from fedquilt.models.partial.masks import Follow, Plan
-from toys import MLP, MLP_MASKS
+from fedquilt.testing.toys import MLP, MLP_MASKS
 
 # 3 inputs, 4 neurons, a flattening to 2 entries each, 2 neurons, 2 scores
 PLAN = Plan(

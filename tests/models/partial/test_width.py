@@ -10,7 +10,7 @@ import pytest
 from fedquilt.core import ModelError, Profile, UpdateError
 from fedquilt.models.networks import stages
 from fedquilt.models.partial import depth, masks, width
-from toys import MLP_MASKS
+from fedquilt.testing.toys import MLP_MASKS
 
 FLATTENED = masks.Plan(
     {"0": 4},

@@ -15,11 +15,11 @@ import pytest
 from fedquilt.cli import main
 from fedquilt.coordinator import settings as jobs
 from fedquilt.core import JobError
+from fedquilt.testing.toys import SMALL, build, folder, job, members
 from fedquilt.tools.bench import ablate, ablate_table
 from fedquilt.tools.bench.ablate import Case, Finished, Row, Setting
 from fedquilt.tools.demo import HERE
 from fedquilt.tools.experiments.baselines import Bench, pooled
-from toys import SMALL, build, folder, job, members
 
 DEMO = jobs.load(HERE / "job.toml")
 BUNDLE = HERE / "bundle"

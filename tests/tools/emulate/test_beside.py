@@ -14,8 +14,8 @@ from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError, Update, Usage
 from fedquilt.methods.fedstitch import METHOD, State
+from fedquilt.testing.toys import SMALL, build, members, play
 from fedquilt.tools.emulate import beside
-from toys import SMALL, build, members, play
 
 bundle, runner = build()
 SEARCH = play("fedstitch", bundle, members(), SMALL, engine=runner, seed=3, rounds=1000)

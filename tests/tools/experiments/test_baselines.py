@@ -12,11 +12,11 @@ from fedquilt import tensors
 from fedquilt.core import Answer, DeviceView, Examples, Order
 from fedquilt.methods.fedstitch import METHOD, Params
 from fedquilt.models.stitching import stitched as stitch
+from fedquilt.testing.toys import DONORS, SMALL, build, folder, job, members, play
 from fedquilt.tools.bench.ablate_rows import forgetful
 from fedquilt.tools.experiments.baselines import Bench, along, beside_itself, mirrored
 from fedquilt.tools.simulation.carriers import Hands
 from fedquilt.tools.simulation.simulated_job import Round, Simulation
-from toys import DONORS, SMALL, build, folder, job, members, play
 
 PARAMS = Params(**SMALL)
 JOB = job("fedstitch", SMALL, seed=3)

@@ -75,7 +75,7 @@ def test_the_last_state_is_scored_and_kept(store: Store) -> None:
     said: list[Score] = []
     found = evaluate.evaluate(store, "points", say=said.append)
     (score,) = found.scores
-    assert (score.rounds, score.accuracy, score.examples) == (1, 0.75, 4)
+    assert (score.rounds, score.value, score.examples) == (1, 0.75, 4)
     assert said == [score]
     assert evaluate.evaluate(store, run, say=said.append) == found
     assert len(said) == 1
@@ -100,7 +100,7 @@ def test_following_scores_every_state_that_is_there_when_it_is_looked_for(store:
             store.set_status(run, "done")
 
     found = evaluate.evaluate(store, run, follow=True, sleep=sleep)
-    assert [(score.rounds, score.accuracy) for score in found.scores] == [(0, 0.25), (1, 0.75)]
+    assert [(score.rounds, score.value) for score in found.scores] == [(0, 0.25), (1, 0.75)]
     assert not news
 
 
@@ -176,7 +176,7 @@ def test_an_engine_and_a_test_set_can_be_given(tmp_path: Path, store: Store) -> 
     with evaluate.Evaluator(row.job, row.bundle, test=test) as judge:
         score = judge.score(state, 7)
     assert score is not None
-    assert (score.rounds, score.accuracy, score.examples) == (7, 0.0, 1)
+    assert (score.rounds, score.value, score.examples) == (7, 0.0, 1)
 
 
 def test_the_verb_tells_people_and_programs(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,7 +205,7 @@ def test_a_run_of_a_fleet_is_scored_on_the_test_split_of_its_data(tmp_path: Path
     with Store(plan.home) as opened:
         (score,) = evaluate.evaluate(opened, run).scores
     assert score.rounds == 3
-    assert score.accuracy > 0.5
+    assert score.value > 0.5
 
 
 def test_a_method_of_sub_models_is_judged_by_the_whole_network(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_a_method_of_sub_models_is_judged_by_the_whole_network(tmp_path: Path) -
     with evaluate.Evaluator(job, tmp_path / "bundle") as judge:
         score = judge.score(state, 0)
     assert score is not None
-    assert score.accuracy == 0.75
+    assert score.value == 0.75
 
 
 def test_fedsq_is_judged_with_the_gates_of_the_pre_trained_copy(tmp_path: Path) -> None:
@@ -260,5 +260,5 @@ def test_fedsq_is_judged_with_the_gates_of_the_pre_trained_copy(tmp_path: Path) 
     assert first is not None
     assert found is not None
     assert bare is not None
-    assert found.accuracy == first.accuracy == 0.75
-    assert bare.accuracy != 0.75
+    assert found.value == first.value == 0.75
+    assert bare.value != 0.75

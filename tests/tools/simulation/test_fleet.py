@@ -23,10 +23,10 @@ from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
 from fedquilt.edge_agent.state import PRIVATE
 from fedquilt.edge_agent.task import budget
 from fedquilt.edge_agent.task.protocol import Order, Outcome
+from fedquilt.testing.toys import folder, job, learners, to_train
 from fedquilt.tools.simulation import Member, carriers, run
 from fedquilt.tools.simulation.pool import Pool, PoolError
 from fedquilt.tools.simulation.simulated_job import Round, Simulation
-from toys import folder, job, learners, to_train
 
 SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
 FAST, SLOW = "jetson-agx-orin", "jetson-nano"

@@ -12,10 +12,10 @@ from fedquilt import bundle, tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import JobError
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
+from fedquilt.testing.toys import learners, to_train
 from fedquilt.tools.simulation.carriers import in_process
 from fedquilt.tools.simulation.run import play
 from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, Simulation
-from toys import learners, to_train
 
 JOB = {"name": "toy", "engine": "numpy", "params": {"epochs": 1, "batch": 4, "lr": 0.1}}
 

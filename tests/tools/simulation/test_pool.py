@@ -14,11 +14,11 @@ from fedquilt import bundle, cost_model, profiles, tensors
 from fedquilt.coordinator import settings
 from fedquilt.core import Examples, JobError, Work
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
+from fedquilt.testing.toys import learners, to_train
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.carriers import Hands
 from fedquilt.tools.simulation.run import Outcomes, simulate
 from fedquilt.tools.simulation.simulated_job import Simulation
-from toys import learners, to_train
 
 JOB = {
     "name": "toy",

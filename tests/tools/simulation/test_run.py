@@ -14,10 +14,10 @@ from fedquilt import methods, tensors
 from fedquilt.coordinator.cohort import sample
 from fedquilt.core import Answer, Contribution, JobError, Method, Site, Task
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
+from fedquilt.testing.toys import folder, job, learners, play, to_train
 from fedquilt.tools.simulation import carriers, run
 from fedquilt.tools.simulation.carriers import Hands
 from fedquilt.tools.simulation.simulated_job import Simulation
-from toys import folder, job, learners, play, to_train
 
 SMALL = {"epochs": 2, "batch": 4, "lr": 0.1}
 

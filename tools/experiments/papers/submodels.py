@@ -126,7 +126,7 @@ def federated(arm: Arm, given: Job, folder: Path) -> dict[str, float]:
     with Evaluator(given, folder, test=test) as judge:
         sizes = {"whole": ROOM_BYTES, **{part: size_bytes(part) for part in PARTS if arm.parts}}
         scores = {name: judge.score(last, given.rounds, budget_bytes=size) for name, size in sizes.items()}
-    return {name: score.accuracy for name, score in scores.items() if score is not None}
+    return {name: score.value for name, score in scores.items() if score is not None}
 
 
 def run(

@@ -11,8 +11,8 @@ from fedquilt.core import DataError, Fit, JobError
 
 pytest.importorskip("torch", reason="a transformer is pre-trained and federated")
 
+from fedquilt.testing.toys import pictures
 from fedquilt.tools.experiments.papers import fedsdg
-from toys import pictures
 
 
 def test_a_small_run_of_all_methods_tells_accuracy_bytes_and_gates(

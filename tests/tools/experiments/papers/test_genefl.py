@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fedquilt.core import DataError, JobError
-from toys import pictures
+from fedquilt.testing.toys import pictures
 
 genefl = pytest.importorskip("fedquilt.tools.experiments.papers.genefl")
 

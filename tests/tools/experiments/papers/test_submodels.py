@@ -10,8 +10,8 @@ from fedquilt.core import DataError, Fit
 
 pytest.importorskip("torch", reason="networks are trained")
 
+from fedquilt.testing.toys import pictures
 from fedquilt.tools.experiments.papers import submodels
-from toys import pictures
 
 
 def test_a_small_run_tells_the_whole_network_and_its_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
