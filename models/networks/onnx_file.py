@@ -5,16 +5,49 @@ from __future__ import annotations
 import io
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx
 import torch
+from torch import nn
 
 from fedquilt.core import ModelError, Tensors
 from fedquilt.models.networks import registry
 
 OPSET = 17  # onnxruntime 1.19 and later: what JetPack 5 can install
+
+
+def traced(module: nn.Module, shape: Sequence[int], name: str, mend: str) -> onnx.ModelProto:
+    """A module as an ONNX graph from "x", (n, *shape) float32, to "y".
+
+    Args:
+        shape: of one example.
+        name: the module's, for the error.
+        mend: what to do where it has an operation that ONNX cannot express, for the error.
+
+    Raises:
+        ModelError: it has such an operation.
+    """
+    file = io.BytesIO()
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            # torch's newer exporter needs one package more and writes an opset that boards cannot read
+            warnings.simplefilter("ignore")
+            torch.onnx.export(
+                module,
+                (torch.zeros(2, *shape),),
+                file,
+                dynamo=False,
+                opset_version=OPSET,
+                input_names=["x"],
+                output_names=["y"],
+                dynamic_axes={"x": {0: "n"}, "y": {0: "n"}},
+            )
+    except Exception as error:  # torch.onnx's errors have no common base
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(f"{name} cannot be written as ONNX: {reason}; {mend}") from error
+    return onnx.load_from_string(file.getvalue())
 
 
 def written(network: Mapping[str, Any], weights: Tensors) -> bytes:
@@ -37,27 +70,9 @@ def written(network: Mapping[str, Any], weights: Tensors) -> bytes:
             "export it as .safetensors, which holds what there is"
         )
     model.load_state_dict({name: torch.tensor(array) for name, array in weights.items()})
-    file = io.BytesIO()
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            # torch's newer exporter needs one package more and writes an opset that boards cannot read
-            warnings.simplefilter("ignore")
-            torch.onnx.export(
-                model.eval(),
-                (torch.zeros(2, *registry.input_shape(network)),),
-                file,
-                dynamo=False,
-                opset_version=OPSET,
-                input_names=["x"],
-                output_names=["y"],
-                dynamic_axes={"x": {0: "n"}, "y": {0: "n"}},
-            )
-    except Exception as error:  # torch.onnx's errors have no common base
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ModelError(
-            f"network {network.get('name')!r} cannot be written as ONNX: {reason}; export it as .safetensors"
-        ) from error
-    made = onnx.load_from_string(file.getvalue())
+    made = traced(
+        model.eval(), registry.input_shape(network), f"network {network.get('name')!r}", "export it as .safetensors"
+    )
     made.producer_name, made.producer_version = "fedquilt", ""
     onnx.helper.set_model_props(made, {"network": json.dumps(dict(network), sort_keys=True)})
     return made.SerializeToString(deterministic=True)

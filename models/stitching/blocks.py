@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import io
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -24,11 +23,10 @@ from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
 from fedquilt.core import ModelError
-from fedquilt.models.networks import registry, small
+from fedquilt.models.networks import onnx_file, registry, small
 from fedquilt.models.stitching import cut_points as where
 from fedquilt.models.stitching import tiled_linear
 
-OPSET = 17  # onnxruntime 1.19 and later: what JetPack 5 can install
 IR_VERSION = 8
 INLINE_BYTES = 16 * 1024  # a block with fewer bytes of weights is one file
 SMALL_BYTES = 1024  # tensors that stay in the graph: the shapes among them must
@@ -110,26 +108,8 @@ def export(block: Block) -> tuple[tuple[Graph, ...], ...]:
 
 
 def _onnx(block: Block) -> onnx.ModelProto:
-    file = io.BytesIO()
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            # torch's newer exporter needs one package more and writes an opset that boards cannot read
-            warnings.simplefilter("ignore")
-            torch.onnx.export(
-                block.module,
-                (torch.zeros(2, *block.in_shape),),
-                file,
-                dynamo=False,
-                opset_version=OPSET,
-                input_names=["x"],
-                output_names=["y"],
-                dynamic_axes={"x": {0: "n"}, "y": {0: "n"}},
-            )
-    except Exception as error:  # torch.onnx's errors have no common base
-        raise ModelError(
-            f"block {block.id} cannot be written as ONNX: {_line(error)}; replace that operation in the network"
-        ) from error
-    model = onnx.load_from_string(file.getvalue())
+    mend = "replace that operation in the network"
+    model = onnx_file.traced(block.module, block.in_shape, f"block {block.id}", mend)
     _drop_aliases(model.graph)
     return model
 

@@ -12,6 +12,7 @@ from fedquilt.core import DataError
 from fedquilt.data import spectrogram
 from fedquilt.data.readers import columns, files, table
 from fedquilt.data.readers.base import Reader
+from fedquilt.data.readers.columns import Chunk
 from fedquilt.data.spec import Audio, DataSpec
 
 
@@ -47,31 +48,18 @@ def open_(path: Path, spec: DataSpec) -> Reader:
 
 def _listed(file: Path, spec: DataSpec) -> tuple[list[Path], np.ndarray, np.ndarray | None]:
     """The files that a table names, relative to its own folder; their labels; and whose they are."""
-    chunks = table.read(file)
-    first = next(chunks)
-    parts = table.inputs_of(file, tuple(first.columns), spec)
-    if len(parts.x) != 1:
-        raise DataError(
-            f"{file}: columns {', '.join(parts.x)} could all name the recordings: say which, as [data] x = "
-            f"{parts.x[0]!r}"
-        )
-    decoder = columns.Decoder(file, spec, parts.y)
-    found: list[Path] = []
-    y, owner = [], []
-    for chunk in chain((first,), chunks):
-        for place, name in zip(chunk.places, chunk.columns[parts.x[0]], strict=True):
+
+    def places(chunk: Chunk, decoder: columns.Decoder, names: tuple[str, ...]) -> list[Path]:
+        for place, name in zip(chunk.places, chunk.columns[names[0]], strict=True):
             if not (file.parent / str(name)).is_file():
                 raise DataError(
-                    f"{file}, {chunk.unit} {place}, column {parts.x[0]!r}: no file {str(name)!r} beside the table: "
+                    f"{file}, {chunk.unit} {place}, column {names[0]!r}: no file {str(name)!r} beside the table: "
                     "names are relative to its folder"
                 )
-            found.append(file.parent / str(name))
-        y.append(decoder.targets(chunk))
-        if parts.owner:
-            owner.append(np.array([str(value) for value in chunk.columns[parts.owner]]))
-    if not found:
-        raise DataError(f"{file} has a head and no rows: a recording in each row is wanted")
-    return found, np.concatenate(y), np.concatenate(owner) if owner else None
+        return [file.parent / str(name) for name in chunk.columns[names[0]]]
+
+    found = table.gathered(file, spec, places, "a recording", "name the recordings: say which")
+    return list(chain.from_iterable(found.x)), found.y, found.owner
 
 
 def _opened(file: Path) -> wave.Wave_read:

@@ -7,10 +7,10 @@ file, line and column.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,23 +40,56 @@ def open_(path: Path, spec: DataSpec) -> Reader:
         DataError: a column that there is not, a value that cannot be read, or no row; names file, line and mend.
     """
     file = file_of(path, spec)
+    found = gathered(file, spec, lambda chunk, decoder, names: decoder.features(chunk, names), "an example")
+    values = np.concatenate(found.x)
+    rows = Reader(
+        found.y, values.__getitem__, values.shape[1:], values.dtype, owner=found.owner, features=found.features
+    )
+    return rows if spec.windows is None else _windows(file, spec, spec.windows, rows)
+
+
+class Gathered(NamedTuple):
+    """All rows of a table."""
+
+    x: list[Any]  # of each chunk, what was asked for
+    y: np.ndarray  # labels, as in `Reader`
+    owner: np.ndarray | None  # (n,) of words: whose each row is; None: nobody asks
+    features: tuple[str, ...]  # what the inputs are called
+
+
+def gathered(
+    file: Path,
+    spec: DataSpec,
+    inputs: Callable[[Chunk, columns.Decoder, tuple[str, ...]], Any],
+    each: str,
+    alone: str = "",
+) -> Gathered:
+    """Read a table's rows in chunks: labels and owners here, inputs by `inputs` from the columns that hold them.
+
+    Args:
+        inputs: (chunk, decoder, names of the input columns) -> the inputs of the chunk's rows.
+        each: what a row holds, for the error of a table without rows.
+        alone: where one column holds the inputs: what several columns could all do, for the error; "": any number may.
+
+    Raises:
+        DataError: a column that there is not, a value that cannot be read, or no row; names file, line and mend.
+    """
     chunks = read(file)
     first = next(chunks)
     parts = inputs_of(file, tuple(first.columns), spec)
+    if alone and len(parts.x) != 1:
+        raise DataError(f"{file}: columns {', '.join(parts.x)} could all {alone}, as [data] x = {parts.x[0]!r}")
     decoder = columns.Decoder(file, spec, parts.y)
     x, y, owner = [], [], []
     for chunk in chain((first,), chunks):
-        x.append(decoder.features(chunk, parts.x))
+        x.append(inputs(chunk, decoder, parts.x))
         y.append(decoder.targets(chunk))
         if parts.owner:
             owner.append(np.array([str(value) for value in chunk.columns[parts.owner]]))
-    values, labels = np.concatenate(x), np.concatenate(y)
+    labels = np.concatenate(y)
     if not len(labels):
-        raise DataError(f"{file} has a head and no rows: an example in each row is wanted")
-    whose = np.concatenate(owner) if owner else None
-    names = decoder.names(parts.x)
-    rows = Reader(labels, values.__getitem__, values.shape[1:], values.dtype, owner=whose, features=names)
-    return rows if spec.windows is None else _windows(file, spec, spec.windows, rows)
+        raise DataError(f"{file} has a head and no rows: {each} in each row is wanted")
+    return Gathered(x, labels, np.concatenate(owner) if owner else None, decoder.names(parts.x))
 
 
 # -- which file, which columns --------------------------------------------------------------------

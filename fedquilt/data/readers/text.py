@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy as np
 from fedquilt.core import DataError
 from fedquilt.data.readers import columns, files, table
 from fedquilt.data.readers.base import Reader
+from fedquilt.data.readers.columns import Chunk
 from fedquilt.data.spec import DataSpec, Text
 from fedquilt.data.tokens import Tokenizer
 
@@ -29,26 +29,12 @@ def open_(path: Path, spec: DataSpec) -> Reader:
 
 
 def _table(file: Path, spec: DataSpec, text: Text, tokenizer: Tokenizer) -> Reader:
-    chunks = table.read(file)
-    first = next(chunks)
-    parts = table.inputs_of(file, tuple(first.columns), spec)
-    if len(parts.x) != 1:
-        raise DataError(
-            f"{file}: columns {', '.join(parts.x)} could all be the text: name it, as [data] x = {parts.x[0]!r}"
-        )
-    decoder = columns.Decoder(file, spec, parts.y)
-    x, y, owner = [], [], []
-    for chunk in chain((first,), chunks):
-        said = chunk.columns[parts.x[0]]
-        x.append(_tokens([str(each or "") for each in said], text, tokenizer))
-        y.append(decoder.targets(chunk))
-        if parts.owner:
-            owner.append(np.array([str(value) for value in chunk.columns[parts.owner]]))
-    values, labels = np.concatenate(x), np.concatenate(y)
-    if not len(labels):
-        raise DataError(f"{file} has a head and no rows: a text in each row is wanted")
-    whose = np.concatenate(owner) if owner else None
-    return Reader(labels, values.__getitem__, values.shape[1:], values.dtype, owner=whose, tokens=len(tokenizer))
+    def tokens(chunk: Chunk, decoder: columns.Decoder, names: tuple[str, ...]) -> np.ndarray:
+        return _tokens([str(each or "") for each in chunk.columns[names[0]]], text, tokenizer)
+
+    found = table.gathered(file, spec, tokens, "a text", "be the text: name it")
+    values = np.concatenate(found.x)
+    return Reader(found.y, values.__getitem__, values.shape[1:], values.dtype, owner=found.owner, tokens=len(tokenizer))
 
 
 def _folder(path: Path, spec: DataSpec, text: Text, tokenizer: Tokenizer) -> Reader:
