@@ -1,0 +1,44 @@
+"""Several meters of one board as one: the widest that answers is taken, in whatever order they are given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from fedquilt.core import Covers, Power
+from fedquilt.edge_agent.devices.sensors.meters import PATIENCE_S, Widest
+
+
+@dataclass
+class Fixed:
+    """A meter that always tells the same power; None: it is silent."""
+
+    covers: Covers
+    watts: float | None
+
+    def read(self, now_s: float) -> Power:
+        return Power(self.watts, f"{self.covers} meter")
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_meter_of_the_board_is_taken_before_one_of_the_processor(turned: bool) -> None:
+    """60 W at the wall and 15 W counted by the processor: it is 60 W, however the two are listed."""
+    meters = [Fixed("processor", 15.0), Fixed("board", 60.0)]
+    told = Widest(meters[::-1] if turned else meters).read(0.0)
+    assert (told.total_w, told.source) == (60.0, "board meter")
+
+
+def test_a_rail_is_told_beside_and_never_as_the_board() -> None:
+    told = Widest([Fixed("rail", 5.0)]).read(0.0)
+    assert (told.total_w, told.rails_w) == (None, {"rail meter": 5.0})
+
+
+def test_a_narrower_meter_stands_in_only_when_the_wider_one_has_been_silent_for_a_while() -> None:
+    """At once it would look as if the board took 15 W all of a sudden."""
+    board = Fixed("board", 60.0)
+    both = Widest([Fixed("processor", 15.0), board])
+    both.read(0.0)
+    board.watts = None
+    assert both.read(PATIENCE_S).total_w is None
+    assert both.read(PATIENCE_S + 0.1).total_w == 15.0
