@@ -43,7 +43,8 @@ class Option(click.Option):
 
     Args:
         group: Heading that --help lists it under.
-        many: Takes all words up to the next option; the function gets a tuple.
+        many: Takes all words up to the next option, separated by spaces or commas; the function gets a tuple.
+        commas: With `many`, a comma separates two words; False where a word may hold one.
         none: With `many`, no word at all is allowed too; the function gets an empty string for it.
     """
 
@@ -53,11 +54,18 @@ class Option(click.Option):
         *,
         group: str = "Options",
         many: bool = False,
+        commas: bool = True,
         none: bool = False,
         **attributes: Any,
     ) -> None:
         super().__init__(param_decls, multiple=many or attributes.pop("multiple", False), **attributes)
-        self.group, self.many, self.none = group, many, none
+        self.group, self.many, self.commas, self.none = group, many, commas, none
+
+    def words(self, given: Sequence[str]) -> list[str]:
+        """The words that an option of many words was given, taken apart at commas where it allows that."""
+        if not self.commas:
+            return list(given)
+        return [word for each in given for word in ([part for part in each.split(",") if part] or [each])]
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """Names and help; an option of many words shows that it takes them."""
@@ -110,12 +118,17 @@ class _Shared(click.Command):
             word = left.pop(0)
             if word == "--":
                 return [*spread, word, *left]
+            name, equals, value = word.partition("=")
+            if name in many and equals:
+                for each in many[name].words([value]):
+                    spread += [name, each]
+                continue
             if word not in many:
                 spread.append(word)
                 continue
             words = list(takewhile(lambda each: not each.startswith("-") or _NEGATIVE.match(each), left))
             del left[: len(words)]
-            for each in words or ([""] if many[word].none else []):
+            for each in many[word].words(words) or ([""] if many[word].none else []):
                 spread += [word, each]
             if not words and not many[word].none:
                 spread.append(word)  # click says that it wants a word

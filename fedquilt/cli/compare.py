@@ -27,7 +27,14 @@ from fedquilt.cli.commands import option, verb
     default="test",
     help="Accuracy on the test set, or on held-out shares, for methods that leave each device its own network.",
 )
-@option("--set", "changes", many=True, metavar="METHOD.PARAM=VALUE", help="Parameters, over [compare.METHOD].")
+@option(
+    "--set",
+    "changes",
+    many=True,
+    commas=False,
+    metavar="METHOD.PARAM=VALUE",
+    help="Parameters, over [compare.METHOD].",
+)
 @option("--workers", type=options.POSITIVE, help="Processes (default: one for each core).")
 @option("--out", type=options.FOLDER, default=Path("fedquilt-compare"), help="Finished runs, plots, page.")
 @options.format

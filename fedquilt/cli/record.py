@@ -14,6 +14,7 @@ from fedquilt.cli.commands import option, verb
 @option(
     "--points",
     many=True,
+    commas=False,
     metavar="POINT",
     help="Modes, or cpu=1.2GHz,gpu=850MHz (default: the most telling ones).",
 )

@@ -53,6 +53,18 @@ def test_an_option_of_many_words_takes_all_up_to_the_next() -> None:
         parsed(["compare", "job.toml", "--methods"])
 
 
+def test_words_of_one_option_may_be_separated_by_commas() -> None:
+    """With or without spaces; not where a word itself may hold a comma: a clock point, a value of --set."""
+    assert parsed(["compare", "job.toml", "--seeds", "0,1"])["seeds"] == (0, 1)
+    assert parsed(["compare", "job.toml", "--seeds=0,1,-2"])["seeds"] == (0, 1, -2)
+    assert parsed(["compare", "job.toml", "--seeds", "0,", "1", "--on", "held"])["seeds"] == (0, 1)
+    assert parsed(["compare", "job.toml", "--methods", "fedavg,fedprox"])["methods"] == ("fedavg", "fedprox")
+    assert parsed(["compare", "job.toml", "--set", "a.b=[1,2]"])["changes"] == ("a.b=[1,2]",)
+    assert parsed(["record", "--points", "cpu=1.2GHz,gpu=850MHz"])["points"] == ("cpu=1.2GHz,gpu=850MHz",)
+    with pytest.raises(click.UsageError, match="'x' is not a whole number"):
+        parsed(["compare", "job.toml", "--seeds", "0,x"])
+
+
 def test_an_optional_word_after_an_option_may_be_left_out() -> None:
     """`bench stitch --ablate` takes the demo's job."""
     assert parsed(["bench", "stitch", "--ablate"])["ablate"] == Path()
