@@ -64,7 +64,8 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """Load a public name (PEP 562)."""
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # without an object, Python's own traceback does not add a second "Did you mean"; a notebook's adds none at all
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_nearest(name)}", name=name, obj=None)
     import importlib
 
     if name in ("models", "trackers"):
@@ -73,6 +74,15 @@ def __getattr__(name: str) -> object:
         return importlib.import_module(f"{__name__}.methods.fedavg")
     home = "core" if name == "Hooks" or name.endswith("Error") else "api"
     return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+
+
+def _nearest(name: str) -> str:
+    """The public name that is nearest to one that there is not, as the end of a sentence; "": none is near."""
+    import difflib
+
+    known = {each.lower(): each for each in __all__}
+    found = difflib.get_close_matches(name.lower(), known, 1)
+    return f"; did you mean {known[found[0]]!r}?" if found else ""
 
 
 def __dir__() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+import traceback
 from types import ModuleType
 
 import pytest
@@ -59,6 +60,23 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     """As of any module."""
     with pytest.raises(AttributeError, match="'simulat'"):
         _ = fq.simulat  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("Simulate", "simulate"), ("COHORT", "Cohort"), ("FedAvg", "fedavg"), ("DataEror", "DataError")]
+)
+def test_an_unknown_name_is_answered_with_the_nearest(typed: str, meant: str) -> None:
+    """In the error's own text, which a notebook shows too; Python's traceback does not say it a second time."""
+    with pytest.raises(AttributeError) as caught:
+        getattr(fq, typed)
+    assert str(caught.value) == f"module 'fedquilt' has no attribute {typed!r}; did you mean {meant!r}?"
+    assert "Did you mean" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_name_like_no_other_is_answered_with_none() -> None:
+    """A wrong guess is worse than no guess."""
+    with pytest.raises(AttributeError, match=r"^module 'fedquilt' has no attribute 'xyzzy'$"):
+        _ = fq.xyzzy  # type: ignore[attr-defined]
 
 
 def test_importing_loads_nothing() -> None:
