@@ -202,8 +202,22 @@ def coordinate(
             server.goodbye()
 
 
-def tell(store: Store, id: str, *, follow: bool = False, json: bool = False) -> None:
-    """Print a run's facts with their wall-clock times, and with `follow` those to come until it has ended."""
+def tell(
+    store: Store,
+    id: str,
+    *,
+    follow: bool = False,
+    json: bool = False,
+    watch: Callable[[bool], None] = lambda last: None,
+) -> None:
+    """Print a run's facts with their wall-clock times, and with `follow` those to come until it has ended.
+
+    Args:
+        watch: called after the facts that there are have been printed; True: it is the last call.
+
+    Raises:
+        JobError: with `follow`, nobody serves the store any more, so that nothing will follow.
+    """
     job = store.job(id).job
     seen, state, waiting, teller = 0, Rounds(Plan.of(job)), Waiting(), log.Teller()
     engines = (job.engine,) if job.engine else methods.load(job.method).engines
@@ -216,7 +230,9 @@ def tell(store: Store, id: str, *, follow: bool = False, json: bool = False) -> 
             else:
                 _tell(at_s, *teller.tell(fact, state))
         sys.stdout.flush()
-        if not ended and follow and not store.served():
+        served = store.served()
+        watch(ended or not follow or not served)
+        if not ended and follow and not served:
             raise JobError(
                 f"no coordinator serves {store.home} any more: `fedquilt serve --home {store.home}` goes on with {id}"
             )

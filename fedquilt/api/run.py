@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fedquilt import extras, metrics
 from fedquilt.api.job import Job
@@ -167,31 +167,3 @@ class Run:
 
     def _read(self, store: Store) -> tuple[Row, list[AnyFact]]:
         return store.job(self.id), [fact for _, _, fact in store.facts(self.id)]
-
-
-class Follower:
-    """Rows of a run's rounds as they are finished, read from its log with each call of `new`.
-
-    A round whose accuracy comes with the next round's checks is finished with these.
-    """
-
-    def __init__(self, home: Path, id: str) -> None:
-        self._home, self._id = home, id
-        self._seen, self._told = 0, 0
-        self._made: columns.Rounds | None = None
-
-    def new(self, *, ended: bool) -> list[dict[str, Any]]:
-        """The rows that are finished since the last call; with `ended` all that are left."""
-        with Store(self._home, durable=False) as store:
-            row = store.job(self._id)
-            if self._made is None:
-                self._made = columns.gathered((), row.job)
-            for number, _, fact in store.facts(self._id, after=self._seen):
-                self._seen = number
-                self._made.add(fact)
-            rows = self._made.scored(scores.read(self._home, row))
-        checked_later = row.job.check.every and not row.job.check.beside
-        ready = rows if ended or not checked_later else rows[:-1]
-        new = ready[self._told :]
-        self._told = max(self._told, len(ready))
-        return new

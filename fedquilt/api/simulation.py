@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from fedquilt import extras, metrics
+from fedquilt import extras, metrics, tracking
 from fedquilt.api import live
 from fedquilt.api.job import Job
-from fedquilt.api.run import Follower, Run
+from fedquilt.api.run import Run
 from fedquilt.coordinator import settings
 from fedquilt.core import JobError
 from fedquilt.tools.report import columns
@@ -49,13 +49,14 @@ def simulate(
             one that goes with the run.
         evaluate: where the job has no [check], evaluate the global model beside every round, which costs the devices
             nothing: on their held-out shares, and on the test set if the data has one.
-        trackers: told the job, each finished round and the end (`fedquilt.trackers`).
+        trackers: told the job, each finished round and the end (`fedquilt.trackers`). An error of one is logged once,
+            with its name, and the run goes on.
         progress: None: a line on a terminal, a cell's output in a notebook, else nothing; True: a line in any case;
             False: nothing.
 
     Raises:
-        JobError: what is given is no job, or the job has no [data], or a key is wrong, or a library is not installed,
-            or the run has failed; says why.
+        JobError: what is given is no job, or no tracker, or the job has no [data], or a key is wrong, or a library is
+            not installed, or the run has failed; says why.
         DataError: the data cannot be read, or the network cannot take them.
         ModelError: the network cannot be had, or the method cannot train it.
         StoreError: the home cannot be written.
@@ -66,6 +67,7 @@ def simulate(
 
     if not isinstance(job, Job):
         raise JobError(f"simulate takes a fq.Job, not {job!r}; of a job file: fq.simulate(fq.Job.read('job.toml'))")
+    told = tracking.Audience(tracking.require(trackers))
     wanted = seeded(job, seed)
     made = watched_run.evaluated(wanted) if evaluate else wanted
     if not made.data:
@@ -75,7 +77,7 @@ def simulate(
         bundle = place / "bundles" / digest(made)
         prepare.whole(made, bundle)
         with contextlib.closing(live.display(progress)) as shown:
-            watch = _Watch(made, place, trackers, shown.show)
+            watch = _Watch(made, place, told, shown.show)
             try:
                 id = watched_run.play(made, bundle, place, workers=workers, begun=watch.begin, watch=watch)
                 watch.tell(ended=True)
@@ -101,19 +103,16 @@ def digest(job: settings.Job) -> str:
 class _Watch:
     """Shows how far a run is, and tells trackers of its rounds."""
 
-    def __init__(self, job: settings.Job, home: Path, trackers: Sequence[Tracker], show: Callable[[str], None]) -> None:
-        self._job, self._home, self._trackers, self._show = job, home, trackers, show
-        self._follower: Follower | None = None
+    def __init__(self, job: settings.Job, home: Path, told: tracking.Audience, show: Callable[[str], None]) -> None:
+        self._job, self._home, self._told, self._show = job, home, told, show
+        self._follower: tracking.Follower | None = None
         self._run = ""
-        self._begun: list[Tracker] = []
         self._metric, self._reached = columns.metric_of(job), ""
 
     def begin(self, run: str) -> None:
         """Hear the run's id."""
-        self._run, self._follower = run, Follower(self._home, run)
-        for tracker in self._trackers:
-            tracker.start(Job.of(self._job), run)
-            self._begun.append(tracker)
+        self._run, self._follower = run, tracking.Follower(self._home, run)
+        self._told.start(Job.of(self._job), run)
 
     def __call__(self, simulation: Simulation) -> None:
         self.tell(ended=False)
@@ -121,13 +120,11 @@ class _Watch:
 
     def end(self) -> None:
         """Tell all trackers that have begun that the run is over, however it has ended."""
-        for tracker in self._begun:
-            tracker.end(Run(self._home, self._run))
+        self._told.end(Run(self._home, self._run))
 
     def tell(self, *, ended: bool) -> None:
         """Tell trackers of the rounds that are finished since the last call; with `ended` of all that are left."""
         for row in self._follower.new(ended=ended) if self._follower is not None else ():
             if row[self._metric.name] is not None:
                 self._reached = f", {self._metric.title} {metrics.shown(self._metric, row[self._metric.name], 1)}"
-            for tracker in self._trackers:
-                tracker.round(row)
+            self._told.round(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from fedquilt.cli import homes, options
@@ -11,11 +12,23 @@ from fedquilt.cli.commands import option, verb
 @verb()
 @options.run_argument
 @option("--follow", is_flag=True, help="Go on until the run has ended.")
+@option(
+    "--track",
+    many=True,
+    metavar="TRACKER[:WHERE]",
+    help="Also tell a tracker of every finished round: tensorboard:FOLDER, mlflow:EXPERIMENT or wandb:PROJECT.",
+)
 @options.home
 @options.format
-def logs(run: str, follow: bool, home: Path, format: str) -> None:
+def logs(run: str, follow: bool, track: tuple[str, ...], home: Path, format: str) -> None:
     """Show what happened in a run, round by round."""
     from fedquilt.coordinator.views import terminal
 
-    with homes.existing(home) as store:
-        terminal.tell(store, store.job(run).id, follow=follow, json=format == "json")
+    with homes.existing(home) as store, contextlib.ExitStack() as stack:
+        id, watch = store.job(run).id, {}
+        if track:
+            from fedquilt import tracking
+
+            told = tracking.Audience([tracking.named(each) for each in track])
+            watch = {"watch": stack.enter_context(tracking.following(home, id, told))}
+        terminal.tell(store, id, follow=follow, json=format == "json", **watch)

@@ -16,8 +16,8 @@ HEAD = """# Commands
 
 `python -m fedquilt.cli.reference` writes this page from the commands; `fedquilt VERB --help` shows the same.
 `-v` before a verb or after it logs more, twice everything. An option of several words takes all of them up to
-the next option, separated by spaces or commas: `--seeds 0 1 2`. Tables fit 80 columns, or a wider terminal; colour is for a terminal alone, and
-never where `NO_COLOR` is set.
+the next option, separated by spaces or commas: `--seeds 0 1 2`. Tables fit 80 columns, or a wider terminal;
+colour is for a terminal alone, and never where `NO_COLOR` is set.
 
 ## Completion
 

@@ -63,7 +63,8 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"), [("Simulate", "simulate"), ("COHORT", "Cohort"), ("FedAvg", "fedavg"), ("DataEror", "DataError")]
+    ("typed", "meant"),
+    [("Simulate", "simulate"), ("COHORT", "Cohort"), ("FedAvg", "fedavg"), ("DataEror", "DataError")],
 )
 def test_an_unknown_name_is_answered_with_the_nearest(typed: str, meant: str) -> None:
     """In the error's own text, which a notebook shows too; Python's traceback does not say it a second time."""

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 import fedquilt as fq
-from fedquilt import trackers
+from fedquilt import trackers, tracking
+from fedquilt.cli import main
+from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.views import terminal
 from fedquilt.tools import demo
 
 
@@ -69,6 +72,122 @@ def test_a_tracker_hears_of_a_run_that_breaks_off() -> None:
         fq.simulate(job(), trackers=[first, last])
     assert first.said[1:] == ["interrupted"]
     assert isinstance(last.said[-1], fq.Run)
+
+
+class Fails(Heard):
+    """A tracker whose server is gone."""
+
+    def __init__(self, *calls: str) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def start(self, job: fq.Job, run: str) -> None:
+        self._heard("start")
+
+    def round(self, row: Mapping[str, Any]) -> None:
+        self._heard("round")
+
+    def end(self, run: fq.Run) -> None:
+        self._heard("end")
+
+    def _heard(self, call: str) -> None:
+        self.said.append(call)
+        if call in self.calls:
+            raise ConnectionError("no answer")
+
+
+@pytest.mark.parametrize(
+    ("calls", "hears"),
+    [
+        (("start",), ["start"]),
+        (("round",), ["start", "round", "round", "end"]),
+        (("round", "end"), ["start", "round", "round", "end"]),
+    ],
+)
+def test_a_tracker_that_fails_is_named_once_and_the_run_goes_on(
+    calls: tuple[str, ...], hears: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another one hears everything; one whose start has failed is told nothing more."""
+    fails, heard = Fails(*calls), Heard()
+    run = fq.simulate(job(), trackers=[fails, heard])
+    assert run.status == "done"
+    assert fails.said == hears
+    assert heard.said == [run.id, *run.rounds(), run]
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith(f"tracker Fails: {calls[0]} failed with ConnectionError: no answer (")
+    assert "test_trackers.py, line " in warning
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([object()], r"is no tracker: it has no start\(job, run\) and no round\(row\) and no end\(run\)"),
+        ([Heard], r"Heard is a class: give one of its objects, as in Heard\(\.\.\.\)"),
+        (Heard(), "a list of trackers is wanted"),
+        ("tensorboard", "a list of trackers is wanted"),
+    ],
+)
+def test_what_is_no_tracker_is_refused_before_anything_runs(given: Any, said: str, tmp_path: Path) -> None:
+    """With what it lacks."""
+    with pytest.raises(fq.JobError, match=said):
+        fq.simulate(job(), trackers=given, home=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+# -- from the command -----------------------------------------------------------------------------
+
+
+def test_the_command_tells_a_tracker_of_a_run_while_it_follows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Round by round, as facts come into the log of a coordinator that serves the home; then the end."""
+    whole = fq.simulate(job(), home=tmp_path / "whole")
+    with Store(whole.home) as store:
+        row, facts = store.job(whole.id), [fact for _, _, fact in store.facts(whole.id)]
+    heard = Heard()
+    monkeypatch.setitem(tracking.NAMED, "heard", lambda where: heard)
+    seen: list[int] = []  # how much the tracker had heard when the coordinator went on
+    with Store(tmp_path / "runs") as served:
+        assert served.lock()
+        run = served.add(row.job, row.bundle)
+        served.set_status(run, "running")
+
+        def go_on(seconds: float) -> None:
+            seen.append(len(heard.said))
+            for fact in facts[:4]:
+                served.append(run, fact)
+            del facts[:4]
+            if not facts:
+                served.set_status(run, "done")
+
+        monkeypatch.setattr(terminal.time, "sleep", go_on)
+        assert main(["logs", run, "--follow", "--track", "heard", "--home", str(tmp_path / "runs")]) == 0
+    assert seen[0] == 1, "the start is told before the first round"
+    assert {1, 2} <= set(seen), "the first round is told before the second one's facts are there"
+    assert heard.said[0] == run
+    assert [each["round"] for each in heard.said[1:-1]] == [1, 2]
+    assert heard.said[-1] == fq.Run(tmp_path / "runs", run)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_command_tells_a_tracker_of_a_run_that_is_over(tmp_path: Path) -> None:
+    """A real one, by its name and folder."""
+    pytest.importorskip("tensorboard")
+    run = fq.simulate(job(), home=tmp_path / "runs")
+    words = ["logs", "job", "--home", str(run.home), "--track", f"tensorboard:{tmp_path / 'board'}"]
+    assert main(words) == 0
+    assert list((tmp_path / "board" / run.id).glob("events*"))
+
+
+def test_the_command_says_which_trackers_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the nearest."""
+    run = fq.simulate(job(), home=tmp_path / "runs")
+    capsys.readouterr()
+    assert main(["logs", run.id, "--home", str(run.home), "--track", "tensorbord:x"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "there is no tracker 'tensorbord'; there are: tensorboard, mlflow, wandb; did you mean 'tensorboard'?" in said
+    )
 
 
 def test_what_is_not_known_is_not_logged() -> None:
