@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from fedquilt import metrics, plugins
 from fedquilt.core import DataError
 from fedquilt.data import examples
@@ -28,11 +30,12 @@ def require_fit(meta: Mapping[str, Any], spec: DataSpec) -> Reader:
 
     Raises:
         JobError: the network is of another package, which has another content here.
-        DataError: the data cannot be opened, their inputs have a shape that the network does not take, or their labels
-            are not what it predicts; names both sides.
+        DataError: the data cannot be opened, their inputs have a shape that the network does not take, their labels
+            are not what it predicts, or all training examples have the same one; names both sides.
     """
     plugins.require_current(meta.get("plugins") or {})
     reader = examples.open_(spec)
+    _require_choice(reader, spec)
     network: Mapping[str, Any] = meta.get("network", {})
     while isinstance(network.get("of"), Mapping):  # a network of exits is one of another network
         network = {**network["of"], **{key: network[key] for key in ("input", "task") if key in network}}
@@ -66,6 +69,18 @@ def require_fit(meta: Mapping[str, Any], spec: DataSpec) -> Reader:
         )
     _require_shape(reader, spec, network, name)
     return reader
+
+
+def _require_choice(reader: Reader, spec: DataSpec) -> None:
+    """Raises DataError where all training examples have one label: a constant would be right for all of them."""
+    if spec.split != "train" or len(reader.y) < 2 or (reader.y != reader.y[0]).any():
+        return
+    label = ", ".join(f"{value:g}" for value in np.ravel(reader.y[0]))
+    what = f"class {label}" if spec.task == "classes" else f"label {label}"
+    raise DataError(
+        f"{spec.where}: all {len(reader.y)} training examples have {what}: there is nothing to learn, and whatever "
+        "says so each time scores as if it had learnt; name data with other labels too"
+    )
 
 
 def _require_shape(reader: Reader, spec: DataSpec, network: Mapping[str, Any], name: str) -> None:

@@ -123,11 +123,20 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if not all(self.groups) or len(set(named)) < len(named):
                 raise ValueError("groups: each lists a class or more, and no class is in two")
 
+        self._check_named_once()
         self._check_task()
         if sum(each is not None for each in (self.audio, self.text, self.windows)) > 1:
             raise ValueError("audio, text and windows: one of them, as an example is one of these")
         if self.partition == "column" and (not self.column or self.groups):
             raise ValueError('partition = "column" needs column = "..." and no groups')
+
+    def _check_named_once(self) -> None:
+        """A column or word that is named twice would be an input, or a class, that counts twice or never."""
+        lists = {"x": self.x, "y": self.y, "labels": self.labels}
+        lists |= {f"categories.{column}": words for column, words in self.categories.items()}
+        for key, names in lists.items():
+            if not isinstance(names, str) and (twice := [name for name in names if names.count(name) > 1]):
+                raise ValueError(f"{key}: {twice[0]!r} is named twice; name it once")
 
     def _check_task(self) -> None:
         """What needs a class of each example goes with task = "classes" alone."""

@@ -25,6 +25,8 @@ from fedquilt.models.partial import masks
 from fedquilt.tools.artefacts import frozen_part
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from fedquilt.tools.artefacts.quantize import Trial
 
 Align = str | tuple[tuple[int, ...], ...]
@@ -153,6 +155,7 @@ def _model(table: Mapping[str, Any], wanted: Input | inputs.Values | None) -> tu
         )
     else:
         model = registry.load(network, table.get("weights"), seed=int(table.get("seed", 0)))
+    _require_free(model, str(network["name"]))
     flops = registry.cost(model, registry.input_shape(network)).flops
     parts = {"model": tensors.encode({name: value.numpy() for name, value in model.state_dict().items()})}
     with contextlib.suppress(ModelError):  # it cannot be traced: a method that wants masks will say so
@@ -166,6 +169,24 @@ def _model(table: Mapping[str, Any], wanted: Input | inputs.Values | None) -> tu
     if registry.outside(network):
         facts |= {"plugins": registry.needs(network), "outputs": _outputs(model, network)}
     return facts, parts
+
+
+def _require_free(model: nn.Module, name: str) -> None:
+    """Check that a network comes with no frozen parameters: methods say what is trained, and engines go by that alone.
+
+    Raises:
+        ModelError: some have requires_grad = False, which training would not heed.
+    """
+    every = dict(model.named_parameters())
+    frozen = [path for path, value in every.items() if not value.requires_grad]
+    if not frozen:
+        return
+    what = "all parameters" if len(frozen) == len(every) else f"{len(frozen)} of {len(every)} parameters"
+    raise ModelError(
+        f"network {name!r}: {what} are frozen (requires_grad = False), {frozen[0]!r} for instance, and fedquilt would "
+        "train them all the same: make what never moves a buffer (register_buffer), or leave all free and have the "
+        "method train a part of the network, as ft_part does"
+    )
 
 
 def _drawn(network: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, bytes]]:

@@ -56,6 +56,24 @@ def test_what_headers_and_labels_tell_is_told(
         fitting.require_fit(meta, spec)
 
 
+@pytest.mark.parametrize(
+    ("task", "y", "said"),
+    [
+        ("classes", np.full(12, 1), "all 12 training examples have class 1"),
+        ("regression", np.full(12, 2.5), r"all 12 training examples have label 2\.5"),
+        ("labels", np.tile([1, 0, 1], (12, 1)), "all 12 training examples have label 1, 0, 1"),
+    ],
+)
+def test_one_label_for_all_training_examples_is_refused(tmp_path: Path, task: str, y: np.ndarray, said: str) -> None:
+    """A constant would score 100 %. A test set may have one label alone; so may a device's share."""
+    np.savez(tmp_path / "own.npz", x=np.zeros((12, 16)), y=y, x_test=np.zeros((12, 16)), y_test=y)
+    table = {"path": str(tmp_path / "own.npz"), "task": task}
+    meta = {"network": {**MLP, "task": task, "classes": y.shape[1] if y.ndim > 1 else 3 if task == "classes" else 1}}
+    with pytest.raises(DataError, match=rf"own.npz: {said}: there is nothing to learn"):
+        fitting.require_fit(meta, DataSpec.parse(table))
+    fitting.require_fit(meta, DataSpec.parse({**table, "split": "test"}))
+
+
 @pytest.mark.parametrize("words", [["fleet"], ["fleet", "--link", "memory"], ["compare", "--seeds", "0"]])
 def test_commands_refuse_data_that_do_not_fit_and_leave_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]

@@ -45,6 +45,21 @@ def test_numbers_words_and_missing_values_become_inputs(tmp_path: Path) -> None:
     assert reader.owner.tolist() == ["a", "b", "b", "c"]
 
 
+@pytest.mark.parametrize(
+    ("keys", "where"),
+    [
+        ({"x": ["a", "a"]}, "x: 'a'"),
+        ({"x": ["a", "b"], "y": ["c", "d", "c"], "task": "regression"}, "y: 'c'"),
+        ({"labels": ["on", "off", "on"]}, "labels: 'on'"),
+        ({"categories": {"colour": ["red", "red"]}}, r"categories\.colour: 'red'"),
+    ],
+)
+def test_what_is_named_twice_is_refused(keys: dict[str, Any], where: str) -> None:
+    """A column would be taken twice, and of a word's two classes or inputs one would never occur."""
+    with pytest.raises(JobError, match=rf"\[data\]: {where} is named twice; name it once"):
+        spec(Path("pumps.csv"), **keys)
+
+
 @pytest.mark.parametrize("mark", [";", "\t"])
 def test_other_separators_and_a_byte_order_mark_are_understood(mark: str, tmp_path: Path) -> None:
     """As spreadsheets write them."""

@@ -200,6 +200,26 @@ def test_a_table_that_cannot_be_prepared_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("layers", "said"), [("01", "all parameters"), ("1", "2 of 4 parameters")])
+def test_a_network_that_comes_frozen_is_refused(
+    layers: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines go by what the method moves: they would train it, and whoever froze it would not know."""
+    name = f"frozen{layers}"
+    (tmp_path / f"{name}.py").write_text(
+        "from torch import nn\n"
+        "def net():\n"
+        "    made = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))\n"
+        f"    for each in {layers!r}: made[int(each)].requires_grad_(False)\n"
+        "    return made\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    table = {"model": {"name": f"{name}:net", "input": {"mean": [0.0] * 4}}}
+    with pytest.raises(ModelError, match=rf"network '{name}:net': {said} are frozen \(requires_grad = False\)"):
+        prepare(table, tmp_path / "bundle")
+    assert not (tmp_path / "bundle").exists()
+
+
 def test_a_folder_that_was_prepared_before_is_replaced(tmp_path: Path) -> None:
     """Another job in the same folder: its index stands alone."""
     prepare(job({"name": "p", "network": PLAIN}), tmp_path)
