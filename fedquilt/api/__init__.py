@@ -1,4 +1,4 @@
-"""What `import fedquilt` offers, loaded when it is first asked for."""
+"""Names of `import fedquilt`, each loaded on first use."""
 
 from fedquilt.api.comparison import Comparison, compare
 from fedquilt.api.derived import method

@@ -1,4 +1,4 @@
-"""`fedquilt.compare`: several jobs with several seeds beside each other, by the runs of `fedquilt compare`."""
+"""`fedquilt.compare`: several jobs over the same seeds, with the runs of `fedquilt compare`."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The runs of some jobs with the same seeds, by job."""
+    """Runs of several jobs with the same seeds, by job."""
 
     jobs: tuple[Job, ...]
-    runs: tuple[tuple[Run, ...], ...]  # of each job, in the order of seeds; those that failed are missing
+    runs: tuple[tuple[Run, ...], ...]  # of each job, in the order of seeds; without those that failed
     failed: tuple[str, ...]  # a sentence for each run that failed
 
     @property
     def names(self) -> list[str]:
-        """What each job is called: by its method, and where that is the same by what differs."""
+        """Label of each job: its method, or where methods are equal the settings that differ."""
         written = [flat(job.table()) for job in self.jobs]
         methods = [job.method for job in self.jobs]
         if len(set(methods)) == len(methods):
@@ -48,12 +48,12 @@ class Comparison:
         return names
 
     def table(self, target: float | None = None) -> Table:
-        """One row a job: means over its seeds.
+        """One row per job: means over its seeds.
 
         Columns: job, seeds, accuracy (0..1, after the last round: on the test set, or on held-out shares if there is
-        none), sd, best, held_accuracy, worst_decile; difference (of accuracy, to the first job, of the same seeds)
-        with low and high, its 95 % interval by Student's t; rounds, bytes, joules, seconds, real_seconds: what the
-        runs took in all, or with a target until the first evaluation that reached it, and reached, by how many seeds.
+        none), sd, best, held_accuracy, worst_decile; difference (in accuracy, to the first job at the same seeds) with
+        low and high, its 95 % interval by Student's t; rounds, bytes, joules, seconds, real_seconds: totals of the
+        runs, or with a target up to the first evaluation that reached it, and reached, the number of seeds that did.
 
         Args:
             target: accuracy, 0..1, or a value of the task's main metric.
@@ -88,7 +88,7 @@ class Comparison:
         return tables.metric_of([run for of in self.runs for run in of])
 
     def curves(self) -> Table:
-        """One row an evaluation: job, seed, rounds, accuracy, held_accuracy, worst_decile, and costs up to it."""
+        """One row per evaluation: job, seed, rounds, accuracy, held_accuracy, worst_decile, and costs up to it."""
         found = [
             {"job": name, "seed": run.seed, **_columns(mark)}
             for name, of in zip(self.names, self.runs, strict=True)
@@ -138,6 +138,8 @@ def compare(
     network are trained in one graph, so states equal those of `simulate` to float tolerance, not to the bit.
 
     Args:
+        jobs: each with a fleet and data of its own.
+        seeds: each job runs once with each of them.
         out: folder of finished runs and bundles, the same as of `fedquilt compare`.
         workers: processes; None: one for each core that this process may use.
         progress: None: a line on a terminal or in a notebook; True: a line in any case; False: nothing.

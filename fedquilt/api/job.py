@@ -22,12 +22,13 @@ T = TypeVar("T")
 
 
 class Checked(type):
-    """Metaclass of a public name for one table of a job: keys and values are checked as the command checks them."""
+    """Metaclass of the public name of a job's table: keys and values are checked as by the commands."""
 
     table: type[msgspec.Struct]
     where: str
 
     def __call__(cls, *given: Any, **keys: Any) -> Any:
+        """Make the table's struct from keys; checks names and values."""
         names = cls.table.__struct_fields__
         if len(given) > len(names):
             raise JobError(f"{cls.where}: {len(given)} values, and there are {len(names)} keys: {', '.join(names)}")
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
 else:
 
     class Data(metaclass=Checked):
-        """Where examples come from and how they are shared out: the [data] table (`fedquilt.data.spec.DataSpec`).
+        """Source of examples and their partition: the [data] table (`fedquilt.data.spec.DataSpec`).
 
         Raises:
             JobError: an unknown key or a value that does not fit; names the key and what is possible there.
@@ -71,7 +72,7 @@ else:
         table, where = DataSpec, "[data]"
 
     class Cohort(metaclass=Checked):
-        """Who is asked in a round, and when it closes: the [cohort] table (`fedquilt.coordinator.settings.Cohort`).
+        """Devices in a round, when it closes: the [cohort] table (`fedquilt.coordinator.settings.Cohort`).
 
         Raises:
             JobError: an unknown key or a value that does not fit; names the key and what is possible there.
@@ -80,7 +81,7 @@ else:
         table, where = jobs.Cohort, "[cohort]"
 
     class Fleet(metaclass=Checked):
-        """The simulated fleet, boards and budgets taken in turn: the [fleet] table (`coordinator.settings.Fleet`).
+        """Simulated devices, boards and budgets taken in turn: the [fleet] table (`coordinator.settings.Fleet`).
 
         Raises:
             JobError: an unknown key or a value that does not fit; names the key and what is possible there.
@@ -90,7 +91,7 @@ else:
 
 
 def _named(init: Callable[P, T]) -> Callable[P, T]:
-    """Say of an unknown key of a job which keys there are, and which is the nearest."""
+    """Raise for an unknown key of a job a JobError that lists the keys and the nearest one."""
 
     @wraps(init)
     def checked(*given: P.args, **keys: P.kwargs) -> T:
@@ -107,7 +108,7 @@ def _named(init: Callable[P, T]) -> Callable[P, T]:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be learnt, by which method, on which data and devices: exactly what a job file holds.
+    """One experiment: method, network, data and devices, with exactly the content of a job file.
 
     Each field is a key or a table of the file, with its default (docs/jobs.md). Tables are given as values of their
     types or as mappings. A job is checked when it is made; relative paths in it are taken from the working folder.
@@ -117,11 +118,11 @@ class Job:
     """
 
     method: str
-    name: str = "job"  # part of what is drawn, and of a run's id
+    name: str = "job"  # part of every seed drawn, and of a run's id
     params: Mapping[str, Any] = field(default_factory=dict)  # the method's own
     rounds: int = 10
     seed: int = 0
-    model: Mapping[str, Any] = field(default_factory=dict)  # fedquilt.models makes these
+    model: Mapping[str, Any] = field(default_factory=dict)  # made by fedquilt.models
     data: DataSpec | Mapping[str, Any] = field(default_factory=dict)
     test: DataSpec | Mapping[str, Any] = field(default_factory=dict)
     cohort: jobs.Cohort = jobs.Cohort()
@@ -149,18 +150,18 @@ class Job:
 
     @property
     def settings(self) -> jobs.Job:
-        """The job as the coordinator takes it."""
+        """The job as the coordinator's own type."""
         return jobs.Job(**{each.name: getattr(self, each.name) for each in dataclasses.fields(self)})
 
     def table(self) -> dict[str, Any]:
-        """The job as the table of a job file: keys that are as their defaults are left out."""
+        """The job as a table of a job file, without the keys that are at their defaults."""
         plain: dict[str, Any] = _plain(self.settings)
         return plain
 
     def replace(self, **changes: Any) -> Job:
-        """The same job with other values of some keys; a table that is given replaces the whole table.
+        """Copy with some keys changed; a table replaces the whole table.
 
-        With another method, parameters that it does not have are left out, unless new ones are given.
+        With another method, parameters that it lacks are dropped unless new ones are given.
 
         Raises:
             JobError: as for a new job.
@@ -173,7 +174,7 @@ class Job:
 
     @classmethod
     def read(cls, path: str | Path) -> Job:
-        """The job in a TOML file; relative paths in it are taken from the file's folder.
+        """Read a job from a TOML file; relative paths in it start at the file's folder.
 
         Raises:
             JobError: unreadable, not TOML, or not a job; says the mend.
@@ -182,11 +183,11 @@ class Job:
 
     @classmethod
     def of(cls, job: jobs.Job) -> Job:
-        """The job that a coordinator has."""
+        """The public form of a coordinator's job."""
         return cls(**{name: getattr(job, name) for name in job.__struct_fields__})
 
     def write(self, path: str | Path) -> Path:
-        """Write the job as a TOML file that the command takes. Returns where.
+        """Write the job as a TOML file for the commands. Returns its path.
 
         Raises:
             StoreError: the file cannot be written.
@@ -203,7 +204,7 @@ if not TYPE_CHECKING:
 
 
 def _plain(value: Any) -> Any:
-    """A value as TOML has it: structs are tables of what is not as their defaults, sequences are lists."""
+    """Value in TOML's types: structs become tables without defaults, sequences become lists."""
     if isinstance(value, msgspec.Struct):
         fields = {each.name: (each, getattr(value, each.name)) for each in msgspec.structs.fields(value)}
         return {name: _plain(now) for name, (each, now) in fields.items() if each.required or now != _default(each)}

@@ -1,4 +1,4 @@
-"""A run, simulated or of the field, as a value whose parts are asked for."""
+"""Run, simulated or on boards, as a value that reads its parts from the log."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """One run in a coordinator's home. All of it is read from the log when it is asked for.
+    """One run in a coordinator's home. Everything is read from the log on demand.
 
-    `simulate` returns one; `Run.open` opens one of any coordinator's.
+    `simulate` returns one; `Run.open` opens one of any coordinator.
 
     Args:
         home: the coordinator's folder.
@@ -39,10 +39,10 @@ class Run:
 
     @classmethod
     def open(cls, home: str | Path, id: str) -> Run:
-        """A run in a home of `fedquilt serve`, `run`, `fleet` or `simulate`, by its id, or the latest of a job's name.
+        """Open a run, by id or the latest of a job's name, in a home of `fedquilt serve`, `run`, `fleet` or `simulate`.
 
         Raises:
-            StoreError: there is no such home or run; says which runs there are.
+            StoreError: there is no such home or run; lists the runs there are.
         """
         if not (Path(home) / "fedquilt.db").is_file():
             raise StoreError(f"no runs in {home}: give the home of a coordinator, where fedquilt.db lies")
@@ -51,40 +51,41 @@ class Run:
 
     @property
     def job(self) -> Job:
-        """The job that was run."""
+        """Job of this run."""
         return Job.of(self._row().job)
 
     @property
     def status(self) -> str:
-        """One of "queued", "running", "interrupted", "waiting", "done", "failed" and "stopped"."""
+        """State of the run: "queued", "running", "interrupted", "waiting", "done", "failed" or "stopped"."""
         with self._store() as store:
             return store.standing(store.job(self.id))
 
     def rounds(self) -> Table:
-        """One row a round: accuracy and loss after it, and the seconds, joules and bytes that it took.
+        """One row per round: accuracy and loss after it, and its seconds, joules and bytes.
 
         Columns: round (from 1), accuracy (0..1; on the test set, or on held-out shares if the job has none), loss,
         held_accuracy, worst_decile, train_loss, seconds (on the boards), joules, down_bytes, up_bytes, participants.
-        Where a task has another main metric, its name stands for accuracy: rmse, held_rmse. What is not known is None.
+        With another main metric, its name replaces accuracy: rmse, held_rmse. Unknown values are None.
         """
         with self._store() as store:
             row, facts = self._read(store)
             return Table(columns.rounds(facts, row.job, scores.read(self.home, row)))
 
     def devices(self) -> Table:
-        """One row a device: what it was asked, what that took, and its accuracy on its held-out share.
+        """One row per device: its tasks, their cost, and its accuracy on its held-out share.
 
         Columns: device, tasks, declined, examples, seconds, joules, net_joules (above idle), down_bytes, up_bytes,
-        peak_bytes, accuracy (0..1). What is not known is None.
+        peak_bytes, accuracy (0..1). Unknown values are None.
         """
         with self._store() as store:
             row, facts = self._read(store)
             return Table(columns.devices(facts, row.job, scores.read(self.home, row)))
 
     def why(self, device: str | None = None, round: int | None = None) -> list[str]:
-        """Sentences on what became of a device in every round, or of every device in one round, or of all.
+        """Explain the outcome of a device in every round, of every device in one round, or of all.
 
         Args:
+            device: id; None: every device.
             round: counted from 0, as in the log.
 
         Raises:
@@ -94,7 +95,7 @@ class Run:
             return why.lines(why.of(store, self.id), round, device)
 
     def log(self) -> list[str]:
-        """What has happened, in sentences, oldest first; what the run took stands last."""
+        """Events of the run as sentences, oldest first; the total cost stands last."""
         with self._store() as store:
             row, facts = self._read(store)
         state, said = history.Rounds(history.Plan.of(row.job)), []
@@ -104,7 +105,7 @@ class Run:
         return said + costs.lines(costs.account(facts))
 
     def weights(self) -> dict[str, np.ndarray]:
-        """The tensors of the result, as of the last committed round: name -> array.
+        """Tensors of the result, as of the last committed round: name -> array.
 
         Raises:
             JobError: the run has no state yet.
@@ -116,7 +117,7 @@ class Run:
 
     @extras.named()
     def export(self, path: str | Path) -> Path:
-        """Write the result as a file, by its ending: .onnx or .safetensors. Returns where.
+        """Write the result as a file in the format of its ending: .onnx or .safetensors. Returns its path.
 
         A stitched network is always ONNX. Trained weights as ONNX need torch.
 
@@ -133,7 +134,7 @@ class Run:
 
     @extras.named()
     def report(self, path: str | Path) -> Path:
-        """Write the run's page: one HTML file that works offline. Returns where.
+        """Write the run's page: one HTML file that works offline. Returns its path.
 
         Raises:
             JobError: a library is not installed.

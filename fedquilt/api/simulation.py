@@ -1,4 +1,4 @@
-"""`fedquilt.simulate`: a job on a simulated fleet, by the coordinator's own rounds."""
+"""`fedquilt.simulate`: a job on a simulated fleet, through the coordinator's own rounds."""
 
 from __future__ import annotations
 
@@ -43,22 +43,23 @@ def simulate(
     are simulated. Every state is, bit for bit, that of `fedquilt fleet` with the same job, for any number of workers.
 
     Args:
+        job: with a [data] table.
         seed: in place of the job's; the partition is drawn by it too, unless the job's data has a seed of its own.
         workers: processes that train devices.
         home: folder that keeps the run, and its bundle; a run that was interrupted there goes on. None: a temporary
             one that goes with the run.
         evaluate: where the job has no [check], evaluate the global model beside every round, which costs the devices
             nothing: on their held-out shares, and on the test set if the data has one.
-        trackers: told the job, each finished round and the end (`fedquilt.trackers`). An error of one is logged once,
-            with its name, and the run goes on.
+        trackers: receive the job, each finished round and the end (`fedquilt.trackers`). An error of one is logged
+            once, with its name, and the run goes on.
         progress: None: a line on a terminal, a cell's output in a notebook, else nothing; True: a line in any case;
             False: nothing.
 
     Raises:
-        JobError: what is given is no job, or no tracker, or the job has no [data], or a key is wrong, or a library is
-            not installed, or the run has failed; says why.
+        JobError: `job` is not a fq.Job, or has no [data], or a tracker is none, or a key is wrong, or a library is not
+            installed, or the run has failed; gives the reason.
         DataError: the data cannot be read, or the network cannot take them.
-        ModelError: the network cannot be had, or the method cannot train it.
+        ModelError: the network cannot be loaded, or the method cannot train it.
         StoreError: the home cannot be written.
     """
     from fedquilt.tools.artefacts import prepare
@@ -90,18 +91,18 @@ def simulate(
 
 
 def seeded(job: Job, seed: int | None) -> settings.Job:
-    """The job as the coordinator takes it, with another seed if one is given."""
+    """The job as the coordinator's type, with `seed` in place of its own if given."""
     return job.settings if seed is None else job.replace(seed=seed).settings
 
 
 def digest(job: settings.Job) -> str:
-    """Names a job's bundle in a home, by what it is prepared from."""
+    """Folder name of a job's bundle in a home: a hash of everything it is prepared from."""
     parts = {name: getattr(job, name) for name in PREPARED}
     return f"{job.name}-{hashlib.sha256(msgspec.json.encode(parts, order='sorted')).hexdigest()[:12]}"
 
 
 class _Watch:
-    """Shows how far a run is, and tells trackers of its rounds."""
+    """Shows a run's progress and reports its rounds to trackers."""
 
     def __init__(self, job: settings.Job, home: Path, told: tracking.Audience, show: Callable[[str], None]) -> None:
         self._job, self._home, self._told, self._show = job, home, told, show
@@ -110,7 +111,7 @@ class _Watch:
         self._metric, self._reached = columns.metric_of(job), ""
 
     def begin(self, run: str) -> None:
-        """Hear the run's id."""
+        """Note the run's id and start the trackers."""
         self._run, self._follower = run, tracking.Follower(self._home, run)
         self._told.start(Job.of(self._job), run)
 
@@ -119,11 +120,11 @@ class _Watch:
         self._show(f"{simulation.run}: round {simulation.done} of {self._job.rounds}{self._reached}")
 
     def end(self) -> None:
-        """Tell all trackers that have begun that the run is over, however it has ended."""
+        """Report the end of the run to all trackers that have begun, however it ended."""
         self._told.end(Run(self._home, self._run))
 
     def tell(self, *, ended: bool) -> None:
-        """Tell trackers of the rounds that are finished since the last call; with `ended` of all that are left."""
+        """Report the rounds finished since the last call to the trackers; with `ended` all that are left."""
         for row in self._follower.new(ended=ended) if self._follower is not None else ():
             if row[self._metric.name] is not None:
                 self._reached = f", {self._metric.title} {metrics.shown(self._metric, row[self._metric.name], 1)}"

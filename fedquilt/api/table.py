@@ -1,4 +1,4 @@
-"""Results as columns."""
+"""Results in columns, for pandas, polars and printing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import polars as pl
 
-SHOWN = 40  # rows that are printed; of more, the first and the last
+SHOWN = 40  # most rows printed in full; of more, the first and the last
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Table:
         return len(next(iter(self.columns.values()), []))
 
     def __getitem__(self, name: str) -> list[Any]:
-        """The column of that name.
+        """Column by name.
 
         Raises:
-            KeyError: there is none; says which there are.
+            KeyError: there is none; lists the columns.
         """
         if name not in self.columns:
             raise KeyError(
@@ -45,7 +45,7 @@ class Table:
             yield dict(zip(self.columns, values, strict=True))
 
     def to_pandas(self) -> pd.DataFrame:
-        """As a pandas data frame; unknown values are NaN or None, as pandas has it.
+        """Convert to a pandas data frame; unknown values are NaN or None, as pandas stores them.
 
         Raises:
             JobError: pandas is not installed.
@@ -53,7 +53,7 @@ class Table:
         return extras.load("pandas").DataFrame(dict(self.columns))
 
     def to_polars(self) -> pl.DataFrame:
-        """As a polars data frame; unknown values are null.
+        """Convert to a polars data frame; unknown values are null.
 
         Raises:
             JobError: polars is not installed.

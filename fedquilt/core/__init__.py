@@ -1,4 +1,4 @@
-"""The vocabulary both sides share: types only, no I/O, no arithmetic.
+"""Vocabulary of coordinator and devices: types only, no I/O, no arithmetic.
 
 Everything here is a value (frozen), every physical quantity carries its unit in its name
 (`_s`, `_j`, `_bytes`, `_hz`, `_w`), and what cannot be measured is ``None``, never 0.

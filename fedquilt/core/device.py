@@ -1,4 +1,4 @@
-"""A board as the agent sees it: readings, operating points, what a task takes."""
+"""Board interface: sensor readings, operating points and the cost of a task."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fedquilt.core.messages import OperatingPoint, Work
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """What a board's sensors say now. None: not measurable here."""
+    """Sensor values at one moment. None: not measurable on this board."""
 
-    energy_j: float | None = None  # by a counter, since the device object was made; None: the meter tells power alone
-    energy_source: str | None = None  # the meter that both are of: the widest that answers
+    energy_j: float | None = None  # counted since the device object was made; None: the meter reports only power
+    energy_source: str | None = None  # meter of both energy and power: the widest that answers
     power_w: float | None = None  # by the same meter
     rails_w: dict[str, float] = {}  # by label; some are parts of others
-    temperature_c: float | None = None  # the hottest zone
+    temperature_c: float | None = None  # hottest zone
     available_bytes: int | None = None
     memory_pressure: float | None = None  # share of the last 10 s in which something waited for memory, 0..1
     battery: float | None = None  # charge, 0..1; None: no battery
@@ -25,15 +25,15 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Covers: TypeAlias = Literal["board", "processor", "rail"]
-"""What a meter's total is of: the whole board, its processor (and memory) alone, or one rail."""
+"""Coverage of a meter: the whole board, its processor (and memory) alone, or one rail."""
 
 
 @dataclass(frozen=True)
 class Power:
-    """What a meter says now. None: it does not tell, now or ever."""
+    """Output of a meter at one moment. None: not available, now or ever."""
 
-    total_w: float | None = None  # watts of all that the meter covers
-    source: str | None = None  # the meter, as a report names it: "ina3221 VDD_IN", "shelly plug"
+    total_w: float | None = None  # watts of everything the meter covers
+    source: str | None = None  # name of the meter in reports: "ina3221 VDD_IN", "shelly plug"
     rails_w: dict[str, float] = field(default_factory=dict)  # watts of parts, by label
     energy_j: float | None = None  # joules counted since the meter was made; it never falls
 
@@ -46,15 +46,17 @@ class Meter(Protocol):
     """
 
     @property
-    def covers(self) -> Covers: ...
+    def covers(self) -> Covers:
+        """Coverage of this meter: the widest one that is trusted is used for energy."""
+        ...
 
     def read(self, now_s: float) -> Power:
-        """What it says at `now_s`, seconds of a clock that never goes back."""
+        """Current values at `now_s`, seconds of a monotonic clock."""
         ...
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """What one task took on a board. On a simulated board it is what its profile predicts. Fields as in `Usage`."""
+    """Time and energy of one task on a board, or a simulated board's prediction. Fields as in `Usage`."""
 
     duration_s: float
     energy_j: float | None = None
@@ -72,27 +74,29 @@ class Device(Protocol):
     points: tuple[OperatingPoint, ...]  # (): not known
     idle_w: float | None
     provenance: str  # of the numbers above, as in `Profile`
-    adjustable: bool  # whether `hold` can set clocks here
+    adjustable: bool  # whether `hold` can set the clocks
 
     @property
     def holds(self) -> bool:
-        """Whether what `hold` set is still so, as of the last `read`: what sets the clocks may let go by itself."""
+        """Whether the held point is still set, as of the last `read`: another program may have changed the clocks."""
         ...
 
-    def read(self, now_s: float) -> Reading: ...
+    def read(self, now_s: float) -> Reading:
+        """Read all sensors at `now_s`, seconds of a monotonic clock."""
+        ...
 
     def hold(self, point: OperatingPoint) -> OperatingPoint:
-        """Hold the clocks at one of `points`; what the board then says that they are.
+        """Hold the clocks at one of `points`; returns the point that the board reports afterwards.
 
         Raises:
-            ClockError: not adjustable, no such point, too hot, or the board took something else.
+            ClockError: not adjustable, no such point, too hot, or the board reports other clocks.
         """
         ...
 
     def release(self) -> None:
-        """Give the clocks back to the board's own governor, as they were before the first `hold`."""
+        """Return the clocks to the board's own governor, as they were before the first `hold`."""
         ...
 
     def cost(self, work: Work, measured: Cost) -> Cost:
-        """What a task took: as it was measured, or as a simulated board's profile tells at the point it is held at."""
+        """Cost of a task: as measured, or on a simulated board as its profile predicts at the point held."""
         ...

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class FedquiltError(Exception):
-    """Something a user can mend. `exit_code` is what a command that ends by it returns."""
+    """Error that a user can mend. `exit_code` is the exit status of a command that it ends."""
 
     exit_code = 1
 

@@ -1,4 +1,4 @@
-"""What travels between coordinator and devices: strictly decoded structs (`fedquilt.wire`)."""
+"""Messages between coordinator and devices: strictly decoded structs (`fedquilt.wire`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Metrics = Annotated[dict[Label, float], Meta(max_length=1000)]
 
 
 class Wired(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of everything that is encoded: immutable, by keyword, unknown fields refused."""
+    """Base of all messages: immutable, by keyword, unknown fields refused."""
 
 
 class BlobRef(Wired, frozen=True):
@@ -34,29 +34,29 @@ class BlobRef(Wired, frozen=True):
 
 
 class Work(Wired, frozen=True):
-    """What a task costs, as far as its sender knows: deadlines and budgets are predicted from it."""
+    """Predicted cost of a task, as far as its sender knows; deadlines and memory checks use it."""
 
     flops: Amount = 0.0  # one multiply-add is 2
-    flops_per_example: Amount = 0.0  # besides, for each of the device's own examples; how many only it knows
+    flops_per_example: Amount = 0.0  # in addition, for each example of the device's own
     read_bytes: Amount = 0.0  # weights and activations read from memory
     examples: Count = 0
-    peak_bytes: Count = 0  # the least it can be done with, above an engine at work; 0: not predicted
+    peak_bytes: Count = 0  # least memory beyond an idle engine's; 0: not predicted
 
     def on(self, examples: int) -> Work:
-        """The same work for a device with so many examples of its own: `flops` is all of it."""
+        """The same work on a device with `examples` examples of its own: `flops` is then the total."""
         flops = self.flops + self.flops_per_example * examples
         return msgspec.structs.replace(self, flops=flops, flops_per_example=0.0)
 
 
 Action = Literal["check", "work"]
-CODECS: Final = ("raw", "fp16", "int8", "topk")  # that this version knows: `fedquilt.compression`
+CODECS: Final = ("raw", "fp16", "int8", "topk")  # known to this version: `fedquilt.compression`
 
 
 class Encoding(Wired, frozen=True):
     """How the tensors of an update go up: a job's [wire] table. `fedquilt.compression` says what each codec does."""
 
-    codec: Name = "raw"  # one of CODECS; a device that does not know it is not asked
-    keep: Annotated[float, Meta(gt=0, le=1)] = 0.05  # of "topk": share of a tensor's entries that is told
+    codec: Name = "raw"  # one of CODECS; a device that lacks it is not asked
+    keep: Annotated[float, Meta(gt=0, le=1)] = 0.05  # of "topk": share of a tensor's entries that is sent
 
 
 class Task(Wired, frozen=True):
@@ -78,15 +78,15 @@ class Task(Wired, frozen=True):
 
 
 class Usage(Wired, frozen=True):
-    """What a task took. Bytes count blob payloads, not protocol overhead."""
+    """Measured cost of a task. Bytes count blob payloads, not protocol overhead."""
 
     wall_s: Seconds = 0.0
     cpu_s: Seconds = 0.0
-    energy_j: Amount | None = None  # gross: all that the board took meanwhile
-    idle_j: Amount | None = None  # of it, what the board takes in that time when it does nothing
-    energy_error_j: Amount | None = None  # the true figure lies within so much of energy_j
+    energy_j: Amount | None = None  # gross: everything the board used during the task
+    idle_j: Amount | None = None  # part of energy_j that the idle board would have used in that time
+    energy_error_j: Amount | None = None  # half-width of the interval around energy_j that holds the true value
     energy_source: Label | None = None  # "ina3221 VDD_IN, 10 Hz, trapezoids", "rapl", "profile tx2 (assumed)", ...
-    point: Label | None = None  # the operating point it was held at; None: the board's own governor
+    point: Label | None = None  # operating point held during the task; None: the board's own governor
     peak_bytes: Count | None = None  # resident peak of the task's own process
     base_bytes: Count | None = None  # resident of that process before the task: runtime imports
     examples: Count | None = None  # the device's own, held-out ones aside
@@ -101,15 +101,15 @@ class Update(Wired, frozen=True):
     round: Count
     attempt: Count
     device: Name
-    weight: Amount  # what the method weighs by, mostly the number of examples
+    weight: Amount  # weight in the method's mean, usually the number of examples
     bundles: Annotated[dict[Label, BlobRef], Meta(max_length=2000)]
     metrics: Metrics
     usage: Usage
-    bases: Annotated[dict[Label, Digest], Meta(max_length=2000)] = {}  # with a codec: what a bundle has moved from
+    bases: Annotated[dict[Label, Digest], Meta(max_length=2000)] = {}  # with a codec: start of each difference
 
 
 class OperatingPoint(Wired, frozen=True):
-    """One setting of the clocks a board can be held at, and what it was seen to do there."""
+    """One clock setting that a board can be held at, with the speed and power measured there."""
 
     name: Label
     cpu_hz: Amount | None = None
@@ -121,12 +121,12 @@ class OperatingPoint(Wired, frozen=True):
 
 
 class Profile(Wired, frozen=True):
-    """What a device says of itself. Every number is the device's own unless `provenance` says else."""
+    """Self-description of a device. Numbers are measured on the device itself unless `provenance` differs."""
 
     device: Name
     board: Label
     memory_bytes: Count
-    budget_bytes: Count  # the most one task's process may hold resident
+    budget_bytes: Count  # most that one task's process may hold resident
     engines: Annotated[tuple[Name, ...], Meta(max_length=20)]
     versions: Annotated[dict[Label, Label], Meta(max_length=50)]  # of libraries, and as "plugin <module>" of plug-ins
     points: Annotated[tuple[OperatingPoint, ...], Meta(max_length=200)] = ()

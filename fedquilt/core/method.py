@@ -1,4 +1,4 @@
-"""A federated method's two halves, and the values that they take and give."""
+"""Interface of a federated method: both halves, and the values they take and return."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ else:  # the agent daemon holds no numpy: 17 MB it never uses
 
 @dataclass(frozen=True)
 class DeviceView:
-    """A device as the coordinator last saw it: all that `Method.send` may look at."""
+    """A device as the coordinator last saw it: the only argument of `Method.send` besides the state."""
 
     device: str
     profile: Profile | None
@@ -28,7 +28,7 @@ class DeviceView:
 
 @dataclass(frozen=True)
 class Order:
-    """What one device is asked in one round. A bundle is tensors, or the name of a blob already stored."""
+    """Task for one device in one round. A bundle is tensors, or the name of a blob already stored."""
 
     params: Mapping[str, Any]
     bundles: Mapping[str, Tensors | BlobRef]
@@ -37,7 +37,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Bundle:
-    """What `fedquilt prepare` made for a job: facts, and blobs by name."""
+    """Output of `fedquilt prepare` for a job: facts, and blobs by name."""
 
     meta: Mapping[str, Any]
     files: Mapping[str, BlobRef]
@@ -46,9 +46,11 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Examples:
-    """Labelled examples. `x` is (n, ...) as stored: uint8 (n, h, w) or (n, h, w, c), float32 (n, features) or
-    (n, steps, channels), int32 (n, tokens). `y` is by task: classes (n,) int64, regression (n, k) float32, labels
-    (n, k) uint8 of 0 and 1."""
+    """Labelled examples.
+
+    `x` is (n, ...) as stored: uint8 (n, h, w) or (n, h, w, c), float32 (n, features) or (n, steps, channels),
+    int32 (n, tokens). `y` is by task: classes (n,) int64, regression (n, k) float32, labels (n, k) uint8 of 0 and 1.
+    """
 
     x: np.ndarray
     y: np.ndarray
@@ -59,24 +61,24 @@ class Examples:
 
 @dataclass(frozen=True)
 class Site:
-    """All that a client half may touch."""
+    """Everything a client half may use."""
 
     device: str
     budget_bytes: int
     engine: Any  # one of fedquilt.edge_agent.engines
     rng: np.random.Generator  # keyed by (seed, job, round, device)
     train: Examples  # the board's own examples
-    held: Examples  # its held-out share: evaluation only
+    held: Examples  # held-out share: evaluation only
     local: Tensors  # private per-job state: kept on the board, never sent
-    load: Callable[[str], Tensors]  # bundle name -> tensors, read when asked for
+    load: Callable[[str], Tensors]  # bundle name -> tensors, read on demand
     path: Callable[[str], Path]  # bundle name -> file on disk (an ONNX graph, say)
-    cache: Path  # a folder of this job's: what a task leaves there may be gone at the next; never sent
+    cache: Path  # folder of this job, never sent; its contents may be gone at the next task
     progress: Callable[[float], None] = lambda fraction: None  # 0..1; raises when the task is cancelled
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client half returns: what is sent, and the private state that stays."""
+    """Return value of a client half: the bundles to send and the private state that stays."""
 
     bundles: Mapping[str, Tensors]
     weight: float
@@ -86,7 +88,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Contribution:
-    """A device's update with its tensors read from disk: the argument of `Method.fold`."""
+    """Update of a device with its tensors read from disk: the argument of `Method.fold`."""
 
     device: str
     round: int
@@ -97,7 +99,7 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Artefact:
-    """What a finished job yields: facts (JSON) and tensors; `fedquilt export` turns it into a file."""
+    """Result of a finished job: facts (JSON) and tensors; `fedquilt export` writes it as a file."""
 
     kind: str  # "weights" | "stitched" | "dualcopy"
     meta: Mapping[str, Any]
@@ -106,13 +108,13 @@ class Artefact:
 
 @dataclass(frozen=True)
 class Settle:
-    """The server half of a round that trains nobody, and gathers what a state needs before it is evaluated.
+    """Server half of a round without training, which gathers what a state needs before it is evaluated.
 
-    Its tasks go to `Method.work`, which tells them by their params. Such a round comes before each evaluation, before
-    a job ends, and does not count among the job's rounds; all devices that are there are asked.
+    Its tasks go to `Method.work`, which recognises them by their params. Such a round precedes each evaluation and the
+    end of a job, does not count among the job's rounds, and asks every available device.
     """
 
-    wanted: Callable[[Any], bool]  # (S) -> whether states of this job need it: asked once, of the first
+    wanted: Callable[[Any], bool]  # (S) -> whether states of this job need it: called once, with the first
     send: Callable[[Any, DeviceView], Order | None]  # as of `Method`
     fold: Callable[[Any, Any, Contribution], Any]
     step: Callable[[Any, Any], Any]
@@ -120,7 +122,7 @@ class Settle:
 
 @dataclass(frozen=True)
 class Method:
-    """One federated method, both halves, cut at the wire. One per file of `fedquilt.methods`.
+    """A federated method: server half and client half. One per file of `fedquilt.methods`.
 
     S is a frozen dataclass of arrays, scalars, strings, tuples and mappings with annotated types
     (so that `fedquilt.tensors.pack` can store it); A, a round's accumulator, is any value.
@@ -142,6 +144,6 @@ class Method:
     done: Callable[[Any], bool] = lambda state: False  # most methods end by the job's rounds
     explain: Callable[[Any], Sequence[str]] = lambda state: ()  # sentences on the last step, for the log
     settle: Settle | None = None  # None: a state can be evaluated as it is
-    exact: bool = False  # what devices send may not be rounded: no lossy codec
-    tasks: Sequence[str] = ("classes", "regression", "labels")  # what its networks may predict: `fedquilt.metrics`
-    refused: Mapping[str, str] = field(default_factory=dict)  # further codecs it does not work with -> why, a sentence
+    exact: bool = False  # updates may not be rounded: no lossy codec
+    tasks: Sequence[str] = ("classes", "regression", "labels")  # predictions supported (`fedquilt.metrics`)
+    refused: Mapping[str, str] = field(default_factory=dict)  # further codecs it refuses -> a sentence why

@@ -12,7 +12,7 @@ def derive_seed(*keys: object) -> int:
 
 
 def derived(*keys: object) -> Callable[[object], int]:
-    """`derive_seed` of these keys and one more, for many: what they have in common is hashed once."""
+    """Prefix of `derive_seed`: a function of one more key, which hashes the common keys only once."""
     begun = hashlib.sha256("".join(f"{key}\x1f" for key in keys).encode())
 
     def seed(last: object) -> int:

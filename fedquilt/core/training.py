@@ -1,4 +1,4 @@
-"""What engines can do: train a network with a method's hooks (`Trainer`), run ONNX graphs (`Runner`)."""
+"""Interfaces of engines: train a network with a method's hooks (`Trainer`), run ONNX graphs (`Runner`)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ if TYPE_CHECKING:
 
 
 class Engine(Protocol):
-    """What every engine says of itself; what it can do is in `Trainer` and `Runner`."""
+    """Common part of all engines: a name and `close`."""
 
     name: str
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free what the engine holds: graphs, device memory, threads."""
+        ...
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How a trainer goes through its examples, in mini-batches."""
+    """Mini-batch training settings."""
 
     epochs: int = 1
     batch: int = 32
     lr: float = 0.05
-    optimizer: Literal["sgd", "adam"] = "sgd"  # Adam with betas 0.9 and 0.999, begun anew with every task
+    optimizer: Literal["sgd", "adam"] = "sgd"  # Adam with betas 0.9 and 0.999, reset at every task
     momentum: float = 0.0  # of "sgd"
     nesterov: bool = False  # of "sgd" with momentum
     weight_decay: float = 0.0  # added to the gradient: times the weight
@@ -38,19 +40,19 @@ class Fit:
 
 @dataclass(frozen=True)
 class Step:
-    """One step on a mini-batch: which tensors it moves and what it adds to the loss."""
+    """One optimiser step on a mini-batch: which tensors it updates and what it adds to the loss."""
 
-    rate: Callable[[str], float] = lambda name: 1.0  # of a tensor, times `Fit.lr`; 0: it is held still
+    rate: Callable[[str], float] = lambda name: 1.0  # factor on `Fit.lr` by tensor; 0: the tensor is frozen
     penalty: Callable[[Any, Any, Any, Mapping[str, Any]], Any] | None = None
-    """(module, x, scores, anchors) -> what is added to the mean loss of these examples, a scalar of the engine."""
-    begin: Callable[[Any], None] | None = None  # (module): called once before it, however many micro-batches there are
+    """(module, x, scores, anchors) -> term added to the mean loss of these examples, a scalar of the engine."""
+    begin: Callable[[Any], None] | None = None  # (module): called once before the step, for all its micro-batches
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a method changes of training; as it stands, nothing.
+    """A method's changes to training; the defaults change nothing.
 
-    An engine takes those it can carry out and refuses the others by name: the numpy engine has no
+    An engine refuses by name those it cannot carry out: the numpy engine has no
     module, hence no `prepare`, `penalty` and `begin`, and takes one step.
     """
 
@@ -58,12 +60,12 @@ class Hooks:
     """(gradient, value, at) -> the gradient to use for one tensor, in the engine's own array type, before
     clipping. `at[anchor]` is that anchor's tensor of the same name. Plain arithmetic works in every engine."""
     anchors: Mapping[str, Tensors] = field(default_factory=dict)
-    """Further tensors, each under the names of what is trained. One is always there: "start", what was received."""
+    """Further tensors, each under the names of what is trained. "start" is always there: the tensors received."""
     prepare: Callable[[Any], Any] | None = None
-    """(module) -> the module to train: with gates, masks, adapters or a forward pass of its own. What it holds
-    is what `start` has to hold, and what is returned."""
-    inputs: Callable[[Any], Any] | None = None  # stored examples -> what the network takes; None: by its table
-    steps: tuple[Step, ...] = (Step(),)  # taken one after another on every mini-batch; the last one's loss is told
+    """(module) -> the module to train: with gates, masks, adapters or a forward pass of its own. `start` has to hold
+    the tensors of this module, and they are returned."""
+    inputs: Callable[[Any], Any] | None = None  # stored examples -> network inputs; None: by the network's table
+    steps: tuple[Step, ...] = (Step(),)  # taken in order on every mini-batch; the last one's loss is reported
 
 
 class Trainer(Engine, Protocol):
@@ -80,9 +82,10 @@ class Trainer(Engine, Protocol):
         hooks: Hooks = Hooks(),
         progress: Callable[[float], None] = lambda fraction: None,
     ) -> tuple[Tensors, dict[str, float]]:
-        """The trained tensors and metrics: "loss", the last epoch's mean, and "steps", the mini-batches.
+        """Train a network; returns the trained tensors and metrics.
 
-        `progress` is told after every mini-batch; what it raises ends the training.
+        Metrics are "loss", the last epoch's mean, and "steps", the number of mini-batches. `progress` is called after
+        every mini-batch with the share done, 0..1; an exception it raises ends the training.
 
         Raises:
             UpdateError: the loss is no longer finite, or has exploded.
@@ -93,19 +96,19 @@ class Trainer(Engine, Protocol):
     def evaluate(
         self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, hooks: Hooks = Hooks()
     ) -> dict[str, float]:
-        """{"examples", "loss" (mean)} and the task's metrics ("accuracy", 0..1; see `edge_agent.engines.objectives`).
+        """Evaluate a network: {"examples", "loss" (mean)} and the task's metrics ("accuracy", 0..1).
 
-        Of the hooks, `prepare` and `inputs` count.
+        `edge_agent.engines.objectives` has each task's metrics. Only the hooks `prepare` and `inputs` apply.
         """
         ...
 
     def fisher(
         self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, each: int = 1, hooks: Hooks = Hooks()
     ) -> Tensors:
-        """Of every parameter the mean squared gradient of log p(y | x): the empirical Fisher information's diagonal.
+        """Diagonal of the empirical Fisher information: mean squared gradient of log p(y | x), by parameter.
 
-        In evaluation mode, `each` examples' gradients averaged before the square. Of the hooks, `prepare` and
-        `inputs` count.
+        In evaluation mode; gradients of `each` examples are averaged before squaring. Only the hooks `prepare` and
+        `inputs` apply.
 
         Raises:
             DataError: there are no examples.
@@ -119,15 +122,15 @@ class Runner(Engine, Protocol):
 
     @property
     def room_bytes(self) -> int:
-        """What weights, activations and all else may hold beside the bare process."""
+        """Bytes for weights, activations and everything else beyond the bare process."""
         ...
 
     def batch(self, graph: Path, around_bytes: int = 0, example_bytes: int = 0) -> int:
-        """How many examples to run at once, beside so many bytes in all, and so many more for each of them."""
+        """Number of examples to run at once, given `around_bytes` in use and `example_bytes` for each of them."""
         ...
 
     def make_room(self, size: int) -> None:
-        """Let go of what is held for later runs until so many bytes are free, as far as that helps."""
+        """Free what is kept for later runs until `size` bytes are available, as far as possible."""
         ...
 
     def run(self, graph: Path, x: np.ndarray) -> np.ndarray:

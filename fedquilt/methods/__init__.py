@@ -1,6 +1,6 @@
-"""One file per federated method, found by its file name; those of other packages by entry point or `module:name`.
+"""Federated methods, one file each, found by file name; those of other packages by entry point or `module:name`.
 
-Adding a method here is adding a file; outside it is a package with an entry point in the group `fedquilt.methods`.
+Adding a method here is adding a file. Outside, it is a package with an entry point in the group `fedquilt.methods`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from fedquilt.core import JobError, Method
 
 
 def names() -> list[str]:
-    """Our own methods, sorted: the files in this folder but for those that several share, such as `_by_width.py`."""
+    """Names of our own methods, sorted: the files in this folder except shared ones such as `_by_width.py`."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
 def outside() -> list[str]:
-    """The methods that other packages give, sorted; none is imported."""
+    """Names of the methods that other packages offer, sorted; none is imported."""
     return plugins.names("method")
 
 
 def module(name: str) -> ModuleType:
-    """The module of a method, whose docstring tells of it.
+    """Module of a method, whose docstring describes it.
 
     Raises:
         JobError: as `load`.
@@ -37,7 +37,7 @@ def module(name: str) -> ModuleType:
 
 
 def needs(name: str) -> dict[str, str]:
-    """What a device has to have beside fedquilt to run a method: see `plugins.needs`.
+    """Packages a device needs beside fedquilt to run a method: see `plugins.needs`.
 
     Raises:
         JobError: there is no such method.
@@ -45,12 +45,12 @@ def needs(name: str) -> dict[str, str]:
     return plugins.needs("method", name, names())
 
 
-@cache  # it is asked for with every task, and looking through the folder takes longer than a small one
+@cache  # called for every task, and searching the folder takes longer than a small task
 def load(name: str) -> Method:
-    """The method of that name: `methods/<name>.py`, an entry point's of another package, or `module:name`.
+    """Load a method by name: `methods/<name>.py`, an entry point of another package, or `module:name`.
 
     Raises:
-        JobError: there is none, or what there is fails at import or is no method; says the mend.
+        JobError: there is none, or it fails at import or is no method; gives the mend.
     """
     own = names()
     plugin = plugins.find("method", name, own)

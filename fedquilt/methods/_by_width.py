@@ -1,4 +1,4 @@
-"""What methods that send parts by width have in common: their state, a part as a model, and sBN.
+"""Common parts of methods that send parts of a network by width: their state, a part as a model, and sBN.
 
 Batch normalisation's statistics are gathered for each width before an evaluation (HeteroFL, section 3: "static" batch
 normalisation).
@@ -39,15 +39,15 @@ SETTLED: Final = ("running_mean", "running_var")
 
 @dataclass(frozen=True)
 class State(fedavg.State):
-    """The global model with the whole network's statistics, how its units hang together, and narrower parts' own."""
+    """Global model with the whole network's statistics, the dependencies between its units, and narrower parts' own."""
 
     plan: Plan
     widths: dict[str, dict[str, np.ndarray]]  # by rate: batch normalisation's running statistics
-    settled: int  # rounds so far that gathered statistics: they count in a task's round, not in the learning rate
+    settled: int  # rounds so far that gathered statistics: counted in a task's round, not in the learning rate
 
 
 def narrowed(state: fedavg.State, at: Places, own: Tensors | None = None) -> fedavg.State:
-    """The part as a model of its own, with what a forward pass of it costs. `own`: as of `order`."""
+    """A part as a model of its own, with the cost of its forward pass. `own`: as of `order`."""
     sub = {**width.cut(state.model, at), **(own or {})}
     flops, activations = width.lighter(state.model, sub)
     return fedavg.State(
@@ -57,7 +57,7 @@ def narrowed(state: fedavg.State, at: Places, own: Tensors | None = None) -> fed
 
 @dataclass(frozen=True)
 class Measured:
-    """By rate and statistic: sum_k n_k mean_k, sum_k n_k (var_k + mean_k^2) and sum_k n_k."""
+    """Sums by rate and statistic: sum_k n_k mean_k, sum_k n_k (var_k + mean_k^2) and sum_k n_k."""
 
     total: Mapping[str, Mapping[str, np.ndarray]]
     weight: Mapping[str, float]
@@ -70,11 +70,13 @@ def settling(
     scaled: bool,
     still: Callable[[Any], Collection[str]] = lambda state: (),
 ) -> Settle:
-    """The rounds that gather statistics, of a method that sends parts by width.
+    """Rounds that gather statistics, for a method that sends parts by width.
 
     Args:
+        parts: state -> places of each part by rate.
+        rate_of: rate of a device's own part.
         scaled: as of `hooks_of`.
-        still: tensors that are never trained: their statistics stay as they are.
+        still: state -> tensors that are never trained: their statistics stay as they are.
     """
 
     def names(state: State) -> list[str]:
@@ -144,7 +146,7 @@ def _mean_of(name: str) -> str:
 
 
 def _moments(so_far: Tensors | None, sent: Tensors, update: Contribution) -> dict[str, np.ndarray]:
-    """The sums with one device's statistics.
+    """Add one device's statistics to the sums.
 
     Raises:
         UpdateError: a variance is below 0.
@@ -162,7 +164,7 @@ def _moments(so_far: Tensors | None, sent: Tensors, update: Contribution) -> dic
 
 
 def measured(task: Task, site: Site) -> Answer:
-    """The statistics of the device's examples in each part that it was sent, weighted by examples."""
+    """Compute the statistics of the device's examples in each part it received, weighted by examples."""
     order, bundles = site.rng.permutation(len(site.train)), {}
     shuffled = Examples(site.train.x[order], site.train.y[order])
     for index, rate in enumerate(task.params["asked"]):

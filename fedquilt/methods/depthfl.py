@@ -6,14 +6,14 @@ depth d has the first d stages with their classifiers, and minimises
     sum_{i <= d} CE_i + c(t)/(d - 1) * sum_i sum_{j != i} KL(p_j || p_i),   p_j held still in its term,
     c(t) = exp(-5 (1 - min(t, ramp)/ramp)^2) in round t.
 
-The direction of the divergence is that of the public implementation: each exit learns from what the others say.
-A tensor of the new global model is the mean over the devices that have it. Evaluated is the mean of all scores.
+The direction of the divergence is that of the public implementation: each exit learns from the others' outputs.
+A tensor of the new global model is the mean over the devices that have it. The mean of all scores is evaluated.
 
 Deviations: a classifier is an average over pixels and a linear layer (the paper has attention and separable
-convolutions before it), the last one the network's own. Without FedDyn's term. A stage is so many consecutive
-blocks. Depth goes by the memory tier, the least where a device has not said. The mean is weighted by examples.
-The result is the network "exits", which says the mean of all scores; its tensors but `exit.*` are the plain network's.
-One exit is FedAvg, bit for bit.
+convolutions before it), the last one the network's own. FedDyn's term is left out. A stage is a run of consecutive
+blocks. Depth follows the memory tier, the least where a device has not reported its memory. The mean is weighted by
+examples. The result is the network "exits", whose output is the mean of all scores; its tensors except `exit.*` are
+the plain network's. One exit is FedAvg, bit for bit.
 """
 
 from __future__ import annotations
@@ -39,17 +39,20 @@ Depth = Annotated[int, Meta(ge=1)]
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
+    """FedAvg's parameters, and the number of exits by memory tier."""
+
     exits: Depth = 4  # stages, each with a classifier; no more than the network has blocks
     depths: tuple[Depth, Depth, Depth, Depth, Depth] = (1, 1, 2, 3, 4)  # d: under 1 GB, from 1, 2, 4 and 8 GB
     ramp: Depth = 300  # rounds until c is 1
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> fedavg.State:
+    """Start from the bundle's network with one random linear classifier per stage, uniform in +-1/sqrt(width)."""
     begun = fedavg.init(bundle, params, seed)
     found = by_depth.body(begun.model, params.exits, layers.calls(begun.network))
     rng = tensors.rng(seed, "depthfl", "exits")
     model = dict(begun.model)
-    for index, stage in enumerate(found.stages[1:]):  # what stage i + 1 hears is what exit i does
+    for index, stage in enumerate(found.stages[1:]):  # exit i classifies the input of stage i + 1
         bound = stage.width**-0.5
         model[f"exit.{index}.weight"] = rng.uniform(-bound, bound, (found.classes, stage.width)).astype(np.float32)
         model[f"exit.{index}.bias"] = np.zeros(found.classes, np.float32)
@@ -57,12 +60,12 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedavg.State:
 
 
 def network(state: fedavg.State) -> dict[str, np.ndarray]:
-    """The network's own tensors."""
+    """Tensors of the plain network, without `exit.*`."""
     return {name: array for name, array in state.model.items() if not name.startswith("exit.")}
 
 
 def part(state: fedavg.State, depth: int) -> Places:
-    """The first stages with their classifiers."""
+    """Places of the first `depth` stages with their classifiers."""
     found = by_depth.body(network(state), state.params["exits"], layers.calls(state.network))
     names = [name for stage in found.stages[:depth] for name in stage.names]
     names += [f"exit.{i}.{leaf}" for i in range(min(depth, len(found.stages) - 1)) for leaf in ("weight", "bias")]
@@ -72,11 +75,12 @@ def part(state: fedavg.State, depth: int) -> Places:
 
 
 def looked(body: by_depth.Body) -> list[list[Any]]:
-    """Of each stage with a classifier before it its first layer and how many channels that hears."""
+    """First layer of each stage that has a classifier before it, and the channels of that layer's input."""
     return [[stage.entrance, stage.width] for stage in body.stages[1:]]
 
 
 def send(state: fedavg.State, device: DeviceView) -> Order:
+    """Order the first stages that the device's memory tier allows, with the exits to train."""
     depth = by_width.by_tier(device.profile, state.params["depths"])
     order = heterofl.order(state, part(state, depth), 1.0)
     found = by_depth.body(network(state), state.params["exits"], layers.calls(state.network))
@@ -90,7 +94,7 @@ def send(state: fedavg.State, device: DeviceView) -> Order:
 
 @dataclass
 class Exits:
-    """The hooks that add classifiers, and what they say of the last mini-batch."""
+    """Hooks that add classifiers, and the outputs of these on the last mini-batch."""
 
     looks: tuple[stages.Stage, ...]
     classes: int
@@ -99,6 +103,8 @@ class Exits:
     scores: list[Any] = field(default_factory=list)
 
     def prepare(self, start: Mapping[str, np.ndarray]) -> Any:
+        """Hook that turns the plain network into one with exits, given the tensors to start from."""
+
         def prepared(module: Any) -> Any:
             plain = module.state_dict().keys()
             own = {name: array for name, array in start.items() if name in plain}
@@ -110,7 +116,7 @@ class Exits:
         return prepared
 
     def _answer(self, module: Any, told: list[Any], last: Any) -> Any:
-        """In training the sum of log p, so that cross entropy's other terms are `penalty`; else the mean of scores."""
+        """Sum of log p in training, which leaves cross entropy's other terms to `penalty`; else the mean of scores."""
         import torch
 
         self.scores = [linear(x) for linear, x in zip(module.exit, told, strict=True)]
@@ -122,9 +128,10 @@ class Exits:
         return torch.stack(self.scores).mean(dim=0)
 
     def penalty(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
-        """With z = sum_i log p_i the engine's cross entropy is sum_i CE_i + log sum exp z: that is taken off again."""
+        """Other terms of the loss: cross entropy of z = sum_i log p_i exceeds sum_i CE_i by log sum exp z."""
         import torch
 
+        # """Other terms of the loss: the engine's cross entropy of sum_i log p_i exceeds sum_i CE_i by their log sum exp."""
         count = len(self.scores)
         if count == 1:
             return scores.new_zeros(())
@@ -139,6 +146,7 @@ class Exits:
 
 
 def exits_of(task: Task) -> Exits:
+    """Exits of a task's part, with the strength c(t) of this round."""
     looks = tuple(stages.Stage(str(entrance), int(width), ()) for entrance, width in task.params["looks"])
     ramp = task.params["ramp"]
     strength = math.exp(-5 * (1 - min(task.round, ramp) / ramp) ** 2)
@@ -146,6 +154,7 @@ def exits_of(task: Task) -> Exits:
 
 
 def work(task: Task, site: Site) -> Answer:
+    """Train all exits of the part together; one exit is FedAvg's training."""
     exits = exits_of(task)
     if not exits.looks:
         return fedavg.work(task, site)
@@ -154,24 +163,26 @@ def work(task: Task, site: Site) -> Answer:
 
 
 def check(task: Task, site: Site) -> Mapping[str, float]:
-    """How good the device's own part is on its held-out share."""
+    """Evaluate the device's own part on its held-out share."""
     exits, model = exits_of(task), site.load("model")
     hooks = Hooks(prepare=exits.prepare(model)) if exits.looks else Hooks()
     return site.engine.evaluate(task.params["network"], model, site.held, hooks=hooks)
 
 
 def fold(state: fedavg.State, so_far: Counted | None, update: Contribution) -> Counted:
+    """Add an update to the sums entry by entry; its part is recognised by the tensors' shapes."""
     sent = heterofl.sent_by(update)
     cuts = [part(state, depth) for depth in sorted(set(state.params["depths"]))]
     return by_width.add(state.model, so_far, sent, by_width.recognise(state.model, sent, cuts), update.weight)
 
 
 def step(state: fedavg.State, total: Counted | None) -> fedavg.State:
+    """Average each entry over the devices that sent it."""
     return replace(state, model=by_width.close(state.model, total))
 
 
 def result(state: fedavg.State) -> Artefact:
-    """The network with its classifiers; the plain network where there is one exit."""
+    """Network with its classifiers, or the plain network where there is one exit."""
     found, table = by_depth.body(network(state), state.params["exits"], layers.calls(state.network)), state.network
     if len(found.stages) > 1:
         inputs = {"input": table["input"]} if "input" in table else {}

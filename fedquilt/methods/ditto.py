@@ -1,15 +1,15 @@
-"""Ditto: beside the federation's model each device trains one of its own that is drawn to it.
+"""Ditto: beside the federation's model each device trains one of its own, pulled towards it.
 
 Paper: Li et al., Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021
 (arXiv 2012.04221), Algorithm 1 and 2: the global model w is trained as usual (here by FedAvg), and
 
     v_k <- v_k - eta (grad F_k(v_k) + lambda (v_k - w^t)),
 
-w^t as it was received. v_k stays on the device, and is what it is evaluated with.
+with w^t as it was received. v_k stays on the device, and evaluation there uses it.
 
 Deviations: v_k takes the steps, epochs and rate of w, on the same mini-batches in the same order, as in the
 authors' own code; it begins as the first w that the device receives. With `rank` above 0 w and v_k are low-rank
-adapters and the head of a pre-trained network that is held still, as in `fedlora`.
+adapters and the head of a frozen pre-trained network, as in `fedlora`.
 """
 
 from __future__ import annotations
@@ -28,19 +28,22 @@ from fedquilt.methods import fedavg, fedlora
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
-    pull: Annotated[float, Meta(ge=0)] = 1.0  # lambda: of the own model to the received one; 0 is training alone
-    rank: Annotated[int, Meta(ge=0)] = 0  # r of low-rank adapters, which alone are trained; 0: the whole network is
+    """FedAvg's parameters, the pull of the personal model, and optional adapters."""
+
+    pull: Annotated[float, Meta(ge=0)] = 1.0  # lambda: pull of the own model to the received one; 0: trains alone
+    rank: Annotated[int, Meta(ge=0)] = 0  # r of low-rank adapters, which alone are trained; 0: the whole network
     alpha: Annotated[float, Meta(gt=0)] = 16.0  # adapters count alpha / r
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> fedlora.State:
-    """Without adapters there is no backbone."""
+    """Start from the bundle's network; with adapters it becomes the frozen backbone, without them there is none."""
     if params.rank:
         return fedlora.init(bundle, params, seed)
     return fedlora.State(**vars(fedavg.init(bundle, params, seed)), backbone={})
 
 
 def send(state: fedlora.State, device: DeviceView) -> Order:
+    """Order two trainings of the shared model: the cost is twice FedAvg's, with one more copy in memory."""
     if not state.backbone:
         return fedavg.order(state, {"model": state.model}, passes=6, anchors=2)
     whole = fedavg.State(
@@ -51,6 +54,7 @@ def send(state: fedlora.State, device: DeviceView) -> Order:
 
 
 def work(task: Task, site: Site) -> Answer:
+    """Train the received model, then the device's own with the pull; both see the same mini-batches."""
     received, pull = site.load("model"), task.params["pull"]
     still, hooks = adapted(task, site, received)
     start = {**still, **received}
@@ -67,7 +71,7 @@ def work(task: Task, site: Site) -> Answer:
 
 
 def adapted(task: Task, site: Site, received: Tensors) -> tuple[Tensors, Hooks]:
-    """What is held still, and the hooks that put the adapters beside it; nothing where the whole network is trained."""
+    """Frozen tensors, and the hooks that add the adapters to them; nothing where the whole network is trained."""
     if not task.params.get("rank"):
         return {}, Hooks()
     backbone = site.load("backbone")
@@ -75,13 +79,14 @@ def adapted(task: Task, site: Site, received: Tensors) -> tuple[Tensors, Hooks]:
 
 
 def own(site: Site, received: Tensors) -> Tensors:
-    """The device's own model; what was received, until it has one."""
+    """The device's own model; the received one before its first training."""
     if site.local:
         tensors.require_like(site.local, received)
     return site.local or received
 
 
 def check(task: Task, site: Site) -> Mapping[str, float]:
+    """Evaluate the device's own model on its held-out share."""
     received = site.load("model")
     still, hooks = adapted(task, site, received)
     model = {**still, **own(site, received)}
@@ -89,7 +94,7 @@ def check(task: Task, site: Site) -> Mapping[str, float]:
 
 
 def result(state: Any) -> Artefact:
-    """The federation's model."""
+    """Shared model: the devices' own are known to nobody else."""
     return fedlora.result(state) if state.backbone else fedavg.result(state)
 
 

@@ -5,7 +5,7 @@ AISTATS 2017 (arXiv 1602.05629), Algorithm 1.
 
 Deviations: integer tensors (batch norm's `num_batches_tracked`, an int64 array of shape ()) are counters and not
 averaged: the largest is kept, so that a counter grows in every round by the steps of the device that took the most.
-An update whose tensors are of other types than what was sent, or too large to be added up, is refused. The sum runs
+An update whose tensors have other types than those sent, or are too large to add up, is refused. The sum runs
 in float64, in sorted order of devices.
 """
 
@@ -45,7 +45,7 @@ class Params:
     epochs: Annotated[int, Meta(ge=1)] = 1  # E: passes over the device's own examples in a round
     batch: Annotated[int, Meta(ge=1)] = 32  # B: mini-batch size
     lr: Annotated[float, Meta(gt=0)] = 0.05  # eta: learning rate
-    lr_decay: Annotated[float, Meta(gt=0, le=1)] = 1.0  # times eta after every round
+    lr_decay: Annotated[float, Meta(gt=0, le=1)] = 1.0  # factor on eta after every round
     optimizer: Literal["sgd", "adam"] = "sgd"
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0  # of sgd, begun anew in every round
     nesterov: bool = False
@@ -60,24 +60,29 @@ class Params:
 
 @dataclass(frozen=True)
 class State:
-    """The global model, and what it is a model of."""
+    """Global model with its network's table, parameters and cost."""
 
     params: dict[str, Any]
     network: dict[str, Any]
     model: dict[str, np.ndarray]
     flops: float  # of one forward pass of one example
-    example_bytes: int  # that an example takes in training at the least, beside the weights; 0: the bundle is silent
+    example_bytes: int  # bytes of one example in training at the least, beside the weights; 0: not in the bundle
 
 
 @dataclass(frozen=True)
 class Sum:
-    """sum_k n_k * x_k and sum_k n_k of a round."""
+    """Sums of a round: sum_k n_k * x_k and sum_k n_k."""
 
     total: Mapping[str, np.ndarray]
     weight: float
 
 
 def init(bundle: Bundle, params: Any, seed: int) -> State:
+    """Start from the bundle's model.
+
+    Raises:
+        ModelError: the bundle has none.
+    """
     if "model" not in bundle.files:
         raise ModelError("the bundle has no 'model': give the job a [model] table and run `fedquilt prepare`")
     table = {name: getattr(params, name) for name in type(params).__dataclass_fields__}
@@ -88,20 +93,22 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
 
 
 def send(state: State, device: DeviceView) -> Order:
+    """Order training of the whole model."""
     return order(state, {"model": state.model})
 
 
 def order(
     state: State, bundles: Mapping[str, Tensors], *, passes: int = 3, anchors: int = 0, moved: Tensors | None = None
 ) -> Order:
-    """The round's task of a method that trains the whole network by mini-batches.
+    """Order of a method that trains the whole network by mini-batches, with its predicted cost.
 
     Args:
-        passes: forward passes that one example's training costs; a backward pass takes about two.
-        anchors: copies of the model that are held besides those of plain SGD. The peak is that of one
-            example at a time: with more room an engine takes more. With batch normalisation that is trained it is
-            that of a whole mini-batch.
-        moved: the tensors that are trained, if not all: the others have no gradients and no moments.
+        state: gives the parameters, the network's table and the cost of a forward pass.
+        bundles: tensors to send, by name.
+        passes: forward passes that one example's training costs; a backward pass counts as about two.
+        anchors: copies of the model held besides those of plain SGD. The predicted peak is that of one example at a
+            time, and an engine with more room takes more; with trained batch normalisation it is that of a mini-batch.
+        moved: the trained tensors, if not all: the others have no gradients and no moments.
     """
     size = tensors.total_bytes([state.model])
     per_example = passes * state.flops * state.params["epochs"]
@@ -116,9 +123,10 @@ def order(
 
 
 def at_once(state: State, moved: Tensors | None = None) -> int:
-    """How many examples a device has to hold at once at the least: a whole mini-batch with trained batch norm.
+    """Least number of examples a device holds at once: a whole mini-batch with trained batch norm, else one.
 
     Args:
+        state: with the model and the batch size.
         moved: as for `order`.
     """
     names = None if moved is None else moved.keys()
@@ -129,7 +137,7 @@ FIT = tuple(field.name for field in fields(Fit))
 
 
 def fit_of(task: Task) -> Fit:
-    """The training settings in a task's params, at the round's learning rate."""
+    """Training settings from a task's params, at the round's learning rate."""
     given = {name: task.params[name] for name in FIT if name in task.params}
     return Fit(**{**given, "lr": rate_of(task.params, task.round)})
 
@@ -140,11 +148,12 @@ def rate_of(params: Mapping[str, Any], round: int) -> float:
 
 
 def work(task: Task, site: Site, hooks: Hooks = Hooks()) -> Answer:
+    """Train the received model on the device's examples."""
     return trained(task, site, site.load("model"), hooks)
 
 
 def trained(task: Task, site: Site, start: Tensors, hooks: Hooks = Hooks()) -> Answer:
-    """Training from `start` as the task says: the trained tensors as bundle "model", weighted by examples."""
+    """Train from `start` as the task says; the trained tensors are bundle "model", weighted by examples."""
     model, metrics = site.engine.train(
         task.params["network"], start, site.train, fit_of(task), site.rng, hooks=hooks, progress=site.progress
     )
@@ -152,10 +161,16 @@ def trained(task: Task, site: Site, start: Tensors, hooks: Hooks = Hooks()) -> A
 
 
 def check(task: Task, site: Site) -> Mapping[str, float]:
+    """Evaluate the received model on the held-out share."""
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held)
 
 
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
+    """Add an update to the sums, weighted by its examples.
+
+    Raises:
+        UpdateError: names, shapes or types differ from the model's, or values are not finite.
+    """
     model = update.bundles.get("model", {})
     tensors.require_same(model, state.model)
     share = tensors.combine(lambda v: v if v.dtype.kind in "iu" else v.astype(np.float64) * update.weight, model)
@@ -165,37 +180,38 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
 
 
 def step(state: State, total: Sum | None) -> State:
+    """Replace the model by the weighted mean; unchanged if nobody answered."""
     if total is None or total.weight == 0:
         return state
     return replace(state, model=cast(mean(total), state.model))
 
 
 def mean(total: Sum) -> dict[str, np.ndarray]:
-    """sum_k n_k * x_k / sum_k n_k in float64; counters as they are."""
+    """Mean sum_k n_k * x_k / sum_k n_k in float64; counters as they are."""
     return dict(tensors.combine(lambda a: a if a.dtype.kind in "iu" else a / total.weight, total.total))
 
 
 def cast(model: Tensors, like: Tensors) -> dict[str, np.ndarray]:
-    """The tensors in the types of `like`."""
+    """Convert the tensors to the types of `like`."""
     return {name: np.asarray(array).astype(like[name].dtype) for name, array in model.items()}
 
 
 def join(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Of two sums their sum, of two counters the larger; an array too where numpy makes scalars of arrays."""
+    """Sum of two sums, or the larger of two counters; always an array, also where numpy makes scalars of arrays."""
     return np.asarray(np.maximum(a, b) if a.dtype.kind in "iu" else a + b)
 
 
 def learned(model: Tensors) -> list[str]:
-    """Names of what gradients move: all but counters and the running statistics of batch norm."""
+    """Names of the tensors that gradients move: all but counters and the running statistics of batch norm."""
     statistics = ("running_mean", "running_var")
     return [name for name, a in model.items() if a.dtype.kind == "f" and name.rpartition(".")[2] not in statistics]
 
 
 def steps_of(update: Contribution) -> float:
-    """How many mini-batches a device went through.
+    """Number of mini-batches a device took.
 
     Raises:
-        UpdateError: it does not say.
+        UpdateError: the update does not report it.
     """
     steps = update.metrics.get("steps", 0.0)
     if not 1 <= steps < 2**53:
@@ -204,6 +220,7 @@ def steps_of(update: Contribution) -> float:
 
 
 def result(state: State) -> Artefact:
+    """Global model, with the table of its network."""
     return Artefact("weights", {"network": state.network}, state.model)
 
 

@@ -3,11 +3,11 @@
 Paper: Li et al., FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021
 (arXiv 2102.07623), Algorithm 1: weight, bias and running statistics of batch norm layers are never sent.
 
-A layer is told by its running statistics, not by a "bn" in its name: `downsample.1` may be one as well.
+A layer is recognised by its running statistics, not by a "bn" in its name: `downsample.1` may be one as well.
 Batch norm without running statistics is averaged like all else.
 
-Deviations: the result carries the batch norm tensors that the job began with, as nobody's own are known;
-`meta["private"]` names them.
+Deviations: the result carries the batch norm tensors that the job began with, as the devices' own are known to
+nobody else; `meta["private"]` names them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedquilt.methods import fedavg
 
 @dataclass(frozen=True)
 class State(fedavg.State):
-    """The shared tensors as `model`, and what every device's batch norm begins with."""
+    """Shared tensors as `model`, and the batch norm tensors that every device starts from."""
 
     norm: dict[str, np.ndarray]
 
@@ -37,6 +37,7 @@ def private(model: Tensors) -> set[str]:
 
 
 def init(bundle: Bundle, params: Any, seed: int) -> State:
+    """Split the bundle's model into shared tensors and batch norm."""
     begun = fedavg.init(bundle, params, seed)
     own = private(begun.model)
     shared = {name: array for name, array in begun.model.items() if name not in own}
@@ -45,10 +46,12 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
 
 
 def send(state: State, device: DeviceView) -> Order:
+    """Order training of the shared tensors; batch norm's first values never change, so they are sent once."""
     return fedavg.order(state, {"model": state.model, "norm": state.norm})
 
 
 def work(task: Task, site: Site) -> Answer:
+    """Train the whole network; batch norm stays as the device's own."""
     answer = fedavg.trained(task, site, _whole(site))
     model, own = answer.bundles["model"], site.load("norm").keys()
     shared = {name: array for name, array in model.items() if name not in own}
@@ -56,16 +59,18 @@ def work(task: Task, site: Site) -> Answer:
 
 
 def check(task: Task, site: Site) -> Mapping[str, float]:
+    """Evaluate the shared tensors with the device's own batch norm."""
     return site.engine.evaluate(task.params["network"], _whole(site), site.held)
 
 
 def result(state: State) -> Artefact:
+    """Shared model with the batch norm tensors that the job began with."""
     meta = {"network": state.network, "private": sorted(state.norm)}
     return Artefact("weights", meta, {**state.model, **state.norm})
 
 
 def _whole(site: Site) -> Tensors:
-    """The shared tensors and the device's own batch norm, the job's first until it has trained."""
+    """Shared tensors with the device's own batch norm, or the job's first before it has trained."""
     norm = site.load("norm")
     if site.local:
         tensors.require_like(site.local, norm)

@@ -1,17 +1,17 @@
-"""FeDepth: every device trains the whole network, so many blocks at a time as its memory allows.
+"""FeDepth: every device trains the whole network, a group of blocks at a time, as large as its memory allows.
 
 Paper: Zhang et al., Memory-adaptive Depth-wise Heterogeneous Federated Learning (FeDepth), 2023 (arXiv 2303.04887),
-Algorithm 1: a device takes its groups of blocks one after another. With a group it trains the classifier, all before
-it is held still, and a link layer in place of all that follows takes what the group gives to the classifier's width.
+Algorithm 1: a device takes its groups of blocks one after another. With a group it trains the classifier; all earlier
+blocks are frozen, and a link layer in place of all later ones maps the group's output to the classifier's width.
 
 Deviations: a link is an average over pixels and a linear layer without bias, which is a 1x1 convolution and then the
-average. Links are averaged over the devices that have them. Groups go by the memory tier, the most where a device
-has not said; without distillation among devices with room to spare. A held-still normalisation keeps its statistics.
-The mean is weighted by examples. One group is FedAvg, bit for bit. Groups are as even in stages as can be, whatever
-memory each takes (the paper fills each up to the budget), and no device leaves a group out for want of memory (the
-paper's partial training): one whose memory does not hold its largest group declines. Every group takes `epochs` passes
-of its own, in an order of its own, with an optimizer begun anew; the loss told is the last group's. The rate falls by
-`lr_decay` from round to round, not by a cosine. Evaluated is the whole network, without links.
+average. Links are averaged over the devices that have them. Groups follow the memory tier, the most where a device has
+not reported its memory; distillation among devices with room to spare is left out. A frozen normalisation keeps its
+statistics. The mean is weighted by examples. One group is FedAvg, bit for bit. Groups are as even in stages as
+possible, whatever memory each takes (the paper fills each up to the budget), and no device leaves a group out for want
+of memory (the paper's partial training): one whose memory does not hold its largest group declines. Every group takes
+`epochs` passes of its own, in an order of its own, with a new optimizer; the loss reported is the last group's. The
+rate falls by `lr_decay` from round to round, not by a cosine. The whole network is evaluated, without links.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Groups = Annotated[int, Meta(ge=1)]
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
-    """`epochs` are those of each group."""
+    """FedAvg's parameters, with `epochs` for each group, and the number of groups by memory tier."""
 
     stages: Groups = 6  # that groups are made of; no more than the network has blocks
     groups: tuple[Groups, Groups, Groups, Groups, Groups] = (6, 6, 3, 2, 1)  # under 1 GB, from 1, 2, 4 and 8 GB
@@ -47,13 +47,14 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class Group:
-    """What is trained at once."""
+    """Stages trained together."""
 
     names: tuple[str, ...]  # of its own tensors
-    end: int  # the stage behind it; the network's last group: how many stages there are
+    end: int  # stage behind it; of the network's last group: the number of stages
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> fedavg.State:
+    """Start from the bundle's network with a random link before each stage, uniform in +-1/sqrt(width)."""
     begun = fedavg.init(bundle, params, seed)
     found = by_depth.body(begun.model, params.stages, layers.calls(begun.network))
     rng = tensors.rng(seed, "fedepth", "links")
@@ -65,17 +66,17 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedavg.State:
 
 
 def link(end: int) -> str:
-    """The tensor of the link before stage `end`."""
+    """Name of the tensor of the link before stage `end`."""
     return f"link.s{end}.weight"
 
 
 def network(state: fedavg.State) -> dict[str, np.ndarray]:
-    """The network's own tensors."""
+    """Tensors of the plain network, without links."""
     return {name: array for name, array in state.model.items() if not name.startswith("link.")}
 
 
 def groups(body: Body, count: int) -> list[Group]:
-    """The stages in so many groups, as even as can be."""
+    """The stages split into `count` groups, as even as possible."""
     found = []
     for part in np.array_split(np.arange(len(body.stages)), min(count, len(body.stages))):
         found.append(Group(tuple(name for i in part for name in body.stages[i].names), int(part[-1]) + 1))
@@ -83,12 +84,13 @@ def groups(body: Body, count: int) -> list[Group]:
 
 
 def part(state: fedavg.State, body: Body, count: int) -> Places:
-    """All of the network, and the links that so many groups take."""
+    """Places of the whole network and of the links that `count` groups need."""
     links = [link(group.end) for group in groups(body, count)[:-1]]
     return dict.fromkeys(sorted([*network(state), *links]), (None, None))
 
 
 def send(state: fedavg.State, device: DeviceView) -> Order:
+    """Order training in as many groups as the device's memory tier needs."""
     count = by_width.by_tier(device.profile, state.params["groups"])
     body = by_depth.body(network(state), state.params["stages"], layers.calls(state.network))
     found, at = groups(body, count), part(state, body, count)
@@ -100,7 +102,7 @@ def send(state: fedavg.State, device: DeviceView) -> Order:
 
 
 def _cost(state: fedavg.State, order: Order, found: list[Group]) -> Any:
-    """Of each group the forward pass up to its end and twice its own; in memory the largest group counts."""
+    """FLOPs: for each group a forward pass up to its end and twice its own; memory: that of the largest group."""
     if len(found) == 1:
         return order.work
     model, before, passes, peaks = network(state), 0.0, 0.0, []
@@ -120,6 +122,7 @@ def _cost(state: fedavg.State, order: Order, found: list[Group]) -> Any:
 
 
 def work(task: Task, site: Site) -> Answer:
+    """Train group after group, each with its link to the classifier; earlier groups are frozen."""
     parts, ends, model = task.params["groups"], task.params["ends"], site.load("model")
     if len(parts) == 1:
         return fedavg.work(task, site)
@@ -146,7 +149,7 @@ def work(task: Task, site: Site) -> Answer:
 
 
 def linked(behind: stages.Stage, start: Mapping[str, np.ndarray], end: int, head: str) -> Any:
-    """The hook that ends the network before a stage, with a link from there to its classifier."""
+    """Hook that ends the network before a stage, with a link from there to its classifier."""
 
     def prepare(module: Any) -> Any:
         from torch import nn
@@ -165,12 +168,13 @@ def linked(behind: stages.Stage, start: Mapping[str, np.ndarray], end: int, head
 
 
 def check(task: Task, site: Site) -> Mapping[str, float]:
-    """How good the whole network is on the device's held-out share."""
+    """Evaluate the whole network on the device's held-out share."""
     model = {name: array for name, array in site.load("model").items() if not name.startswith("link.")}
     return site.engine.evaluate(task.params["network"], model, site.held)
 
 
 def fold(state: fedavg.State, so_far: Counted | None, update: Contribution) -> Counted:
+    """Add an update entry by entry; the links it carries follow from its number of groups."""
     sent = heterofl.sent_by(update)
     body = by_depth.body(network(state), state.params["stages"], layers.calls(state.network))
     cuts = [part(state, body, count) for count in sorted(set(state.params["groups"]))]
@@ -178,6 +182,7 @@ def fold(state: fedavg.State, so_far: Counted | None, update: Contribution) -> C
 
 
 def result(state: fedavg.State) -> Artefact:
+    """Global network without links."""
     return Artefact("weights", {"network": state.network}, network(state))
 
 

@@ -1,10 +1,10 @@
-"""FedFina: only the last convolutions are averaged, all else stays on the device.
+"""FedFina: only the last convolutions are averaged, everything else stays on the device.
 
 Paper: GENE-FL's comparison (arXiv 2504.14628, section 4) has it as the counterpart of ParFed: it shares the
 "last four convolution layers", of a ResNet18 the four 3x3 convolutions of its last stage, 31.50 MiB an upload.
 
-Deviations: the name stands in no other paper that we know; what is trained is everything, as with ParFed.
-There is one cluster. In a network without convolutions weight matrices other than the head's stand for them.
+Deviations: no other paper that we know uses the name; everything is trained, as with ParFed.
+There is one cluster. In a network without convolutions, weight matrices other than the head's take their place.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from fedquilt.methods import fedavg, fedrep, parfed
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
+    """FedAvg's parameters, and how many convolutions are shared."""
+
     layers: Annotated[int, Meta(ge=1)] = 4  # convolutions that are shared
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
+    """Share the last convolutions of the bundle's model."""
     begun = fedavg.init(bundle, params, seed)
     own = parfed.tail(begun.model, params.layers, layers.calls(begun.network))
     return fedrep.split(begun, begun.model.keys() - own)

@@ -1,16 +1,16 @@
-"""FedLG: the few convolutions whose gradients are smallest, a learnGene, are averaged; all else stays on the device.
+"""FedLG: the few convolutions with the smallest gradients, a learnGene, are averaged; all else stays on the device.
 
 Papers: Wang et al., Learngene: From Open-World to Your Learning Task, AAAI 2022 (arXiv 2106.06788), which takes
 the layers that change least as an ancestor learns; as a baseline in GENE-FL's comparison (arXiv 2504.14628,
 section 4), "extracts information from gradient updates". There three convolutions of a ResNet18 are shared, 18.28 MiB
 an upload: two of 512x512x3x3 and one of 128x64x3x3, hence a convolution's weights are the unit.
 
-In the first round (`probe`) devices train and tell of each convolution only how large its gradient is in their
-mini-batches, as a root mean square over its values, by the Fisher diagonal with one group for each mini-batch
-(`Trainer.fisher`). The coordinator takes the mean and the `layers` smallest, which are shared from then on.
+In the first rounds (`probe`) devices train and report for each convolution only the size of its gradient in their
+mini-batches, as a root mean square over its values, from the Fisher diagonal with one group for each mini-batch
+(`Trainer.fisher`). The coordinator averages the sizes and shares the `layers` smallest from then on.
 
-Deviations: GENE-FL's paper tells no formula of the choice; the mean norm for each parameter is ours. It is made
-once. There is one cluster. In a network without convolutions weight matrices other than the head's stand for them.
+Deviations: GENE-FL's paper gives no formula for the choice; the mean norm per parameter is ours. It is made
+once. There is one cluster. In a network without convolutions, weight matrices other than the head's take their place.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ from fedquilt.methods import fedavg, fedrep, parfed
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
+    """FedAvg's parameters, the size of the learnGene and the rounds to find it."""
+
     layers: Annotated[int, Meta(ge=1)] = 3  # convolutions in the learnGene
     probe: Annotated[int, Meta(ge=1)] = 1  # rounds in which gradients are measured and no weights are sent
 
 
 @dataclass(frozen=True)
 class State(fedrep.State):
-    """All tensors as the job began as `own`, and what somebody has shared since as `model`."""
+    """First values of all tensors as `own`, and the shared values so far as `model`."""
 
     candidates: tuple[str, ...]
     sizes: dict[str, float]  # sum over rounds of the devices' mean gradient size
@@ -45,10 +47,12 @@ class State(fedrep.State):
 
     @property
     def phase(self) -> str:
+        """Phase of the job: "probe" until the learnGene is known, then "share"."""
         return "share" if self.shared else "probe"
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
+    """Start with all tensors on the devices and every convolution a candidate."""
     begun = fedavg.init(bundle, params, seed)
     names = tuple(parfed.weights(begun.model, layers.calls(begun.network)))
     parts = fedrep.split(begun, begun.model.keys())
@@ -56,6 +60,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
 
 
 def send(state: State, device: DeviceView) -> Order:
+    """Order training; before the learnGene is known, with one more pass for the gradients."""
     sent = fedrep.send(state, device)
     work = sent.work
     if not state.shared:  # one more pass, forward and back, for the gradients of the trained network
@@ -65,6 +70,7 @@ def send(state: State, device: DeviceView) -> Order:
 
 
 def work(task: Task, site: Site) -> Answer:
+    """Train the device's own network; returns gradient sizes in the first rounds, then the learnGene."""
     answer = fedrep.parted(fedavg.trained(task, site, fedrep.whole(site)), task.params["shared"])
     if task.params["shared"]:
         return answer
@@ -74,7 +80,7 @@ def work(task: Task, site: Site) -> Answer:
 
 
 def fold(state: State, so_far: fedavg.Sum | None, update: Contribution) -> fedavg.Sum:
-    """A round's sum of models, or in the first rounds of gradients' sizes."""
+    """Add an update to the sums: models, or in the first rounds gradient sizes."""
     if state.shared:
         like = {name: state.own[name] for name in state.shared}
         return fedavg.fold(replace(state, model=like), so_far, update)
@@ -87,6 +93,7 @@ def fold(state: State, so_far: fedavg.Sum | None, update: Contribution) -> fedav
 
 
 def step(state: State, total: fedavg.Sum | None) -> State:
+    """Average the learnGene, or add up gradient sizes and choose it after the last probing round."""
     if total is None or total.weight == 0:
         return state
     if state.shared:
@@ -100,6 +107,7 @@ def step(state: State, total: fedavg.Sum | None) -> State:
 
 
 def explain(state: State) -> list[str]:
+    """Name the layers of the learnGene once they are chosen."""
     return [f"the learnGene is {', '.join(state.shared)}"] if state.shared and not state.model else []
 
 

@@ -1,13 +1,13 @@
-"""FedLoRA: the pre-trained network is held still, low-rank adapters and the head are averaged.
+"""FedLoRA: the pre-trained network is frozen, low-rank adapters and the head are averaged.
 
 Papers: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (arXiv 2106.09685), on the attention's and the
 feed-forward part's output projections as in FedSDG's comparison (seed paper, section 3.4), averaged as McMahan et al.
-(arXiv 1602.05629). With `mu` above 0 the adapters and the head are drawn to the received ones, FedProx
+(arXiv 1602.05629). With `mu` above 0 the adapters and the head are pulled to the received ones, FedProx
 (arXiv 1812.06127), Eq. 2.
 
 Deviations: in a network without attention every linear layer before the head is adapted. The result is the plain
-network with the adapters added into its weights. A and B are averaged each, as usual, although the mean of products
-is not the product of means. FedRep and Ditto on adapters are those methods with `rank` above 0.
+network with the adapters added into its weights. A and B are averaged separately, as usual, although the mean of
+products is not the product of means. FedRep and Ditto on adapters are those methods with `rank` above 0.
 """
 
 from __future__ import annotations
@@ -27,29 +27,32 @@ from fedquilt.models.partial import lora
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
+    """FedAvg's parameters with Adam, and the adapters'."""
+
     lr: Annotated[float, Meta(gt=0)] = 1e-3
     optimizer: Literal["sgd", "adam"] = "adam"
     clip: Annotated[float, Meta(ge=0)] = 1.0  # largest gradient norm, over all that is trained; 0: no clipping
     rank: Annotated[int, Meta(ge=1)] = 8  # r
     alpha: Annotated[float, Meta(gt=0)] = 16.0  # adapters count alpha / r
-    mu: Annotated[float, Meta(ge=0)] = 0.0  # of the pull towards what was received; above 0: FedProx
+    mu: Annotated[float, Meta(ge=0)] = 0.0  # pull towards the received values; above 0: FedProx
 
 
 @dataclass(frozen=True)
 class State(fedavg.State):
-    """The adapters and the head as `model`, and the network as the job began with it."""
+    """Adapters and head as `model`, and the network that the job began with."""
 
     backbone: dict[str, np.ndarray]
 
 
 def init(bundle: Bundle, params: Any, seed: int) -> State:
+    """Insert new adapters into the bundle's network, which becomes the frozen backbone."""
     begun = fedavg.init(bundle, params, seed)
     model = shared(begun.model, params.rank, seed, begun.network)
     return State(**vars(replace(begun, model=model)), backbone=begun.model)
 
 
 def shared(backbone: Tensors, rank: int, seed: int, network: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The adapters at first, and the head."""
+    """First values of the adapters, and the head."""
     return {
         **lora.shared(backbone, lora.spots(backbone, layers.calls(network)), rank, tensors.rng(seed, "lora")),
         **{name: backbone[name] for name in head(backbone, network)},
@@ -57,7 +60,7 @@ def shared(backbone: Tensors, rank: int, seed: int, network: Mapping[str, Any]) 
 
 
 def head(backbone: Tensors, network: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of the tensors that tell the classes.
+    """Names of the classifier's tensors.
 
     Raises:
         ModelError: the network ends in something else than a linear layer.
@@ -69,23 +72,23 @@ def head(backbone: Tensors, network: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def send(state: State, device: DeviceView) -> Order:
-    """The shared part; the backbone never changes and so is sent once."""
+    """Order training of the shared part; the backbone never changes, so it is sent once."""
     plain = fedavg.State(
         state.params, state.network, {**state.backbone, **state.model}, state.flops, state.example_bytes
     )
     anchors = 1 if state.params.get("mu", 1.0) else 0
-    # a backward pass through weights that are held still costs as much as the forward one, not twice
+    # a backward pass through frozen weights costs as much as the forward one, not twice as much
     bundles = {"model": state.model, "backbone": state.backbone}
     return fedavg.order(plain, bundles, passes=2, anchors=anchors, moved=state.model)
 
 
 def scale(params: Mapping[str, Any]) -> float:
-    """s = alpha / r."""
+    """Factor of the adapters, alpha / r."""
     return float(params["alpha"] / params["rank"])
 
 
 def hooks(task: Task, backbone: Tensors, moved: Tensors) -> Hooks:
-    """Adapters in the network; these tensors are trained, all others held still."""
+    """Insert the adapters; train the tensors in `moved` and freeze all others."""
     calls = layers.calls(task.params["network"])
     places, rank, mu = lora.spots(backbone, calls), task.params["rank"], task.params.get("mu", 0.0)
 
@@ -99,6 +102,7 @@ def hooks(task: Task, backbone: Tensors, moved: Tensors) -> Hooks:
 
 
 def work(task: Task, site: Site) -> Answer:
+    """Train the adapters and the head in the frozen backbone."""
     backbone, received = site.load("backbone"), site.load("model")
     answer = fedavg.trained(task, site, {**backbone, **received}, hooks(task, backbone, received))
     model = answer.bundles["model"]
@@ -106,18 +110,19 @@ def work(task: Task, site: Site) -> Answer:
 
 
 def check(task: Task, site: Site) -> Mapping[str, float]:
+    """Evaluate the backbone with the received adapters and head."""
     backbone, received = site.load("backbone"), site.load("model")
     adapted = hooks(task, backbone, received)
     return site.engine.evaluate(task.params["network"], {**backbone, **received}, site.held, hooks=adapted)
 
 
 def result(state: State) -> Artefact:
-    """The job's own network, with the adapters in its weights."""
+    """The job's own network, with the adapters merged into its weights."""
     return Artefact("weights", {"network": state.network}, plain(state))
 
 
 def plain(state: State) -> dict[str, np.ndarray]:
-    """The shared model as the network's own tensors."""
+    """Shared model as the network's own tensors, adapters merged."""
     whole = {**state.backbone, **{name: state.model[name] for name in state.model if name in state.backbone}}
     return lora.merged(whole, state.model, lora.spots(state.backbone, layers.calls(state.network)), scale(state.params))
 

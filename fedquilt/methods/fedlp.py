@@ -1,12 +1,12 @@
-"""FedLP: each device sends each of its layers with a probability only, and a layer is averaged over who sent it.
+"""FedLP: each device sends each of its layers only with a probability, and a layer is averaged over its senders.
 
 Paper: Zhu et al., FedLP: Layer-wise Pruning Mechanism for Communication-Computation Efficient Federated
 Learning, ICC 2023 (arXiv 2303.06360), the homogeneous scheme: layer l of device k is kept with probability p;
 
-    w^l = sum_k n_k w_k^l / sum_k n_k   over the devices that kept it; as it was where nobody did.
+    w^l = sum_k n_k w_k^l / sum_k n_k   over the devices that kept it; unchanged where nobody did.
 
-Deviations: layers are left out on the device, before anything is sent (the authors' own code drops them on the
-server). A layer is a weight tensor with its bias, its normalisation and that one's statistics. Every device
+Deviations: layers are dropped on the device, before anything is sent (the authors' own code drops them on the
+server). A layer is a weight tensor with its bias, its normalisation and the statistics of that. Every device
 trains all layers.
 """
 
@@ -26,18 +26,20 @@ from fedquilt.methods import fedavg
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
+    """FedAvg's parameters, and the probability that a layer is sent."""
+
     keep: Annotated[float, Meta(gt=0, le=1)] = 0.5  # p: probability that a layer is sent; 1 is FedAvg
 
 
 @dataclass(frozen=True)
 class Sum(fedavg.Sum):
-    """sum_k n_k * w_k of the layers that came, and of each tensor sum_k n_k."""
+    """Sums of a round: sum_k n_k * w_k of the layers received, and sum_k n_k of each tensor."""
 
     weights: Mapping[str, float]
 
 
 def units(model: Tensors) -> dict[str, tuple[str, ...]]:
-    """`models.layers.layers`, each with the statistics of its normalisation; what is left over by module."""
+    """Units of `models.layers.layers`, each with its normalisation's statistics; remaining tensors by module."""
     found = {layer: set(names) for layer, names in layers.layers(model).items()}
     of = {name.rpartition(".")[0]: layer for layer, names in found.items() for name in names}
     for name in model.keys() - {name for names in found.values() for name in names}:
@@ -47,6 +49,7 @@ def units(model: Tensors) -> dict[str, tuple[str, ...]]:
 
 
 def work(task: Task, site: Site) -> Answer:
+    """Train as FedAvg, then send each layer with probability `keep`."""
     answer = fedavg.work(task, site)
     model = answer.bundles["model"]
     kept = [names for names in units(model).values() if site.rng.random() < task.params["keep"]]
@@ -54,6 +57,7 @@ def work(task: Task, site: Site) -> Answer:
 
 
 def fold(state: fedavg.State, so_far: Sum | None, update: Contribution) -> Sum:
+    """Add the layers that an update carries to their sums."""
     if "model" not in update.bundles:
         raise UpdateError(f"{update.device} sent no model, not even an empty one")
     model = update.bundles["model"]
@@ -68,6 +72,7 @@ def fold(state: fedavg.State, so_far: Sum | None, update: Contribution) -> Sum:
 
 
 def step(state: fedavg.State, total: Sum | None) -> fedavg.State:
+    """Average each layer over its senders; a layer that nobody sent stays."""
     if total is None:
         return state
     mean: dict[str, np.ndarray] = {}

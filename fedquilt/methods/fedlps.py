@@ -1,17 +1,17 @@
-"""FedLPS: a frozen encoder that all share, cut to its strongest channels on weak devices, and a predictor to train.
+"""FedLPS: all devices share a frozen encoder, cut to its strongest channels on weak ones, and train a predictor.
 
 Paper: Jia et al., FedLPS: Heterogeneous Federated Learning for Multiple Tasks with Local Parameter Sharing, AAAI 2024
-(arXiv 2402.08578), Algorithm 1: the encoder of a pre-trained network is shared and held still. A device keeps of every
-layer of the predictor the channels with the largest L1 norm of their weights, as many as its ratio of pruning leaves;
+(arXiv 2402.08578), Algorithm 1: the encoder of a pre-trained network is shared and frozen. A device keeps of every
+layer of the predictor the channels with the largest L1 norm of their weights, as many as its pruning ratio leaves;
 the predictor is trained, and its entries are averaged over the devices that have them.
 
-Deviations: one task. The channels are chosen once, on the coordinator, by the job's first weights, so that only a
-device's own part travels (the authors prune on the device after its first training); additions tie what they add, and
-what is tied to the encoder stays whole. The ratio is the device's by its memory tier, of one that has not said the
-largest. An entry's mean is weighted by examples; each ratio has batch normalisation statistics of its own, gathered
-from all devices before an evaluation and at the end, as in `heterofl`; the encoder's stay as they are. The encoder is
-the first layers by their names. Random weights are refused: an encoder of such is never trained by anybody. All
-ratios 0 and encoder = 0 are FedAvg, bit for bit but for those statistics.
+Deviations: one task. The channels are chosen once, on the coordinator, from the job's first weights, so that only a
+device's own part travels (the authors prune on the device after its first training); an addition ties its operands,
+and channels tied to the encoder stay whole. The ratio follows the device's memory tier, the largest for one that has
+not reported its memory. An entry's mean is weighted by examples; each ratio has its own batch normalisation
+statistics, gathered from all devices before an evaluation and at the end, as in `heterofl`; the encoder's stay as they
+are. The encoder is the first layers by their names. Random weights are refused, since nobody would ever train the
+encoder. All ratios 0 and encoder = 0 are FedAvg, bit for bit but for those statistics.
 """
 
 from __future__ import annotations
@@ -38,17 +38,27 @@ Ratio = Annotated[float, Meta(ge=0, lt=1)]
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
+    """FedAvg's parameters, the pruning ratios by memory tier, and the encoder's share."""
+
     ratios: tuple[Ratio, Ratio, Ratio, Ratio, Ratio] = (0.8, 0.5, 0.2, 0.0, 0.0)  # pruned: under 1 GB, 1, 2, 4, 8 GB
-    encoder: Annotated[float, Meta(ge=0, lt=1)] = 0.5  # share of the layers that is held still
+    encoder: Annotated[float, Meta(ge=0, lt=1)] = 0.5  # share of the layers that is frozen
 
 
 @dataclass(frozen=True)
 class State(_by_width.State):
+    """Global model, the encoder's layers and the channels kept at each ratio."""
+
     encoder: tuple[str, ...]  # layers
-    kept: dict[str, dict[str, np.ndarray]]  # by share of the channels that are left: group -> which
+    kept: dict[str, dict[str, np.ndarray]]  # by share of the channels that are left: group -> their indices
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
+    """Choose the encoder and, for each ratio, the channels of the predictor that stay.
+
+    Raises:
+        JobError: the encoder would have random weights.
+        ModelError: the network has one layer only.
+    """
     if params.encoder and not bundle.meta.get("pretrained", True):
         raise JobError(
             "the encoder is held still, and this network's weights are random: give [model] weights = a file of a "
@@ -72,41 +82,43 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
 
 
 def rates(params: Mapping[str, Any]) -> list[float]:
-    """Shares of the channels that are left, by tier."""
+    """Share of the channels that is left, by tier."""
     return [round(1 - ratio, 9) for ratio in params["ratios"]]
 
 
 def still(state: State) -> set[str]:
-    """The encoder's tensors, its normalisations' statistics too."""
+    """Names of the encoder's tensors, with its normalisations' statistics."""
     found = layers.layers(state.model)
     modules = {name.rpartition(".")[0] for layer in state.encoder for name in found[layer]}
     return {name for name in state.model if name.rpartition(".")[0] in modules}
 
 
 def parts(state: State) -> dict[float, Places]:
-    """What may be sent, by the share of the channels that are left: the strongest units' entries."""
+    """Places of each part that may be sent, by the share of the channels that is left: the strongest units' entries."""
     shares = sorted({share(state, left) for left in rates(state.params)})
     return {left: width.places(state.plan, state.model, state.kept.get(f"{left:g}", {})) for left in shares}
 
 
 def share(state: State, left: float) -> float:
-    """Of shares that leave as many channels of the predictor the largest."""
+    """Largest of the shares that leave as many channels of the predictor as `left`."""
     pruned = next(iter(state.kept.values()))
     return heterofl.width([state.plan.widths[group] for group in pruned], rates(state.params), left)
 
 
 def left_of(state: State, device: DeviceView) -> float:
-    """The share of the channels in a device's part."""
+    """Share of the channels in a device's part."""
     return share(state, width.by_tier(device.profile, rates(state.params)))
 
 
 def send(state: State, device: DeviceView) -> Order:
+    """Order training of the device's part, with the encoder frozen."""
     left = left_of(state, device)
     order = heterofl.at_rate(state, heterofl.order(state, parts(state)[left], left, state.widths.get(f"{left:g}")))
     return replace(order, params={**order.params, "still": sorted(still(state))})
 
 
 def work(task: Task, site: Site) -> Answer:
+    """Train the predictor's part, or gather batch normalisation statistics where the task asks for them."""
     if "asked" in task.params:
         return _by_width.measured(task, site)
     hooks, held = heterofl.hooks_of(task, site, scaled=False), set(task.params["still"])
@@ -118,12 +130,13 @@ def work(task: Task, site: Site) -> Answer:
 
 
 def check(task: Task, site: Site) -> Any:
-    """How good the device's own part is on its held-out share."""
+    """Evaluate the device's own part on its held-out share."""
     hooks = heterofl.hooks_of(task, site, scaled=False)
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=hooks)
 
 
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
+    """Add a device's predictor entries to the sums of its ratio."""
     sent, held = heterofl.sent_by(update), still(state)
     moved = {left: {name: place for name, place in at.items() if name not in held} for left, at in parts(state).items()}
     return heterofl.gather(state, so_far, sent, moved, update.weight)

@@ -1,15 +1,15 @@
-"""FedNova: devices that take unequal numbers of steps pull by their direction, not by their distance.
+"""FedNova: devices that take unequal numbers of steps count by their direction, not by their distance.
 
 Paper: Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization,
 NeurIPS 2020 (arXiv 2007.07481), Eq. 7 and section 4: with p_i the share of examples and a_i the sum of
-what the local optimizer gives each of its tau_i gradients,
+the factors that the local optimizer gives to each of its tau_i gradients,
 
     d_i = (x - y_i) / a_i,   x <- x - (sum_i p_i a_i) sum_i p_i d_i.
 
 a_i is tau_i for plain SGD and (tau - rho (1 - rho^tau) / (1 - rho)) / (1 - rho) with momentum rho.
 
-Deviations: with Nesterov's momentum a_i = tau + rho times that. Weight decay and clipping are not
-reckoned in a_i. Batch norm's statistics are averaged by p_i. Written as one weighted mean of the models
+Deviations: with Nesterov's momentum a_i = tau + rho times that. a_i ignores weight decay and
+clipping. Batch norm's statistics are averaged by p_i. Written as one weighted mean of the models
 and x, so that a round's sum is one model.
 """
 
@@ -27,6 +27,8 @@ from fedquilt.methods import fedavg
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
+    """FedAvg's parameters; a_i is known for SGD only."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.optimizer != "sgd":
@@ -35,14 +37,14 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class Sum(fedavg.Sum):
-    """sum_i n_i y_i / a_i of what is learned, sum_i n_i y_i of statistics, and three sums to divide by."""
+    """Sums: n_i y_i / a_i of learned tensors, n_i y_i of statistics, and the three divisors."""
 
     inverse: float  # sum_i n_i / a_i
     lengths: float  # sum_i n_i a_i
 
 
 def length(steps: float, params: Mapping[str, Any]) -> float:
-    """a_i: by how many plain gradients the local optimizer moves in so many steps."""
+    """a_i: distance of `steps` steps of the local optimizer, in plain gradients."""
     rho = params["momentum"]
     if not rho:
         return steps
@@ -51,6 +53,7 @@ def length(steps: float, params: Mapping[str, Any]) -> float:
 
 
 def fold(state: fedavg.State, so_far: Sum | None, update: Contribution) -> Sum:
+    """Add an update to the sums, divided by its a_i."""
     a = length(fedavg.steps_of(update), state.params)
     one = fedavg.fold(state, None, update)
     scaled = dict(one.total)
@@ -63,6 +66,7 @@ def fold(state: fedavg.State, so_far: Sum | None, update: Contribution) -> Sum:
 
 
 def step(state: fedavg.State, total: Sum | None) -> fedavg.State:
+    """Step from x along the mean normalised direction; statistics take their mean."""
     if total is None or total.weight == 0:
         return state
     model = fedavg.mean(total)

@@ -1,4 +1,4 @@
-"""FedOpt: the server takes the devices' mean change as a gradient and steps with an optimizer of its own.
+"""FedOpt: the server takes the devices' mean change as a gradient, and steps with an optimizer of its own.
 
 Papers: Reddi et al., Adaptive Federated Optimization, ICLR 2021 (arXiv 2003.00295), Algorithm 2, for
 adagrad, adam and yogi; Hsu, Qi and Brown, Measuring the Effects of Non-Identical Data Distribution for
@@ -12,7 +12,7 @@ D the mean of y_i - x:
     yogi:     v <- v - (1 - beta2) D^2 sign(v - D^2)
 
 Deviations: the mean is weighted by examples, as FedAvg's. v begins at tau^2, the least that Algorithm 2
-allows. There is no correction of bias, as in the paper. Batch norm's statistics are averaged: no
+allows. Bias is not corrected, as in the paper. Batch norm's statistics are averaged: no
 optimizer may make a variance negative.
 """
 
@@ -30,22 +30,25 @@ from fedquilt.methods import fedavg
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
+    """FedAvg's parameters, and the server optimizer's."""
+
     server: Literal["sgd", "adagrad", "adam", "yogi"] = "adam"
     server_lr: Annotated[float, Meta(gt=0)] = 0.01  # eta_g; 1 with sgd and beta1 = 0 is FedAvg
     beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9  # of the mean change; 0 is the paper's for adagrad
     beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.99  # of its square: adam and yogi
-    tau: Annotated[float, Meta(gt=0)] = 1e-3  # the smaller, the more adaptive
+    tau: Annotated[float, Meta(gt=0)] = 1e-3  # smaller values adapt more
 
 
 @dataclass(frozen=True)
 class State(fedavg.State):
-    """The global model and the server optimizer's moments of what is learned, float32."""
+    """Global model, and the server optimizer's moments of the learned tensors, float32."""
 
     first: dict[str, np.ndarray]  # m
     second: dict[str, np.ndarray]  # v; empty with sgd
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
+    """Start with first moments 0 and second moments tau^2."""
     begun = fedavg.init(bundle, params, seed)
     names = fedavg.learned(begun.model)
     first = {name: np.zeros_like(begun.model[name]) for name in names}
@@ -54,6 +57,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
 
 
 def step(state: State, total: fedavg.Sum | None) -> State:
+    """Step the server's optimizer on the mean change of the round."""
     if total is None or total.weight == 0:
         return state
     params, model = state.params, fedavg.mean(total)

@@ -1,23 +1,24 @@
 """FedPeWS: in the first rounds each device trains a subnetwork of its own, which it finds by itself.
 
 Paper: Tastan et al., FedPeWS: Personalized Warmup via Subnetworks for Enhanced Heterogeneous Federated
-Learning (arXiv 2410.03042), Algorithm 1, Eq. 4 to 8. In each of W warm-up rounds a device takes turns on
+Learning (arXiv 2410.03042), Algorithm 1, Eq. 4 to 8. In each of W warm-up rounds a device alternates on
 every mini-batch: a step on its mask scores s (Procedure I), then one on the weights (Procedure II), each
 under newly drawn masks m ~ Bernoulli(theta), theta = sigmoid(s), one entry per hidden neuron:
 
     L_s = f(x m) - lambda ||theta_i - theta_{g without i}||^2        s <- s - eta_s grad L_s
     L_x = f(x m) [+ mu/2 ||(x - x_g) m||^2, over FedProx]            x <- x - eta_l grad L_x
-    x_g <- x_g - eta_g (x_g - sum_i x_i m_i / sum_i m_i)   where anybody's mask covers, else as it is
+    x_g <- x_g - eta_g (x_g - sum_i x_i m_i / sum_i m_i)   where any mask covers the entry, else unchanged
 
-After that it is FedAvg (mu = 0) or FedProx with eta_g. The scores stay on the device. What is sent in
-a warm-up round: the mask drawn after the last step, in bits; covered entries of the weights; and theta_i in
-16 bits unless `publish` is "bits": then the others' masks stand for their probabilities.
+From then on it is FedAvg (mu = 0) or FedProx with eta_g. The scores stay on the device. An update of
+a warm-up round holds the mask drawn after the last step, in bits; covered entries of the weights; and theta_i in
+16 bits unless `publish` is "bits": then the others' masks replace their probabilities.
 
-Deviations and what the paper leaves open: s begins at `first_score` = 0; a weight is covered where
+Deviations, and choices that the paper leaves open: s begins at `first_score` = 0; a weight is covered where
 both its ends are; an uncovered entry is kept, where the paper divides by 0. Devices count by their examples
-(`weigh`), the paper's all alike. theta_{g without i} is taken from what each device has last published; in the
-first round all are at 0.5, and a device that remains the only one has no term of diversity. Procedure I leaves the
-statistics of batch normalisation alone. W counts rounds that were answered; K is `epochs` over the device's examples.
+(`weigh`), the paper's all alike. theta_{g without i} is the mean of each device's last publication; in the
+first round all are at 0.5, and a device that remains the only one has no term of diversity. Procedure I does not
+update the statistics of batch normalisation. W counts rounds that were answered; K is `epochs` over the device's
+examples.
 """
 
 from __future__ import annotations
@@ -38,22 +39,29 @@ from fedquilt.models.partial.masks import Plan
 
 @dataclass(frozen=True)
 class Warmup(fedavg.Params):
-    """What FedPeWS and FedPeWS-Fixed have in common."""
+    """Parameters common to FedPeWS and FedPeWS-Fixed."""
 
     warmup: Annotated[int, Meta(ge=0)] = 25  # W: rounds with masks; the paper's tau is W over all rounds. 0: none
     server_lr: Annotated[float, Meta(gt=0, le=2)] = 1.0  # eta_g: 1 takes the devices' mean
-    mu: Annotated[float, Meta(ge=0)] = 0.0  # mu of FedProx; 0 is over FedAvg
-    weigh: Literal["examples", "devices"] = "examples"  # what a device counts by; the paper's count alike
+    mu: Annotated[float, Meta(ge=0)] = 0.0  # mu of FedProx; 0: FedAvg
+    weigh: Literal["examples", "devices"] = "examples"  # weight of a device; the paper's count alike
 
 
 @dataclass(frozen=True)
 class Params(Warmup):
+    """Parameters of the mask scores, besides the warm-up's."""
+
     mask_lr: Annotated[float, Meta(gt=0)] = 0.1  # eta_s: learning rate of the scores; does not decay
-    diversity: Annotated[float, Meta(ge=0)] = 2.0  # lambda: how much it is worth to differ from the others
-    publish: Literal["theta", "bits"] = "theta"  # what others learn of a device's mask
+    diversity: Annotated[float, Meta(ge=0)] = 2.0  # lambda: reward for a mask that differs from the others'
+    publish: Literal["theta", "bits"] = "theta"  # form in which a device's mask is published to others
     first_score: Annotated[float, Meta(ge=-100, le=100)] = 0.0  # s_g^0; 0: every neuron is used half of the time
 
     def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ValueError: an optimizer other than plain SGD.
+        """
         super().__post_init__()
         if self.optimizer != "sgd" or self.momentum or self.weight_decay or self.clip:
             raise ValueError(
@@ -63,24 +71,29 @@ class Params(Warmup):
 
 @dataclass(frozen=True)
 class State(fedavg.State):
-    """The global model, how its neurons hang together, and what devices have published of their masks."""
+    """Global model, the dependencies between its neurons, and the masks that devices have published."""
 
     plan: Plan
-    round: int  # rounds that were answered
-    reached: float  # share of the model's entries that somebody's mask covered in the last warm-up round
-    published: dict[str, np.ndarray]  # by device, (h,) float16 or (ceil(h/8),) uint8: the last of each
+    round: int  # rounds answered so far
+    reached: float  # share of the model's entries that some mask covered in the last warm-up round
+    published: dict[str, np.ndarray]  # by device, (h,) float16 or (ceil(h/8),) uint8: its last one
 
 
 @dataclass(frozen=True)
 class Covered:
-    """A warm-up round's sums over devices: of weighted covered entries, and of the weights that they have."""
+    """Sums of a warm-up round over devices: weighted covered entries, and the weights that cover them."""
 
     total: Mapping[str, np.ndarray]  # sum_i n_i x_i m_i; counters: the largest
-    cover: Mapping[str, np.ndarray]  # sum_i n_i m_i, in the tensor's shape; in one entry where all is covered
+    cover: Mapping[str, np.ndarray]  # sum_i n_i m_i, in the tensor's shape; one entry where everything is covered
     published: Mapping[str, np.ndarray]
 
 
 def init(bundle: Bundle, params: Warmup, seed: int) -> State:
+    """Start with the plan of masks that `prepare` stored.
+
+    Raises:
+        ModelError: there is no plan, or nothing that can be masked.
+    """
     begun = fedavg.init(bundle, params, seed)
     plan = Plan({}, {}, {})
     if params.warmup:
@@ -97,11 +110,12 @@ def init(bundle: Bundle, params: Warmup, seed: int) -> State:
 
 
 def warm(state: State) -> bool:
-    """Whether the coming round is one with masks."""
+    """Whether the coming round has masks."""
     return state.round < int(state.params["warmup"])
 
 
 def send(state: State, device: DeviceView) -> Order:
+    """Order training under masks, with the others' mean probabilities; after the warm-up of the whole network."""
     if not warm(state):
         return full(state)
     others, anchors = _others(state, device.device), int(state.params["mu"] > 0)
@@ -113,12 +127,12 @@ def send(state: State, device: DeviceView) -> Order:
 
 
 def full(state: State) -> Order:
-    """A round of the whole network."""
+    """Order training of the whole network."""
     return fedavg.order(state, {"model": state.model}, anchors=int(state.params["mu"] > 0))
 
 
 def _others(state: State, device: str) -> np.ndarray | None:
-    """theta_{g without i}: the mean of what the others have published, float32 (h,)."""
+    """theta_{g without i}: mean of the masks published by all other devices, float32 (h,); None: there are none."""
     if not state.published:
         return np.full(state.plan.neurons, 0.5, np.float32)
     given = [value for name, value in sorted(state.published.items()) if name != device]
@@ -134,12 +148,13 @@ def _others(state: State, device: str) -> np.ndarray | None:
 
 
 def proximal(task: Task) -> Hooks:
-    """FedProx's pull towards the received model; nothing with mu = 0."""
+    """Hooks with FedProx's pull towards the received model; none with mu = 0."""
     mu = task.params["mu"]
     return Hooks(correct=lambda gradient, value, at: gradient + mu * (value - at["start"])) if mu else Hooks()
 
 
 def work(task: Task, site: Site) -> Answer:
+    """Train scores and weights in turn, then draw the mask to send; plain training after the warm-up."""
     if not task.params.get("masked"):
         return fedavg.work(task, site, proximal(task))
     import torch
@@ -172,11 +187,16 @@ def work(task: Task, site: Site) -> Answer:
 
 
 def weight_of(state: State, update: Contribution) -> float:
-    """What a device counts by."""
+    """Weight of a device in the mean."""
     return update.weight if state.params["weigh"] == "examples" else 1.0
 
 
 def fold(state: State, so_far: Covered | fedavg.Sum | None, update: Contribution) -> Covered | fedavg.Sum:
+    """Add an update: its covered entries in the warm-up, its model afterwards.
+
+    Raises:
+        UpdateError: no mask, or one of other size or values.
+    """
     if not warm(state):
         assert not isinstance(so_far, Covered)
         return fold_full(state, so_far, update)
@@ -195,7 +215,7 @@ def fold(state: State, so_far: Covered | fedavg.Sum | None, update: Contribution
 
 
 def fold_full(state: State, so_far: fedavg.Sum | None, update: Contribution) -> fedavg.Sum:
-    """Of a round of the whole network."""
+    """Add an update to the sums of a round of the whole network."""
     return fedavg.fold(state, so_far, replace(update, weight=weight_of(state, update)))
 
 
@@ -206,10 +226,10 @@ def _probable(values: np.ndarray) -> bool:
 def add(
     state: State, so_far: Covered | None, update: Contribution, neurons: np.ndarray, told: Mapping[str, np.ndarray]
 ) -> Covered:
-    """The sums with one device's covered entries; `neurons` is its mask (h,).
+    """Add one device's covered entries to the sums; `neurons` is its mask (h,).
 
     Raises:
-        UpdateError: what it sent is not what its mask covers, or not finite.
+        UpdateError: the entries are not those that its mask covers, or not finite.
     """
     sent = update.bundles.get("model", {})
     if odd := sorted(sent.keys() ^ state.model.keys()):
@@ -227,6 +247,7 @@ def add(
 
 
 def step(state: State, total: Covered | fedavg.Sum | None) -> State:
+    """Move each covered entry towards the mean over the devices that cover it; close a later round as FedAvg."""
     if total is None or (isinstance(total, fedavg.Sum) and total.weight == 0):
         return state
     rate = state.params["server_lr"]
@@ -253,11 +274,12 @@ def step(state: State, total: Covered | fedavg.Sum | None) -> State:
 
 
 def _towards(before: np.ndarray, mean: np.ndarray, rate: float) -> np.ndarray:
-    """x - eta (x - mean), written so that eta = 1 gives the mean to the last bit; counters are taken."""
+    """Step x - eta (x - mean), written so that eta = 1 gives the mean to the last bit; counters take the mean's."""
     return mean if mean.dtype.kind in "iu" else (1 - rate) * before.astype(np.float64) + rate * mean
 
 
 def explain(state: State) -> list[str]:
+    """Share of the network that the masks of the last warm-up round covered together."""
     if not state.round or state.round > int(state.params["warmup"]):
         return []
     of = f"warm-up round {state.round} of {state.params['warmup']}"

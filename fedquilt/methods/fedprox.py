@@ -17,10 +17,13 @@ from fedquilt.methods import fedavg
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
+    """FedAvg's parameters, and the strength of the pull."""
+
     mu: Annotated[float, Meta(ge=0)] = 0.01  # mu: strength of the proximal term; 0 is FedAvg
 
 
 def work(task: Task, site: Site) -> Answer:
+    """Train with mu * (w - w_t) added to each gradient."""
     mu = task.params["mu"]
     pull = Hooks(correct=lambda gradient, value, at: gradient + mu * (value - at["start"]))
     return fedavg.work(task, site, pull)

@@ -1,17 +1,17 @@
-"""FedRep: a representation that all devices learn together, and a head of each device's own.
+"""FedRep: all devices learn a representation together, and each has a head of its own.
 
 Paper: Collins et al., Exploiting Shared Representations for Personalized Federated Learning, ICML 2021
 (arXiv 2102.07078), Algorithm 1: in a round a device first takes steps on its head with the received
-representation held still, then on the representation with its head held still; the server averages the
+representation frozen, then on the representation with its head frozen; the server averages the
 representations. The head stays on the device.
 
 Deviations: both parts are trained by whole epochs (`head_epochs`, then `epochs`), as in the authors' own code.
-The mean is weighted by examples, as FedAvg's, where the paper's devices all have as many. Normalisation layers that
-are held still keep their statistics too. A device's first head is the job's, not one fitted before round 0.
-With `rank` above 0 the representation is low-rank adapters in a pre-trained network that is held still (`fedlora`).
+The mean is weighted by examples, as FedAvg's, where the paper's devices all have as many. Frozen
+normalisation layers keep their statistics too. A device's first head is the job's, not one fitted before round 0.
+With `rank` above 0 the representation is low-rank adapters in a frozen pre-trained network (`fedlora`).
 
-The halves of a method that shares a part of the network are here for others too (`split`, `whole`): the part
-that is shared is `State.model`, what the rest begins with is `State.own`.
+Other methods that share a part of the network use the halves of this one (`split`, `whole`): the
+shared part is `State.model`, and the rest begins as `State.own`.
 """
 
 from __future__ import annotations
@@ -45,63 +45,63 @@ from fedquilt.methods import fedavg, fedlora
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
-    """Of the representation: `epochs`, all else of both parts."""
+    """Settings of both parts; `epochs` is the representation's."""
 
-    head_epochs: Annotated[int, Meta(ge=0)] = 10  # tau: passes over the examples that move the head alone
-    rank: Annotated[int, Meta(ge=0)] = 0  # r of low-rank adapters, the representation then; 0: the network's own layers
+    head_epochs: Annotated[int, Meta(ge=0)] = 10  # tau: passes over the examples that train the head alone
+    rank: Annotated[int, Meta(ge=0)] = 0  # r of low-rank adapters as the representation; 0: the network's own layers
     alpha: Annotated[float, Meta(gt=0)] = 16.0  # adapters count alpha / r
-    head: tuple[str, ...] | None = None  # layers of the device's own; not given: the one that tells classes; []: FedAvg
+    head: tuple[str, ...] | None = None  # layers that stay on the device; not given: the classifier; []: FedAvg
 
 
 @dataclass(frozen=True)
 class State(fedavg.State):
-    """The shared tensors as `model`, what the others begin with on every device, and what nobody ever trains."""
+    """Shared tensors as `model`, first values of the devices' own tensors, and tensors that nobody trains."""
 
     own: dict[str, np.ndarray]
-    backbone: dict[str, np.ndarray]  # what adapters are beside; {}: there are none
+    backbone: dict[str, np.ndarray]  # frozen network around the adapters; {}: no adapters
 
 
 # -- sharing a part -------------------------------------------------------------------------------
 
 
 def split(begun: fedavg.State, own: Collection[str]) -> State:
-    """FedAvg's state with the tensors of these names left to the devices."""
+    """FedAvg's state with the tensors named in `own` left to the devices."""
     shared = {name: array for name, array in begun.model.items() if name not in own}
     rest = {name: array for name, array in begun.model.items() if name in own}
     return State(**vars(replace(begun, model=shared)), own=rest, backbone={})
 
 
 def send(state: State, device: DeviceView) -> Order:
-    """The shared part, and beside it what never changes and so is sent once."""
+    """Order training of the shared part; tensors that never change are sent once."""
     trained = {**state.own, **state.model}
     all_of_it = {**state.backbone, **trained}
     plain = fedavg.State(state.params, state.network, all_of_it, state.flops, state.example_bytes)
     still = {"backbone": state.backbone} if state.backbone else {}
-    passes = 2 if still else 3  # a backward pass through weights that are held still costs as much as a forward one
+    passes = 2 if still else 3  # a backward pass through frozen weights costs as much as a forward one
     return fedavg.order(plain, {"model": state.model, "own": state.own, **still}, passes=passes, moved=trained)
 
 
 def whole(site: Site) -> dict[str, np.ndarray]:
-    """The device's network: the received part, and its own of the rest, the job's first until it has trained."""
+    """The device's network: the received part with its own rest, or the job's rest before it has trained."""
     own = site.load("own")
     tensors.require_like(site.local, {name: own[name] for name in own if name in site.local})
     return {**own, **site.local, **site.load("model")}
 
 
 def parted(answer: Answer, shared: Collection[str]) -> Answer:
-    """Of a whole network in an answer this part is sent, the rest stays."""
+    """Answer that sends the shared part of a whole network, and keeps the rest on the device."""
     model = answer.bundles["model"]
     sent = {name: model[name] for name in sorted(shared)}
     return replace(answer, bundles={"model": sent}, local={name: model[name] for name in model if name not in sent})
 
 
 def work_on_all(task: Task, site: Site) -> Answer:
-    """Training of everything at once, of which the shared part is sent."""
+    """Train everything at once and send the shared part."""
     return parted(fedavg.trained(task, site, whole(site)), site.load("model"))
 
 
 def adapted(task: Task, site: Site) -> tuple[Tensors, Any]:
-    """What nobody trains, and the hook that puts the adapters beside it; nothing where there are none."""
+    """Frozen tensors, and the hook that adds the adapters to them; nothing where there are none."""
     if not task.params.get("rank"):
         return {}, None
     backbone = site.load("backbone")
@@ -109,14 +109,14 @@ def adapted(task: Task, site: Site) -> tuple[Tensors, Any]:
 
 
 def check(task: Task, site: Site) -> Mapping[str, float]:
-    """How good the shared part is with the device's own of the rest."""
+    """Evaluate the shared part with the device's own rest."""
     still, prepare = adapted(task, site)
     model = {**still, **whole(site)}
     return site.engine.evaluate(task.params["network"], model, site.held, hooks=Hooks(prepare=prepare))
 
 
 def result(state: State) -> Artefact:
-    """The shared part within the network that the job began with: `meta["private"]` names what is nobody's."""
+    """Shared part within the job's first network; `meta["private"]` names the tensors that stay on devices."""
     model, private = {**state.own, **state.model}, sorted(state.own.keys() - state.model.keys())
     if state.backbone:
         merged = (state.params, state.network, state.model, state.flops, state.example_bytes, state.backbone)
@@ -128,6 +128,12 @@ def result(state: State) -> Artefact:
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
+    """Split the bundle's network into representation and head.
+
+    Raises:
+        JobError: `head` together with `rank`.
+        ModelError: no last linear layer, an unknown layer, or nothing left to share.
+    """
     begun = fedavg.init(bundle, params, seed)
     if params.rank:
         if params.head is not None:
@@ -149,13 +155,15 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
 
 
 def order(state: State, device: DeviceView) -> Order:
+    """Order training of head and representation; the head's passes count as forward passes."""
     sent = send(state, device)
-    work = sent.work  # the head's steps: a forward pass each, its backward pass is next to nothing
+    work = sent.work  # the head's steps: a forward pass each, whose backward pass costs next to nothing
     flops = work.flops_per_example + state.flops * state.params["head_epochs"] * bool(state.own)
     return replace(sent, work=msgspec.structs.replace(work, flops_per_example=flops))
 
 
 def work(task: Task, site: Site) -> Answer:
+    """Train the head for its epochs, then the representation; only the latter is sent."""
     head, model, steps = set(site.load("own")), whole(site), 0.0
     body = model.keys() - head
     still, prepare = adapted(task, site)

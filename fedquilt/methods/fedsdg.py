@@ -1,7 +1,7 @@
-"""FedSDG: shared adapters, a branch of each device's own beside them, and a gate per block for how much of it counts.
+"""FedSDG: shared adapters, a branch of each device's own beside them, and a gate per block that weighs it.
 
 Paper: FedSDG: Structure Decoupled Gating for Personalized Federated Finetuning (anonymous submission), sections 3.2
-to 3.4. The network is held still. Beside the attention's output projection and the feed-forward part's output
+to 3.4. The network is frozen. Beside the attention's output projection and the feed-forward part's output
 projection of block l there are a shared adapter and one of the device's own, of the same shape (Eq. 3 and 4):
 
     y = W x + s x A_g B_g + m_l s x A_p B_p,   m_l = sigmoid(a_l).
@@ -13,14 +13,14 @@ server weighs each change by its cosine with the mean change, where that is abov
 Deviations: Eq. 4 is applied to outputs, a sum of products, as in the authors' own code. B_p begins as small noise,
 with B_p = 0 the gates would have no gradient. Where no change agrees with the mean, the plain mean is taken. Shared
 weight decay (`official` only) is part of the loss, hence clipped with it. In a network without attention every linear
-layer before the head is a block. Alignment wants all changes of a round at once: the coordinator holds up to `most` of
-them; of more devices so many count, drawn by the job's seed. A device that has never trained is evaluated with all
+layer before the head is a block. Alignment needs all changes of a round at once: the coordinator holds up to `most`,
+and of more devices that many count, drawn by the job's seed. A device that has never trained is evaluated with all
 gates shut, as its branch is noise; so is the shared model. The result is the shared model, all gates shut, with the
 adapters added into its weights.
 
-`preset = "official"` takes the authors' code where it is at odds with the paper: a gate for every layer, shut further
-at first and quicker, other penalties, the plain mean. `tell_gates` lets a device report its gates, rounded; the paper
-keeps them on the device, and so does the default.
+`preset = "official"` follows the authors' code where it differs from the paper: a gate for every layer, which starts
+further shut and learns faster, other penalties, the plain mean. `tell_gates` lets a device report its gates, rounded;
+the paper keeps them on the device, and so does the default.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from fedquilt.methods.krum import Held, hold
 from fedquilt.models.partial import lora
 
 EPS = 1e-8
-LEAST = 1e-6  # of the sum of alignments: below it nothing agrees with the mean
+LEAST = 1e-6  # sum of alignments below which no change agrees with the mean
 SHUT = -100.0  # a of a shut gate: m is 0 in 32 bits
 TEMPERATURE = 0.05  # of "others"
 
@@ -83,10 +83,10 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Params:
-    """What is not given is the preset's.
+    """Parameters; those not given are the preset's.
 
     `aggregation`: "aligned" is Eq. 10, and the paper's; "others" the softmax of the cosines of a device's adapters with
-    the mean of all others; "mean", each counts as much, the official default.
+    the mean of all others; "mean" weighs all alike, the official default.
     """
 
     preset: Literal["paper", "official"] = "paper"
@@ -100,7 +100,7 @@ class Params:
     rank: Annotated[int, Meta(ge=1)] = 8  # r
     alpha: Annotated[float, Meta(gt=0)] = 16.0  # adapters count alpha / r
     gate: float | None = None  # a at first: 0, hence m = 0.5; official -2; -100 shuts them: FedLoRA
-    gates: Literal["block", "layer"] | None = None  # what has a gate of its own: block; official layer
+    gates: Literal["block", "layer"] | None = None  # unit that has a gate of its own: block; official layer
     sparsity: Annotated[float, Meta(ge=0)] | None = None  # lambda_1: 0.001; official 0.01
     own_decay: Annotated[float, Meta(ge=0)] | None = None  # lambda_2: 0.0001; official 0.001
     shared_decay: Annotated[float, Meta(ge=0)] | None = None  # weight decay of the shared part: 0; official 0.0001
@@ -119,7 +119,7 @@ class Params:
 
 @dataclass(frozen=True)
 class State(fedlora.State):
-    """The shared part as `model`, the network the job began with, and what became of the last round."""
+    """Shared part as `model`, the job's first network, and sentences on the last round."""
 
     seed: int
     told: tuple[str, ...] = ()
@@ -129,6 +129,7 @@ class State(fedlora.State):
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
+    """Insert shared adapters into the bundle's network, which is frozen."""
     begun = fedavg.init(bundle, params, seed)
     model = fedlora.shared(begun.model, params.rank, seed, begun.network)
     if params.head == "private":
@@ -139,12 +140,14 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
 
 
 def fold(state: State, so_far: Held | None, update: Contribution) -> Held:
+    """Hold an update's change of the shared part, up to `most` of a round."""
     delta = update.bundles.get("delta", {})
     tensors.require_same(delta, state.model)
     return hold(so_far, update, delta, state.params["most"], state.seed)
 
 
 def step(state: State, total: Held | None) -> State:
+    """Add the changes to the shared part, weighted by their alignment."""
     if total is None:
         return state
     devices = sorted(total.sent)
@@ -162,7 +165,7 @@ def step(state: State, total: Held | None) -> State:
 
 
 def weights(deltas: Sequence[Tensors], rule: str) -> tuple[np.ndarray, bool]:
-    """(n,): how much each change counts, adding up to 1; and False where nothing agreed and all count as much.
+    """Weights of the changes, (n,), adding up to 1; and False where nothing agreed and all count alike.
 
     "aligned" is Eq. 10, whose sums of weights fall short of 1 by less than EPS / LEAST.
     """
@@ -192,7 +195,7 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def result(state: State) -> Artefact:
-    """The network with the shared adapters in its weights: every gate shut."""
+    """Network with the shared adapters merged into its weights: every gate shut."""
     private = list(fedlora.head(state.backbone, state.network)) if state.params["head"] == "private" else []
     return Artefact("weights", {"network": state.network, "private": private}, fedlora.plain(state))
 
@@ -201,6 +204,7 @@ def result(state: State) -> Artefact:
 
 
 def work(task: Task, site: Site) -> Answer:
+    """Train shared part, own branch and gates together; the change of the shared part alone is sent."""
     backbone, received = site.load("backbone"), site.load("model")
     mine = own(task, site, backbone)
     answer = fedavg.trained(task, site, {**backbone, **received, **mine}, hooks(task, backbone, received, mine))
@@ -213,7 +217,7 @@ def work(task: Task, site: Site) -> Answer:
 
 
 def check(task: Task, site: Site) -> Mapping[str, float]:
-    """A device that has never trained has noise for a branch of its own: it is evaluated without, its gates shut."""
+    """Evaluate with the own branch; a device that has never trained has noise there, so its gates are shut."""
     backbone, received = site.load("backbone"), site.load("model")
     mine = own(task, site, backbone)
     if not site.local:
@@ -223,15 +227,15 @@ def check(task: Task, site: Site) -> Mapping[str, float]:
 
 
 def shut(gate: np.ndarray) -> np.ndarray:
-    """A gate through which nothing of the device's own comes."""
+    """Value of a shut gate: none of the own branch passes."""
     return np.full_like(gate, SHUT)
 
 
 def own(task: Task, site: Site, backbone: Tensors) -> dict[str, np.ndarray]:
-    """The device's branch, gates and, if private, head: as it last left them, or what it begins with.
+    """The device's branch, gates and, if private, head: as it last left them, or their first values.
 
     Raises:
-        ModelError: what it has kept is of another network, rank or choice of gates.
+        ModelError: the kept values belong to another network, rank or choice of gates.
     """
     rng = tensors.rng(task.params["own_seed"], site.device)
     first = lora.own(backbone, gated(task, backbone), task.params["rank"], rng, task.params["gate"])
@@ -248,13 +252,13 @@ def own(task: Task, site: Site, backbone: Tensors) -> dict[str, np.ndarray]:
 
 
 def gated(task: Task, backbone: Tensors) -> tuple[lora.Spot, ...]:
-    """What has a gate, and the layers that it is for."""
+    """Layers behind each gate, by gate."""
     spots = lora.spots(backbone, layers.calls(task.params["network"]))
     return lora.by_layer(spots) if task.params["gates"] == "layer" else spots
 
 
 def hooks(task: Task, backbone: Tensors, received: Tensors, mine: Tensors) -> Hooks:
-    """Both branches in the network, three rates, and what Eq. 5 adds to the loss."""
+    """Hooks for both branches in the network, three rates, and the penalties of Eq. 5."""
     places, params = gated(task, backbone), task.params
 
     def prepare(module: Any) -> Any:
@@ -268,7 +272,7 @@ def hooks(task: Task, backbone: Tensors, received: Tensors, mine: Tensors) -> Ho
             return float(params["lr_gates"] / params["lr"])
         if leaf in lora.OWN:
             return float(params["lr_own"] / params["lr"])
-        return float(name in received or name in mine)  # a private head learns as a shared one
+        return float(name in received or name in mine)  # a private head learns at the shared rate
 
     def penalty(module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
         added = 0.0 * scores.sum()
@@ -286,7 +290,7 @@ def hooks(task: Task, backbone: Tensors, received: Tensors, mine: Tensors) -> Ho
 
 
 def _gates(task: Task, backbone: Tensors, held: Tensors) -> dict[str, float]:
-    """ "gate.00", ... -> m, 0..1: by block, if it is to be told."""
+    """Metrics "gate.00", ... -> m, 0..1, by block, if the job reports gates."""
     if not task.params["tell_gates"]:
         return {}
     opened = lora.openness(held, gated(task, backbone))

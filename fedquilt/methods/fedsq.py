@@ -1,13 +1,13 @@
-"""FedSQ: which units are on is decided by the frozen pre-trained network, and only values are trained.
+"""FedSQ: the frozen pre-trained network decides which units are on, and only values are trained.
 
 Paper: FedSQ (arXiv 2604.02990), Algorithm 1; DualCopy: Duato et al. (10.1145/3721146.3721950). The
 pre-trained network is the structural copy w_SK; a second one, w_QK, begins equal to it. Its trained
 modules (the schedule sigma) move by h_l = 1[z_l(w_SK) > 0] * z_l(w_QK) (`fedquilt.models.partial.dual_copy`), and
 w_QK is averaged as in FedAvg, weighted by examples.
 
-Deviations: only what is trained travels each round, w_SK once. A device keeps what it needs of w_SK in
-its cache, features before the first trained tensor and gates in one bit each: w_SK is frozen, so they
-never change. What does not fit `cache_mb` is computed each time. ReLU6 keeps its upper border, leaky ReLU
+Deviations: only trained tensors travel each round, w_SK once. A device caches what it needs of w_SK:
+features before the first trained tensor, and gates in one bit each; w_SK is frozen, so they
+never change. What exceeds `cache_mb` is computed each time. ReLU6 keeps its upper border, leaky ReLU
 its slope. The result ("dualcopy") holds w_SK's trained tensors as "gates.NAME": the network that is
 deployed needs both copies. FedProx's term (`mu`) may be added; `gates = "own"` is FedAvg on the same part, which FedSQ
 is compared with.
@@ -50,28 +50,35 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
+    """FedAvg's parameters, and those of the two copies."""
+
     batch: Annotated[int, Meta(ge=1)] = 64
     lr: Annotated[float, Meta(gt=0)] = 0.01
     weight_decay: Annotated[float, Meta(ge=0)] = 1e-4
-    trained: tuple[str, ...] = ()  # sigma: modules that are trained; (): the schedule found at `prepare`, else all
+    trained: tuple[str, ...] = ()  # sigma: modules that are trained; (): the schedule of `prepare`, else all
     bn: Literal["frozen_stats", "train"] = (
         "frozen_stats"  # in the trained part; frozen_stats trains gamma and beta only
     )
-    pool: Literal["own", "sk"] = "own"  # whether max pooling, too, takes what w_SK takes
+    pool: Literal["own", "sk"] = "own"  # whether max pooling, too, follows w_SK
     gates: Literal["frozen", "own"] = "frozen"  # own: no gates; FedAvg on the trained part
     mu: Annotated[float, Meta(ge=0)] = 0.0  # mu of FedProx's term; 0: without
-    cache: Literal["float32", "float16", "off"] = "float32"  # what features are kept in
+    cache: Literal["float32", "float16", "off"] = "float32"  # precision of cached features
     cache_mb: Annotated[int, Meta(ge=0)] = 1024  # most that a device keeps of one job, its own examples and held-out
 
 
 @dataclass(frozen=True)
 class State(fedavg.State):
-    """What is trained of w_QK as `model`, and the pre-trained network."""
+    """Trained tensors of w_QK as `model`, and the pre-trained network."""
 
     frozen: dict[str, np.ndarray]  # w_SK, whole
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
+    """Split the network by the schedule.
+
+    Raises:
+        ModelError: an unknown module in `trained`, or nothing in it to train.
+    """
     begun = fedavg.init(bundle, params, seed)
     schedule = bundle.meta.get("schedule") or {}
     trained = list(params.trained or schedule.get("trained") or sorted({name.split(".")[0] for name in begun.model}))
@@ -92,18 +99,20 @@ def covers(trained: list[str], name: str) -> bool:
 
 
 def travelling(model: Tensors, trained: list[str], bn: str) -> dict[str, np.ndarray]:
-    """What is sent in a round: the trained modules, batch norm's statistics only where they are trained too."""
+    """Tensors sent in a round: the trained modules; batch norm's statistics only where these are trained too."""
     inside = {name: array for name, array in model.items() if covers(trained, name)}
     return {name: array for name, array in inside.items() if bn == "train" or name.rpartition(".")[2] not in STATISTICS}
 
 
 def send(state: State, device: DeviceView) -> Order:
-    whole = replace(state, model=state.frozen)  # what it weighs in memory
+    """Order training of w_QK's trained tensors; w_SK is sent once."""
+    whole = replace(state, model=state.frozen)  # for the size in memory
     passes = 4 if state.params["gates"] == "frozen" else 3
     return fedavg.order(whole, {"model": state.model, "frozen": state.frozen}, passes=passes, anchors=1)
 
 
 def work(task: Task, site: Site) -> Answer:
+    """Train w_QK under w_SK's gates, from cached features where they fit."""
     received, copies = site.load("model"), _Copies(task, site)
     examples, start, hooks, kept_bytes = copies.ready(received, site.train, "train")
     moved = {f"qk.{name}" for name in copies.dual.trained}
@@ -121,6 +130,7 @@ def work(task: Task, site: Site) -> Answer:
 
 
 def check(task: Task, site: Site) -> Mapping[str, float]:
+    """Evaluate on the held-out share, with gates and features cached as in training."""
     if not len(site.held):
         return {"examples": 0.0}
     examples, start, hooks, _ = _Copies(task, site).ready(site.load("model"), site.held, "held")
@@ -128,6 +138,7 @@ def check(task: Task, site: Site) -> Mapping[str, float]:
 
 
 def result(state: State) -> Artefact:
+    """Both copies, or with gates = "own" the plain network."""
     meta = {"network": state.network, "trained": state.params["trained"]}
     trained = {**state.frozen, **state.model}
     if state.params["gates"] == "own":
@@ -136,7 +147,7 @@ def result(state: State) -> Artefact:
 
 
 class _Copies:
-    """Both copies of a task's network on its board."""
+    """Both copies of a task's network on the device."""
 
     def __init__(self, task: Task, site: Site) -> None:
         from fedquilt.models.partial import dual_copy  # torch
@@ -149,7 +160,7 @@ class _Copies:
         self._frozen = site.load("frozen")
 
     def ready(self, received: Tensors, examples: Examples, what: str) -> tuple[Examples, Tensors, Hooks, int]:
-        """What to go through, tensors, the hooks that make the network of them, and bytes kept: 0 without cache."""
+        """Examples to pass, their tensors, hooks that build the network of them, and bytes cached: 0 without cache."""
         tensors.require_like(received, {name: self._frozen[name] for name in received if name in self._frozen})
         own = {f"qk.{name}": received.get(name, self._frozen[name]) for name in self.dual.names}
         kept = None if self._task.params["cache"] == "off" else self._kept(examples, what)
@@ -162,7 +173,7 @@ class _Copies:
         return Examples(rows, examples.y), own, hooks, kept.rows * layout.row_bytes
 
     def _kept(self, examples: Examples, what: str) -> gate_cache.Kept | None:
-        """Rows of these examples, looked up now if they have not been; None: there is no room for them."""
+        """Cached rows of these examples, computed now if missing; None: there is no room for them."""
         folder, params = self._site.cache, self._task.params
         key = self._key(examples)
         if (found := gate_cache.find(folder, what, key, len(examples))) is not None:
@@ -189,7 +200,7 @@ class _Copies:
             return None
 
     def _key(self, examples: Examples) -> str:
-        """A digest of all that rows depend on."""
+        """Digest of everything that cached rows depend on."""
         settings = {name: self._task.params[name] for name in ("network", "trained", "gates", "pool", "cache")}
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
         for name in sorted(self._frozen):

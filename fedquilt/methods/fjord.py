@@ -7,11 +7,12 @@ model is the mean over the devices that have it.
 
 Before an evaluation, and at the end, each width's statistics are gathered from all devices (`heterofl`).
 
-Deviations: without the distillation from p_max to p (section 3.3). Of batch normalisation the scales are one for all
-widths, the statistics each width's own, as in the paper: those of p_max's steps, which count more as they are few, on
-the devices whose p_max it is (`heterofl`). A step at a smaller width still computes p_max's: bytes and memory are
-p_max's. p_max goes by the device's memory tier, the smallest where it has not said. The mean is weighted by examples.
-With momentum or weight decay a dropped unit moves by those alone. All widths 1 are FedAvg but for those statistics.
+Deviations: the distillation from p_max to p (section 3.3) is left out. Batch normalisation has one scale for all
+widths and statistics by width, as in the paper: those of p_max's steps, which are few and so count more, on the
+devices whose p_max it is (`heterofl`). A step at a smaller width still computes p_max's: bytes and memory are p_max's.
+p_max follows the device's memory tier, the smallest where it has not reported its memory. The mean is weighted by
+examples. With momentum or weight decay a dropped unit moves by those alone. All widths 1 are FedAvg but for those
+statistics.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from fedquilt.models.partial.masks import Plan
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
+    """FedAvg's parameters, and the widths."""
+
     rates: heterofl.Rates = (0.2, 0.4, 0.6, 0.8, 1.0)  # P; p_max of devices under 1 GB, from 1, 2, 4 and 8 GB
 
 
@@ -37,19 +40,21 @@ class Ordered:
     """Hooks that draw a width for every mini-batch.
 
     Args:
+        plan: dependencies between the network's units.
         most: p_max, the width of the network that is trained.
         widths: p, all that may be drawn.
     """
 
     def __init__(self, plan: Plan, most: float, widths: tuple[float, ...], rng: np.random.Generator) -> None:
         self._plan, self._most, self._widths, self._rng = plan, most, widths, rng
-        self.width = most  # of the present step
+        self.width = most  # of the current step
 
     def begin(self, module: Any) -> None:
+        """Draw the width of the next step."""
         self.width = self._widths[int(self._rng.integers(len(self._widths)))]
 
     def gate(self, module: Any) -> Any:
-        """What dropped units say is 0 for every layer that hears them, in training."""
+        """Insert hooks that set the outputs of dropped units to 0 for every layer that reads them, in training."""
         from torch.nn.modules.batchnorm import _BatchNorm
 
         inner = dict(module.named_modules())
@@ -63,7 +68,7 @@ class Ordered:
         return module
 
     def marks(self, groups: tuple[str, ...], repeat: int) -> np.ndarray:
-        """1 for what is heard from units in use, 0 for the dropped ones: along a layer's inputs, float32."""
+        """Marks along a layer's inputs, float32: 1 for outputs of units in use, 0 for dropped ones."""
         parts = []
         for name in groups:
             full = self._plan.widths.get(name)
@@ -73,8 +78,10 @@ class Ordered:
         return np.repeat(np.concatenate(parts), repeat).astype(np.float32)
 
     def _aside(self, momentum: float | None) -> Any:
-        """A step at a smaller width leaves the running statistics alone: they are those of p_max. As so few steps are
-        left they count more, so that as much of a round's end is in them as if all were."""
+        """Keep the running statistics out of steps at smaller widths: they are those of p_max.
+
+        The few steps that remain count more, so that a round's end weighs as much in them as if all counted.
+        """
         fresh = momentum if momentum is None else 1 - (1 - momentum) ** len(self._widths)
 
         def hook(layer: Any, inputs: tuple[Any, ...]) -> None:
@@ -96,11 +103,13 @@ class Ordered:
 
 
 def send(state: _by_width.State, device: DeviceView) -> Order:
+    """Order training at the device's largest width, with the dependencies between units."""
     order = heterofl.send(state, device)
     return replace(order, bundles={**order.bundles, "plan": {"json": masks.to_array(state.plan)}})
 
 
 def work(task: Task, site: Site) -> Answer:
+    """Train with a new width drawn for every mini-batch, or gather statistics where the task asks for them."""
     if "asked" in task.params:
         return _by_width.measured(task, site)
     most, hooks = task.params["rate"], heterofl.hooks_of(task, site, scaled=False)
@@ -114,7 +123,7 @@ def work(task: Task, site: Site) -> Answer:
 
 
 def check(task: Task, site: Site) -> Any:
-    """How good the part of width p_max is on the device's held-out share."""
+    """Evaluate the part of width p_max on the device's held-out share."""
     hooks = heterofl.hooks_of(task, site, scaled=False)
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=hooks)
 

@@ -1,11 +1,11 @@
-"""FT-Part: only the last layers of a pre-trained network are fine-tuned, on those devices whose memory holds that.
+"""FT-Part: only the last layers of a pre-trained network are fine-tuned, on the devices whose memory suffices.
 
 Paper: FedStitch (arXiv 2409.07202), section V-A3 and Table III, a baseline of its group 2: federated averaging of a
 pre-trained model's classifier, in which almost all devices can take part.
 
-Deviations: the memory limit is `ft_full`'s. A frozen layer keeps no activations, so that a step is taken to need
-`kept` of what an example takes in the whole network's training, with no gradients of frozen weights; the
-bundle does not say activations by layer. What is frozen is sent once and keeps its statistics.
+Deviations: the memory limit is `ft_full`'s. A frozen layer keeps no activations, so that a step is assumed to need
+`kept` of an example's bytes in the whole network's training, with no gradients of frozen weights; the
+bundle has no activations by layer. Frozen tensors are sent once and keep their statistics.
 """
 
 from __future__ import annotations
@@ -24,11 +24,18 @@ from fedquilt.methods import fedavg, fedrep, ft_full
 
 @dataclass(frozen=True)
 class Params(ft_full.Params):
-    layers: Annotated[int, Meta(ge=1)] = 1  # last layers that are trained, of which the head is the first
+    """FT-Full's parameters, and which layers are trained."""
+
+    layers: Annotated[int, Meta(ge=1)] = 1  # last layers that are trained, the head first
     kept: Annotated[float, Meta(gt=0, le=1)] = 0.5  # share of an example's bytes in training that is held without them
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
+    """Freeze all but the last layers.
+
+    Raises:
+        ModelError: the network has no last linear layer.
+    """
     begun = fedavg.init(bundle, params, seed)
     calls = layers.calls(begun.network)
     found, last = layers.layers(begun.model, calls), layers.head(begun.model, calls)
@@ -42,6 +49,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
 
 
 def send(state: fedrep.State, device: DeviceView) -> Order | None:
+    """Order training of the last layers, if the device's budget holds it."""
     light = replace(state, example_bytes=int(state.params["kept"] * state.example_bytes))
     whole = replace(light, model={**state.own, **state.model})
     order = fedavg.order(whole, {"model": state.model, "own": state.own}, moved=state.model)
@@ -53,6 +61,7 @@ def send(state: fedrep.State, device: DeviceView) -> Order | None:
 
 
 def work(task: Task, site: Site) -> Answer:
+    """Train the last layers in the frozen network."""
     model = site.load("model")
     start = {**site.load("own"), **model}
     answer = fedavg.trained(task, site, start, Hooks(steps=(Step(rate=lambda name: float(name in model)),)))
@@ -60,6 +69,7 @@ def work(task: Task, site: Site) -> Answer:
 
 
 def check(task: Task, site: Site) -> Mapping[str, float]:
+    """Evaluate the frozen network with the received last layers."""
     return site.engine.evaluate(task.params["network"], {**site.load("own"), **site.load("model")}, site.held)
 
 

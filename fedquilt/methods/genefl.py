@@ -1,7 +1,7 @@
-"""GENE-FL: devices keep their models and share the few layers that change least, by cluster of like data.
+"""GENE-FL: devices keep their models and share the few layers that change least, by cluster of similar data.
 
 Paper: GENE-FL: Gene-Driven Parameter-Efficient Dynamic Federated Learning (arXiv 2504.14628), Eq. 1 to 12,
-Algorithms 1 and 2. What a device does in a round, theta~ its model at the end of its last one, Theta_k its
+Algorithms 1 and 2. In a round a device computes, with theta~ its model at the end of its last one and Theta_k its
 cluster's:
 
     F^   = each tensor of the Fisher diagonal at theta~, scaled to 0..1                      (Eq. 5, 6)
@@ -9,22 +9,22 @@ cluster's:
     L    = CE + lambda1 sum_l a_l |theta^l - Theta_k^l|^2 + lambda2 |theta - el|^2           (Eq. 4, 7, 8)
     S_l  = N_l / sum N * (1 - cos(theta^l, theta~^l)), the L_t lowest layers are sent        (Eq. 9)
 
-The coordinator averages each layer over those of the cluster who sent it (Eq. 10). A device is first asked
+The coordinator averages each layer over the devices of the cluster that sent it (Eq. 10). A device is first asked
 for a subspace of its examples, its fingerprint (Eq. 11); the fingerprints of the first rounds are clustered
-by K-means, later ones go to the nearest cluster (Eq. 12). So a device that turns up in the middle of a job
-begins with its cluster's learnGene, the layers that are shared just then, and the job's first weights
+by K-means, later ones go to the nearest cluster (Eq. 12). So a device that appears in the middle of a job
+begins with its cluster's learnGene, the layers shared at that time, and the job's first weights
 elsewhere; all over the wire, as a device without history.
 
-Privacy: a fingerprint's first vector is close to the mean of the device's examples, and one of as few examples as
-`directions` gives them away whole. Layers tell of the examples that they were trained on: all of them, as in the first
-rounds unless `first_layers` is smaller, as much as FedAvg's. `fedquilt audit` measures both.
+Privacy: a fingerprint's first vector is close to the mean of the device's examples, and one of no more examples than
+`directions` reveals them completely. Layers reveal the examples that they were trained on: all of them, as in the
+first rounds unless `first_layers` is smaller, as much as FedAvg's. `fedquilt audit` measures both.
 
 Deviations. The paper's sentence on the mask takes the highest scores, its prose the lowest: `gene_order`. A layer is a
 weight tensor with its bias and normalisation; running statistics stay on the device. The last layer is not shared
-unless `share_head`: with the head of known classes unknown ones begin worse. Penalties count for layers that the
-cluster has had from somebody. Both losses are one step (the text's "total objective"), not two in turn. L_t is the
-coordinator's: one number for all, led by the mean accuracy that devices measure on their held-out shares. The fewest
-layers are a fifth of all, the paper tells no number. Who is asked for the first time after the fingerprints were
+unless `share_head`: with the head of known classes, unknown ones begin worse. Penalties apply to layers that some
+device of the cluster has sent. Both losses are one step (the text's "total objective"), not two in turn. L_t is the
+coordinator's: one number for all, guided by the mean accuracy that devices measure on their held-out shares. The
+fewest layers are a fifth of all; the paper gives no number. A device first asked after the fingerprints were
 clustered counts as a newcomer.
 """
 
@@ -59,68 +59,71 @@ from fedquilt.models import learngene, subspaces
 
 Natural = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
-PREFIX = "layer."  # of bundles: one for each layer, so that only those that have changed are sent again
+PREFIX = "layer."  # prefix of bundles: one for each layer, so that only changed layers are sent again
 
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
+    """FedAvg's parameters, and those of clusters, penalties and the learnGene."""
+
     clusters: Positive = 4  # M
     gather: Positive = 1  # rounds in which fingerprints are collected before they are clustered
     directions: Annotated[int, Meta(ge=1, le=64)] = 5  # p: singular vectors of a fingerprint
     fingerprint_samples: Positive = 512  # of a device's examples, at most
     smooth: Annotated[float, Meta(ge=0)] = 0.5  # lambda_1
     elastic: Annotated[float, Meta(ge=0)] = 0.05  # lambda_2
-    gamma: Annotated[float, Meta(ge=0, le=1)] = 0.5  # from which scaled Fisher value on the cluster's is wanted
+    gamma: Annotated[float, Meta(ge=0, le=1)] = 0.5  # scaled Fisher value from which the cluster's value is preferred
     strength: Literal["size", "sqrt", "one"] = "size"  # a_l: N_l / max N, 1 / sqrt(N_l) or 1
     fisher_samples: Positive = 256  # of a device's examples, at most
-    fisher_group: Positive = 1  # so many examples' gradients are averaged before the square: cheaper, coarser
+    fisher_group: Positive = 1  # examples whose gradients are averaged before squaring: cheaper, coarser
     gene_order: Literal["lowest", "highest"] = "lowest"  # scores that make the learnGene
     gene_norm: Literal["mul", "div_sqrt", "none"] = "mul"  # times N^, by its root, or as they are; N^ = N_l / sum N
     share_head: bool = False
-    first_layers: Natural = 0  # L_t at the beginning; 0: all. All of them tell nearly as much as a whole model
+    first_layers: Natural = 0  # L_t at the beginning; 0: all, which reveal nearly as much as a whole model
     min_layers: Natural = 0  # L_t at the end; 0: a fifth of all
-    shrink_every: Positive = 5  # rounds from one L_t to the next smaller
-    tolerance: Annotated[float, Meta(ge=0, le=1)] = 0.005  # what accuracy may be below its best to go on
+    shrink_every: Positive = 5  # rounds before L_t may shrink again
+    tolerance: Annotated[float, Meta(ge=0, le=1)] = 0.005  # how far accuracy may be below its best for L_t to shrink
 
 
 @dataclass(frozen=True)
 class State:
-    """Clusters of devices, and of each the layers that it has had."""
+    """Clusters of devices, and the layers that each cluster has received."""
 
     params: dict[str, Any]
     network: dict[str, Any]
     flops: float
     example_bytes: int
     seed: int
-    first: dict[str, dict[str, np.ndarray]]  # layer -> its tensors as the job began
-    statistics: dict[str, np.ndarray]  # tensors of no layer, as the job began
+    first: dict[str, dict[str, np.ndarray]]  # layer -> its tensors at the job's start
+    statistics: dict[str, np.ndarray]  # tensors that belong to no layer, at the job's start
     phase: str = "fingerprint"  # then "collaborate"
-    gathered: int = 0  # rounds in which fingerprints came
+    gathered: int = 0  # rounds that brought fingerprints
     fingerprints: dict[str, np.ndarray] = field(default_factory=dict)  # (d, p) of each device, until clustered
-    centres: tuple[np.ndarray, ...] = ()  # of each cluster, (d, p): the mean of its members'
+    centres: tuple[np.ndarray, ...] = ()  # of each cluster, (d, p): the mean of its members' fingerprints
     members: tuple[int, ...] = ()
     assigned: dict[str, int] = field(default_factory=dict)  # device -> cluster
-    clusters: tuple[dict[str, dict[str, np.ndarray]], ...] = ()  # Theta_k: layer -> tensors, those it has had
-    genes: tuple[tuple[str, ...], ...] = ()  # layers that were sent last, most often first
+    clusters: tuple[dict[str, dict[str, np.ndarray]], ...] = ()  # Theta_k: layer -> tensors, those received so far
+    genes: tuple[tuple[str, ...], ...] = ()  # layers of the last round, most often sent first
     size: int = 0  # L_t
-    shared: tuple[str, ...] = ()  # layers there are to choose from
-    recent: tuple[float, ...] = ()  # accuracy of each round since L_t has changed, of those that somebody told
+    shared: tuple[str, ...] = ()  # layers that may be shared
+    recent: tuple[float, ...] = ()  # mean accuracy of each round since L_t changed, where reported
     waited: int = 0  # rounds since then
     best: float = 0.0
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A round's sums by cluster, and the fingerprints that came."""
+    """Sums of a round by cluster, and its fingerprints."""
 
     fingerprints: Mapping[str, np.ndarray]
     totals: Mapping[str, Mapping[str, np.ndarray]]  # cluster -> tensor -> sum over devices
     counts: Mapping[str, Mapping[str, int]]  # cluster -> layer -> devices that sent it
     accuracy: float = 0.0  # summed over `told` devices
-    told: int = 0
+    told: int = 0  # devices that reported an accuracy
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
+    """Start in the fingerprint phase, with all layers but the head to share."""
     begun = fedavg.init(bundle, params, seed)
     order = calls(begun.network)
     found = layers(begun.model, order)
@@ -142,10 +145,11 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
 
 
 def send(state: State, device: DeviceView) -> Order | None:
+    """Order a fingerprint from a device without a cluster, else training from its cluster's layers."""
     cluster = state.assigned.get(device.device)
     if cluster is None:
         if device.device in state.fingerprints:
-            return None  # it waits for the others'
+            return None  # it waits for the others
         wanted = {key: state.params[key] for key in ("directions", "fingerprint_samples")}
         return Order({**wanted, "ask": "fingerprint"}, {})
     told, newcomer = state.clusters[cluster], len(device.rounds) < 2
@@ -162,15 +166,13 @@ def send(state: State, device: DeviceView) -> Order | None:
 
 
 def _plain(state: State) -> fedavg.State:
-    """What an order's size and cost is reckoned from."""
+    """FedAvg's state, from which an order's size and cost are computed."""
     model = {name: array for part in state.first.values() for name, array in part.items()}
     return fedavg.State(state.params, state.network, {**model, **state.statistics}, state.flops, state.example_bytes)
 
 
-# -- on the device --------------------------------------------------------------------------------
-
-
 def work(task: Task, site: Site) -> Answer:
+    """Return a fingerprint, or train the device's model and send its learnGene."""
     if task.params["ask"] == "fingerprint":
         some = _some(site, task.params["fingerprint_samples"])
         found = subspaces.subspace(some.x, task.params["directions"])
@@ -205,7 +207,7 @@ def work(task: Task, site: Site) -> Answer:
 
 
 def check(task: Task, site: Site) -> Mapping[str, float]:
-    """The device's own model; there is none while it is asked for its fingerprint."""
+    """Evaluate the device's own model; there is none while its fingerprint is asked for."""
     if task.params["ask"] == "fingerprint":
         return {"examples": 0.0}
     return site.engine.evaluate(task.params["network"], _own(site, _received(task, site)[0]), site.held)
@@ -222,7 +224,7 @@ def _received(task: Task, site: Site) -> tuple[dict[str, np.ndarray], dict[str, 
 
 
 def _own(site: Site, received: Tensors) -> Tensors:
-    """theta~: the device's model; what was received, until it has one."""
+    """theta~: the device's model; the received one before its first training."""
     if not site.local:
         return received
     tensors.require_like(site.local, received)
@@ -236,17 +238,15 @@ def _some(site: Site, most: int) -> Examples:
 
 
 def _elastic(task: Task, site: Site, before: Tensors, received: Tensors, bound: list[str]) -> dict[str, np.ndarray]:
-    """The elastic learnGene: the device's own value where it matters little, the cluster's where it matters."""
+    """The elastic learnGene: the device's own value where the Fisher value is low, the cluster's where it is high."""
     some = _some(site, task.params["fisher_samples"])
     found = site.engine.fisher(task.params["network"], before, some, each=task.params["fisher_group"])
     gamma = task.params["gamma"]
     return {name: np.where(learngene.scaled(found[name]) < gamma, before[name], received[name]) for name in bound}
 
 
-# -- on the coordinator ---------------------------------------------------------------------------
-
-
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
+    """Add a learnGene to its cluster's sums, or keep a fingerprint."""
     so_far = so_far or Sum({}, {}, {})
     cluster = state.assigned.get(update.device)
     if cluster is None:
@@ -276,7 +276,7 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
 
 
 def _fingerprint(state: State, update: Contribution) -> np.ndarray:
-    """Raises UpdateError unless it is columns of length 1 or 0, as long as everybody's."""
+    """Fingerprint of an update; UpdateError unless its columns have length 1 or 0, and as many values as others."""
     told, directions = update.bundles.get("fingerprint", {}), state.params["directions"]
     if told.keys() != {"u"} or told["u"].ndim != 2 or told["u"].shape[1] != directions or told["u"].dtype != np.float32:
         raise UpdateError(f"{update.device} did not send a fingerprint of {directions} vectors")
@@ -294,6 +294,7 @@ def _fingerprint(state: State, update: Contribution) -> np.ndarray:
 
 
 def step(state: State, total: Sum | None) -> State:
+    """Cluster the fingerprints once gathered; afterwards average the layers by cluster and adapt L_t."""
     if total is None:
         return state
     if state.phase == "fingerprint":
@@ -302,7 +303,7 @@ def step(state: State, total: Sum | None) -> State:
 
 
 def _clustered(state: State, total: Sum) -> State:
-    """With the round's fingerprints; after the last of those rounds, with clusters."""
+    """State with the round's fingerprints; after the last such round, with clusters."""
     shapes = [array.shape for array in (*state.fingerprints.values(), *total.fingerprints.values())]
     usual = max(sorted(set(shapes)), key=shapes.count)  # devices of one round were not compared with each other
     found = {k: v for k, v in sorted({**state.fingerprints, **total.fingerprints}.items()) if v.shape == usual}
@@ -324,7 +325,7 @@ def _clustered(state: State, total: Sum) -> State:
 
 
 def _joined(state: State, found: Mapping[str, np.ndarray]) -> State:
-    """With newcomers in the cluster nearest to them, whose centre moves to the mean of all its members."""
+    """State with newcomers in their nearest cluster, whose centre moves to the mean of all its members."""
     centres, members, assigned = list(state.centres), list(state.members), dict(state.assigned)
     for device in sorted(found):
         assigned[device] = subspaces.join(found[device], centres, members)
@@ -332,7 +333,7 @@ def _joined(state: State, found: Mapping[str, np.ndarray]) -> State:
 
 
 def _averaged(state: State, total: Sum) -> State:
-    """With each layer the mean over those of the cluster who sent it, and the others as they were."""
+    """State with each layer averaged over the devices of the cluster that sent it; other layers stay."""
     clusters, genes = list(state.clusters), list(state.genes)
     for key, counts in total.counts.items():
         k, sums = int(key), total.totals[key]
@@ -347,20 +348,21 @@ def _averaged(state: State, total: Sum) -> State:
 
 
 def _shrunk(state: State, total: Sum) -> State:
-    """L_t: every so many rounds one less, as long as the mean accuracy of those rounds is near its best."""
+    """State with L_t lowered by one every `shrink_every` rounds while mean accuracy is near its best."""
     if not total.counts:
         return state  # nobody trained
     recent = (*state.recent, total.accuracy / total.told) if total.told else state.recent
     state = replace(state, recent=recent, waited=state.waited + 1)
     if state.waited < state.params["shrink_every"]:
         return state
-    mean = sum(recent) / len(recent) if recent else state.best  # nobody has held-out examples: time alone tells
+    mean = sum(recent) / len(recent) if recent else state.best  # nobody has held-out examples: only time counts
     least = min(state.params["min_layers"] or math.ceil(len(state.shared) / 5), len(state.shared))
     size = max(state.size - 1, min(least, state.size)) if mean >= state.best - state.params["tolerance"] else state.size
     return replace(state, size=size, best=max(mean, state.best), recent=(), waited=0)
 
 
 def explain(state: State) -> list[str]:
+    """Number of fingerprints, or sizes of the clusters and the layers each has shared."""
     if state.phase == "fingerprint":
         return [f"{len(state.fingerprints)} fingerprints so far"] if state.fingerprints else []
     sizes = f"{len(state.members)} clusters of {', '.join(map(str, state.members))} devices"
@@ -369,7 +371,7 @@ def explain(state: State) -> list[str]:
 
 
 def result(state: State) -> Artefact:
-    """Every cluster's layers, "0/conv1.weight" and so on. No network: the head is everybody's own."""
+    """Layers of every cluster, "0/conv1.weight" and so on. No network: each device has its own head."""
     held = {
         f"{k}/{name}": array
         for k, told in enumerate(state.clusters)

@@ -1,27 +1,27 @@
-"""HeteroFL: every device trains as wide a part of the network as its memory allows, the leading channels of each layer.
+"""HeteroFL: each device trains as wide a part of the network as its memory allows, the leading channels of each layer.
 
 Paper: Diao, Ding and Tarokh, HeteroFL: Computation and Communication Efficient Federated Learning for Heterogeneous
 Clients, ICLR 2021 (arXiv 2010.01264), Algorithm 1. A device at rate r has the first ceil(r * C) of each layer's C
 channels; an entry of the new global model is the mean over the devices that have it, and stays where none has
-(Eq. 2-5); what a narrower layer says is multiplied by 1/r (the Scaler, section 3). In training the scores of classes
+(Eq. 2-5); a narrower layer's outputs are multiplied by 1/r (the Scaler, section 3). In training the scores of classes
 that a device has no examples of are 0 (masked cross entropy), and the last layer's rows are averaged over the devices
-that have examples of their class: `masked`, which tells the coordinator which classes a device has.
+that have examples of their class: `masked`, which reveals to the coordinator which classes a device has.
 
-Deviations: the rate is the device's by its memory tier; one that has not said how much it has gets the smallest.
+Deviations: the rate follows the device's memory tier; one that has not reported its memory gets the smallest.
 The mean is weighted by examples, as FedAvg's, where the paper counts devices: with all rates 1, all classes everywhere
 and clip = 0 it is FedAvg, bit for bit, but for batch normalisation's statistics. Those are gathered as in the paper
 ("static" batch normalisation, section 3) and the authors' code: before an evaluation, and before the job ends, a round
 that does not count asks all devices to pass their examples through the global model, each mini-batch normalised by
 its own statistics, and the mean and variance over all devices' examples become the model's. Here each width has
 statistics of its own, and a device is asked for its own width, those below it, and those above it whose forward pass
-its memory holds. A width that nobody can be asked for, and every width between two such rounds, has what devices of
-that width came to in training, averaged; the first ones until somebody has had it. Gradients are
+its memory holds. A width that nobody can be asked for, and every width between two such rounds, has the average of
+the statistics of training at that width; before any such training the first ones. Gradients are
 clipped as in the authors' code: without normalisation the Scaler makes them 1/r as large in every layer, and narrow
-parts diverge. The Scaler is there in a device's own evaluation as well. Channels that `fedquilt prepare` could not
-follow through the network stay whole; an addition ties what it adds. The result is the whole network: some device
+parts diverge. The Scaler applies in a device's own evaluation as well. Channels that `fedquilt prepare` could not
+follow through the network stay whole; an addition ties its operands. The result is the whole network: some device
 should have rate 1.
 
-The halves of a method that sends parts by width are here for others too (`by_width`, `order`, `hooks_of`, `gather`).
+Other methods that send parts by width use the halves of this one (`by_width`, `order`, `hooks_of`, `gather`).
 """
 
 from __future__ import annotations
@@ -61,20 +61,27 @@ Rates = tuple[Rate, Rate, Rate, Rate, Rate]
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
+    """FedAvg's parameters, and the rates by memory tier."""
+
     clip: Annotated[float, Meta(ge=0)] = 1.0  # largest gradient norm; 0: no clipping
     rates: Rates = (0.0625, 0.125, 0.25, 0.5, 1.0)  # r of devices with a budget under 1 GB, from 1, 2, 4 and 8 GB
-    masked: bool = True  # whether classes that a device has not are left out of its loss, and of their rows' mean
+    masked: bool = True  # leave out classes that a device lacks from its loss, and from the mean of their rows
 
 
 @dataclass(frozen=True)
 class Sum:
-    """What a round adds up: entries, and apart from them each narrower part's statistics."""
+    """Sums of a round: entries, and separately each narrower part's statistics."""
 
     whole: Counted
     widths: Mapping[str, Counted]
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
+    """Start from the bundle's model, with first statistics for each width.
+
+    Raises:
+        ModelError: `masked`, and the network has no last linear layer.
+    """
     if metrics.task_of(bundle.meta["network"]) != "classes":
         params = replace(params, masked=False)  # there are no classes that a device could lack
     begun = by_width(bundle, params, seed)
@@ -84,15 +91,16 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
 
 
 def by_width(bundle: Bundle, params: Any, seed: int) -> State:
+    """State of a method that sends parts by width, at the bundle's model and the rates in `params`."""
     begun = State(**vars(fedavg.init(bundle, params, seed)), plan=plan_of(bundle), widths={}, settled=0)
     return replace(begun, widths=statistics(begun, {rate: part(begun, rate) for rate in params.rates}))
 
 
 def plan_of(bundle: Bundle) -> Plan:
-    """How the network's units hang together.
+    """Dependencies between the network's units.
 
     Raises:
-        ModelError: the bundle does not say, or nothing can be left out.
+        ModelError: the bundle has none, or no unit can be left out.
     """
     if "masks" not in bundle.files:
         raise ModelError(
@@ -107,7 +115,7 @@ def plan_of(bundle: Bundle) -> Plan:
 
 
 def statistics(state: State, parts: Mapping[float, Places]) -> dict[str, dict[str, np.ndarray]]:
-    """What each part's statistics begin with: the network's own."""
+    """First statistics of each part: the network's own."""
     names = [name for name in state.model if name.rpartition(".")[2] in layers.STATISTICS]
     return {
         f"{rate:g}": width_parts.cut(state.model, {name: at[name] for name in names})
@@ -120,12 +128,12 @@ def statistics(state: State, parts: Mapping[float, Places]) -> dict[str, dict[st
 
 
 def part(state: State, rate: float) -> Places:
-    """The leading units' entries."""
+    """Places of the leading units' entries at a rate."""
     return width_parts.places(state.plan, state.model, width_parts.leading(state.plan, rate))
 
 
 def width(widths: Collection[int], rates: Sequence[float], rate: float) -> float:
-    """Of rates that leave as many of each group's units the largest: 1 where nothing is left out."""
+    """Largest of the rates that leave as many units in each group as `rate`: 1 where nothing is left out."""
 
     def units(rate: float) -> list[int]:
         return [width_parts.count(each, rate) for each in widths]
@@ -134,10 +142,13 @@ def width(widths: Collection[int], rates: Sequence[float], rate: float) -> float
 
 
 def order(state: fedavg.State, at: Places, rate: float, own: Tensors | None = None) -> Order:
-    """Training of a part: its own FLOPs, bytes and memory.
+    """Order training of a part, with its own FLOPs, bytes and memory.
 
     Args:
-        own: tensors that stand in for the network's.
+        state: with the whole network.
+        at: places of the part's entries.
+        rate: width of the part, 0..1.
+        own: tensors that replace the network's.
     """
     light = narrowed(state, at, own)
     found = fedavg.order(light, {"model": light.model})
@@ -147,30 +158,31 @@ def order(state: fedavg.State, at: Places, rate: float, own: Tensors | None = No
 
 
 def rate_of(state: State, device: DeviceView) -> float:
-    """The width of a device's part."""
+    """Width of a device's part, 0..1."""
     rates = state.params["rates"]
     return width(state.plan.widths.values(), rates, width_parts.by_tier(device.profile, rates))
 
 
 def parts_of(state: State) -> dict[float, Places]:
-    """What may be sent, by rate."""
+    """Places of every part that may be sent, by rate."""
     rates, widths = state.params["rates"], state.plan.widths.values()
     return {rate: part(state, rate) for rate in sorted({width(widths, rates, rate) for rate in rates})}
 
 
 def send(state: State, device: DeviceView) -> Order:
+    """Order training of the leading channels that the device's memory tier allows."""
     rate = rate_of(state, device)
     return at_rate(state, order(state, part(state, rate), rate, state.widths.get(f"{rate:g}")))
 
 
 def at_rate(state: State, given: Order) -> Order:
-    """The order at the learning rate that it would have if rounds which gather statistics were not numbered."""
+    """The order at the learning rate of its round, not counting rounds that gather statistics."""
     decay = state.params.get("lr_decay", 1.0)
     return replace(given, params={**given.params, "lr": state.params["lr"] / decay**state.settled})
 
 
 def hooks_of(task: Task, site: Site, *, scaled: bool = True) -> Hooks:
-    """The narrower network in the whole one's place; nothing where it is whole."""
+    """Hooks that build the narrower network; none where it is whole."""
     if task.params["rate"] == 1:
         return Hooks()
     start = site.load("model")
@@ -178,6 +190,7 @@ def hooks_of(task: Task, site: Site, *, scaled: bool = True) -> Hooks:
 
 
 def work(task: Task, site: Site) -> Answer:
+    """Train the device's part, or gather statistics where the task asks for them."""
     if "asked" in task.params:
         return measured(task, site)
     hooks = hooks_of(task, site)
@@ -193,7 +206,7 @@ def work(task: Task, site: Site) -> Answer:
 
 
 def check(task: Task, site: Site) -> Mapping[str, float]:
-    """How good the device's own part is on its held-out share."""
+    """Evaluate the device's own part on its held-out share."""
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=hooks_of(task, site))
 
 
@@ -201,7 +214,7 @@ def check(task: Task, site: Site) -> Mapping[str, float]:
 
 
 def sent_by(update: Contribution) -> Mapping[str, Any]:
-    """The tensors of an update.
+    """Tensors of an update.
 
     Raises:
         UpdateError: it has none.
@@ -212,6 +225,7 @@ def sent_by(update: Contribution) -> Mapping[str, Any]:
 
 
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
+    """Add a device's part to the sums; its rows of missing classes do not count."""
     sent = sent_by(update)
     rows = held_by(state, update) if state.params.get("masked") else None
     return gather(state, so_far, sent, parts_of(state), update.weight, rows)
@@ -225,14 +239,18 @@ def gather(
     weight: float,
     rows: np.ndarray | None = None,
 ) -> Sum:
-    """A device's part added to a round's sums.
+    """Add a device's part to a round's sums.
 
     Args:
-        parts: what may have been sent, by rate.
-        rows: of the layer that tells classes, those that count; None: all.
+        state: with the whole network and each part's statistics.
+        so_far: sums of the round; None: the first update.
+        sent: tensors of the update.
+        parts: places that may have been sent, by rate.
+        weight: of the device in the mean.
+        rows: rows of the classifier that count; None: all.
 
     Raises:
-        UpdateError: it is none of the parts, or not finite.
+        UpdateError: the tensors fit none of the parts, or are not finite.
     """
     found = width_parts.recognise(state.model, sent, list(parts.values()))
     key, at = next(f"{rate:g}" for rate, each in parts.items() if each is found), dict(found)
@@ -255,10 +273,10 @@ def gather(
 
 
 def held_by(state: State, update: Contribution) -> np.ndarray:
-    """The classes (n,) that a device has examples of.
+    """Classes that a device has examples of: (n,), bool.
 
     Raises:
-        UpdateError: it does not say.
+        UpdateError: the update does not report them.
     """
     last = f"{layers.head(state.model, layers.calls(state.network))}.weight"
     told = update.bundles.get("classes", {})
@@ -267,6 +285,7 @@ def held_by(state: State, update: Contribution) -> np.ndarray:
 
 
 def step(state: State, total: Sum | None) -> State:
+    """Average each entry over the devices that sent it, and each width's statistics."""
     if total is None:
         return state
     widths = {key: width_parts.close(state.widths[key], counted) for key, counted in total.widths.items()}

@@ -7,11 +7,11 @@ Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates, ICML 2
 Definitions 1 and 2: of every value the median, or the mean without the f largest and the f smallest.
 
 These rules need all updates of a round at once: the coordinator holds up to `most` models. Of more devices
-than that so many count, drawn by the job's seed. Other methods that need all at once hold them so too (`hold`).
+that many count, drawn by the job's seed. Other methods that need all updates at once hold them likewise (`hold`).
 
-Deviations: models take the place of gradients, as usual with local epochs. f is a share of who answered, rounded
+Deviations: models replace gradients, as usual with local epochs. f is a share of the devices that answered, rounded
 down. No update counts more for the examples that it claims. Where Krum's n > 2 f + 2 does not hold, a round changes
-nothing, and says so. Counters of batch normalisation take the median: an attacker could set a largest one.
+nothing, and the log shows it. Counters of batch normalisation take the median: an attacker could set the largest.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ from fedquilt.methods import fedavg
 
 
 def wrong(share: float, updates: int) -> int:
-    """f: how many of so many updates may be anything."""
+    """f: number of updates that may be arbitrary, of `updates` in all."""
     return int(share * updates + 1e-9)
 
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
+    """FedAvg's parameters, and the rule with its assumed attackers."""
+
     rule: Literal["krum", "trimmed_mean", "median"] = "krum"
-    attackers: Annotated[float, Meta(ge=0, lt=0.5)] = 0.2  # f / n: updates of a round that may be anything
-    chosen: Annotated[int, Meta(ge=0)] = 1  # m: of the best, their mean is taken; 1: Krum; 0: all but f (Multi-Krum)
+    attackers: Annotated[float, Meta(ge=0, lt=0.5)] = 0.2  # f / n: share of a round's updates that may be arbitrary
+    chosen: Annotated[int, Meta(ge=0)] = 1  # m: best updates to average; 1: Krum; 0: all but f (Multi-Krum)
     most: Annotated[int, Meta(ge=1)] = 32  # updates of a round that are held at once, each as large as the model
 
     def __post_init__(self) -> None:
@@ -48,7 +50,7 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class State(fedavg.State):
-    """The global model, and what became of the last round."""
+    """Global model, and sentences on the last round."""
 
     seed: int
     told: tuple[str, ...] = ()
@@ -56,18 +58,18 @@ class State(fedavg.State):
 
 @dataclass(frozen=True)
 class Held:
-    """What a round's devices sent, by device, and how many more devices answered."""
+    """Updates of a round by device, and the number of further devices that answered."""
 
     sent: Mapping[str, Mapping[str, np.ndarray]]
     left_out: int = 0
 
     def told(self, what: str) -> list[str]:
-        """In a sentence, if any were left out."""
+        """One sentence if any updates were left out, else none."""
         return [f"{self.left_out} {what} beyond the {len(self.sent)} held at once were left out"] * bool(self.left_out)
 
 
 def hold(so_far: Held | None, update: Contribution, sent: Tensors, most: int, seed: int) -> Held:
-    """With what a device sent, as long as so many are held; of more, those whom `seed` draws, in whatever order."""
+    """Add a device's tensors; beyond `most`, those drawn by `seed` stay, whatever the order of arrival."""
     held = {**(so_far.sent if so_far else {}), update.device: sent}
     left_out = so_far.left_out if so_far else 0
     if len(held) <= most:
@@ -77,16 +79,19 @@ def hold(so_far: Held | None, update: Contribution, sent: Tensors, most: int, se
 
 
 def init(bundle: Bundle, params: Any, seed: int) -> State:
+    """Start from the bundle's model; the seed draws which updates are held."""
     return State(**vars(fedavg.init(bundle, params, seed)), seed=seed)
 
 
 def fold(state: State, so_far: Held | None, update: Contribution) -> Held:
+    """Hold an update, up to `most` of a round."""
     model = update.bundles.get("model", {})
     tensors.require_same(model, state.model)
     return hold(so_far, update, model, state.params["most"], state.seed)
 
 
 def step(state: State, total: Held | None) -> State:
+    """Replace the model by the rule's choice or mean of the updates held."""
     if total is None:
         return state
     devices, rule = sorted(total.sent), state.params["rule"]
@@ -106,18 +111,18 @@ def step(state: State, total: Held | None) -> State:
 
 
 def scores(models: Sequence[Tensors], f: int) -> np.ndarray:
-    """(n,): of each model the sum of its squared distances to its n - f - 2 nearest others."""
+    """Krum score of each model, (n,): sum of its squared distances to its n - f - 2 nearest others."""
     distances = np.zeros((len(models), len(models)))
     for i, one in enumerate(models):
         for j in range(i):
             gaps = (one[name].astype(np.float64) - models[j][name] for name in one if one[name].dtype.kind == "f")
             distances[i, j] = distances[j, i] = sum(float(np.square(gap).sum()) for gap in gaps)
-    near: np.ndarray = np.sort(distances, axis=1)[:, 1 : len(models) - f - 1]  # the first is to itself
+    near: np.ndarray = np.sort(distances, axis=1)[:, 1 : len(models) - f - 1]  # the first is the distance to itself
     return near.sum(axis=1)
 
 
 def middle(values: np.ndarray, cut: int) -> np.ndarray:
-    """The mean over axis 0 without the `cut` largest and smallest, value by value; of counters the upper median."""
+    """Mean over axis 0 without the `cut` largest and smallest, value by value; of counters the upper median."""
     ordered = np.sort(values, axis=0)
     if values.dtype.kind in "iu":
         return ordered[len(values) // 2]

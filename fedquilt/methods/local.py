@@ -17,26 +17,29 @@ from fedquilt.methods import fedavg
 
 @dataclass(frozen=True)
 class State(fedavg.State):
-    """What everybody begins with as `model`; it stays as it is."""
+    """First model of all devices as `model`, which never changes."""
 
-    rounds: int = 0  # in which somebody has trained
+    rounds: int = 0  # rounds that had training
 
 
 def init(bundle: Bundle, params: Any, seed: int) -> State:
+    """Start from the bundle's model."""
     return State(**vars(fedavg.init(bundle, params, seed)))
 
 
 def work(task: Task, site: Site) -> Answer:
+    """Train the device's own model further; no tensors are sent."""
     answer = fedavg.trained(task, site, _own(site))
     return replace(answer, bundles={}, local=answer.bundles["model"])
 
 
 def check(task: Task, site: Site) -> Mapping[str, float]:
+    """Evaluate the device's own model."""
     return site.engine.evaluate(task.params["network"], _own(site), site.held)
 
 
 def _own(site: Site) -> Tensors:
-    """The device's model; the job's first, until it has trained."""
+    """The device's model, or the job's first before it has trained."""
     first = site.load("model")
     if site.local:
         tensors.require_like(site.local, first)
@@ -44,17 +47,23 @@ def _own(site: Site) -> Tensors:
 
 
 def fold(state: State, so_far: int | None, update: Contribution) -> int:
+    """Count an answer.
+
+    Raises:
+        UpdateError: it carries tensors.
+    """
     if update.bundles:
         raise UpdateError(f"{update.device} sent {', '.join(sorted(update.bundles))}: with this method nothing travels")
     return (so_far or 0) + 1
 
 
 def step(state: State, total: int | None) -> State:
+    """Count the round if anybody trained."""
     return replace(state, rounds=state.rounds + 1) if total else state
 
 
 def result(state: State) -> Artefact:
-    """What everybody began with: nobody's own model is known."""
+    """First model of the job: the devices' own are known to nobody else."""
     return Artefact("weights", {"network": state.network, "private": sorted(state.model)}, state.model)
 
 

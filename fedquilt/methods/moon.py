@@ -1,4 +1,4 @@
-"""MOON: a device's representation is drawn to the received model's and away from its own last model's.
+"""MOON: a device's representation is pulled to the received model's and away from its own last model's.
 
 Paper: Li, He and Song, Model-Contrastive Federated Learning, CVPR 2021 (arXiv 2103.16257), Eq. 3 and 4:
 the local loss gains mu * l_con with, for cosine similarity s, z of the model in training, z_glob of the
@@ -6,10 +6,10 @@ one received and z_prev of the device's last one,
 
     l_con = -log( exp(s(z, z_glob) / T) / (exp(s(z, z_glob) / T) + exp(s(z, z_prev) / T)) ).
 
-Deviations: the representation is what enters the network's last linear layer; no projection head is
+Deviations: the representation is the input of the network's last linear layer; no projection head is
 added (the paper's is two layers to 256 values before it), so that the job's network stays as it is: one
 with such layers may be given. In its first round a device has no last model and l_con is left out.
-The last model is the device's own counted one, kept there.
+The last model is the device's own of the last round that counted, kept there.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from fedquilt.methods import fedavg
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
+    """FedAvg's parameters, and those of the contrastive loss."""
+
     mu: Annotated[float, Meta(ge=0)] = 1.0  # mu: weight of the contrastive loss; 0 is FedAvg
     temperature: Annotated[float, Meta(gt=0)] = 0.5  # T
 
@@ -38,6 +40,11 @@ class Contrast:
         self._seen: Any = None  # (n, features) that entered the last linear layer in the last forward pass
 
     def prepare(self, module: Any) -> Any:
+        """Hook into the last linear layer's input.
+
+        Raises:
+            ModelError: the network has no linear layer.
+        """
         from torch import nn
 
         linear = [each for each in module.modules() if isinstance(each, nn.Linear)]
@@ -47,12 +54,13 @@ class Contrast:
         return module
 
     def penalty(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
+        """Contrastive loss mu * l_con of a mini-batch, a scalar."""
         import torch
         from torch.nn import functional as F
 
         z, modes = self._seen, [(each, each.training) for each in module.modules()]
         likeness = []
-        module.eval()  # the two others only look: their statistics stay, and nothing is dropped
+        module.eval()  # the other two are only read: their statistics stay, and nothing is dropped
         with torch.no_grad():
             for anchor in ("start", "previous"):
                 torch.func.functional_call(module, anchors[anchor], (x,))
@@ -68,10 +76,12 @@ class Contrast:
 
 
 def send(state: fedavg.State, device: DeviceView) -> Order:
+    """Order training with two more forward passes and one more copy of the model."""
     return fedavg.order(state, {"model": state.model}, passes=5, anchors=2)
 
 
 def work(task: Task, site: Site) -> Answer:
+    """Train with the contrastive term once the device has a last model; keeps the new one."""
     hooks = Hooks()
     if site.local:
         contrast = Contrast(task.params["mu"], task.params["temperature"])

@@ -1,4 +1,4 @@
-"""ParFed: the last convolutions stay on the device, all else is averaged.
+"""ParFed: the last convolutions stay on the device, everything else is averaged.
 
 Papers: Sun et al., PartialFed: Cross-Domain Personalized Federated Learning via Partial Initialization,
 NeurIPS 2021, in the form that GENE-FL's comparison gives it (arXiv 2504.14628, section 4): it "skips the
@@ -6,7 +6,7 @@ four convolutional layers", of a ResNet18 the four 3x3 convolutions of its last 
 
 Deviations: which layers a device loads is fixed here; PartialFed also learns it. Running statistics of batch
 normalisation stay on the device too, as GENE-FL counts no bytes for them. There is one cluster.
-In a network without convolutions weight matrices other than the head's stand for them.
+In a network without convolutions, weight matrices other than the head's take their place.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from fedquilt.methods import fedavg, fedrep
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
-    layers: Annotated[int, Meta(ge=0)] = 4  # convolutions that stay on the device; 0 shares all that is learned
+    """FedAvg's parameters, and how many convolutions stay."""
+
+    layers: Annotated[int, Meta(ge=0)] = 4  # convolutions that stay on the device; 0 shares all learned tensors
 
 
 def weights(model: Tensors, calls: Sequence[str]) -> list[str]:
-    """Weights of convolutions larger than 1x1, in the order of the network; of linear layers where there are none.
+    """Names of the weights of convolutions larger than 1x1, in network order; without any, of the linear layers.
 
     Raises:
         ModelError: there are neither, or only the head's.
@@ -44,11 +46,12 @@ def weights(model: Tensors, calls: Sequence[str]) -> list[str]:
 
 
 def tail(model: Tensors, count: int, calls: Sequence[str]) -> set[str]:
-    """The last so many of `weights`, or all that there are."""
+    """Names of the last `count` of `weights`, or of all if there are fewer."""
     return set(weights(model, calls)[-count:]) if count else set()
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> fedrep.State:
+    """Leave the last convolutions and all statistics to the devices."""
     begun = fedavg.init(bundle, params, seed)
     shared = set(fedavg.learned(begun.model)) - tail(begun.model, params.layers, layers.calls(begun.network))
     return fedrep.split(begun, begun.model.keys() - shared)

@@ -1,15 +1,15 @@
-"""Per-FedAvg: a model from which one step on a device's own examples is a good one for it.
+"""Per-FedAvg: a model from which one step on a device's own examples leads to a good one for it.
 
 Paper: Fallah, Mokhtari and Ozdaglar, Personalized Federated Learning: A Meta-Learning Approach, NeurIPS 2020
 (arXiv 2002.07948), Algorithm 1 in its first-order form, Per-FedAvg (FO), section 5:
 
     u <- w - alpha grad f(w; D),   w <- w - beta grad f(u; D')
 
-A device is evaluated with what steps at rate alpha on its own examples make of the received model.
+A device is evaluated with the received model after steps at rate alpha on its own examples.
 
 Deviations: D and D' are one mini-batch, the paper draws two: so a device with a single mini-batch can take part, and
 alpha = 0 is FedAvg. The Hessian is left out, as FO does. The mean is weighted by examples, as FedAvg's.
-Weight decay counts in both steps. Adapting takes whole passes (`adapt_epochs`), the paper one step.
+Weight decay applies in both steps. Adapting takes whole passes (`adapt_epochs`), the paper one step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedquilt.methods import fedavg
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
-    """`lr` is beta, the rate of w."""
+    """FedAvg's parameters with `lr` as beta, the rate of w, and those of the adapting step."""
 
     alpha: Annotated[float, Meta(ge=0)] = 0.01  # alpha: rate of the step that adapts; 0 is FedAvg
     adapt_epochs: Annotated[int, Meta(ge=0)] = 1  # passes over a device's examples before it is evaluated
@@ -38,10 +38,10 @@ class Params(fedavg.Params):
 
 
 class Ahead:
-    """Two steps on a mini-batch: a step of alpha from w to u, then from u to w less beta times the gradient there.
+    """Two steps on a mini-batch: one of alpha from w to u, then from u to w less beta times the gradient there.
 
-    The second goes by a gradient to which the way back is added, (u - w) / beta. The anchor "w" is this
-    method's own, and holds what each tensor was before the first.
+    The way back is added to the second step's gradient: (u - w) / beta. The anchor "w" belongs to this
+    method, and holds the value of each tensor before the first step.
     """
 
     def __init__(self, alpha: float, beta: float) -> None:
@@ -49,6 +49,7 @@ class Ahead:
         self.steps = (Step(rate=lambda name: alpha / beta, begin=self._first), Step(begin=self._second))
 
     def correct(self, gradient: Any, value: Any, at: Mapping[str, Any]) -> Any:
+        """Gradient of the current step; the second includes the way back to w."""
         if self._ahead:
             return gradient + (value - at["w"]) / self._beta
         at["w"].copy_(value)
@@ -62,10 +63,12 @@ class Ahead:
 
 
 def send(state: fedavg.State, device: DeviceView) -> Order:
+    """Order training at twice FedAvg's cost, with one more copy of the model."""
     return fedavg.order(state, {"model": state.model}, passes=6, anchors=2)
 
 
 def work(task: Task, site: Site) -> Answer:
+    """Take both steps on every mini-batch; with alpha = 0 train as FedAvg."""
     if not task.params["alpha"]:
         return fedavg.work(task, site)
     received, ahead = site.load("model"), Ahead(task.params["alpha"], fedavg.fit_of(task).lr)
@@ -73,6 +76,7 @@ def work(task: Task, site: Site) -> Answer:
 
 
 def check(task: Task, site: Site) -> Mapping[str, float]:
+    """Adapt the received model on the device's examples, then evaluate it on the held-out share."""
     model, alpha, epochs = site.load("model"), task.params["alpha"], task.params["adapt_epochs"]
     if alpha and epochs and len(site.train):
         fit = replace(fedavg.fit_of(task), lr=alpha, epochs=epochs)

@@ -5,11 +5,11 @@ Paper: Dinh, Tran and Nguyen, Personalized Federated Learning with Moreau Envelo
 
     theta ~ argmin f(theta; D) + lambda/2 |theta - w|^2   by K gradient steps,     w <- w - eta lambda (w - theta)
 
-and at the end of a round w <- (1 - beta) w + beta mean_k w_k. theta stays on the device, and is what it is
-evaluated with.
+and at the end of a round w <- (1 - beta) w + beta mean_k w_k. theta stays on the device, and evaluation there
+uses it.
 
-Deviations: K is a number of steps, not a wanted precision; theta goes on from one mini-batch to the next, and
-begins a round as w, as in the authors' own code. Statistics of batch normalisation are theta's and are averaged.
+Deviations: K is a number of steps, not a wanted precision; theta continues from one mini-batch to the next, and
+begins a round at w, as in the authors' own code. Statistics of batch normalisation are theta's and are averaged.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fedquilt.methods import ditto, fedavg
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
-    """`lr` is the rate of theta's steps."""
+    """FedAvg's parameters with `lr` as the rate of theta's steps, and those of the envelope."""
 
-    pull: Annotated[float, Meta(gt=0)] = 15.0  # lambda: the smaller, the further theta goes from w
+    pull: Annotated[float, Meta(gt=0)] = 15.0  # lambda: smaller values let theta move further from w
     inner: Annotated[int, Meta(ge=1)] = 5  # K: steps of theta on a mini-batch
     outer_lr: Annotated[float, Meta(gt=0)] = 0.005  # eta: of w
-    beta: Annotated[float, Meta(gt=0)] = 1.0  # beta: how far the global model goes to the mean, and beyond it
+    beta: Annotated[float, Meta(gt=0)] = 1.0  # beta: step of the global model towards the mean; above 1 beyond it
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,20 +43,20 @@ class Params(fedavg.Params):
 
 
 class Envelope:
-    """The steps of training, and w as it moves: the anchor "w", which is this method's own."""
+    """Steps of training, and the moving w: the anchor "w", which belongs to this method."""
 
     def __init__(self, pull: float, inner: int, outer_lr: float) -> None:
         self._pull, self._rate = pull, outer_lr * pull
-        self._w: Mapping[str, Any] = {}  # as soon as there is one
+        self._w: Mapping[str, Any] = {}  # set with the first mini-batch
         self.steps = (Step(penalty=self.penalty, begin=self._next), *[Step(penalty=self.penalty)] * (inner - 1))
 
     def penalty(self, module: Any, x: Any, scores: Any, anchors: Mapping[str, Any]) -> Any:
-        """lambda/2 |theta - w|^2."""
+        """Proximal term lambda/2 |theta - w|^2."""
         self._w = anchors["w"]
         return self._pull / 2 * sum((value - self._w[name]).square().sum() for name, value in module.named_parameters())
 
     def _next(self, module: Any) -> None:
-        """Before a mini-batch: w takes its step to what theta came to on the last one."""
+        """Move w towards the theta of the last mini-batch, before the next one begins."""
         import torch
 
         with torch.no_grad():
@@ -65,7 +65,7 @@ class Envelope:
                     self._w[name].sub_(self._rate * (self._w[name] - value))
 
     def closed(self, theta: Tensors) -> dict[str, np.ndarray]:
-        """w after its last step, to `theta`; statistics are theta's."""
+        """Final w, after its last step towards `theta`; statistics are theta's."""
         moved = {name: value.cpu().numpy() for name, value in self._w.items()}
         return {
             name: (moved[name] - self._rate * (moved[name] - array)).astype(array.dtype) if name in moved else array
@@ -74,10 +74,12 @@ class Envelope:
 
 
 def send(state: fedavg.State, device: DeviceView) -> Order:
+    """Order training with K steps per mini-batch and one more copy of the model."""
     return fedavg.order(state, {"model": state.model}, passes=3 * state.params["inner"], anchors=2)
 
 
 def work(task: Task, site: Site) -> Answer:
+    """Train theta and w together; sends w and keeps theta."""
     received = site.load("model")
     envelope = Envelope(task.params["pull"], task.params["inner"], task.params["outer_lr"])
     w = {name: received[name] for name in fedavg.learned(received)}
@@ -87,10 +89,12 @@ def work(task: Task, site: Site) -> Answer:
 
 
 def fold(state: fedavg.State, so_far: fedavg.Sum | None, update: Contribution) -> fedavg.Sum:
+    """Add an update; every device counts alike."""
     return fedavg.fold(state, so_far, replace(update, weight=1.0))
 
 
 def step(state: fedavg.State, total: fedavg.Sum | None) -> fedavg.State:
+    """Move the global model by beta towards the mean of the devices' w."""
     if total is None:
         return state
     model, beta = fedavg.mean(total), state.params["beta"]

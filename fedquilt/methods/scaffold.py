@@ -6,16 +6,16 @@ Paper: Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federat
     y <- y - eta_l (g(y) - c_i + c),   c_i+ = c_i - c + (x - y) / (K eta_l)
     x <- x + eta_g mean(y - x),        c <- c + 1/N sum (c_i+ - c_i)
 
-Deviations: c_i+ - c_i = (x - y) / (K eta_l) - c is reckoned by the coordinator from the model it is
-sent, so an upload is one model, not two, and c_i never leaves the device (the coordinator could add up
+Deviations: the coordinator computes c_i+ - c_i = (x - y) / (K eta_l) - c from the model it
+receives, so an upload is one model, not two, and c_i never leaves the device (the coordinator could add up
 the differences in either case). N is the number of devices that have taken part so far unless `devices`
 gives it. Batch norm's statistics have no variate and are averaged. A device that has lost its c_i counts
 as a new one.
 
-The codec "topk" is refused. It tells a few entries of y at a time, each with what several rounds have moved it by, so
-(x - y) / (K eta_l) of what arrives is 0 for most entries and many times the gradient for the others. As variates these
-steps mislead: tried on the demo's digits, 74.2 % after 20 rounds where plain averaging has 84.7 %; with both sides'
-variates from what arrives it falls from round to round. "fp16" and "int8" give what "raw" gives.
+The codec "topk" is refused. It sends a few entries of y at a time, each with its change over several rounds, so
+(x - y) / (K eta_l) of the received y is 0 for most entries and many times the gradient for the others. As variates
+these steps mislead: tried on the demo's digits, 74.2 % after 20 rounds where plain averaging has 84.7 %; with both
+sides' variates from the received y it falls from round to round. "fp16" and "int8" give the results of "raw".
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ TOPK: Final = (
 
 @dataclass(frozen=True)
 class Params(fedavg.Params):
+    """FedAvg's parameters, and the server's."""
+
     server_lr: Annotated[float, Meta(gt=0)] = 1.0  # eta_g: 1 takes the mean of the devices' models
     devices: Annotated[int, Meta(ge=0)] = 0  # N: devices in the federation; 0: those that have taken part
 
@@ -50,7 +52,7 @@ class Params(fedavg.Params):
 
 @dataclass(frozen=True)
 class State(fedavg.State):
-    """The global model and the server's control variate."""
+    """Global model, and the server's control variate."""
 
     control: dict[str, np.ndarray]  # c: the mean of all devices' c_i
     known: int  # devices that have taken part
@@ -58,23 +60,26 @@ class State(fedavg.State):
 
 @dataclass(frozen=True)
 class Sum(fedavg.Sum):
-    """A round's models, and sum_i (x - y_i) / (K_i eta_l) with how many devices it is of."""
+    """Sums of a round: models, and sum_i (x - y_i) / (K_i eta_l) with the number of devices."""
 
     slopes: Mapping[str, np.ndarray]
-    new: int  # devices for the first time
+    new: int  # devices that answered for the first time
 
 
 def init(bundle: Bundle, params: Params, seed: int) -> State:
+    """Start with control variates of 0."""
     begun = fedavg.init(bundle, params, seed)
     control = {name: np.zeros_like(begun.model[name]) for name in fedavg.learned(begun.model)}
     return State(**vars(begun), control=control, known=0)
 
 
 def send(state: State, device: DeviceView) -> Order:
+    """Order training with the server's control variate and one more copy of the model."""
     return fedavg.order(state, {"model": state.model, "control": state.control}, anchors=2)
 
 
 def work(task: Task, site: Site) -> Answer:
+    """Train with each gradient corrected by c - c_i; the new c_i stays on the device."""
     received, control = site.load("model"), site.load("control")
     own = site.local or {name: np.zeros_like(array) for name, array in control.items()}
     tensors.require_like(own, control)
@@ -87,6 +92,7 @@ def work(task: Task, site: Site) -> Answer:
 
 
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
+    """Add an update's model, and its mean gradient recovered from the path x - y."""
     new = update.metrics.get("new")
     if new not in (0.0, 1.0):
         raise UpdateError(f"{update.device} does not say whether it takes part for the first time (new = {new})")
@@ -100,6 +106,7 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
 
 
 def step(state: State, total: Sum | None) -> State:
+    """Average the models and update the server's control variate."""
     if total is None:
         return state
     model = fedavg.mean(total)
