@@ -156,7 +156,7 @@ def step(state: State, total: Sum | None) -> State:
 
 
 def result(state: State) -> Artefact:
-    """The chosen network: blocks by id, junctions between them (resize, then project), and its head.
+    """The chosen network (`stitched.to_artefact`), and under "search" what is known of every candidate.
 
     With a head the terminating block is left out: the head takes the pooled maps before it. Of a job that
     was cut short it is the finished network with the best score, without a head.
@@ -168,33 +168,14 @@ def result(state: State) -> Artefact:
     if not candidates:
         raise ModelError("no network is finished: raise the job's rounds, or [params] expansions or max_upsampling")
     best = max(candidates, key=lambda finalist: _merit(state, finalist))
-    path = best.path[:-1] if best.head else best.path
-    blocks = [state.stock.blocks[name] for name in path]
-    arrays: dict[str, np.ndarray] = {}
-    junctions = []
-    for i in range(1, len(path)):
-        found = state.junctions.get(stitched.junction_name(path[: i + 1]))
-        entry = {"before": i, "in_shape": blocks[i - 1].out_shape, "out_shape": blocks[i].in_shape}
-        if found is None:
-            junctions.append({**entry, "kind": "none", "weights": None, "bias": None})
-            continue
-        names = {part: f"junction.{i}.{part}" for part in ("weights", "bias")}
-        arrays |= {names[part]: found[part] for part in names}
-        junctions.append({**entry, "kind": "projection", **names})
-    head = None
-    if best.head:
-        head = {"features": "gap", "weights": "head.weights", "bias": "head.bias"}
-        arrays |= {f"head.{part}": array for part, array in best.head.items()}
-    meta = {
-        "path": list(path),
-        "junctions": junctions,
-        "head": head,
-        "align": None if head else orders.groups(state, best.path),
-        "labels": state.stock.labels,
-        "input": state.stock.input,
-        "search": [_summary(state, finalist) for finalist in candidates],
-    }
-    return Artefact("stitched", msgspec.json.decode(msgspec.json.encode(meta)), arrays)
+    network = stitched.Network(
+        taps=(_body(best),),
+        junctions=state.junctions,
+        head=best.head or None,
+        align=None if best.head else orders.groups(state, best.path),
+    )
+    meta, arrays = stitched.to_artefact(network, state.stock)
+    return Artefact("stitched", {**meta, "search": [_summary(state, each) for each in candidates]}, arrays)
 
 
 def _shapes(state: State) -> list[tuple[int, int]]:
@@ -305,9 +286,13 @@ def _validated(state: State, counts: Mapping[str, np.ndarray]) -> State:
     return replace(after, log=(*notes, f"chosen: {_name(ordered[0])}"))
 
 
+def _body(finalist: Finalist) -> tuple[str, ...]:
+    """Its blocks as they are handed out: a head that was solved takes the place of the last one."""
+    return finalist.path[:-1] if finalist.head else finalist.path
+
+
 def _name(finalist: Finalist) -> str:
-    """As it is handed out: a head that was solved takes the place of the last block."""
-    return f"{describe(finalist.path[:-1])} > new head" if finalist.head else describe(finalist.path)
+    return describe(_body(finalist)) + (" > new head" if finalist.head else "")
 
 
 def _accuracy(state: State, finalist: Finalist) -> float | None:
@@ -330,7 +315,7 @@ def _summary(state: State, finalist: Finalist) -> dict[str, Any]:
     aligned = finalist.aligned
     joined = finalist.residuals[:-1] if finalist.head else finalist.residuals  # a head replaces the last block
     return {
-        "path": finalist.path,
+        "taps": [list(_body(finalist))],
         "score": finalist.score,
         "accuracy": _accuracy(state, finalist),
         "aligned_accuracy": aligned / finalist.examples if aligned is not None and finalist.examples else None,
