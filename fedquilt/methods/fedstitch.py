@@ -54,7 +54,7 @@ from fedquilt.core import (
 )
 from fedquilt.models.stitching import device_statistics, least_squares, orders, scoring, search, stitched, vote
 from fedquilt.models.stitching.least_squares import Gathered, Moments
-from fedquilt.models.stitching.search import PAPER, Finalist, Params, State, describe
+from fedquilt.models.stitching.search_state import PAPER, Finalist, Params, State, describe
 from fedquilt.models.stitching.vote import Ballot
 
 GROUPS_BYTES = 256 << 20  # held for the residuals of a round's junctions; larger devices' sums share a group

@@ -16,7 +16,7 @@ import msgspec
 from fedquilt import footprint
 from fedquilt.core import BlobRef, DeviceView, Order, Tensors, Work, derive_seed
 from fedquilt.models.stitching import device_statistics, least_squares, scoring, search
-from fedquilt.models.stitching.search import State
+from fedquilt.models.stitching.search_state import State
 from fedquilt.models.stitching.stitched import Block, Stock
 
 

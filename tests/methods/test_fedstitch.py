@@ -27,6 +27,7 @@ from fedquilt.data import images
 from fedquilt.methods import fedstitch
 from fedquilt.methods.fedstitch import METHOD, Params, State
 from fedquilt.models.stitching import block_runner, least_squares, scoring, search, stitched, vote
+from fedquilt.models.stitching.search_state import Net
 from fedquilt.models.stitching.stitched import Block
 from fedquilt.testing.toys import SMALL, FakeRunner, build, given, members
 from fedquilt.testing.toys import play as run_of
@@ -189,7 +190,7 @@ def score_answers(**changes: Any) -> tuple[State, dict[str, np.ndarray], dict[st
     """What one device answers when the path is ash.0 > ash.1."""
     bundle, _ = build()
     state = METHOD.init(bundle, Params(**{**SMALL, **changes}), 3)
-    net = search.Net(("ash.0", "ash.1"), search.beginnings(state.stock)[0].pool, 1.0)
+    net = Net(("ash.0", "ash.1"), search.beginnings(state.stock)[0].pool, 1.0)
     state = replace(state, current=net, pool=search.offered(net, state.stock, state.params))
     seen: list[Contribution] = []
     spy = replace(
@@ -251,7 +252,7 @@ def score_twice(folder: Path, **changes: Any) -> tuple[list[dict[str, np.ndarray
     bundle, runner = build()
     state = METHOD.init(bundle, Params(**{**SMALL, "native_continuation": "exclude", **changes}), 3)
     path = ("ash.0", "elm.1")
-    net = search.Net(path, search.beginnings(state.stock)[0].pool, 1.0)
+    net = Net(path, search.beginnings(state.stock)[0].pool, 1.0)
     state = replace(state, current=net, pool=search.offered(net, state.stock, state.params))
     weights = np.random.default_rng(2).normal(size=(5, 4)).astype(np.float32)
     junction = {"weights": weights, "bias": np.zeros(5, np.float32)}
@@ -289,7 +290,7 @@ def test_the_naive_procedure_gives_the_same_scores(tmp_path: Path) -> None:
     _, site = given(METHOD, order, member, runner, seed=3, cache=tmp_path)
     rows = scoring.order(scoring.drawn(site))[:32]
     shown = images.prepare(member.train.x[rows], state.stock.input)
-    net = search.Net(("ash.0", "elm.1"), search.beginnings(state.stock)[0].pool, 1.0)
+    net = Net(("ash.0", "elm.1"), search.beginnings(state.stock)[0].pool, 1.0)
     pool = search.offered(net, state.stock, replace(state.params, native_continuation="exclude"))
     run = lambda block, x: stitched.run_block(block, lambda graph, x: runner.run(Path(graph), x), x)  # noqa: E731
     for name, score in zip(pool, scores[0]["score"], strict=True):
@@ -476,7 +477,7 @@ def voted(*winners: vote.Winner, **changes: Any) -> State:
     """The path ash.0, score 0.9, after a vote, with nothing else on the frontier."""
     bundle, _ = build()
     state = METHOD.init(bundle, Params(**{**SMALL, **changes}), 3)
-    net = search.Net(("ash.0",), search.beginnings(state.stock)[0].pool, 0.9)
+    net = Net(("ash.0",), search.beginnings(state.stock)[0].pool, 0.9)
     return replace(state, current=net, frontier=(), winners=winners)
 
 
@@ -703,7 +704,7 @@ def test_the_next_path_is_the_one_that_promises_most() -> None:
     first = FULL[0]
 
     def picked(*nets: tuple[tuple[str, ...], float]) -> tuple[str, ...]:
-        return search.pick(replace(first, frontier=tuple(search.Net(path, (), score) for path, score in nets))).path
+        return search.pick(replace(first, frontier=tuple(Net(path, (), score) for path, score in nets))).path
 
     assert picked((("ash.0",), 0.9), (("elm.0", "elm.1"), 0.6)) == ("elm.0", "elm.1")
     assert picked((("ash.0",), 0.9), (("elm.0", "elm.1"), 0.5)) == ("ash.0",)

@@ -87,6 +87,25 @@ def test_another_input_table_than_the_bundles_is_refused(tmp_path: Path) -> None
         require_made_for(msgspec.structs.replace(own, input={"channels": 1, "size": 8, "mean": [0.4]}), made)
 
 
+@pytest.mark.parametrize("leaves_out", [(), ("donors",), ("donors", "input")])
+def test_labels_other_than_the_bundles_are_refused_by_name(tmp_path: Path, leaves_out: tuple[str, ...]) -> None:
+    """Votes and heads are for the bundle's labels, whether or not the job says which donors they are of."""
+    table = job({"name": "p", "network": PLAIN})
+    made = prepare(table, tmp_path)
+    kept = {key: value for key, value in table.items() if key not in leaves_out}
+
+    def require(*labels: str) -> None:
+        require_made_for(settings.parse({"name": "a", "method": "fedstitch", **kept, "labels": labels}), made)
+
+    require("a", "b", "c")
+    with pytest.raises(JobError, match=r"labels \(label 1 is 'c' in the job and 'b' in the bundle\) differ.*prepare"):
+        require("a", "c", "b")
+    with pytest.raises(JobError, match=r"label 2 is none in the job and 'c' in the bundle"):
+        require("a", "b")
+    with pytest.raises(JobError, match=r"label 3 is 'd' in the job and none in the bundle"):
+        require("a", "b", "c", "d")
+
+
 @pytest.mark.parametrize("tile_bytes", [blocks.TILE_BYTES, 300])
 def test_a_bundle_of_donors_is_a_stock_whose_blocks_run_where_they_lie(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tile_bytes: int
