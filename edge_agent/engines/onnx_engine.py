@@ -1,7 +1,8 @@
 """Runs ONNX graphs with ONNX Runtime, within a memory budget. Imports onnxruntime.
 
-A graph lies under its sha256, its weights beside it under theirs (`fedquilt.models.stitching.blocks`), and the
-runtime maps that file instead of copying it. What costs memory is then chosen by what there is:
+A graph is checked before a session is made of it (`onnx_session`). It lies under its sha256, its weights beside it
+under theirs (`fedquilt.models.stitching.blocks`), and the runtime maps that file instead of copying it. What costs
+memory is then chosen by what there is:
 
 - roomy: all graph optimizations and pre-packed weights, which hold the weights about three times
   while loading and activations up to twice, and mostly run faster;
@@ -28,6 +29,8 @@ import numpy as np
 import onnxruntime as ort
 
 from fedquilt.core import MemoryBudgetError, ModelError
+from fedquilt.edge_agent.engines import onnx_session
+from fedquilt.graph_check import Graph
 
 BASE_BYTES = 75_000_000  # resident beside weights and activations: Python, numpy and the runtime at work
 LOADING = 3.5  # times its weights is what an optimized session holds while it loads: 3.3 measured
@@ -89,7 +92,7 @@ class OnnxEngine:
         """The graph's only output for its only input: (n, ...) -> (n, ...), float32.
 
         Raises:
-            ModelError: no such graph, not ONNX, weights missing, or another input shape.
+            ModelError: no such graph, not ONNX, not permitted, weights missing, or another input shape.
             MemoryBudgetError: not even one example fits beside the weights.
         """
         session, plan = self._load(graph)
@@ -148,10 +151,9 @@ class OnnxEngine:
         """What the graph's metadata say.
 
         Raises:
-            ModelError: no such graph, not ONNX, or weights missing.
+            ModelError: no such graph, not ONNX, not permitted, or weights missing.
         """
-        with _named(graph):
-            return self._session(graph, roomy=False).get_modelmeta().custom_metadata_map
+        return onnx_session.checked(graph).metadata
 
     def plan(self, graph: Path) -> Plan:
         """How the graph is run.
@@ -159,7 +161,7 @@ class OnnxEngine:
         Raises:
             ModelError, MemoryBudgetError: as `run` does.
         """
-        return self._plan(graph, self.facts(graph))
+        return self._plan(graph, onnx_session.checked(graph))
 
     def resident(self) -> tuple[Path, ...]:
         """The graphs that are loaded, the least recently used first."""
@@ -173,22 +175,19 @@ class OnnxEngine:
         if graph in self._kept:
             self._kept.move_to_end(graph)
             return self._kept[graph]
-        with _named(graph):
-            session = self._session(graph, roomy=False)
-        plan = self._plan(graph, session.get_modelmeta().custom_metadata_map)
+        plan = self._plan(graph, onnx_session.checked(graph))
         held = plan.held_bytes + sum(one.plan.held_bytes for one in self._kept.values())
         while self._kept and held > KEPT * self._room_bytes:
             held -= self._kept.popitem(last=False)[1].plan.held_bytes
-        if plan.roomy:
-            del session
-            with _named(graph):
-                session = self._session(graph, roomy=True)
+        with _named(graph):
+            session = self._session(graph, roomy=plan.roomy)
         self._kept[graph] = loaded = Loaded(session, plan)
         return loaded
 
-    def _plan(self, graph: Path, facts: Mapping[str, str]) -> Plan:
-        weights = int(facts.get("weight_bytes", graph.stat().st_size))
-        each = int(facts["activation_bytes"]) if "activation_bytes" in facts else None
+    def _plan(self, graph: Path, checked: Graph) -> Plan:
+        weights, each = checked.weight_bytes, checked.activation_bytes
+        if "weight_bytes" not in checked.metadata:  # not of fedquilt's making
+            weights = max(weights, graph.stat().st_size)
         least = weights + SESSION_BYTES + (each or 0)
         if least > self._room_bytes:
             raise MemoryBudgetError(
@@ -204,8 +203,6 @@ class OnnxEngine:
         return Plan(roomy, held, each if each is None else each * (WIDER if roomy else 1))
 
     def _session(self, graph: Path, *, roomy: bool) -> Any:
-        if not graph.is_file():
-            raise ModelError(f"there is no graph {graph}")
         options = ort.SessionOptions()
         options.log_severity_level = FATAL_ONLY
         options.intra_op_num_threads = self._threads
@@ -218,7 +215,7 @@ class OnnxEngine:
         options.graph_optimization_level = level.ORT_ENABLE_ALL if roomy else level.ORT_ENABLE_EXTENDED
         if not roomy:
             options.add_session_config_entry("session.disable_prepacking", "1")
-        return ort.InferenceSession(str(graph), options, providers=self._providers)
+        return onnx_session.session(graph, options, self._providers)
 
 
 def _answer_shape(session: Any, x: np.ndarray) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
+from fedquilt import graph_check
 from fedquilt.core import ModelError
 from fedquilt.models.networks import onnx_file, registry, small
 from fedquilt.models.stitching import cut_points as where
@@ -32,6 +33,7 @@ INLINE_BYTES = 16 * 1024  # a block with fewer bytes of weights is one file
 SMALL_BYTES = 1024  # tensors that stay in the graph: the shapes among them must
 ALIGNMENT = 64  # of tensors in the data file: a cache line
 TILE_BYTES = 32_000_000  # a linear layer with more is cut into tiles of its rows
+MEND = "replace that operation in the network"
 
 Kind = Literal["start", "middle", "end"]
 
@@ -102,14 +104,19 @@ def export(block: Block) -> tuple[tuple[Graph, ...], ...]:
     and "weight_bytes".
 
     Raises:
-        ModelError: an operation that ONNX cannot express.
+        ModelError: an operation that ONNX cannot express, or that no board would run (`fedquilt.graph_check`).
     """
-    return tuple(tuple(_graph(model) for model in stage) for stage in tiled_linear.stages(_onnx(block), TILE_BYTES))
+    made = tuple(tuple(_graph(model) for model in stage) for stage in tiled_linear.stages(_onnx(block), TILE_BYTES))
+    for graph in (graph for stage in made for graph in stage):
+        try:
+            graph_check.of_bytes(graph.graph, lambda name, data=graph.data: len(data or b""))  # type: ignore[misc]
+        except ModelError as error:
+            raise ModelError(f"block {block.id} would be run by no board: {error}; {MEND}") from None
+    return made
 
 
 def _onnx(block: Block) -> onnx.ModelProto:
-    mend = "replace that operation in the network"
-    model = onnx_file.traced(block.module, block.in_shape, f"block {block.id}", mend)
+    model = onnx_file.traced(block.module, block.in_shape, f"block {block.id}", MEND)
     _drop_aliases(model.graph)
     return model
 

@@ -162,3 +162,30 @@ def test_large_activations_are_not_laid_out_anew(tmp_path: Path, activation_byte
     weights = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
     graph = product(tmp_path, weights, activation_bytes=activation_bytes)
     assert OnnxEngine(64 * MB, base_bytes=0).plan(graph).roomy is roomy
+
+
+def test_a_graph_that_names_the_boards_key_is_refused_before_the_runtime_sees_it(tmp_path: Path) -> None:
+    """ONNX Runtime up to 1.23.2 would read it: the key's bytes would go up as the board's answer."""
+    (tmp_path / "device.key").write_bytes(b"-----BEGIN PRIVATE KEY-----")
+    (tmp_path / "blobs").mkdir()
+    tensor = onnx.TensorProto(name="k", data_type=onnx.TensorProto.UINT8, dims=[27], data_location=1)
+    tensor.external_data.add(key="location", value="../device.key")
+    value = onnx.helper.make_tensor_value_info
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Cast", ["k"], ["c"], to=1), onnx.helper.make_node("Add", ["x", "c"], ["y"])],
+        "thief",
+        [value("x", onnx.TensorProto.FLOAT, ["n", 27])],
+        [value("y", onnx.TensorProto.FLOAT, ["n", 27])],
+        [tensor],
+    )
+    path = tmp_path / "blobs" / "graph"
+    path.write_bytes(
+        onnx.helper.make_model(
+            graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8
+        ).SerializeToString()
+    )
+    engine = OnnxEngine(100 * MB, base_bytes=0)
+    with pytest.raises(ModelError, match=r"graph graph cannot be run: tensor 'k' is in '\.\./device\.key'"):
+        engine.run(path, np.zeros((1, 27)))
+    with pytest.raises(ModelError, match=r"device\.key"):
+        engine.facts(path)

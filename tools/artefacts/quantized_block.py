@@ -13,6 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime import quantization
 from onnxruntime.quantization.quant_utils import add_pre_process_metadata
 
+from fedquilt.edge_agent.engines import onnx_session
 from fedquilt.models.stitching import (
     export_onnx,
     tiled_linear,
@@ -71,7 +72,7 @@ def _activation_bytes(model: onnx.ModelProto, shape: Sequence[int]) -> int:
     seen.graph.output.extend(onnx.ValueInfoProto(name=name) for name in values)
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(seen.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = onnx_session.session(seen.SerializeToString(), options)
     example = {session.get_inputs()[0].name: np.zeros((1, *shape), np.float32)}
     found = session.run(None, example) + list(example.values())
     sizes = {name: value.nbytes for name, value in zip((*values, *example), found, strict=True)}

@@ -1,0 +1,264 @@
+"""Which graphs may be run: what networks are made of, and nothing that reads, loops or claims without bounds."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fedquilt
+from fedquilt import graph_check
+from fedquilt.core import ModelError
+from fedquilt.onnx_format import OPERATORS
+from fedquilt.tools import demo
+
+onnx = pytest.importorskip("onnx")
+hypothesis = pytest.importorskip("hypothesis")
+
+from hypothesis import strategies as st  # noqa: E402
+from onnx import TensorProto, helper, numpy_helper  # noqa: E402
+
+BUNDLE = Path(demo.__file__).parent / "bundle" / "blobs"
+SECRET = b"-----BEGIN PRIVATE KEY-----"
+
+
+def model(*nodes: Any, tensors: tuple[Any, ...] = (), opsets: tuple[Any, ...] = (("", 17),), **more: Any) -> Any:
+    """A model from "x", (n, 4), to "y"."""
+    value = helper.make_tensor_value_info
+    y = value("y", TensorProto.FLOAT, None)
+    graph = helper.make_graph(list(nodes), "g", [value("x", TensorProto.FLOAT, ["n", 4])], [y], list(tensors))
+    opset_imports = [helper.make_opsetid(*each) for each in opsets]
+    return helper.make_model(graph, opset_imports=opset_imports, ir_version=8, **more)
+
+
+def node(kind: str, *inputs: str, **attributes: Any) -> Any:
+    return helper.make_node(kind, list(inputs or ("x",)), ["y"], **attributes)
+
+
+def constant(name: str, *numbers: float, kind: Any = np.int64) -> Any:
+    return numpy_helper.from_array(np.array(numbers, kind), name)
+
+
+def beside(location: str, nbytes: int, **more: Any) -> Any:
+    """A tensor of so many bytes in a file beside the graph."""
+    tensor = TensorProto(name="w", data_type=TensorProto.UINT8, dims=[nbytes], data_location=TensorProto.EXTERNAL)
+    for key, value in {"location": location, "offset": "0", "length": str(nbytes), **more}.items():
+        tensor.external_data.add(key=key, value=value)
+    return tensor
+
+
+def stored(folder: Path, made: Any) -> Path:
+    path = folder / "graph"
+    path.write_bytes(made if isinstance(made, bytes) else made.SerializeToString())
+    return path
+
+
+def subgraph(*nodes: Any) -> Any:
+    return helper.make_graph(list(nodes), "s", [], [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)])
+
+
+def nested(depth: int) -> Any:
+    inner = node("Identity")
+    for _ in range(depth):
+        inner = node("If", "c", then_branch=subgraph(inner), else_branch=subgraph(node("Identity")))
+    return inner
+
+
+def with_function() -> Any:
+    made = model(node("Relu"))
+    relu = helper.make_node("Relu", ["a"], ["b"])
+    made.functions.append(helper.make_function("", "Relu", ["a"], ["b"], [relu], [helper.make_opsetid("", 17)]))
+    return made
+
+
+def short_data() -> Any:
+    return TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[1000], raw_data=bytes(4))
+
+
+def claiming(dims: list[int]) -> Any:
+    return TensorProto(name="w", data_type=TensorProto.FLOAT, dims=dims, float_data=[1.0])
+
+
+HOSTILE: dict[str, tuple[Callable[[], Any], str]] = {
+    "an absolute path": (lambda: model(node("Relu"), tensors=(beside("/etc/passwd", 9),)), "in a file beside"),
+    "a path outside": (lambda: model(node("Relu"), tensors=(beside("../device.key", 9),)), "in a file beside"),
+    "a plain name": (lambda: model(node("Relu"), tensors=(beside("device.key", 9),)), "named by its sha256"),
+    "memory": (lambda: model(node("Relu"), tensors=(beside("*/_ORT_MEM_ADDR_/*", 9),)), "named by its sha256"),
+    "no such file": (lambda: model(node("Relu"), tensors=(beside("e" * 64, 9),)), "are not beside it"),
+    "another key": (lambda: model(node("Relu"), tensors=(beside("e" * 64, 9, basepath="/"),)), "'basepath'"),
+    "beyond its end": (lambda: model(node("Relu"), tensors=(beside("f" * 64, 99),)), "takes 99 bytes, and ffff"),
+    "beyond by offset": (lambda: model(node("Relu"), tensors=(beside("f" * 64, 9, offset="8"),)), "has 8 from there"),
+    "a negative offset": (lambda: model(node("Relu"), tensors=(beside("f" * 64, 9, offset="-9"),)), "said to be at"),
+    "a loop": (lambda: model(node("Loop", "x", body=subgraph(node("Relu")))), "the operator 'Loop'"),
+    "a scan": (lambda: model(node("Scan", "x", body=subgraph(node("Relu")), num_scan_inputs=1)), "operator 'Scan'"),
+    "random numbers": (lambda: model(node("RandomNormal", shape=[9])), "the operator 'RandomNormal'"),
+    "an unknown operator": (lambda: model(node("Nonsense")), "the operator 'Nonsense'"),
+    "a custom domain": (lambda: model(node("Relu"), opsets=(("", 17), ("evil", 1))), "domain 'evil'"),
+    "an operator of it": (lambda: model(node("Relu", domain="evil")), "'evil.Relu'"),
+    "the runtime's own": (lambda: model(node("Inverse", domain="com.microsoft")), "'com.microsoft.Inverse'"),
+    "functions": (with_function, "field 25"),
+    "a graph in Relu": (lambda: model(node("Relu", body=subgraph(node("Relu")))), "Relu holds a graph"),
+    "deep nesting": (lambda: model(nested(5)), "5 deep"),
+    "data cut short": (lambda: model(node("Relu"), tensors=(short_data(),)), "has 4 bytes, not 4000"),
+    "a claimed size": (lambda: model(node("Relu"), tensors=(claiming([1 << 20]),)), "fewer numbers than its shape"),
+    "a huge size": (lambda: model(node("Relu"), tensors=(claiming([1 << 40]),)), f"has {1 << 40} elements"),
+    "sizes that wrap": (lambda: model(node("Relu"), tensors=(claiming([1 << 32, 1 << 32]),)), "elements"),
+    "a negative size": (lambda: model(node("Relu"), tensors=(claiming([-1]),)), "negative size"),
+    "many axes": (lambda: model(node("Relu"), tensors=(claiming([1] * 17),)), "more than 16 numbers"),
+    "texts": (lambda: model(node("Relu"), tensors=(helper.make_tensor("w", 8, [1], [b"x"]),)), "field 6"),
+    "a bomb": (lambda: model(node("ConstantOfShape", "s"), tensors=(constant("s", 1 << 20, 1 << 20),)), "1.1e+12"),
+    "a bomb by Expand": (lambda: model(node("Expand", "x", "s"), tensors=(constant("s", 1 << 40, 4),)), "Expand"),
+    "a bomb by Tile": (lambda: model(node("Tile", "x", "s"), tensors=(constant("s", 1 << 40, 1),)), "Tile"),
+    "a bomb by Constant": (
+        lambda: model(
+            helper.make_node("Constant", [], ["s"], value_ints=[1 << 20, 1 << 20]), node("ConstantOfShape", "s")
+        ),
+        "ConstantOfShape is to make",
+    ),
+    "a bomb by Range": (
+        lambda: model(
+            node("Range", "a", "b", "c"), tensors=(constant("a", 0), constant("b", 1 << 40), constant("c", 1))
+        ),
+        "Range",
+    ),
+    "a bomb by Pad": (lambda: model(node("Pad", "x", "s"), tensors=(constant("s", 0, 0, 0, 1 << 30),)), "Pad by"),
+    "a bomb by Resize": (
+        lambda: model(node("Resize", "x", "", "s"), tensors=(constant("s", 1e6, 1e6, kind=np.float32),)),
+        "Resize",
+    ),
+    "a bomb by pads": (lambda: model(node("MaxPool", kernel_shape=[1], pads=[1 << 40, 0])), "pads of MaxPool"),
+    "many nodes": (lambda: model(*[node("Relu")] * 20_001), "more than 20000 nodes"),
+    "a long name": (lambda: model(node("Relu", "x" * 5000)), "more than 4096 bytes"),
+    "odd metadata": (lambda: with_metadata("9" * 5000), "a number of bytes is expected"),
+    "two graphs": (lambda: model(node("Relu")).SerializeToString() * 2, "twice"),
+    "an unknown field": (lambda: model(node("Relu")).SerializeToString() + b"\xfa\x07\x00", "field 127"),
+    "a group": (lambda: b"\x0b\x0c", "wire type 3"),
+    "nothing": (lambda: b"", "it has 0 bytes"),
+    "no graph": (lambda: onnx.ModelProto(ir_version=8, opset_import=[helper.make_opsetid("", 17)]), "no graph"),
+    "noise": (lambda: b"not a graph", "no ONNX file"),
+}
+
+
+def with_metadata(said: str) -> Any:
+    made = model(node("Relu"))
+    helper.set_model_props(made, {"activation_bytes": said})
+    return made
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_graph_with_what_no_network_needs_is_refused(tmp_path: Path, case: str) -> None:
+    """One hostile graph each; the sentence says what in it."""
+    made, said = HOSTILE[case]
+    (tmp_path / ("f" * 64)).write_bytes(bytes(16))
+    with pytest.raises(ModelError) as refused:
+        graph_check.of_file(stored(tmp_path, made()))
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("how", ["link", "folder", "fifo"])
+def test_weights_are_read_from_a_plain_file_beside_the_graph_alone(tmp_path: Path, how: str) -> None:
+    """A link named by a digest would lead out of the folder: the key that lies there is not read."""
+    name = "e" * 64
+    (tmp_path / "device.key").write_bytes(SECRET)
+    (tmp_path / "blobs").mkdir()
+    place = tmp_path / "blobs" / name
+    if how == "link":
+        place.symlink_to("../device.key")
+    elif how == "folder":
+        place.mkdir()
+    else:
+        os.mkfifo(place)
+    with pytest.raises(ModelError, match="a link or no file"):
+        graph_check.of_file(stored(tmp_path / "blobs", model(node("Relu"), tensors=(beside(name, len(SECRET)),))))
+
+
+def test_what_networks_are_made_of_passes(tmp_path: Path) -> None:
+    """Weights inside and beside, a branch, constants of each kind, metadata."""
+    payload = np.arange(16, dtype=np.float32).tobytes()
+    location = hashlib.sha256(payload).hexdigest()
+    (tmp_path / location).write_bytes(payload)
+    far = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[4, 4], data_location=TensorProto.EXTERNAL)
+    far.external_data.add(key="location", value=location)
+    typed = helper.make_tensor("t", TensorProto.INT64, [2], [-1, 4])
+    made = model(
+        helper.make_node("MatMul", ["x", "w"], ["a"]),
+        helper.make_node("Reshape", ["a", "t"], ["b"]),
+        helper.make_node("Constant", [], ["c"], value=constant("", 1, kind=np.bool_)),
+        helper.make_node("Squeeze", ["c"], ["d"]),
+        node("If", "d", then_branch=subgraph(node("Identity", "b")), else_branch=subgraph(node("Relu", "b"))),
+        tensors=(far, typed),
+    )
+    helper.set_model_props(made, {"activation_bytes": "64", "weight_bytes": "80"})
+    found = graph_check.of_file(stored(tmp_path, made))
+    assert (found.weight_bytes, found.activation_bytes, found.nodes) == (64 + 16, 64, 7)
+    assert found.metadata["weight_bytes"] == "80"
+
+
+def test_every_graph_of_the_demo_passes_and_says_what_it_weighs() -> None:
+    """Blocks of three donors, as `fedquilt prepare` writes them; data files beside them are no graphs."""
+    found = 0
+    for path in BUNDLE.iterdir():
+        try:
+            if not onnx.load_from_string(path.read_bytes()).graph.node:
+                continue
+        except Exception:
+            continue
+        graph = graph_check.of_file(path)
+        assert graph.weight_bytes == int(graph.metadata["weight_bytes"])
+        found += 1
+    assert found == 16
+
+
+def test_permitted_operators_are_those_of_onnx_without_loops_randomness_texts_and_sequences() -> None:
+    """The default domain's list names only what ONNX has; a new operator of ONNX is refused until it is listed."""
+    known = {schema.name: schema for schema in onnx.defs.get_all_schemas() if not schema.domain}
+    assert OPERATORS[""] <= known.keys()
+    assert not OPERATORS[""] & {
+        "Loop",
+        "Scan",
+        "SequenceMap",
+        "RandomNormal",
+        "RandomUniform",
+        "Bernoulli",
+        "Multinomial",
+    }
+    assert not [name for name in OPERATORS[""] if name.startswith(("Sequence", "String", "Optional", "Random"))]
+
+
+@hypothesis.given(st.integers(0, 10_000), st.integers(0, 255), st.booleans())
+@hypothesis.settings(max_examples=300, deadline=None)
+def test_a_damaged_graph_gives_the_named_error_or_passes(at: int, byte: int, cut: bool) -> None:
+    """One byte changed, or the rest cut off: nothing but ModelError comes out."""
+    whole = bytearray(
+        model(node("MatMul", "x", "w"), tensors=(constant("w", *range(8), kind=np.float32),)).SerializeToString()
+    )
+    at %= len(whole)
+    if cut:
+        del whole[at:]
+    else:
+        whole[at] = byte
+    with contextlib.suppress(ModelError):
+        graph_check.of_bytes(bytes(whole))
+
+
+def test_sessions_are_made_in_one_place() -> None:
+    """No other product file calls `InferenceSession`: what it is given would not have been checked."""
+    root = Path(fedquilt.__file__).parent
+    places = [root, *(each for each in root.iterdir() if each.is_symlink())]  # rglob does not follow links
+    found = {
+        path.name
+        for place in places
+        for path in place.rglob("*.py")
+        if any(
+            isinstance(each, ast.Attribute) and each.attr == "InferenceSession"
+            for each in ast.walk(ast.parse(path.read_text()))
+        )
+    }
+    assert found == {"onnx_session.py"}
