@@ -70,8 +70,19 @@ class Site:
     local: Tensors  # private per-job state: kept on the board, never sent
     load: Callable[[str], Tensors]  # bundle name -> tensors, read when asked for
     path: Callable[[str], Path]  # bundle name -> file on disk (an ONNX graph, say)
-    cache: Path  # a folder of this job's: what a task leaves there may be gone at the next; never sent
+    cache_at: Path  # where `cache` is
     progress: Callable[[float], None] = lambda fraction: None  # 0..1; raises when the task is cancelled
+
+    @property
+    def cache(self) -> Path:
+        """A folder of this job's, made when it is asked for. What a task leaves there may be gone at the next; never
+        sent.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        self.cache_at.mkdir(parents=True, exist_ok=True)
+        return self.cache_at
 
 
 @dataclass(frozen=True)
