@@ -153,7 +153,6 @@ def site_of(
     train, held = bench.examples(order.data)
     loaded(len(train))
     path = _finder(order)
-    os.makedirs(order.cache, exist_ok=True)
     return Site(
         device=order.device,
         budget_bytes=plannable(order),
@@ -162,7 +161,7 @@ def site_of(
         train=train,
         held=held,
         local=compression.own(tensors.read(Path(order.private)) if order.private else {}),
-        cache=Path(order.cache),
+        cache_at=Path(order.cache),
         load=lambda name: bench.tensors(path(name)),
         path=path,
         progress=progress,

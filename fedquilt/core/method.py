@@ -72,8 +72,18 @@ class Site:
     local: Tensors  # private per-job state: kept on the board, never sent
     load: Callable[[str], Tensors]  # bundle name -> tensors, read on demand
     path: Callable[[str], Path]  # bundle name -> file on disk (an ONNX graph, say)
-    cache: Path  # folder of this job, never sent; its contents may be gone at the next task
+    cache_at: Path  # where `cache` is
     progress: Callable[[float], None] = lambda fraction: None  # 0..1; raises when the task is cancelled
+
+    @property
+    def cache(self) -> Path:
+        """Folder of this job, made on demand, never sent; its contents may be gone at the next task.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        self.cache_at.mkdir(parents=True, exist_ok=True)
+        return self.cache_at
 
 
 @dataclass(frozen=True)

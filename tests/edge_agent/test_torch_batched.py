@@ -135,6 +135,14 @@ def test_the_stacked_forward_pass_is_each_networks_own() -> None:
         torch.testing.assert_close(found[index], torch.func.functional_call(network, values, (x[index],)))
 
 
+def test_stacked_gradients_come_in_the_order_in_which_weights_are_kept() -> None:
+    """Else each is computed in an order that takes three times as long, and turned over before it is added."""
+    values = {"0.weight": torch.randn(3, 2, 5, requires_grad=True), "0.bias": torch.randn(3, 2, requires_grad=True)}
+    scores = batched.forward(nn.Sequential(nn.Linear(5, 2)), values, torch.randn(3, 4, 5))
+    for gradient in torch.autograd.grad(scores.square().sum(), list(values.values())):
+        assert gradient.is_contiguous()
+
+
 @pytest.mark.parametrize(
     ("change", "kind"),
     [

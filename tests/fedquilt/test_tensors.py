@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -125,6 +126,46 @@ def test_equal_tensors_have_equal_bytes_whatever_their_order() -> None:
     one = tensors.encode({"a": a, "b": b})
     assert tensors.encode({"b": b.copy(), "a": a.T.copy().T}) == one
     assert all(tensors.encode({"b": b, "a": a}) == one for _ in range(10))
+
+
+@pytest.mark.parametrize(
+    "given_",
+    [
+        STATE.model,
+        {"b": np.ones(3, np.float32), "a": np.zeros(3, np.int64)},
+        {"empty": np.zeros(0, np.float32)},
+        {"big": np.array([1, 258], ">i4")},
+        {},
+    ],
+)
+def test_bytes_are_the_librarys_own_the_first_time_and_after_it(given_: dict[str, np.ndarray]) -> None:
+    """A header that is known is used again, with other numbers behind it; what is read back is the caller's own."""
+    plain = {name: np.asarray(array, order="C") for name, array in given_.items()}
+    for _ in range(3):
+        plain = {name: np.asarray(array + array, array.dtype) for name, array in plain.items()}
+        payload = tensors.encode(plain)
+        assert payload == safetensors.numpy.save({name: plain[name] for name in sorted(plain)})
+        back = tensors.decode(payload)
+        assert same_bits(back, dict(sorted(safetensors.numpy.load(payload).items())))
+        for array in back.values():
+            array[...] = 0
+        assert same_bits(tensors.decode(payload), dict(sorted(safetensors.numpy.load(payload).items())))
+
+
+def test_a_blob_with_a_known_header_that_ends_too_early_or_too_late_is_refused() -> None:
+    payload = tensors.encode({"w": np.ones(4, np.float32)})
+    assert tensors.decode(payload)["w"].tolist() == [1, 1, 1, 1]
+    for damaged in (payload[:-1], payload + b"x", payload[:-16]):
+        with pytest.raises(UpdateError, match="not a safetensors blob"):
+            tensors.decode(damaged)
+
+
+def test_few_of_many_headers_are_kept() -> None:
+    """Blobs of any number of shapes come back, and what is known of them does not grow with their number."""
+    for size in range(3 * tensors.LAYOUTS_MOST):
+        assert tensors.decode(tensors.encode({"w": np.ones(size)}))["w"].shape == (size,)
+    assert len(tensors._heads) <= tensors.LAYOUTS_MOST
+    assert len(tensors._layouts) <= tensors.LAYOUTS_MOST
 
 
 def test_tensors_come_back_with_their_type_and_shape() -> None:

@@ -154,7 +154,8 @@ def delivered(
     """What a method's server half asks of one device, as its client half gets it: for one task beside any rounds.
 
     Args:
-        folder: where tensors of the order are written, by content; made if it is not there. So is `cache`.
+        folder: where tensors of the order are written, by content; made if it is not there.
+        cache: the folder that `Site.cache` makes when it is asked for; None: `folder`.
         number: of the round.
         path: finds blobs that the order names; None: in `folder`.
     """
@@ -168,8 +169,6 @@ def delivered(
         return ref
 
     folder.mkdir(parents=True, exist_ok=True)
-    if cache is not None:
-        cache.mkdir(parents=True, exist_ok=True)
     made = make_task(
         order,
         blob=blob,
@@ -199,6 +198,6 @@ def delivered(
         local={} if local is None else local,
         load=lambda name: tensors.read(find(name)),
         path=find,
-        cache=folder if cache is None else cache,
+        cache_at=folder if cache is None else cache,
     )
     return task, site

@@ -281,6 +281,13 @@ def test_a_file_in_a_tasks_cache_is_never_taken_for_private_state(fleet: Fleet) 
     assert there == [False, True, True]
 
 
+def test_a_device_whose_tasks_keep_nothing_has_no_folder_for_it(fleet: Fleet) -> None:
+    """A thousand empty folders are made in the time of as many small trainings."""
+    ended = fleet.played(devices=2)
+    assert ended.status == "done"
+    assert not (ended.devices / "work").exists()
+
+
 def test_private_state_of_a_task_that_failed_is_not_taken_with_the_next_one(fleet: Fleet) -> None:
     """dev-0's first task writes it and then tells a metric that is no number; its second leaves none."""
     seen: list[list[str]] = []
