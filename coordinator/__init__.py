@@ -1,1 +1,1 @@
-"""The coordinator: publishes rounds, folds updates, survives kill -9. No torch, no onnxruntime."""
+"""Coordinator: publishes rounds, folds updates, survives kill -9. Needs no torch and no onnxruntime."""

@@ -1,11 +1,11 @@
-"""What a device's message means for the running round, decided purely: no I/O, no clock, no randomness.
+"""Effect of a device's message on the running round: pure decisions, no I/O, no clock, no randomness.
 
-`heard` takes one event and says which facts follow from it and what is to be done, in order; facts are written
-before anything is done. An update goes
+`heard` maps one event to the facts that follow and the actions to take, in order; facts are written to the log
+before any action. An update passes through
 
     Offered --> fetched --Arrived--> examined --Examined--> Answered or Rejected, and acknowledged
 
-and what it must not count for (another device, a closed round, a job that is over) is turned down at the door.
+and one that must not count (of another device, a closed round, an ended job) is refused at once.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ UNFINISHED = ("queued", "running", "stopping", "stopped")
 
 
 class Appeared(msgspec.Struct, frozen=True):
-    """A device has come online or started anew, or its task has gone unclaimed: it may not have its task."""
+    """A device came online or restarted, or its task is unclaimed: it may lack its task."""
 
     device: str
 
 
 class Claimed(msgspec.Struct, frozen=True):
-    """A device has told whether it takes a task."""
+    """A device accepted or declined a task."""
 
     device: str
     claim: Claim
-    ask: Ask = field(default_factory=Ask)  # what the task asks of it, where it declines
+    ask: Ask = field(default_factory=Ask)  # cost of the task, for a device that declines
 
 
 class Offered(msgspec.Struct, frozen=True):
-    """A device has told what a task has come to. `status`: of the update's job, as the store has it; "": unknown."""
+    """A device announced its update. `status`: of the update's job in the store; "": unknown."""
 
     device: str
     update: Update
     status: str = "running"
-    most_bytes: int = 1 << 62  # that the job takes from one device
+    most_bytes: int = 1 << 62  # most that the job accepts from one device
 
 
 class Arrived(msgspec.Struct, frozen=True):
-    """The blobs of a device's update are all here, or one could not be had."""
+    """All blobs of a device's update are here, or one could not be fetched."""
 
     device: str
     error: str | None = None
 
 
 class Examined(msgspec.Struct, frozen=True):
-    """An update was read: `taken` is what is kept of it; None: it may not be folded, for this reason."""
+    """Result of reading an update: `taken` is the part kept; None: it may not be folded, for `reason`."""
 
     device: str
     update: Update
@@ -78,33 +78,33 @@ class Issue(msgspec.Struct, frozen=True):
 
 
 class Withdraw(msgspec.Struct, frozen=True):
-    """Take back a device's task, and stop fetching what it has offered."""
+    """Withdraw a device's task, and stop fetching its update."""
 
     device: str
 
 
 class Patience(msgspec.Struct, frozen=True):
-    """A device is at its task: repeat it rarely."""
+    """Resend a device's task rarely: it is working on it."""
 
     device: str
 
 
 class Fetch(msgspec.Struct, frozen=True):
-    """Bring an update's blobs here, in place of what was being fetched from the device before."""
+    """Fetch an update's blobs, instead of any others of this device."""
 
     device: str
     update: Update
 
 
 class Examine(msgspec.Struct, frozen=True):
-    """Read an update whose blobs are here; `Examined` follows."""
+    """Read an update whose blobs have arrived; `Examined` follows."""
 
     device: str
     update: Update
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Tell a device that its update has been counted, or refused for good."""
+    """Inform a device that its update was counted, or refused for good."""
 
     device: str
     update: Update
@@ -113,17 +113,17 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Discard(msgspec.Struct, frozen=True):
-    """Drop the blobs of an update of which nothing else is made."""
+    """Drop the blobs of an update that has no other use."""
 
     update: Update
 
 
 Action: TypeAlias = Issue | Withdraw | Patience | Fetch | Examine | Answer | Discard
-Arriving: TypeAlias = Mapping[str, Update]  # device -> its update whose blobs are on their way
+Arriving: TypeAlias = Mapping[str, Update]  # device -> its update while its blobs are fetched
 
 
 class Step(msgspec.Struct, frozen=True):
-    """What follows from an event."""
+    """Consequences of an event: facts to write and actions to take."""
 
     arriving: Arriving
     facts: tuple[AnyFact, ...] = ()
@@ -131,15 +131,18 @@ class Step(msgspec.Struct, frozen=True):
 
 
 def heard(job: str, state: Rounds | None, arriving: Arriving, event: Event, now_s: float) -> Step:
-    """What an event means for the job's running round.
+    """Decide what follows from an event in the job's running round.
 
     Args:
-        job: the job's id; "" with `state` None: no job is under way.
-        arriving: of devices that are asked.
+        job: the job's id; "" with `state` None: no job is running.
+        state: the job's rounds; None: no job is running.
+        arriving: updates being fetched, of devices that are asked.
+        event: message of a device, or its result.
+        now_s: seconds of the coordinator's clock.
     """
     match event:
         case Appeared(device):
-            open = state is not None and state.phase == "open"  # not of a job that was stopped in the same turn
+            open = state is not None and state.phase == "open"  # a job stopped in the same turn is not open
             return Step(arriving, (), (Issue(device),) if open and _asked(state, device) else ())
         case Claimed():
             return _claimed(job, state, arriving, event)
@@ -151,7 +154,7 @@ def heard(job: str, state: Rounds | None, arriving: Arriving, event: Event, now_
                 return Step(arriving)
             if error is None:
                 return Step(arriving, (), (Examine(device, update),))
-            return Step(_without(arriving, device))  # the device offers it again
+            return Step(_without(arriving, device))  # the device will offer it again
         case Examined():
             return _examined(state, arriving, event, now_s)
 
@@ -159,12 +162,12 @@ def heard(job: str, state: Rounds | None, arriving: Arriving, event: Event, now_
 def _claimed(job: str, state: Rounds | None, arriving: Arriving, event: Claimed) -> Step:
     device, claim = event.device, event.claim
     if state is None or not _asked(state, device):
-        return Step(arriving, (), (Withdraw(device),))  # an old task that the broker has kept
+        return Step(arriving, (), (Withdraw(device),))  # an old task retained by the broker
     if claim.job != job or claim.round != state.round:
         return Step(arriving)
     if claim.accepted:
         return Step(arriving, (), (Patience(device),))
-    if claim.code == "cleared":  # not by the coordinator: the device is still asked
+    if claim.code == "cleared":  # cleared by another than the coordinator: the device is still asked
         return Step(arriving, (), (Issue(device),))
     if claim.attempt != state.attempt:
         return Step(arriving)
@@ -178,7 +181,7 @@ def _offered(job: str, state: Rounds | None, arriving: Arriving, event: Offered)
         return _turned_down(state, arriving, event, f"it names another device, {update.device}")
     if state is None or update.job != job:
         if event.status in UNFINISHED:
-            return Step(arriving)  # its device keeps it, and offers it again when the job goes on
+            return Step(arriving)  # its device keeps it and offers it again when the job continues
         return _turned_down(state, arriving, event, f"no job {update.job} is under way here")
     if update.round in state.history.get(device, ()) or (device in state.answered and update.round == state.round):
         return Step(arriving, (), (Answer(device, update, True),))
@@ -204,13 +207,13 @@ def _examined(state: Rounds | None, arriving: Arriving, event: Examined, now_s: 
 
 
 def _refused(arriving: Arriving, device: str, update: Update, reason: str) -> Step:
-    """Refuse an update of the running round for what it holds."""
+    """Refuse an update of the running round because of its content."""
     actions = (Answer(device, update, False, reason), Withdraw(device), Discard(update))
     return Step(_without(arriving, device), (Rejected(update.round, device, reason),), actions)
 
 
 def _turned_down(state: Rounds | None, arriving: Arriving, event: Offered, reason: str) -> Step:
-    """Refuse an update that nobody waits for, and take back the task that led to it."""
+    """Refuse an update that is not expected, and withdraw the task that led to it."""
     answer = Answer(event.device, event.update, False, reason)
     idle = () if _asked(state, event.device) else (Withdraw(event.device),)
     return Step(arriving, (), (answer, *idle))

@@ -1,6 +1,6 @@
-"""What an update and a state have to keep to, whatever the method: how much one device counts, and finite numbers.
+"""Checks of every update and state, whatever the method: how much one device counts, and finite numbers.
 
-What tensors a device may send, each method's own `fold` says.
+The tensors a device may send are checked by each method's own `fold`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedquilt.core import Update, UpdateError
 
 @contextmanager
 def named(device: str) -> Iterator[None]:
-    """Put the device's name before what is wrong with its update, where the sentence does not hold it already."""
+    """Prefix the message of an UpdateError with the device's name, unless it is named already."""
     try:
         yield
     except UpdateError as error:
@@ -30,10 +30,10 @@ def named(device: str) -> Iterator[None]:
 
 
 def require_weight(update: Update, most: int) -> None:
-    """Check how much an update counts: no more than the examples that its device says it has, and than `most`.
+    """Check an update's weight: at most the device's reported number of examples, and at most `most`.
 
     Raises:
-        UpdateError: it wants to count as more; says how to take it all the same.
+        UpdateError: the weight is larger; the message names the setting to raise.
     """
     if not update.weight <= most:
         raise UpdateError(
@@ -46,13 +46,14 @@ def require_weight(update: Update, most: int) -> None:
 
 
 def require_state(state: Any, devices: tuple[str, ...]) -> None:
-    """Check a new state before it is stored.
+    """Check a new state for finite numbers before it is stored.
 
     Args:
-        devices: those whose updates it was made of.
+        state: dataclass of the method.
+        devices: ids of those whose updates it was made of.
 
     Raises:
-        UpdateError: it holds a number that is not finite; says where.
+        UpdateError: a number is not finite; says where.
     """
     for at, value in _numbers(state, ""):
         finite = np.isfinite(value).all() if isinstance(value, np.ndarray | np.generic) else math.isfinite(value)
@@ -65,7 +66,7 @@ def require_state(state: Any, devices: tuple[str, ...]) -> None:
 
 
 def _numbers(value: Any, at: str) -> Iterator[tuple[str, Any]]:
-    """Every floating-point number of a state, arrays whole, and what it is called there."""
+    """Yield every floating-point value of a state, arrays whole, with its name."""
     if isinstance(value, float | np.floating):
         yield at, value
     elif isinstance(value, np.ndarray):

@@ -1,13 +1,13 @@
-"""Who is asked: drawn from (seed, round), the same on every machine and after every restart.
+"""Selection of a round's devices: drawn from (seed, round), the same on every machine and after every restart.
 
-Every device draws a number from (seed, round, its own id), and the smallest win; so who else is there
-changes no device's draw. With `prefer = "energy"` the draw is weighted: a device that takes twice the
+Every device draws a number from (seed, round, its own id), and the smallest win; so the presence of other devices
+changes no device's draw. With `prefer = "energy"` the draw is weighted: a device that needs twice the
 joules for the same work is drawn half as often, in the long run (exponential keys: Efraimidis and
 Spirakis, Weighted random sampling with a reservoir, IPL 97, 2006).
 
-What makes it fair however the draws fall: a turn is as many rounds as it takes to ask everybody once, and
-whoever has not been asked for `turns` of them goes first, the longest waiting before the others. So
-nobody who is there throughout waits for more than `turns` + 1 turns.
+Fairness holds whatever the draws: a turn is the number of rounds needed to ask every device once, and
+devices that have not been asked for `turns` of them go first, the longest waiting before the others. So
+no device that is always present waits for more than `turns` + 1 turns.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def sample(
     since: Mapping[str, int] = {},
     turns: float = math.inf,
 ) -> tuple[str, ...]:
-    """`count` of the eligible devices (fewer where there are not so many), sorted; arguments as of `places`."""
+    """Sample up to `count` of the eligible devices, sorted; arguments as of `places`."""
     return tuple(sorted(places(seed, round, eligible, count, costs=costs, since=since, turns=turns)[:count]))
 
 
@@ -43,10 +43,10 @@ def places(
     since: Mapping[str, int] = {},
     turns: float = math.inf,
 ) -> list[str]:
-    """The eligible devices in the order in which they are taken.
+    """Order of selection of the eligible devices.
 
-    `costs` is `joules_per_flop` where it is known and counts (others are taken for middling), `since`
-    the round in which a device was last asked, or from which on it could have been.
+    `costs` is `joules_per_flop` where it is known and applies (unknown ones count as the median), `since`
+    the round in which a device was last asked, or first could have been.
     """
     late = turns * len(eligible) / count if count > 0 else math.inf
     middling = statistics.median(costs.values()) if costs else 1.0
@@ -63,12 +63,12 @@ def places(
 
 
 def joules_per_flop(profile: Profile | None) -> float | None:
-    """What work takes a board at its thriftiest point; None: its profile does not say, or no sensible number."""
+    """Energy of one FLOP at the board's most efficient point; None: its profile has no usable numbers."""
     known = [p.busy_w / p.flops_per_s for p in (profile.points if profile else ()) if p.busy_w and p.flops_per_s]
     return min((cost for cost in known if 1e-100 < cost < 1e100), default=None)
 
 
 def costs(profiles: Mapping[str, Profile | None]) -> dict[str, float]:
-    """`joules_per_flop` of each device where it is known, to three digits: as the log of a job keeps it."""
+    """`joules_per_flop` of each device where known, to three digits: as a job's log stores it."""
     known = {device: joules_per_flop(profile) for device, profile in profiles.items()}
     return {device: float(f"{cost:.3g}") for device, cost in known.items() if cost is not None}

@@ -1,21 +1,21 @@
-"""How long a round may take, decided when it opens from profiles and from how long earlier rounds took.
+"""Deadline of a round, computed when it opens from profiles and from the durations of earlier rounds.
 
-Pure functions of what is known: `Took` of each device's last rounds, and the `Ask` of each of the round's
+Pure functions of `Took`, the durations of each device's last rounds, and `Ask`, the work of each of the round's
 devices. Policies, `[cohort] deadline`:
     fixed      `deadline_s`
-    predicted  what each device's profile says of its work at its fastest point, corrected by how much longer
-               than that its own tasks took of late, with their spread: its 90th percentile. Of these a high
-               percentile over the devices asked, and `slack` more. Without a profile: its own pace
+    predicted  the time that each device's profile predicts at its fastest point, times the ratio of its own
+               recent tasks to that prediction, with their spread: its 90th percentile. Of these a high
+               percentile over the devices asked, plus `slack`. Without a profile: the device's own pace
     paper      FedStitch (arXiv 2409.07202), section 4.4: the slowest time of the last round, d = max t_i, times the
-               ratio of work, which is what its depth factor mu and pool factor sigma stand for. It never
-               falls once devices slow down until they just meet it; here for comparison
+               ratio of work, which the paper's depth factor mu and pool factor sigma express. It never
+               falls once devices slow down until they just meet it; kept for comparison
 
-A time is counted from the question to the answer, transfers included, as that is what a deadline bounds.
-With a profile, what is not the task itself is kept apart, as it does not grow with the work; and a task's
+A time runs from the request to the answer, transfers included, as the deadline bounds both.
+With a profile, the time outside the task is separate, as it does not grow with the work; and a task's
 time is compared with the profile at the point at which the board was held, so that boards which slow down
-to meet a deadline do not lengthen the next one. No prediction is above `deadline_s`, and when one runs out
-without a quorum the round goes on until there is one, or until `deadline_s`: a prediction can end a round
-sooner than "fixed" would, never fail one that "fixed" would not.
+to meet a deadline do not lengthen the next one. No prediction exceeds `deadline_s`, and when one passes
+without a quorum the round continues until there is one, or until `deadline_s`: a prediction can end a round
+earlier than "fixed", and never fails one that "fixed" would complete.
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ from fedquilt import cost_model
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import OperatingPoint, Profile, Work
 
-RECENT = 5  # rounds of a device that are remembered
-PERCENTILE = 0.9  # share of the devices asked that is expected to be in time, or the quorum where it asks for more
-FLOOR_S = 10.0  # messages, claims and small blobs take some time however little there is to compute
+RECENT = 5  # rounds remembered of each device
+PERCENTILE = 0.9  # share of the devices asked that is expected in time, or the quorum if that is more
+FLOOR_S = 10.0  # messages, claims and small blobs take some time even without computation
 Z90 = statistics.NormalDist().inv_cdf(0.9)
 OWN_SPREAD = 0.2  # of log(time / profile), between a device's rounds: assumed, and worth PRIOR observations
-FLEET_SPREAD = 0.5  # likewise between devices, and of a profile that nothing has confirmed
+FLEET_SPREAD = 0.5  # likewise between devices, and of a profile without any observation
 PRIOR = 2
-LINK_BYTES_PER_S = 1e6  # assumed of a device that has fetched nothing yet
+LINK_BYTES_PER_S = 1e6  # assumed for a device that has fetched nothing yet
 
 
 class Took(NamedTuple):
-    """What one device's part in one round took."""
+    """Duration of one device's part in one round."""
 
     round: int
-    seconds: float  # from being asked to its update being here
-    work: float  # `Ask.amount` of what it was asked
-    busy_s: float = 0.0  # of the seconds, in the task itself
-    expected_s: float | None = None  # what the board's profile says of the task, at the point at which it ran
+    seconds: float  # from request to the arrival of its update
+    work: float  # `Ask.amount` of its task
+    busy_s: float = 0.0  # part of `seconds` within the task itself
+    expected_s: float | None = None  # duration predicted by the board's profile, at the point at which the task ran
 
 
 class Ask(NamedTuple):
-    """What a round asks of one device, as far as time is concerned."""
+    """Work of one device in a round: what determines its duration."""
 
     work: Work = Work()
     profile: Profile | None = None
-    bytes: int = 0  # of blobs, some of which it may have
+    bytes: int = 0  # of blobs, some of which the device may have
 
     @property
     def amount(self) -> float:
-        """Work as one number; of a method that does not say what a round takes, all rounds take the same."""
+        """Work as one number; 1 where the method predicts none, so that all rounds count alike."""
         return amount(self.work) or 1.0
 
     @property
     def expected_s(self) -> float | None:
-        """What the board's profile says of the task at its fastest point, as if it had one example of its own."""
+        """Duration predicted by the board's profile at its fastest point, as if with one example of its own."""
         return expected_s(self.work, self.profile)
 
 
@@ -75,16 +75,16 @@ Policy: TypeAlias = Callable[[Cohort, Known, Asks], float | None]
 def amount(work: Work) -> float:
     """Work as one number: operations, as if a device had one example of its own.
 
-    How many it has only the device knows; its pace comes to tell.
+    Only the device knows how many it has; its measured pace makes up for that.
     """
     return work.on(1).flops
 
 
 def expected_s(work: Work, profile: Profile | None, point: str | None = None) -> float | None:
-    """What a profile says of a task at one of its points, or at the fastest; None: it does not say.
+    """Duration of a task that a profile predicts at one of its points, or at the fastest; None: no prediction.
 
-    `point` is as in `Usage`: None where the board's own governor was at work, which mostly is at the fastest;
-    "a, then b" where it changed on the way, of which nobody knows the shares: the mean.
+    `point` is as in `Usage`: None where the board's own governor was active, which mostly means the fastest;
+    "a, then b" where it changed during the task, in unknown shares: their mean.
     """
     points: Sequence[OperatingPoint] = profile.points if profile else ()
     work = work.on(1)
@@ -99,17 +99,18 @@ def expected_s(work: Work, profile: Profile | None, point: str | None = None) ->
 
 
 def noted(known: Known, device: str, took: Took) -> Known:
-    """What is known with one answer more."""
+    """Durations with one more answer."""
     return {**known, device: (*known.get(device, ()), took)[-RECENT:]}
 
 
 def allowed_s(cohort: Cohort, known: Known, asked: Asks) -> float | None:
-    """Seconds for a round that asks this of devices; None: `deadline_s`, as nothing tells more."""
+    """Seconds allowed for a round with these tasks; None: `deadline_s`, for lack of a prediction."""
     found = POLICIES[cohort.deadline](cohort, known, asked)
     return None if found is None else min(max(found, FLOOR_S), cohort.deadline_s)
 
 
 def fixed(cohort: Cohort, known: Known, asked: Asks) -> float | None:
+    """No prediction: `deadline_s` applies."""
     return None
 
 
@@ -117,6 +118,7 @@ def fixed(cohort: Cohort, known: Known, asked: Asks) -> float | None:
 
 
 def predicted(cohort: Cohort, known: Known, asked: Asks) -> float | None:
+    """Prediction for the round: a high percentile over devices of their 90th percentiles, plus slack."""
     fleet = Fleet.of(known)
     found = [_upper_s(known.get(device, ()), ask, fleet) for device, ask in asked.items()]
     times = sorted(time for time in found if time is not None)
@@ -127,21 +129,22 @@ def predicted(cohort: Cohort, known: Known, asked: Asks) -> float | None:
 
 
 class Fleet(NamedTuple):
-    """What is taken for granted of a device that has not answered, from those that have."""
+    """Assumptions about a device that has not answered, from those that have."""
 
-    logs: tuple[float, ...]  # of each device, log(time / profile): its middle one
-    rest_s: float  # the longest that was not the task itself
-    pace_s: float | None  # the slowest
+    logs: tuple[float, ...]  # median of log(time / profile) of each device
+    rest_s: float  # longest time outside the task itself
+    pace_s: float | None  # slowest pace
 
     @staticmethod
     def of(known: Known) -> Fleet:
+        """Summarise the durations of all devices."""
         logs = tuple(statistics.median(own) for took in known.values() if (own := _logs(took)))
         rest_s = max((_rest_s(took) for took in known.values()), default=0.0)
         return Fleet(logs, rest_s, max((pace(took) for took in known.values()), default=None))
 
 
 def _upper_s(took: Sequence[Took], ask: Ask, fleet: Fleet) -> float | None:
-    """A time that a device exceeds once in ten rounds; None: nothing tells."""
+    """Time that a device exceeds once in ten rounds; None: nothing to predict it from."""
     base_s, own = ask.expected_s, _logs(took)
     if base_s is not None and own:
         return _rest_s(took) + base_s * _p90(own, OWN_SPREAD)
@@ -152,13 +155,13 @@ def _upper_s(took: Sequence[Took], ask: Ask, fleet: Fleet) -> float | None:
         return max(fleet.rest_s, fetch_s) + base_s * _p90(fleet.logs, FLEET_SPREAD)
     if fleet.pace_s is not None:
         return fleet.pace_s * ask.amount
-    if base_s is not None and not ask.work.flops_per_example:  # else the profile knows the half of it
+    if base_s is not None and not ask.work.flops_per_example:  # else the profile predicts only half of it
         return fetch_s + base_s * _p90((), FLEET_SPREAD)
     return None
 
 
 def pace(took: Sequence[Took]) -> float:
-    """A device's seconds for a unit of work: of its last rounds the slowest."""
+    """Seconds of a device per unit of work: the slowest of its last rounds."""
     return max(each.seconds / each.work for each in took)
 
 
@@ -171,9 +174,9 @@ def _logs(took: Sequence[Took]) -> list[float]:
 
 
 def _p90(logs: Sequence[float], spread: float) -> float:
-    """The 90th percentile of the next ratio after these, as of a log-normal around their median.
+    """90th percentile of the next ratio after these, as of a log-normal around their median.
 
-    Its variance is theirs and `spread` squared, the latter with the weight of PRIOR observations.
+    Its variance combines theirs and `spread` squared, the latter with the weight of PRIOR observations.
     """
     if not logs:
         return math.exp(Z90 * spread)
@@ -187,6 +190,7 @@ def _p90(logs: Sequence[float], spread: float) -> float:
 
 
 def paper(cohort: Cohort, known: Known, asked: Asks) -> float | None:
+    """Slowest time of the last round, times the ratio of this round's work to that one's (FedStitch, section 4.4)."""
     every = [each for took in known.values() for each in took]
     if not every:
         return None

@@ -1,8 +1,8 @@
-"""Why a device cannot be asked now: one code for each reason, so that the log can hold it for a fleet of thousands.
+"""Reasons why a device cannot be asked now, one code each, so that the log can hold them for thousands of devices.
 
 `told` gives a code's sentence.
 
-Pure: what the registry knows of a device, and what a job wants of it. What is not known excludes nobody:
+Pure functions of the registry's view of a device and a job's requirements. Unknown values exclude nobody:
 a board without a battery or a thermal sensor is not asked for one.
 """
 
@@ -27,21 +27,19 @@ REASONS: Final[Mapping[str, str]] = {
     "memory": "declined such work for want of memory: it is asked again after some rounds, or for less",
 }
 
-ABLE: Final = frozenset(
-    {"battery", "hot", "memory"}
-)  # of these: reasons of devices that could work, and are left alone
+ABLE: Final = frozenset({"battery", "hot", "memory"})  # reasons of devices that could work, but are spared
 
 
 class Seen(NamedTuple):
-    """A device as it is known at this moment."""
+    """State of a device at this moment."""
 
     online: bool
     profile: Profile | None = None
-    telemetry: Telemetry | None = None  # None: it has not told of late
+    telemetry: Telemetry | None = None  # None: no recent report
 
 
 class Wants(NamedTuple):
-    """What a job wants of a device."""
+    """Requirements of a job on a device."""
 
     engines: tuple[str, ...]
     cohort: Cohort
@@ -53,7 +51,7 @@ Check: TypeAlias = Callable[[Seen, Wants], str | None]
 
 
 def reasons(fleet: Mapping[str, Seen], wants: Wants, checks: Sequence[Check] | None = None) -> dict[str, str]:
-    """Device -> a code, the first that holds; `told` says it. Who is not in it can be asked."""
+    """Device -> code of the first reason that holds; `told` gives the sentence. Devices without one can be asked."""
     found = {}
     for device, seen in fleet.items():
         for check in checks or CHECKS:
@@ -65,12 +63,12 @@ def reasons(fleet: Mapping[str, Seen], wants: Wants, checks: Sequence[Check] | N
 
 
 def key(code: str) -> str:
-    """The key of REASONS that a code is of."""
+    """Key of REASONS that a code belongs to."""
     return code.partition(" ")[0]
 
 
 def told(code: str) -> str:
-    """The sentence for a code: a key of REASONS, or what `_plugin` makes of a package."""
+    """Sentence for a code: a key of REASONS, or a package that `_plugin` found wanting."""
     key, _, rest = code.partition(" ")
     if key != "plugin" or not rest:
         return REASONS.get(code, code)
@@ -83,7 +81,7 @@ def told(code: str) -> str:
 
 
 def _plugin(seen: Seen, wants: Wants) -> str | None:
-    """Which package is missing or another, with both versions and the beginnings of their contents' digests."""
+    """Code for a missing or different package, with both versions and the start of their digests; None: all fit."""
     if seen.profile is None:
         return None
     for module, proof in wants.plugins:

@@ -1,7 +1,7 @@
-"""Who carries tasks to devices and brings back what they say: the one boundary between rounds and the world.
+"""Executors carry tasks to devices and bring back their messages: the only boundary between rounds and the world.
 
-`OverLink` is a broker's (MQTT, or one in memory); `fedquilt.tools.simulation` has devices on virtual time whose
-work is done in this process or by a pool of workers. Rounds, admission, deadlines and the log are the same for all.
+`OverLink` uses a broker (MQTT, or one in memory); `fedquilt.tools.simulation` has devices on virtual time whose
+work runs in this process or in a pool of workers. Rounds, admission, deadlines and the log are the same for all.
 """
 
 from __future__ import annotations
@@ -23,62 +23,62 @@ from fedquilt.transport.malformed import Garbage
 log = logging.getLogger("fedquilt.coordinator")
 
 Said: TypeAlias = tuple[str, Wired]  # a device, and its presence, profile, telemetry, claim or update
-Heard: TypeAlias = Said | Appeared | Arrived | None  # None: all that was said before may be lost, say it again
+Heard: TypeAlias = Said | Appeared | Arrived | None  # None: earlier messages may be lost, send everything again
 
 
 class Executor(Protocol):
-    """Carries tasks to devices. Never blocks on a device; the coordinator calls `hear` as often as `due_s` says."""
+    """Carries tasks to devices. Never blocks on a device; the coordinator calls `hear` as often as `due_s` requires."""
 
     def hear(self, now_s: float) -> Iterable[Heard]:
-        """What devices have said and what has arrived since; what is asked of it meanwhile counts at once."""
+        """Yield messages and arrivals since the last call; requests made meanwhile take effect at once."""
         ...
 
     def due_s(self, now_s: float) -> float:
-        """Send what is waiting to be sent; when `hear` is to be called at the latest."""
+        """Send waiting packets; returns the time by which `hear` has to be called."""
         ...
 
     def send(self, device: str, task: Task, now_s: float) -> None:
-        """Give a device its task, for the first time or again; it takes the place of any other.
+        """Give a device its task, for the first time or again; it replaces any other.
 
         Raises:
-            JobError, WireError: the task holds what cannot be sent.
-            LinkError: it is larger than the broker takes.
+            JobError, WireError: the task holds a value that cannot be sent.
+            LinkError: the task is larger than the broker accepts.
         """
         ...
 
     def withdraw(self, device: str) -> None:
-        """Take back whatever task the device has, and stop fetching from it."""
+        """Withdraw a device's task, if any, and stop fetching from it."""
         ...
 
     def be_patient(self, device: str) -> None:
-        """The device is at its task: it need not be repeated soon."""
+        """Resend a device's task rarely, as it is working on it."""
         ...
 
     def fetch(self, device: str, refs: Iterable[BlobRef]) -> None:
-        """Bring these blobs here from a device, and no others from it; `Arrived` follows."""
+        """Fetch these blobs from a device, and no others from it; `Arrived` follows."""
         ...
 
     def answer(self, device: str, ack: wire.Ack) -> None:
-        """Tell a device what has become of its update."""
+        """Send a device the result of its update."""
         ...
 
     def tell(self, job: Running) -> None:
-        """Tell whoever watches how the job's round stands."""
+        """Publish the state of the job's round, for observers."""
         ...
 
     def close(self) -> None:
-        """Say goodbye; open tasks stay open."""
+        """Announce the end; open tasks stay open."""
         ...
 
 
 class OverLink:
-    """Devices at the other end of a broker.
+    """Executor for devices at the other end of a broker.
 
     A task is a retained message, sent again while it goes unclaimed; blobs go in chunks (`fedquilt.blobs.transfer`).
 
     Args:
-        depot: where what devices send is put, and what they fetch is taken from.
-        epoch: which start of this coordinator it is.
+        depot: store of the blobs that devices send and fetch.
+        epoch: number of this start of the coordinator.
     """
 
     def __init__(self, link: Link, fleet: str, depot: Depot, epoch: int) -> None:
@@ -87,9 +87,10 @@ class OverLink:
         self._topics = wire.Topics(fleet)
         self._issues = Issues(link, self._topics)
         self._transfers = Transfers(link, depot, self._topics, "dn", self._issues.may_have)
-        self._fetching: dict[str, set[str]] = {}  # device -> sha256 of what has still to come from it
+        self._fetching: dict[str, set[str]] = {}  # device -> sha256 of the blobs still expected from it
 
     def hear(self, now_s: float) -> Iterator[Heard]:
+        """Yield messages of the link; None first after each new session."""
         if self._link.session != self._session:
             self._session = self._link.session
             self._link.subscribe(self._topics.for_coordinator())
@@ -109,9 +110,15 @@ class OverLink:
             yield Appeared(device)
 
     def due_s(self, now_s: float) -> float:
+        """Send due chunks; the earlier of the next chunk and the next repeated task."""
         return min(self._transfers.step(now_s), self._issues.next_s())
 
     def send(self, device: str, task: Task, now_s: float) -> None:
+        """Publish the task as a retained message.
+
+        Raises:
+            JobError, WireError, LinkError: as of `Executor`.
+        """
         try:
             payload = wire.encode(task)
         except (TypeError, ValueError, OverflowError) as error:
@@ -119,13 +126,16 @@ class OverLink:
         self._issues.send(device, task, payload, now_s)
 
     def withdraw(self, device: str) -> None:
+        """Clear the retained task and cancel its transfers."""
         self.fetch(device, ())
         self._issues.withdraw(device)
 
     def be_patient(self, device: str) -> None:
+        """Lengthen the interval at which the task is repeated."""
         self._issues.be_patient(device)
 
     def fetch(self, device: str, refs: Iterable[BlobRef]) -> None:
+        """Request the blobs in chunks; transfers of others from this device are cancelled."""
         wanted = {ref.sha256: ref for ref in refs}
         for sha256 in self._fetching.pop(device, set()) - wanted.keys():
             self._transfers.cancel(device, sha256)
@@ -135,9 +145,11 @@ class OverLink:
             self._transfers.want(device, ref)
 
     def answer(self, device: str, ack: wire.Ack) -> None:
+        """Publish the acknowledgement to the device."""
         self._publish(self._topics.device(device, "dn", "ack"), ack)
 
     def tell(self, job: Running) -> None:
+        """Publish the round as a retained message on the job's topic."""
         state = job.rounds
         message = wire.RoundState(
             job=job.id,
@@ -153,6 +165,7 @@ class OverLink:
         self._publish(self._topics.job(job.id), message, retain=True)
 
     def close(self) -> None:
+        """Publish that the coordinator is offline, and close the link."""
         self._publish(self._topics.coord, wire.CoordState(online=False, epoch=self._epoch), retain=True)
         self._link.close()
 
@@ -162,7 +175,7 @@ class OverLink:
             if route.direction != "up":
                 return None
             if route.leaf in ("presence", "profile") and not message.payload:
-                return None  # a cleared retained message: the device was removed from the broker
+                return None  # cleared retained message: the device was removed from the broker
             if self._transfers.handle(route, message.payload, now_s) or route.kind is None:
                 return None
             return route.device, wire.decode(message.payload, route.kind)

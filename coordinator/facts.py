@@ -1,9 +1,9 @@
-"""What has happened to a job: the facts that its event log keeps, and the state that they add up to.
+"""Facts of a job, as its event log stores them, and the state that they add up to.
 
 `apply` folds one fact into the state, without I/O, a clock or randomness of its own. The server writes each fact to
-the event log before it acts on it, so replaying the log after a crash gives the same state. Which fact may happen in
-which phase is the table in `transitions`, which docs/jobs.md draws; any other fact, and one of another round than the
-running one, is refused.
+the event log before it acts on it, so replaying the log after a crash gives the same state. The table in
+`transitions`, which docs/jobs.md draws, lists the facts allowed in each phase; any other fact, and one of another
+round than the running one, is refused.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ from fedquilt.coordinator.settings import Cohort, Job, Stop
 from fedquilt.coordinator.transitions import Phase
 from fedquilt.core import Action, BlobRef, FedquiltError, JobError, Update
 
-NOTHING = "none"  # the code with which a device is passed over that the method has nothing for
+NOTHING = "none"  # code of a device that the method has no task for
 
 # -- facts ----------------------------------------------------------------------------------------
 
 
 class Fact(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Something that has happened to a job, as the event log keeps it."""
+    """An event of a job, as the event log stores it."""
 
 
 class Started(Fact, frozen=True):
     """The method's first state is stored."""
 
     state: BlobRef
-    settles: bool = False  # whether a round that gathers what an evaluation needs comes before each: `core.Settle`
+    settles: bool = False  # whether a settling round (`core.Settle`) comes before each evaluation
 
 
 class Surveyed(Fact, frozen=True):
-    """Who can be asked, and who cannot for which reason: the devices for which that has changed."""
+    """Devices that can be asked, and reasons of those that cannot: only the changes."""
 
     round: int
     eligible: tuple[str, ...] = ()
     passed: dict[str, tuple[str, ...]] = {}  # a key of `eligible.REASONS` -> devices
-    costs: dict[str, float] = {}  # device -> joules for a FLOP, where the cohort prefers by it
+    costs: dict[str, float] = {}  # device -> joules per FLOP, where the cohort prefers by it
 
 
 class Asked(Fact, frozen=True):
-    """These devices get the round's task."""
+    """The round's task goes to these devices."""
 
     round: int
     attempt: int
     devices: tuple[str, ...]
-    work: dict[str, float] = {}  # device -> `deadline.amount` of its task, where the method says it
-    deadline_s: float | None = None  # of the round that this opens; None: the cohort's
-    coverage: tuple[str, ...] = ()  # sentences on who of the fleet could take part, where that is news
+    work: dict[str, float] = {}  # device -> `deadline.amount` of its task, where the method predicts it
+    deadline_s: float | None = None  # of the round that this fact opens; None: the cohort's
+    coverage: tuple[str, ...] = ()  # sentences on which devices could take part, where that has changed
 
 
 class Short(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a device had no memory for. 0 and None: not known."""
+    """Memory that a device lacked. 0 and None: not known."""
 
     peak_bytes: int = 0
     flops: float = 0.0
@@ -66,10 +66,11 @@ class Short(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @staticmethod
     def of(ask: Ask) -> Short:
+        """Requirements of a task on a device."""
         return Short(ask.work.peak_bytes, ask.work.on(1).flops, ask.profile.budget_bytes if ask.profile else None)
 
     def same(self, other: Short) -> bool:
-        """Whether there is no more memory now and no less to do, so that the answer would be the same."""
+        """Whether memory and work are no better than in `other`, so that the answer would be the same."""
         if self.budget_bytes != other.budget_bytes:
             return False
         if self.peak_bytes and other.peak_bytes:
@@ -84,16 +85,16 @@ class Declined(Fact, frozen=True):
     device: str
     code: str
     reason: str
-    short: Short | None = None  # with "memory": what it was asked for
+    short: Short | None = None  # with "memory": requirements of the task
 
 
 class Answered(Fact, frozen=True):
-    """A device's update is here, checked, its blobs on disk."""
+    """A device's update is here and checked, its blobs are on disk."""
 
     round: int
     update: Update
-    took_s: float | None = None  # since it was asked; None: not noted
-    expected_s: float | None = None  # what its profile says of the task, at the point at which it ran
+    took_s: float | None = None  # seconds since it was asked; None: not noted
+    expected_s: float | None = None  # duration predicted by its profile, at the point at which the task ran
 
 
 class Rejected(Fact, frozen=True):
@@ -105,51 +106,51 @@ class Rejected(Fact, frozen=True):
 
 
 class Closed(Fact, frozen=True):
-    """No more updates are taken into this round."""
+    """The round accepts no more updates."""
 
     round: int
 
 
 class Extended(Fact, frozen=True):
-    """A deadline shorter than the cohort's passed without a quorum: the round closes with the first there is."""
+    """A deadline shorter than the cohort's passed without a quorum: the round closes at the first quorum."""
 
     round: int
 
 
 class Reopened(Fact, frozen=True):
-    """The deadline passed without a quorum; the round is tried again with what it has."""
+    """The deadline passed without a quorum; the round is attempted again, keeping its updates."""
 
     round: int
     attempt: int
 
 
 class Committed(Fact, frozen=True):
-    """The round's updates are folded; `state` is what came of it."""
+    """The round's updates are folded; `state` is the result."""
 
     round: int
     state: BlobRef
     finished: bool
     metrics: dict[str, float]
     notes: tuple[str, ...] = ()
-    took_s: float = 0.0  # since the round before, as far as the running coordinator has seen
-    settled: bool = False  # it trained nobody, gathered what an evaluation needs, and does not count
+    took_s: float = 0.0  # seconds since the round before, as far as the running coordinator has seen
+    settled: bool = False  # it trained nobody, gathered statistics for an evaluation, and does not count
 
 
 class Ended(Fact, frozen=True):
-    """The job is over, or interrupted until it is resumed."""
+    """The job has ended, or is interrupted until it is resumed."""
 
     status: Literal["done", "failed", "stopped"]
     reason: str = ""
 
 
 def failed(error: Exception) -> Ended:
-    """The end of a job by a fault, with its sentence; what in it is not Unicode, a file's name say, is escaped."""
+    """End of a job by an error, with its message; characters that are not Unicode, as in file names, are escaped."""
     said = str(error) if isinstance(error, FedquiltError) else f"{type(error).__name__}: {error}"
     return Ended("failed", said.encode("utf-8", "backslashreplace").decode())
 
 
 class Resumed(Fact, frozen=True):
-    """A stopped or failed job goes on where it was."""
+    """A stopped or failed job continues where it was."""
 
 
 AnyFact = (
@@ -171,67 +172,68 @@ AnyFact = (
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What does not change during a job."""
+    """Constants of a job."""
 
     seed: int
     rounds: int
     cohort: Cohort
     check_every: int  # 0: never
     stop: Stop = Stop()
-    check_beside: bool = False  # evaluations are prepared for, and no device is asked for one
+    check_beside: bool = False  # evaluations are prepared for, but no device is asked for one
 
     @staticmethod
     def of(job: Job) -> Plan:
+        """Constants from a job's settings."""
         return Plan(job.seed, job.rounds, job.cohort, job.check.every, job.stop, job.check.beside)
 
 
 class Rounds(msgspec.Struct, frozen=True):
-    """Where a job stands."""
+    """State of a job: the sum of its facts."""
 
     plan: Plan
     phase: Phase = "new"
     round: int = 0
     attempt: int = 0
-    opened_s: float = 0.0  # when the running attempt began, on this process's clock
-    allowed_s: float | None = None  # how long it may take; None: the cohort's deadline_s
-    extended: bool = False  # it has taken longer than it was allowed at first
+    opened_s: float = 0.0  # start of the running attempt, on this process's clock
+    allowed_s: float | None = None  # duration allowed for it; None: the cohort's deadline_s
+    extended: bool = False  # it has passed its first deadline
     state: BlobRef | None = None
     asked: frozenset[str] = frozenset()  # asked in this attempt, and not answered, declined or rejected
-    roll: frozenset[str] = frozenset()  # asked in this round, else in the one before, and not declined: who there is
+    roll: frozenset[str] = frozenset()  # asked in this or else the last round, and not declined
     answered: Mapping[str, Update] = field(default_factory=dict)  # device -> its update of this round
     asked_s: Mapping[str, float] = field(default_factory=dict)  # device -> when it was asked, on this process's clock
-    work: Mapping[str, float] = field(default_factory=dict)  # device -> what it was asked for in this round
+    work: Mapping[str, float] = field(default_factory=dict)  # device -> amount of work of its task in this round
     took: deadline.Known = field(default_factory=dict)
     eligible: frozenset[str] = frozenset()  # as last surveyed
-    passed: Mapping[str, str] = field(default_factory=dict)  # device -> code of why it could not be asked
+    passed: Mapping[str, str] = field(default_factory=dict)  # device -> code of the reason why it cannot be asked
     costs: Mapping[str, float] = field(default_factory=dict)
     since: Mapping[str, int] = field(default_factory=dict)  # device -> round it was last asked in, or first seen
     spent: stop.Spent = stop.Spent()
-    began_s: float = 0.0  # when the running round began, or this process took the job up
-    declined: Mapping[str, str] = field(default_factory=dict)  # device -> why; not asked again in this attempt
-    short: Mapping[str, tuple[int, Short]] = field(default_factory=dict)  # device -> round, what was too much
-    idle: frozenset[str] = frozenset()  # of these: the method has nothing for them in this round
+    began_s: float = 0.0  # start of the running round, or when this process took up the job
+    declined: Mapping[str, str] = field(default_factory=dict)  # device -> reason; not asked again in this attempt
+    short: Mapping[str, tuple[int, Short]] = field(default_factory=dict)  # device -> round, task too large
+    idle: frozenset[str] = frozenset()  # of these: devices that the method has no task for in this round
     history: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # device -> rounds it contributed to
-    finished: bool = False  # the method says that it is done
+    finished: bool = False  # the method is done
     checked: bool = False  # the closing evaluation has been made
-    settles: bool = False  # the method has rounds that do not count, before an evaluation and at the end
+    settles: bool = False  # the method has settling rounds, before an evaluation and at the end
     settling: bool = False  # the running round is one
-    extra: int = 0  # how many there have been
+    extra: int = 0  # number of settling rounds so far
     reason: str = ""
 
     @property
     def counted(self) -> int:
-        """How many rounds of work are behind the running one."""
+        """Number of completed rounds of work."""
         return self.round - self.extra
 
     @property
     def over(self) -> bool:
-        """Whether all the work is done, and at most what an evaluation needs and the closing one are left."""
+        """Whether all work is done, so that only settling and the closing evaluation may be left."""
         return self.finished or self.counted >= self.plan.rounds
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """What a task of this round consists of."""
+        """Actions of a task of this round."""
         every = 0 if self.plan.check_beside else self.plan.check_every
         if self.settling:
             return ("work",)
@@ -241,7 +243,7 @@ class Rounds(msgspec.Struct, frozen=True):
 
     @property
     def deadline_s(self) -> float:
-        """How long the running attempt may take."""
+        """Seconds allowed for the running attempt."""
         return self.plan.cohort.deadline_s if self.allowed_s is None else self.allowed_s
 
     def deadline_left_s(self, now_s: float) -> float:
@@ -249,21 +251,21 @@ class Rounds(msgspec.Struct, frozen=True):
         return max(self.opened_s + self.deadline_s - now_s, 0.0)
 
     def declined_by(self, device: str, code: str, reason: str, ask: Ask) -> Declined:
-        """The fact that a device declines what `ask` says."""
+        """Fact that a device declines the task described by `ask`."""
         return Declined(self.round, device, code, reason, Short.of(ask) if code == "memory" else None)
 
     def answered_by(self, update: Update, now_s: float, ask: Ask = Ask()) -> Answered:
-        """The fact that an update is here; a coordinator that has since been restarted trusts the device's clock."""
+        """Fact that an update has arrived; after a restart of the coordinator the device's clock is used."""
         waited_s = now_s - self.asked_s.get(update.device, now_s)
         expected_s = deadline.expected_s(ask.work, ask.profile, update.usage.point)
         return Answered(self.round, update, max(waited_s, update.usage.wall_s), expected_s)
 
 
 def apply(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
-    """The state after a fact.
+    """Next state after a fact.
 
     Raises:
-        JobError: the fact is of another round than the running one, or may not happen in this phase.
+        JobError: the fact belongs to another round than the running one, or is not allowed in this phase.
     """
     kind, of = type(fact).__name__, getattr(fact, "round", state.round)
     to = transitions.allowed(kind, state.phase)
@@ -386,7 +388,7 @@ def _committed(state: Rounds, fact: Committed, now_s: float) -> Rounds:
 
 
 def _evaluated_next(state: Rounds) -> bool:
-    """Whether an evaluation or the end comes next, of a state that a round of work has just left."""
+    """Whether an evaluation or the end comes next for the state that a round of work has just produced."""
     every = state.plan.check_every
     due = bool(every) and state.counted % every == 0
     return not state.checked and (state.over or due or stop.reached(state.plan.stop, state.spent) is not None)

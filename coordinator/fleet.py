@@ -1,4 +1,4 @@
-"""The fleet as last seen: who is online, with what profile. Rebuilt from retained messages at every start."""
+"""Registry of devices as last seen: who is online, with what profile. Rebuilt from retained messages at every start."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from fedquilt.coordinator.eligibility import Seen, Wants, reasons
 from fedquilt.core import Profile
 from fedquilt.wire import Presence, Telemetry
 
-GRACE_S = 20.0  # a device that drops out and is back within this was never gone
-FRESH_S = 600.0  # what sensors said longer ago than this says nothing of now
+GRACE_S = 20.0  # a device that returns within this time counts as never gone
+FRESH_S = 600.0  # older sensor readings are ignored
 
 
 @dataclass
 class Known:
-    """One device."""
+    """Latest messages of one device."""
 
     profile: Profile | None = None
     online: bool = False
     boot: str = ""
     gone_s: float = -GRACE_S  # when it went offline
-    telemetry: Telemetry | None = None  # the last that it told
-    told_s: float = 0.0  # when
+    telemetry: Telemetry | None = None  # the last one received
+    told_s: float = 0.0  # when it was received
 
 
 class Registry:
-    """Devices by id.
+    """Devices by id, with cached views.
 
-    What is asked for at every decision is kept until something that it says has changed, so that a decision costs
-    what has changed since the one before and not what there is: time is to be given as it passes.
+    A view is kept until a message or the passing of time changes it, so that a decision costs as much as has changed
+    since the last one, not as much as there are devices. Times are to be given in ascending order.
     """
 
     def __init__(self) -> None:
         self.devices: dict[str, Known] = {}
-        self._views: dict[str, Seen] = {}  # as of the last time that somebody asked
-        self._stale: set[str] = set()  # heard of since
-        self._expiring: list[tuple[float, str]] = []  # when time alone changes what is said of a device
-        self._changed: list[str] = []  # every device whose view has changed, each time that it has
+        self._views: dict[str, Seen] = {}  # as of the last query
+        self._stale: set[str] = set()  # devices with messages since then
+        self._expiring: list[tuple[float, str]] = []  # when time alone changes a device's view
+        self._changed: list[str] = []  # every device whose view has changed, once per change
         self._seen: tuple[int, dict[str, Seen]] = (0, {})
         self._able: dict[tuple[str, ...], tuple[int, dict[str, str]]] = {}
         self._barred: dict[Wants, tuple[int, dict[str, str]]] = {}
 
     def presence(self, device: str, message: Presence, now_s: float) -> bool:
-        """Take note; True when the device has just appeared, or started anew."""
+        """Note a presence message; True when the device has just appeared or restarted."""
         known = self._heard(device)
         appeared = message.online and (not known.online or known.boot != message.boot)
         if known.online and not message.online:
@@ -53,21 +53,23 @@ class Registry:
         return appeared
 
     def profile(self, device: str, profile: Profile) -> None:
+        """Note a device's profile."""
         self._heard(device).profile = profile
 
     def telemetry(self, device: str, message: Telemetry, now_s: float) -> None:
+        """Note a device's telemetry."""
         known = self._heard(device)
         known.telemetry, known.told_s = message, now_s
 
     def profile_of(self, device: str) -> Profile | None:
-        """What a device has said of itself."""
+        """Latest profile of a device; None: not received."""
         known = self.devices.get(device)
         return known.profile if known else None
 
     def seen(self, now_s: float) -> dict[str, Seen]:
-        """All devices ever heard of, as they are known now; online: or were a moment ago. Not to be changed.
+        """Views of all devices ever heard of; devices gone for a moment count as online. Not to be changed.
 
-        The same dictionary is given as long as nothing has changed.
+        Returns the same dictionary as long as nothing has changed.
         """
         version = self._look(now_s)
         if self._seen[0] != version:
@@ -75,11 +77,11 @@ class Registry:
         return self._seen[1]
 
     def online(self, now_s: float) -> set[str]:
-        """Devices that are there, or were a moment ago, and have said what they are."""
+        """Devices that are online, or were a moment ago, and have sent a profile."""
         return {device for device, seen in self.seen(now_s).items() if seen.online and seen.profile is not None}
 
     def able(self, engines: tuple[str, ...], now_s: float) -> dict[str, str]:
-        """Devices online that have one of the engines -> the first of `engines` that they have. Not to be changed."""
+        """Online devices with one of the engines -> the first of `engines` that they have. Not to be changed."""
         version = self._look(now_s)
         upto, found = self._able.get(engines, (0, {}))
         if upto != version:
@@ -94,7 +96,7 @@ class Registry:
         return found
 
     def barred(self, wants: Wants, now_s: float) -> dict[str, str]:
-        """`eligible.reasons` of all devices as they are seen now. Not to be changed."""
+        """`eligibility.reasons` of all devices at this moment. Not to be changed."""
         version = self._look(now_s)
         upto, found = self._barred.get(wants, (0, {}))
         if upto != version:
@@ -111,7 +113,7 @@ class Registry:
         return self.devices.setdefault(device, Known())
 
     def _look(self, now_s: float) -> int:
-        """Bring what is said of devices up to now; a number that is another one when any of it has changed."""
+        """Update all views to now; returns a number that changes whenever a view does."""
         while self._expiring and self._expiring[0][0] <= now_s:
             self._stale.add(heapq.heappop(self._expiring)[1])
         for device in [device for device in self.devices if device in self._stale] if self._stale else ():
@@ -127,7 +129,7 @@ class Registry:
                 self._views[device] = view
                 self._changed.append(device)
         self._stale.clear()
-        if len(self._changed) > 1000 + 4 * len(self._views):  # boards tell their sensors for years
+        if len(self._changed) > 1000 + 4 * len(self._views):  # boards send telemetry for years
             self._changed = list(self._views)
             self._seen = (-1, {})
             self._able.clear()
@@ -135,5 +137,5 @@ class Registry:
         return len(self._changed)
 
     def _since(self, version: int) -> Iterable[str]:
-        """Devices that have changed since `_look` gave that number."""
+        """Devices whose views have changed since `_look` returned that number."""
         return dict.fromkeys(self._changed[version:])

@@ -1,7 +1,7 @@
-"""Removing runs from a home: which ones are old, what goes with them, and what a killed removal left behind.
+"""Removal of runs from a home: which are old, which files go with them, and leftovers of a killed removal.
 
-A run leaves the list first, in one transaction; its files go afterwards. So whatever moment the process is killed,
-every run that is listed is whole, and what is left over belongs to no run: the next removal sweeps it away.
+A run leaves the list first, in one transaction; its files go afterwards. So at any moment of a kill
+every listed run is whole, and leftover files belong to no run: the next removal sweeps them away.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from fedquilt.coordinator.store import Row, Store, Unreadable
 from fedquilt.disk import doing
 
 ENDED: Final = ("done", "failed", "stopped")
-_RUN: Final = re.compile(r".+-\d{8}-\d{6}(-[0-9a-f]{6})?")  # an id: agents without a coordinator have others
+_RUN: Final = re.compile(r".+-\d{8}-\d{6}(-[0-9a-f]{6})?")  # an id: agents without a coordinator use others
 
 
 class Swept(NamedTuple):
-    """What was removed besides runs."""
+    """Amount removed besides runs."""
 
     files: int
     bytes: int
-    blobs_left: bool  # another coordinator serves the home: it drops blobs when it takes up its next job
+    blobs_left: bool  # another coordinator serves the home: it drops the blobs with its next job
 
 
 def find(store: Store, run: str) -> Row | Unreadable:
-    """One run by its id, also one that this version cannot read; a job's name stands for its latest run.
+    """Find a run by its id, even if this version cannot read it; a job's name stands for its latest run.
 
     Raises:
         StoreError: there is none.
@@ -36,17 +36,17 @@ def find(store: Store, run: str) -> Row | Unreadable:
     for row in reversed(store.all_jobs()):
         if run == row.id or (isinstance(row, Row) and run == row.job.name):
             return row
-    return store.job(run)  # raises, with those there are
+    return store.job(run)  # raises, listing those there are
 
 
 def old(rows: Sequence[Row | Unreadable], now: float, keep: int | None, older_s: float | None) -> list[str]:
-    """Ids of ended runs, the oldest first, but for the `keep` latest and those that began within `older_s` seconds.
+    """Ids of ended runs, oldest first, except the `keep` latest and those begun within `older_s` seconds.
 
     Args:
         rows: The runs of a home in the order in which they were queued.
         now: Wall-clock seconds.
-        keep: None: no run is kept for being among the latest.
-        older_s: None: no run is kept for its age.
+        keep: None: being among the latest protects no run.
+        older_s: None: age protects no run.
     """
     ended = [row for row in rows if row.status in ENDED]
     if keep is not None:
@@ -57,10 +57,10 @@ def old(rows: Sequence[Row | Unreadable], now: float, keep: int | None, older_s:
 def remove(store: Store, ids: Collection[str]) -> Swept:
     """Remove runs, then every file of this home that no run needs.
 
-    Nothing else runs here meanwhile: where nobody serves the home, this process holds its lock from now on.
+    Nothing else runs here meanwhile: if nobody serves the home, this process holds its lock until it ends.
 
     Raises:
-        JobError: a coordinator serves the home and may be at one of the runs; nothing has been removed.
+        JobError: a coordinator serves the home and may be working on one of the runs; nothing has been removed.
         StoreError: the home cannot be read or written.
     """
     alone = store.lock()
@@ -69,7 +69,7 @@ def remove(store: Store, ids: Collection[str]) -> Swept:
 
 
 def _sweep(store: Store, alone: bool) -> Swept:
-    """Remove blobs that no run needs, and agents' folders and evaluations of runs that are no longer there."""
+    """Remove blobs that no run needs, and agents' folders and evaluations of runs that no longer exist."""
     known = {row.id for row in store.all_jobs()}
     files = total = 0
     with doing(f"clear {store.home}"):
@@ -89,7 +89,7 @@ def _sweep(store: Store, alone: bool) -> Swept:
 
 
 def _strays(home: Path, known: Collection[str]) -> Iterator[Path]:
-    """Files and folders that are named after runs which are no longer in the list."""
+    """Files and folders named after runs that are no longer in the list."""
     for folder, ending in (("agents", ""), ("evaluations", ".json")):
         if (home / folder).is_dir():
             yield from (

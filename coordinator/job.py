@@ -1,7 +1,7 @@
-"""A job while it runs: the method's state and the rounds' state, both rebuilt from the event log.
+"""Running job: the method's state and the rounds' state, both rebuilt from the event log.
 
-Everything that changes goes through `record`: the fact is written, then applied. What the method
-computes (`task`, `taken`, `commit`) is a function of that state and of blobs on disk.
+Every change goes through `record`: the fact is written, then applied. The method's computations
+(`task`, `taken`, `commit`) are functions of that state and of blobs on disk.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from fedquilt.core import (
 )
 from fedquilt.tiers import Member
 
-READ_BYTES: Final = 32 << 20  # of a round's updates, read once for both their examination and the commit
-HELD: Final = 2  # tasks whose tensors are kept, so that what many devices get is encoded once
+READ_BYTES: Final = 32 << 20  # updates of a round that stay in memory after their examination, for the commit
+HELD: Final = 2  # tasks whose encoded tensors are kept, so that blobs common to many devices are encoded once
 
 
 class Running:
-    """One job of the store, at the point where its facts left it.
+    """One job of the store, at the point that its facts have reached.
 
     Raises:
-        JobError, ModelError: the job or its bundle cannot be carried out as written, or its state is lost.
+        JobError, ModelError: the job or its bundle cannot be run as written, or its state is lost.
         StoreError: the store cannot be read or written.
     """
 
@@ -69,26 +69,26 @@ class Running:
         self.wants = Wants(self.engines, row.job.cohort, row.job.wire.codec, tuple(needs(row.job, self.bundle).items()))
         self.rounds = Rounds(Plan.of(row.job))
         self.state: Any = None
-        self._read: dict[str, tuple[Update, Contribution]] = {}  # of the running round, up to READ_BYTES: by device
+        self._read: dict[str, tuple[Update, Contribution]] = {}  # by device: the running round's, up to READ_BYTES
         self._read_bytes = 0
         self._folding = Folding()  # of the running round
-        self._all_able: tuple[object, Work] | None = None  # for whom all of the fleet had room when last looked at
+        self._all_able: tuple[object, Work] | None = None  # fleet at the last look, if the task fitted every device
         self._sent: set[str] = set()  # sha256 of blobs made for the running round's tasks
         self._encoded: dict[int, tuple[Tensors, BlobRef]] = {}  # the last of them, by their tensors' identity
-        self._asks: dict[str, Ask] = {}  # device -> what the running round takes it
-        self._examples: dict[str, int] = {}  # device -> how many of its own it has said it has
+        self._asks: dict[str, Ask] = {}  # device -> its work in the running round
+        self._examples: dict[str, int] = {}  # device -> number of its examples, as reported
         for _, _, fact in store.facts(self.id):
             self._apply(fact, now_s)
-        if self.rounds.state is None:  # it is new, or was stopped before it had begun
+        if self.rounds.state is None:  # the job is new, or was stopped before it had begun
             self._initialise(now_s)
         else:
             self.state = self._load_state(self.rounds.state)
 
     def record(self, fact: AnyFact, now_s: float) -> None:
-        """Write a fact, then let it count.
+        """Write a fact, then apply it.
 
         Raises:
-            JobError: it may not happen now, or could not be read back; nothing has been written.
+            JobError: it is not allowed now, or could not be read back; nothing has been written.
         """
         after = apply(self.rounds, fact, now_s)
         self._store.append(self.id, fact)
@@ -107,10 +107,14 @@ class Running:
         now_s: float,
         actions: tuple[Action, ...] | None = None,
     ) -> Task | None:
-        """What `device` is asked in the running round; None: the method has nothing for it.
+        """Task for `device` in the running round; None: the method has nothing for it.
 
         Args:
-            actions: None: the round's.
+            device: id.
+            engine: engine of the device that is to be used.
+            profile: of the device; None: not known.
+            now_s: seconds of the coordinator's clock.
+            actions: None: those of the round.
         """
         order = self._order(device, profile)
         if order is None:
@@ -129,12 +133,12 @@ class Running:
             tier=tiers.tier(profile),
             wire=self.job.wire,
         )
-        while len(self._encoded) > HELD * len(made.bundles):  # each device's own part, cut for it alone, is let go
+        while len(self._encoded) > HELD * len(made.bundles):  # drop the parts that were cut for each device alone
             del self._encoded[next(iter(self._encoded))]
         return made
 
     def ask(self, device: str, profile: Profile | None) -> Ask:
-        """What the running round takes `device`."""
+        """Work of `device` in the running round."""
         known = self._asks.get(device)
         if known is None or known.profile != profile:
             order = self._order(device, profile)
@@ -143,10 +147,11 @@ class Running:
         return known
 
     def covered(self, fact: Asked, seen: Mapping[str, Seen]) -> tuple[str, ...]:
-        """Who of the fleet could do what is asked, in sentences: in the first round, and when somebody could not.
+        """Sentences on which devices could take part: in the first round, and whenever some could not.
 
         Args:
-            seen: the fleet; the same object as before means the same fleet.
+            fact: selection of the round.
+            seen: views of the fleet; the same object as before means the same fleet.
         """
         asked = fact.devices[0] if fact.devices else ""
         order = self._order(asked, seen[asked].profile if asked in seen else None)
@@ -167,7 +172,7 @@ class Running:
         """An update with its tensors, read from disk.
 
         Raises:
-            UpdateError: a bundle that is no safetensors blob, or holds values that are not finite.
+            UpdateError: a bundle is no safetensors blob, or holds values that are not finite.
         """
         bundles = {}
         for name, ref in update.bundles.items():
@@ -179,10 +184,10 @@ class Running:
         return Contribution(update.device, update.round, update.weight, update.metrics, bundles)
 
     def taken(self, update: Update, profile: Profile | None) -> Update:
-        """The update as it is kept: with a codec, its tensors are decoded here and nowhere else.
+        """The update as it is stored: with a codec, its tensors are decoded here and nowhere else.
 
         Raises:
-            UpdateError: it cannot be folded into the running round, or is not what the codec makes.
+            UpdateError: it cannot be folded into the running round, or is no output of the codec.
         """
         odd = sorted(name for name, value in update.metrics.items() if not math.isfinite(value))
         if odd:
@@ -209,9 +214,9 @@ class Running:
         return update
 
     def foresee(self, given: Contribution, bundles: Mapping[str, BlobRef]) -> None:
-        """Read and fold what a device is going to offer, so that it is done while others are at work.
+        """Read and fold an expected update early, while other devices are still at work.
 
-        It counts when it is offered, as it is told here. If something is wrong with it, that is said then.
+        It counts only once it is offered, with the same content. Errors in it are raised then.
         """
         if (
             given.round != self.rounds.round
@@ -228,7 +233,7 @@ class Running:
             self._folding.take(given.device, (given.weight, given.metrics, bundles), total)
 
     def _in_order(self, device: str) -> bool:
-        """Whether all devices before this one that have been asked have answered, and are folded."""
+        """Whether all devices asked that sort before this one have answered and are folded."""
         return (
             len(self._folding) == len(self.rounds.answered)
             and self._folding.follows(device)
@@ -236,7 +241,7 @@ class Running:
         )
 
     def _kept(self, update: Update, given: Contribution) -> Update:
-        """Keep what has been read for the commit, as long as there is room."""
+        """Keep the tensors read for the commit, as long as there is room."""
         size = sum(ref.size for ref in update.bundles.values())
         if self._read_bytes + size <= READ_BYTES:
             self._read_bytes += size
@@ -244,10 +249,10 @@ class Running:
         return update
 
     def _base(self, update: Update, name: str, profile: Profile | None) -> Tensors | None:
-        """What a bundle has moved from, as the update says; None: from nothing.
+        """Tensors that a bundle's differences start from, as the update names them; None: it holds no differences.
 
         Raises:
-            UpdateError: it says what the running round has not sent.
+            UpdateError: it names a blob that the running round has not sent.
         """
         sha256 = update.bases.get(name)
         if sha256 is None:
@@ -260,7 +265,7 @@ class Running:
         return tensors.read(path)
 
     def commit(self, now_s: float) -> Committed:
-        """Fold the round's updates in sorted order of devices and store what comes of it."""
+        """Fold the round's updates in sorted order of devices and store the result."""
         answered = self.rounds.answered
         state = self.state
         if "work" in self.rounds.actions:
@@ -293,7 +298,7 @@ class Running:
         return set(self._sent)
 
     def committed(self) -> None:
-        """Take up the stored state and let go of the round's blobs."""
+        """Load the stored state and drop the round's blobs."""
         assert self.rounds.state is not None
         self.state = self._load_state(self.rounds.state)
         for held in (self._encoded, self._sent, self._read, self._asks):
@@ -306,7 +311,7 @@ class Running:
 
     @property
     def _half(self) -> Method | Settle:
-        """Whose tasks the running round has."""
+        """The part of the method that the running round's tasks belong to."""
         return self.method.settle if self.rounds.settling and self.method.settle else self.method
 
     def _apply(self, fact: AnyFact, now_s: float) -> None:

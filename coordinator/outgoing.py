@@ -1,4 +1,4 @@
-"""The tasks that are out: sent, sent again while nobody claims them, taken back. No decisions, no log."""
+"""Open tasks: sent, sent again while unclaimed, withdrawn. No decisions, no log."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from fedquilt import wire
 from fedquilt.core import Task
 from fedquilt.transport.link import Link
 
-REISSUE_S = 5.0  # an unclaimed task is sent again after this, then ever more rarely
+REISSUE_S = 5.0  # an unclaimed task is sent again after this time, then ever more rarely
 REISSUE_MOST_S = 60.0
 
 
 @dataclass
 class Issue:
-    """One open task: when it was last sent, how patient to be, and which blobs its device may have."""
+    """One open task: when it was last sent, how long to wait for a claim, and which blobs its device may fetch."""
 
     sent_s: float
     patience_s: float
@@ -23,11 +23,12 @@ class Issue:
 
     @property
     def due_s(self) -> float:
+        """Time at which the task is to be sent again."""
         return self.sent_s + self.patience_s
 
 
 class Issues:
-    """By device. A task is a retained message, so that it survives restarts of either side."""
+    """Open tasks by device. A task is a retained message, so that it survives restarts of either side."""
 
     def __init__(self, link: Link, topics: wire.Topics) -> None:
         self._link, self._topics = link, topics
@@ -37,6 +38,7 @@ class Issues:
         return device in self._open
 
     def devices(self) -> list[str]:
+        """Devices with an open task."""
         return list(self._open)
 
     def send(self, device: str, task: Task, payload: bytes, now_s: float) -> None:
@@ -47,12 +49,12 @@ class Issues:
         self._link.publish(self._topics.device(device, "dn", "task"), payload, retain=True)
 
     def withdraw(self, device: str) -> None:
-        """Take back whatever task the device has."""
+        """Withdraw a device's task, if any."""
         self._open.pop(device, None)
         self._link.publish(self._topics.device(device, "dn", "task"), b"", retain=True)
 
     def be_patient(self, device: str) -> None:
-        """The device is at it: repeat its task rarely."""
+        """Repeat the task rarely: its device is working on it."""
         if device in self._open:
             self._open[device].patience_s = REISSUE_MOST_S
 
@@ -61,6 +63,7 @@ class Issues:
         return [device for device, issue in self._open.items() if now_s >= issue.due_s]
 
     def next_s(self) -> float:
+        """Time of the next repetition; infinite without open tasks."""
         return min((issue.due_s for issue in self._open.values()), default=math.inf)
 
     def may_have(self, device: str, sha256: str) -> bool:

@@ -1,4 +1,4 @@
-"""Check a job before any device is asked: its parameters, its bundle, its first state, what devices need for it."""
+"""Checks of a job before any device is asked: its parameters, bundle, first state, and requirements on devices."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ ENGINES: Final = ("numpy", "onnx", "torch")  # fedquilt's own: edge_agent/engine
 
 
 def first_state(job: settings.Job, made: Bundle, method: Method | None = None) -> Any:
-    """What a job begins with. Whoever submits a job calls this first, so that no unfit one is ever queued.
+    """First state of a job. Called before a job is submitted, so that no unfit one is ever queued.
 
     Args:
-        method: the job's; None: the one of that name.
+        job: settings as read.
+        made: bundle prepared for it.
+        method: the job's; None: looked up by name.
 
     Raises:
-        JobError: an unknown or unfit parameter, or an evaluation that the method does not have.
-        ModelError: the method cannot train the bundle's network, or cannot use its donors; says what it wants.
+        JobError: an unknown or unfit parameter, or an evaluation that the method lacks.
+        ModelError: the method cannot train the bundle's network, or cannot use its donors; gives the reason.
     """
     method = method or methods.load(job.method)
     if job.check.every and method.check is None:
@@ -31,7 +33,7 @@ def first_state(job: settings.Job, made: Bundle, method: Method | None = None) -
 
 
 def needs(job: settings.Job, made: Bundle) -> dict[str, str]:
-    """What a device has to have beside fedquilt: of the job's method and engine, and of the bundle's network.
+    """Packages a device needs beside fedquilt: for the job's method and engine, and for the bundle's network.
 
     Raises:
         JobError: the method or engine is not installed here.
@@ -46,11 +48,11 @@ def needs(job: settings.Job, made: Bundle) -> dict[str, str]:
 def require_made_for(job: settings.Job, made: Bundle) -> None:
     """Check that a bundle was prepared from this job, or from one with the same network, inputs and donors.
 
-    Compared are the network of [model], what goes into it ([input], or `input` of [model]), the names of [[donors]],
-    and the labels. A key that the job leaves out may have any value in the bundle.
+    Compared are the network of [model], its input ([input], or `input` of [model]), the names of [[donors]], and the
+    labels. A key that the job leaves out may have any value in the bundle.
 
     Raises:
-        JobError: the bundle was visibly prepared from other tables; says which.
+        JobError: the bundle was visibly prepared from other tables; names them.
     """
     known = dict(made.meta.get("network", {}))
     into = made.meta.get("input") or known.pop("input", None) or {}
@@ -82,5 +84,5 @@ def _odd_labels(wanted: Sequence[str], given: Sequence[str]) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """As it is in JSON: a job file's 1 and 1.0, a tuple and a list are the same there."""
+    """Value as after a passage through JSON: 1 and 1.0 are equal there, as are a tuple and a list."""
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value

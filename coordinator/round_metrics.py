@@ -1,4 +1,4 @@
-"""A round's metrics: what its devices measured, each metric as one value."""
+"""Metrics of a round: the devices' values of each metric, combined into one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from fedquilt.metrics import KNOWN
 
 
 def average(updates: Iterable[Update]) -> dict[str, float]:
-    """A round's metrics: each the mean over devices, weighted by the examples it was measured on; of RMSEs, the root
-    of the mean of their squares.
+    """Average each metric over devices, weighted by the examples behind it; RMSEs by their mean square.
 
-    "check.examples" is summed. A metric of which nobody has an example, or whose sum is beyond any number, is left out.
+    "check.examples" is summed. A metric without examples, or whose sum is not finite, is left out.
     """
     told: dict[str, list[tuple[float, float]]] = {}
     examples = 0.0
@@ -29,7 +28,7 @@ def average(updates: Iterable[Update]) -> dict[str, float]:
 
 
 def _joined(name: str, pairs: Sequence[tuple[float, float]]) -> float:
-    """The devices' (weight, value) of one metric as one value."""
+    """One value for the devices' (weight, value) pairs of a metric."""
     metric = KNOWN.get(name.removeprefix("check."))
     if metric is None or metric.power == 1:
         return _mean(pairs)
@@ -40,7 +39,7 @@ def _joined(name: str, pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def _mean(pairs: Sequence[tuple[float, float]]) -> float:
-    """The mean of (weight, value); weights are not negative, and not all 0."""
+    """Weighted mean of (weight, value) pairs; weights are not negative, and not all 0."""
     total = of = 0.0
     for weight, value in pairs:
         total, of = total + weight * value, of + weight

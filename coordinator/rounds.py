@@ -1,11 +1,11 @@
-"""Which fact of a job comes next, decided purely: no I/O, no clock, no randomness of its own.
+"""Next fact of a job: pure decisions, no I/O, no clock, no randomness of its own.
 
-What has happened is a sequence of `facts`, and the state that they add up to. `decide` says which fact should come
-next, given the time and who is online. The server writes it to the event log before it acts on it, and after a crash
-issues again what is open.
+A job's past is a sequence of `facts`, and the state that they add up to. `decide` returns the fact that should come
+next, given the time and the devices online. The server writes it to the event log before it acts on it, and after a
+crash issues again what is open.
 
-Before devices are asked, whom there was to choose from is noted (Surveyed), as what has changed since it was
-noted last: so the choice rests on nothing but the log, and why somebody was not chosen can be told from it.
+Before devices are selected, the candidates are noted (Surveyed), as changes since the last note: so the selection
+depends on nothing but the log, which can explain why a device was not selected.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fedquilt.coordinator.cohort import sample
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.facts import AnyFact, Asked, Closed, Ended, Extended, Reopened, Rounds, Short, Surveyed
 
-DECLINED_S = 10.0  # for others to come, when everybody who is there has declined
-AGAIN_ROUNDS = 10  # after which a device that declined for want of memory is asked for such work again
+DECLINED_S = 10.0  # wait for other devices after all those present have declined
+AGAIN_ROUNDS = 10  # rounds until a device that declined for lack of memory is asked again for such work
 
 
 def decide(
@@ -28,9 +28,9 @@ def decide(
     online: Collection[str],
     ask: Callable[[str], Ask] = lambda device: Ask(),
 ) -> AnyFact | None:
-    """The fact that should come next; None: nothing until something happens or `next_s`.
+    """The fact that should come next; None: nothing until an event or `next_s`.
 
-    `online` are the devices that could take a task of this round, or are at one; `ask` what it asks of one of them.
+    `online` are the devices that could take a task of this round, or have one; `ask` gives the work of a device's task.
     """
     if state.phase == "selecting":
         return _select(state, online, ask)
@@ -42,9 +42,9 @@ def decide(
 def survey(
     state: Rounds, eligible: Collection[str], passed: Mapping[str, str], costs: Mapping[str, float]
 ) -> Surveyed | None:
-    """The fact to note before devices are asked; None: the log says all of it.
+    """Fact to note before devices are selected; None: the log already holds all of it.
 
-    Of a device that the log knows and nobody else does, a restarted coordinator has heard nothing.
+    A restarted coordinator has not yet heard from devices that only the log knows.
     """
     lost = dict.fromkeys((state.eligible | state.passed.keys()) - set(eligible) - passed.keys(), "offline")
     changed: dict[str, list[str]] = {}
@@ -61,11 +61,11 @@ def survey(
 
 
 def left_alone(state: Rounds, devices: Collection[str], ask: Callable[[str], Ask]) -> dict[str, str]:
-    """Device -> "memory", of those that would decline again what they declined in an earlier round.
+    """Device -> "memory", for those that would decline again the work they declined in an earlier round.
 
-    Another attempt at the same round asks them again, for what a board has left may change; and so does every
-    AGAIN_ROUNDS-th round, work that is smaller, and another budget. Where the others are too few to begin, they are
-    asked all the same: the round would wait for ever, and no later one would ask them.
+    Another attempt at the same round asks them again, as a board's free memory may change; so does every
+    AGAIN_ROUNDS-th round, smaller work, and another budget. If the other devices are too few to begin, these are
+    asked all the same: otherwise the round would wait for ever, and no later one would ask them.
     """
     found = {
         device: "memory"
@@ -76,43 +76,43 @@ def left_alone(state: Rounds, devices: Collection[str], ask: Callable[[str], Ask
 
 
 def next_s(state: Rounds) -> float:
-    """When time alone will change what `decide` says."""
+    """Time at which `decide` may change its answer without an event."""
     return state.opened_s + _patience_s(state) if state.phase == "open" else math.inf
 
 
 def idle(state: Rounds, able: Collection[str]) -> bool:
-    """Whether the running round waits, and nobody is at its work; `able` are the devices that could be."""
+    """Whether the running round waits while no device works on it; `able` are the devices that could."""
     return state.phase in ("selecting", "open") and not state.asked & set(able)
 
 
 def wanted(state: Rounds, online: Collection[str]) -> int:
-    """How many contributions close the round at once.
+    """Number of contributions that close the round at once.
 
-    Without a size: of all who are there or have been asked in this attempt, and have not declined. A board that is
-    at its task is waited for until the deadline, whether it looks online or not.
+    Without a size: of all devices that are present or asked in this attempt, and have not declined. A board that is
+    working on its task is waited for until the deadline, whether it looks online or not.
     """
     there = {*online, *state.answered, *state.asked} - set(state.declined)
     return _size(state) or max(len(there), least(state))
 
 
 def _size(state: Rounds) -> int:
-    """Contributions wanted; 0: of all devices, as always in a round that gathers what an evaluation needs."""
+    """Contributions wanted; 0: of all devices, as always in a settling round."""
     return 0 if state.settling else state.plan.cohort.size
 
 
 def quorum(state: Rounds, want: int) -> int:
-    """How many contributions of `want` suffice at the deadline; where all are asked, no more than of another round."""
+    """Contributions of `want` that suffice at the deadline; where all are asked, no more than in another round."""
     if state.settling:
         want = min(want, state.plan.cohort.size or want)
     return max(least(state), math.ceil(want * state.plan.cohort.quorum))
 
 
 def least(state: Rounds) -> int:
-    """How many contributions a round cannot do without, and how many devices it cannot begin without.
+    """Fewest contributions that a round can commit with, and fewest devices that it can begin with.
 
-    `min_devices` where the job says it (of a smaller `size`, all). Else, where all are wanted: half of those whom the
-    log knows to be at the job, or the quorum where that is less; so a coordinator that has just been restarted does
-    not take the first board that it hears for all there are.
+    `min_devices` if the job sets it (of a smaller `size`, all). Else, where all are wanted: half of the devices that
+    the log knows to take part, or the quorum if that is less; so a restarted coordinator does
+    not mistake the first board that it hears from for the whole fleet.
     """
     cohort = state.plan.cohort
     if cohort.min_devices:
@@ -121,7 +121,7 @@ def least(state: Rounds) -> int:
 
 
 def needed(state: Rounds) -> int:
-    """How many devices have to be there for the running round to begin."""
+    """Number of devices that have to be present for the running round to begin."""
     cohort = state.plan.cohort
     return max(cohort.min_devices, cohort.start_devices if state.round == 0 else 0, least(state))
 
@@ -147,7 +147,7 @@ def _select(state: Rounds, online: Collection[str], ask: Callable[[str], Ask]) -
 
 
 def _drawn(state: Rounds, free: Collection[str], count: int) -> tuple[str, ...]:
-    """So many of the devices that are free, fewer where there are not so many."""
+    """Sample up to `count` free devices."""
     since = {device: state.since.get(device, 0) for device in free}
     costs = {device: state.costs[device] for device in free if device in state.costs}
     return sample(state.plan.seed, state.round, free, count, costs=costs, since=since, turns=state.plan.cohort.turns)
@@ -172,7 +172,7 @@ def _attend(state: Rounds, now_s: float, online: Collection[str], ask: Callable[
         if state.deadline_s < cohort.deadline_s and not _all_declined(state):
             return Extended(state.round)
         if len({*online, *state.answered}) < least(state) or not online:
-            return Reopened(state.round, state.attempt)  # a fleet that is gone for a night costs no attempt
+            return Reopened(state.round, state.attempt)  # a fleet that is offline for a night costs no attempt
         if state.attempt + 1 >= cohort.attempts:
             return Ended("failed", _no_quorum(state, want))
         return Reopened(state.round, state.attempt + 1)
@@ -181,14 +181,14 @@ def _attend(state: Rounds, now_s: float, online: Collection[str], ask: Callable[
     chosen = _drawn(state, free, missing) if missing > 0 else ()
     if chosen:
         return Asked(state.round, state.attempt, chosen, _amounts({device: ask(device) for device in chosen}))
-    # whom the method has nothing for counts as answered once nobody else can be asked in its place
+    # a device that the method has no task for counts as answered once no other can be asked instead
     if not state.asked and (enough or (state.idle and have + len(state.idle) >= quorum(state, want))):
         return Closed(state.round)
     return None
 
 
 def _patience_s(state: Rounds) -> float:
-    """How long an attempt may take; not long when all who could be asked have declined."""
+    """Seconds that an attempt may take; few once every possible device has declined."""
     return min(state.deadline_s, DECLINED_S) if _all_declined(state) else state.deadline_s
 
 
@@ -197,7 +197,7 @@ def _all_declined(state: Rounds) -> bool:
 
 
 def _by_reason(declined: Mapping[str, str], most: int = 5) -> str:
-    """The first `most` reasons, each once, behind the devices that gave it: "a, b and 6 more: too big; x: NaN"."""
+    """The first `most` reasons, each once, after the devices that gave it: "a, b and 6 more: too big; x: NaN"."""
     devices: dict[str, list[str]] = {}
     for device, reason in sorted(declined.items()):
         devices.setdefault(reason, []).append(device)
@@ -207,7 +207,7 @@ def _by_reason(declined: Mapping[str, str], most: int = 5) -> str:
 
 
 def _no_quorum(state: Rounds, want: int) -> str:
-    """What became of everybody who was asked in the round: the numbers add up, whatever the attempt."""
+    """Outcome of every device asked in the round: the numbers add up, whatever the attempt."""
     asked = state.asked_s.keys() | state.answered.keys() | state.declined.keys()
     rejected = state.declined.keys() & state.roll
     declined = state.declined.keys() - rejected - state.idle

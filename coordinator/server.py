@@ -1,7 +1,7 @@
-"""The coordinator's loop: executor <-> rounds <-> store. It decides nothing itself.
+"""Loop of the coordinator: executor <-> rounds <-> store. It decides nothing itself.
 
-What devices say goes through `admission.heard`, what comes next through `rounds.decide`; both only return facts
-and actions. Here facts are written to the log, and actions are carried out by the executor and the store.
+Messages of devices pass through `admission.heard`, the next step through `rounds.decide`; both only return facts
+and actions. Here facts are written to the log, and the executor and the store carry out the actions.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ POLL_S = 1.0
 
 
 class Server:
-    """Runs the jobs of a store, one at a time, by an executor. A `fedquilt.transport.link.Endpoint`.
+    """Runs the jobs of a store, one at a time, through an executor. A `fedquilt.transport.link.Endpoint`.
 
     Args:
-        observe: `observe(job, fact)` is told each new fact.
+        observe: `observe(job, fact)` is called with each new fact.
         only: finish when this job has ended.
         load: finds a method by its name.
-        poll_s: how often the store is asked for new, stopped and resumed jobs.
+        poll_s: interval at which the store is asked for new, stopped and resumed jobs.
     """
 
     def __init__(
@@ -67,22 +67,23 @@ class Server:
         self._arriving: admission.Arriving = {}
         self._every_s, self._poll_s = poll_s, -math.inf
         self._opened_s = -math.inf  # when the running job was taken up
-        self._busy_s = -math.inf  # when somebody was last seen at it
+        self._busy_s = -math.inf  # when a device was last seen working on it
         self._gave_way_s: dict[str, float] = {}  # job -> when it last gave way to another
-        self._news: dict[str, Running] = {}  # jobs with a change that whoever watches has not been told of
-        self._unsent: set[str] = set()  # devices that have not said yet what they are, and have a task to get
-        self._left: set[str] = set()  # runs of which it has been told that they are not taken up here
+        self._news: dict[str, Running] = {}  # jobs with changes that have not been published yet
+        self._unsent: set[str] = set()  # devices with a task to come that have not sent their profile yet
+        self._left: set[str] = set()  # runs already reported as not taken up here
 
     def fds(self) -> Sequence[int]:
+        """No sockets of its own: the executor is polled."""
         return ()
 
     def step(self, now_s: float) -> float:
-        """Handle what came and what is due.
+        """Handle messages that have arrived and everything due; returns when to call again.
 
         Raises:
-            StoreError: nothing can be written any more; what was accepted is safe, a restart continues.
+            StoreError: nothing can be written any more; accepted updates are safe, a restart continues.
         """
-        self._poll(now_s)  # first: what arrives is for the job that was running
+        self._poll(now_s)  # first: messages arriving now belong to the job that was running
         for heard in self._executor.hear(now_s):
             if heard is None:
                 self._say_all_again(now_s)
@@ -98,13 +99,13 @@ class Server:
         return min(self._executor.due_s(now_s), self._poll_s + self._every_s, self._deadline_s())
 
     def goodbye(self) -> None:
-        """Say that the coordinator goes; what is open stays open and is continued at the next start."""
+        """Announce the end of the coordinator; open tasks stay open and continue at the next start."""
         self._executor.close()
 
     # -- what devices say --
 
     def _say_all_again(self, now_s: float) -> None:
-        """A new session: the broker may have forgotten all."""
+        """Publish everything again after a new session: the broker may have lost it."""
         for device in sorted(self.active.rounds.asked) if self.active else ():
             self._issue(device, now_s)
         self._tell()
@@ -130,13 +131,13 @@ class Server:
             case wire.Telemetry():
                 self.registry.telemetry(device, message, now_s)
             case _:
-                pass  # progress is for whoever watches
+                pass  # progress is for observers only
 
     def _foreign(self, update: Update) -> bool:
         return self.active is None or update.job != self.active.id
 
     def _happened(self, event: admission.Event, now_s: float) -> None:
-        """Let an event count: facts first, then what is to be done."""
+        """Apply an event: facts first, then actions."""
         job = self.active
         step = admission.heard(job.id if job else "", job.rounds if job else None, self._arriving, event, now_s)
         self._arriving = step.arriving
@@ -163,7 +164,7 @@ class Server:
                 self._discard(update)
 
     def _examine(self, device: str, update: Update, now_s: float) -> None:
-        """Read an update, and let count what it holds."""
+        """Read an update and apply the result."""
         job = self.active
         assert job is not None
         profile = self.registry.profile_of(device)
@@ -171,7 +172,7 @@ class Server:
             taken, reason = job.taken(update, profile), ""
         except StoreError:
             raise
-        except Exception as error:  # whatever a device sends, it is the device's update that is refused
+        except Exception as error:  # whatever a device sends, only its update is refused
             taken, reason = None, str(error) if isinstance(error, UpdateError) else f"{type(error).__name__}: {error}"
         self._happened(admission.Examined(device, update, taken, reason, job.ask(device, profile)), now_s)
 
@@ -182,7 +183,7 @@ class Server:
         self._executor.answer(device, ack)
 
     def _discard(self, update: Update) -> None:
-        """Drop the blobs of an update that nothing else is made of."""
+        """Drop the blobs of an update that have no other use."""
         job = self.active
         assert job is not None
         kept = blobs([*job.rounds.answered.values(), *self._arriving.values()])
@@ -195,7 +196,7 @@ class Server:
         if job is None or device not in job.rounds.asked:
             return
         profile = self.registry.profile_of(device)
-        if profile is None:  # after a restart: which engine it has is in its profile, with which it is sent
+        if profile is None:  # after a restart: the profile names its engine, and the task is sent when it arrives
             self._unsent.add(device)
             return None
         engine = next((name for name in job.engines if name in profile.engines), job.engines[0])
@@ -213,7 +214,7 @@ class Server:
     # -- the job --
 
     def _poll(self, now_s: float) -> None:
-        """Ask the store what people want: new jobs, jobs stopped and resumed."""
+        """Read requests from the store: new jobs, jobs stopped and resumed."""
         if now_s < self._poll_s + self._every_s:
             return
         self._poll_s = now_s
@@ -237,7 +238,7 @@ class Server:
             self.finished = self._only is not None
 
     def _idle_s(self, now_s: float) -> dict[str, float]:
-        """The running job, and for how long nobody has been at it."""
+        """The running job, with the seconds since a device last worked on it."""
         job = self.active
         if job is None:
             return {}
@@ -246,7 +247,7 @@ class Server:
         return {job.id: now_s - self._busy_s}
 
     def _give_way(self, served: Sequence[str], now_s: float) -> None:
-        """Put the running job back in the queue, where its facts have left it."""
+        """Return the running job to the queue, in the state of its facts."""
         job = self.active
         assert job is not None
         log.warning("%s has waited for devices for %.0f s: %s is next", job.id, turns.PATIENCE_S, served[0])
@@ -257,7 +258,7 @@ class Server:
         self.active, self._arriving = None, {}
 
     def _tell_left(self, rows: Sequence[Row]) -> None:
-        """Say once of each unfinished run that it is not taken up here."""
+        """Report once for each unfinished run that it is not taken up here."""
         for row in rows:
             if row.status in ("queued", "running") and not turns.mine(row, self._only) and row.id not in self._left:
                 self._left.add(row.id)
@@ -266,7 +267,7 @@ class Server:
                 )
 
     def _open(self, row: Row, now_s: float) -> None:
-        """Take up a job where its facts left it."""
+        """Take up a job in the state of its facts."""
         try:
             job = Running(row, self._store, now_s, self._load(row.job.method))
         except StoreError:
@@ -277,7 +278,7 @@ class Server:
             self._store.end(row.id, ended)
             return
         self.active, self._opened_s, self._busy_s, self._arriving = job, now_s, now_s, {}
-        # what a crash left behind goes
+        # leftovers of a crash
         self._store.depot.keep(self._store.held() | job.pinned())
         self._store.begin(row.id)
         if job.rounds.phase in ("stopped", "failed"):
@@ -287,7 +288,7 @@ class Server:
         self._tell()
 
     def _advance(self, now_s: float) -> bool:
-        """One decision, if there is one to make."""
+        """Make one decision, if one is due."""
         job = self.active
         if job is None:
             return False
@@ -307,7 +308,7 @@ class Server:
         return fact is not None
 
     def _decide(self, job: Running, now_s: float) -> AnyFact | None:
-        """What should come next; who there is to choose from is noted before somebody is chosen."""
+        """The next fact; the candidates are noted before a selection."""
         fleet = self.registry.seen(now_s)
 
         def ask(device: str) -> Ask:
@@ -329,16 +330,16 @@ class Server:
         return msgspec.structs.replace(fact, coverage=job.covered(fact, fleet))
 
     def _at_work(self, job: Running, now_s: float) -> set[str]:
-        """Who is at a task, whatever else is said of it.
+        """Devices with a task, whatever else is known of them.
 
-        Just after a start that is everybody who was asked: boards that are away for a moment, as they may have been
-        when their wills were published, have the same grace as with a coordinator that has been here all along.
+        Just after a start these are all devices asked: boards that are away for a moment, as they may have been
+        when their wills were published, get the same grace as with a coordinator that has been running all along.
         """
         asked = set(job.rounds.asked)
         return asked if now_s < self._opened_s + GRACE_S else asked & self._able(now_s).keys()
 
     def _fail(self, error: Exception, now_s: float) -> None:
-        """A fault in the method's own code ends its job, not the coordinator; a full disk ends the coordinator."""
+        """Handle an error: one in the method's own code ends its job, not the coordinator; a full disk ends both."""
         if isinstance(error, StoreError | MemoryError):
             raise error
         assert self.active is not None
@@ -352,7 +353,7 @@ class Server:
         before = job.rounds
         try:
             job.record(fact, now_s)
-        except JobError as error:  # a fact that could not be read back: the job's fault, and not the coordinator's
+        except JobError as error:  # a fact that could not be read back is the job's fault, not the coordinator's
             return self._fail(error, now_s)
         if not self._arriving.keys() <= job.rounds.asked:
             self._arriving = {device: each for device, each in self._arriving.items() if device in job.rounds.asked}
@@ -375,7 +376,7 @@ class Server:
         self._tell()
 
     def _spent(self, job: Running, before: Rounds) -> set[str]:
-        """Blobs that only the committed round needed: its updates, what it sent, the state it began with."""
+        """Blobs that only the committed round needed: its updates, its tasks' blobs, its first state."""
         return blobs(before.answered.values()) | job.sent() | ({before.state.sha256} if before.state else set())
 
     def _leave(self) -> None:
@@ -393,6 +394,6 @@ class Server:
         return rounds.next_s(self.active.rounds) if self.active else math.inf
 
     def _tell(self) -> None:
-        """Have the running job told at the end of this step."""
+        """Publish the running job's state at the end of this step."""
         if self.active is not None:
             self._news[self.active.id] = self.active

@@ -1,4 +1,4 @@
-"""A job file (TOML) as frozen values, strictly checked."""
+"""Job file (TOML) as frozen values, strictly checked."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ from msgspec import Meta
 from fedquilt import config, methods, metrics, plugins
 from fedquilt.core import CODECS, Encoding, JobError, Method
 
-NOT_NETWORK: Final = ("weights", "weights_classes", "seed")  # keys of [model] on what it begins with, not on what it is
+NOT_NETWORK: Final = ("weights", "weights_classes", "seed")  # keys of [model] for first weights, not architecture
 
 
 class Cohort(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who is asked in a round, and when it closes."""
+    """Choice of devices in a round, and when it closes: [cohort]."""
 
-    size: Annotated[int, Meta(ge=0)] = 0  # contributions wanted; 0: from every device there is
-    min_devices: Annotated[int, Meta(ge=0)] = 0  # no round begins or commits with fewer; 0: rounds.least says
+    size: Annotated[int, Meta(ge=0)] = 0  # contributions wanted; 0: from every device present
+    min_devices: Annotated[int, Meta(ge=0)] = 0  # no round begins or commits with fewer; 0: as rounds.least computes
     start_devices: Annotated[int, Meta(ge=0)] = 0  # wait for this many before the first round
-    over_select: Annotated[float, Meta(ge=0, le=4)] = 0.0  # asked beyond `size`, as a share of it
+    over_select: Annotated[float, Meta(ge=0, le=4)] = 0.0  # devices asked beyond `size`, as a share of it
     quorum: Annotated[float, Meta(gt=0, le=1)] = 1.0  # share of `size` that suffices at the deadline
-    deadline_s: Annotated[float, Meta(gt=0)] = 600.0  # the longest that a round is waited for
-    deadline: Literal["fixed", "predicted", "paper"] = "fixed"  # how a shorter one is found: coordinator/deadline.py
-    slack: Annotated[float, Meta(ge=0)] = 0.5  # with "predicted": added, as a share
-    attempts: Annotated[int, Meta(ge=1)] = 3  # how often a round without quorum is tried before the job fails
-    prefer: Literal["random", "energy"] = "random"  # "energy": the fewer joules for the same work, the more often
-    turns: Annotated[float, Meta(gt=0)] = 3.0  # whoever waits so many turns of all devices goes first: cohort.py
-    min_battery: Annotated[float, Meta(ge=0, le=1)] = 0.0  # charge below which a board is left alone, unless it charges
-    max_temperature_c: Annotated[float, Meta(gt=0)] | None = None  # likewise above; None: however hot
-    max_examples: Annotated[int, Meta(ge=1)] = 10_000_000  # that one device may count as; an update of more is refused
+    deadline_s: Annotated[float, Meta(gt=0)] = 600.0  # longest wait for a round
+    deadline: Literal["fixed", "predicted", "paper"] = "fixed"  # rule for a shorter one: coordinator/deadline.py
+    slack: Annotated[float, Meta(ge=0)] = 0.5  # share added with "predicted"
+    attempts: Annotated[int, Meta(ge=1)] = 3  # attempts at a round without quorum before the job fails
+    prefer: Literal["random", "energy"] = "random"  # "energy": by fewer joules for the same work
+    turns: Annotated[float, Meta(gt=0)] = 3.0  # a device that waits so many turns goes first: cohort.py
+    min_battery: Annotated[float, Meta(ge=0, le=1)] = 0.0  # charge below which a board is not asked, unless it charges
+    max_temperature_c: Annotated[float, Meta(gt=0)] | None = None  # likewise above; None: no limit
+    max_examples: Annotated[int, Meta(ge=1)] = 10_000_000  # largest weight of one device; more is refused
 
 
 class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a job may take; looked at between rounds, so a round more may be taken. None: no limit."""
+    """Limits of a job, tested between rounds, so that one more round may be used. None: no limit."""
 
     max_joules: Annotated[float, Meta(gt=0)] | None = None  # gross, of all devices that have a meter
     max_bytes: Annotated[int, Meta(gt=0)] | None = None  # blobs, down and up
-    max_wall_s: Annotated[float, Meta(gt=0)] | None = None  # while a coordinator is at it
+    max_wall_s: Annotated[float, Meta(gt=0)] | None = None  # while a coordinator serves it
 
 
 class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Evaluation on the devices' held-out shares."""
+    """Evaluation on the devices' held-out shares: [check]."""
 
-    every: Annotated[int, Meta(ge=0)] = 0  # each so many rounds, and once after the last; 0: never
-    beside: bool = False  # made beside the rounds by whoever runs the job, which prepares for it: no device is asked
+    every: Annotated[int, Meta(ge=0)] = 0  # rounds between evaluations, with one more after the last; 0: never
+    beside: bool = False  # evaluated beside the rounds by the process that runs the job: no device is asked
 
 
 class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The simulated fleet of `fedquilt fleet` and `fedquilt demo`: boards and budgets, taken in turn."""
+    """Simulated fleet of `fedquilt fleet` and `fedquilt demo`: boards and budgets, taken in turn."""
 
     devices: Annotated[int, Meta(ge=1)] = 4
     boards: Annotated[tuple[str, ...], Meta(min_length=1)] = ("x86-host",)
@@ -61,14 +61,14 @@ class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One job: what `fedquilt run` takes."""
+    """One job: the argument of `fedquilt run`."""
 
     name: Annotated[str, Meta(pattern=r"\A[a-z0-9][a-z0-9._-]{0,39}\Z")]  # short: a run's id adds the time
     method: str
-    rounds: Annotated[int, Meta(ge=1, le=1_000_000)] = 10  # at most; a method may end earlier
+    rounds: Annotated[int, Meta(ge=1, le=1_000_000)] = 10  # at most; a method may finish earlier
     seed: Annotated[int, Meta(ge=0, le=2**53)] = 0
-    engine: str | None = None  # one of the method's; None: on each device the first of them that it has
-    max_update_mb: Annotated[int, Meta(ge=1)] = 1024  # a device that announces more is refused
+    engine: str | None = None  # one of the method's; None: on each device the first that it has
+    max_update_mb: Annotated[int, Meta(ge=1)] = 1024  # a device that announces a larger update is refused
     params: dict[str, Any] = msgspec.field(default_factory=dict)
     cohort: Cohort = Cohort()
     wire: Encoding = Encoding()
@@ -76,7 +76,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     check: Check = Check()
     fleet: Fleet = Fleet()
     data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.data.spec.DataSpec
-    test: dict[str, Any] = msgspec.field(default_factory=dict)  # a DataSpec too: what no device has
+    test: dict[str, Any] = msgspec.field(default_factory=dict)  # a DataSpec too: examples that no device has
     compare: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)  # method -> params
     model: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.tools.artefacts.prepare
     schedule: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.tools.artefacts.frozen_part
@@ -87,7 +87,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load(path: Path) -> Job:
-    """The job in a TOML file. Relative paths in it are taken from the file's folder.
+    """Read a job from a TOML file. Relative paths in it start at the file's folder.
 
     Raises:
         JobError: unreadable, not TOML, an unknown key, a value out of range, or an unknown method or parameter.
@@ -102,10 +102,10 @@ def load(path: Path) -> Job:
 
 
 def parse(table: Mapping[str, Any]) -> Job:
-    """The job in a table.
+    """Read a job from a table.
 
     Raises:
-        JobError: says which key is wrong and what is expected there.
+        JobError: names the wrong key and what is expected there.
     """
     job = _settled(config.convert(table, Job, "a job"))
     params(job)
@@ -126,10 +126,12 @@ def require_task(name: str, method: Method, network: Mapping[str, Any]) -> None:
     """Check that a method can train a network for its task.
 
     Args:
-        network: its table: [model], or that of a bundle.
+        name: the method's.
+        method: gives the tasks it can train for.
+        network: table of the network: [model], or that of a bundle.
 
     Raises:
-        JobError: it cannot, as `Method.tasks` says.
+        JobError: the network's task is none of `Method.tasks`.
     """
     if (task := metrics.task_of(network)) not in method.tasks:
         raise JobError(
@@ -139,7 +141,7 @@ def require_task(name: str, method: Method, network: Mapping[str, Any]) -> None:
 
 
 def _settled(job: Job) -> Job:
-    """The job with its task in [model] and in [data] alike, and a network's `outputs` under the name `classes`.
+    """The job with the same task in [model] and in [data], and a network's `outputs` under the name `classes`.
 
     Raises:
         JobError: the two tables name different tasks, or [model] counts its outputs twice.
@@ -160,14 +162,14 @@ def _settled(job: Job) -> Job:
 
 
 def limited(job: Job, max_joules: float | None, max_bytes: int | None, max_wall_s: float | None) -> Job:
-    """The job with other limits than its [stop] says, where they are given."""
+    """The job with new limits in [stop], where they are given."""
     given = {"max_joules": max_joules, "max_bytes": max_bytes, "max_wall_s": max_wall_s}
     limits = {name: value for name, value in given.items() if value is not None}
     return msgspec.structs.replace(job, stop=msgspec.structs.replace(job.stop, **limits))
 
 
 def params(job: Job) -> Any:
-    """The method's own parameters, checked.
+    """Parameters of the method, checked.
 
     Raises:
         JobError: an unknown method, an unknown parameter, or a value of the wrong type.

@@ -1,8 +1,8 @@
-"""When a job has taken enough: `[stop]` in the job, or `fedquilt run --max-joules --max-bytes --max-wall`.
+"""Limits of a job: `[stop]` in the job, or `fedquilt run --max-joules --max-bytes --max-wall`.
 
-Decided between rounds from what the log says was taken, so a job can exceed its limits by a round, and
-what it has is a whole round's result. What no meter measured is not in the sum of joules: a job with
-`max_joules` on boards without meters runs on, and says after each round how much was not counted.
+Decided between rounds from the log's totals, so a job can exceed its limits by a round, and
+its result is that of a whole round. The sum of joules lacks all unmetered tasks: a job with
+`max_joules` on boards without meters runs on, and reports after each round how much was not counted.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from fedquilt.core import Usage
 
 
 class Spent(msgspec.Struct, frozen=True):
-    """What a job's answers have taken so far."""
+    """Totals of a job's answers so far."""
 
-    joules: float = 0.0  # gross, of the tasks that were metered
-    metered: int = 0  # tasks that were
-    unmetered: int = 0  # tasks that were not
+    joules: float = 0.0  # gross, of the metered tasks
+    metered: int = 0  # number of metered tasks
+    unmetered: int = 0  # number of tasks without a meter
     bytes: int = 0
     wall_s: float = 0.0  # of committed rounds
 
     def plus(self, usage: Usage) -> Spent:
-        """With one answer more."""
+        """Totals with one more answer."""
         return replace(
             self,
             joules=self.joules + (usage.energy_j or 0.0),
@@ -35,7 +35,7 @@ class Spent(msgspec.Struct, frozen=True):
 
 
 def reached(limits: Stop, spent: Spent) -> str | None:
-    """Which limit is used up, in a sentence; None: none."""
+    """Sentence on the limit that is used up; None: none is."""
     if limits.max_joules is not None and spent.joules >= limits.max_joules:
         return f"max_joules: {spent.joules:.4g} J of {limits.max_joules:.4g} J are used up{_but(spent)}"
     if limits.max_bytes is not None and spent.bytes >= limits.max_bytes:
@@ -46,7 +46,7 @@ def reached(limits: Stop, spent: Spent) -> str | None:
 
 
 def caveat(limits: Stop, spent: Spent) -> str | None:
-    """What to say after a round whose joules cannot all be counted; None: they can, or nobody asks."""
+    """Sentence after a round whose joules are incomplete; None: they are complete, or have no limit."""
     if limits.max_joules is None or not spent.unmetered:
         return None
     if not spent.metered:

@@ -1,11 +1,11 @@
-"""What the coordinator must not lose: jobs and their facts in SQLite, tensors in a depot, under one folder.
+"""Durable state of the coordinator: jobs and their facts in SQLite, tensors in a depot, under one folder.
 
 HOME/fedquilt.db    jobs, facts (write-ahead log, synchronous: a fact is on disk before it is acted on)
 HOME/blobs/         states, updates and bundles by sha256
 HOME/lock           held while a coordinator runs here
 
-The database carries the version of its tables. One of an earlier version is brought up to date when it is opened;
-one of a later version is refused. A single run that cannot be read is told as such and hides no other.
+The database carries the version of its tables. One of an earlier version is updated when it is opened;
+one of a later version is refused. A single run that cannot be read is reported as such and hides no other.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ create table if not exists counters (name text primary key, value integer not nu
 create view if not exists sound as
     select seq, job, case when json_valid(body) then body else '{}' end as body from facts;
 """
-_ADDED = {  # columns of `jobs` that version 0 had not
+_ADDED = {  # columns of `jobs` that version 0 lacked
     "origin": "alter table jobs add column origin text not null default 'run'",
     "epoch": "alter table jobs add column epoch integer not null default 0",
 }
 
-UNENDED: Final = ("queued", "running", "stopping")  # of a home that is served: its coordinator may be at the run
+UNENDED: Final = ("queued", "running", "stopping")  # its coordinator, if any, may be working on the run
 Origin = Literal["run", "fleet", "simulation"]
 
 LOCK_TRIES: Final = 10
-LOCK_S: Final = 0.05  # between two tries
+LOCK_S: Final = 0.05  # seconds between two tries
 _facts = msgspec.json.Decoder(AnyFact)
 
 
@@ -61,12 +61,12 @@ class Row(NamedTuple):
     bundle: Path
     status: str
     created: float  # wall-clock seconds, for people
-    origin: Origin = "run"  # who began it: "fleet" is `fedquilt fleet`, "simulation" is `fedquilt.simulate`
+    origin: Origin = "run"  # command that began it: "fleet" is `fedquilt fleet`, "simulation" is `fedquilt.simulate`
     epoch: int = 0  # start of the coordinator that took it up last
 
 
 class Unreadable(NamedTuple):
-    """A run that this version cannot read, and why."""
+    """A run that this version cannot read, with the reason."""
 
     id: str
     status: str
@@ -78,8 +78,8 @@ class Store:
     """One coordinator's folder.
 
     Args:
-        durable: wait for the disk, so that nothing accepted is lost even if the power fails. On virtual time only
-            a killed process has to be survived.
+        durable: wait for the disk, so that nothing accepted is lost even in a power failure. On virtual time it is
+            enough to survive a killed process.
 
     Raises, from every method:
         StoreError: the folder or database cannot be read or written.
@@ -94,7 +94,7 @@ class Store:
                 self._db.execute("pragma journal_mode=wal")
                 self._db.execute(f"pragma synchronous={'full' if durable else 'off'}")
                 self._bring_up_to_date()
-            except BaseException:  # also that the tables are of a later version
+            except BaseException:  # also if the tables are of a later version
                 self._db.close()
                 raise
         self.depot = Depot(home / "blobs", durable=durable)
@@ -107,12 +107,13 @@ class Store:
         self.close()
 
     def close(self) -> None:
+        """Close the database and release the lock."""
         self._db.close()
         if self._lock is not None:
             self._lock.close()
 
     def _bring_up_to_date(self) -> None:
-        """Make the tables, or give those of an earlier version what they lack.
+        """Create the tables, or add to those of an earlier version the columns they lack.
 
         Raises:
             StoreError: they are of a later version.
@@ -132,14 +133,14 @@ class Store:
             if column not in there:
                 self._db.execute(change)
         for (id,) in self._db.execute("select id from jobs").fetchall():
-            if (self.home / "agents" / id).is_dir():  # as only the boards of a simulated fleet leave behind
+            if (self.home / "agents" / id).is_dir():  # only boards of a simulated fleet leave this folder
                 self._db.execute("update jobs set origin = 'fleet' where id = ?", (id,))
         self._db.execute(f"pragma user_version = {VERSION}")
         self._db.execute("commit")
 
     def lock(self) -> bool:
-        """Become the one coordinator of this folder; False: another runs here. Ends with the process."""
-        for _ in range(LOCK_TRIES):  # whoever looks whether the folder is served holds the lock for a moment
+        """Become the only coordinator of this folder; False: another runs here. Ends with the process."""
+        for _ in range(LOCK_TRIES):  # a process that tests whether the folder is served holds the lock for a moment
             self._lock = self._locked(fcntl.LOCK_EX)
             if self._lock is not None:
                 return True
@@ -160,13 +161,13 @@ class Store:
         """Whether a coordinator holds this folder, this process included."""
         if self._lock is not None:
             return True
-        probe = self._locked(fcntl.LOCK_SH)  # several may look at once
+        probe = self._locked(fcntl.LOCK_SH)  # several may test at once
         if probe is not None:
             probe.close()
         return probe is None
 
     def next_epoch(self) -> int:
-        """Counts the starts of a coordinator here."""
+        """Number of this start of a coordinator here, from 1."""
         with _storing(self.home):
             found = self._db.execute(
                 "insert into counters values ('epoch', 1) on conflict(name) do update set value = value + 1 "
@@ -177,14 +178,14 @@ class Store:
     # -- jobs --
 
     def unfinished(self, job: Job, bundle: Path, origin: Origin = "run") -> str | None:
-        """The latest run of this very job that has not ended for good, begun by the same command."""
+        """Latest run of exactly this job that has not ended for good, begun by the same command."""
         rows = [row for row in self.jobs() if (row.job, row.bundle, row.origin) == (job, bundle, origin)]
         return next((row.id for row in reversed(rows) if row.status not in ("done", "failed")), None)
 
     def add(self, job: Job, bundle: Path, origin: Origin = "run") -> str:
-        """Queue a job; its id is `<name>-<date>-<time>-<random>`, so that no device takes one run for another.
+        """Queue a job; its id is `<name>-<date>-<time>-<random>`, so that devices never confuse two runs.
 
-        The random digits tell runs apart that coordinators with homes of their own begin in the same second.
+        The random digits separate runs begun in the same second by coordinators with homes of their own.
         """
         now = time.time()
         id = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(3)}"
@@ -196,11 +197,11 @@ class Store:
         return id
 
     def jobs(self) -> list[Row]:
-        """All jobs that this version can read, in the order in which they were queued."""
+        """All jobs that this version can read, in the order of queueing."""
         return [row for row in self.all_jobs() if isinstance(row, Row)]
 
     def all_jobs(self) -> list[Row | Unreadable]:
-        """All jobs in the order in which they were queued, also those whose settings this version cannot read."""
+        """All jobs in the order of queueing, also those whose settings this version cannot read."""
         with _storing(self.home):
             rows = self._db.execute(
                 "select id, settings, bundle, status, created, origin, epoch from jobs order by rowid"
@@ -218,7 +219,7 @@ class Store:
         return Row(id, job, Path(bundle), status, created, origin, epoch)
 
     def job(self, run: str) -> Row:
-        """One job by its id; a job's name stands for its latest run.
+        """Find a job by its id; a job's name stands for its latest run.
 
         Raises:
             StoreError: there is none, or it cannot be read.
@@ -232,12 +233,12 @@ class Store:
         raise StoreError(f"no run {run!r} in {self.home}; there are: {', '.join(row.id for row in rows) or 'none'}")
 
     def remove(self, ids: Collection[str]) -> None:
-        """Take runs and their facts out of the database, all of them or, if the process is killed, none.
+        """Delete runs and their facts from the database: all of them or, if the process is killed, none.
 
-        Their blobs are not touched: `coordinator.housekeeping` drops those that no run needs.
+        Their blobs stay: `coordinator.housekeeping` drops those that no run needs.
 
         Raises:
-            JobError: a coordinator other than this process serves the home and may be at one of them.
+            JobError: a coordinator other than this process serves the home and may be working on one of them.
         """
         with _storing(self.home):
             self._db.execute("begin immediate")
@@ -252,7 +253,7 @@ class Store:
                 raise
 
     def require_idle(self, ids: Collection[str]) -> None:
-        """Refuse runs that a coordinator other than this process may be at.
+        """Refuse runs that a coordinator other than this process may be working on.
 
         Raises:
             JobError: one of them waits or runs, and the home is served.
@@ -268,7 +269,7 @@ class Store:
                 raise JobError(f"{id} is {status}: {mend}")
 
     def begin(self, id: str) -> None:
-        """Note that the coordinator that was started last has taken a job up."""
+        """Note that the coordinator started last has taken a job up."""
         with _storing(self.home):
             self._db.execute(
                 "update jobs set status = 'running', epoch = (select value from counters where name = 'epoch') "
@@ -277,9 +278,9 @@ class Store:
             )
 
     def standing(self, row: Row) -> str:
-        """A job's status as it is at this moment: "running" only if somebody is at it.
+        """Status of a job at this moment: "running" only if a coordinator is working on it.
 
-        "waiting": a coordinator is here, and is at another job. "interrupted": nobody is here to go on with it.
+        "waiting": a coordinator is here, but works on another job. "interrupted": no coordinator is here.
         """
         if row.status not in ("running", "stopping"):
             return row.status
@@ -290,16 +291,18 @@ class Store:
         return row.status if found and row.epoch == found[0] else "waiting"
 
     def status(self, id: str) -> str:
+        """Status of a job as stored; "": unknown."""
         with _storing(self.home):
             found = self._db.execute("select status from jobs where id = ?", (id,)).fetchone()
         return str(found[0]) if found else ""
 
     def set_status(self, id: str, status: str) -> None:
+        """Store a job's status."""
         with _storing(self.home):
             self._db.execute("update jobs set status = ? where id = ?", (status, id))
 
     def states(self, but: str = "") -> set[str]:
-        """The sha256 of every job's latest state: what results are made of. `but`: not of this job."""
+        """Hashes (sha256) of every job's latest state, from which results are made. `but`: a job to leave out."""
         query = """
             select json_extract(body, '$.state.sha256') from sound where seq in (
                 select max(seq) from sound where job in (select id from jobs where id <> ?)
@@ -309,10 +312,10 @@ class Store:
             return {str(row[0]) for row in self._db.execute(query, (but,))}
 
     def held(self, but: str = "") -> set[str]:
-        """Every blob that some job may still need: the latest states, and updates that no state holds yet.
+        """Blobs that some job may still need: the latest states, and updates that no state contains yet.
 
         Args:
-            but: a job that is not asked about: who runs it knows what it needs without reading all its facts.
+            but: a job to leave out, because its process knows its blobs without reading all its facts.
         """
         query = """
             with last(job, seq) as (
@@ -328,10 +331,10 @@ class Store:
     # -- facts --
 
     def append(self, id: str, fact: AnyFact) -> None:
-        """Write one fact; where the store is durable it is on disk when this returns.
+        """Write one fact; if the store is durable, it is on disk when this returns.
 
         Raises:
-            JobError: it could not be read back as it is: a number that is not finite, text that is not Unicode. Nothing
+            JobError: it could not be read back unchanged (a number not finite, text that is not Unicode). Nothing
                 has been written.
         """
         body = _readable(id, fact)
@@ -339,9 +342,9 @@ class Store:
             self._db.execute("insert into facts (job, at, body) values (?, ?, ?)", (id, time.time(), body))
 
     def end(self, id: str, fact: Ended) -> str:
-        """Note that a job which nobody runs has ended, and its status, which is returned.
+        """Store the end of a job that no process runs; returns the new status.
 
-        One whose log says that it is done, as its coordinator was killed before the status was written, stays done.
+        A job whose log already says "done", but whose coordinator was killed before it stored the status, stays done.
         """
         with _storing(self.home):
             found = self._db.execute("select body from facts where job = ? order by seq desc limit 1", (id,)).fetchone()
@@ -374,7 +377,7 @@ class Store:
 
 
 def _readable(id: str, fact: AnyFact) -> str:
-    """A fact as JSON that is read back as the same fact."""
+    """Encode a fact as JSON that decodes to the same fact."""
     kind = type(fact).__name__
     try:
         body = msgspec.json.encode(fact).decode()

@@ -1,4 +1,4 @@
-"""Make a `Task` of what a method orders: what is sent to a device, and what it costs it."""
+"""Conversion of a method's order into a `Task`, with its cost."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from fedquilt.core import Action, BlobRef, Order, Task, Tensors, Work
 def make_task(
     order: Order, *, blob: Callable[[Tensors | BlobRef], BlobRef], actions: tuple[Action, ...], **named: Any
 ) -> Task:
-    """An order as it is sent.
+    """Build the task message of an order.
 
     Args:
-        blob: where a bundle's tensors are found by content.
+        order: of the method.
+        blob: stores a bundle's tensors, or finds them; returns their reference.
+        actions: "train", "check" or both.
         named: the other fields of `Task`.
     """
     return Task(
@@ -30,9 +32,9 @@ def make_task(
 
 
 def evaluation(order: Order) -> Work:
-    """What it takes to evaluate what would be trained, about: a forward pass, of three that an epoch of training costs.
+    """Estimate evaluation cost as one forward pass, a third of a training epoch.
 
-    No method tells it; one whose evaluation adapts the model first (Per-FedAvg) takes more.
+    No method predicts it; one whose evaluation adapts the model first (Per-FedAvg) takes more.
     """
     passes = 3 * max(1, int(order.params.get("epochs", 1)))
     return msgspec.structs.replace(
@@ -44,7 +46,7 @@ def evaluation(order: Order) -> Work:
 
 
 def blob_bytes(order: Order) -> int:
-    """Of all blobs that a device needs for an order, whether it has them or not."""
+    """Total size of the blobs that a device needs for an order, whether it has them or not."""
     refs = {value for value in order.bundles.values() if isinstance(value, BlobRef)}
     made = [value for value in order.bundles.values() if not isinstance(value, BlobRef)]
     return sum(ref.size for ref in refs) + tensors.total_bytes(made)

@@ -1,7 +1,7 @@
-"""Which fact may follow in which phase of a job: the one table that `facts.apply` obeys and the documentation draws.
+"""Transitions between a job's phases: the one table that `facts.apply` enforces and the documentation draws.
 
-A fact that the table does not allow is refused rather than ignored: a log that holds one was not written by this
-coordinator's rules, and nothing that is built on it can be trusted.
+A fact that the table does not allow is refused rather than ignored: a log with one was not written by this
+coordinator's rules, and no state derived from it can be trusted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Phase: TypeAlias = Literal["new", "selecting", "open", "closing", "done", "faile
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
 
 _STAYS: Final[Mapping[Phase, tuple[Phase, ...]]] = {"open": ("open",)}
-# A job that was stopped or failed between two messages of one turn still takes the second one down: the work counts
+# A job that was stopped or failed between two messages of one turn still records the second one: the work counts
 # when the job is resumed.
 _ARRIVES: Final[Mapping[Phase, tuple[Phase, ...]]] = {**_STAYS, "stopped": ("stopped",), "failed": ("failed",)}
 
@@ -33,7 +33,7 @@ TRANSITIONS: Final[Mapping[str, Mapping[Phase, tuple[Phase, ...]]]] = {
         "selecting": ("done", "failed", "stopped"),
         "open": ("failed", "stopped"),
         "closing": ("failed", "stopped"),
-        "failed": ("failed", "stopped"),  # resumed, and ended again before it could go on
+        "failed": ("failed", "stopped"),  # resumed, and ended again before it could continue
         "stopped": ("failed", "stopped"),
     },
     "Resumed": {"failed": ("selecting", "open"), "stopped": ("selecting", "open")},
@@ -42,12 +42,12 @@ TRANSITIONS: Final[Mapping[str, Mapping[Phase, tuple[Phase, ...]]]] = {
 
 
 def allowed(fact: str, phase: Phase) -> tuple[Phase, ...]:
-    """Phases that a fact may lead to from `phase`; (): it may not happen there."""
+    """Phases that a fact may lead to from `phase`; (): it is not allowed there."""
     return TRANSITIONS[fact].get(phase, ())
 
 
 def diagram() -> str:
-    """TRANSITIONS as a Mermaid state diagram: one arrow for each pair of phases, named by the facts that lead there."""
+    """TRANSITIONS as a Mermaid state diagram: one arrow for each pair of phases, labelled with its facts."""
     arrows: dict[tuple[Phase, Phase], list[str]] = {}
     for fact, moves in TRANSITIONS.items():
         for before, afters in moves.items():

@@ -1,8 +1,8 @@
-"""Which jobs a coordinator serves now: decided purely, from what is stored and since when a job has had nobody.
+"""Turns of waiting jobs: pure decisions from the stored jobs and how long each has been idle.
 
-A job keeps its place as long as somebody is at its work. One that has waited for PATIENCE_S for devices that do not
-come gives way to the next in line, and is taken up again when its turn comes round; nothing of it is lost, as its log
-is all there is to it. The decision is made for any number of places, of which a coordinator has one today.
+A job keeps its place as long as a device works on it. One that has waited PATIENCE_S for devices that do not
+come gives way to the next in line, and is taken up again at its next turn; nothing of it is lost, as its log
+is its whole state. The decision is made for any number of places, of which a coordinator has one today.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from typing import Final
 
 from fedquilt.coordinator.store import Row
 
-PATIENCE_S: Final = 60.0  # how long a job that nobody is at holds up those behind it
+PATIENCE_S: Final = 60.0  # time for which a job without working devices holds up those behind it
 
 
 def mine(row: Row, only: str | None) -> bool:
-    """Whether a coordinator takes a job up: the one it is there for, or any but those of simulated fleets."""
+    """Whether a coordinator takes a job up: the only one it serves, or any except those of simulated fleets."""
     return row.id == only if only is not None else row.origin != "fleet"
 
 
 def served(
     rows: Sequence[Row], idle_s: Mapping[str, float], gave_way_s: Mapping[str, float], places: int = 1
 ) -> list[str]:
-    """The ids of the jobs to serve now, at most `places`.
+    """Ids of the jobs to serve now, at most `places`.
 
     Args:
         rows: the jobs this coordinator may serve, in the order in which they were queued.
-        idle_s: job that is served -> seconds since somebody was at its work.
+        idle_s: served job -> seconds since a device last worked on it.
         gave_way_s: job -> when it last gave way to another.
+        places: number of jobs served at once.
     """
     wanting = [row for row in rows if row.status in ("queued", "running")]
     busy = [row.id for row in wanting if idle_s.get(row.id, math.inf) < PATIENCE_S]

@@ -1,4 +1,4 @@
-"""The cost of a job in joules, bytes, seconds and memory, per device, round, example and point of accuracy.
+"""Cost of a job in joules, bytes, seconds and memory, per device, round, example and point of accuracy.
 
 Pure functions of the log. Joules are gross (all that the board consumed meanwhile) and net (above what it
 consumes when idle). A sum covers the metered tasks, whose number stands beside it; None: nothing was measured,
@@ -20,12 +20,12 @@ from fedquilt.metrics import ACCURACY, Metric
 
 @dataclass(frozen=True)
 class Ledger:
-    """What some tasks took together."""
+    """Totals of some tasks."""
 
     tasks: int = 0
     metered: int = 0  # of them
     declined: int = 0
-    examples: float = 0.0  # what updates are weighed by, which is mostly this
+    examples: float = 0.0  # weights of the updates, mostly their numbers of examples
     wall_s: float = 0.0
     energy_j: float | None = None
     net_j: float | None = None
@@ -40,7 +40,7 @@ class Ledger:
 
 
 def total(updates: Sequence[Update], declined: int = 0) -> Ledger:
-    """The ledger of these updates."""
+    """Totals of these updates."""
     usages = [update.usage for update in updates]
     metered = [update for update in updates if update.usage.energy_j is not None]
     energy_j = _sum([update.usage.energy_j for update in metered])
@@ -67,24 +67,24 @@ def total(updates: Sequence[Update], declined: int = 0) -> Ledger:
 
 
 def _sum(values: Sequence[float | None]) -> float | None:
-    """None where there are none, or one is not known."""
+    """Sum; None where there are no values, or one is unknown."""
     known = [value for value in values if value is not None]
     return sum(known) if known and len(known) == len(values) else None
 
 
 @dataclass(frozen=True)
 class Checked:
-    """An evaluation: what value of the main metric had been reached, and what all rounds before it had taken."""
+    """One evaluation: the value of the main metric, and the total cost of all rounds before it."""
 
     round: int
     value: float  # of `metric`; accuracy runs from 0 to 1
-    energy_j: float | None  # gross; None: not of every task
+    energy_j: float | None  # gross; None: some task was not metered
     metric: Metric = ACCURACY
 
 
 @dataclass(frozen=True)
 class Account:
-    """What a job took in all, and split up."""
+    """Costs of a job, in all and split up."""
 
     whole: Ledger
     rounds: dict[int, Ledger]
@@ -94,7 +94,7 @@ class Account:
 
 
 def account(facts: Iterable[AnyFact]) -> Account:
-    """The account of a job, from its facts."""
+    """Costs of a job, from its facts."""
     updates: list[Update] = []
     checked: dict[int, tuple[Metric, float]] = {}
     refused: dict[str, int] = defaultdict(int)
@@ -118,7 +118,7 @@ def account(facts: Iterable[AnyFact]) -> Account:
 
 
 def _before(rounds: dict[int, Ledger], round: int) -> float | None:
-    """A round's check is of the state that it began with; nothing had been taken before the first."""
+    """Joules of all rounds before a round's check, which is of the state it began with; 0 before the first."""
     earlier = [ledger for n, ledger in rounds.items() if n < round]
     if any(ledger.metered < ledger.tasks for ledger in earlier):
         return None
@@ -136,7 +136,7 @@ def _point_j(checks: Sequence[Checked]) -> float | None:
 
 
 def short(value: float) -> str:
-    """A number of joules in few digits."""
+    """Joules as text in few digits."""
     return f"{value:.2f}" if value >= 1 else f"{value:.3g}"
 
 
@@ -148,7 +148,7 @@ def joules(energy_j: float, net_j: float | None, error_j: float | None) -> str:
 
 
 def lines(found: Account) -> list[str]:
-    """A job's energy in sentences; none if nothing was measured."""
+    """Sentences on a job's energy; none if nothing was measured."""
     whole = found.whole
     if whole.energy_j is None or whole.task_j is None:
         return []

@@ -1,4 +1,4 @@
-"""A run's facts in plain sentences: printed by `fedquilt run` while they happen, by `fedquilt logs` afterwards."""
+"""Sentences on a run's facts: printed by `fedquilt run` while they happen, by `fedquilt logs` afterwards."""
 
 from __future__ import annotations
 
@@ -39,16 +39,17 @@ def closing(state: Rounds, fact: AnyFact) -> bool:
 
 
 class Teller:
-    """Turns a run's facts into sentences, in order; it keeps who was selected and what the round has taken so far."""
+    """Turns a run's facts into sentences, in order; remembers the devices selected and the round's cost so far."""
 
     def __init__(self) -> None:
         self._selected: set[str] = set()
         self._updates: list[Update] = []
 
     def tell(self, fact: AnyFact, after: Rounds) -> list[str]:
-        """Sentences on one fact: the first says what happened, the others why.
+        """Sentences on one fact: first the event, then its reasons.
 
         Args:
+            fact: next one of the run.
             after: the run's state after the fact.
         """
         if isinstance(fact, Asked):
@@ -64,9 +65,10 @@ class Teller:
 
 
 def sentences(fact: AnyFact, closing: bool = False) -> list[str]:
-    """Sentences on one fact alone; `Teller` also has the counts of its round.
+    """Sentences on one fact alone; `Teller` adds the counts of its round.
 
     Args:
+        fact: any of the run.
         closing: the fact belongs to the evaluation after the last round.
     """
     if isinstance(fact, Committed):
@@ -76,9 +78,11 @@ def sentences(fact: AnyFact, closing: bool = False) -> list[str]:
 
 
 def waiting(state: Rounds, engines: Sequence[str], able: Collection[str]) -> str | None:
-    """What the running round waits for, in a sentence; None: a device is at work, or nothing runs.
+    """Sentence on what the running round waits for; None: a device is at work, or nothing runs.
 
     Args:
+        state: of the run.
+        engines: names of those that can run the job.
         able: devices that are online and have one of the engines.
     """
     if not rounds.idle(state, able):
@@ -137,7 +141,7 @@ def _sentences(fact: AnyFact) -> list[str]:
 
 
 def _committed(fact: Committed, closing: bool, updates: Sequence[Update], selected: int) -> list[str]:
-    """The end of a round. Devices evaluate what they receive: the state that the round before has left."""
+    """Sentences on the end of a round. Devices evaluate the state they receive, that of the round before."""
     own = {name: value for name, value in fact.metrics.items() if not name.startswith("check.")}
     counts = [f"{len(updates)} of {selected} devices"] if selected else []
     if (energy := _energy(updates)) is not None:
@@ -157,7 +161,7 @@ def _committed(fact: Committed, closing: bool, updates: Sequence[Update], select
 
 
 def _evaluated(reported: Mapping[str, float]) -> list[str]:
-    """The evaluation among a round's metrics: the main metric first, with the number of examples."""
+    """Evaluation among a round's metrics: the main metric first, with the number of examples."""
     told = {name.removeprefix("check."): value for name, value in reported.items() if name.startswith("check.")}
     examples = told.pop("examples", None)
     order = [*metrics.KNOWN, *sorted(told.keys() - metrics.KNOWN.keys())]
@@ -171,7 +175,7 @@ def _evaluated(reported: Mapping[str, float]) -> list[str]:
 
 
 def _energy(updates: Sequence[Update]) -> str | None:
-    """What the devices with a meter took; None: nobody has one."""
+    """Energy of the devices with a meter; None: none has one."""
     taken = costs.total(updates)
     if taken.energy_j is None:
         return None
@@ -181,7 +185,7 @@ def _energy(updates: Sequence[Update]) -> str | None:
 
 
 def took(usage: Usage) -> str:
-    """What a task took, without what was not measured."""
+    """Cost of a task, without unmeasured values."""
     scale, prefix = units.unit(usage.wall_s) if usage.wall_s < 0.1 else (1.0, "")
     parts = [f"{usage.wall_s / scale:.2f} {prefix}s"]
     if usage.energy_j is not None:
@@ -194,7 +198,7 @@ def took(usage: Usage) -> str:
 
 
 def summary(row: Row | Unreadable, store: Store) -> dict[str, Any]:
-    """The values of a line of `fedquilt ls`; "problem": why the run cannot be read, else None."""
+    """Values of a line of `fedquilt ls`; "problem": why the run cannot be read, else None."""
     facts: list[AnyFact] = []
     problem = row.reason if isinstance(row, Unreadable) else None
     if isinstance(row, Row):
@@ -222,14 +226,14 @@ def summary(row: Row | Unreadable, store: Store) -> dict[str, Any]:
     }
 
 
-STATUS: Final = {"done": "green", "failed": "red", "stopped": "yellow", "interrupted": "yellow"}  # in which colour
+STATUS: Final = {"done": "green", "failed": "red", "stopped": "yellow", "interrupted": "yellow"}  # colour by status
 
 
 def lines(rows: Sequence[dict[str, Any]], wide: int | None = None) -> list[str]:
-    """The table of `fedquilt ls`: a line for each run; one that cannot be read has a sentence instead of cells.
+    """Table of `fedquilt ls`: a line for each run; one that cannot be read has a sentence instead of cells.
 
     Args:
-        rows: of `summary`. A run's id says when it began.
+        rows: of `summary`. A run's id contains its start time.
         wide: as of `columns.table`.
     """
     fine = [row for row in rows if row["problem"] is None]

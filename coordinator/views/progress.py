@@ -1,6 +1,6 @@
-"""How far a run had come before each round, at what cost, and where its time went: from its facts alone.
+"""Progress of a run before each round, its cost, and where its time went: from its facts alone.
 
-A round's check is of the state that it begins with, so what stands beside it is what all rounds before it took.
+A round's check is of the state that it begins with, so its cost is that of all rounds before.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Ended
 from fedquilt.coordinator.views import costs
 from fedquilt.core import Update
 
-Dated = tuple[float, AnyFact]  # wall-clock seconds, and what happened
+Dated = tuple[float, AnyFact]  # wall-clock seconds, and the fact
 
 
 @dataclass(frozen=True)
 class Personal:
-    """The main metric on the devices' held-out shares: accuracy, 0..1, unless the task has another."""
+    """Main metric on the devices' held-out shares: accuracy, 0..1, unless the task has another."""
 
     weighted: float  # over all their examples
     mean: float  # over devices, however many examples each has
@@ -30,11 +30,11 @@ class Personal:
 
 @dataclass(frozen=True)
 class Point:
-    """Where a run stood after so many rounds. Costs are of these rounds; None: not known of all of them."""
+    """State of a run after some rounds. Costs are of these rounds; None: unknown for some of them."""
 
     rounds: int
     clock_s: float  # on the coordinator's clock: virtual in a simulation
-    real_s: float  # by the log's dates, without the pauses between a stop and what follows it
+    real_s: float  # from the log's dates, without pauses between a stop and the next fact
     boards_s: (
         float | None
     )  # the sum of the slowest task of each round, as its board tells: by its profile if it is simulated
@@ -47,12 +47,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Split:
-    """Where one round's time went: means over the devices that answered. The parts add up to `lasted_s`."""
+    """Time of one round by use: means over the devices that answered. The parts add up to `lasted_s`."""
 
     round: int
     lasted_s: float
     compute_s: float
-    transfer_s: float  # down and up, and until the task was begun: a device tells them in one
+    transfer_s: float  # down and up, and until the task began: a device reports them as one
     wait_s: float  # for others, or for the round to begin
 
 
@@ -92,10 +92,11 @@ def of_devices(told: Mapping[str, Mapping[str, float]]) -> Personal | None:
 
 
 def points(facts: Sequence[Dated], rounds: int) -> list[Point]:
-    """Where the run stood before every round that was committed, and after the last one.
+    """Points of a run: before every committed round, and after the last one.
 
     Args:
-        rounds: after which the job ends at the latest; a round beyond is its closing evaluation.
+        facts: dated, of the whole run.
+        rounds: number after which the job ends at the latest; one more is its closing evaluation.
     """
     answers = _answers(facts)
     found: list[Point] = []
@@ -106,12 +107,12 @@ def points(facts: Sequence[Dated], rounds: int) -> list[Point]:
     for at, fact in facts:
         since = min(since, at)
         if isinstance(fact, Ended):
-            broken_off_s, since = broken_off_s + at - since, math.inf  # until it goes on, if it does
+            broken_off_s, since = broken_off_s + at - since, math.inf  # until the run continues, if it does
         if not isinstance(fact, Committed):
             continue
         updates = [answer.update for answer in answers.get(fact.round, ())]
         loss, counted = fact.metrics.get("check.loss"), fact.round - extra
-        if fact.settled:  # what it took is in the next point's sums
+        if fact.settled:  # its cost is in the next point's sums
             extra += 1
         else:
             found.append(Point(counted, clock_s, real_s, boards_s, down, up, energy_j, personal(updates), loss))
@@ -132,7 +133,7 @@ def points(facts: Sequence[Dated], rounds: int) -> list[Point]:
 
 
 def done(facts: Iterable[AnyFact], rounds: int) -> int:
-    """How many rounds of work are behind a run; the closing evaluation is none. `rounds` as of `points`."""
+    """Number of completed rounds of work, without the closing evaluation. `rounds` as of `points`."""
     count, over = 0, False
     for fact in facts:
         if isinstance(fact, Committed) and not fact.settled and not over and count < rounds:
@@ -141,7 +142,7 @@ def done(facts: Iterable[AnyFact], rounds: int) -> int:
 
 
 def splits(facts: Sequence[Dated]) -> list[Split]:
-    """Where every committed round's time went; rounds of which no answer was timed are left out."""
+    """Split the time of every committed round; rounds without a timed answer are left out."""
     answers = _answers(facts)
     found = []
     for _, fact in facts:

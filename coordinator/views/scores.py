@@ -1,4 +1,4 @@
-"""What is known of a run's global model on examples that no device has: HOME/evaluations/RUN.json."""
+"""Evaluations of a run's global model on examples that no device has: HOME/evaluations/RUN.json."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fedquilt.data import spec
 
 
 class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The global model after so many rounds, on the test set."""
+    """Result of the global model after some rounds, on the test set."""
 
     rounds: int
     value: float  # of `metric`; accuracy runs from 0 to 1
     examples: int
-    loss: float | None = None  # None: the method does not tell
+    loss: float | None = None  # None: the method does not report it
     state: str = ""  # sha256
-    metric: str = "accuracy"  # the task's main one: a key of `fedquilt.metrics.KNOWN`
+    metric: str = "accuracy"  # main metric of the task: a key of `fedquilt.metrics.KNOWN`
 
 
 class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The global model after so many rounds, on all devices' held-out shares: values of `metric`."""
+    """Result of the global model after some rounds, on all devices' held-out shares: values of `metric`."""
 
     rounds: int
     weighted: float  # over all held-out examples
@@ -38,12 +38,12 @@ class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @staticmethod
     def of(rounds: int, found: Personal, loss: float | None) -> Held:
-        """The accuracies of devices as they are kept."""
+        """Result from the summary of the devices' values."""
         return Held(rounds, found.weighted, found.mean, found.worst_decile, loss, found.metric)
 
 
 class Scores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All evaluations of a run that were made beside its rounds, and on what."""
+    """All evaluations of a run made beside its rounds, with their test set."""
 
     test: dict[str, Any]  # the test set as a [data] table
     scores: tuple[Score, ...] = ()
@@ -54,7 +54,7 @@ class Scores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def test_table(job: Job) -> dict[str, Any]:
     """The test set as a [data] table: [test] over [data], split "test".
 
-    A [test] that says where from stands alone, but for how [data] says that files are read (`spec.HOW`).
+    A [test] with a path of its own stands alone, except for keys of [data] on how files are read (`spec.HOW`).
 
     Raises:
         JobError: the job has neither.
@@ -68,7 +68,7 @@ def test_table(job: Job) -> dict[str, Any]:
     if odd:
         raise JobError(f"[data] names the array {odd[0]} = {job.data[odd[0]]!r}, of any split: name that of [test] too")
     shared = {key: value for key, value in job.data.items() if not alone or key in how}
-    one_table = str(job.test.get("path", "")).endswith(spec.TABLES)  # all its rows are of one split
+    one_table = str(job.test.get("path", "")).endswith(spec.TABLES)  # all its rows belong to one split
     found = {**shared, "split": "train" if one_table else "test", **job.test}
     if found.get("synthetic"):
         found.setdefault("seed", job.seed)  # the devices' points are drawn by it too
@@ -84,12 +84,12 @@ def _holds_arrays(data: dict[str, Any]) -> bool:
 
 
 def file(home: Path, run: str) -> Path:
-    """Where a run's scores lie."""
+    """Path of a run's scores."""
     return home / "evaluations" / f"{run}.json"
 
 
 def read(home: Path, row: Row) -> Scores:
-    """What has been found of a run on the test set that its job names; nothing: no scores."""
+    """Scores of a run on the test set that its job names; without any: no scores."""
     nothing = Scores({} if not (row.job.data or row.job.test) else test_table(row.job))
     try:
         found = msgspec.json.decode(file(home, row.id).read_bytes(), type=Scores)
@@ -99,7 +99,7 @@ def read(home: Path, row: Row) -> Scores:
 
 
 def write(path: Path, found: Scores) -> None:
-    """Write what has been found, whole or not at all.
+    """Write scores, whole or not at all.
 
     Raises:
         StoreError: the file cannot be written.

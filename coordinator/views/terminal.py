@@ -1,4 +1,4 @@
-"""A coordinator in a terminal: runs until its job ends or it is stopped, and prints what happens."""
+"""Coordinator in a terminal: runs until its job ends or it is stopped, and prints its facts."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from fedquilt.transport import link as links
 from fedquilt.transport.link import Link
 
 WAIT_SAID_S = 5.0  # until a wait is reported, and between reports of waits that change
-WAIT_AGAIN_S = 600.0  # between reports of one that does not change
+WAIT_AGAIN_S = 600.0  # between reports of an unchanged wait
 
-SINGLY = 3  # declines of a round for one reason that are told one by one; of more, how many there were
+SINGLY = 3  # declines of a round for one reason that are printed one by one; further ones are counted
 
 MORE = (
     "start more: `fedquilt agent agent.toml` on a board, or simulated ones with `fedquilt fleet JOB --link broker "
@@ -48,14 +48,14 @@ MORE = (
 
 
 class Waiting:
-    """When a wait is reported: soon after it begins or changes, then rarely."""
+    """Times at which a wait is reported: soon after it begins or changes, then rarely."""
 
     def __init__(self) -> None:
-        self._since_s: float | None = None  # since when there is something to wait for
+        self._since_s: float | None = None  # start of the present wait
         self._said, self._said_s = "", -math.inf
 
     def line(self, whom: str | None, now_s: float) -> str | None:
-        """The line to print now about what a round waits for; None: none."""
+        """Line to print now about a round's wait; None: none."""
         if whom is None:
             self._since_s, self._said = None, ""
             return None
@@ -68,17 +68,18 @@ class Waiting:
 
 
 class Contact:
-    """When the loss of the broker and its return are reported."""
+    """Times at which loss and return of the broker are reported."""
 
     def __init__(self) -> None:
-        self._connected: bool | None = None  # None: not looked at yet
+        self._connected: bool | None = None  # None: not tested yet
         self._session = 0
 
     def line(self, connected: bool, session: int) -> str | None:
-        """The line to print now; None: nothing has changed. A link that is up when first looked at is not reported.
+        """Line to print now; None: nothing has changed. A link that is up at the first test is not reported.
 
         Args:
-            session: how many sessions there have been, so that a loss too short to be seen is reported too.
+            connected: whether the link is up.
+            session: number of sessions so far, so that a loss too short to be seen is reported too.
         """
         before, self._connected = self._connected, connected
         former, self._session = self._session, session
@@ -90,7 +91,7 @@ class Contact:
 
 
 class Console:
-    """Prints facts as sentences; on a terminal the running round is one line that is rewritten."""
+    """Prints facts as sentences; on a terminal the running round is one line, rewritten in place."""
 
     def __init__(
         self,
@@ -102,19 +103,20 @@ class Console:
         """Print to standard output.
 
         Args:
-            wordy: every fact; else a line for each round.
-            named: with the run that a fact belongs to, where there may be several.
+            wordy: print every fact; else a line for each round.
+            named: print the run of each fact, where there may be several.
+            clock: seconds, for the times printed.
             mend: how to start devices that a round waits for.
         """
         self._out, self._named = sys.stdout, named
         self._wordy, self.live = wordy, self._out.isatty()
         self._clock, self._began_s = clock, clock()
         self._waiting, self._contact, self._mend = Waiting(), Contact(), mend
-        self._tellers: dict[str, log.Teller] = {}  # run -> its own
-        self._declines: Counter[tuple[str, int, str]] = Counter()  # (run, round, code) -> devices, until it goes on
+        self._tellers: dict[str, log.Teller] = {}  # run -> its teller
+        self._declines: Counter[tuple[str, int, str]] = Counter()  # (run, round, code) -> devices, unprinted
 
     def observe(self, job: Running, fact: AnyFact) -> None:
-        """Print a fact, or on a terminal show how far its round is."""
+        """Print a fact, or on a terminal show the progress of its round."""
         first, *more = self._tellers.setdefault(job.id, log.Teller()).tell(fact, job.rounds)
         if isinstance(fact, Ended):
             del self._tellers[job.id]
@@ -131,7 +133,7 @@ class Console:
             self.say(f"{job.id}: {first}" if self._named else first, *more)
 
     def _tell_declines(self) -> None:
-        """Say how many devices have declined that were not told one by one."""
+        """Print the number of devices whose declines were not printed one by one."""
         for (run, round, code), count in self._declines.items():
             if count > SINGLY:
                 line = f"round {round}: {count - SINGLY} more declined ({code}): `fedquilt logs {run}` has them all"
@@ -152,7 +154,7 @@ class Console:
             self.say(line)
 
     def wait(self, server: Server) -> None:
-        """Report what a round waits for, once it has waited for a while."""
+        """Report the wait of a round, once it has lasted a while."""
         job = server.active
         able = server.registry.able(job.engines, self._clock()) if job else {}
         line = self._waiting.line(log.waiting(job.rounds, job.engines, able.keys()) if job else None, self._clock())
@@ -168,7 +170,7 @@ class Console:
             )
 
     def status(self, line: str) -> None:
-        """Show how far the run is: on a terminal in a line that the next one replaces."""
+        """Show progress: on a terminal in a line that the next one replaces."""
         if self.live:
             print(f"\r\x1b[K{line}", end="", file=self._out, flush=True)
         else:
@@ -185,7 +187,7 @@ def coordinate(
 ) -> None:
     """Run a coordinator until the job `only` has ended (or for ever), or SIGINT or SIGTERM comes.
 
-    `watch` is called once a turn; what it raises ends the coordinator in good order.
+    `watch` is called once a turn; an exception it raises ends the coordinator in good order.
     """
     server = Server(OverLink(link, fleet, store.depot, store.next_epoch()), store, console.observe, only)
     with stopping() as stop:
@@ -210,10 +212,10 @@ def tell(
     json: bool = False,
     watch: Callable[[bool], None] = lambda last: None,
 ) -> None:
-    """Print a run's facts with their wall-clock times, and with `follow` those to come until it has ended.
+    """Print a run's facts with their wall-clock times, and with `follow` later ones until it has ended.
 
     Args:
-        watch: called after the facts that there are have been printed; True: it is the last call.
+        watch: called after the present facts are printed; True: this is the last call.
 
     Raises:
         JobError: with `follow`, nobody serves the store any more, so that nothing will follow.
@@ -222,7 +224,7 @@ def tell(
     seen, state, waiting, teller = 0, Rounds(Plan.of(job)), Waiting(), log.Teller()
     engines = (job.engine,) if job.engine else methods.load(job.method).engines
     while True:
-        ended = store.status(id) in ("done", "failed", "stopped")  # asked first, so that no last fact is missed
+        ended = store.status(id) in ("done", "failed", "stopped")  # read first, so that no last fact is missed
         for number, at_s, fact in store.facts(id, after=seen):
             seen, state = number, apply(state, fact, 0.0)
             if json:
@@ -260,12 +262,13 @@ class Stop:
         self.asked = False
 
     def __call__(self) -> bool:
+        """Whether a signal has asked for the end."""
         return self.asked
 
 
 @contextmanager
 def stopping() -> Iterator[Stop]:
-    """SIGINT, SIGTERM and SIGHUP ask for an orderly end, once; the handlers before are restored."""
+    """Let SIGINT, SIGTERM and SIGHUP ask for an orderly end, once; the previous handlers are restored."""
     stop = Stop()
 
     def ask(signum: int, frame: object) -> None:

@@ -1,4 +1,4 @@
-"""Why a device was not selected in a round: from the log alone, as the selection used nothing else."""
+"""Reasons why a device was not selected in a round: from the log alone, as the selection used nothing else."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from fedquilt.core import JobError
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one device did in one round, or why it did nothing."""
+    """Part of one device in one round, or the reason why it had none."""
 
     code: str  # answered, asked, declined, refused, drawn ("not drawn"), or a key of `eligibility.REASONS`
     text: str
-    place: int | None = None  # of "not drawn": in the order of selection, from 1
-    of: int | None = None  # how many were eligible
-    wanted: int | None = None  # how many were selected
+    place: int | None = None  # of "not drawn": position in the order of selection, from 1
+    of: int | None = None  # number of eligible devices
+    wanted: int | None = None  # number of devices selected
 
 
 def of(store: Store, run: str) -> dict[int, dict[str, Part]]:
@@ -68,7 +68,7 @@ def parts(facts: Iterable[AnyFact], plan: Plan) -> dict[int, dict[str, Part]]:
             case _:
                 pass
         state = apply(state, fact, 0.0)
-        if isinstance(fact, Surveyed) and state.phase == "selecting":  # in case that nobody can be asked
+        if isinstance(fact, Surveyed) and state.phase == "selecting":  # in case nobody can be asked
             found[fact.round] = {
                 device: Part(eligibility.key(code), eligibility.told(code)) for device, code in state.passed.items()
             }
@@ -97,7 +97,7 @@ def _chosen(state: Rounds, fact: Asked) -> Mapping[str, Part]:
 
 
 def lines(found: Mapping[int, Mapping[str, Part]], round: int | None = None, device: str | None = None) -> list[str]:
-    """As text: each round's devices grouped by their part, or one device's part in each round.
+    """Parts as text: each round's devices grouped by their part, or one device's part in each round.
 
     Raises:
         JobError: there is no such round or device in the log.

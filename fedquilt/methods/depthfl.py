@@ -131,7 +131,6 @@ class Exits:
         """Other terms of the loss: cross entropy of z = sum_i log p_i exceeds sum_i CE_i by log sum exp z."""
         import torch
 
-        # """Other terms of the loss: the engine's cross entropy of sum_i log p_i exceeds sum_i CE_i by their log sum exp."""
         count = len(self.scores)
         if count == 1:
             return scores.new_zeros(())
