@@ -21,7 +21,7 @@ from fedquilt.coordinator.eligibility import Seen, Wants
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Plan, Rounds, Started, apply
 from fedquilt.coordinator.folding import Folding
 from fedquilt.coordinator.preflight import first_state, needs, require_made_for
-from fedquilt.coordinator.round_metrics import average
+from fedquilt.coordinator.round_metrics import average, missing
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.coordinator.tasks import blob_bytes, make_task
 from fedquilt.core import (
@@ -281,14 +281,12 @@ class Running:
         spent = self.rounds.spent
         caveat = stop.caveat(self.job.stop, spent) if spent.metered or not self.rounds.round else None
         metrics = average(answered.values())
-        lost = sorted({name for update in answered.values() for name in update.metrics} - metrics.keys())
-        huge = [f"{', '.join(lost)}: left out, as no weighted mean of what devices told is a number"] if lost else []
         return Committed(
             round=self.rounds.round,
             state=ref,
             finished=self.method.done(state),
             metrics=metrics,
-            notes=(*self.method.explain(state), *([caveat] if caveat else ()), *huge),
+            notes=(*self.method.explain(state), *([caveat] if caveat else ()), *missing(answered.values(), metrics)),
             took_s=now_s - self.rounds.began_s,
             settled=self.rounds.settling,
         )

@@ -3,33 +3,69 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 from fedquilt.core import Update
 from fedquilt.metrics import KNOWN
+
+CHECK: Final = "check."  # before the names of an evaluation's metrics
+EXAMPLES: Final = f"{CHECK}examples"  # held-out ones that an evaluation was made on
 
 
 def average(updates: Iterable[Update]) -> dict[str, float]:
     """Average each metric over devices, weighted by the examples behind it; RMSEs by their mean square.
 
-    "check.examples" is summed. A metric without examples, or whose sum is not finite, is left out.
+    "check.examples" is summed. A metric without examples, or whose sum is not finite, is left out; `missing` explains it.
     """
     told: dict[str, list[tuple[float, float]]] = {}
     examples = 0.0
     for update in sorted(updates, key=lambda update: update.device):
-        checked = update.metrics.get("check.examples", 0.0)
-        examples += checked
+        examples += update.metrics.get(EXAMPLES, 0.0)
         for name, value in update.metrics.items():
-            told.setdefault(name, []).append((checked if name.startswith("check.") else update.weight, value))
+            told.setdefault(name, []).append((_weight(name, update), value))
     result = {name: _joined(name, pairs) for name, pairs in told.items() if any(weight for weight, _ in pairs)}
     if examples:
-        result["check.examples"] = examples
+        result[EXAMPLES] = examples
     return {name: value for name, value in result.items() if math.isfinite(value)}
 
 
+def missing(updates: Iterable[Update], found: Mapping[str, float]) -> list[str]:
+    """Sentences on what devices have measured and a round's metrics have no value of, and why.
+
+    Args:
+        found: what `average` made of the updates.
+    """
+    measured = [(name, update) for update in updates for name in update.metrics if name not in found]
+    counted = {name for name, update in measured if name != EXAMPLES and _weight(name, update)}
+    counted |= {name for name, update in measured if name == EXAMPLES and update.metrics[name]}
+    alone = {name for name, _ in measured} - counted
+    said = []
+    if any(name.startswith(CHECK) for name in alone):
+        said.append("no evaluation: none of the devices holds out an example ([data] held)")
+    if own := sorted(name for name in alone if not name.startswith(CHECK)):
+        said.append(f"no mean of {', '.join(own)}: every update counts as 0 examples")
+    if huge := sorted(counted):
+        said.append(f"no value of {', '.join(map(_title, huge))}: what the devices report adds up beyond any number")
+    return said
+
+
+def _title(name: str) -> str:
+    """What a metric is called in a sentence."""
+    if name == EXAMPLES:
+        return "the number of held-out examples"
+    plain = name.removeprefix(CHECK)
+    title = KNOWN[plain].title if plain in KNOWN else plain
+    return f"the evaluation's {title}" if name.startswith(CHECK) else title
+
+
+def _weight(name: str, update: Update) -> float:
+    """How much a device's value of a metric counts: as many examples as it was measured on."""
+    return update.metrics.get(EXAMPLES, 0.0) if name.startswith(CHECK) else update.weight
+
+
 def _joined(name: str, pairs: Sequence[tuple[float, float]]) -> float:
-    """One value for the devices' (weight, value) pairs of a metric."""
-    metric = KNOWN.get(name.removeprefix("check."))
+    "check.examples" is summed. A metric without examples, or whose sum is not finite, is left out; `missing` explains it.
     if metric is None or metric.power == 1:
         return _mean(pairs)
     try:

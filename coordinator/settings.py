@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from fedquilt import config, methods, metrics, plugins
 from fedquilt.core import CODECS, Encoding, JobError, Method
+from fedquilt.data import categories
 
 NOT_NETWORK: Final = ("weights", "weights_classes", "seed")  # keys of [model] for first weights, not architecture
 
@@ -91,12 +92,13 @@ def load(path: Path) -> Job:
 
     Raises:
         JobError: unreadable, not TOML, an unknown key, a value out of range, or an unknown method or parameter.
+        DataError: words that the job leaves to its data cannot be read there.
     """
     table = config.read(path)
     try:
         if "device" in table and "method" not in table:
             raise JobError("these are a board's settings, and a job is wanted; `fedquilt agent` takes settings")
-        return parse(anchored(table, path.parent))
+        return parse(completed(table, path.parent))
     except JobError as error:
         raise JobError(f"{path}: {error}") from None
 
@@ -190,6 +192,18 @@ def params(job: Job) -> Any:
         )
     given: Any = config.convert(job.params, kind, f"[params] of {job.method}")
     return kind(**{name: getattr(given, name) for name in known})  # msgspec leaves defaults out of an object's own dict
+
+
+def completed(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A job's table as it was written, with what is taken from around it: absolute paths, and words from its data.
+
+    Raises:
+        JobError, DataError: as `fedquilt.data.categories.named`.
+    """
+    result = anchored(table, folder)
+    if isinstance(data := result.get("data"), dict):
+        result["data"] = categories.named(data)
+    return result
 
 
 def anchored(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:

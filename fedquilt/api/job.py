@@ -141,10 +141,11 @@ class Job:
 
     def __post_init__(self) -> None:
         given = {each.name: _plain(getattr(self, each.name)) for each in dataclasses.fields(self)}
-        made = jobs.parse(jobs.anchored(given, Path.cwd()))
-        for table, where in (("data", "[data]"), ("test", "[test]")):
-            if given[table] and (table == "data" or {"path", "sources", "synthetic"} & given[table].keys()):
-                DataSpec.parse(given[table], where)
+        made = jobs.parse(jobs.completed(given, Path.cwd()))
+        if made.data:
+            DataSpec.parse(made.data)
+        if {"path", "sources", "synthetic"} & made.test.keys():
+            DataSpec.parse(made.test, "[test]")
         for each in dataclasses.fields(self):
             object.__setattr__(self, each.name, getattr(made, each.name))
 

@@ -23,8 +23,13 @@ def existing(home: Path) -> Any:
     from fedquilt.coordinator.store import Store
 
     if not (home / "fedquilt.db").is_file():
-        raise StoreError(f"no runs in {home}: `fedquilt run` or `fleet` begins one, --home names another folder")
+        raise StoreError(empty(home))
     return Store(home)
+
+
+def empty(home: Path) -> str:
+    """That a home has no run, and the mend."""
+    return f"no runs in {home}: `fedquilt run` or `fleet` begins one, --home names another folder"
 
 
 def load_job(path: Path) -> Any:
@@ -120,5 +125,5 @@ def show(format: str, rows: Any, lines: Sequence[str]) -> None:
         import msgspec
 
         print(msgspec.json.encode(rows).decode())
-    else:
+    elif lines:
         print("\n".join(lines))

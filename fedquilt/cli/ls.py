@@ -17,4 +17,4 @@ def ls(home: Path, format: str) -> None:
 
     with homes.existing(home) as store:
         rows = [log.summary(row, store) for row in store.all_jobs()]
-    homes.show(format, rows, log.lines(rows))
+    homes.show(format, rows, log.lines(rows) or [homes.empty(home)])

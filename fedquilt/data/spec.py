@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from fedquilt import config
+from fedquilt.core import JobError
 from fedquilt.metrics import TaskKind
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -17,6 +18,7 @@ Above0 = Annotated[float, Meta(gt=0)]
 Format = Literal["auto", "npz", "idx", "folder", "torchvision", "csv", "parquet", "audio", "text"]
 TABLES = (".csv", ".tsv", ".parquet")
 Columns = str | tuple[str, ...]
+AUTO: Final = "auto"  # in place of a column's words: those of the data (fedquilt.data.categories)
 HOW = ("task", "labels", "categories", "fill", "column", "audio", "text", "windows")
 """Keys that say how a file is read rather than where it is: a [test] with a path of its own has those of [data]."""
 
@@ -71,7 +73,8 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     y: Columns = ""  # npz: name of the array of labels; default y_<split>, else y. Tables: columns; default "y"
     task: TaskKind = "classes"  # what labels are: a class, real numbers, or several labels that are there or not
     labels: tuple[str, ...] = ()  # tables, recordings and texts: what classes or labels are called, in order
-    categories: dict[str, tuple[str, ...]] = {}  # tables: column of words -> the words, each an input of 0 or 1
+    categories: dict[str, tuple[str, ...] | Literal["auto"]] = {}
+    """Tables: column of words -> the words, each an input of 0 or 1; in a job "auto" for those of the training data."""
     fill: float | dict[str, float] | None = None  # for missing numbers, or by column; None: they are an error
     column: str = ""  # tables: whose example it is; npz: the array that says it
     audio: Audio | None = None
@@ -168,4 +171,11 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             JobError: says which key is wrong, what is expected there, and which keys there are.
         """
-        return config.convert(table, cls, where)
+        spec = config.convert(table, cls, where)
+        for column, words in spec.categories.items():
+            if words == AUTO:
+                raise JobError(
+                    f'{where} categories.{column} = "{AUTO}" is for the [data] of a job: list the words here, which '
+                    "`fedquilt prepare` prints, so that all devices number them alike"
+                )
+        return spec

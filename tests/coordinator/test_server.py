@@ -597,7 +597,32 @@ def test_a_sum_of_examples_that_is_no_number_is_left_out_with_a_note(stage: Stag
     assert "'check.examples' is negative" in stage.told(Rejected)[0].reason
     (fact,) = stage.told(Committed)
     assert fact.metrics == {}
-    assert "check.examples: left out" in fact.notes[-1]
+    assert fact.notes[-1] == (
+        "no value of the number of held-out examples: what the devices report adds up beyond any number"
+    )
+
+
+@pytest.mark.parametrize(
+    ("weight", "metrics", "said"),
+    [
+        (
+            1.0,
+            {"check.accuracy": 0.0, "check.loss": 0.0, "check.examples": 0.0},
+            "no evaluation: none of the devices holds out an example ([data] held)",
+        ),
+        (0.0, {"loss": 1.0, "steps": 0.0}, "no mean of loss, steps: every update counts as 0 examples"),
+    ],
+)
+def test_what_no_device_has_an_example_of_is_said_in_words(
+    stage: Stage, weight: float, metrics: dict[str, float], said: str
+) -> None:
+    """Not as a list of the metrics' names."""
+    hands = [stage.hand("a"), stage.hand("b")]
+    stage.play()
+    for hand in hands:
+        hand.answer(ones(), weight=weight, metrics=metrics)
+    stage.play()
+    assert stage.told(Committed)[0].notes[-1] == said
 
 
 def test_a_profile_of_extremes_bricks_nothing(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from fedquilt import bundle, config, footprint, tensors, units
 from fedquilt.coordinator import preflight
 from fedquilt.coordinator.settings import NOT_NETWORK, Job
 from fedquilt.core import Bundle, JobError, ModelError, Name
-from fedquilt.data import examples, fitting, inputs
+from fedquilt.data import categories, examples, fitting, inputs
 from fedquilt.data.images import Input
 from fedquilt.data.spec import DataSpec
 from fedquilt.models.networks import drawn, registry
@@ -92,6 +92,8 @@ def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lamb
     wanted = inputs.parse(given) if given else None
     if isinstance(wanted, inputs.Values) and wanted.standardise:
         wanted = _measured(job)
+    if words := (job.get("data") or {}).get("categories"):
+        say(f"for [data] of each board's agent.toml: {categories.written(words)}")
     trial = _trial(job) if job.get("int8") else None
     if job.get("model"):
         facts, parts = _model(job["model"], wanted)

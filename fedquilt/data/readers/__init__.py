@@ -12,9 +12,10 @@ from pathlib import Path
 from fedquilt.core import DataError
 from fedquilt.data.readers import audio, images, npz, outside, table, text
 from fedquilt.data.readers.base import Reader, reading
+from fedquilt.data.readers.table import words
 from fedquilt.data.spec import DataSpec
 
-__all__ = ["Reader", "open_"]
+__all__ = ["Reader", "open_", "words"]
 
 TABLES = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}  # by suffix
 OPENERS: dict[str, Callable[[Path, DataSpec], Reader]] = {

@@ -94,7 +94,7 @@ class Decoder:
         """
         found = np.empty(len(chunk), np.float32)
         for row, value in enumerate(chunk.columns[name]):
-            if _missing(value):
+            if missing(value):
                 if fill is None:
                     self._refuse(
                         chunk, row, name, "the value is missing", "give [data] fill a number, or leave such rows out"
@@ -118,7 +118,7 @@ class Decoder:
             return f"write it with a point, {str(value).replace(',', '.')}"
         if isinstance(name, str) and name in self._y:
             return "with task = 'regression' labels are numbers"
-        kinds = sorted({str(value) for value in chunk.columns[name] if not _missing(value)})
+        kinds = sorted({str(value) for value in chunk.columns[name] if not missing(value)})
         if len(kinds) > 20:
             return "leave the column out of [data] x, or mend the value"
         return (
@@ -131,7 +131,7 @@ class Decoder:
         for row, value in enumerate(chunk.columns[name]):
             if str(value) in places:
                 found[row, places[str(value)]] = 1
-            elif not (_missing(value) and self._fill(name) is not None):  # filled: none of them
+            elif not (missing(value) and self._fill(name) is not None):  # filled: none of them
                 known = ", ".join(kinds)
                 self._refuse(
                     chunk,
@@ -210,7 +210,8 @@ class Decoder:
         raise DataError(f"{self._file}, {chunk.unit} {chunk.places[row]}, column {name!r}: {what}: {mend}")
 
 
-def _missing(value: Any) -> bool:
+def missing(value: Any) -> bool:
+    """Whether a cell stands for no value: empty, or a word such as NA."""
     return value is None or (isinstance(value, str) and value.lower() in MISSING) or value != value
 
 

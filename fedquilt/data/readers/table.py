@@ -7,7 +7,7 @@ file, line and column.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,6 +92,21 @@ def gathered(
     return Gathered(x, labels, np.concatenate(owner) if owner else None, decoder.names(parts.x))
 
 
+def words(path: Path, spec: DataSpec, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The different words of some columns, sorted; missing values are none.
+
+    Raises:
+        DataError: a column that there is not, or a table that cannot be read.
+    """
+    file = file_of(path, spec)
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for chunk in read(file):
+        require_columns(file, tuple(chunk.columns), "categories", names)
+        for name, seen in found.items():
+            seen.update(str(value) for value in chunk.columns[name] if not columns.missing(value))
+    return {name: tuple(sorted(seen)) for name, seen in found.items()}
+
+
 # -- which file, which columns --------------------------------------------------------------------
 
 
@@ -133,14 +148,23 @@ def inputs_of(file: Path, there: Sequence[str], spec: DataSpec) -> Inputs:
     given = (spec.x,) if isinstance(spec.x, str) else spec.x
     x = tuple(name for name in given if name) or tuple(name for name in there if name not in (*y, owner))
     for key, names in (("y", y), ("x", x), ("column", (owner,) if owner else ()), ("categories", spec.categories)):
-        if missing := [name for name in names if name not in there]:
-            hint = config.nearest(missing[0], there)
-            raise DataError(f"{file} has no column {missing[0]!r} ([data] {key}): it has {_some(there)}{hint}")
+        require_columns(file, there, key, names)
     if not x:
         raise DataError(f"{file} has no column beside {', '.join(y)}: inputs are wanted too")
     if both := [name for name in x if name in y]:
         raise DataError(f"{file}: column {both[0]!r} is input and label at once: name it in [data] x or y, not in both")
     return Inputs(x, y, owner)
+
+
+def require_columns(file: Path, there: Sequence[str], key: str, names: Iterable[str]) -> None:
+    """Check that a table has the columns that a key of [data] names.
+
+    Raises:
+        DataError: it has one of them not; lists those there are.
+    """
+    if missing := [name for name in names if name not in there]:
+        hint = config.nearest(missing[0], there)
+        raise DataError(f"{file} has no column {missing[0]!r} ([data] {key}): it has {_some(there)}{hint}")
 
 
 def _some(names: Sequence[str], most: int = 12) -> str:

@@ -59,6 +59,17 @@ def files(home: Path) -> set[str]:
     }
 
 
+def test_a_home_without_runs_is_said_to_have_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a sentence, and not in an empty line; for programs an empty list."""
+    run = begun(tmp_path, "only")
+    assert main(["delete", run, "--yes", "--home", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["ls", "--home", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith(f"no runs in {tmp_path}: `fedquilt run` or `fleet` begins one")
+    assert main(["ls", "--home", str(tmp_path), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
 def test_a_deleted_run_is_gone_with_all_that_only_it_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The other run keeps every file; a blob that both have stays."""
     other = begun(tmp_path, "other", state=b"shared")

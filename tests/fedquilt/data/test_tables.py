@@ -8,11 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+import fedquilt as fq
+from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.views import scores
 from fedquilt.core import DataError, JobError
 from fedquilt.data import examples, readers
 from fedquilt.data.spec import DataSpec
+from fedquilt.edge_agent import settings as agent
+from fedquilt.tools.simulation.agents import Plan
 
 PUMPS = """age,material,user,failed
 1.5,steel,a,0
@@ -253,3 +257,90 @@ def test_the_test_split_of_a_folder_of_tables_keeps_its_columns(tmp_path: Path) 
     arrays = {**table, "data": {"path": str(tmp_path / "a.npz"), "y": "kind"}}
     with pytest.raises(JobError, match="names the array y = 'kind', of any split"):
         scores.test_table(settings.parse(arrays))
+
+
+# -- words that a job leaves to its data ----------------------------------------------------------
+
+
+JOB = """name = "pumps"
+method = "fedavg"
+engine = "numpy"
+[model]
+name = "mlp"
+inputs = 4
+hidden = []
+classes = 2
+[data]
+path = "pumps"
+y = "failed"
+x = ["age", "material"]
+categories = { material = "auto" }
+fill = 0
+partition = "iid"
+[fleet]
+devices = 4
+"""
+
+
+def left_to_the_data(folder: Path) -> Path:
+    """A job file, and beside it a training and a test split; the latter lacks words that the former has."""
+    (folder / "pumps").mkdir()
+    rows = "".join(f"{number},{word},{number % 2}\n" for number, word in enumerate(["steel", "NA", "iron", "bronze"]))
+    written(folder / "pumps", f"age,material,failed\n{rows}", "train.csv")
+    written(folder / "pumps", "age,material,failed\n1,iron,0\n", "test.csv")
+    return written(folder, JOB, "job.toml")
+
+
+def test_words_that_are_left_to_the_data_are_those_of_the_training_split(tmp_path: Path) -> None:
+    """In the job once it is read: every device and the test set have them all in one order, whichever they hold."""
+    job = settings.load(left_to_the_data(tmp_path))
+    assert job.data["categories"] == {"material": ["bronze", "iron", "steel"]}
+    tables = Plan(job, tmp_path / "bundle", tmp_path / "runs").agents()
+    assert [table["data"]["categories"] for table in tables] == [job.data["categories"]] * 4
+    devices = [examples.load(DataSpec.parse(table["data"])) for table in tables]
+    assert {train.x.shape[1] + held.x.shape[1] for train, held in devices} == {8}
+    test = examples.load_all(DataSpec.parse(scores.test_table(job)))
+    assert test.x.tolist() == [[1, 0, 1, 0]]
+    written(tmp_path / "pumps", "age,material,failed\n1,wood,0\n", "test.csv")
+    with pytest.raises(DataError, match=r"'wood' is none of its categories \(bronze, iron, steel\)"):
+        examples.load_all(DataSpec.parse(scores.test_table(job)))
+
+
+def test_the_bundle_and_a_job_in_python_have_the_words_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And prepare prints the line that boards need, which read tables of their own."""
+    file = left_to_the_data(tmp_path)
+    assert main(["prepare", str(file)]) == 0
+    line = 'categories = { material = ["bronze", "iron", "steel"] }'
+    assert f"for [data] of each board's agent.toml: {line}\n" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    keys = {"y": "failed", "x": ["age", "material"], "categories": {"material": "auto"}}
+    job = fq.Job(method="fedavg", data=fq.Data("pumps", **keys))
+    assert job.data["categories"] == {"material": ["bronze", "iron", "steel"]}
+
+
+def test_a_board_has_to_list_its_words() -> None:
+    """It sees its own rows alone."""
+    table = {"device": "a", "home": "a", "data": {"path": "own.csv", "categories": {"material": "auto"}}}
+    with pytest.raises(JobError, match=r'categories\.material = "auto" is for the \[data\] of a job: list the words'):
+        agent.parse(table)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ("age,kind,failed\n1,a,0\n", "has no column 'material'"),
+        ("age,material,failed\n1,NA,0\n", "column 'material' has no word, which makes no category"),
+        (
+            "age,material,failed\n" + "".join(f"1,name{row},0\n" for row in range(300)),
+            "has 300 different words, which makes no category: leave it out",
+        ),
+    ],
+)
+def test_what_makes_no_category_is_said(rows: str, said: str, tmp_path: Path) -> None:
+    """When the job is read."""
+    file = left_to_the_data(tmp_path)
+    written(tmp_path / "pumps", rows, "train.csv")
+    with pytest.raises(DataError, match=said):
+        settings.load(file)
