@@ -16,7 +16,8 @@ EXAMPLES: Final = f"{CHECK}examples"  # held-out ones that an evaluation was mad
 def average(updates: Iterable[Update]) -> dict[str, float]:
     """Average each metric over devices, weighted by the examples behind it; RMSEs by their mean square.
 
-    "check.examples" is summed. A metric without examples, or whose sum is not finite, is left out; `missing` explains it.
+    "check.examples" is summed. A metric without examples, or whose sum is not finite, is left out;
+    `missing` explains why.
     """
     told: dict[str, list[tuple[float, float]]] = {}
     examples = 0.0
@@ -65,7 +66,8 @@ def _weight(name: str, update: Update) -> float:
 
 
 def _joined(name: str, pairs: Sequence[tuple[float, float]]) -> float:
-    "check.examples" is summed. A metric without examples, or whose sum is not finite, is left out; `missing` explains it.
+    """Merge the values that devices report for one metric, each with its weight."""
+    metric = KNOWN.get(name.removeprefix(CHECK))
     if metric is None or metric.power == 1:
         return _mean(pairs)
     try:
