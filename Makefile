@@ -11,8 +11,9 @@ ARGS ?=
 demo: .venv-demo/ready
 	.venv-demo/bin/fedquilt demo $(ARGS)
 
+# on all cores, each file's tests in one process; ARGS come last and win: ARGS="-n 0 -x" for one process
 test: .venv/ready
-	.venv/bin/python -m pytest $(ARGS)
+	.venv/bin/python -m pytest -n auto --dist loadfile $(ARGS)
 
 check: .venv/ready
 	.venv/bin/ruff format --check .

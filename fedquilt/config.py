@@ -20,15 +20,26 @@ else:
 
 T = TypeVar("T")
 
-_PATH: Final = re.compile(r"at `\$([^`]*)`")  # as msgspec ends its sentences
-_STEP: Final = re.compile(r"\.([^.\[]+)|\[[^\]]*\]")
-_UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`")
-_PATTERN: Final = re.compile(r"matching regex '(.*)'(?= - at|$)")
+_PATH: Final = re.compile(r"(?: - )?at `\$([^`]*)`$")  # as msgspec ends its sentences
+_STEP: Final = re.compile(r"\.([^.\[]+)|\[([^\]]*)\]")
+_UNKNOWN: Final = re.compile(r"Object contains unknown field `([^`]*)`")
+_MISSING: Final = re.compile(r"Object missing required field `([^`]*)`")
+_CHOICE: Final = re.compile(r"Invalid enum value (.*)")
+_EXPECTED: Final = re.compile(r"Expected `([^`]*)`(.*?)(?:, got `[^`]*`)?")
+_PATTERN: Final = re.compile(r" matching regex '(.*)'")
 _NAMES: Final = re.compile(
     r"[\^\\A]*\[a-z0-9\]\[a-z0-9\._-\]\{0,(\d+)\}\\*Z"
 )  # what names are made of; after the first
-_WORDS: Final = {"`object`": "a table", "`array`": "a list", "got `null`": "got nothing"}  # JSON's in TOML's
-_CHOICE: Final = re.compile(r"Invalid enum value '([^']*)'")
+_LENGTH: Final = re.compile(r" of length (>=|<=)? ?(.*)")
+_KINDS: Final = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "object": "a table",
+    "array": "a list",
+}
+_LIMITS: Final = {">=": "of at least", "<=": "of at most", ">": "above", "<": "below"}
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -89,7 +100,7 @@ def convert(table: Any, kind: type[T], where: str) -> T:
     try:
         return msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
-        said = _explained(str(error), kind, where)
+        said = _explained(str(error), table, kind, where)
         raise JobError(f"{where}: {said}" if where.startswith("[") else said) from None
 
 
@@ -101,26 +112,70 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
-def _explained(said: str, kind: type, where: str) -> str:
-    """msgspec's sentence with what can be written in that place."""
-    if (pattern := _PATTERN.search(said)) and (name := _NAMES.fullmatch(pattern[1])):
-        made = f"of small letters, digits, '.', '_' and '-', the first no mark, at most {int(name[1]) + 1}"
-        said = said.replace(pattern[0], made)
-    for json, toml in _WORDS.items():
-        said = said.replace(json, toml)
-    match = _PATH.search(said)
-    path = match[1] if match else ""
+def _explained(said: str, table: Any, kind: type, where: str) -> str:
+    """msgspec's sentence in plain words: the key and its value as they were written, and what can stand there."""
+    path = match[1] if (match := _PATH.search(said)) else ""
+    said = said[: match.start()] if match else said
     options = _there(kind, path)
-    if (word := _CHOICE.search(said)) is not None:
-        known = [str(value) for one in options for value in getattr(one, "values", ())]
-        return f"{said}; there are: {', '.join(known)}{nearest(word[1], known)}"
-    if "unknown field" not in said and "missing required field" not in said:
-        return said
-    keys = [field.encode_name for one in options for field in getattr(one, "fields", ())]
-    hint = nearest(unknown[1], keys) if (unknown := _UNKNOWN.search(said)) else ""
-    inner = path.lstrip(".")
-    place = where if not inner else f"{where} {inner}" if where.startswith("[") else f"[{inner}]"
-    return f"{said}; keys of {place}: {', '.join(keys)}{hint}"
+    if (key := _UNKNOWN.fullmatch(said) or _MISSING.fullmatch(said)) is not None:
+        keys = [field.encode_name for one in options for field in getattr(one, "fields", ())]
+        unknown = _UNKNOWN.fullmatch(said) is not None
+        inner = path.lstrip(".")
+        place = where if not inner else f"{where} {inner}" if where.startswith("[") else f"[{inner}]"
+        what = f"there is no key {key[1]!r}" if unknown else f"key {key[1]!r} is missing"
+        return f"{what}; keys of {place}: {', '.join(keys)}{nearest(key[1], keys) if unknown else ''}"
+    place = _place(path, where)
+    value = _value(table, path)
+    given = place if value is _NOWHERE else f"{place} = {_shown(value)}" if place else _shown(value)
+    if (word := _CHOICE.fullmatch(said)) is not None:
+        known = [str(each) for one in options for each in getattr(one, "values", ()) if each != ""]
+        more = " or a list" if any(hasattr(one, "item_type") for one in options) else ""
+        near = nearest(word[1].strip("'"), known)
+        return f"{given if value is not _NOWHERE else f'{place}: {word[1]}'}: there are: {', '.join(known)}{more}{near}"
+    if (wanted := _EXPECTED.fullmatch(said)) is not None:
+        return f"{given}: {_wanted(wanted[1], wanted[2])}"
+    return f"{place}: {said}" if place else said
+
+
+def _wanted(kinds: str, limit: str) -> str:
+    """What msgspec expects, in words: "`int` >= 1" is "a whole number of at least 1 is wanted"."""
+    words = " or ".join(_KINDS.get(each, each) for each in kinds.split(" | ") if each != "null")
+    if (pattern := _PATTERN.fullmatch(limit)) and (name := _NAMES.fullmatch(pattern[1])):
+        made = f"small letters, digits, '.', '_' and '-', the first no mark, at most {int(name[1]) + 1}"
+        return f"{words} of {made}, is wanted"
+    if (length := _LENGTH.fullmatch(limit)) is not None:
+        count = f"{_LIMITS[length[1]].removeprefix('of ')} " if length[1] else ""
+        return f"{words} of {count}{length[2]} {'entry' if length[2] == '1' else 'entries'} is wanted"
+    mark, _, number = limit.strip().partition(" ")
+    if mark in _LIMITS:
+        return f"{words} {_LIMITS[mark]} {number.removesuffix('.0')} is wanted"
+    return f"{words}{limit} is wanted"
+
+
+def _place(path: str, where: str) -> str:
+    """A path such as ".cohort.size" as a person writes it: "[cohort] size"; within a named part "audio.rate"."""
+    inner = path.lstrip(".").replace("[...]", "")
+    table, _, key = inner.rpartition(".")
+    return inner if where.startswith("[") or not table else f"[{table}] {key}"
+
+
+_NOWHERE: Final = object()
+
+
+def _value(table: Any, path: str) -> Any:
+    """What stands at a path; `_NOWHERE`: msgspec does not say where exactly, as in "[...]"."""
+    for step in _STEP.finditer(path):
+        try:
+            table = table[step[1]] if step[1] is not None else table[int(step[2])]
+        except (LookupError, TypeError, ValueError):
+            return _NOWHERE
+    return table
+
+
+def _shown(value: Any, most: int = 60) -> str:
+    """A value as an error quotes it."""
+    said = str(value).lower() if isinstance(value, bool) else repr(value)
+    return said if len(said) <= most else f"{said[: most - 3]}..."
 
 
 def _there(kind: type, path: str) -> list[Any]:

@@ -1,9 +1,10 @@
-"""Reasons why a device was not selected in a round: from the log alone, as the selection used nothing else."""
+"""What became of each device in a round, and why it was not selected: from the log alone, as the selection was."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 from fedquilt.coordinator import cohort, eligibility
 from fedquilt.coordinator.facts import (
@@ -12,6 +13,7 @@ from fedquilt.coordinator.facts import (
     Asked,
     Committed,
     Declined,
+    Ended,
     Plan,
     Rejected,
     Reopened,
@@ -51,7 +53,7 @@ def parts(facts: Iterable[AnyFact], plan: Plan) -> dict[int, dict[str, Part]]:
     for fact in facts:
         match fact:
             case Asked():
-                found.setdefault(fact.round, {}).update(_chosen(state, fact))
+                _add(found, fact.round, _chosen(state, fact), anew=fact.devices)
             case Declined():
                 found[fact.round][fact.device] = Part("declined", f"declined ({fact.code}): {fact.reason}")
             case Rejected():
@@ -65,14 +67,38 @@ def parts(facts: Iterable[AnyFact], plan: Plan) -> dict[int, dict[str, Part]]:
                 silent = [device for device, part in found.get(fact.round, {}).items() if part.code == "asked"]
                 late = Part("asked", "selected; no update before the round closed")
                 found.setdefault(fact.round, {}).update(dict.fromkeys(silent, late))
+            case Ended(status=status):
+                silent = [device for device, part in found.get(state.round, {}).items() if part.code == "asked"]
+                if silent:
+                    found[state.round].update(
+                        dict.fromkeys(silent, Part("asked", f"selected; {_UNTIL_THE_END[status]}"))
+                    )
             case _:
                 pass
         state = apply(state, fact, 0.0)
-        if isinstance(fact, Surveyed) and state.phase == "selecting":  # in case nobody can be asked
-            found[fact.round] = {
+        if isinstance(fact, Surveyed) and state.phase == "selecting":  # in case that nobody can be asked
+            barred = {
                 device: Part(eligibility.key(code), eligibility.told(code)) for device, code in state.passed.items()
             }
+            _add(found, fact.round, barred)
     return found
+
+
+ASKED: Final = ("answered", "asked", "declined", "refused")  # codes of those who have been asked in the round
+
+_UNTIL_THE_END: Final = {
+    "failed": "no update by the deadline",
+    "stopped": "no update before the run was stopped",
+    "done": "no update before the run ended",
+}
+
+
+def _add(found: dict[int, dict[str, Part]], round: int, told: Mapping[str, Part], anew: Iterable[str] = ()) -> None:
+    """Note parts of a round. What became of a device that was asked stays, unless it is asked `anew`."""
+    known, again = found.setdefault(round, {}), set(anew)
+    for device, part in told.items():
+        if device in again or device not in known or known[device].code not in ASKED:
+            known[device] = part
 
 
 def _chosen(state: Rounds, fact: Asked) -> Mapping[str, Part]:

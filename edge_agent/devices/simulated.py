@@ -1,7 +1,7 @@
 """A board that is only a profile: it tells what work would take there. It has no sensors of its own.
 
 Time and energy are `fedquilt.cost_model`'s at the operating point it is held at. Where the task declares no
-FLOPs, or the profile no speed, the time measured on this host stands in, and the source says so.
+FLOPs, or the profile no speed, the time measured on this host stands in, and the energy is not known.
 
 A real board is not its profile. `spread` makes this one slower or faster than its profile by a factor of its
 own, and `noise` every task by another: both log-normal with median 1, from the seed. Joules follow the time.
@@ -89,7 +89,7 @@ class SimulatedDevice:
         self.idle_w = None if profile.idle_w is None else profile.idle_w.value
         self.provenance: str = profile.provenance()
         self.factor = _lognormal(traits.spread, traits.seed, "board")  # of its profile's times, the whole board
-        self._rests_on: dict[tuple[str, tuple[str, ...]], str] = {}  # (point, its numbers) -> provenance
+        self._rests_on: dict[str, str] = {}  # point -> provenance of its numbers
         self._tasks = 0  # that are over
         self._charge_j = None if traits.battery_wh is None else traits.battery_wh * J_PER_WH
         self._temperature_c = None if profile.thermal is None else profile.thermal.ambient_c.value
@@ -154,24 +154,23 @@ class SimulatedDevice:
     def _cost(self, work: Work, measured: Cost) -> Cost:
         point = self._point
         duration_s = cost_model.seconds(work, point)
-        predicted = duration_s is not None
-        if duration_s is None:
-            duration_s = measured.duration_s
-        else:
-            duration_s *= self.factor * _lognormal(self._traits.noise, self._traits.seed, "task", self._tasks)
+        if duration_s is None:  # what this host took says nothing of the board, least of all its joules
+            return Cost(duration_s=measured.duration_s, point=point.name)
+        duration_s *= self.factor * _lognormal(self._traits.noise, self._traits.seed, "task", self._tasks)
         energy_j = cost_model.joules(duration_s, point)
         if energy_j is None:
             return Cost(duration_s=duration_s, point=point.name)
-        numbers: tuple[str, ...] = ("busy_w", "flops_per_s", "bytes_per_s") if predicted else ("busy_w",)
-        rests_on = self._rests_on.get((point.name, numbers))
+        rests_on = self._rests_on.get(point.name)
         if rests_on is None:
-            rests_on = self._profile.provenance(*self._profile.basis(point.name, *numbers))
-            self._rests_on[point.name, numbers] = rests_on
+            rests_on = self._profile.provenance(
+                *self._profile.basis(point.name, "busy_w", "flops_per_s", "bytes_per_s")
+            )
+            self._rests_on[point.name] = rests_on
         return Cost(
             duration_s=duration_s,
             energy_j=energy_j,
             idle_j=None if self.idle_w is None else self.idle_w * duration_s,
-            energy_source=f"profile {self.board} ({rests_on})" + ("" if predicted else ", time measured on this host"),
+            energy_source=f"profile {self.board} ({rests_on})",
             point=point.name,
         )
 

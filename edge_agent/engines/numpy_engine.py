@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fedquilt import metrics, tensors
-from fedquilt.core import DataError, Examples, Fit, Hooks, ModelError, Tensors
+from fedquilt import config, metrics, tensors
+from fedquilt.core import DataError, Examples, Fit, Hooks, JobError, ModelError, Tensors
 from fedquilt.edge_agent.engines import objectives, training
 from fedquilt.metrics import TaskKind
 
@@ -210,8 +210,8 @@ def _mlp(network: Mapping[str, Any]) -> Mlp:
             f"the numpy engine trains 'mlp' networks, not {network.get('name')!r}: install fedquilt[train]"
         )
     try:
-        mlp = msgspec.convert(network, Mlp)
-    except msgspec.ValidationError as error:
+        mlp = config.convert(network, Mlp, "a network")
+    except JobError as error:
         raise ModelError(f"network 'mlp': {error}") from None
     if min(mlp.inputs, mlp.classes, *mlp.hidden) < 1:
         raise ModelError(f"network 'mlp': widths {(mlp.inputs, *mlp.hidden, mlp.classes)} must be 1 or more")

@@ -751,7 +751,7 @@ def test_the_numpy_engine_says_what_it_cannot_train():
     """And which engine can."""
     with pytest.raises(ModelError, match=r"not 'cnn': install fedquilt\[train\]"):
         numpy_engine.init(CNN, 0)
-    with pytest.raises(ModelError, match=r"network 'mlp'.*`inputs`"):
+    with pytest.raises(ModelError, match=r"network 'mlp': key 'inputs' is missing"):
         numpy_engine.init({"name": "mlp", "classes": 3}, 0)
     with pytest.raises(ModelError, match="must be 1 or more"):
         numpy_engine.init({**MLP, "hidden": [5, 0]}, 0)

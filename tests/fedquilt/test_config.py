@@ -15,6 +15,7 @@ from msgspec import Meta
 from fedquilt import config
 from fedquilt.coordinator import settings
 from fedquilt.core import JobError
+from fedquilt.edge_agent import settings as agent
 
 
 def test_a_table_is_written_as_toml() -> None:
@@ -71,8 +72,8 @@ class Plain:
         ({"name": "a", "parts": [{}, {"prefers": 1}]}, "keys of [parts[1]]: size, prefer; did you mean 'prefer'?"),
         ({"name": "a", "named": {"x": {"sizes": 1}}}, "size, prefer; did you mean 'size'?"),
         ({"name": "a", "inner": {"prefer": "enrgy"}}, "there are: energy, random; did you mean 'energy'?"),
-        ({"inner": {}}, "missing required field `name`; keys of a job: name, inner, parts, named"),
-        ({"name": "a", "inner": {"size": -1}}, "Expected `int` >= 0 - at `$.inner.size`"),
+        ({"inner": {}}, "key 'name' is missing; keys of a job: name, inner, parts, named"),
+        ({"name": "a", "inner": {"size": -1}}, "[inner] size = -1: a whole number of at least 0 is wanted"),
     ],
 )
 def test_a_wrong_key_is_answered_with_the_keys_of_its_own_table(table: dict[str, object], said: str) -> None:
@@ -87,10 +88,22 @@ def test_a_wrong_key_is_answered_with_the_keys_of_its_own_table(table: dict[str,
     [
         (
             {"name": "My job"},
-            "Expected `str` of small letters, digits, '.', '_' and '-', the first no mark, at most 40",
+            "name = 'My job': text of small letters, digits, '.', '_' and '-', the first no mark, at most 40",
         ),
-        ({"name": "job", "data": "x.npz"}, "Expected a table, got `str` - at `$.data`"),
-        ({"name": "job", "fleet": {"boards": "jetson-nano"}}, "Expected a list, got `str` - at `$.fleet.boards`"),
+        ({"name": "job", "data": "x.npz"}, "data = 'x.npz': a table is wanted"),
+        ({"name": "job", "fleet": {"boards": "jetson-nano"}}, "[fleet] boards = 'jetson-nano': a list is wanted"),
+        ({"name": "job", "fleet": {"boards": []}}, "[fleet] boards = []: a list of at least 1 entry is wanted"),
+        ({"name": "job", "fleet": {"devices": True}}, "[fleet] devices = true: a whole number is wanted"),
+        ({"name": "job", "fleet": {"policy": 3}}, "[fleet] policy = 3: text is wanted"),
+        ({"name": "job", "rounds": "ten"}, "rounds = 'ten': a whole number is wanted"),
+        ({"name": "job", "cohort": {"quorum": 2}}, "[cohort] quorum = 2: a number of at most 1 is wanted"),
+        (
+            {"name": "job", "cohort": {"deadline": "soon"}},
+            "[cohort] deadline = 'soon': there are: fixed, paper, predicted",
+        ),
+        ({"name": "job", "engine": 3}, "engine = 3: text is wanted"),
+        ({"name": "job", "donors": [{}, 3]}, "donors[1] = 3: a table is wanted"),
+        ({"name": "job", "compare": {"fedprox": 3}}, "compare: a table is wanted"),
     ],
 )
 def test_what_is_wanted_is_told_in_words(table: dict[str, object], said: str) -> None:
@@ -102,8 +115,39 @@ def test_what_is_wanted_is_told_in_words(table: dict[str, object], said: str) ->
 
 def test_a_part_of_a_job_says_which_it_is() -> None:
     """Its own name leads, also in front of what a struct says of itself."""
-    with pytest.raises(JobError, match=r"^\[data\]: Object .*`sise`; keys of \[data\]: size, prefer; did you mean"):
+    with pytest.raises(
+        JobError, match=r"^\[data\]: there is no key 'sise'; keys of \[data\]: size, prefer; did you mean"
+    ):
         config.convert({"sise": 1}, Inner, "[data]")
     with pytest.raises(JobError, match=r"^\[params\]: lr is below 0"):
         config.convert({"lr": -1.0}, Plain, "[params]")
     assert config.convert({"size": 3}, Inner, "[data]") == Inner(3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"budget": 3}, "budget = 3: text is wanted"),
+        ({"governor": {"policy": "fast"}}, "[governor] policy = 'fast': there are: board, energy, max, paper"),
+        ({"plugins": "x"}, "plugins = 'x': a list is wanted"),
+        ({"meter": 3}, "meter = 3: text or a table is wanted"),
+        ({"warm_s": -1}, "warm_s = -1: a number of at least 0 is wanted"),
+        ({"telemetry_s": True}, "telemetry_s = true: a number is wanted"),
+        ({"data": {"path": "x", "limit": "all"}}, "[data]: limit = 'all': a whole number is wanted"),
+        ({"data": {"path": "x", "per_class": "ten"}}, "[data]: per_class = 'ten': a whole number or a table is wanted"),
+        (
+            {"data": {"path": "x", "audio": {"rate": 0}}},
+            "[data]: audio.rate = 0: a whole number of at least 1 is wanted",
+        ),
+        (
+            {"data": {"path": "x", "categories": {"a": "red"}}},
+            "[data]: categories: 'red': there are: auto or a list",
+        ),
+    ],
+)
+def test_a_boards_settings_are_refused_in_the_same_words(keys: dict[str, object], said: str) -> None:
+    """None of the library's that checks them: no `int`, no $, no null."""
+    with pytest.raises(JobError) as caught:
+        agent.parse({"device": "a", "home": "h", **keys})
+    assert said in str(caught.value)
+    assert not set("`$") & set(str(caught.value))

@@ -33,7 +33,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import bundle, tensors
+from fedquilt import bundle, config, tensors
 from fedquilt.core import Bundle, DataError, DeviceView, Examples, JobError, Site, StoreError, Tensors
 from fedquilt.data.examples import load_all
 from fedquilt.data.spec import DataSpec
@@ -182,10 +182,7 @@ def _room(out: Path) -> Iterator[Path]:
 
 
 def _params(job: Mapping[str, Any]) -> Params:
-    try:
-        params = msgspec.convert(job.get("params") or {}, Params)
-    except (msgspec.ValidationError, ValueError) as error:
-        raise JobError(f"[params]: {error}") from None
+    params = config.convert(job.get("params") or {}, Params, "[params]")
     if params.mode == "paper":
         params = replace(params, **PAPER)
     if params.score_at == "input":
@@ -197,11 +194,7 @@ def _table(table: Mapping[str, Any]) -> Images:
     odd = [key for key in UNUSED if key in table]
     if odd:
         raise JobError(f"[int8] {', '.join(odd)}: images are drawn from all of the split; leave it out")
-    try:
-        return msgspec.convert(table, Images)
-    except msgspec.ValidationError as error:
-        keys = [key for key in Images.__struct_fields__ if key not in UNUSED]
-        raise JobError(f"[int8]: {error}; its keys are {', '.join(keys)}") from None
+    return config.convert(table, Images, "[int8]")
 
 
 def _examples(wanted: Images) -> Examples:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
+
+from fedquilt import columns
 
 Severity = Literal["ok", "warning", "error"]
 
@@ -64,13 +68,26 @@ def table(found: Sequence[Finding]) -> dict[str, Any]:
     return {"severity": worst(found), "findings": rows}
 
 
-def lines(found: Sequence[Finding]) -> list[str]:
-    """For people: what is well in one line each, what is not with its mend, and the sum."""
+def lines(found: Sequence[Finding], wide: int | None = None) -> list[str]:
+    """For people: what is well in one sentence each, what is not with its mend, and the sum.
+
+    Args:
+        wide: the most columns of a sentence's lines; a mend stays in one line, so that it can be copied. None: those of
+            the terminal; where there is none, every sentence is one line.
+    """
+    wide = columns.width() if wide is None and sys.stdout.isatty() else wide
     told = []
     for one in found:
-        told.append(f"{one.severity:<8} {one.number}  {one.sentence}")
+        head = f"{one.severity:<8} {one.number}  "
+        blank = " " * len(head)
+        wrapped = [one.sentence]
+        if wide is not None:
+            wrapped = textwrap.wrap(one.sentence, wide - len(head), break_on_hyphens=False, break_long_words=False) or [
+                ""
+            ]
+        told += [f"{blank if at else head}{text}" for at, text in enumerate(wrapped)]
         if one.mend is not None:
-            told.append(f"{'':<16} mend: {one.mend}")
+            told.append(f"{blank} mend: {one.mend}")
     counts = [(sum(one.severity == kind for one in found), kind) for kind in ("error", "warning")]
     parts = [f"{count} {kind}{'s' if count > 1 else ''}" for count, kind in counts if count]
     return [*told, f"{len(found)} checks: {', '.join(parts) if parts else 'all is well'}"]

@@ -42,7 +42,10 @@ def _made() -> tuple[Path, int | None]:
     """A new folder and the descriptor that holds its lock; None: the file system has no locks, so nobody removes it."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # another process took it for one that was left behind
+            continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:
@@ -50,7 +53,7 @@ def _made() -> tuple[Path, int | None]:
             return path, None
         if path.exists():
             return path, lock
-        os.close(lock)  # another process took it for one that was left behind, before it was locked
+        os.close(lock)  # taken for one that was left behind all the same, before it was locked
 
 
 def remove_left_behind() -> None:

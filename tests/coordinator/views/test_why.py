@@ -12,9 +12,11 @@ from fedquilt.coordinator.facts import (
     Closed,
     Committed,
     Declined,
+    Ended,
     Plan,
     Rejected,
     Reopened,
+    Resumed,
     Rounds,
     Started,
     Surveyed,
@@ -100,6 +102,52 @@ def test_a_device_that_was_silent_through_an_attempt_says_so() -> None:
     assert why.parts(facts, PLAN)[0]["a"].text == "selected; no update by the deadline"
     again = [*facts, Asked(0, 1, ("a",)), Answered(0, update("a"))]
     assert why.parts(again, PLAN)[0]["a"].code == "answered"
+
+
+@pytest.mark.parametrize(
+    ("status", "silence"),
+    [("failed", "no update by the deadline"), ("stopped", "no update before the run was stopped")],
+)
+def test_a_round_that_fails_for_quorum_tells_of_everybody_who_was_asked(status: str, silence: str) -> None:
+    """In whichever attempt: what became of a device is not lost when the next attempt asks others."""
+    facts: list[AnyFact] = [
+        Started(BLOB),
+        Surveyed(0, tuple("abcde")),
+        Asked(0, 0, ("a", "b", "c")),
+        Answered(0, update("a")),
+        Declined(0, "b", "memory", "too big"),
+        Reopened(0, 1),
+        Asked(0, 1, ("d", "c")),
+        Rejected(0, "d", "NaN"),
+        Ended(status, "no quorum"),
+    ]
+    assert why.lines(why.parts(facts, Plan(0, 100, Cohort(size=3), 0)), 0) == [
+        "round 0:",
+        "  update received: a",
+        "  declined (memory): too big: b",
+        f"  selected; {silence}: c",
+        "  update refused: NaN: d",
+        "  not drawn, by place (2 of 4 selected): e",
+    ]
+
+
+def test_what_became_of_a_round_outlives_a_resumption() -> None:
+    """Whom the survey after it finds offline was asked, and was silent."""
+    facts: list[AnyFact] = [
+        Started(BLOB),
+        Surveyed(0, ("a", "b")),
+        Asked(0, 0, ("a", "b")),
+        Declined(0, "a", "data", "no data"),
+        Reopened(0, 1),
+        Ended("failed", "no quorum"),
+        Resumed(),
+        Surveyed(0, (), {"offline": ("b",)}),
+    ]
+    assert why.lines(why.parts(facts, PLAN), 0) == [
+        "round 0:",
+        "  declined (data): no data: a",
+        "  selected; no update by the deadline: b",
+    ]
 
 
 def test_a_round_that_cannot_begin_tells_why_too() -> None:

@@ -56,11 +56,12 @@ def test_another_operating_point_takes_another_time():
     assert (cost.duration_s, cost.energy_j, cost.energy_source) == (6.0, 18.0, "profile toy (datasheet)")
 
 
-def test_undeclared_work_takes_the_measured_time_and_says_so():
-    """2 s measured here, at 4 W."""
-    cost = SimulatedDevice(profiles.parse(TOY, "toy")).cost(Work(read_bytes=20), Cost(duration_s=2.0))
-    assert (cost.duration_s, cost.energy_j) == (2.0, 8.0)
-    assert cost.energy_source == "profile toy (datasheet), time measured on this host"
+@pytest.mark.parametrize("host_s", [2.0, 40.0])
+def test_undeclared_work_takes_the_measured_time_and_no_known_energy(host_s: float):
+    """A bundle without FLOPs: how long this host took would make another energy of every run."""
+    device = SimulatedDevice(profiles.parse(TOY, "toy"))
+    cost = device.cost(Work(read_bytes=20), Cost(duration_s=host_s))
+    assert (cost.duration_s, cost.energy_j, cost.idle_j, cost.energy_source) == (host_s, None, None, None)
 
 
 def test_a_profile_without_power_predicts_no_energy():

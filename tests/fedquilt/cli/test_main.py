@@ -81,8 +81,8 @@ def test_prepare_refuses_a_network_that_the_jobs_method_cannot_train(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ('[data]\npath = "x.npz"\npartion = "iid"\n', "[data]: Object contains unknown field `partion`"),
-        ('[data]\npath = "x.npz"\n[test]\nspilt = "all"\n', "[test]: Object contains unknown field `spilt`"),
+        ('[data]\npath = "x.npz"\npartion = "iid"\n', "[data]: there is no key 'partion'"),
+        ('[data]\npath = "x.npz"\n[test]\nspilt = "all"\n', "[test]: there is no key 'spilt'"),
     ],
 )
 def test_a_wrong_table_of_a_job_names_the_file(

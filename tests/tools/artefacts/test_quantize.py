@@ -256,8 +256,8 @@ def test_what_is_taken_back_may_take_back_another() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"int8": {"images": 8}}, JobError, r"\[int8\]: .*path.*its keys are path, .*images"),
-        ({"int8": {"path": PATH, "image": 8}}, JobError, "image.*its keys are"),
+        ({"int8": {"images": 8}}, JobError, r"\[int8\]: one of path, sources, .* is wanted"),
+        ({"int8": {"path": PATH, "image": 8}}, JobError, r"no key 'image'; keys of \[int8\]: .*did you mean 'images'"),
         ({"int8": {"path": PATH, "share": 1}}, JobError, "share: images are drawn from all"),
         ({"int8": {"path": "no.npz"}}, DataError, "no.npz"),
         ({"int8": {"path": PATH, "images": 21}}, DataError, "has 60 .* takes 63: give more, or images = 20"),

@@ -155,7 +155,7 @@ def test_paths_of_sources_are_taken_from_the_jobs_folder(tmp_path: Path) -> None
     ("more", "code", "message"),
     [
         ('partition = "dirichlet"\nmin_size = 9999\n', 3, "4 shares of at least 9999 of only"),
-        ("alpha = -1\n", 2, "job.toml: [data]: Expected `float` > 0.0 - at `$.alpha`"),
+        ("alpha = -1\n", 2, "job.toml: [data]: alpha = -1: a number above 0 is wanted"),
         (
             'synthetic = "fedpews-32k"\n',
             2,

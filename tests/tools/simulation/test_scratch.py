@@ -90,3 +90,21 @@ def test_a_folder_that_was_removed_before_it_could_be_locked_is_made_again(
     with Scratch() as folder:
         assert folder.exists()
         assert str(folder) != first[0]
+
+
+def test_a_folder_that_was_removed_before_it_could_be_opened_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two simulations that begin at once on one machine: each looks for what others have left behind."""
+    make = tempfile.mkdtemp
+    first: list[str] = []
+
+    def taken(prefix: str) -> str:
+        found = make(prefix=prefix)
+        if not first:
+            first.append(found)
+            os.rmdir(found)
+        return found
+
+    monkeypatch.setattr(tempfile, "mkdtemp", taken)
+    with Scratch() as folder:
+        assert folder.exists()
+        assert str(folder) != first[0]
