@@ -65,6 +65,7 @@ class Server:
         self.active: Running | None = None
         self._executor, self._store, self._observe, self._only, self._load = executor, store, observe, only, load
         self._arriving: admission.Arriving = {}
+        self._later: list[admission.Action] | None = None  # while messages are heard: what is done after the last one
         self._every_s, self._poll_s = poll_s, -math.inf
         self._opened_s = -math.inf  # when the running job was taken up
         self._busy_s = -math.inf  # when somebody was last seen at it
@@ -83,13 +84,18 @@ class Server:
             StoreError: nothing can be written any more; what was accepted is safe, a restart continues.
         """
         self._poll(now_s)  # first: what arrives is for the job that was running
-        for heard in self._executor.hear(now_s):
-            if heard is None:
-                self._say_all_again(now_s)
-            elif isinstance(heard, Appeared | Arrived):
-                self._happened(heard, now_s)
-            else:
-                self._said(*heard, now_s)
+        self._later = []
+        with self._store.together():
+            for heard in self._executor.hear(now_s):
+                if heard is None:
+                    self._say_all_again(now_s)
+                elif isinstance(heard, Appeared | Arrived):
+                    self._happened(heard, now_s)
+                else:
+                    self._said(*heard, now_s)
+        actions, self._later = self._later, None
+        for action in actions:
+            self._do(action, now_s)
         while self._advance(now_s):
             pass
         for job in self._news.values():  # once a step: a step may bring hundreds of facts
@@ -146,6 +152,13 @@ class Server:
             self._act(action, now_s)
 
     def _act(self, action: admission.Action, now_s: float) -> None:
+        """Do what follows from an event; what others see of it waits until the facts that it rests on are written."""
+        if self._later is None or isinstance(action, Fetch | Examine):
+            self._do(action, now_s)
+        else:
+            self._later.append(action)
+
+    def _do(self, action: admission.Action, now_s: float) -> None:
         match action:
             case Issue(device):
                 self._issue(device, now_s)
@@ -363,7 +376,7 @@ class Server:
                     self._issue(device, now_s)
             case Closed() | Reopened() | Ended():
                 for device in sorted(before.asked):
-                    self._executor.withdraw(device)
+                    self._act(Withdraw(device), now_s)
             case Committed():
                 spent = self._spent(job, before)
                 job.committed()
