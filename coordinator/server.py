@@ -19,6 +19,7 @@ from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.executors import Executor
 from fedquilt.coordinator.facts import (
     NOTHING,
+    Answered,
     AnyFact,
     Asked,
     Closed,
@@ -327,15 +328,15 @@ class Server:
             return job.ask(device, self.registry.profile_of(device))
 
         passed = self.registry.barred(job.wants, now_s)
-        if short := rounds.left_alone(job.rounds, fleet.keys() - passed.keys(), ask):
-            passed = {**passed, **short}
         free = fleet.keys() - passed.keys()
+        if short := rounds.left_alone(job.rounds, free, ask):
+            passed, free = {**passed, **short}, free - short.keys()
         present = free | self._at_work(job, now_s)
         fact = rounds.decide(job.rounds, now_s, present, ask)
         if not isinstance(fact, Asked) and (fact is not None or job.rounds.phase != "selecting"):
             return fact
-        profiles = {device: fleet[device].profile for device in free}
-        costs = cohort.costs(profiles) if job.job.cohort.prefer == "energy" else {}
+        thrifty = job.job.cohort.prefer == "energy"
+        costs = cohort.costs({device: fleet[device].profile for device in free}) if thrifty else {}
         noted = rounds.survey(job.rounds, free, passed, costs)
         if noted is not None or not isinstance(fact, Asked):
             return noted or fact
@@ -367,7 +368,7 @@ class Server:
             job.record(fact, now_s)
         except JobError as error:  # a fact that could not be read back: the job's fault, and not the coordinator's
             return self._fail(error, now_s)
-        if not self._arriving.keys() <= job.rounds.asked:
+        if not isinstance(fact, Answered) and not self._arriving.keys() <= job.rounds.asked:
             self._arriving = {device: each for device, each in self._arriving.items() if device in job.rounds.asked}
         self._observe(job, fact)
         match fact:

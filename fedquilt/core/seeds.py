@@ -13,10 +13,10 @@ def derive_seed(*keys: object) -> int:
 
 def derived(*keys: object) -> Callable[[object], int]:
     """`derive_seed` of these keys and one more, for many: what they have in common is hashed once."""
-    begun = hashlib.sha256("".join(f"{key}\x1f" for key in keys).encode())
+    copied = hashlib.sha256("".join([f"{key}\x1f" for key in keys]).encode()).copy
 
     def seed(last: object) -> int:
-        whole = begun.copy()
+        whole = copied()
         whole.update(str(last).encode())
         return int.from_bytes(whole.digest()[:8], "big") >> 11
 
