@@ -65,7 +65,7 @@ def test_facts_that_are_written_together_are_there_all_at_once_or_not_at_all(
         other.set_status(id, "running")
     assert [fact.round for _, _, fact in other.facts(id) if isinstance(fact, Asked)] == [0, 1, 2]
     assert [line.lower() for line in said].count("commit") == 1
-    with pytest.raises(JobError, match="not finite"), store.together():
+    with pytest.raises(JobError, match="cannot be kept"), store.together():
         append_and_fail(store, id)
     assert len(list(other.facts(id))) == 3
     store.append(id, Ended("done"))
