@@ -12,6 +12,7 @@ no device that is always present waits for more than `turns` + 1 turns.
 
 from __future__ import annotations
 
+import heapq
 import math
 import statistics
 from collections.abc import Collection, Mapping
@@ -30,7 +31,8 @@ def sample(
     turns: float = math.inf,
 ) -> tuple[str, ...]:
     """Sample up to `count` of the eligible devices, sorted; arguments as of `places`."""
-    return tuple(sorted(places(seed, round, eligible, count, costs=costs, since=since, turns=turns)[:count]))
+    keys = _keys(seed, round, eligible, count, costs, since, turns)
+    return tuple(sorted(device for _, _, device in heapq.nsmallest(max(count, 0), keys)))
 
 
 def places(
@@ -48,18 +50,29 @@ def places(
     `costs` is `joules_per_flop` where it is known and applies (unknown ones count as the median), `since`
     the round in which a device was last asked, or first could have been.
     """
+    return [device for _, _, device in sorted(_keys(seed, round, eligible, count, costs, since, turns))]
+
+
+def _keys(
+    seed: int,
+    round: int,
+    eligible: Collection[str],
+    count: int,
+    costs: Mapping[str, float],
+    since: Mapping[str, int],
+    turns: float,
+) -> list[tuple[int, float, str]]:
+    """Sort keys of the devices: the smallest is selected first; arguments as of `places`."""
     late = turns * len(eligible) / count if count > 0 else math.inf
     middling = statistics.median(costs.values()) if costs else 1.0
-
-    seeded = derived("cohort", seed, round)
-
-    def place(device: str) -> tuple[int, float, str]:
-        waited = round - since.get(device, round)
-        drawn = seeded(device) / 2**53
-        key = -math.log1p(-drawn) * costs.get(device, middling) / middling
-        return (-waited if waited >= late else 0, key, device)
-
-    return sorted(eligible, key=place)
+    log1p, seeded = math.log1p, derived("cohort", seed, round)
+    keys = [(0, -log1p(-seeded(device) / 2**53), device) for device in eligible]
+    if costs:
+        keys = [(rank, key * costs.get(device, middling) / middling, device) for rank, key, device in keys]
+    if late <= round:  # else nobody can have waited for so long
+        waited = {device: round - since.get(device, round) for device in eligible}
+        keys = [(-waited[device] if waited[device] >= late else 0, key, device) for _, key, device in keys]
+    return keys
 
 
 def joules_per_flop(profile: Profile | None) -> float | None:

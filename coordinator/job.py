@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -40,7 +40,7 @@ from fedquilt.core import (
     Update,
     UpdateError,
     Work,
-    derive_seed,
+    derived,
 )
 from fedquilt.tiers import Member
 
@@ -76,6 +76,9 @@ class Running:
         self._sent: set[str] = set()  # sha256 of blobs made for the running round's tasks
         self._encoded: dict[int, tuple[Tensors, BlobRef]] = {}  # the last of them, by their tensors' identity
         self._asks: dict[str, Ask] = {}  # device -> its work in the running round
+        self._orders: dict[str, Order] = {}  # device -> its order of the running round, if it has no
+        self._common: Mapping[str, Tensors | BlobRef] = {}  # tensors of its own: bundles that all of them have
+        self._seeded: Callable[[object], int] | None = None  # of the running round: a device's seed
         self._examples: dict[str, int] = {}  # device -> number of its examples, as reported
         for _, _, fact in store.facts(self.id):
             self._apply(fact, now_s)
@@ -116,9 +119,12 @@ class Running:
             now_s: seconds of the coordinator's clock.
             actions: None: those of the round.
         """
-        order = self._order(device, profile)
+        known = self._asks.get(device)
+        kept = self._orders.get(device) if known is not None and known.profile == profile else None
+        order = kept or self._order(device, profile)
         if order is None:
             return None
+        self._seeded = self._seeded or derived(self.job.seed, self.job.name, self.rounds.round)
         made = make_task(
             order,
             blob=self._blob,
@@ -128,7 +134,7 @@ class Running:
             method=self.job.method,
             engine=engine,
             actions=actions or self.rounds.actions,
-            seed=derive_seed(self.job.seed, self.job.name, self.rounds.round, device),
+            seed=self._seeded(device),
             deadline_s=self.rounds.deadline_left_s(now_s),
             tier=tiers.tier(profile),
             wire=self.job.wire,
@@ -144,7 +150,16 @@ class Running:
             order = self._order(device, profile)
             known = Ask(Work(), profile) if order is None else Ask(order.work, profile, blob_bytes(order))
             self._asks[device] = known
+            self._orders.pop(device, None)
+            if order is not None:
+                self._keep(device, order)
         return known
+
+    def _keep(self, device: str, order: Order) -> None:
+        """Keep an order for when its task is made, unless it holds tensors that the others' do not: they take room."""
+        self._common = self._common or order.bundles
+        if all(value is self._common.get(name) for name, value in order.bundles.items()):
+            self._orders[device] = order
 
     def covered(self, fact: Asked, seen: Mapping[str, Seen]) -> tuple[str, ...]:
         """Sentences on which devices could take part: in the first round, and whenever some could not.
@@ -299,9 +314,9 @@ class Running:
         """Load the stored state and drop the round's blobs."""
         assert self.rounds.state is not None
         self.state = self._load_state(self.rounds.state)
-        for held in (self._encoded, self._sent, self._read, self._asks):
+        for held in (self._encoded, self._sent, self._read, self._asks, self._orders):
             held.clear()
-        self._read_bytes, self._folding = 0, Folding()
+        self._read_bytes, self._folding, self._common, self._seeded = 0, Folding(), {}, None
 
     def _order(self, device: str, profile: Profile | None) -> Order | None:
         view = DeviceView(device, profile, self.rounds.history.get(device, ()))

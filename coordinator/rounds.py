@@ -46,6 +46,8 @@ def survey(
 
     A restarted coordinator has not yet heard from devices that only the log knows.
     """
+    if not passed and not state.passed and state.eligible == eligible and not costs:
+        return None
     lost = dict.fromkeys((state.eligible | state.passed.keys()) - set(eligible) - passed.keys(), "offline")
     changed: dict[str, list[str]] = {}
     for device, code in sorted({**passed, **lost}.items()):
@@ -67,6 +69,8 @@ def left_alone(state: Rounds, devices: Collection[str], ask: Callable[[str], Ask
     AGAIN_ROUNDS-th round, smaller work, and another budget. If the other devices are too few to begin, these are
     asked all the same: otherwise the round would wait for ever, and no later one would ask them.
     """
+    if not state.short:
+        return {}
     found = {
         device: "memory"
         for device, (round, short) in state.short.items()
@@ -146,10 +150,11 @@ def _select(state: Rounds, online: Collection[str], ask: Callable[[str], Ask]) -
     return Asked(state.round, state.attempt, chosen, _amounts(asks), allowed_s)
 
 
-def _drawn(state: Rounds, free: Collection[str], count: int) -> tuple[str, ...]:
+def _drawn(state: Rounds, free: set[str], count: int) -> tuple[str, ...]:
     """Sample up to `count` free devices."""
-    since = {device: state.since.get(device, 0) for device in free}
-    costs = {device: state.costs[device] for device in free if device in state.costs}
+    costs = {device: state.costs[device] for device in free if device in state.costs} if state.costs else {}
+    known = free <= state.since.keys()
+    since = state.since if known else {device: state.since.get(device, 0) for device in free}
     return sample(state.plan.seed, state.round, free, count, costs=costs, since=since, turns=state.plan.cohort.turns)
 
 

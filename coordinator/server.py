@@ -19,6 +19,7 @@ from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.executors import Executor
 from fedquilt.coordinator.facts import (
     NOTHING,
+    Answered,
     AnyFact,
     Asked,
     Closed,
@@ -65,6 +66,7 @@ class Server:
         self.active: Running | None = None
         self._executor, self._store, self._observe, self._only, self._load = executor, store, observe, only, load
         self._arriving: admission.Arriving = {}
+        self._later: list[admission.Action] | None = None  # while messages are heard: what is done after the last one
         self._every_s, self._poll_s = poll_s, -math.inf
         self._opened_s = -math.inf  # when the running job was taken up
         self._busy_s = -math.inf  # when a device was last seen working on it
@@ -84,13 +86,18 @@ class Server:
             StoreError: nothing can be written any more; accepted updates are safe, a restart continues.
         """
         self._poll(now_s)  # first: messages arriving now belong to the job that was running
-        for heard in self._executor.hear(now_s):
-            if heard is None:
-                self._say_all_again(now_s)
-            elif isinstance(heard, Appeared | Arrived):
-                self._happened(heard, now_s)
-            else:
-                self._said(*heard, now_s)
+        self._later = []
+        with self._store.together():
+            for heard in self._executor.hear(now_s):
+                if heard is None:
+                    self._say_all_again(now_s)
+                elif isinstance(heard, Appeared | Arrived):
+                    self._happened(heard, now_s)
+                else:
+                    self._said(*heard, now_s)
+        actions, self._later = self._later, None
+        for action in actions:
+            self._do(action, now_s)
         while self._advance(now_s):
             pass
         for job in self._news.values():  # once a step: a step may bring hundreds of facts
@@ -147,6 +154,13 @@ class Server:
             self._act(action, now_s)
 
     def _act(self, action: admission.Action, now_s: float) -> None:
+        """Do what follows from an event; what others see of it waits until the facts that it rests on are written."""
+        if self._later is None or isinstance(action, Fetch | Examine):
+            self._do(action, now_s)
+        else:
+            self._later.append(action)
+
+    def _do(self, action: admission.Action, now_s: float) -> None:
         match action:
             case Issue(device):
                 self._issue(device, now_s)
@@ -315,15 +329,15 @@ class Server:
             return job.ask(device, self.registry.profile_of(device))
 
         passed = self.registry.barred(job.wants, now_s)
-        if short := rounds.left_alone(job.rounds, fleet.keys() - passed.keys(), ask):
-            passed = {**passed, **short}
         free = fleet.keys() - passed.keys()
+        if short := rounds.left_alone(job.rounds, free, ask):
+            passed, free = {**passed, **short}, free - short.keys()
         present = free | self._at_work(job, now_s)
         fact = rounds.decide(job.rounds, now_s, present, ask)
         if not isinstance(fact, Asked) and (fact is not None or job.rounds.phase != "selecting"):
             return fact
-        profiles = {device: fleet[device].profile for device in free}
-        costs = cohort.costs(profiles) if job.job.cohort.prefer == "energy" else {}
+        thrifty = job.job.cohort.prefer == "energy"
+        costs = cohort.costs({device: fleet[device].profile for device in free}) if thrifty else {}
         noted = rounds.survey(job.rounds, free, passed, costs)
         if noted is not None or not isinstance(fact, Asked):
             return noted or fact
@@ -355,7 +369,7 @@ class Server:
             job.record(fact, now_s)
         except JobError as error:  # a fact that could not be read back is the job's fault, not the coordinator's
             return self._fail(error, now_s)
-        if not self._arriving.keys() <= job.rounds.asked:
+        if not isinstance(fact, Answered) and not self._arriving.keys() <= job.rounds.asked:
             self._arriving = {device: each for device, each in self._arriving.items() if device in job.rounds.asked}
         self._observe(job, fact)
         match fact:
@@ -364,7 +378,7 @@ class Server:
                     self._issue(device, now_s)
             case Closed() | Reopened() | Ended():
                 for device in sorted(before.asked):
-                    self._executor.withdraw(device)
+                    self._act(Withdraw(device), now_s)
             case Committed():
                 spent = self._spent(job, before)
                 job.committed()

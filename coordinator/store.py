@@ -14,7 +14,7 @@ import fcntl
 import secrets
 import sqlite3
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Final, Literal, NamedTuple
@@ -99,6 +99,7 @@ class Store:
                 raise
         self.depot = Depot(home / "blobs", durable=durable)
         self._lock: IO[str] | None = None
+        self._waiting: list[tuple[str, float, str]] | None = None  # facts of a `together`: job, time, body
 
     def __enter__(self) -> Store:
         return self
@@ -330,16 +331,46 @@ class Store:
 
     # -- facts --
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Write the facts that are appended within at once when it is left, or none of them if it is left by an error.
+
+        Nothing may be acted on before that which rests on such a fact. One transaction for many facts costs about what
+        one for each of them costs, and nobody else waits for the database meanwhile.
+        """
+        assert self._waiting is None
+        self._waiting = []
+        try:
+            yield
+            self._write(self._waiting)
+        finally:
+            self._waiting = None
+
     def append(self, id: str, fact: AnyFact) -> None:
-        """Write one fact; if the store is durable, it is on disk when this returns.
+        """Write one fact; if the store is durable, it is on disk when this returns, or when `together` is left.
 
         Raises:
             JobError: it could not be read back unchanged (a number not finite, text that is not Unicode). Nothing
                 has been written.
         """
-        body = _readable(id, fact)
+        row = (id, time.time(), _readable(id, fact))
+        if self._waiting is None:
+            self._write([row])
+        else:
+            self._waiting.append(row)
+
+    def _write(self, rows: Sequence[tuple[str, float, str]]) -> None:
+        if not rows:
+            return
         with _storing(self.home):
-            self._db.execute("insert into facts (job, at, body) values (?, ?, ?)", (id, time.time(), body))
+            self._db.execute("begin immediate")
+            try:
+                self._db.executemany("insert into facts (job, at, body) values (?, ?, ?)", rows)
+                self._db.execute("commit")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("rollback")
+                raise
 
     def end(self, id: str, fact: Ended) -> str:
         """Store the end of a job that no process runs; returns the new status.

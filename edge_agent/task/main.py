@@ -196,6 +196,7 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
     weight = 0.0
     bundles: dict[str, core.BlobRef] = {}
     blobs: dict[str, bytes] = {}
+    private_left = False
     if "check" in task.actions:
         if method.check is None:
             raise core.JobError(f"method {task.method!r} has no evaluation of its own")
@@ -212,6 +213,7 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
         metrics |= {name: float(value) for name, value in answer.metrics.items()}
         weight = float(answer.weight)
         bundles, blobs = _written(answer, order)
+        private_left = _leaves_private(answer, order)
     for name, value in {**metrics, "weight": weight}.items():
         if not math.isfinite(value) or (name == "weight" and value < 0):
             raise UpdateError(f"{name} came out as {value}: the work did not converge; try a smaller learning rate")
@@ -221,6 +223,7 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
         metrics=metrics,
         bundles=bundles,
         blobs=blobs,
+        private=private_left,
         examples=len(site.train),
         planned_bytes=planned,
     )
@@ -257,11 +260,15 @@ def _written(answer: Answer, order: Order) -> tuple[dict[str, core.BlobRef], dic
             os.makedirs(order.out, exist_ok=True)
             refs[name] = ref = state.write_tensors(f"{out}bundle", bundle)
             os.replace(f"{out}bundle", f"{out}{ref.sha256}")
-    if answer.local or order.private is not None:
+    if _leaves_private(answer, order):
         tensors.require_finite(answer.local)
         os.makedirs(order.out, exist_ok=True)
         state.write_tensors(f"{out}{state.PRIVATE}", answer.local)
     return refs, blobs
+
+
+def _leaves_private(answer: Answer, order: Order) -> bool:
+    return bool(answer.local) or order.private is not None
 
 
 def _code(error: Exception) -> Any:

@@ -47,6 +47,7 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outc
     metrics: dict[str, float] = {}
     bundles: dict[str, BlobRef] = {}
     blobs: dict[str, bytes] = {}  # of these, by sha256: what is in no file
+    private: bool = False  # whether it has left private state
     examples: int = 0  # the device's own, held-out ones aside
     wall_s: float = 0.0
     cpu_s: float = 0.0

@@ -13,10 +13,10 @@ def derive_seed(*keys: object) -> int:
 
 def derived(*keys: object) -> Callable[[object], int]:
     """Prefix of `derive_seed`: a function of one more key, which hashes the common keys only once."""
-    begun = hashlib.sha256("".join(f"{key}\x1f" for key in keys).encode())
+    copied = hashlib.sha256("".join([f"{key}\x1f" for key in keys]).encode()).copy
 
     def seed(last: object) -> int:
-        whole = begun.copy()
+        whole = copied()
         whole.update(str(last).encode())
         return int.from_bytes(whole.digest()[:8], "big") >> 11
 

@@ -114,3 +114,27 @@ def test_what_a_round_asks_of_a_device_is_reckoned_anew_in_the_next(
         stage.take("a", 1.0)
         stage.commit()
     assert asked == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(("own", "times"), [(False, 1), (True, 2)])
+def test_what_a_device_is_asked_is_worked_out_once_unless_its_tensors_are_its_own(
+    tmp_path: Path, own: bool, times: int
+) -> None:
+    """For the deadline and for the task; cut for it alone, they are not kept until its task is made."""
+    made, sent = Round(tmp_path), []
+
+    def send(state: fedavg.State, view: DeviceView) -> Order:
+        sent.append(view.device)
+        model = {name: array.copy() for name, array in state.model.items()} if own else state.model
+        return Order({}, {"model": model}, Work())
+
+    made.job.method = replace(made.job.method, send=send)
+    made.ask("abc")
+    for device in "abc":
+        made.job.ask(device, None)
+    held = {id(order.bundles["model"]) for order in made.job._orders.values()}
+    assert len(held) == 1
+    for device in "abc":
+        made.job.task(device, "numpy", None, 0.0)
+    assert [sent.count(device) for device in "bc"] == [times, times]
+    made.store.close()

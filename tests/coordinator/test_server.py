@@ -176,6 +176,28 @@ def test_updates_are_folded_in_the_order_of_devices_not_of_arrival(stage: Stage)
     assert folded.tolist() == [np.float32(1 / 3)] * 2
 
 
+def test_a_device_is_answered_when_the_fact_of_its_update_is_written(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Facts of one step are written at once, and each answer comes after that: a kill in between loses neither."""
+    written: list[set[str]] = []
+    answer = stage.executor.answer
+
+    def answered(device: str, ack: wire.Ack) -> None:
+        with Store(stage.folder / "home") as store:
+            facts = [fact for _, _, fact in store.facts(stage.job)]
+        written.append({fact.update.device for fact in facts if isinstance(fact, Answered)})
+        answer(device, ack)
+
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    monkeypatch.setattr(stage.executor, "answer", answered)
+    a.answer(ones())
+    b.answer(ones())
+    stage.play()
+    assert written == [{"a", "b"}] * 2
+
+
 def test_an_update_said_twice_is_counted_once_and_acknowledged_twice(stage: Stage) -> None:
     """The agent may have missed the first acknowledgement."""
     a, _ = stage.hand("a"), stage.hand("b")

@@ -44,6 +44,34 @@ def test_facts_come_back_in_order_from_another_process_of_the_same_folder(
     assert again.job(id).job == JOB
 
 
+def append_and_fail(store: Store, id: str) -> None:
+    """One fact that can be kept, and one that cannot."""
+    store.append(id, Ended("done"))
+    store.append(id, Committed(0, BlobRef(sha256="c" * 64, size=3), False, {}, took_s=float("nan")))
+
+
+def test_facts_that_are_written_together_are_there_all_at_once_or_not_at_all(
+    tmp_path: Path, opened: Callable[[], Store]
+) -> None:
+    """One transaction; until then nobody else finds the database busy, and an error on the way leaves none of them."""
+    store, other = opened(), opened()
+    id = store.add(JOB, tmp_path / "bundle")
+    said: list[str] = []
+    store._db.set_trace_callback(said.append)
+    with store.together():
+        for round in range(3):
+            store.append(id, Asked(round, 0, ("x",)))
+        assert list(other.facts(id)) == []
+        other.set_status(id, "running")
+    assert [fact.round for _, _, fact in other.facts(id) if isinstance(fact, Asked)] == [0, 1, 2]
+    assert [line.lower() for line in said].count("commit") == 1
+    with pytest.raises(JobError, match="cannot be kept"), store.together():
+        append_and_fail(store, id)
+    assert len(list(other.facts(id))) == 3
+    store.append(id, Ended("done"))
+    assert len(list(other.facts(id))) == 4
+
+
 def test_every_run_has_an_id_of_its_own_and_the_name_means_the_latest(
     tmp_path: Path, opened: Callable[[], Store]
 ) -> None:

@@ -11,7 +11,6 @@ the depot's pack, others by way of files. Bytes are counted as an agent counts t
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import math
 import os
@@ -84,6 +83,9 @@ class SimulatedFleet:
         self.out = f"{folder}/made"  # what orders in hand write, all devices' together
         for name in ("private", "made"):
             (folder / name).mkdir(parents=True, exist_ok=True)
+        for left in os.scandir(self.out):  # by orders that were in hand when an earlier process was killed
+            os.unlink(left)
+        self.private = {entry.name for entry in os.scandir(folder / "private")}  # files there, as devices change them
         self._held: dict[str, set[str]] = {}  # device -> sha256 of what it was sent, also while it is away
         self._boots: dict[str, int] = {}  # device -> how often it has come online
         self._away = set(self.specs)
@@ -264,9 +266,11 @@ class _Device:
         self.worker = VirtualWorker(self.board)
         self.have = fleet.held(spec.device)  # sha256 of what it was sent
         self.fetched: list[str] = []  # brought here, and not yet told to the duty
-        self._private = f"{fleet.folder}/private/{self.name}.safetensors"
-        self._following = f"{fleet.folder}/private/{self.name}.next"  # what the update in the outbox leaves
-        self._unanswered = f"{fleet.folder}/private/{self.name}.update"
+        self._folder = f"{fleet.folder}/private/"
+        self._private = f"{self.name}.safetensors"
+        self._following = f"{self.name}.next"  # what the update in the outbox leaves
+        self._unanswered = f"{self.name}.update"
+        self._leaves = False  # whether the order in hand has left private state
         outbox = self._recovered()
         self._follows = bool(outbox)
         self.duty = Duty(spec.device, events.State(spec.means, outbox=outbox), self.board, self.worker, spec.rule, self)
@@ -277,9 +281,9 @@ class _Device:
 
     def _recovered(self) -> dict[events.Key, events.Offer]:
         """The update with private state that an interrupted run has left unanswered: it is offered again."""
-        if not os.path.isfile(self._following):
+        if self._following not in self._fleet.private:
             return {}
-        with open(self._unanswered, "rb") as file:
+        with open(f"{self._folder}{self._unanswered}", "rb") as file:
             update = wire.decode(file.read(), Update)
         return {(update.job, update.round): events.Offer(update, True, due_s=-math.inf)}
 
@@ -309,16 +313,13 @@ class _Device:
         pass
 
     def order(self, task: Task, budget_bytes: int, plan_bytes: int, *, spare: bool = False) -> Order:
-        if not spare:  # of a task before that failed after it had written it
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(f"{self._fleet.out}/{self._prefix}{PRIVATE}")
         return Order(
             task=task,
             device=self.name,
             budget_bytes=budget_bytes,
             data=dict(self._spec.data),
             bundles={name: self._fleet.place(name, ref) for name, ref in task.bundles.items()},
-            private=self._private if os.path.isfile(self._private) else None,
+            private=f"{self._folder}{self._private}" if self._private in self._fleet.private else None,
             cache=f"{self._fleet.folder}/work/{self.name}",
             out=self._fleet.out,
             plan_bytes=None if spare else plan_bytes,
@@ -329,6 +330,7 @@ class _Device:
     def laid_by(self, outcome: Outcome) -> Outcome:
         """Put what came with an outcome by, until the board is done with it."""
         self.give_up()
+        self._leaves = outcome.private
         for ref in outcome.bundles.values():
             if ref.sha256 in outcome.blobs and ref not in self._places:
                 self._places[ref] = self._fleet.depot.lay_by(ref, outcome.blobs[ref.sha256])
@@ -348,11 +350,12 @@ class _Device:
                 self._fleet.depot.take_over(ref, place)
             else:
                 self._fleet.depot.adopt(f"{made}{ref.sha256}", ref)
-        if not os.path.isfile(f"{made}{PRIVATE}"):
+        if not self._leaves:  # what a task before it may have written and then failed counts for nothing
             return False
-        with open(self._unanswered, "wb") as file:
+        with open(f"{self._folder}{self._unanswered}", "wb") as file:
             file.write(wire.encode(update))
-        os.replace(f"{made}{PRIVATE}", self._following)
+        os.replace(f"{made}{PRIVATE}", f"{self._folder}{self._following}")
+        self._fleet.private |= {self._unanswered, self._following}
         self._follows = True
         return True
 
@@ -361,8 +364,12 @@ class _Device:
         if not self._follows or (ack.job, ack.round) not in self.duty.state.outbox:
             return
         if ack.accepted:
-            os.replace(self._following, self._private)
+            os.replace(f"{self._folder}{self._following}", f"{self._folder}{self._private}")
+            self._fleet.private.add(self._private)
         else:
-            os.unlink(self._following)
-        os.unlink(self._unanswered)  # last: without it, what follows could not be offered again after a kill
+            os.unlink(f"{self._folder}{self._following}")
+        self._fleet.private -= {self._following, self._unanswered}
+        os.unlink(
+            f"{self._folder}{self._unanswered}"
+        )  # last: without it, what follows could not be offered again after a kill
         self._follows = False
