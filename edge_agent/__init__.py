@@ -1,1 +1,1 @@
-"""The edge agent: one daemon per board. Only `engines` and the worker's child import torch or onnxruntime."""
+"""Edge agent: one daemon per board. Only `engines` and the task's process import torch or onnxruntime."""

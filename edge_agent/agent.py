@@ -1,4 +1,4 @@
-"""The agent's loop: Link <-> plan <-> outbox, worker and board. It decides nothing itself."""
+"""Loop of the agent: Link <-> plan <-> outbox, worker and board. It decides nothing itself."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ from fedquilt.transport.malformed import Garbage
 
 log = logging.getLogger("fedquilt.agent")
 
-PROGRESS_S: Final = 2.0  # progress is told no more often than this
-RETELL_S: Final = 5.0  # presence and profile are told again after this, then after twice as long, and so on:
-RETELL_MOST_S: Final = 600.0  # a broker keeps them, but may lose what it acknowledged
+PROGRESS_S: Final = 2.0  # shortest interval between progress messages
+RETELL_S: Final = 5.0  # presence and profile are sent again after this, then after twice as long, and so on:
+RETELL_MOST_S: Final = 600.0  # a broker retains them, but may lose messages it acknowledged
 
 
 class Agent:
     """One device's agent. A `fedquilt.transport.link.Endpoint`.
 
     Args:
-        boot: names this start of the agent; it has to be another one at each.
+        boot: name of this start of the agent, different at each.
         durable, shared: see `fedquilt.edge_agent.state.Local`.
 
     Raises:
         StoreError: its home cannot be read or written.
-        JobError: a size in the settings that is none.
+        JobError: a size in the settings that cannot be read.
     """
 
     finished = False
@@ -77,7 +77,7 @@ class Agent:
         self.garbage = Garbage()
         self._link, self._board, self._worker = link, board, worker
         self._boot = boot or os.urandom(8).hex()
-        self._presence = 0  # how often presence was told
+        self._presence = 0  # number of presence messages sent
         self._session = 0
         self._topics = wire.Topics(settings.fleet)
         self._transfers = Transfers(link, self.local.depot, self._topics, "up", self._may_give)
@@ -99,10 +99,11 @@ class Agent:
         self._progress_s = self._telemetry_s = -math.inf
 
     def fds(self) -> Sequence[int]:
+        """File descriptors of the worker."""
         return self._worker.fds()
 
     def step(self, now_s: float) -> float:
-        """Handle what came and what is due; whatever goes wrong with a task, the agent goes on."""
+        """Handle messages that have arrived and everything due; errors of a task never end the agent."""
         if self._link.session != self._session:
             self._greet(now_s)
         for message in self._link.receive():
@@ -116,12 +117,12 @@ class Agent:
         if now_s >= self._tell_s:
             self._tell(now_s)
         self._tell_readings(now_s)
-        due_s = self._transfers.step(now_s)  # again: for what has been wanted meanwhile
+        due_s = self._transfers.step(now_s)  # again: for blobs requested meanwhile
         telemetry_s = self._telemetry_s + self.settings.telemetry_s
         return min(due_s, self.duty.due_s(now_s), telemetry_s, self._tell_s)
 
     def goodbye(self) -> None:
-        """End the task in hand and say that the device goes; what is in the outbox stays there."""
+        """End the task in hand and announce that the device goes; the outbox stays."""
         self.duty.stop()
         self._tell_presence(online=False)
         self._link.close()
@@ -129,7 +130,7 @@ class Agent:
     # -- messages --
 
     def _greet(self, now_s: float) -> None:
-        """A new session: the broker may have forgotten all, so say everything again."""
+        """Publish everything again after a new session: the broker may have lost it."""
         self._session = self._link.session
         self._link.subscribe(self._topics.for_device(self.device))
         self._begin_anew(now_s)
@@ -168,7 +169,7 @@ class Agent:
         return self.duty.feed(Arrived(task, missing), now_s)
 
     def _settle(self, key: Key, accepted: bool, reason: str, now_s: float) -> None:
-        """An update has been answered: on disk first, so that a full disk leaves it to be answered again."""
+        """Apply the answer to an update: on disk first, so that with a full disk it is answered again."""
         offer = self.duty.state.outbox.get(key)
         if offer is None:
             return
@@ -193,6 +194,7 @@ class Agent:
     # -- what the duty asks for --
 
     def say(self, claim: wire.Claim) -> None:
+        """Publish a claim, and log refusals."""
         if claim.code == "cleared":
             log.info("%s, round %d, given up: %s", claim.job, claim.round, claim.reason)
         elif not claim.accepted:
@@ -200,6 +202,7 @@ class Agent:
         self._publish("claim", claim)
 
     def fetch(self, refs: Sequence[BlobRef]) -> None:
+        """Request blobs from the coordinator, after dropping the longest unused ones for lack of room."""
         size = sum(ref.size for ref in refs)
         self.local.make_room(size, size_bytes(self.settings.cache), self._needed())
         self.local.require_room(size)
@@ -261,14 +264,14 @@ class Agent:
             self._publish("progress", messages.progress(task, fraction), reliable=False)
 
     def offer(self, update: Update, now_s: float) -> None:
-        """Offer an update; one whose blobs the disk has lost can only be worked for again."""
+        """Offer an update; one whose blobs are lost from disk has to be worked for again."""
         if not all(self.local.depot.has(ref) for ref in update.bundles.values()):
             return self._settle((update.job, update.round), False, "its blobs are gone from this disk", now_s)
-        if self._link.connected:  # else it is offered when the next session begins
+        if self._link.connected:  # else it is offered with the next session
             self._publish("update", update)
 
     def _needed(self) -> set[str]:
-        """Blobs of the task in hand and of the outbox."""
+        """Hashes (sha256) of the blobs of the task in hand and of the outbox."""
         needed = {ref.sha256 for offer in self.duty.state.outbox.values() for ref in offer.update.bundles.values()}
         if self.duty.state.open is not None:
             needed |= {ref.sha256 for ref in self.duty.state.open.task.bundles.values()}
@@ -301,9 +304,9 @@ class Agent:
             log.error("cannot tell the coordinator: %s", error)
 
 
-@cache  # it is looked up on disk, and does not change while a process runs
+@cache  # looked up on disk, and constant while a process runs
 def _means(budget_bytes: int, allowed: tuple[str, ...] | None) -> events.Means:
-    """The engines and methods that there are on this machine, as far as agent.toml allows those of other packages."""
+    """Engines and methods on this machine, as far as agent.toml allows those of other packages."""
     with plugins.restricted(allowed):
         known = (*methods.names(), *methods.outside(), *(name for name in allowed or () if ":" in name))
         return events.Means(budget_bytes, engines.available(), known, plugins=plugins.modules())
@@ -313,7 +316,7 @@ def _means(budget_bytes: int, allowed: tuple[str, ...] | None) -> events.Means:
 
 
 def run_agent(settings: AgentSettings) -> None:
-    """Be a device's agent until SIGTERM or SIGINT.
+    """Run a device's agent until SIGTERM or SIGINT.
 
     Raises:
         JobError: a setting that cannot be used, or another agent in the same home.

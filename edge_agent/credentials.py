@@ -1,4 +1,4 @@
-"""Secrets that systemd hands to the agent alone: LoadCredential (systemd.exec(5))."""
+"""Credentials that systemd passes to the agent alone: LoadCredential (systemd.exec(5))."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FILES = ("ca", "cert", "key", "password_file")
 
 
 def taken(settings: AgentSettings, folder: Path | None) -> AgentSettings:
-    """The settings, with each of the broker's files that is in `folder` by its name taken from there.
+    """Settings in which each broker file that `folder` has under its name is read from there.
 
     So agent.toml names /etc/fedquilt/device.key, which only root reads, and the unit's user reads its copy.
     """

@@ -1,6 +1,6 @@
-"""One device at its task: what `plan` decides is done here, on whatever surrounds the device.
+"""One device at its task: carries out the decisions of `plan`, in any surroundings.
 
-An agent surrounds it with a link, a disk and a task process; a simulated fleet with virtual time and workers
+An agent provides a link, a disk and a task process; a simulated fleet virtual time and workers
 that many devices share. Both run this same code: admission, memory, clocks, joules and the outbox are alike.
 """
 
@@ -26,41 +26,41 @@ log = logging.getLogger("fedquilt.agent")
 
 
 class Surroundings(Protocol):
-    """What a device at its task needs around it.
+    """Services that a device needs for its tasks.
 
     Raises, from every method:
-        StoreError: the device's disk is full or cannot be used; the task is then refused with this reason.
+        StoreError: the device's disk is full or unusable; the task is then refused with this reason.
     """
 
     def say(self, claim: Claim) -> None:
-        """Tell the coordinator whether a task is taken."""
+        """Send the coordinator a claim: whether a task is accepted."""
         ...
 
     def offer(self, update: Update, now_s: float) -> None:
-        """Tell the coordinator what a task has come to."""
+        """Send the coordinator the result of a task."""
         ...
 
     def fetch(self, refs: Sequence[BlobRef]) -> None:
-        """Begin to bring these blobs here; `events.Fetched` follows for each."""
+        """Start fetching these blobs; `events.Fetched` follows for each."""
         ...
 
     def abandon(self, sha256: str) -> None:
-        """Stop bringing a blob here, and forget what there is of it."""
+        """Stop fetching a blob, and forget the part received."""
         ...
 
     def order(self, task: Task, budget_bytes: int, plan_bytes: int) -> Order:
-        """The task with where things are on this device."""
+        """Order for the worker: the task with the paths of its files on this device."""
         ...
 
     def keep(self, update: Update, blobs: Mapping[str, bytes]) -> bool:
-        """Make the result of the order in hand durable; whether it leaves private state.
+        """Make the result of the order in hand durable; returns whether it leaves private state.
 
-        `blobs` are, by sha256, those of its bundles that came with the order's outcome, and not in files.
+        `blobs` are the bundles that came with the order's outcome instead of in files, by sha256.
         """
         ...
 
     def progressed(self, task: Task, fraction: float, now_s: float) -> None:
-        """So much of the task is done, 0 to 1."""
+        """Report that the share `fraction` of the task is done, 0 to 1."""
         ...
 
 
@@ -68,8 +68,8 @@ class Duty:
     """A device with its board, its worker and the state of its plan.
 
     Args:
-        state: what an earlier process has left in the outbox and counted, or nothing.
-        rule: how operating points are chosen.
+        state: outbox and counted rounds left by an earlier process, or an empty state.
+        rule: policy for operating points.
     """
 
     def __init__(
@@ -80,29 +80,29 @@ class Duty:
         self._pacer = Pacer(board, rule)
 
     def step(self, now_s: float) -> None:
-        """Read the sensors if it is time, hear the worker, and do what is due."""
+        """Read the sensors if it is time, poll the worker, and do everything due."""
         self._pacer.sample(now_s)
         for event in self._worker.poll(now_s):
             self._worked(event, now_s)
         self.feed(Tick(), now_s)
 
     def due_s(self, now_s: float) -> float:
-        """When `step` is to be called at the latest."""
+        """Time by which `step` has to be called."""
         return min(plan.next_s(self.state), self._worker.due_s(now_s), self._pacer.due_s())
 
     def stop(self) -> None:
-        """End the task in hand; what is in the outbox stays there."""
+        """End the task in hand; the outbox stays."""
         self._worker.close()
         self._pacer.stop()
 
     def feed(self, event: events.Event, now_s: float) -> None:
-        """Let something count that has happened, and do what follows from it."""
+        """Apply an event, and carry out the actions that follow."""
         reading = self._spare(now_s) if isinstance(event, Arrived) else Reading()
         self.state, actions = plan.advance(self.state, event, now_s, reading)
         self.act(actions, now_s)
 
     def act(self, actions: Sequence[events.Action], now_s: float) -> None:
-        """Do what the plan has decided; what the disk does not allow becomes a refusal."""
+        """Carry out the plan's actions; errors of the disk become a refusal."""
         for action in actions:
             try:
                 match action:
@@ -123,7 +123,7 @@ class Duty:
                 return self.feed(Failed("disk", str(error)), now_s)
 
     def _spare(self, now_s: float) -> Reading:
-        """The board's sensors, with what a worker that waits would give back as available."""
+        """Readings of the board's sensors, with the memory of an idle worker counted as available."""
         reading = self._board.read(now_s)
         if reading.available_bytes is None:
             return reading
@@ -148,7 +148,7 @@ class Duty:
         self._around.progressed(open.task, event.fraction, now_s)
 
     def _ended(self, open: events.Open, outcome: Outcome, now_s: float) -> None:
-        """Make the result durable, then let it count."""
+        """Make the result durable, then apply it."""
         if outcome.code != "ok":
             self._pacer.stop()
             if outcome.killed:

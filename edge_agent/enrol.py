@@ -1,8 +1,8 @@
-"""How a board gets its certificate, keeps it fresh, and what it says when it cannot.
+"""Enrolment of a board: gets its certificate, renews it, and explains failures.
 
-The key is made here and never leaves. `enrol` may be run at any time and any number of times: it does
-what is needed (`next_step`), or nothing. The authority's certificate that the board was given
-(`broker.ca`) is all it trusts. The endpoint is checked in full, dates too: the authority and
+The key is made here and never leaves. `enrol` may run at any time and any number of times: it takes
+the step that is needed (`next_step`), or none. It trusts only the authority's certificate that the board was
+given (`broker.ca`). The endpoint is checked in full, dates too: the authority and
 servers are valid since 1970, so that a clock that says 1970 is no obstacle and nothing is left unchecked.
 Not imported by the agent's daemon: this needs the cryptography library (`fedquilt[identity]`).
 """
@@ -37,14 +37,14 @@ from fedquilt.transport import mqtt_errors
 log = logging.getLogger("fedquilt.enrol")
 
 ANSWER_S: Final = 10.0
-PAUSE_S: Final = (2.0, 60.0)  # between attempts, while waiting: the first and the longest
+PAUSE_S: Final = (2.0, 60.0)  # pauses between attempts while waiting: the first and the longest
 _NOT_YET, _EXPIRED = 9, 10  # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
 
 Step = Literal["enrol", "renew", "keep"]
 
 
 class Paths(NamedTuple):
-    """The board's files: /etc/fedquilt/{ca.crt,device.crt,device.key,token} where flash put them."""
+    """Files of the board: /etc/fedquilt/{ca.crt,device.crt,device.key,token} where flash put them."""
 
     ca: Path
     cert: Path
@@ -53,21 +53,21 @@ class Paths(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A certificate in hand, for the key in hand."""
+    """Validity of the board's certificate, which fits its key."""
 
     begins: datetime.datetime
     ends: datetime.datetime
 
 
 class Refused(JobError):
-    """The endpoint said no, and why."""
+    """The endpoint refused; the message is its reason."""
 
 
 Post = Callable[[str, Paths, str, Request, bool], Answer]  # url, files, path, request, with our certificate
 
 
 def next_step(held: Held | None, token: bool, now: datetime.datetime) -> Step | None:
-    """What to do; None: there is nothing to do it with. A token is an operator's wish to enrol (again)."""
+    """Step to take; None: nothing is possible. A token is an operator's wish to enrol (again)."""
     if token:
         return "enrol"
     if held is None or now >= held.ends:
@@ -76,7 +76,7 @@ def next_step(held: Held | None, token: bool, now: datetime.datetime) -> Step | 
 
 
 def paths(settings: AgentSettings) -> Paths:
-    """Where the settings keep this board's identity.
+    """Paths of this board's identity, by its settings.
 
     Raises:
         JobError: they name no files for it.
@@ -89,7 +89,7 @@ def paths(settings: AgentSettings) -> Paths:
 
 
 def enrol(settings: AgentSettings, now: datetime.datetime, post: Post | None = None) -> str:
-    """Get, renew or keep this board's certificate; what was done, as a sentence.
+    """Get, renew or keep this board's certificate; returns a sentence on what was done.
 
     Raises:
         JobError: a setting or file that cannot be used; Refused by the endpoint with nothing valid in hand.
@@ -127,7 +127,7 @@ def enrol(settings: AgentSettings, now: datetime.datetime, post: Post | None = N
 
 
 def wait(
-    settings: AgentSettings,
+    settings: AgentSettings,  # """Repeat `enrol` until the endpoint is reached; a refusal or a wrong setting ends it.
     clock: Callable[[], datetime.datetime],
     pause: Callable[[float], None],
     post: Post | None = None,
@@ -153,13 +153,13 @@ def wait(
 
 
 def own_key(files: Paths) -> ec.EllipticCurvePrivateKey:
-    """The board's key; made, readable by its owner alone, where there is none.
+    """The board's key; made if there is none, readable by its owner alone.
 
     Raises:
         JobError: a key file that holds no key of ours.
         StoreError: it cannot be read or written.
     """
-    with disk.doing(f"look for {files.key}"):  # a key that cannot be seen is not one that is not there
+    with disk.doing(f"look for {files.key}"):  # a key that cannot be seen may still exist
         held = files.key.exists()
     if not held:
         key = ec.generate_private_key(ec.SECP256R1())
@@ -186,19 +186,19 @@ def own_key(files: Paths) -> ec.EllipticCurvePrivateKey:
 
 
 def signing_request(key: ec.EllipticCurvePrivateKey, device: str) -> str:
-    """A PKCS#10 request for the common name `device`, PEM."""
+    """PKCS#10 request for the common name `device`, PEM."""
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, device)])
     csr = x509.CertificateSigningRequestBuilder(subject).sign(key, hashes.SHA256())
     return csr.public_bytes(serialization.Encoding.PEM).decode()
 
 
 def accept(settings: AgentSettings, pem: bytes) -> datetime.datetime:
-    """Keep a certificate, if it is for this board's id and key and of its authority; the token is forgotten.
+    """Keep a certificate, if it is for this board's id and key and from its authority; then the token is deleted.
 
-    Returns: when it ends.
+    Returns: end of its validity.
 
     Raises:
-        JobError: it is not this board's.
+        JobError: it belongs to another board.
         StoreError: it cannot be written.
     """
     files = paths(settings)
@@ -222,7 +222,7 @@ def _token(path: Path) -> str | None:
 
 
 def _held(files: Paths, device: str, key: ec.EllipticCurvePrivateKey) -> Held | None:
-    """The certificate on disk; None where there is none that could serve."""
+    """Certificate on disk; None if there is none that could serve."""
     try:
         pem = files.cert.read_bytes()
     except FileNotFoundError:
@@ -237,7 +237,7 @@ def _held(files: Paths, device: str, key: ec.EllipticCurvePrivateKey) -> Held | 
 
 
 def _parse(pem: bytes, files: Paths, device: str, key: ec.EllipticCurvePrivateKey) -> Held | str:
-    """A certificate that fits, or why it does not."""
+    """Validity of a certificate that fits, or a sentence why it does not."""
     with disk.doing(f"read {files.ca}", when_full=""):
         authority = files.ca.read_bytes()
     try:
@@ -265,11 +265,11 @@ def _day(at: datetime.datetime) -> str:
 
 
 def _post(url: str, files: Paths, path: str, request: Request, certified: bool) -> Answer:
-    """One request over HTTPS, to who proves by `files.ca` to be `url`'s host.
+    """Send one request over HTTPS, to a host that proves by `files.ca` to be `url`'s.
 
     Raises:
-        Refused: it said no.
-        LinkError: no answer, or not of one to be trusted.
+        Refused: the endpoint refused.
+        LinkError: no answer, or an untrusted one.
         JobError: a URL, CA file, certificate or key that cannot be used.
     """
     parts = urlsplit(url)

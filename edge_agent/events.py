@@ -1,4 +1,4 @@
-"""What happens to a device, what it then does, and where it stands: values without behaviour.
+"""Events, actions and state of a device: values without behaviour.
 
 `edge_agent.plan.advance` takes an `Event` and a `State`, and returns the next `State` and the `Action`s to carry out.
 """
@@ -25,22 +25,22 @@ Key = tuple[str, int]  # job, round
 
 
 class Connected(msgspec.Struct, frozen=True):
-    """A new session with the broker, or the coordinator has just come up: whatever was said may be lost."""
+    """New session with the broker, or restart of the coordinator: earlier messages may be lost."""
 
 
 class Arrived(msgspec.Struct, frozen=True):
-    """A task, and which of its blobs are not on this device."""
+    """A task arrived; `missing` are its blobs that are not on this device."""
 
     task: Task
     missing: frozenset[BlobRef] = frozenset()
 
 
 class Cleared(msgspec.Struct, frozen=True):
-    """The coordinator has withdrawn the task."""
+    """The coordinator withdrew the task."""
 
 
 class Fetched(msgspec.Struct, frozen=True):
-    """A blob is here, or could not be had this time."""
+    """A blob arrived, or could not be fetched this time."""
 
     sha256: str
     error: str | None = None
@@ -50,22 +50,22 @@ class Done(msgspec.Struct, frozen=True):
     """The open task's result is on disk, in the outbox."""
 
     update: Update
-    private: bool  # it leaves a private state behind
-    pace: float | None = None  # seconds it took over those predicted; None: nothing was predicted
-    planned_bytes: int | None = None  # what its engine expected of its peak, beside the bare process
+    private: bool  # the result includes private state
+    pace: float | None = None  # measured over predicted seconds; None: no prediction
+    planned_bytes: int | None = None  # peak that its engine predicted, beside the bare process
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """The open task cannot be carried out here."""
+    """The open task cannot be completed here."""
 
     code: RefusalCode
     reason: str
-    overrun: bool = False  # memory ran out while it worked
-    killed: bool = False  # its process was, from outside: it may go well the next time
+    overrun: bool = False  # memory ran out during the work
+    killed: bool = False  # its process was killed from outside: the next attempt may succeed
 
 
 class Acked(msgspec.Struct, frozen=True):
-    """The coordinator has counted an update, or refused it for good; the outbox no longer holds it."""
+    """The coordinator counted an update, or refused it for good; the outbox no longer holds it."""
 
     key: Key
     accepted: bool
@@ -88,25 +88,25 @@ class Say(msgspec.Struct, frozen=True):
 
 
 class Fetch(msgspec.Struct, frozen=True):
-    """Pull blobs."""
+    """Fetch blobs."""
 
     refs: tuple[BlobRef, ...]
 
 
 class Abandon(msgspec.Struct, frozen=True):
-    """Stop pulling a blob, and forget what there is of it."""
+    """Stop fetching a blob, and forget the part received."""
 
     sha256: str
 
 
 class Begin(msgspec.Struct, frozen=True):
-    """Have the task carried out."""
+    """Start the worker on the task."""
 
     task: Task
 
 
 class Stop(msgspec.Struct, frozen=True):
-    """Kill what is being carried out."""
+    """Kill the worker's task."""
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -121,7 +121,7 @@ Action = Say | Fetch | Abandon | Begin | Stop | Send
 
 
 class Means(msgspec.Struct, frozen=True):
-    """What this device has; it does not change while the agent runs."""
+    """Capabilities of this device; constant while the agent runs."""
 
     budget_bytes: int
     engines: tuple[str, ...]
@@ -131,25 +131,26 @@ class Means(msgspec.Struct, frozen=True):
 
 
 class Open(msgspec.Struct, frozen=True):
-    """The task in hand."""
+    """Task in hand."""
 
     task: Task
     missing: frozenset[BlobRef]
-    due_s: float = math.inf  # its deadline by this device's own clock, from when it was first heard of
+    due_s: float = math.inf  # its deadline by this device's own clock, set when it first arrived
     working: bool = False
-    down_bytes: int = 0  # of blobs that had to be fetched for it
-    again: frozenset[BlobRef] = frozenset()  # of `missing`: failed, to be fetched again at `again_s`
+    down_bytes: int = 0  # size of blobs that had to be fetched for it
+    again: frozenset[BlobRef] = frozenset()  # part of `missing` that failed, to be fetched again at `again_s`
     again_s: float = math.inf
     patience_s: float = REFETCH_S
-    killed: int = 0  # how often its process was killed from outside
+    killed: int = 0  # times its process was killed from outside
 
     @property
     def key(self) -> Key:
+        """Job and round of the task."""
         return (self.task.job, self.task.round)
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """An update in the outbox."""
+    """Update in the outbox."""
 
     update: Update
     private: bool
@@ -158,13 +159,13 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class State(msgspec.Struct, frozen=True):
-    """Where the agent stands."""
+    """State of the agent."""
 
     means: Means
     open: Open | None = None
     outbox: Mapping[Key, Offer] = field(default_factory=dict)
-    counted: Mapping[str, int] = field(default_factory=dict)  # job -> last round it was counted in
-    refusal: Claim | None = None  # the last one: repeated when its task is
+    counted: Mapping[str, int] = field(default_factory=dict)  # job -> last round counted
+    refusal: Claim | None = None  # latest refusal, repeated with its task
     base_bytes: Mapping[str, int] = field(default_factory=dict)  # engine -> resident with nothing but it
-    paces: Mapping[str, float] = field(default_factory=dict)  # method -> seconds seen over seconds predicted
+    paces: Mapping[str, float] = field(default_factory=dict)  # method -> measured over predicted seconds
     cautions: Mapping[tuple[str, str], Caution] = field(default_factory=dict)  # (method, engine) -> what was seen

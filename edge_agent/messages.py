@@ -1,4 +1,4 @@
-"""What an agent says of its device and of a task: messages made from what is known, no I/O but package versions."""
+"""Messages of an agent on its device and task, built from known values; the only I/O is reading package versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedquilt.wire import Progress, Telemetry
 
 
 def profile(device: str, board: Device, means: Means) -> Profile:
-    """The device as its board describes it."""
+    """Profile message of a device, from its board."""
     return Profile(
         device=device,
         board=board.board[:200],
@@ -31,7 +31,7 @@ def profile(device: str, board: Device, means: Means) -> Profile:
 
 
 def telemetry(reading: Reading) -> Telemetry | None:
-    """What the sensors say; None where there are none."""
+    """Telemetry message of a reading; None without any sensor value."""
     told = Telemetry(
         power_w=reading.power_w,
         energy_j=reading.energy_j,
@@ -44,11 +44,12 @@ def telemetry(reading: Reading) -> Telemetry | None:
 
 
 def progress(task: Task, fraction: float) -> Progress:
+    """Progress message of a task, `fraction` from 0 to 1."""
     return Progress(job=task.job, round=task.round, attempt=task.attempt, fraction=fraction)
 
 
 def update(device: str, open: Open, outcome: Outcome, cost: Cost) -> Update:
-    """The manifest of what a task came to, and what it took on this board."""
+    """Update message: the manifest of a task's result, and its cost on this board."""
     task = open.task
     moved = task.bundles.keys() & outcome.bundles.keys() if task.wire.codec != "raw" else set()
     usage = Usage(
@@ -78,12 +79,12 @@ def update(device: str, open: Open, outcome: Outcome, cost: Cost) -> Update:
     )
 
 
-@lru_cache(maxsize=1)  # it reads files, and does not change while a process runs
+@lru_cache(maxsize=1)  # reads files that do not change while a process runs
 def _versions(available: tuple[str, ...]) -> dict[str, str]:
     found = {"fedquilt": fedquilt.__version__, "python": platform.python_version()}
     for engine in available:
         library, _ = engines.NEEDS.get(engine, ("", ""))
-        if not library:  # another package's: `Means.plugins` has it
+        if not library:  # another package's, listed in `Means.plugins`
             continue
         for name in (library, f"{library}-gpu"):
             try:

@@ -1,13 +1,13 @@
-"""What the agent does next, decided purely: no I/O, no clock, no randomness.
+"""Next action of the agent: pure decisions, no I/O, no clock, no randomness.
 
     (nothing) --Arrived--> FETCHING --Fetched--> WORKING --Done--> in the outbox --Acked--> gone
                    |           |                    |
                    +-----------+--- a refusal ------+-- Failed       Cleared or a later task: given up
 
-One task is open at a time, and it is the coordinator's latest. What is in the outbox was worked for
-and is never worked for again: it is offered, ever more rarely, until the coordinator says that it
-is counted or refused. The private state that a round leaves on the device counts only with the
-round's contribution; so while one with private state is unanswered, the job's next task waits.
+One task is open at a time, the coordinator's latest. Results in the outbox are
+never computed again: they are offered, ever more rarely, until the coordinator answers that each
+is counted or refused. Private state that a round leaves on the device counts only together with the
+round's contribution; so while an update with private state is unanswered, the job's next task waits.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ from fedquilt.wire import Claim
 RESEND_MOST_S: Final = 60.0
 REFETCH_MOST_S: Final = 60.0
 REMEMBERED_JOBS: Final = 64
-KILLED_MOST: Final = 2  # how often a task whose process was killed from outside is begun again
+KILLED_MOST: Final = 2  # most restarts of a task whose process was killed from outside
 
 Step = tuple[State, tuple[Action, ...]]
 
 
 def next_s(state: State) -> float:
-    """When time alone will change something."""
+    """Time at which `advance` may change something without an event."""
     again_s = state.open.again_s if state.open else math.inf
     return min([again_s, *(offer.due_s for offer in state.outbox.values())]) if state.outbox else again_s
 
 
 def advance(state: State, event: Event, now_s: float, reading: Reading = Reading()) -> Step:
-    """The state after an event, and what to do, in order.
+    """Next state after an event, and the actions to take, in order.
 
-    `reading.available_bytes` is what the board could give to a task's process.
+    `reading.available_bytes` is the memory that the board could give to a task's process.
     """
     match event:
         case Arrived():
@@ -102,9 +102,9 @@ def _arrived(state: State, event: Arrived, now_s: float, reading: Reading) -> St
     if task.round <= state.counted.get(task.job, -1):
         return state, ()  # counted already; the coordinator knows, this is an old message
     if open is not None and open.task.job == task.job and open.task.round > task.round:
-        return state, ()  # overtaken on its way by the task in hand
+        return state, ()  # superseded by the task in hand before it arrived
     if open is not None and _same(open.task, task):
-        due_s = open.due_s if task == open.task else now_s + task.deadline_s  # an old message tells an old deadline
+        due_s = open.due_s if task == open.task else now_s + task.deadline_s  # an old message carries an old deadline
         return replace(state, open=replace(open, task=task, due_s=due_s)), (Say(_claim(task)),)
     if state.refusal is not None and _claim(task) == replace(state.refusal, accepted=True, code="ok", reason=""):
         return state, (Say(state.refusal),)
@@ -115,7 +115,7 @@ def _arrived(state: State, event: Arrived, now_s: float, reading: Reading) -> St
 
 
 def admit(state: State, task: Task, reading: Reading) -> tuple[RefusalCode, str] | None:
-    """Why this device cannot take a task; None: it can."""
+    """Reason why this device cannot take a task; None: it can."""
     means = state.means
     if task.method not in means.methods:
         return "method", (
@@ -140,7 +140,7 @@ def admit(state: State, task: Task, reading: Reading) -> tuple[RefusalCode, str]
 
 
 def plannable_bytes(state: State, task: Task) -> int:
-    """What the task's engine may plan with: less than the budget where such tasks held more than foreseen."""
+    """Memory for the plan of the task's engine: below the budget if such tasks exceeded their predicted peaks."""
     base = budget.base_bytes(task.engine, state.base_bytes)
     return _caution(state, task).plannable_bytes(state.means.budget_bytes, base)
 
@@ -154,14 +154,14 @@ def _cautious(state: State, task: Task, caution: budget.Caution) -> State:
 
 
 def _warned(state: State, event: Failed) -> State:
-    """The next attempt steps down if memory ran out; an engine that refused has nothing to learn from."""
+    """State with one more step of caution if memory ran out; an engine that refused at once teaches nothing."""
     if state.open is None or event.code != "memory" or not event.overrun:
         return state
     return _cautious(state, state.open.task, _caution(state, state.open.task).failed())
 
 
 def _open(state: State, event: Arrived, now_s: float) -> Step:
-    """Take a task in place of whatever was in hand."""
+    """Take a task in place of the one in hand."""
     given_up = _give_up(state, keep=event.missing)
     down_bytes, due_s = sum(ref.size for ref in event.missing), now_s + event.task.deadline_s
     opened = Open(event.task, event.missing, due_s, down_bytes=down_bytes)
@@ -173,7 +173,7 @@ def _open(state: State, event: Arrived, now_s: float) -> Step:
 
 
 def _same(one: Task, other: Task) -> bool:
-    """Whether two tasks ask for the same work; attempts and deadlines aside."""
+    """Whether two tasks ask for the same work; attempts and deadlines may differ."""
     return replace(one, attempt=other.attempt, deadline_s=other.deadline_s) == other
 
 
@@ -187,7 +187,7 @@ def _refuse(state: State, task: Task, code: RefusalCode, reason: str) -> Step:
 
 
 def _cleared(state: State) -> Step:
-    """Give the task up and say so: whoever empties topics at the broker looks like the coordinator from here."""
+    """Give the task up and publish so: anyone who empties topics at the broker looks like the coordinator here."""
     told: tuple[Action, ...] = ()
     if state.open is not None:
         reason = "its topic was emptied: by the coordinator, or by somebody at the broker"
@@ -217,7 +217,7 @@ def _fetched(state: State, event: Fetched, now_s: float) -> Step:
 
 
 def _proceed(state: State) -> Step:
-    """Begin the open task, if nothing is in the way."""
+    """Begin the open task, if nothing prevents it."""
     open = state.open
     if open is None or open.working or open.missing:
         return state, ()
@@ -244,7 +244,7 @@ def _done(state: State, event: Done, now_s: float) -> Step:
 
 
 def _failed(state: State, open: Open, event: Failed) -> Step:
-    """Refuse the task, or begin it again if its process was killed for nothing that it did.
+    """Refuse the task, or begin it again if its process was killed without own fault.
 
     With the same plan, so that the result has the same bits; only a refusal makes the next attempt more cautious.
     """
@@ -264,12 +264,12 @@ def _acked(state: State, event: Acked) -> Step:
     state = replace(state, outbox=outbox, counted=counted)
     open = state.open
     if open is not None and open.task.round <= counted.get(open.task.job, -1):
-        return _without_open(state), _give_up(state)  # counted while it was being done again
+        return _without_open(state), _give_up(state)  # counted while it was worked on again
     return _proceed(state)
 
 
 def _due(state: State, now_s: float) -> Step:
-    """What time alone brings: offers and fetches to repeat."""
+    """Offers and fetches that are due for repetition."""
     actions: list[Action] = []
     outbox = dict(state.outbox)
     for key, offer in state.outbox.items():
@@ -294,7 +294,7 @@ def _without_open(state: State) -> State:
 
 
 def _give_up(state: State, keep: frozenset[BlobRef] = frozenset()) -> tuple[Action, ...]:
-    """Let go of the task in hand, but for the blobs that are wanted anyway."""
+    """Drop the task in hand, except for blobs that the next one needs."""
     if state.open is None:
         return ()
     abandoned = (Abandon(ref.sha256) for ref in _ordered(state.open.missing - keep))

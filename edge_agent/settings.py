@@ -1,4 +1,4 @@
-"""What an agent is told: agent.toml, or the table of it that a simulated fleet makes.
+"""Settings of an agent: agent.toml, or the table that a simulated fleet makes.
 
 device = "orin-nano-07"
 home = "/var/lib/fedquilt"
@@ -36,7 +36,7 @@ UNITS = {
 
 
 class BrokerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the broker is, and the files that let this device in. See `fedquilt.transport.broker.Broker`."""
+    """Address of the broker, and the files for this device's identity. See `fedquilt.transport.broker.Broker`."""
 
     url: str = "mqtt://127.0.0.1:1883"
     ca: str | None = None
@@ -49,35 +49,36 @@ class BrokerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GovernorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """At which clocks the device works. See `fedquilt.edge_agent.power.governor`."""
+    """Choice of the device's clocks. See `fedquilt.edge_agent.power.governor`."""
 
     policy: Policy = "energy"
-    margin: Annotated[float, Meta(ge=0, le=10)] = 0.1  # of the predicted time, kept to spare before the deadline
+    margin: Annotated[float, Meta(ge=0, le=10)] = 0.1  # share of the predicted time kept as reserve before the deadline
 
     def rule(self) -> Rule:
+        """Policy and margin as a rule of the governor."""
         return Rule(self.policy, self.margin)
 
 
 class EnrolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where this board gets and renews its certificate. See `fedquilt.edge_agent.enrol`."""
+    """Source of this board's certificate. See `fedquilt.edge_agent.enrol`."""
 
     url: str | None = None  # of `fedquilt enrol serve`
     token: str | None = None  # file with the one-time token; None: "token" beside broker.key
 
 
 class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One agent."""
+    """Settings of one agent: agent.toml."""
 
     device: Name
-    home: str  # folder for all that the agent keeps
+    home: str  # folder for all files of the agent
     fleet: Name = "fleet"
-    board: str = "auto"  # or a profile's name, to be a simulated one
-    profile: str | None = None  # file that `fedquilt record` wrote on this board, or one that ships; None: its kind's
-    budget: str | None = None  # the most a task's process may hold resident; None: half of the board's memory
+    board: str = "auto"  # or a profile's name, for a simulated one
+    profile: str | None = None  # file of `fedquilt record` for this board, or a shipped one; None: its kind's
+    budget: str | None = None  # most that a task's process may hold resident; None: half of the board's memory
     cache: str = "2GB"  # blobs kept for later rounds and jobs; the longest unused go first
     plugins: tuple[str, ...] | None = None  # packages and module:name it may import; None: all entry points installed
     meter: str | dict[str, Any] | None = None  # one beside its own: entry point or module:name, or a table with `name`
-    warm_s: Annotated[float, Meta(ge=0)] = 60.0  # how long a task's process waits for the next one
+    warm_s: Annotated[float, Meta(ge=0)] = 60.0  # time for which a task's process waits for the next one
     telemetry_s: Annotated[float, Meta(gt=0)] = 30.0
     broker: BrokerSettings = BrokerSettings()
     enrol: EnrolSettings = EnrolSettings()
@@ -85,15 +86,15 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.data.spec.DataSpec
 
     def budget_bytes(self, memory_bytes: int) -> int:
-        """The most a task's process may hold, on a board with so much memory."""
+        """Most that a task's process may hold on a board with `memory_bytes`."""
         return memory_bytes // 2 if self.budget is None else size_bytes(self.budget)
 
 
 def size_bytes(text: str) -> int:
-    """ "512MB" -> 512000000; kB to TB are powers of 1000, KiB to TiB of 1024.
+    """Bytes of a size: "512MB" -> 512000000; kB to TB are powers of 1000, KiB to TiB of 1024.
 
     Raises:
-        JobError: no size, or one without its unit.
+        JobError: not a size, or without its unit.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = found[2].upper().removesuffix("B") + "B" if found else ""
@@ -106,7 +107,7 @@ def size_bytes(text: str) -> int:
 
 
 def load(path: Path) -> AgentSettings:
-    """The settings in an agent.toml. Relative paths in it are taken from the file's folder.
+    """Read the settings from an agent.toml. Relative paths in it start at the file's folder.
 
     Raises:
         JobError: unreadable, not TOML, an unknown key, or a value of the wrong type or out of range.
@@ -121,10 +122,10 @@ def load(path: Path) -> AgentSettings:
 
 
 def parse(table: Mapping[str, Any]) -> AgentSettings:
-    """The settings in a table.
+    """Read the settings from a table.
 
     Raises:
-        JobError: says which key is wrong, what is expected there, and which keys there are.
+        JobError: names the wrong key, what is expected there, and the keys there are.
     """
     settings = config.convert(table, AgentSettings, "an agent's settings")
     if settings.data:
@@ -140,7 +141,6 @@ def parse(table: Mapping[str, Any]) -> AgentSettings:
 
 def _anchored(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The table with its paths made absolute."""
-
     profile = table.get("profile")
     named = isinstance(profile, str) and profiles.is_name(profile) and not (folder / profile).exists()
     result = _anchor(table, ("home", *(() if named else ("profile",))), folder)

@@ -1,17 +1,17 @@
-"""What a device keeps: results that are not acknowledged yet, private state, and blobs. All survive kill -9.
+"""Persistent state of a device: unacknowledged results, private state, and blobs. All survive kill -9.
 
     <home>/blobs/                     every blob, by content (`fedquilt.blobs.store`)
-    <home>/scratch/                   where the task in hand writes; emptied at every start
-    <home>/cache/<boot>/<job>/        what a job's tasks leave for later ones; may go at any time between tasks
+    <home>/scratch/                   output of the task in hand; emptied at every start
+    <home>/cache/<boot>/<job>/        files of a job's tasks for later ones; may vanish at any time between tasks
     <home>/outbox/<job>@<round>/      update.json, and the private state the round leaves: private.safetensors
     <home>/private/<job>.safetensors  the private state of a job; never sent
     <home>/counted.json               job -> last round that was counted
 
-A result becomes durable in one step: its blobs are stored by content, where they mean nothing yet;
+A result becomes durable in one step: its blobs are stored by content, where nothing refers to them yet;
 update.json and the private state are completed in scratch/, and the folder is renamed into outbox/.
 Before that rename the task is worked for again, from the same private state and hence with the same
 result; after it, the update is there to be delivered. The private state moves to its place when the
-coordinator has counted the contribution, and goes with it when that is refused: a device never
+coordinator has counted the contribution, and is deleted when that is refused: a device never
 builds on work that the federation did not take.
 """
 
@@ -46,18 +46,18 @@ Key = tuple[str, int]  # job, round
 
 UPDATE: Final = "update.json"
 PRIVATE: Final = "private.safetensors"
-SPARE_BYTES: Final = 1 << 20  # of the disk, left for what is small
-SMALL_BYTES: Final = 1 << 20  # of tensors that are encoded as a whole before they are written
+SPARE_BYTES: Final = 1 << 20  # disk space left for small files
+SMALL_BYTES: Final = 1 << 20  # bytes of tensors encoded as a whole before they are written
 
 
 class Local:
-    """One device's folder.
+    """Folder of one device.
 
     Args:
-        durable: wait for the disk at each step, as `blobs.store.Depot`. Where nothing does, a result that leaves no
-            private state is kept in memory: lost with the process, it is worked for again and comes out the same.
-            Folders are then made when something is put there.
-        shared: where small blobs lie that other devices of this process have as well; not where it is durable.
+        durable: wait for the disk at each step, as `blobs.store.Depot`. If not, a result without private state is
+            kept in memory: lost with the process, it is worked for again with the same outcome. Folders are then
+            made on first use.
+        shared: store of small blobs that other devices of this process have as well; not with `durable`.
 
     Raises, from every method:
         StoreError: it cannot be read or written; says what, where and the mend.
@@ -69,9 +69,9 @@ class Local:
         self._scratch = self.home / "scratch"
         if durable:
             self._make_folders()
-        self._cache: Path | None = None  # the folder that `cache` gave last
+        self._cache: Path | None = None  # folder of the latest `cache`
         self._light: set[Key] = set()  # results that are in memory only
-        self._disk = self.home if shared is None else shared.depot.folder  # a folder that is there
+        self._disk = self.home if shared is None else shared.depot.folder  # a folder that exists
         blobs = self.home / "blobs"
         self.depot = Depot(blobs, durable=durable) if shared is None else Lodger(blobs, shared)
 
@@ -81,7 +81,7 @@ class Local:
                 folder.mkdir(parents=True, exist_ok=True)
 
     def lock(self) -> int:
-        """Claim the folder for this process, as long as the file descriptor returned is open.
+        """Claim the folder for this process, as long as the returned file descriptor is open.
 
         Raises:
             JobError: another agent has it.
@@ -98,7 +98,7 @@ class Local:
     # -- starting --
 
     def recover(self) -> tuple[dict[Key, tuple[Update, bool]], dict[str, int]]:
-        """What an earlier process left: updates to deliver (and whether with private state), and rounds counted."""
+        """Leftovers of an earlier process: updates to deliver (and whether with private state), and rounds counted."""
         if not self._outbox.is_dir():
             return {}, {}
         counted = self._counted()
@@ -114,7 +114,7 @@ class Local:
         return updates, counted
 
     def _stored(self, folder: Path) -> Update | None:
-        """The update in an outbox folder; None: it was being removed, or its bytes have decayed."""
+        """Update in an outbox folder; None: it was being removed, or its bytes have decayed."""
         try:
             update = wire.decode((folder / UPDATE).read_bytes(), Update)
         except (FileNotFoundError, NotADirectoryError):
@@ -139,7 +139,7 @@ class Local:
     # -- one task --
 
     def scratch(self) -> Path:
-        """An empty folder for the task in hand to write into; without durability one that may not be there yet."""
+        """Empty folder for the output of the task in hand; without `durable` it may not exist yet."""
         folder = self._scratch
         if not self._durable:
             if os.path.isdir(folder):
@@ -154,7 +154,7 @@ class Local:
         return folder
 
     def cache(self, job: str) -> Path:
-        """The folder of what a job's tasks leave for later ones; those of other jobs go.
+        """Folder of the files that a job's tasks leave for later ones; those of other jobs are deleted.
 
         It belongs to this boot of the machine: files there are whole unless the power has failed, and are not
         worth a sync.
@@ -174,16 +174,17 @@ class Local:
         return folder
 
     def private(self, job: str) -> Path | None:
-        """The private state that a job's next round begins with; None: none yet."""
+        """File of the private state for a job's next round; None: none yet."""
         path = self._private / f"{job}.safetensors"
         return path if path.is_file() else None
 
     def commit(self, update: Update, blobs: Mapping[str, bytes] = {}) -> bool:
-        """Make what the task left in scratch durable as this update; whether it has private state.
+        """Make the task's output in scratch durable as this update; returns whether it has private state.
 
         The folder holds each bundle in a file named by its sha256, and the private state if there is one.
 
         Args:
+            update: manifest of the output.
             blobs: bundles that the task did not write there, by sha256.
         """
         scratch = self._scratch
@@ -204,7 +205,7 @@ class Local:
             self.depot.put_file(scratch / ref.sha256, ref, move=True)
         target = self._folder((update.job, update.round))
         with doing(f"keep the result of {update.job}, round {update.round}, in {self._outbox}"):
-            for ref in update.bundles.values():  # one that was in the depot already is still here
+            for ref in update.bundles.values():  # a blob that was in the depot already is still there
                 with suppress(FileNotFoundError):
                     os.unlink(scratch / ref.sha256)
             (scratch / UPDATE).write_bytes(wire.encode(update))
@@ -219,9 +220,9 @@ class Local:
             return (target / PRIVATE).exists()
 
     def settle(self, key: Key, accepted: bool, counted: Mapping[str, int]) -> None:
-        """The coordinator has answered an update: keep what it leaves if it counted, forget it if not.
+        """Apply the coordinator's answer to an update: keep its private state if it counted, delete it if not.
 
-        `counted` is what is remembered from now on; private states of other jobs go.
+        `counted` is remembered from now on; private states of other jobs are deleted.
         """
         folder, job = self._folder(key), key[0]
         if key in self._light:
@@ -239,7 +240,7 @@ class Local:
             self._remove(folder)
 
     def _remove(self, folder: Path) -> None:
-        """Remove an outbox entry; without its update.json it is none, so that goes first."""
+        """Remove an outbox entry; without its update.json it is no entry, so that file goes first."""
         if folder.is_dir():
             (folder / UPDATE).unlink(missing_ok=True)
             self._sync(folder)
@@ -272,7 +273,7 @@ class Local:
     def make_room(self, size: int, limit_bytes: int, needed: Collection[str]) -> None:
         """Drop blobs, the longest unused first, so that `size` more bytes keep within the limit and fit on the disk.
 
-        Needed ones are never dropped; where that is not enough, `require_room` says so.
+        Needed blobs are never dropped; `require_room` reports when that is not enough.
         """
         unused = self.depot.unused()
         with doing(f"look at {self.home}"):
@@ -297,7 +298,7 @@ class Local:
     # -- writing --
 
     def _write(self, path: Path, payload: bytes) -> None:
-        """Write a small file so that it is always either the old or the new one."""
+        """Write a small file so that it always has either the old or the new content."""
         part = path.with_name(path.name + ".part")
         part.write_bytes(payload)
         self._sync(part)
@@ -305,15 +306,15 @@ class Local:
         self._sync(path.parent)
 
     def _sync(self, path: Path) -> None:
-        """Wait until a file or a folder's entries are on the disk, where that is asked for."""
+        """Wait until a file or a folder's entries are on the disk, if the home is durable."""
         if self._durable:
             _sync(path)
 
 
 def write_tensors(path: Path | str, tensors: Tensors) -> BlobRef:
-    """Write a safetensors file and say what it is. For the task's process: this imports numpy.
+    """Write a safetensors file and return its reference. For the task's process: this imports numpy.
 
-    Large ones are never in memory as a whole: beside the tensors that would be a second copy.
+    Large ones are written piece by piece: beside the tensors, the whole would be a second copy in memory.
 
     Raises:
         StoreError: it cannot be written.
@@ -335,7 +336,7 @@ def write_tensors(path: Path | str, tensors: Tensors) -> BlobRef:
 
 @cache
 def _boot() -> str:
-    """What tells this boot of the machine from any other; "unknown" where the kernel does not say."""
+    """Id of this boot of the machine; "unknown" if the kernel has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,7 +1,7 @@
-"""The agent's side of the clock helper: one JSON line asks, one answers, on a Unix socket. Root is needed only there.
+"""Client of the clock helper: one JSON line asks, one answers, on a Unix socket. Root is needed only in the helper.
 
-The helper (`fedquilt.edge_agent.clocks.helper`) puts the board's own settings back when this side lets go, ends or
-falls silent: whoever holds calls `keepalive` more often than the helper's watchdog.
+The helper (`fedquilt.edge_agent.clocks.helper`) restores the board's own settings when this side releases, ends or
+falls silent: a holder calls `keepalive` more often than the helper's watchdog.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ SOCKET: Final = Path("/run/fedquilt/clocks.sock")
 REQUEST_MOST_BYTES: Final = 4096
 ANSWER_MOST_BYTES: Final = 1 << 18
 ANSWER_S: Final = 2.0
-KEEPALIVE_S: Final = 2.0  # no more often than this
+KEEPALIVE_S: Final = 2.0  # shortest interval between messages
 
 
 class Hold(Wired, frozen=True, tag="hold"):
-    """Hold the clocks there, until let go."""
+    """Request to hold the clocks at a point until release."""
 
     point: OperatingPoint
 
 
 class Keepalive(Wired, frozen=True, tag="keepalive"):
-    """Still here; refused, with the reason, if the helper has let go meanwhile."""
+    """Request to keep holding; refused, with the reason, if the helper has released meanwhile."""
 
 
 class Release(Wired, frozen=True, tag="release"):
-    """Give the clocks back to the board."""
+    """Request to return the clocks to the board."""
 
 
 class Ask(Wired, frozen=True, tag="status"):
-    """How things are; anybody who may speak to the helper may ask, whoever holds."""
+    """Request for the status; any permitted client may send it, whoever holds."""
 
 
 class Clock(Wired, frozen=True):
-    """One clock of the board, as it is now."""
+    """One clock of the board, in its present state."""
 
     name: Label
     kind: Label  # cpu | gpu | emc
@@ -55,27 +55,27 @@ class Clock(Wired, frozen=True):
     high_hz: Amount | None
     now_hz: Amount | None
     governor: Label | None
-    hidden: bool = False  # nothing is listed because whoever says this may not read the list
+    hidden: bool = False  # nothing is listed because the sender may not read the list
 
 
 class Status(Wired, frozen=True):
-    """What the helper knows: as root it also reads the lists that are in debugfs, which an agent's user may not."""
+    """Status of the helper: as root it also reads the lists in debugfs, which an agent's user may not."""
 
     clocks: tuple[Clock, ...]
     mode: Label | None = None  # nvpmodel's
     modes: tuple[Label, ...] = ()
-    temperature_c: float | None = None  # the hottest zone
-    hottest_c: float | None = None  # above it nothing is held
-    holder: Sentence | None = None  # who holds, in words
+    temperature_c: float | None = None  # hottest zone
+    hottest_c: float | None = None  # limit above which nothing is held
+    holder: Sentence | None = None  # description of the holder
     point: OperatingPoint | None = None
-    owes: tuple[Sentence, ...] = ()  # what of the board's own could not be put back; it is tried again
+    owes: tuple[Sentence, ...] = ()  # settings of the board that could not be restored; the helper tries again
 
 
 class Answer(Wired, frozen=True):
-    """To any request. A request that is refused has `error` alone."""
+    """Answer to any request. A refusal has `error` alone."""
 
     error: Annotated[str, Meta(max_length=10_000)] | None = None
-    point: OperatingPoint | None = None  # to Hold: what the board says
+    point: OperatingPoint | None = None  # to Hold: as the board reports it
     status: Status | None = None  # to Ask
 
 
@@ -89,17 +89,17 @@ class Clocks:
         self.point: OperatingPoint | None = None  # held now, as far as this side knows
         self._line: socket.socket | None = line
         self._path = path
-        self._told_s: float | None = None  # when the helper last heard of this side
+        self._told_s: float | None = None  # time of the last message to the helper
         self._decoder = msgspec.json.Decoder(Answer)
 
     @classmethod
     def connect(cls, path: Path = SOCKET) -> Clocks | None:
-        """None: no helper there, or one that this user may not speak to (that is logged)."""
+        """Connect to the helper; None: there is none, or this user may not use it (that is logged)."""
         line = _dial(path)
         return None if line is None else cls(line, path)
 
     def hold(self, point: OperatingPoint) -> OperatingPoint:
-        """Hold the clocks at a point; what the board then says. A helper that was started anew is found again.
+        """Hold the clocks at a point; returns the point the board reports. Reconnects to a restarted helper.
 
         Raises:
             ClockError: the helper's reason; nothing is held then.
@@ -116,20 +116,20 @@ class Clocks:
         return answer.point
 
     def release(self) -> None:
-        """Give the clocks back; nothing happens if none are held.
+        """Return the clocks to the board; nothing happens if none are held.
 
         Raises:
-            ClockError: something could not be put back, or the helper does not answer; it restores by itself then.
+            ClockError: something could not be restored, or the helper does not answer; it then restores by itself.
         """
         if self.point is not None:
             self.point = None
             self._ask(Release())
 
     def keepalive(self, now_s: float) -> None:
-        """Tell the helper that this side lives; call it often, it speaks every 2 s and only while it holds.
+        """Signal that this side is alive; call it often, it sends every 2 s and only while it holds.
 
         Raises:
-            ClockError: the helper has let go, and why.
+            ClockError: the helper has released; gives the reason.
         """
         if self.point is None:
             return
@@ -143,12 +143,12 @@ class Clocks:
             raise
 
     def status(self) -> Status:
-        """Raises ClockError where the helper does not answer."""
+        """Status of the helper; raises ClockError if it does not answer."""
         answer = self._ask(Ask())
         return answer.status or Status(clocks=())
 
     def close(self) -> None:
-        """Hang up: the helper gives the clocks back."""
+        """Close the connection: the helper returns the clocks."""
         self.point = None
         if self._line is not None:
             self._line.close()
@@ -169,7 +169,7 @@ class Clocks:
         return answer
 
     def _read(self) -> bytes:
-        """One line; by its own deadline, or a helper that drips bytes would keep this side for ever."""
+        """Read one line within a deadline: a helper that sends byte by byte must not block this side."""
         assert self._line is not None
         read, end_s = b"", time.monotonic() + ANSWER_S
         while not read.endswith(b"\n"):
@@ -184,7 +184,7 @@ class Clocks:
 
 
 def _left(line: socket.socket) -> bool:
-    """Whether the other side has gone: nothing is to come between questions but the end of the connection."""
+    """Whether the other side has closed: between requests nothing else is to arrive."""
     return bool(select.select([line], [], [], 0)[0])
 
 

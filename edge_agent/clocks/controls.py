@@ -1,4 +1,4 @@
-"""What can be set on a board, as its kernel says: CPU policies, GPU and memory clocks, nvpmodel's modes.
+"""Clock controls of a board, as its kernel offers them: CPU policies, GPU and memory clocks, nvpmodel's modes.
 
 A frequency is held by lower limit = upper limit = frequency under the governor that the board has, as NVIDIA's
 `jetson_clocks` does; the memory clock (EMC) by its cap and, where debugfs shows it, by the rate and its lock.
@@ -19,16 +19,16 @@ from typing import Final, Literal
 from fedquilt.core import ClockError, OperatingPoint, Wired
 from fedquilt.edge_agent import sysfs
 
-TOLERANCE: Final = 0.01  # 1420.8 MHz is meant by who says 1421
+TOLERANCE: Final = 0.01  # 1421 is accepted for 1420.8 MHz
 GPUS: Final = ("gv11b", "gp10b", "ga10b", "gb10b", "gpu")
-EMC: Final = "sys/kernel/debug/bpmp/debug"  # seen by root alone
+EMC: Final = "sys/kernel/debug/bpmp/debug"  # readable by root alone
 EMC_CAPS: Final = ("sys/kernel/nvpmodel_clk_cap/emc", "sys/kernel/nvpmodel_emc_cap/emc_iso_cap")  # JetPack 6; 4 and 5
 
 Kind = Literal["cpu", "gpu", "emc"]
 
 
 class Setting(Wired, frozen=True):
-    """How one lever is set. Values as its files have them, in the lever's own unit; None: there is no such file."""
+    """State of one lever. Values as in its files, in the lever's own unit; None: there is no such file."""
 
     name: str
     governor: str | None = None
@@ -39,7 +39,7 @@ class Setting(Wired, frozen=True):
 
 
 class Settings(Wired, frozen=True):
-    """How a whole board is set: what is put back when its clocks are let go."""
+    """State of a whole board: restored when its clocks are released."""
 
     mode: str | None  # nvpmodel's, by name
     levers: tuple[Setting, ...]
@@ -67,12 +67,12 @@ class Lever:
         return tuple(float(value * self.unit_hz) for value in self.listed)
 
     def setting(self) -> Setting:
-        """As it is set now."""
+        """State of the lever now."""
         low, high, rate, lock = (number(path) for path in (self.low, self.high, self.rate, self.lock))
         return Setting(name=self.name, governor=text(self.governor), low=low, high=high, rate=rate, lock=lock)
 
     def choose(self, hz: float) -> int:
-        """The listed value that is meant, in the lever's unit.
+        """Listed value nearest to `hz`, in the lever's unit.
 
         Raises:
             ClockError: none is within 1 %.
@@ -92,7 +92,7 @@ class Lever:
         return "the board lists no frequencies for it, so leave it out"
 
     def to(self, value: int, *, low: int | None = None) -> list[Write]:
-        """Limits `low` (else `value`) and `value`. The lower goes down first: it is above the upper at no moment."""
+        """Writes for limits `low` (else `value`) and `value`. The lower goes down first: it never exceeds the upper."""
         writes = []
         if self.low is not None:
             writes.append(Write(self, self.low, min(self.listed[0], value if low is None else low)))
@@ -115,7 +115,7 @@ class Write:
         return f"write {self.value} to {self.file} ({self.lever.name})"
 
     def took(self, value: str | None) -> bool:
-        """Whether what the file says then is what was meant. Orin's memory clock rounds up to one it has."""
+        """Whether the file's content then matches the value. Orin's memory clock rounds up to a listed one."""
         if value == str(self.value):
             return True
         if self.lever.kind != "emc" or self.file not in (self.lever.rate, self.lever.high):
@@ -128,35 +128,36 @@ class Write:
 
 @dataclass(frozen=True)
 class Mode:
-    """One of nvpmodel's modes. Ids differ from release to release: a mode is known by its name."""
+    """One of nvpmodel's modes. Ids differ between releases: a mode is identified by its name."""
 
     name: str
     id: int
-    masks: tuple[str, ...] = ()  # parts of the GPU that are off in it: that changes only when the board starts
+    masks: tuple[str, ...] = ()  # parts of the GPU that are off in it: that changes only at boot
     emc_hz: int | None = None
 
 
 @dataclass(frozen=True)
 class Levers:
-    """All that can be set on a board."""
+    """All controls of a board."""
 
     found: tuple[Lever, ...]
     modes: tuple[Mode, ...] = ()
 
     @property
     def hidden(self) -> tuple[Lever, ...]:
-        """Those whose frequencies this process may not read."""
+        """Levers whose frequencies this process may not read."""
         return tuple(lever for lever in self.found if lever.hidden)
 
     def of(self, kind: Kind) -> list[Lever]:
+        """Levers of a kind: cpu, gpu or emc."""
         return [lever for lever in self.found if lever.kind == kind]
 
     def settings(self, mode: str | None) -> Settings:
-        """As all of them are set now, in `mode`."""
+        """State of all levers now, in `mode`."""
         return Settings(mode=mode, levers=tuple(lever.setting() for lever in self.found))
 
     def mode(self, name: str) -> Mode | None:
-        """By name, whether or not written with MODE_ before it, blanks or capitals."""
+        """Mode by name, with or without the prefix MODE_, blanks or capitals."""
         return next((mode for mode in self.modes if plain(mode.name) == plain(name)), None)
 
 
@@ -164,13 +165,13 @@ class Levers:
 
 
 def discover(root: Path = Path("/")) -> Levers:
-    """Find what can be set below `root`; what is absent or lists nothing is simply not there to be held."""
+    """Find the controls below `root`; levers that are absent or list nothing cannot be held."""
     modes = _modes(root / "etc/nvpmodel.conf")
     return Levers((*_cpus(root), *_devfreq(root), *_emc(root, modes)), modes)
 
 
 def hottest_c(root: Path = Path("/")) -> float | None:
-    """The hottest thermal zone that answers; None: none does."""
+    """Temperature of the hottest thermal zone that answers; None: none does."""
     return sysfs.hottest_c(sysfs.zones(root / "sys/class/thermal"))
 
 
@@ -196,7 +197,7 @@ def _cpus(root: Path) -> Iterable[Lever]:
 
 
 def _devfreq(root: Path) -> Iterable[Lever]:
-    """The GPU by what the device tree calls it; on Thor the memory clock too."""
+    """GPU clocks by their names in the device tree; on Thor the memory clock too."""
     for folder in sysfs.glob(root / "sys/class/devfreq", "*"):
         name = text(folder / "device/of_node/name") or folder.name
         gpu = any(part in name for part in GPUS) and "nvd" not in name  # Thor's video engines are no GPU cores
@@ -215,9 +216,9 @@ def _devfreq(root: Path) -> Iterable[Lever]:
 
 
 def _emc(root: Path, modes: Sequence[Mode]) -> Iterable[Lever]:
-    """The memory clock: debugfs lists its rates in kHz; where it does not, those that the board tells elsewhere.
+    """Memory clock: debugfs lists its rates in kHz; without that, the rates that the board shows elsewhere.
 
-    Where this process may not read debugfs, the list stays empty: the caps of the modes alone would pass for all of it.
+    If this process may not read debugfs the list stays empty: the caps of the modes alone could pass for all rates.
     """
     cap = next((path for path in (root / cap for cap in EMC_CAPS) if sysfs.there(path)), None)
     clock = root / EMC / "clk/emc"
@@ -242,7 +243,7 @@ def _modes(conf: Path) -> tuple[Mode, ...]:
             if header[1] == "POWER_MODEL" and header[2]:
                 modes.append(Mode(header[3], int(header[2])))
             elif modes:
-                break  # what comes after the modes
+                break  # the modes end here
         elif modes and len(words := line.split()) == 3 and not line.startswith("#"):
             if words[1].endswith("PG_MASK"):
                 modes[-1] = replace(modes[-1], masks=(*modes[-1].masks, " ".join(words)))
@@ -255,10 +256,10 @@ def _modes(conf: Path) -> tuple[Mode, ...]:
 
 
 def plan(levers: Levers, point: OperatingPoint) -> list[Write]:
-    """What holds the board at a point, in order; nvpmodel's mode, if the point names one, is set before.
+    """Writes that hold the board at a point, in order; nvpmodel's mode, if the point names one, is set before.
 
     Raises:
-        ClockError: the point names nothing to set, or what this board does not have or list.
+        ClockError: the point names nothing to set, or a value that this board does not have or list.
     """
     wanted: tuple[tuple[Kind, float | None], ...] = (
         ("cpu", point.cpu_hz),
@@ -283,13 +284,13 @@ def plan(levers: Levers, point: OperatingPoint) -> list[Write]:
 
 
 def undo(levers: Levers, saved: Settings, kinds: Iterable[Kind] = ("cpu", "gpu", "emc")) -> list[Write]:
-    """What puts clocks of these kinds back as they were; the board is in the saved mode already."""
+    """Writes that restore clocks of these kinds; the board is in the saved mode already."""
     found = {lever.name: lever for lever in levers.found if lever.kind in kinds}
     writes: list[Write] = []
     for old in saved.levers:
         lever = found.get(old.name)
         if lever is None or not lever.listed:
-            continue  # never held: what lists nothing cannot be
+            continue  # never held: clocks without a list cannot be
         if lever.governor is not None and old.governor and text(lever.governor) != old.governor:
             writes.append(Write(lever, lever.governor, old.governor))
         if old.high is not None:
@@ -302,7 +303,7 @@ def undo(levers: Levers, saved: Settings, kinds: Iterable[Kind] = ("cpu", "gpu",
 
 
 def said(writes: Iterable[Write]) -> list[tuple[Write, str | None]]:
-    """The last write to each file, and what that file says now: `Write.took` tells whether it is right."""
+    """Last write to each file, with the file's content now; `Write.took` compares them."""
     last = {write.file: write for write in writes}
     return [(write, text(write.file)) for write in last.values()]
 
@@ -311,20 +312,22 @@ def said(writes: Iterable[Write]) -> list[tuple[Write, str | None]]:
 
 
 def text(path: Path | None) -> str | None:
+    """First line of a file; None without one."""
     return None if path is None else sysfs.line(path)
 
 
 def number(path: Path | None) -> int | None:
+    """Whole number in a file; None without one."""
     return None if path is None else sysfs.whole(path)
 
 
 def plain(name: str) -> str:
-    """A mode's name without what releases differ in: MODE_15W, "MAXN SUPER"."""
+    """Name of a mode without the parts in which releases differ: MODE_15W, "MAXN SUPER"."""
     return name.lower().replace(" ", "_").removeprefix("mode_")
 
 
 def _listed(path: Path) -> tuple[tuple[int, ...], bool]:
-    """Whole numbers above 0, ascending; debugfs ends its list with a unit. And whether the list is hidden."""
+    """Whole numbers above 0, ascending, without the unit that ends debugfs lists; and whether the list is hidden."""
     words = (text(path) or "").split()
     return tuple(sorted({int(word) for word in words if word.isdigit() and int(word) > 0})), sysfs.hidden(path)
 

@@ -1,7 +1,7 @@
-"""The clock helper: the one part of fedquilt that runs as root. It sets clocks for one client at a time.
+"""Clock helper: the only part of fedquilt that runs as root. It sets clocks for one client at a time.
 
-It takes only frequencies that the board lists, and puts the board's own settings back when its client lets go,
-hangs up or dies, says nothing for the watchdog's time, when the board is too hot, when it is stopped itself,
+It accepts only frequencies that the board lists, and restores the board's own settings when its client releases,
+hangs up or dies, stays silent beyond the watchdog's time, when the board is too hot, when it is stopped itself,
 and at its next start if it was killed (`fedquilt.edge_agent.clocks.hold`). No threads: one `step` at a time.
 """
 
@@ -47,20 +47,20 @@ log = logging.getLogger("fedquilt.clocks")
 STATE: Final = Path("/var/lib/fedquilt-clocks")
 WATCHDOG_S: Final = 10.0
 HOTTEST_C: Final = 85.0
-LOOK_S: Final = 1.0  # between looks at the thermal zones, and between attempts to put things back
-TICK_S: Final = 0.5  # a signal is seen within so much
+LOOK_S: Final = 1.0  # interval between looks at the thermal zones, and between attempts to restore
+TICK_S: Final = 0.5  # a signal is noticed within this time
 CLIENTS_MOST: Final = 8
 
 Peer = tuple[int, int, int]  # pid, uid, gid
 
 
 def peer(line: socket.socket) -> Peer:
-    """Who is at the other end, as the kernel says (SO_PEERCRED, unix(7))."""
+    """Credentials of the other end, from the kernel (SO_PEERCRED, unix(7))."""
     return struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
 
 
 def allowed(who: Peer, group: int | None) -> bool:
-    """Root, the helper's own user, and who is in the group."""
+    """Whether a peer may connect: root, the helper's own user, and members of the group."""
     _, uid, gid = who
     if uid in (0, os.geteuid()) or (group is not None and gid == group):
         return True
@@ -73,26 +73,26 @@ def allowed(who: Peer, group: int | None) -> bool:
 
 
 class Client:
-    """One connection, and what of its request has come so far."""
+    """One connection, and the part of its request received so far."""
 
     def __init__(self, line: socket.socket, who: Peer) -> None:
         self.line, self.who = line, who
         self.got = b""
-        self.lost: str | None = None  # why the clocks it held were let go without its asking
+        self.lost: str | None = None  # why the clocks it held were released without its request
 
     def __str__(self) -> str:
         return f"process {self.who[0]} of user {self.who[1]}"
 
 
 class Helper:
-    """The socket and the one who holds. `close` it: that restores.
+    """Socket of the helper and its holder. `close` restores the clocks.
 
     Args:
-        group: number of the group that may speak to it, beside root; None: root alone.
-        peer: who a connection is from.
+        group: number of the group that may use it, beside root; None: root alone.
+        peer: returns the credentials of a connection.
 
     Raises:
-        StoreError: another helper has this state or socket, or one of them cannot be made.
+        StoreError: another helper uses this state or socket, or one of them cannot be made.
     """
 
     def __init__(
@@ -121,11 +121,11 @@ class Helper:
         self._selector.register(self._door, selectors.EVENT_READ)
 
     def step(self, now_s: float, wait_s: float = 0.0) -> None:
-        """Answer what has come, and let go of what must not be held any longer.
+        """Answer requests that have arrived, and release clocks that must no longer be held.
 
         Args:
             now_s: of any clock; one that goes backwards stands still for the watchdog.
-            wait_s: how long to wait for a request.
+            wait_s: time to wait for a request.
         """
         self._now_s += 0.0 if self._seen_s is None else max(0.0, now_s - self._seen_s)
         self._seen_s = now_s
@@ -144,7 +144,7 @@ class Helper:
                 self._owe(self._clamp.restore())
 
     def close(self) -> None:
-        """Hang up on everybody and restore."""
+        """Close all connections and restore."""
         for client in list(self._clients):
             self._hang_up(client)
         self._owe(self._clamp.restore())
@@ -242,7 +242,7 @@ class Helper:
         self._owe(self._clamp.restore())
 
     def _tell(self, why: str | None) -> None:
-        """The holder holds no more; it reads why in the answer to its next keepalive."""
+        """Note the loss for the holder, which reads the reason in the answer to its next keepalive."""
         if why is not None:
             log.warning("%s", why)
         if self._holder is not None:
@@ -269,7 +269,7 @@ class Helper:
 
 
 def clock(lever: Lever) -> Clock:
-    """A lever as it is set now."""
+    """State of a lever now."""
 
     def hz(path: Path | None) -> float | None:
         value = controls.number(path)
@@ -280,7 +280,7 @@ def clock(lever: Lever) -> Clock:
         kind=lever.kind,
         listed_hz=lever.listed_hz,
         low_hz=hz(lever.low),
-        high_hz=hz(lever.high) or None,  # a cap of 0 is none
+        high_hz=hz(lever.high) or None,  # a cap of 0 means none
         now_hz=hz(lever.now),
         governor=controls.text(lever.governor),
         hidden=lever.hidden,
@@ -327,7 +327,7 @@ def serve(
 
 
 def _lock(path: Path) -> int:
-    """Held for as long as this process lives: two helpers would put each other's settings back."""
+    """Lock for the lifetime of this process: two helpers would undo each other's settings."""
     try:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -339,14 +339,14 @@ def _lock(path: Path) -> int:
 
 
 def _listen(path: Path, group: int | None) -> socket.socket:
-    """A socket for its owner and group alone, from its first moment on."""
+    """Open a socket for its owner and group alone, from its first moment on."""
     door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with contextlib.suppress(OSError):
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     before = os.umask(0o177)
     try:
         if path.is_socket():
-            path.unlink()  # of one that was killed: the lock says that none lives
+            path.unlink()  # left by a killed helper: by the lock none is alive
         door.bind(str(path))
         if group is not None:
             os.chown(path, -1, group)
@@ -362,7 +362,7 @@ def _listen(path: Path, group: int | None) -> socket.socket:
 
 
 def _send(client: Client, answer: Answer) -> bool:
-    """Whether it went: who does not read its answers is hung up on."""
+    """Send an answer; False: the client does not read its answers, and the connection is closed."""
     data = msgspec.json.encode(answer) + b"\n"
     try:
         return client.line.send(data) == len(data)

@@ -1,7 +1,7 @@
-"""Holds a board's clocks at one operating point, and knows how to put back what was there before.
+"""Hold a board's clocks at one operating point, and restore the previous settings afterwards.
 
-Before its first change it writes how the board is set to a journal, on disk for good (fsync). The journal goes
-only when everything is back: whoever starts after a kill -9 finds it and restores.
+Before its first change it writes the board's settings to a journal, on disk for good (fsync). The journal goes
+only when everything is restored: a start after a kill -9 finds it and restores.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ log = logging.getLogger("fedquilt.clocks")
 
 NVPMODEL: Final = "usr/sbin/nvpmodel"
 NVPMODEL_S: Final = 5.0
-COOLER_C: Final = 5.0  # once too hot, clocks are held again only when it is so much cooler than the limit
+COOLER_C: Final = 5.0  # clocks held before overheating are held again only this far below the limit
 
 
 class Journal(Wired, frozen=True):
-    """What was there before."""
+    """Settings before the first change."""
 
-    boot: str | None  # another start of the board has its own clocks again; only a mode outlives it
+    boot: str | None  # another boot of the board resets clocks; only a mode survives it
     settings: Settings
 
 
 class Clamp:
-    """The clocks of the board below `root`. Whoever makes it calls `recover` first, and `restore` at its end.
+    """Clocks of the board below `root`. Call `recover` first, and `restore` at the end.
 
     Args:
         state: folder of the journal; it has to outlive a restart of the board, as nvpmodel's mode does.
-        dry_run: say what would be written, and write nothing.
+        dry_run: log the writes, and write nothing.
         put: writes one value to one of the kernel's files.
 
     Raises:
@@ -60,7 +60,7 @@ class Clamp:
         self.hottest_c = hottest_c
         self.root, self._dry_run, self._put = root, dry_run, put
         self._journal = state / "clocks.json"
-        self._saved: Settings | None = None  # how the board was; None: nothing of it was changed
+        self._saved: Settings | None = None  # settings before; None: nothing was changed
         self._cooling = False
         try:
             state.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ class Clamp:
             raise StoreError(f"no folder {state} for the clocks' journal: {error.strerror}; name another") from None
 
     def recover(self) -> list[str]:
-        """Put back what one that was killed had changed; what could not be put back, in sentences."""
+        """Restore the changes of a killed process; returns sentences on what could not be restored."""
         if self._dry_run:
             return []
         try:
@@ -85,11 +85,12 @@ class Clamp:
         return self.restore()
 
     def hold(self, point: OperatingPoint) -> OperatingPoint:
-        """Hold the clocks at `point`; what the board then says. What another point held and this one does not
-        name goes back to the board.
+        """Hold the clocks at `point`; returns the point that the board reports afterwards.
+
+        Clocks that another point held and this one does not name return to the board.
 
         Raises:
-            ClockError: too hot, not on the board's lists, or not taken; then nothing is held any more.
+            ClockError: too hot, not on the board's lists, or not accepted; then nothing is held any more.
         """
         try:
             self._check_heat()
@@ -100,7 +101,7 @@ class Clamp:
             raise ClockError(f"{error}{end}") from None
 
     def restore(self) -> list[str]:
-        """Put the board's own settings back. Returns what could not be, in sentences; [] and nothing is left to do."""
+        """Restore the board's own settings. Returns sentences on failures; []: nothing is left to do."""
         self.point = None
         if self._saved is None or self._dry_run:
             return []
@@ -118,11 +119,11 @@ class Clamp:
 
     @property
     def owes(self) -> bool:
-        """Whether something of the board's own is still to be put back."""
+        """Whether some of the board's own settings are still to be restored."""
         return self._saved is not None and self.point is None
 
     def watch(self) -> str | None:
-        """Let go if the board is too hot: why, or None."""
+        """Release if the board is too hot: returns the reason, or None."""
         hot = controls.hottest_c(self.root)
         if self._cooling and (hot is None or hot < self.hottest_c - COOLER_C):
             self._cooling = False
@@ -133,7 +134,7 @@ class Clamp:
         return f"let go: the hottest zone is at {hot:g} C, the limit is {self.hottest_c:g} C"
 
     def mode(self) -> str | None:
-        """nvpmodel's present mode by name; None: there is no nvpmodel, or it does not say."""
+        """Present mode of nvpmodel by name; None: there is no nvpmodel, or it does not answer."""
         said = self._nvpmodel("-q") or ""
         return next((line.partition(":")[2].strip() for line in said.splitlines() if "Power Mode:" in line), None)
 
@@ -153,10 +154,10 @@ class Clamp:
             self._remember(saved)
             self._saved = saved
         wanted = mode.name if mode else self._saved.mode
-        again = self.point is not None and wanted != self._saved.mode  # what the point before had set goes with it
+        again = self.point is not None and wanted != self._saved.mode  # settings of the previous point go with it
         changed = self._set_mode(found, wanted, again)
         if changed:
-            found = controls.discover(self.root)  # other cores are on now, so other policies are there
+            found = controls.discover(self.root)  # other cores are on now, so other policies exist
         writes = controls.plan(found, point)
         self._complete(found)
         self._check_saved({write.lever for write in writes})
@@ -176,7 +177,7 @@ class Clamp:
             raise ClockError(f"the hottest zone is at {hot:g} C, clocks are held up to {limit:g} C: let the board cool")
 
     def _complete(self, found: Levers) -> None:
-        """Remember levers that were not there before: those of cores that a mode has switched on."""
+        """Remember the settings of new levers: those of cores that a mode has switched on."""
         assert self._saved is not None
         known = {old.name for old in self._saved.levers}
         new = tuple(lever.setting() for lever in found.found if lever.name not in known)
@@ -186,7 +187,7 @@ class Clamp:
             self._saved = saved
 
     def _check_saved(self, wanted: set[Lever]) -> None:
-        """What cannot be read cannot be put back."""
+        """Refuse levers whose present setting cannot be read, as it could not be restored."""
         assert self._saved is not None
         known = {old.name: old for old in self._saved.levers}
         for lever in sorted(wanted, key=lambda lever: lever.name):
@@ -196,7 +197,7 @@ class Clamp:
                     raise ClockError(f"{lever.name} cannot be held: {path} did not say how it was set before")
 
     def _apply(self, writes: list[Write]) -> list[str]:
-        """Write, then read back; what went wrong, in sentences."""
+        """Write, then read back; returns sentences on failures."""
         wrong: list[str] = []
         for write in writes:
             try:
@@ -210,7 +211,7 @@ class Clamp:
         return wrong
 
     def _set_mode(self, found: Levers, name: str | None, again: bool = False) -> bool:
-        """Set the mode, if the board is in another one or `again`; whether nvpmodel was told to.
+        """Set the mode if it differs or `again` is set; returns whether nvpmodel was called.
 
         Raises:
             ClockError: it did not change, or cannot without a restart of the board.
@@ -230,7 +231,7 @@ class Clamp:
         return True
 
     def _nvpmodel(self, *arguments: str) -> str | None:
-        """All that it says; None: there is none, or it fails. Its question whether to restart the board gets no yes."""
+        """Output of nvpmodel; None: there is none, or it fails. Its question about a restart is never answered yes."""
         program = self.root / NVPMODEL
         if not sysfs.there(program):
             return None
@@ -288,7 +289,7 @@ def _check_masks(before: Mode | None, after: Mode) -> None:
 
 
 def _became(point: OperatingPoint, found: Levers) -> OperatingPoint:
-    """The point with the frequencies that the board says it is held at: the lowest of each kind."""
+    """The point with the frequencies that the board reports: the lowest of each kind."""
     hz = {}
     for kind, wanted in (("cpu", point.cpu_hz), ("gpu", point.gpu_hz), ("emc", point.emc_hz)):
         told = [
@@ -302,7 +303,7 @@ def _became(point: OperatingPoint, found: Levers) -> OperatingPoint:
 
 
 def _put(path: Path, value: str) -> None:
-    """One write call, as the kernel's files want it; never makes a file."""
+    """Write once, as the kernel's files require; never creates a file."""
     number = os.open(path, os.O_WRONLY | os.O_TRUNC)
     try:
         os.write(number, value.encode())

@@ -1,7 +1,7 @@
 """Boards: meters, clocks and memory, real or simulated. One file per kind, found by its name.
 
-A file with `detect(root, *, profile, clocks, own) -> Device | None` is a kind of real board; beside them is what
-they share.
+A file with `detect(root, *, profile, clocks, own) -> Device | None` is a kind of real board; the others hold
+common parts.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def make(
     connect: Callable[[], Any] | None = None,
     meter: Meter | None = None,
 ) -> Device:
-    """The board this agent speaks for.
+    """Device of this agent.
 
     Args:
         board: "auto" for this host; or a profile's name ("jetson-tx2"), or one and an operating point
             of it ("jetson-tx2:MAXQ"), for a simulated one.
         root: where `proc` and `sys` are.
-        profile: of this very board, as `fedquilt record` writes it; else the one that ships for its kind, if any.
-        connect: gives what sets the clocks, or None; the clock helper of this machine, if `root` is "/".
-        meter: one that this board has beside its own, by agent.toml.
+        profile: of this very board, as `fedquilt record` writes it; None: the one shipped for its kind, if any.
+        connect: returns the client that sets the clocks, or None; default: this machine's helper, if `root` is "/".
+        meter: additional meter of this board, from agent.toml.
 
     Raises:
         JobError: no such profile or point, a profile or meter for a simulated board, or a host that cannot be read.
@@ -67,13 +67,13 @@ def make(
 
 
 def meter(wanted: str | Mapping[str, Any]) -> Meter:
-    """The meter that agent.toml names: an entry point's or `module:name`'s class or function, called once.
+    """Create the meter that agent.toml names: a class or function of an entry point or `module:name`, called once.
 
     Args:
-        wanted: its name, or a table with `name` and the arguments it is called with.
+        wanted: its name, or a table with `name` and the arguments of the call.
 
     Raises:
-        JobError: there is none, it fails, or what it makes is no `fedquilt.core.Meter`; names it and the mend.
+        JobError: there is none, it fails, or its result is no `fedquilt.core.Meter`; names it and the mend.
     """
     table = {"name": wanted} if isinstance(wanted, str) else dict(wanted)
     name = table.pop("name", None)
@@ -82,13 +82,13 @@ def meter(wanted: str | Mapping[str, Any]) -> Meter:
             'meter: give it a name, as in meter = "plug:Meter" or { name = "plug:Meter", host = "10.0.0.7" }'
         )
     plugin = plugins.find("meter", name)
-    assert plugin is not None  # fedquilt's own meters have no names: they are found by what the board is
+    assert plugin is not None  # fedquilt's own meters have no names: they are found by the board's files
     factory = plugins.imported(plugin)
     if not callable(factory):
         raise plugins.refused(plugin, "a class or function that makes a meter", factory)
     try:
         made = factory(**table)
-    except Exception as error:  # somebody's own code
+    except Exception as error:  # code from outside may raise anything
         raise JobError(f"{plugin} cannot be made from {table}: {type(error).__name__}: {error}") from None
     covers = getattr(made, "covers", None)
     if covers not in WIDTH or not callable(getattr(made, "read", None)):

@@ -15,9 +15,9 @@ from fedquilt.edge_agent.devices.linux import ClockHelper, LinuxDevice
 from fedquilt.edge_agent.devices.sensors import jtop
 from fedquilt.edge_agent.devices.sensors.ina3221 import Ina3221
 
-STATUS: Final = "var/lib/nvpmodel/status"  # the mode that nvpmodel was last set to
-NONE: Final = ""  # a board known to be unlike any profile
-FITS: Final = {  # module or board, as its device tree has it after "nvidia," -> profile
+STATUS: Final = "var/lib/nvpmodel/status"  # the mode set last by nvpmodel
+NONE: Final = ""  # for a board known to differ from every profile
+FITS: Final = {  # name of module or board after "nvidia," in its device tree -> profile
     "p3541-0000": NONE,  # Nano 2 GB, which calls itself a 4 GB one too
     "p3450-0000": "jetson-nano",
     "p3450-0002": "jetson-nano",
@@ -45,19 +45,22 @@ def detect(
     own: Meter | None = None,
     other: Callable[[], Meter | None] | None = None,
 ) -> JetsonDevice | None:
-    """This board, if it is a Jetson.
+    """Detect a Jetson; None: this host is another board.
 
     Args:
-        own: the meter that agent.toml names.
-        other: what else can tell its rails, asked only if the board's own files tell none; jtop, which
-            speaks of this very machine, if `root` is "/".
+        root: where `proc` and `sys` are.
+        profile: of this very board; None: the one shipped for its module.
+        clocks: client that sets the clocks; None: they are only read.
+        own: meter that agent.toml names.
+        other: makes another meter of its rails, used only if the board's own files show none; default: jtop, which
+            reads this machine, if `root` is "/".
     """
     compatible = sysfs.lines(sysfs.device_tree(root) / "compatible")
     tegra = any(board.startswith("nvidia,tegra") for board in compatible)
     if not tegra and not sysfs.there(root / "etc/nv_tegra_release"):
         return None
     meter: Meter = Ina3221(root)
-    if not meter.read(0.0).rails_w:  # it has none, or none that this user may read
+    if not meter.read(0.0).rails_w:  # no rails, or none that this user may read
         other = other or (jtop.connect if root == Path("/") else None)
         meter = (other() if other is not None else None) or meter
     return JetsonDevice(root, profile=profile or fitting(root), clocks=clocks, meter=meter, own=own)
@@ -66,8 +69,8 @@ def detect(
 class JetsonDevice(LinuxDevice):
     """A Jetson by its own files. Arguments and errors as in `LinuxDevice`; unless given, the meter is its INA3221.
 
-    Where nothing sets its clocks, its one point is that of the mode it is in, if the profile has it: the others
-    are no choice.
+    Without control over its clocks, its one point is that of its present mode, if the profile has it: it cannot
+    choose others.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class JetsonDevice(LinuxDevice):
 
 
 def fitting(root: Path) -> profiles.Board | None:
-    """The profile of the module that the device tree names, the most special name first."""
+    """Profile of the module that the device tree names, the most specific name first."""
     for board in sysfs.lines(sysfs.device_tree(root) / "compatible"):
         for part in board.removeprefix("nvidia,").split("+"):
             name = FITS.get(part)
@@ -99,7 +102,7 @@ def fitting(root: Path) -> profiles.Board | None:
 
 
 def mode(root: Path) -> str | None:
-    """The name of the nvpmodel mode the board is in; None: it does not tell. Ids differ from release to release.
+    """Name of the board's present nvpmodel mode; None: unknown. Ids differ between releases.
 
     nvpmodel keeps the id in /var/lib/nvpmodel/status ("pmode:0002"); before it was ever set, the catalogue's
     default holds. Where this user may not read that file, the mode is not known.

@@ -1,4 +1,4 @@
-"""Any Linux host: memory, pressure, RAPL, hwmon, batteries, temperatures. Clocks where a helper sets them."""
+"""Linux hosts: memory, pressure, RAPL, hwmon, batteries, temperatures; clocks if a helper sets them."""
 
 from __future__ import annotations
 
@@ -26,15 +26,23 @@ FITS: Final = {"raspberrypi,5-model-b": "raspberry-pi-5"}  # device tree -> prof
 
 
 class ClockHelper(Protocol):
-    """What sets clocks for a device: `fedquilt.edge_agent.clocks.client.Clocks`, or a fake."""
+    """Client that sets clocks for a device: `fedquilt.edge_agent.clocks.client.Clocks`, or a fake."""
 
-    def hold(self, point: OperatingPoint) -> OperatingPoint: ...
+    def hold(self, point: OperatingPoint) -> OperatingPoint:
+        """Hold the clocks at a point; returns the point the board reports."""
+        ...
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """Return the clocks to the board."""
+        ...
 
-    def keepalive(self, now_s: float) -> None: ...
+    def keepalive(self, now_s: float) -> None:
+        """Signal that the holder is alive; raises ClockError once the clocks were released."""
+        ...
 
-    def status(self) -> Status: ...
+    def status(self) -> Status:
+        """Status of the board's clocks."""
+        ...
 
 
 def detect(
@@ -44,22 +52,22 @@ def detect(
     clocks: ClockHelper | None = None,
     own: Meter | None = None,
 ) -> LinuxDevice | None:
-    """This host, if it is a Linux. Arguments as of `LinuxDevice`."""
+    """Detect a Linux host; None: `proc/meminfo` does not exist. Arguments as of `LinuxDevice`."""
     if not sysfs.there(root / "proc/meminfo"):
         return None
     return LinuxDevice(root, profile=profile or fitting(root, FITS), clocks=clocks, own=own)
 
 
 class LinuxDevice:
-    """A host by its own files. Made to be read by one thread, which is also the one that holds and releases.
+    """Host described by its own files. Read, hold and release it in one thread only.
 
     Args:
-        root: where `proc` and `sys` are; "/" but for tests and containers.
-        profile: what is known of such a board: speed and power at its points. Without one there are no points.
-        clocks: what sets the clocks; without it they are only read. Run by root, it also tells the frequencies that
-            this process may not read.
-        meter: what tells the power of the board's rails; else hwmon does.
-        own: the meter that agent.toml names, a plug's say: it goes before all others that cover as much.
+        root: where `proc` and `sys` are; "/" except for tests and containers.
+        profile: speed and power of such a board at its points. None: it has no points.
+        clocks: sets the clocks; None: they are only read. Run by root, it also lists the frequencies that this
+            process may not read.
+        meter: power of the board's rails; None: hwmon.
+        own: meter that agent.toml names, such as a plug: preferred among those of equal coverage.
 
     Raises:
         JobError: `proc/meminfo` cannot be read.
@@ -93,10 +101,10 @@ class LinuxDevice:
         self._sensors = [*sysfs.zones(root / "sys/class/thermal"), *_processors(root / "sys/class/hwmon")]
 
     def read(self, now_s: float) -> Reading:
-        """What the sensors say. RAPL's counters wrap after some minutes under full load: read more often than that.
+        """Read all sensors. RAPL's counters wrap after some minutes under full load: read more often than that.
 
-        Energy and power are of the widest meter that answers, and of the same one: the meter that agent.toml names,
-        batteries where they alone feed the board, a meter of the whole, and only then RAPL's processor and memory.
+        Energy and power come from one meter, the widest that answers: the meter that agent.toml names,
+        batteries if they alone feed the board, a meter of the whole board, and only then RAPL's processor and memory.
         """
         self._keep(now_s)
         power = self._meter.read(now_s)
@@ -126,16 +134,17 @@ class LinuxDevice:
         return taken
 
     def release(self) -> None:
+        """Release the clocks to the board's own governor."""
         self.holds = False
         if self._clocks is not None:
             self._clocks.release()
 
     def cost(self, work: Work, measured: Cost) -> Cost:
-        """As it was measured."""
+        """The measured cost."""
         return measured
 
     def _keep(self, now_s: float) -> None:
-        """The clock helper lets go when it hears nothing for some seconds."""
+        """Signal the clock helper, which releases the clocks after some seconds of silence."""
         if self._clocks is not None:
             try:
                 self._clocks.keepalive(now_s)
@@ -145,7 +154,7 @@ class LinuxDevice:
 
 
 def _asked(clocks: ClockHelper) -> Status | None:
-    """What the clock helper knows of the board; None where it does not answer."""
+    """Status of the board from the clock helper; None if it does not answer."""
     try:
         return clocks.status()
     except ClockError as error:
@@ -154,7 +163,7 @@ def _asked(clocks: ClockHelper) -> Status | None:
 
 
 def _lists(root: Path, told: Status | None) -> points.Lists:
-    """The frequencies of each clock by the clock helper, else by the files that this process may read."""
+    """Frequencies of each clock from the clock helper, else from the files that this process may read."""
     found = controls.discover(root)
     lists = {**points.lists(found.found), **({} if told is None else points.lists(told.clocks))}
     unknown = [lever.name for lever in found.hidden if f"{lever.kind}_hz" not in lists]
@@ -168,7 +177,7 @@ def _lists(root: Path, told: Status | None) -> points.Lists:
 
 
 def fitting(root: Path, fits: dict[str, str]) -> profiles.Board | None:
-    """The profile of the first of the device tree's compatible boards that has one."""
+    """Profile of the first of the device tree's compatible boards that has one."""
     for board in sysfs.lines(sysfs.device_tree(root) / "compatible"):
         if fits.get(board) in profiles.names():
             return profiles.load(fits[board])
@@ -176,7 +185,7 @@ def fitting(root: Path, fits: dict[str, str]) -> profiles.Board | None:
 
 
 def _board(root: Path) -> str:
-    """What the firmware calls this machine."""
+    """Name of this machine in its firmware."""
     for place in (sysfs.device_tree(root) / "model", root / "sys/class/dmi/id/product_name"):
         if name := sysfs.line(place):
             return name[:200]
@@ -184,6 +193,6 @@ def _board(root: Path) -> str:
 
 
 def _processors(hwmon: Path) -> list[Path]:
-    """Temperatures of the processor, which most PCs have no thermal zone for; not of disks or radios."""
+    """Temperature files of the processor, which most PCs have no thermal zone for; not of disks or radios."""
     chips = [chip for chip in sysfs.glob(hwmon, "hwmon*") if sysfs.line(chip / "name") in PROCESSOR_CHIPS]
     return [file for chip in chips for file in sysfs.glob(chip, "temp*_input")]

@@ -1,4 +1,4 @@
-"""A profile's operating points as this very board can have them: its own clocks, the profile's speed and power."""
+"""Operating points of a profile on this very board: its own clocks, with the profile's speed and power."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from fedquilt import profiles
 from fedquilt.core import OperatingPoint
 from fedquilt.profiles.model import AXES, name
 
-SLACK: Final = 0.01  # 1420.8 MHz is meant by who says 1421
-CAP_REACH: Final = 0.1  # a mode's cap of 1200 MHz is, on a board that lists 1113.6 and 1267.2, its 1113.6
+SLACK: Final = 0.01  # 1421 is accepted for 1420.8 MHz
+CAP_REACH: Final = 0.1  # a mode's cap of 1200 MHz means 1113.6 on a board that lists 1113.6 and 1267.2
 SAME_TOP: Final = 0.02
 
-Lists = Mapping[str, tuple[float, ...]]  # axis -> hertz, rising; an axis that the board lists nothing for is left out
+Lists = Mapping[str, tuple[float, ...]]  # axis -> hertz, rising; axes without listed frequencies are left out
 
 
 class Listing(Protocol):
-    """A clock and its frequencies: a `levers.Lever` of this process, or a `clocks.Clock` told by the clock helper."""
+    """A clock and its frequencies: a `controls.Lever` of this process, or a `client.Clock` of the clock helper."""
 
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        """Kind of the clock: cpu, gpu or emc."""
+        ...
 
     @property
-    def listed_hz(self) -> tuple[float, ...]: ...
+    def listed_hz(self) -> tuple[float, ...]:
+        """Listed frequencies in hertz, ascending; (): none."""
+        ...
 
 
 def lists(clocks: Iterable[Listing]) -> Lists:
@@ -39,11 +43,14 @@ def lists(clocks: Iterable[Listing]) -> Lists:
 
 
 def fit(profile: profiles.Board, own: Lists) -> tuple[OperatingPoint, ...]:
-    """The profile's modes whose clocks the board has, each at the highest one it lists up to the mode's cap; then
-    the grid that the profile's model spans over the board's own clocks, if both have the same highest clocks.
+    """Points of the profile that this board has: its modes, then its grid.
 
-    A clock that the board does not list is left out of its points: it stays as the board has it. Points
-    that name no clock are kept.
+    A mode stands at the highest frequencies that the board lists up to the mode's caps. The grid is that of the
+    profile's model over the board's own clocks, if both have the same highest clocks.
+
+
+    A clock that the board does not list is left out of its points and stays as the board sets it. Points
+    without any clock are kept.
     """
     modes = {mode.name for mode in profile.points}
     chosen = [_capped(point, own) for point in profile.operating_points() if point.name in modes]
@@ -70,11 +77,11 @@ def _capped(point: OperatingPoint, own: Lists) -> OperatingPoint | None:
 
 
 def _regridded(profile: profiles.Board, own: Lists) -> tuple[OperatingPoint, ...]:
-    """The profile's grid with the board's own lists; an unlisted clock is taken at the profile's highest."""
+    """The profile's grid over the board's own lists; an unlisted clock counts at the profile's highest."""
     top = profile.top()
     for axis, hz in top.items():
         if axis in own and abs(own[axis][-1] - hz) > SAME_TOP * hz:
-            return ()  # another board than the profile's: its model does not hold here
+            return ()  # a board unlike the profile's: its model does not hold here
     if not any(axis in own for axis in top) or profile.clocks is None:
         return ()
     steps = {

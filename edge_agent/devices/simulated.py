@@ -1,11 +1,11 @@
-"""A board that is only a profile: it tells what work would take there. It has no sensors of its own.
+"""Simulated board: predicts the cost of work from a profile. It has no sensors of its own.
 
-Time and energy are `fedquilt.cost_model`'s at the operating point it is held at. Where the task declares no
-FLOPs, or the profile no speed, the time measured on this host stands in, and the energy is not known.
+Time and energy are `fedquilt.cost_model`'s at the operating point it is held at. If the task declares no
+FLOPs, or the profile no speed, the time measured on this host is used, and the energy is unknown.
 
 A real board is not its profile. `spread` makes this one slower or faster than its profile by a factor of its
 own, and `noise` every task by another: both log-normal with median 1, from the seed. Joules follow the time.
-Battery and temperature follow the work: `cost` tells of it, `read` of the time that passes. The temperature is
+Battery and temperature follow the work: `cost` reports work, `read` the passing of time. The temperature is
 one heat capacity behind one resistance, if the profile has [thermal]: T' = (ambient + rise * P - T) / time.
 """
 
@@ -25,7 +25,7 @@ J_PER_WH = 3600.0
 
 @dataclass(frozen=True)
 class Traits:
-    """What one simulated board has beside its profile."""
+    """Properties of one simulated board beside its profile."""
 
     battery_wh: float | None = None  # capacity; full at first. None: no battery
     noise: float = 0.0  # of each task's time: standard deviation of its logarithm, about its relative error
@@ -39,7 +39,7 @@ class Traits:
 
     @classmethod
     def parse(cls, text: str) -> Traits:
-        """From "battery=40Wh&noise=0.1&spread=0.2&seed=7", any of them left out.
+        """Parse "battery=40Wh&noise=0.1&spread=0.2&seed=7"; every part may be left out.
 
         Raises:
             JobError: another name, or no number.
@@ -61,7 +61,7 @@ class Traits:
 
 
 class SimulatedDevice:
-    """A board by its profile, held at one operating point (the profile's first unless named).
+    """Board predicted by its profile, held at one operating point (the profile's first unless named).
 
     Raises:
         JobError: the profile has no such point.
@@ -76,7 +76,7 @@ class SimulatedDevice:
         traits: Traits = Traits(),
         points: tuple[OperatingPoint, ...] | None = None,
     ) -> None:
-        """`points`: the profile's operating points, where they are known already."""
+        """`points`: the profile's operating points, if computed already."""
         self.points = profile.operating_points() if points is None else points
         self._known = {held.name: held for held in self.points}
         if point is not None and point not in self._known:
@@ -90,15 +90,15 @@ class SimulatedDevice:
         self.provenance: str = profile.provenance()
         self.factor = _lognormal(traits.spread, traits.seed, "board")  # of its profile's times, the whole board
         self._rests_on: dict[str, str] = {}  # point -> provenance of its numbers
-        self._tasks = 0  # that are over
+        self._tasks = 0  # number of finished tasks
         self._charge_j = None if traits.battery_wh is None else traits.battery_wh * J_PER_WH
         self._temperature_c = None if profile.thermal is None else profile.thermal.ambient_c.value
         self._seen_s: float | None = None
-        self._busy: list[tuple[float, float]] = []  # (seconds, watts) of work that no reading has passed over yet
+        self._busy: list[tuple[float, float]] = []  # (seconds, watts) of work before the latest reading's time
 
     @classmethod
     def named(cls, board: str) -> SimulatedDevice:
-        """From "NAME[:POINT][?TRAITS]", as in "jetson-tx2:MAXQ?battery=40Wh&noise=0.1".
+        """Parse "NAME[:POINT][?TRAITS]", as in "jetson-tx2:MAXQ?battery=40Wh&noise=0.1".
 
         Raises:
             JobError: no such profile, point or trait.
@@ -108,7 +108,7 @@ class SimulatedDevice:
         return cls(_shipped(name), point or None, Traits.parse(traits), _shipped_points(name))
 
     def read(self, now_s: float) -> Reading:
-        """Battery and temperature, where it has them; the sensors of this host are not the board's."""
+        """Battery and temperature, if it has them; the sensors of this host are not the board's."""
         passed_s = 0.0 if self._seen_s is None else max(0.0, now_s - self._seen_s)
         self._seen_s = now_s if self._seen_s is None else max(now_s, self._seen_s)
         while passed_s > 0:
@@ -135,13 +135,14 @@ class SimulatedDevice:
         return self._point
 
     def release(self) -> None:
+        """Return to the point that the board was made with."""
         self._point = self._own
 
     def cost(self, work: Work, measured: Cost) -> Cost:
-        """What the task takes on this board.
+        """Cost of a task on this board.
 
-        Asked with no time measured, it is asked in advance, as on virtual time: nothing has happened yet.
-        Asked with one, the task is over: it has emptied the battery, and the next one has a noise of its own.
+        With a measured time of 0 it is a prediction, as on virtual time: nothing has happened yet.
+        With a time the task is over: it has drained the battery, and the next one has a noise of its own.
         """
         cost = self._cost(work, measured)
         if measured.duration_s > 0:
@@ -175,7 +176,7 @@ class SimulatedDevice:
         )
 
     def _pass(self, seconds: float, watts: float | None, *, idle: bool) -> None:
-        """Time goes by at a power. What work takes from the battery, `cost` has taken already."""
+        """Let time pass at a power. Energy of work has been taken from the battery by `cost` already."""
         if idle and watts is not None:
             self._drain(watts * seconds)
         thermal = self._profile.thermal
@@ -188,7 +189,7 @@ class SimulatedDevice:
             self._charge_j = max(0.0, self._charge_j - joules)
 
 
-@lru_cache(maxsize=64)  # a fleet of a thousand boards is of a few kinds
+@lru_cache(maxsize=64)  # a fleet of a thousand boards has a few kinds
 def _shipped(name: str) -> profiles.Board:
     return profiles.load(name)
 
@@ -199,5 +200,5 @@ def _shipped_points(name: str) -> tuple[OperatingPoint, ...]:
 
 
 def _lognormal(sigma: float, *keys: object) -> float:
-    """Median 1; 1 exactly without a sigma."""
+    """Log-normal factor with median 1; exactly 1 if `sigma` is 0."""
     return random.Random(derive_seed(*keys)).lognormvariate(0.0, sigma) if sigma else 1.0

@@ -1,7 +1,7 @@
-"""Engines: what runs a client half's arithmetic. One per file, heavy imports stay there.
+"""Engines run the arithmetic of a client half. One per file, which also has the heavy imports.
 
 Engine "x" is class `XEngine` of `x_engine.py`, made with the budget of its process in bytes. An engine of another
-package is what its entry point in `fedquilt.engines` names: a class or function that takes the same.
+package is a class or function with the same argument, named by its entry point in `fedquilt.engines`.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from fedquilt.core import JobError
 if TYPE_CHECKING:
     from fedquilt.core import Engine
 
-# engine -> (the library it stands on, the extra that brings it); asked before anything heavy is imported
+# engine -> (its library, the extra that installs it); tested before anything heavy is imported
 NEEDS: Final = {"numpy": ("numpy", ""), "onnx": ("onnxruntime", "[onnx]"), "torch": ("torch", "[train]")}
 
 
 def available() -> tuple[str, ...]:
-    """The engines whose library is installed here, sorted, then those of other packages. Imports none of them."""
+    """Engines whose library is installed here, sorted, then those of other packages. Imports none of them."""
     own = tuple(name for name, (library, _) in NEEDS.items() if find_spec(library) is not None)
     return (*own, *(name for name in plugins.names("engine") if name not in NEEDS))
 
 
 def make(name: str, budget_bytes: int) -> Engine:
-    """The engine of that name; imports its library.
+    """Make an engine; imports its library.
 
     Args:
-        budget_bytes: the most this process may hold resident.
+        name: one of `available`.
+        budget_bytes: most that this process may hold resident.
 
     Raises:
-        JobError: unknown, or not installed; says what to install. Or a plug-in that is none: see `plugins`.
+        JobError: unknown, or not installed; says what to install. Or a plug-in that is no engine: see `plugins`.
     """
     if (plugin := plugins.find("engine", name, tuple(NEEDS))) is not None:
         made = plugins.imported(plugin)

@@ -1,4 +1,4 @@
-"""Fully connected networks in numpy: for boards without torch, and to check the other engine against.
+"""Fully connected networks in numpy: for boards without torch, and as a check of the torch engine.
 
 Takes `{"name": "mlp", "inputs": d, "hidden": [h, ...], "classes": k}`, with an optional "input" table
 for images. Its tensors are those of the same network in torch, `Sequential(Flatten, Linear, ReLU, ...,
@@ -27,7 +27,7 @@ BETAS, EPSILON = (0.9, 0.999), 1e-8  # torch.optim.Adam's
 
 
 class Mlp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The network table this engine understands."""
+    """Network table of this engine."""
 
     name: str
     inputs: int
@@ -48,7 +48,7 @@ class Mlp(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def init(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
-    """Random tensors to start from, as torch draws them for linear layers: U(-1/sqrt(d), 1/sqrt(d)).
+    """Random first tensors, drawn like torch's for linear layers: U(-1/sqrt(d), 1/sqrt(d)).
 
     Raises:
         ModelError: not a network of this engine.
@@ -66,8 +66,8 @@ class NumpyEngine:
     """A `fedquilt.core.Trainer` for fully connected networks.
 
     Args:
-        budget_bytes: the most this process may hold resident.
-        base_bytes: what it holds before any training.
+        budget_bytes: most that this process may hold resident.
+        base_bytes: resident size before any training.
     """
 
     name = "numpy"
@@ -76,9 +76,9 @@ class NumpyEngine:
         self._room_bytes = budget_bytes - base_bytes
 
     def close(self) -> None:
-        """Nothing is held between calls."""
+        """Do nothing: no memory is held between calls."""
 
-    @np.errstate(invalid="ignore", over="ignore")  # what is not finite is refused by its loss
+    @np.errstate(invalid="ignore", over="ignore")  # values that are not finite are refused through the loss
     def train(
         self,
         network: Mapping[str, Any],
@@ -137,14 +137,14 @@ class NumpyEngine:
         return {name: array / np.float32(len(groups)) for name, array in total.items()}
 
     def _at_once(self, mlp: Mlp, wanted: int, copies: int) -> int:
-        """Examples whose activations fit beside the weights, their gradients, momentum, and what is received."""
+        """Examples whose activations fit beside the weights, their gradients, momentum, and the received tensors."""
         weights = 4 * sum(math.prod(shape) for shape in mlp.shapes.values())
         example = 4 * 3 * (mlp.inputs + sum(mlp.hidden) + mlp.classes)  # values, their gradients, scratch
         return training.fitting(self._room_bytes - copies * weights, example, wanted)
 
 
 class Descent:
-    """Takes the optimizer's steps on a model in place: correction, clipping over all tensors, decay, then the step."""
+    """Optimizer on a model, in place: correction, clipping over all tensors, decay, then the step."""
 
     def __init__(self, mlp: Mlp, model: dict[str, np.ndarray], fit: Fit, hooks: Hooks) -> None:
         self._model, self._fit, self._correct = model, fit, hooks.correct
@@ -159,7 +159,7 @@ class Descent:
         self._at = {name: {key: np.asarray(held[name], np.float32) for key, held in anchors.items()} for name in model}
 
     def step(self, gradient: dict[str, np.ndarray]) -> None:
-        """One step along the gradient of the mean loss of a mini-batch."""
+        """Step along the gradient of the mean loss of a mini-batch."""
         moved = {name: array for name, array in gradient.items() if self._rates[name] > 0}
         if self._correct:
             moved = {name: self._correct(g, self._model[name], self._at[name]) for name, g in moved.items()}
@@ -188,7 +188,7 @@ class Descent:
 
 
 def _require_able(hooks: Hooks) -> None:
-    """Raises ModelError if a method asks for what only a module of torch can do."""
+    """Raise ModelError for hooks that need a torch module."""
     wanted = {
         "prepare": hooks.prepare,
         "a second step": hooks.steps[1:],
@@ -219,7 +219,7 @@ def _mlp(network: Mapping[str, Any]) -> Mlp:
 
 
 def _load(network: Mapping[str, Any], start: Tensors) -> tuple[Mlp, dict[str, np.ndarray]]:
-    """The network and its own float32 copy of the tensors."""
+    """Network with its own float32 copy of the tensors."""
     mlp = _mlp(network)
     training.require_fit(start, mlp.shapes)
     return mlp, {name: start[name].astype(np.float32) for name in mlp.shapes}

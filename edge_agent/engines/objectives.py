@@ -1,4 +1,4 @@
-"""What each task asks of a network's outputs: targets that fit, a loss, and the metrics of an evaluation. numpy only.
+"""Objectives of each task: targets that fit, a loss, and the metrics of an evaluation. numpy only.
 
 | task | targets `y` | loss of an example | metrics besides "loss" |
 |---|---|---|---|
@@ -29,7 +29,7 @@ def require_targets(examples: Examples, outputs: int, task: TaskKind = "classes"
     """Check that examples have targets of the task, as many as the network has outputs.
 
     Raises:
-        DataError: they have other ones; names both sides.
+        DataError: they do not fit; names both sides.
     """
     y = examples.y
     if task == "classes":
@@ -57,7 +57,7 @@ def _described(y: np.ndarray) -> str:
 
 
 def losses(task: TaskKind, scores: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The loss of each example (n,), and its gradient by the scores (n, outputs)."""
+    """Loss of each example (n,), and its gradient by the scores (n, outputs)."""
     if task == "regression":
         error = scores - y
         return np.square(error).mean(axis=1), error * np.float32(2 / scores.shape[1])
@@ -76,10 +76,10 @@ def losses(task: TaskKind, scores: np.ndarray, y: np.ndarray) -> tuple[np.ndarra
 
 
 class Evaluation:
-    """Adds up an evaluation batch by batch, and computes its metrics.
+    """Running sums of an evaluation, batch by batch, and its metrics.
 
     Args:
-        task: what the network predicts.
+        task: kind of prediction.
     """
 
     def __init__(self, task: TaskKind = "classes") -> None:
@@ -89,7 +89,7 @@ class Evaluation:
         self._targets: list[np.ndarray] = []
 
     def add(self, scores: np.ndarray, y: np.ndarray, loss: float) -> None:
-        """Take in one batch: scores (n, outputs), targets as of the task, and the sum of the examples' losses."""
+        """Add one batch: scores (n, outputs), targets as of the task, and the sum of the examples' losses."""
         self._examples += len(y)
         self._loss += loss
         if self._task == "classes":
@@ -99,7 +99,7 @@ class Evaluation:
             self._targets.append(np.asarray(y, np.float64))
 
     def metrics(self) -> dict[str, float]:
-        """ "examples", "loss" (mean) and the task's metrics; without examples only how many there are.
+        """Metrics so far: "examples", "loss" (mean) and the task's; without examples only their number, 0.
 
         Raises:
             UpdateError: the loss is not finite.
@@ -131,7 +131,7 @@ def _regression(found: np.ndarray, y: np.ndarray) -> dict[str, float]:
 
 
 def _labels(found: np.ndarray, y: np.ndarray) -> dict[str, float]:
-    """Macro F1 is the mean over labels that some example has or was given, and left out where there is none."""
+    """Label metrics. Macro F1 is the mean over labels that occur in targets or predictions; left out without any."""
     same = found == y
     told = {"label_accuracy": float(same.mean()), "exact_match": float(same.all(axis=1).mean())}
     both, either = (found & y).sum(axis=0), found.sum(axis=0) + y.sum(axis=0)

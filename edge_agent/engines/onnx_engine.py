@@ -1,8 +1,8 @@
-"""Runs ONNX graphs with ONNX Runtime, within a memory budget. Imports onnxruntime.
+"""ONNX graphs, run with ONNX Runtime within a memory budget. Imports onnxruntime.
 
-A graph is checked before a session is made of it (`onnx_session`). It lies under its sha256, its weights beside it
-under theirs (`fedquilt.models.stitching.blocks`), and the runtime maps that file instead of copying it. What costs
-memory is then chosen by what there is:
+A graph is checked before a session is made of it (`onnx_session`). It is stored under its sha256, its
+weights beside it under theirs (`fedquilt.models.stitching.blocks`), and the runtime maps that file instead of copying
+it. The room decides what else costs memory:
 
 - roomy: all graph optimizations and pre-packed weights, which hold the weights about three times
   while loading and activations up to twice, and mostly run faster;
@@ -10,8 +10,8 @@ memory is then chosen by what there is:
 - the examples run in micro-batches that fit beside the weights, the examples and the answers.
 
 Sessions are kept, the most recently used ones, in half of the budget. The runtime's arena is off: it
-would keep each session's activations for good, and measured no faster. All is reckoned from the budget
-and constants, never from what the process holds just now: the size of micro-batches decides the last
+would keep each session's activations for good, and measured no faster. All sizes follow from the budget
+and constants, never from the process's present size: the size of micro-batches decides the last
 bits of an answer, which have to be the same in every run.
 """
 
@@ -32,32 +32,32 @@ from fedquilt.core import MemoryBudgetError, ModelError
 from fedquilt.edge_agent.engines import onnx_session
 from fedquilt.graph_check import Graph
 
-BASE_BYTES = 75_000_000  # resident beside weights and activations: Python, numpy and the runtime at work
-LOADING = 3.5  # times its weights is what an optimized session holds while it loads: 3.3 measured
-LOADED = 2.0  # and then: 1.8 measured
-WIDER = 2  # times its activations is what an optimized session holds: they are laid out anew
-SESSION_BYTES = 2 * 2**20  # of a session beside weights and activations
-LARGEST_BATCH = 16  # more at once is slower: activations fall out of the cache
-COMMON_BATCH = 4  # for so many, sessions that were kept make room
-KEPT = 0.5  # of the room is what sessions may hold between runs, and one to be optimized while it loads
-MAPPED_SHARE = 128  # memory taken in pieces of more than this part of the budget goes back when it is freed
+BASE_BYTES = 75_000_000  # resident beside weights and activations: Python, numpy and the active runtime
+LOADING = 3.5  # factor on its weights held by an optimized session while it loads: 3.3 measured
+LOADED = 2.0  # factor afterwards: 1.8 measured
+WIDER = 2  # factor on its activations in an optimized session, which lays them out anew
+SESSION_BYTES = 2 * 2**20  # per session beside weights and activations
+LARGEST_BATCH = 16  # larger batches are slower: activations fall out of the cache
+COMMON_BATCH = 4  # kept sessions are dropped to allow at least this batch
+KEPT = 0.5  # share of the room for sessions between runs, and for one to be optimized while it loads
+MAPPED_SHARE = 128  # allocations above this fraction of the budget return to the system when freed
 MAPPED_MOST_BYTES = 32 << 20  # glibc's largest threshold
-TRIMMED_BELOW_BYTES = 512 << 20  # with more room, freed pieces are kept: giving them back costs page faults
+TRIMMED_BELOW_BYTES = 512 << 20  # with more room, freed pieces are kept: returning them costs page faults
 M_MMAP_THRESHOLD = -3  # glibc's malloc.h
 ERRORS_ONLY = 3  # severity from which the runtime writes to stderr
 FATAL_ONLY = 4  # the same for a session: it raises its errors, and onnxruntime 1.23 would write them as well
 
 
 class Plan(NamedTuple):
-    """How a graph is run."""
+    """How a graph is run, and its memory."""
 
     roomy: bool
     held_bytes: int  # by the session, between runs
-    example_bytes: int | None  # activations of one example at most; None: the graph does not say
+    example_bytes: int | None  # activations of one example at most; None: not in the graph
 
 
 class Loaded(NamedTuple):
-    """A graph ready to run."""
+    """Graph ready to run."""
 
     session: Any
     plan: Plan
@@ -66,13 +66,13 @@ class Loaded(NamedTuple):
 class OnnxEngine:
     """See `fedquilt.core.Runner`.
 
-    Making one sets, for the whole process, how large pieces of memory are returned to the system.
+    Making one sets, for the whole process, which allocations return to the system when freed.
 
     Args:
-        budget_bytes: the most this process may hold resident.
-        base_bytes: what it holds before any graph.
+        budget_bytes: most that this process may hold resident.
+        base_bytes: resident size before any graph.
         threads: within one operation; 0: one per core.
-        micro_batch: examples that run at once; none: as many as fit, up to LARGEST_BATCH.
+        micro_batch: examples run at once; None: as many as fit, up to LARGEST_BATCH.
     """
 
     name = "onnx"
@@ -89,7 +89,7 @@ class OnnxEngine:
         self._providers = [p for p in ("CUDAExecutionProvider", "CPUExecutionProvider") if p in available]
 
     def run(self, graph: Path, x: np.ndarray) -> np.ndarray:
-        """The graph's only output for its only input: (n, ...) -> (n, ...), float32.
+        """Run the graph: its only output for its only input, (n, ...) -> (n, ...), float32.
 
         Raises:
             ModelError: no such graph, not ONNX, not permitted, weights missing, or another input shape.
@@ -100,7 +100,7 @@ class OnnxEngine:
             shape = _answer_shape(session, x)
         size = self._batch(plan, 0, 0)
         around = 0
-        if len(x) > size:  # examples and answers lie beside the micro-batch
+        if len(x) > size:  # examples and answers need room beside the micro-batch
             around = x.nbytes + 4 * len(x) * math.prod(shape)
             size = self._batch(plan, around, 0)
         self.make_room(around + min(size, len(x)) * (plan.example_bytes or 0), graph)
@@ -112,14 +112,14 @@ class OnnxEngine:
 
     @property
     def room_bytes(self) -> int:
-        """What weights, activations and all else may hold beside the bare process."""
+        """Bytes for weights, activations and everything else beyond the bare process."""
         return self._room_bytes
 
     def batch(self, graph: Path, around_bytes: int = 0, example_bytes: int = 0) -> int:
-        """How many examples to run at once, beside so many bytes in all, and so many more for each of them.
+        """Number of examples to run at once, given `around_bytes` in use and `example_bytes` for each of them.
 
         Raises:
-            ModelError, MemoryBudgetError: as `run` does.
+            ModelError, MemoryBudgetError: as `run`.
         """
         plan = self._load(graph).plan
         size = self._batch(plan, around_bytes, example_bytes)
@@ -138,7 +138,7 @@ class OnnxEngine:
         return int(np.clip(max(beside_all, alone), 1, LARGEST_BATCH))
 
     def make_room(self, size: int, needed: Path | None = None) -> None:
-        """Let go of sessions, the longest unused first and never the one needed, until so many bytes fit beside."""
+        """Drop sessions, the longest unused first and never `needed`, until `size` bytes fit beside them."""
         held = sum(one.plan.held_bytes for one in self._kept.values())
         for other in [path for path in self._kept if path != needed]:
             if held + size <= self._room_bytes:
@@ -148,7 +148,7 @@ class OnnxEngine:
             _return_small_pieces()
 
     def facts(self, graph: Path) -> Mapping[str, str]:
-        """What the graph's metadata say.
+        """Metadata of a graph.
 
         Raises:
             ModelError: no such graph, not ONNX, not permitted, or weights missing.
@@ -156,19 +156,19 @@ class OnnxEngine:
         return onnx_session.checked(graph).metadata
 
     def plan(self, graph: Path) -> Plan:
-        """How the graph is run.
+        """How a graph will be run, and its memory.
 
         Raises:
-            ModelError, MemoryBudgetError: as `run` does.
+            ModelError, MemoryBudgetError: as `run`.
         """
         return self._plan(graph, onnx_session.checked(graph))
 
     def resident(self) -> tuple[Path, ...]:
-        """The graphs that are loaded, the least recently used first."""
+        """Loaded graphs, the least recently used first."""
         return tuple(self._kept)
 
     def close(self) -> None:
-        """Let go of every session."""
+        """Drop every session."""
         self._kept.clear()
 
     def _load(self, graph: Path) -> Loaded:
@@ -219,7 +219,7 @@ class OnnxEngine:
 
 
 def _answer_shape(session: Any, x: np.ndarray) -> tuple[int, ...]:
-    """Of one example's answer: what the graph says, else what it gives for the first one."""
+    """Shape of one example's answer: from the graph, or by running the first example."""
     said = session.get_outputs()[0].shape[1:]
     if all(isinstance(size, int) for size in said):
         return tuple(said)
@@ -236,7 +236,7 @@ def _answer(session: Any, x: np.ndarray, y: np.ndarray) -> None:
 
 
 def _return_large_pieces(budget_bytes: int) -> None:
-    """Else glibc keeps what is freed for later, up to 32 MB a piece: peaks 1.7 times as high were measured.
+    """Set glibc to return large freed pieces: by default it keeps up to 32 MB each, with 1.7 times the peaks.
 
     Returning small pieces as well made a whole search take more than twice as long, in page faults.
     """
@@ -245,7 +245,7 @@ def _return_large_pieces(budget_bytes: int) -> None:
 
 
 def _return_small_pieces() -> None:
-    """What has been freed of them lies scattered in the heap, and glibc by itself returns only its end."""
+    """Trim the heap: freed small pieces are scattered in it, and glibc by itself returns only its end."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,12 +1,12 @@
-"""Several devices trained in one graph: for simulated fleets, where steps are small and calls are what costs.
+"""Batched training of several devices in one graph, for simulated fleets, where steps are small and calls dominate.
 
 Parameters are stacked, (devices, ...), and one forward pass goes through all of them, each layer as one batched
 product: `torch.func.vmap` builds the same graph, but building takes longer than such small layers do. The losses
 are added up, so that each device's gradient is its own. Same order of examples and same steps as `torch_engine`'s loop,
 equal to float tolerance (products are summed in another order), and not to the bit.
 
-What goes this way: training with or without `Hooks.correct` on networks of linear layers and functions without
-parameters. All else takes the loop: what a method does to the network or its steps, batch norm and dropout,
+Supported: training with or without `Hooks.correct` on networks of linear layers and functions without
+parameters. All else uses the loop: a method's changes to the network or its steps, batch norm and dropout,
 whose state differs by device, and convolutions, which become grouped ones and gain nothing (measured on one
 core: 13 ms a device's step of 32 images either way).
 """
@@ -54,7 +54,7 @@ Trained = tuple[Tensors, dict[str, float]]
 
 @dataclass(frozen=True)
 class Call:
-    """A call of `Trainer.train` that waits for others. Those of one `kind` go through one graph."""
+    """Call of `Trainer.train` that waits for others. Those of one `kind` share one graph."""
 
     network: Mapping[str, Any]
     start: Tensors
@@ -63,10 +63,11 @@ class Call:
     rng: np.random.Generator
     hooks: Hooks
     progress: Callable[[float], None]
-    table: bytes  # the network's, as one key
+    table: bytes  # network table as one key
     kind: Hashable
 
     def alone(self, engine: TorchEngine) -> Trained | Exception:
+        """Run this call by itself; returns its result or its exception."""
         try:
             return engine.train(
                 self.network,
@@ -86,7 +87,7 @@ class BatchedTorchEngine(TorchEngine):
 
     def __init__(self, budget_bytes: int, **options: Any) -> None:
         super().__init__(budget_bytes, **options)
-        self._plain: dict[bytes, nn.Module | None] = {}  # by table: the network, if it can go this way
+        self._plain: dict[bytes, nn.Module | None] = {}  # by table: the network, if it can be batched
 
     def call(
         self,
@@ -99,7 +100,7 @@ class BatchedTorchEngine(TorchEngine):
         hooks: Hooks = Hooks(),
         progress: Callable[[float], None] = lambda fraction: None,
     ) -> Call | None:
-        """The arguments of `train` as a call for `train_together`; None: this one takes the loop."""
+        """The arguments of `train` as a call for `train_together`; None: this one needs the loop."""
         if hooks.prepare or hooks.inputs or hooks.steps != (Step(),) or fit.mixed:
             return None
         table = msgspec.json.encode(network)
@@ -110,7 +111,7 @@ class BatchedTorchEngine(TorchEngine):
         return Call(network, start, examples, fit, rng, hooks, progress, table, kind)
 
     def train_together(self, calls: Sequence[Call]) -> list[Trained | Exception]:
-        """What `train` would return or raise for each call."""
+        """Results of `train` for each call, or the exceptions it would raise."""
         found: list[Trained | Exception | None] = [None] * len(calls)
         kinds: dict[Hashable, list[int]] = {}
         for index, call in enumerate(calls):
@@ -122,11 +123,11 @@ class BatchedTorchEngine(TorchEngine):
         return [value for value in found if value is not None]
 
     def _batch_of(self, calls: Sequence[Call]) -> Sequence[Trained | Exception]:
-        """Calls of one kind. If they do not fit the network, each is told so by the loop."""
+        """Train calls of one kind. If they do not fit the network, the loop raises for each."""
         before = [call.rng.bit_generator.state for call in calls]
         try:
             return _Graph(self._plain[calls[0].table], calls, self._device).trained()
-        except Exception as error:  # whatever it is, the loop raises it too if it is the call's, and here it is told
+        except Exception as error:  # if the call is at fault, the loop raises the same
             log.info("%d devices are trained one by one, not together: %s", len(calls), error)
             for call, state in zip(calls, before, strict=True):
                 call.rng.bit_generator.state = state
@@ -137,18 +138,19 @@ class BatchedTorchEngine(TorchEngine):
             model = registry.build(network).to(self._device)
             plain = all(type(module) in PLAIN for module in model.modules())
             hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-            own = 0 < len(list(model.parameters())) == len(model.state_dict())  # and none stands in two places
+            own = 0 < len(list(model.parameters())) == len(model.state_dict())  # and no parameter is used in two places
             self._plain[table] = model if plain and own and not hooked else None
         return self._plain[table]
 
 
 def forward(module: nn.Module, values: Mapping[str, torch.Tensor], x: torch.Tensor, at: str = "") -> torch.Tensor:
-    """What a network of PLAIN modules makes of x, with parameters of each device's own.
+    """Scores of a network of PLAIN modules for x, with parameters of each device's own.
 
     Args:
-        values: name -> (devices, ...).
+        module: the network, or a part of it.
+        values: parameter name -> (devices, ...).
         x: (devices, n, ...).
-        at: where the module is in its network: what its parameters' names begin with.
+        at: prefix of the module's parameter names.
 
     Raises:
         RuntimeError: x does not fit the network.
@@ -172,7 +174,7 @@ def forward(module: nn.Module, values: Mapping[str, torch.Tensor], x: torch.Tens
 
 
 class _Graph:
-    """The devices of one batch: their stacked parameters, and where each is in its examples.
+    """Devices of one batch: their stacked parameters, and their positions in their examples.
 
     Raises:
         FedquiltError, RuntimeError: something does not fit the network.
@@ -192,14 +194,14 @@ class _Graph:
         self._moves = Moves({self._fit.lr: self._values}, self._fit)
         self._failed: dict[int, Exception] = {}
         self._accounts = [training.Steps(len(call.examples), self._fit, call.progress) for call in calls]
-        # (epochs, examples) each, drawn as the loop draws; so is the seed that it then takes
+        # (epochs, examples) each, drawn in the loop's order; so is the seed that it then uses
         self._orders = [training.orders(len(call.examples), self._fit.epochs, call.rng) for call in calls]
         for call in calls:
             call.rng.integers(2**53)
         self._begun = False
 
     def trained(self) -> list[Trained | Exception]:
-        """Go through all epochs."""
+        """Train all epochs; returns each device's result."""
         each = math.ceil(len(self._calls[0].examples) / self._fit.batch)
         for epoch in range(self._fit.epochs):
             for step in range(each):
@@ -216,7 +218,7 @@ class _Graph:
         ]
 
     def _step(self, rows: Sequence[np.ndarray]) -> None:
-        """One mini-batch of every device: rows of its own examples, where the last may be shorter than others'."""
+        """Step on one mini-batch per device: rows of its own examples; the last may be shorter than others'."""
         counts = [len(some) for some in rows]
         longest = max(counts)
         y = np.zeros((len(rows), longest, *self._calls[0].examples.y.shape[1:]), self._calls[0].examples.y.dtype)
@@ -228,7 +230,7 @@ class _Graph:
         )
         each = torch_objectives.each(self._task, scores.flatten(0, 1), targets.flatten(0, 1))
         losses = each.view(len(rows), longest)
-        if min(counts) < longest:  # what is padded counts for nothing
+        if min(counts) < longest:  # padded rows count for nothing
             mask = torch.arange(longest)[None, :] < torch.tensor(counts)[:, None]
             losses = torch.where(mask.to(self._place), losses, losses.new_zeros(()))
         means = losses.sum(dim=1) / torch.tensor(counts, device=self._place)  # (devices,)
@@ -238,7 +240,7 @@ class _Graph:
         self._account(means.detach().tolist(), counts)
 
     def _account(self, losses: Sequence[float], counts: Sequence[int]) -> None:
-        """A device whose loss leads nowhere is told so; the others go on."""
+        """Record the losses; a device whose loss diverges gets its error, and the others continue."""
         for index, (account, loss, count) in enumerate(zip(self._accounts, losses, counts, strict=True)):
             if index not in self._failed:
                 try:
@@ -247,7 +249,7 @@ class _Graph:
                     self._failed[index] = error
 
     def _corrected(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Each device's by its own hook, on its own slice: whatever a hook does there, it does as in the loop."""
+        """Gradients corrected by each device's own hook, on its own slice, as in the loop."""
         if not any(call.hooks.correct for call in self._calls):
             return gradients
         for number, (name, gradient) in enumerate(zip(self._names, gradients, strict=True)):
@@ -261,7 +263,7 @@ class _Graph:
         return gradients
 
     def _clipped(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """By each device's own norm, as `torch.nn.utils.clip_grad_norm_` does."""
+        """Gradients clipped by each device's own norm, as `torch.nn.utils.clip_grad_norm_` does."""
         if self._fit.clip <= 0:
             return gradients
         squares = [gradient.flatten(1).square().sum(dim=1) for gradient in gradients]
@@ -270,14 +272,14 @@ class _Graph:
         return [gradient * shrink.view(-1, *[1] * (gradient.ndim - 1)) for gradient in gradients]
 
     def _move(self, gradients: Sequence[torch.Tensor]) -> None:
-        """The optimizer's step: it goes element by element, so that one on stacked tensors is each device's own."""
+        """Apply the optimizer: it works element by element, so stacked tensors are each device's own step."""
         for value, gradient in zip(self._values, gradients, strict=True):
             value.grad = gradient
         self._moves.step()
         self._moves.zero_grad()
 
     def _scores(self, x: torch.Tensor) -> torch.Tensor:
-        """(devices, n, classes) for x (devices, n, ...)."""
+        """Scores (devices, n, classes) for x (devices, n, ...)."""
         scores = forward(self._model, dict(zip(self._names, self._values, strict=True)), x)
         if not self._begun:
             if scores.ndim != 3:
@@ -288,13 +290,13 @@ class _Graph:
         return scores
 
     def _inputs(self, rows: Sequence[np.ndarray]) -> torch.Tensor:
-        """(devices, n, ...): the same number of each device's examples, prepared in one go."""
+        """Inputs (devices, n, ...): the same number of each device's examples, prepared at once."""
         x = np.concatenate([call.examples.x[some] for call, some in zip(self._calls, rows, strict=True)])
         ready = training.features(x, self._calls[0].network)
         return torch.from_numpy(ready).to(self._place).unflatten(0, (len(rows), -1))
 
     def _anchored(self, index: int) -> dict[str, dict[str, torch.Tensor]]:
-        """By tensor: the anchors that this device's hook may look at."""
+        """Anchors that this device's hook may use, by tensor."""
         call = self._calls[index]
         if not call.hooks.correct:
             return {}
@@ -310,6 +312,6 @@ class _Graph:
         return value.float() if value.is_floating_point() else value
 
     def _stacked(self, arrays: Sequence[np.ndarray]) -> torch.Tensor:
-        """Float32, as the network's own parameters are; every array's own copy."""
+        """Stack as float32, like the network's own parameters; always a copy."""
         value = torch.from_numpy(np.stack([np.asarray(array, np.float32) for array in arrays]))
         return value.to(self._place).requires_grad_()

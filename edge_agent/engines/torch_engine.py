@@ -1,13 +1,13 @@
-"""Training any network of the zoo with torch: the one training loop there is.
+"""Training of any network of the registry with torch: the only training loop.
 
-A method changes it by `fedquilt.core.Hooks`, never copies it. A mini-batch whose activations do not fit
-the budget goes through in micro-batches whose gradients are added up: the same step to float tolerance.
-With batch normalisation that is trained the mini-batch stays whole, and activations are computed again instead
+A method changes it through `fedquilt.core.Hooks`, never copies it. A mini-batch whose activations exceed
+the budget is split into micro-batches whose gradients are added up: the same step to float tolerance.
+With trained batch normalisation the mini-batch stays whole, and activations are computed again instead
 (`torch_recompute`): the same bits under any budget. A mini-batch of one example, where a channel has a single value,
 is normalised by the running statistics. Equal input, generator, threads and budget give equal bits.
 
 `Fit.mixed` asks for 16-bit arithmetic and channels-last layout: bfloat16 where the GPU computes in it,
-else float16 with a scaled loss, which skips a step whose gradients overflow; on a CPU it is left aside.
+else float16 with a scaled loss, which skips a step whose gradients overflow; on a CPU it has no effect.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-# OpenMP reads this once, when torch loads. Its threads wait by spinning otherwise, which on a board that
-# does other work too starves both: 250 steps of a small network took 6 s with it, over 60 s without.
+# # OpenMP reads this once, when torch loads. By default its threads wait by spinning, which on a board with
+# other work starves both: 250 steps of a small network took 6 s with it, over 60 s without.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
@@ -32,20 +32,20 @@ from fedquilt.edge_agent.engines import objectives, torch_objectives, torch_reco
 from fedquilt.models import fisher
 from fedquilt.models.networks import registry
 
-EVALUATED_AT_ONCE = {"cpu": 64, "cuda": 256}  # by device: a processor is no faster with more, and holds more
+EVALUATED_AT_ONCE = {"cpu": 64, "cuda": 256}  # by device: more is no faster on a processor, and holds more memory
 # Resident after the import, on x86-64: torch 2.13 for the CPU, 2.15 with its CUDA libraries.
 BASE_BYTES = 230_000_000 if torch.version.cuda is None else 525_000_000
 
 
 class Probe(NamedTuple):
-    """What a network takes and gives."""
+    """Cost of an example in a network, and the network's number of outputs."""
 
     trained: footprint.Trained
     library: str
     outputs: int
 
     def room(self, room_bytes: int, *, anchors: int = 0, moving: int = 0) -> int:
-        """For activations, beside the weights, anchors, and so many copies of what is trained."""
+        """Bytes for activations, beside the weights, anchors, and `moving` copies of what is trained."""
         held = self.trained
         moving_bytes = moving * (held.weights_bytes - held.still_bytes)
         copies = footprint.COPIES + anchors
@@ -55,6 +55,7 @@ class Probe(NamedTuple):
 
     @property
     def example_bytes(self) -> int:
+        """Activations of one example in training, in bytes."""
         return footprint.example_bytes(self.trained)
 
 
@@ -62,9 +63,9 @@ class TorchEngine:
     """A `fedquilt.core.Trainer`. Runs on the GPU where torch finds one.
 
     Args:
-        budget_bytes: the most this process may hold resident.
-        base_bytes: what it holds before any training.
-        half: what `Fit.mixed` computes in; None: what this machine is good at.
+        budget_bytes: most that this process may hold resident.
+        base_bytes: resident size before any training.
+        half: 16-bit type for `Fit.mixed`; None: the one this machine is fast in.
     """
 
     name = "torch"
@@ -74,11 +75,11 @@ class TorchEngine:
         self._room_bytes = int((budget_bytes - base_bytes) / footprint.MARGIN) - footprint.FIRST_USE_BYTES["torch"]
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._half = half or _half(self._device)
-        # a process held to some cores must not start a thread for each of the board's
+        # a process limited to some cores must not start a thread for each of the board's
         torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
 
     def close(self) -> None:
-        """Hand cached memory of a GPU back; nothing else is held between calls."""
+        """Return cached memory of a GPU; nothing else is held between calls."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -158,7 +159,7 @@ class TorchEngine:
             module, probe = self._load(network, model, examples, hooks)
             module.eval()
             room = probe.room(self._room_bytes, moving=1)
-            # a group is one gradient of all weights, and its examples' activations
+            # a group needs one gradient of all weights, and its examples' activations
             group = probe.trained.weights_bytes + each * probe.example_bytes
             groups = training.fitting(room, group, fisher.TOGETHER)
             rows = training.batches(np.arange(len(examples)), groups * each)
@@ -170,7 +171,7 @@ class TorchEngine:
     def _load(
         self, network: Mapping[str, Any], start: Tensors, examples: Examples, hooks: Hooks
     ) -> tuple[nn.Module, Probe]:
-        """The network with these tensors, and what an example costs in it."""
+        """Network with these tensors, and the cost of an example in it."""
         model = registry.build(network)
         model = (hooks.prepare(model) if hooks.prepare else model).to(self._device)
         held = model.state_dict()
@@ -178,13 +179,13 @@ class TorchEngine:
         torch_step.free(model, hooks)
         probe = self._probe(model, network, examples, hooks)
         objectives.require_targets(examples, probe.outputs, metrics.task_of(network))
-        with torch.no_grad():  # after the probe, which moves the statistics of batch normalisation
+        with torch.no_grad():  # after the probe, which changes the statistics of batch normalisation
             for name, value in held.items():
                 value.copy_(torch.tensor(start[name]))
         return model, probe
 
     def _probe(self, model: nn.Module, network: Mapping[str, Any], examples: Examples, hooks: Hooks) -> Probe:
-        """Run two examples, as batch normalisation takes no fewer, and see what the backward pass would need."""
+        """Run two examples, as batch normalisation takes no fewer, and measure what the backward pass would need."""
         x, _ = self._batch(network, examples, np.array([0, len(examples) - 1]), hooks)
         try:
             trained, scores = footprint.weigh(model, x)
@@ -210,23 +211,23 @@ class TorchEngine:
 
 
 def _half(device: torch.device) -> torch.dtype | None:
-    """The 16-bit type this machine computes in faster than in 32 bits: none on a CPU."""
+    """16-bit type in which this machine computes faster than in 32 bits: none on a CPU."""
     if device.type != "cuda":
         return None
-    ampere = torch.cuda.get_device_capability(device) >= (8, 0)  # before it (Nano, TX2, Xavier) bfloat16 is emulated
+    ampere = torch.cuda.get_device_capability(device) >= (8, 0)  # older GPUs (Nano, TX2, Xavier) emulate bfloat16
     return torch.bfloat16 if ampere else torch.float16
 
 
 def _tensors(model: nn.Module) -> dict[str, np.ndarray]:
-    """Parameters and buffers; counters stay integer."""
+    """Parameters and buffers as arrays; counters stay integer."""
     return {name: value.detach().cpu().contiguous().numpy() for name, value in model.state_dict().items()}
 
 
 @contextmanager
 def _repeatable(seed: int) -> Iterator[None]:
-    """Equal bits again: torch's own draws (dropout) from `seed`, and deterministic kernels where there are some."""
+    """Reproducible bits: torch's own draws (dropout) from `seed`, and deterministic kernels where there are some."""
     before = torch.get_deterministic_debug_mode()  # `use_deterministic_algorithms` imports torch's compiler, 70 MB
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for to be deterministic
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         torch.set_deterministic_debug_mode("warn")

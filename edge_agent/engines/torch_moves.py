@@ -1,7 +1,7 @@
-"""The optimizer's step, by torch's own functions without its `Optimizer` class.
+"""Optimizer steps by torch's own functions, without its `Optimizer` class.
 
 Making an object of that class imports torch's compiler and sympy: 73 MB and a second or more of every
-training process, on boards whose whole budget may be 512 MB. The functions it calls need none of it and
+training process, on boards whose whole budget may be 512 MB. The functions it calls need neither and
 give the same bits.
 """
 
@@ -21,7 +21,7 @@ EPS = 1e-8
 
 
 class Moves:
-    """Steps of `Fit.optimizer` for tensors in groups by learning rate. What `torch.amp.GradScaler` takes for one."""
+    """Optimizer of `Fit` for tensors grouped by learning rate. `torch.amp.GradScaler` accepts it as one."""
 
     def __init__(self, groups: Mapping[float, Sequence[torch.Tensor]], fit: Fit) -> None:
         """`groups`: learning rate -> tensors, moved by their `.grad`."""
@@ -30,11 +30,13 @@ class Moves:
         self.param_groups: list[dict[str, Any]] = [{"params": group.values} for group in self._groups]
 
     def zero_grad(self) -> None:
+        """Drop all gradients."""
         for group in self._groups:
             for value in group.values:
                 value.grad = None
 
     def step(self) -> None:
+        """Update every tensor that has a gradient."""
         with torch.no_grad():
             for group in self._groups:
                 rows = [i for i, value in enumerate(group.values) if value.grad is not None]
@@ -45,7 +47,7 @@ class Moves:
 
 
 class _Group:
-    """Tensors of one learning rate, and what an optimizer remembers of each."""
+    """Tensors of one learning rate, and the optimizer's state of each."""
 
     def __init__(self, rate: float, values: list[torch.Tensor]) -> None:
         self._rate, self.values = rate, values
@@ -54,6 +56,7 @@ class _Group:
         self._steps = [torch.tensor(0.0) for _ in values]
 
     def sgd(self, rows: Sequence[int], fit: Fit) -> None:
+        """Take a step of SGD on these rows."""
         buffers = [self._first[i] for i in rows]
         sgd(
             [self.values[i] for i in rows],
@@ -70,6 +73,7 @@ class _Group:
             self._first[i] = buffer
 
     def adam(self, rows: Sequence[int], fit: Fit) -> None:
+        """Take a step of Adam on these rows."""
         for i in rows:
             if self._first[i] is None:
                 self._first[i] = torch.zeros_like(self.values[i])

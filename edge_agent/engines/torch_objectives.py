@@ -1,4 +1,4 @@
-"""The losses of `objectives` in torch, and targets as tensors."""
+"""Losses of `objectives` in torch, and targets as tensors."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 
 def targets(task: TaskKind, y: np.ndarray) -> torch.Tensor:
-    """Labels or numbers in the type that the task's loss takes: int64 (n,), or float32 (n, outputs)."""
+    """Targets in the type of the task's loss: int64 (n,), or float32 (n, outputs)."""
     return torch.from_numpy(y.astype(np.int64 if task == "classes" else np.float32))
 
 
 def total(task: TaskKind, scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The sum of the examples' losses, a scalar."""
+    """Sum of the examples' losses, a scalar."""
     if task == "classes":
         return F.cross_entropy(scores, y, reduction="sum")
     return _elements(task, scores, y).sum() / scores.shape[1]
 
 
 def each(task: TaskKind, scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The loss of each example, (n,)."""
+    """Loss of each example, (n,)."""
     if task == "classes":
         return F.cross_entropy(scores, y, reduction="none")
     return _elements(task, scores, y).mean(dim=1)

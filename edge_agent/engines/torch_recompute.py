@@ -1,9 +1,9 @@
-"""Batch normalisation over whole mini-batches, in little memory: exact, whatever the budget.
+"""Batch normalisation over whole mini-batches in little memory: exact, whatever the budget.
 
 Batch normalisation couples the examples of a mini-batch, forward and backward, so that micro-batches would take
-another step. A network with any therefore goes through with its whole mini-batch. Where what the forward pass keeps
-for the backward one does not fit, `run` keeps none of it: the backward pass has it made again, piece by piece from the
-last to the first, by repeating the forward pass up to the piece. The arithmetic is the same, and so is every bit.
+another step. A network with any is therefore run with its whole mini-batch. If the tensors that the forward pass
+keeps for the backward one do not fit, `run` keeps none: the backward pass has them made again, piece by piece from
+the last to the first, by repeating the forward pass up to the piece. The arithmetic is the same, and so is every bit.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from fedquilt.core import ModelError
 
 T = TypeVar("T")
 M_MMAP_THRESHOLD: Final = -3  # of mallopt(3)
-OWN_PAGES_BYTES: Final = 128 << 10  # an allocation from this size on has pages of its own
+OWN_PAGES_BYTES: Final = 128 << 10  # allocations of at least this size have pages of their own
 
 
 def coupled(model: nn.Module) -> bool:
-    """Whether the examples of a mini-batch bear on each other: by batch normalisation that is not held still."""
+    """Whether trained batch normalisation couples the examples of a mini-batch."""
     norms = (each for each in model.modules() if isinstance(each, _BatchNorm))
     return any(each.training or each.running_mean is None for each in norms)
 
 
 def settle(model: nn.Module) -> None:
-    """Have batch normalisation go by its running statistics, and leave them, where a channel has a single value.
+    """Let batch normalisation use its running statistics, unchanged, where a channel has a single value.
 
-    A last mini-batch of one example gives that, behind pooling or in a fully connected network: the value has no
-    variance, and torch refuses the step. The layer is then what it is in evaluation mode, for this step alone.
+    A last mini-batch of one example leads to that, behind pooling or in a fully connected network: the value has no
+    variance, and torch refuses the step. The layer then works as in evaluation mode, for this step alone.
 
-    Raises, when it comes to that:
+    Raises, in such a step:
         ModelError: the layer keeps no running statistics.
     """
 
@@ -65,23 +65,24 @@ def settle(model: nn.Module) -> None:
 
 
 def return_memory() -> None:
-    """Have this process give tensors back to the kernel as soon as they are freed, from now on; glibc alone knows how.
+    """Let this process return freed tensors to the kernel at once, from now on; specific to glibc.
 
-    Otherwise glibc keeps what came and went in its heap, in holes between what stays: of ResNet-20 in pieces as much as
-    if nothing had been made again. The kernel clears pages more often then, which costs time.
+    Otherwise glibc keeps freed memory in its heap, in holes between live tensors: for ResNet-20 in pieces as much as
+    if everything were kept. The kernel clears pages more often then, which costs time.
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, OWN_PAGES_BYTES)
 
 
 def run(model: nn.Module, forward: Callable[[], T], lasting: Iterable[torch.Tensor], piece_bytes: int) -> T:
-    """What `forward` returns; its backward pass has what it needs made again in pieces.
+    """Result of `forward`, whose backward pass has its tensors made again in pieces.
 
     Args:
+        model: network whose buffers and parameters the pass uses.
         forward: runs the model. It is run again, from the same random state and the same buffers, whose later
             values stay.
-        lasting: tensors that are there anyway until the backward pass has ended, beside the model's own.
-        piece_bytes: of what the backward pass needs, how much may be held at once.
+        lasting: tensors that stay in memory until the backward pass has ended anyway, beside the model's own.
+        piece_bytes: bytes of the backward pass's tensors that may be held at once.
     """
     again = _Again(model, forward, lasting, piece_bytes)
     with torch.autograd.graph.saved_tensors_hooks(again.drop, again.find):
@@ -89,7 +90,7 @@ def run(model: nn.Module, forward: Callable[[], T], lasting: Iterable[torch.Tens
 
 
 class _Kept:
-    """Stands in the graph for a tensor that was not kept."""
+    """Placeholder in the graph for a tensor that was not kept."""
 
     __slots__ = ("__weakref__", "index", "value")
 
@@ -103,7 +104,7 @@ class _Enough(Exception):
 
 
 class _Again:
-    """One forward pass: what it would have kept, by the order in which it came up."""
+    """One forward pass: the tensors it would have kept, in order."""
 
     def __init__(
         self, model: nn.Module, forward: Callable[[], Any], lasting: Iterable[torch.Tensor], piece_bytes: int
@@ -119,7 +120,7 @@ class _Again:
         self._seen: dict[int, StorageWeakRef] = {}
 
     def drop(self, value: torch.Tensor) -> Any:
-        """Of a tensor that would be kept, what stands in for it."""
+        """Placeholder for a tensor that would be kept."""
         storage = value.untyped_storage()
         if storage.data_ptr() in self._lasting:
             return value.detach()
@@ -132,7 +133,7 @@ class _Again:
         return kept
 
     def find(self, kept: Any) -> torch.Tensor:
-        """The tensor itself; the backward pass lets go of it when it is through with it."""
+        """The tensor itself; the backward pass frees it after use."""
         if isinstance(kept, torch.Tensor):
             return kept
         if kept.value is None:
@@ -142,7 +143,7 @@ class _Again:
         return kept.value
 
     def _repeat(self, index: int) -> None:
-        """Fill the latest that are still wanted, this one at least, and before it as many as a piece holds."""
+        """Compute the latest tensors still wanted, at least this one, and before it as many as a piece holds."""
         wanted = [each for ref in self._kept if (each := ref()) is not None and each.value is None]
         piece, size = {}, 0
         for each in reversed(wanted):
@@ -168,7 +169,7 @@ class _Again:
 
     @contextmanager
     def _as_begun(self) -> Iterator[None]:
-        """The random state and the buffers that the first pass began with; afterwards they are as they were."""
+        """Random state and buffers as at the start of the first pass; restores their present values afterwards."""
         later, random = [value.clone() for value in self._buffers], _random()
         self._put(self._begun, self._random)
         try:
@@ -186,7 +187,7 @@ class _Again:
 
 
 def _random() -> list[torch.Tensor]:
-    """The state of torch's generators: the processor's, and of the GPU in use where there is one."""
+    """State of torch's generators: the processor's, and of the GPU in use if there is one."""
     cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     return [torch.get_rng_state(), *cuda]
 

@@ -15,20 +15,20 @@ from fedquilt.edge_agent.engines import torch_objectives, torch_recompute, train
 from fedquilt.edge_agent.engines.torch_moves import Moves
 from fedquilt.metrics import TaskKind
 
-FIRST_SCALE = 2.0**10  # of float16's loss: torch's own 2**16 overflows, and skips, the first steps of a short task
+FIRST_SCALE = 2.0**10  # of float16's loss: torch's 2**16 overflows in, and skips, the first steps of short tasks
 
 Anchors = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 class Stepper:
-    """Moves the tensors of one `fedquilt.core.Step`. Each step has an optimizer of its own.
+    """Updates the tensors of one `fedquilt.core.Step`. Each step has an optimizer of its own.
 
     Args:
         half: 16-bit type to compute in; None: everything in 32 bits.
-        task: what the network predicts: it decides the loss.
+        task: kind of prediction, which decides the loss.
 
     Raises:
-        ModelError: no tensor would move.
+        ModelError: no tensor would be updated.
     """
 
     def __init__(
@@ -60,12 +60,14 @@ class Stepper:
     def step(
         self, parts: Iterable[tuple[torch.Tensor, torch.Tensor]], count: int, piece_bytes: int | None = None
     ) -> float:
-        """One step on a mini-batch of `count` examples that comes in parts; its mean loss before, without penalty.
+        """Step on a mini-batch of `count` examples given in parts; returns its mean loss before, without penalty.
 
-        What is not finite in the penalty comes back as the loss.
+        A penalty that is not finite is returned as the loss.
 
         Args:
-            piece_bytes: how much of what the backward pass needs may be held at once; None: all of it.
+            parts: (inputs, targets) of each micro-batch.
+            count: examples in all parts.
+            piece_bytes: bytes of the backward pass's tensors that may be held at once; None: all.
         """
         if not self._alone:
             self._claim()
@@ -93,7 +95,7 @@ class Stepper:
         return total
 
     def _forward(self, x: torch.Tensor, y: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What these examples add to the loss; and without the penalty, not finite where that is not finite."""
+        """Contribution of these examples to the loss; and the same without the penalty, unless that is not finite."""
         with self._autocast:
             scores = self._model(x)
             loss = torch_objectives.total(self._task, scores, y) / count
@@ -103,19 +105,19 @@ class Stepper:
             return loss + extra, loss.detach() + 0.0 * extra.detach()
 
     def _claim(self) -> None:
-        """Only what this step moves gets a gradient: the rest of the backward pass is not computed."""
+        """Enable gradients only for tensors that this step updates: the rest of the backward pass is not computed."""
         for name, value in self._model.named_parameters():
             value.requires_grad_(name in self._moved)
 
 
 def free(model: nn.Module, hooks: Hooks) -> None:
-    """Only what any step moves gets a gradient."""
+    """Enable gradients only for tensors that some step updates."""
     for name, value in model.named_parameters():
         value.requires_grad_(any(step.rate(name) > 0 for step in hooks.steps))
 
 
 def hold_still(model: nn.Module, hooks: Hooks) -> None:
-    """Evaluation mode for modules whose own parameters no step moves: a frozen batch norm keeps its statistics too."""
+    """Set modules whose own parameters no step updates to evaluation mode: frozen batch norm keeps its statistics."""
     for path, module in model.named_modules():
         own = [f"{path}.{name}" if path else name for name, _ in module.named_parameters(recurse=False)]
         if own and not any(step.rate(name) > 0 for step in hooks.steps for name in own):
@@ -123,7 +125,7 @@ def hold_still(model: nn.Module, hooks: Hooks) -> None:
 
 
 def anchored(model: nn.Module, hooks: Hooks) -> Anchors:
-    """The method's anchors as tensors beside the model, and "start", if any hook would look at them.
+    """Anchors of the method as tensors beside the model, and "start", if any hook could use them.
 
     Raises:
         ModelError: one does not fit the network.

@@ -1,4 +1,4 @@
-"""What the training engines share, so that they take the same steps: order, inputs, checks, micro-batches."""
+"""Common parts of the training engines, so that they take the same steps: order, inputs, checks, micro-batches."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fedquilt.data.inputs import prepare as network_input
 if TYPE_CHECKING:
     from fedquilt.core import Examples, Fit, Tensors
 
-EXPLODED = 10.0  # times the loss of the first step, and at least so many nats: worse than a guess among 22,000 classes
-SETTLED_STEPS = 10  # an epoch's mean is judged from so many steps on: one odd mini-batch is no explosion
+EXPLODED = 10.0  # factor on the first step's loss, and at least this many nats: worse than a guess among 22,000 classes
+SETTLED_STEPS = 10  # steps before an epoch's mean is judged: one odd mini-batch is no explosion
 
 
 def orders(count: int, epochs: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """One order of `count` examples per epoch. All are drawn here, so an engine may draw on without a difference."""
+    """One order of `count` examples per epoch. All are drawn first, so that later draws of an engine do not matter."""
     return [rng.permutation(count) for _ in range(epochs)]
 
 
@@ -30,14 +30,14 @@ def batches(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
 
 
 def micro_batches(batch: np.ndarray, most: int) -> list[np.ndarray]:
-    """The mini-batch in as few parts of at most `most` examples as can be, about equal in size."""
+    """Split the mini-batch into the fewest parts of at most `most` examples, about equal in size."""
     return [batch] if len(batch) <= most else np.array_split(batch, math.ceil(len(batch) / most))
 
 
 def fitting(room_bytes: float, example_bytes: float, wanted: int) -> int:
-    """How many examples go through at once: `wanted`, halved until they fit, at least 1.
+    """Number of examples to run at once: `wanted`, halved until they fit, at least 1.
 
-    The room is reckoned from the budget and constants, never from what the process holds just now: the
+    The room follows from the budget and constants, never from the process's present size: the
     size of micro-batches decides the last bits of a result, which have to be the same in every run.
     """
     size = max(1, wanted)
@@ -49,13 +49,15 @@ def fitting(room_bytes: float, example_bytes: float, wanted: int) -> int:
 def features(
     x: np.ndarray, network: Mapping[str, Any], inputs: Callable[[np.ndarray], np.ndarray] | None = None
 ) -> np.ndarray:
-    """Stored examples as the network takes them: float32 by its "input" table or in the shape they have.
+    """Network inputs of stored examples: float32, by the network's "input" table or in their own shape.
 
     Args:
-        inputs: a method's own way (`Hooks.inputs`), instead.
+        x: examples as stored.
+        network: its table.
+        inputs: a method's own conversion (`Hooks.inputs`), instead.
 
     Raises:
-        DataError: they cannot be turned into that.
+        DataError: they cannot be converted.
     """
     if inputs is not None:
         return inputs(x)
@@ -71,10 +73,10 @@ def features(
 
 
 def _tokens(x: np.ndarray, known: int) -> np.ndarray:
-    """Numbers of tokens, (n, length), as float32.
+    """Token numbers (n, length) as float32.
 
     Raises:
-        DataError: they are no numbers of tokens, or the network has no room for one.
+        DataError: they are no token numbers, or beyond the network's vocabulary.
     """
     if x.dtype.kind not in "ui":
         raise DataError(f"examples of type {x.dtype}: a transformer takes whole numbers of tokens; see [data.text]")
@@ -88,7 +90,7 @@ def _tokens(x: np.ndarray, known: int) -> np.ndarray:
 
 
 def require_examples(examples: Examples, each: int) -> None:
-    """Raises DataError unless there is something to take gradients of, JobError unless `each` is 1 or more."""
+    """Raise DataError if there are no examples to take gradients of, JobError unless `each` is 1 or more."""
     if not len(examples):
         raise DataError("no examples: this device has nothing to take gradients of")
     if each < 1:
@@ -96,7 +98,7 @@ def require_examples(examples: Examples, each: int) -> None:
 
 
 def require_fit(start: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ModelError unless the tensors have exactly these names and shapes."""
+    """Raise ModelError unless the tensors have exactly these names and shapes."""
     if odd := sorted(start.keys() ^ shapes.keys()):
         side = "lack" if odd[0] in shapes else "have"
         raise ModelError(f"the tensors do not fit the network: {len(odd)} names differ, they {side} {odd[0]!r}")
@@ -106,7 +108,7 @@ def require_fit(start: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def require_anchors(anchors: Mapping[str, Tensors], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ModelError unless every anchor has a tensor of each of these names and shapes; it may have more."""
+    """Raise ModelError unless every anchor has a tensor of each of these names and shapes; it may have more."""
     for anchor, held in anchors.items():
         for name, shape in shapes.items():
             if name not in held or held[name].shape != shape:
@@ -115,10 +117,10 @@ def require_anchors(anchors: Mapping[str, Tensors], shapes: Mapping[str, tuple[i
 
 
 class Steps:
-    """The account of one training: tells progress, adds up metrics, refuses a loss that leads nowhere.
+    """Progress and metrics of one training; refuses a loss that diverges.
 
     A loss that is not finite is refused at once; one that has exploded, when the mean of an epoch so far
-    shows it. What would be sent is worse than nothing: folded in, it would harm everybody's model.
+    shows it. The update would do harm: added up, it would spoil everybody's model.
     """
 
     def __init__(self, count: int, fit: Fit, progress: Callable[[float], None]) -> None:
@@ -132,13 +134,13 @@ class Steps:
         self._sum, self._seen, self._most = 0.0, 0, math.inf
 
     def took(self, loss: float, examples: int) -> None:
-        """One step is over; `loss` is its mean over so many examples, before the step.
+        """Account for one step; `loss` is its mean over `examples`, before the step.
 
         Raises:
             UpdateError: it is not finite, or has exploded.
         """
         if self._done % self._each == 0:
-            self._sum, self._seen = 0.0, 0  # what is told is the last epoch's
+            self._sum, self._seen = 0.0, 0  # the last epoch's loss is reported
         self._done += 1
         total = self._each * self._fit.epochs
         if not math.isfinite(loss):
@@ -159,7 +161,7 @@ class Steps:
         raise UpdateError(f"{what}: lower lr (now {self._fit.lr}) or set clip")
 
     def metrics(self) -> dict[str, float]:
-        """Mean loss over the last epoch, and how many steps there were."""
+        """Mean loss over the last epoch, and the number of steps."""
         if not self._seen:
             return {"steps": 0.0}
         return {"loss": self._sum / self._seen, "steps": float(self._done)}

@@ -1,0 +1,1 @@
+"""Energy of tasks: the choice of clocks, their control, and the accounting of joules."""

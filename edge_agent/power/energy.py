@@ -1,17 +1,17 @@
-"""What a task took in joules, from what the board's sensors said while it ran. Pure: readings in, a `Cost` out.
+"""Energy of a task in joules, from readings of the board's sensors during it. Pure: readings in, a `Cost` out.
 
 Two successive readings with a counter (`Reading.energy_j`: RAPL, a power-monitoring chip) give a difference;
 otherwise two with a power (`Reading.power_w`: INA3221 rails) give a trapezoid. Counters come first, as they
-miss nothing between two readings. A reading with neither is passed over, and so is one from the past, and one of
-another meter than the stretch began with: what one covers is no part of what another covers.
+miss nothing between two readings. A reading with neither is ignored, and so is one from the past, and one of
+another meter than the stretch began with: the two cover different parts of the board.
 
 The bound, `energy_error_j`, has three parts:
   - for trapezoids, half of what the rectangles of the left and of the right powers differ by, interval by
     interval: the whole error of a power that only rose or only fell between two readings;
-  - for a counter, the most that one interval brought: it may lag by so much at either end;
-  - in full, what was not watched: a gap of more than GAP_S between two powers, and what lies before the first
-    and after the last reading, both held at the nearest power.
-What the sensor itself is off by (an INA3221: by its shunt, some per cent) is not in it: no board tells.
+  - for a counter, the most that one interval added: it may lag by so much at either end;
+  - in full, unwatched time: a gap of more than GAP_S between two powers, and the time before the first
+    and after the last reading, both counted at the nearest power.
+It lacks the error of the sensor itself (an INA3221's shunt: some per cent), which no board reports.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from msgspec.structs import replace
 
 from fedquilt.core import Cost, Reading
 
-SAMPLE_S = 0.1  # how often the sensors are read while a task runs
-LET_GO = "let go"  # for a point's name: from there on the board's clocks were its own
-GAP_S = 1.0  # powers further apart than this say little of what was between them
+SAMPLE_S = 0.1  # interval between sensor readings while a task runs
+LET_GO = "let go"  # suffix of a point's name: from there on the board's clocks were its own
+GAP_S = 1.0  # powers further apart leave the time between them unknown
 
 
 class Ledger(msgspec.Struct, frozen=True):
-    """The readings of one stretch of time so far: sums, not samples."""
+    """Sums over the readings of one stretch of time so far."""
 
     began_s: float
     at_s: float | None = None  # of the last usable reading
@@ -39,20 +39,20 @@ class Ledger(msgspec.Struct, frozen=True):
     intervals: int = 0
     energy_j: float = 0.0  # from the first to the last
     error_j: float = 0.0
-    most_j: float = 0.0  # that a counter gained in one interval
-    first_w: float | None = None  # before the first reading it is taken for this
-    last_w: float | None = None  # and after the last one for this
-    counted: bool = False  # some of it is a counter's
+    most_j: float = 0.0  # largest gain of a counter in one interval
+    first_w: float | None = None  # power assumed before the first reading
+    last_w: float | None = None  # power assumed after the last reading
+    counted: bool = False  # some of it is from a counter
 
     def seen(self, now_s: float, reading: Reading) -> Ledger:
-        """With one more reading."""
+        """The sums with one more reading."""
         if not _usable(reading) or (self.at_s is not None and now_s <= self.at_s):
             return self
         if self.at_s is None:
             power = _finite(reading.power_w)
             return replace(self, at_s=now_s, last=reading, first_s=now_s, first_w=power, last_w=power)
         added = _interval(self.last, reading, now_s - self.at_s)
-        if added is None:  # the counter fell, or was there on one side only: wait for one that fits
+        if added is None:  # the counter fell, or only one of both has it: wait for one that fits
             return self
         energy, error, first_w, last_w, counted = added
         return replace(
@@ -69,12 +69,12 @@ class Ledger(msgspec.Struct, frozen=True):
         )
 
     def again(self, now_s: float) -> Ledger:
-        """A new stretch that begins now, with the last reading of this one if it is of now."""
+        """New stretch that begins now, with the last reading of this one if it is recent enough."""
         fresh = Ledger(now_s)
         return fresh if self.at_s is None or self.at_s < now_s else fresh.seen(now_s, self.last)
 
     def cost(self, now_s: float, idle_w: float | None, point: str | None = None) -> Cost:
-        """What was taken from `began_s` until now. Joules are None where there is no meter."""
+        """Cost from `began_s` until now. Joules are None without a meter."""
         duration_s = max(now_s - self.began_s, 0.0)
         idle_j = None if idle_w is None else idle_w * duration_s
         if self.at_s is None or self.first_w is None or self.last_w is None:
@@ -90,7 +90,7 @@ class Ledger(msgspec.Struct, frozen=True):
         )
 
     def _source(self) -> str:
-        """The sensor, how often it was read and how that became joules."""
+        """Description of the sensor, its rate of readings and the conversion to joules."""
         sensor = self.last.energy_source or "a sensor without a name"
         if self.counted:
             return f"{sensor}, counter"[:200]
@@ -100,7 +100,7 @@ class Ledger(msgspec.Struct, frozen=True):
 
 
 def total(costs: Sequence[Cost]) -> Cost:
-    """The stretches of one task together; what is unknown of one is unknown of all."""
+    """Sum of one task's stretches; a value unknown in one is unknown in the sum."""
     if len(costs) == 1 and len(costs[0].energy_source or "") <= 200 and len(costs[0].point or "") <= 200:
         return costs[0]
 
@@ -134,9 +134,9 @@ def _finite(value: float | None) -> float | None:
 
 
 def _interval(before: Reading, after: Reading, dt_s: float) -> tuple[float, float, float, float, bool] | None:
-    """Joules between two readings, their bound, the powers at its ends, and whether a counter said so.
+    """Joules between two readings, their bound, the powers at its ends, and whether they are from a counter.
 
-    None: they are of two meters, or there is nothing that both tell.
+    None: the readings are of two meters, or have no value in common.
     """
     if None not in (before.energy_source, after.energy_source) and before.energy_source != after.energy_source:
         return None

@@ -1,16 +1,16 @@
-"""The local energy coordinator: at which operating point a task is worked on. Pure: numbers in, a point out.
+"""Local energy coordinator: chooses a task's operating point. Pure: numbers in, a point out.
 
-What is compared is the joules that the whole board takes until the deadline,
+Compared are the joules that the whole board uses until the deadline,
 
     E(point) = busy_w * t + idle_w * (deadline - t)
 
 and not until the end of the work. A board that finishes early is not switched off, it waits for the round
-to close and draws idle_w meanwhile; left out, every second saved would look as if it cost nothing, and racing
+to close and draws idle_w meanwhile; without that, every second saved would look free of cost, and racing
 to idle would win whenever busy_w * t happens to fall with the clock. For one deadline the sum orders the points
 as (busy_w - idle_w) * t does: what the work itself takes above idle. FedStitch (arXiv 2409.07202) has the same
 sum in its equation 5, and its Table II shows that the order is an open question: from 1.12 to 1.30 GHz the time falls
 by 12 % and the power as well, so there the fastest point is simply the best; from 0.85 to 1.12 GHz the
-power grows by 25 % and the time falls by 17 %. So no point is preferred: each is counted.
+power grows by 25 % and the time falls by 17 %. So no point is preferred: each is computed.
 
 Policies:
     energy   the cheapest of the points that meet the deadline with `margin` to spare
@@ -18,11 +18,11 @@ Policies:
              it is above, until just under it. That walk ends at the slowest point that meets the deadline with
              `margin`, whatever its power, so it is found directly; the paper gives neither step nor margin
     max      the fastest
-    board    none: the board's own governor goes on
-Where no point meets the deadline, it is the fastest under each of them. A point that the board's profile says too
-little of is left out; none left, it is as `board`. An unknown idle_w is counted as 0, which favours racing.
+    board    none: the board's own governor stays in charge
+If no point meets the deadline, each policy takes the fastest. A point whose profile lacks the numbers
+is left out; without any, the policy is `board`. An unknown idle_w counts as 0, which favours racing.
 
-A task that turns out late is stepped up, never down, and not more often than every STEP_S.
+A task that turns out late is stepped up, never down, and at most once every STEP_S.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 from fedquilt import cost_model
 from fedquilt.core import OperatingPoint, Work
 
-STEP_S: Final = 3.0  # clocks are changed no more often: a change takes time, and what it does has to be seen first
-LEAST_DONE: Final = 0.02  # share of the work that has to be done at a point before its pace means anything
-WEIGHT: Final = 0.3  # of the latest task in the board's pace
-PACE_MOST: Final = 1000.0  # beyond this, either way, something else than the clocks is wrong
+STEP_S: Final = 3.0  # shortest interval between changes of clocks: each takes time, and its effect has to be seen first
+LEAST_DONE: Final = 0.02  # share of the work to be done at a point before its pace is meaningful
+WEIGHT: Final = 0.3  # weight of the latest task in the board's pace
+PACE_MOST: Final = 1000.0  # beyond this factor, either way, the cause is not the clocks
 
 Policy: TypeAlias = Literal["energy", "paper", "max", "board"]
 
 
 class Rule(NamedTuple):
-    """What the operator chose."""
+    """Operator's policy."""
 
     policy: Policy = "energy"
-    margin: float = 0.1  # share of the predicted time that is kept to spare
+    margin: float = 0.1  # share of the predicted time that is kept as reserve
 
 
 class Forecast(NamedTuple):
-    """A task at one point. `energy_j` is until the deadline, idle included; None: its power is not known."""
+    """Prediction of a task at one point. `energy_j` is until the deadline, idle included; None: unknown."""
 
     point: OperatingPoint
     seconds: float
@@ -59,11 +59,14 @@ class Forecast(NamedTuple):
 def forecasts(
     points: Sequence[OperatingPoint], work: Work, left_s: float, idle_w: float | None, pace: float = 1.0
 ) -> list[Forecast]:
-    """The task at each point that says enough of itself, fastest first.
+    """Predictions of a task at each point with enough numbers, fastest first.
 
     Args:
-        left_s: until the deadline; less than 0 when it has passed.
-        pace: seconds seen over seconds predicted, of earlier tasks on this board.
+        points: of the board.
+        work: of the task.
+        left_s: seconds until the deadline; negative after it.
+        idle_w: watts of the idle board; None: unknown, counted as 0.
+        pace: measured over predicted seconds of earlier tasks on this board.
     """
     found = []
     for point in points:
@@ -85,7 +88,7 @@ def choose(
     idle_w: float | None = None,
     pace: float = 1.0,
 ) -> OperatingPoint | None:
-    """The point to hold; None: leave the clocks to the board. Among equals the faster one."""
+    """Choose the point to hold; None: leave the clocks to the board. Among equals the faster one."""
     found = forecasts(points, work, left_s, idle_w, pace)
     if rule.policy == "board" or not found:
         return None
@@ -109,11 +112,15 @@ def step_up(
     idle_w: float | None = None,
     pace: float = 1.0,
 ) -> OperatingPoint | None:
-    """A faster point for the rest of a task that would miss its deadline at the held one; None: stay.
+    """Choose a faster point for the rest of a task that would miss its deadline at the held one; None: stay.
 
     Args:
-        rest: what is left of the work.
-        left_s: until the deadline.
+        rule: policy; "board" never steps up.
+        points: of the board.
+        held: present point.
+        rest: work that is left.
+        left_s: seconds until the deadline.
+        idle_w: watts of the idle board; None: unknown.
         pace: of this task so far, see `pace_of`.
     """
     now_s = cost_model.seconds(rest, held)
@@ -124,7 +131,7 @@ def step_up(
 
 
 def pace_of(work: Work, held: OperatingPoint, done: float, seen_s: float) -> float | None:
-    """Seconds seen over seconds predicted, for a share of the work done at a point; None: too little to tell."""
+    """Measured over predicted seconds, for a share of the work done at a point; None: too little was done."""
     predicted_s = cost_model.seconds(work, held)
     if predicted_s is None or done < LEAST_DONE or seen_s <= 0:
         return None
@@ -132,10 +139,10 @@ def pace_of(work: Work, held: OperatingPoint, done: float, seen_s: float) -> flo
 
 
 def averaged(before: float | None, seen: float) -> float:
-    """A board's pace with its latest task: the first one counts in full, as a profile may be far off."""
+    """Pace of a board including its latest task: the first one counts in full, as a profile may be far off."""
     return seen if before is None else (1 - WEIGHT) * before + WEIGHT * seen
 
 
 def part(work: Work, share: float) -> Work:
-    """So much of a task's work. `work.on(examples)` has been applied."""
+    """Share of a task's work. `work.on(examples)` has been applied."""
     return Work(flops=work.flops * share, read_bytes=work.read_bytes * share)

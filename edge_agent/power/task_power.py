@@ -1,12 +1,12 @@
-"""One task's clocks and joules: asks `governor` which point, holds the board there, reads its sensors, lets go.
+"""Power management of one task: chooses a point with `governor`, holds the board there, reads its sensors, releases.
 
-The agent tells it what happens to the task; nothing else in the agent touches clocks.
+The agent reports the task's progress; nothing else in the agent touches clocks.
 
-    begin --loaded--> held at a point --progress--> stepped up, perhaps --end--> Spent, and let go
-                                                                        --stop--> let go
-                                 +--the board lets go by itself--> worked on at its own clocks
+    begin --loaded--> held at a point --progress--> stepped up, perhaps --end--> Spent, and released
+                                                                        --stop--> released
+                                 +--the board releases by itself--> continues at its own clocks
 
-A task may be worked on at several points one after another; each of those stretches has its share of the work
+A task may be run at several points one after another; each of these stretches has its share of the work
 and a ledger of its own. Time is the board's: on a simulated board that runs in real time on a faster host,
 the seconds that its profile tells.
 """
@@ -26,18 +26,18 @@ from fedquilt.edge_agent.power import energy, governor
 
 log = logging.getLogger(__name__)
 
-ALIVE_S: Final = 1.0  # a board that is held is read no more rarely: it may let go of clocks that nobody asks about
+ALIVE_S: Final = 1.0  # shortest interval of reading a held board, which may release clocks without keepalive
 
 
 class Spent(NamedTuple):
-    """What a task took, and the pace that was seen: seconds over those predicted; None: no point was held."""
+    """Cost of a task, and its measured pace: seconds over those predicted; None: no point was held."""
 
     cost: Cost
     pace: float | None
 
 
 class Pacer:
-    """Of one board; one task at a time."""
+    """Power management of one task on one board."""
 
     def __init__(self, board: Device, rule: governor.Rule) -> None:
         self._board, self._rule = board, rule
@@ -49,28 +49,28 @@ class Pacer:
         self._every_s = self._sample_s = math.inf
         self._work = Work()
         self._began_s = self._since_s = self._stepped_s = 0.0
-        self._told_s = 0.0  # of the time since it began, in `_costs`
+        self._told_s = 0.0  # part of the time since the beginning that is in `_costs`
         self._done = self._before = 0.0  # shares of the work: done, and done before this stretch
         self._left_s, self._pace = math.inf, 1.0
         self._held: OperatingPoint | None = None
         self._label: str | None = None
         self._costs: list[Cost] = []
-        self._seen_s = self._predicted_s = 0.0  # of the stretches that are over, while a point was held
+        self._seen_s = self._predicted_s = 0.0  # sums over finished stretches with a held point
 
     # -- a task --
 
     def begin(self, now_s: float) -> None:
-        """Its process is about to start. What it loads first counts as the task's energy, at the board's own clocks."""
+        """Start a task, whose process is about to start. Loading counts as its energy, at the board's own clocks."""
         self.stop()
         reading = self._board.read(now_s)
         self._ledger = energy.Ledger(now_s).seen(now_s, reading)
         self._began_s = self._since_s = now_s
         self._every_s = energy.SAMPLE_S if self._ledger.at_s is not None else math.inf
         self._sample_s = now_s + self._every_s
-        self._watched = reading != Reading()  # a board without any sensor has nothing to ask
+        self._watched = reading != Reading()  # a board without any sensor need not be read
 
     def loaded(self, work: Work, due_s: float, pace: float | None, now_s: float) -> None:
-        """Its data is there and so the whole of its work is known: `work.on(examples)`. Now it is due at `due_s`."""
+        """Choose a point once the data is loaded and the whole work known: `work.on(examples)`, due at `due_s`."""
         if self._ledger is None:
             return
         self._work, self._since_s, self._stepped_s = work, now_s, now_s
@@ -80,7 +80,7 @@ class Pacer:
             self._hold(governor.choose(self._rule, board.points, work, self._left_s, board.idle_w, self._pace), now_s)
 
     def progress(self, fraction: float, now_s: float) -> None:
-        """So much of it is done; step up if the rest would come too late."""
+        """Account for the share done; step up if the rest would come too late."""
         if self._ledger is None or not self._done <= fraction <= 1:
             return
         self._done = fraction
@@ -107,11 +107,11 @@ class Pacer:
             self._look(now_s, now_s - self._began_s - self._told_s)
 
     def due_s(self) -> float:
-        """When `sample` is to be called at the latest."""
+        """Time by which `sample` has to be called."""
         return self._sample_s
 
     def end(self, work: Work, wall_s: float, now_s: float) -> Spent:
-        """It has ended well: what it took. `wall_s` is what its process says, start and imports left out."""
+        """End a successful task and return its cost. `wall_s` is measured by its process, without start and imports."""
         if self._ledger is None:
             return Spent(Cost(duration_s=wall_s), None)
         self._work = work
@@ -124,7 +124,7 @@ class Pacer:
         return Spent(spent, pace)
 
     def stop(self) -> None:
-        """However it ended: the board gets its clocks back."""
+        """Return the clocks to the board, however the task ended."""
         held = self._held
         self._clear()
         if held is not None:
@@ -133,7 +133,7 @@ class Pacer:
     # -- stretches --
 
     def _close_stretch(self, done: float, now_s: float, lasted_s: float) -> None:
-        """What is done of the work since the last step goes to the point that is held."""
+        """Attribute the work done since the last stretch to the point that is held."""
         assert self._ledger is not None
         share = done - self._before
         here_s = self._board_s(share, now_s)
@@ -148,13 +148,13 @@ class Pacer:
         self._before, self._since_s, self._told_s = done, now_s, self._told_s + lasted_s
 
     def _look(self, now_s: float, lasted_s: float) -> None:
-        """From when the board is no longer held, what is done is done at clocks of its own."""
+        """After the hold is lost, attribute further work to the board's own clocks."""
         if self._held is not None and not self._board.holds:
             self._close_stretch(self._done, now_s, lasted_s)
             self._held = self._label = None
 
     def _board_s(self, share: float, now_s: float) -> float:
-        """The board's own seconds in this stretch: asked with no time measured, a simulated board tells them."""
+        """Seconds of the board in this stretch; a simulated board predicts them, without a measured time."""
         told_s = self._board.cost(governor.part(self._work, share), Cost(duration_s=0.0)).duration_s
         return told_s or now_s - self._since_s
 
@@ -164,7 +164,7 @@ class Pacer:
         if point is None:
             return
         taken = self._try(lambda: self._board.hold(point))
-        if taken is None:  # go on as the board likes
+        if taken is None:  # continue at the board's own clocks
             if self._held is not None:
                 self._try(self._board.release)
             self._held = self._label = None
@@ -175,7 +175,7 @@ class Pacer:
             self._sample_s = min(self._sample_s, now_s + self._every_s)
 
     def _try(self, call: Callable[[], OperatingPoint | None]) -> OperatingPoint | None:
-        """What the board answers; None where it refuses, which is said once for each reason."""
+        """Result of a call to the board; None if it refuses, which is logged once for each reason."""
         try:
             return call()
         except ClockError as error:

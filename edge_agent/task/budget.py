@@ -1,7 +1,7 @@
-"""What fits in memory: predicted before a task is taken, watched while it runs, measured afterwards.
+"""Memory of a task: predicted before it is accepted, watched while it runs, measured afterwards.
 
 Resident sizes come from /proc. The peak is the kernel's own high-water mark of the task's process,
-reset before each task; `ru_maxrss` would carry over what the parent once held.
+reset before each task; `ru_maxrss` would include the parent's former size.
 """
 
 from __future__ import annotations
@@ -24,58 +24,58 @@ PROC = Path("/proc")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-LEARNT: Final = 0.3  # how much of the newest ratio goes into the average of true over predicted peaks
-RATIO_LEAST, RATIO_MOST = 0.8, 2.0  # of that average: one odd task neither opens nor shuts the door
-TOLERATED: Final = 1.05  # up to this a peak counts as foreseen, and the budget is planned with in full
-STEP: Final = 1.25  # a level of caution: the budget is planned with as if it were so much smaller
-LEVEL_MOST: Final = 12  # levels that failures lead to: 1.25 ** 12 = 15 times what was predicted
+LEARNT: Final = 0.3  # weight of the newest ratio in the average of true over predicted peaks
+RATIO_LEAST, RATIO_MOST = 0.8, 2.0  # limits of that average: one odd task changes little
+TOLERATED: Final = 1.05  # up to this ratio a peak counts as predicted, and the full budget is planned with
+STEP: Final = 1.25  # factor of one level of caution: the budget is planned with as if it were so much smaller
+LEVEL_MOST: Final = 12  # most levels after failures: 1.25 ** 12 = 15 times the prediction
 
 
 @dataclass(frozen=True)
 class Caution:
-    """What a method's tasks on one engine have taught this board about predictions of their memory.
+    """Experience of this board with the memory predictions for a method's tasks on one engine.
 
-    What an engine plans with comes in steps, and is the whole budget as long as peaks are as foreseen:
+    The engine's planning budget changes in steps, and is the whole budget as long as peaks match predictions:
     the size of micro-batches decides the last bits of a result, so it must not follow each measurement.
     """
 
     ratio: float = 1.0  # true over predicted peak, averaged
-    level: int = 0  # tasks that ran out of memory: as many steps down, until the agent starts anew
+    level: int = 0  # tasks that ran out of memory: one step down for each, until the agent restarts
 
     def seen(self, peak_bytes: int, planned_bytes: int) -> Caution:
-        """After a task that went well: what it held at its peak, and what its engine had planned it to."""
+        """Experience after a successful task: its peak, and the peak that its engine had planned."""
         if planned_bytes <= 0:
             return self
         found = min(max(peak_bytes / planned_bytes, RATIO_LEAST), RATIO_MOST)
         return replace(self, ratio=(1 - LEARNT) * self.ratio + LEARNT * found)
 
     def failed(self) -> Caution:
-        """After a task that ran out of memory."""
+        """Experience after a task that ran out of memory."""
         return replace(self, level=min(self.level + 1, LEVEL_MOST))
 
     @property
     def steps(self) -> int:
-        """How many steps down the budget is planned with."""
+        """Number of steps down for the planning budget."""
         over = math.log(self.ratio / TOLERATED, STEP)
         return self.level + max(math.ceil(over), 0)
 
     def plannable_bytes(self, budget_bytes: int, base_bytes: int) -> int:
-        """What an engine that holds `base_bytes` by itself may plan with, of the budget it is held to."""
+        """Bytes that an engine may plan with, of its budget; `base_bytes` is its own size without work."""
         return base_bytes + int(max(budget_bytes - base_bytes, 0) / STEP**self.steps)
 
 
 def base_bytes(engine: str, measured: Mapping[str, int]) -> int:
-    """What a process that holds just the engine has resident: as seen on this board, else as assumed."""
+    """Resident size of a process with only the engine: as measured on this board, else as assumed."""
     return measured.get(engine, ASSUMED_BASE_BYTES.get(engine, 0))
 
 
 def least_bytes(engine: str, measured: Mapping[str, int]) -> int:
-    """What a task on the engine holds at the least, whatever it is asked."""
+    """Least memory of any task on the engine."""
     return base_bytes(engine, measured) + FIRST_USE_BYTES.get(engine, 0)
 
 
 def no_engine(budget_bytes: int, engines: Collection[str]) -> str | None:
-    """That none of the engines fits into a budget, in a sentence; None: one does."""
+    """Explain why no installed engine fits the budget; None if one does."""
     need = {name: least_bytes(name, {}) for name in engines}
     if any(size < budget_bytes for size in need.values()):
         return None
@@ -94,12 +94,15 @@ def shortage(
     measured: Mapping[str, int],
     caution: Caution = Caution(),
 ) -> str | None:
-    """Why the work does not fit even in its smallest steps, in a sentence that says what would; None: it fits.
+    """Explain why the work does not fit even in its smallest steps, and how it would; None: it fits.
 
     Args:
-        available_bytes: what the board can still give to this task's process; None: not known.
-        measured: engine -> resident size of a process that holds just the engine, as seen on this board.
-        caution: learnt from such work; the need is the prediction times what it says.
+        engine: name.
+        work: predicted by the method.
+        budget_bytes: most that the task's process may hold resident.
+        available_bytes: memory that the board can still give to this task's process; None: unknown.
+        measured: engine -> resident size of a process with only the engine, as measured on this board.
+        caution: experience with such work; the need is the prediction times its ratio.
     """
     base = least_bytes(engine, measured)
     factor = max(STEP**caution.steps, caution.ratio)
@@ -122,6 +125,7 @@ def shortage(
 
 
 def megabytes(size: int) -> str:
+    """Size in whole megabytes, as text."""
     return f"{size / 1e6:.0f} MB"
 
 
@@ -142,17 +146,17 @@ OUT_OF_MEMORY: Final = (
     "bad allocation",
     "cannot allocate memory",  # ENOMEM
 )
-"""What libraries say when they get no memory, in small letters."""
+"""Messages of libraries that get no memory, in small letters."""
 
 
 def tells_of_memory(text: str) -> bool:
-    """Whether an error's text, or a process's last words, say that memory ran out."""
+    """Whether an error's text, or the last words of a process, mean that memory ran out."""
     text = text.lower()
     return any(sign in text for sign in OUT_OF_MEMORY)
 
 
 def is_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory ran out: by its type or number, else by what it says."""
+    """Whether an error means that memory ran out: by its type or number, else by its text."""
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, OSError):
@@ -161,7 +165,7 @@ def is_of_memory(error: BaseException) -> bool:
 
 
 def resident_bytes(pid: int, proc: Path = PROC) -> int | None:
-    """What a process holds in memory, shared and mapped pages too; None: it is gone."""
+    """Resident size of a process, shared and mapped pages included; None: it is gone."""
     try:
         return int((proc / str(pid) / "statm").read_text().split()[1]) * PAGE_BYTES
     except (OSError, IndexError, ValueError):
@@ -169,12 +173,12 @@ def resident_bytes(pid: int, proc: Path = PROC) -> int | None:
 
 
 def oom_kills(proc: Path = PROC) -> int | None:
-    """How often this kernel has killed for want of memory; None: it does not count (before Linux 4.13)."""
+    """Number of out-of-memory kills by this kernel; None: it does not count (before Linux 4.13)."""
     return _count(proc / "vmstat", "oom_kill")
 
 
 def _count(path: Path, name: str) -> int | None:
-    """A number from a file of the kernel's with lines "name number"; None: it is not there."""
+    """Number in a file of the kernel with lines "name number"; None: it is not there."""
     with contextlib.suppress(OSError, ValueError):
         for line in path.read_text().splitlines():
             if line.startswith(f"{name} "):
@@ -183,12 +187,12 @@ def _count(path: Path, name: str) -> int | None:
 
 
 class Cage:
-    """A control group (v2) with a memory limit for a task's process, where this process may make one.
+    """Control group (v2) with a memory limit for a task's process, if this process may make one.
 
-    It may when its own group was handed over to it (systemd: `Delegate=memory`) and holds nothing else: call `divide`
+    It may if its own group was delegated to it (systemd: `Delegate=memory`) and holds nothing else: call `divide`
     before the task's process is started. The kernel wants processes in leaves only, so this process moves into a leaf
     beside the task's.
-    Elsewhere `limit` says False, and the watchdog on the resident size is all there is.
+    Elsewhere `limit` returns False, and the watchdog on the resident size is the only limit.
     """
 
     def __init__(self, root: Path = Path("/sys/fs/cgroup"), proc: Path = PROC) -> None:
@@ -197,13 +201,13 @@ class Cage:
         self._tried = False
 
     def divide(self) -> None:
-        """Make the task's group, the first time. The kernel refuses while a child is in this process's own (EBUSY)."""
+        """Make the task's group on first use. The kernel refuses while a child is in this process's own (EBUSY)."""
         if not self._tried:
             self._tried = True
             self._task = self._prepare()
 
     def limit(self, pid: int, budget_bytes: int) -> bool:
-        """Hold the process to its budget from now on; whether the kernel will."""
+        """Hold the process to its budget from now on; returns whether the kernel will."""
         self.divide()
         if self._task is None:
             return False
@@ -212,12 +216,12 @@ class Cage:
             (self._task / "cgroup.procs").write_text(str(pid))
         except OSError:
             return False
-        with contextlib.suppress(OSError):  # no such file where the kernel accounts no swap
+        with contextlib.suppress(OSError):  # no such file if the kernel accounts no swap
             (self._task / "memory.swap.max").write_text("0")
         return True
 
     def kills(self) -> int | None:
-        """How often the kernel has killed for want of memory within the limit; None: no limit, or no count."""
+        """Number of out-of-memory kills within the limit; None: no limit, or no count."""
         if self._task is None:
             return None
         return _count(self._task / "memory.events", "oom_kill")
@@ -235,7 +239,7 @@ class Cage:
         try:
             (own / "cgroup.subtree_control").write_text("+memory")
             task.mkdir(exist_ok=True)
-        except OSError:  # others live in this group, or the memory controller is not ours to give
+        except OSError:  # other processes live in this group, or the memory controller is not delegated
             with contextlib.suppress(OSError):
                 (own / "cgroup.procs").write_text(pid)
                 leaf.rmdir()
@@ -243,7 +247,7 @@ class Cage:
         return task
 
     def _own(self) -> Path | None:
-        """This process's group in the unified hierarchy; never the root, which is not ours to divide."""
+        """Control group of this process in the unified hierarchy; never the root, which is not ours to divide."""
         with contextlib.suppress(OSError):
             for line in (self._proc / "self/cgroup").read_text().splitlines():
                 if line.startswith("0::/") and line != "0::/":
@@ -255,7 +259,7 @@ class Cage:
 
 
 def reset_peak(pid: int, proc: Path = PROC) -> bool:
-    """Start the high-water mark of an own process anew; False where the kernel refuses."""
+    """Reset the high-water mark of an own process; False if the kernel refuses."""
     try:
         (proc / str(pid) / "clear_refs").write_text("5")
     except OSError:
@@ -264,7 +268,7 @@ def reset_peak(pid: int, proc: Path = PROC) -> bool:
 
 
 def peak_bytes(pid: int, proc: Path = PROC) -> int | None:
-    """The most a process has held resident since its start or `reset_peak`; None: it is gone."""
+    """Largest resident size of a process since its start or `reset_peak`; None: it is gone."""
     with contextlib.suppress(OSError, ValueError):
         for line in (proc / str(pid) / "status").read_text().splitlines():
             if line.startswith("VmHWM:"):

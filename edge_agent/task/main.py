@@ -1,10 +1,10 @@
-"""The task's process: carries out orders within its memory. The heavy imports happen here.
+"""Process of a task: carries out orders within its memory. The heavy imports happen here.
 
     python -m fedquilt.edge_agent.task.main PARENT
 
-takes orders as JSON lines on stdin and answers on stdout; whatever else anything prints goes to
+takes orders as JSON lines on stdin and answers on stdout; all other output goes to
 stderr. It ends when the daemon does, however that ends. Everything about it can be lost at any
-moment: what it writes goes into the order's folder and means nothing before the daemon says so.
+moment: its output goes into the order's folder and counts only once the daemon has accepted it.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class EngineError(core.FedquiltError):
 
 
 class Bench:
-    """What a process keeps from one task to the next: its engine, and the device's examples.
+    """Things kept from one task to the next: the engine, and the device's examples.
 
-    `load` gives a device's examples by its spec; by default they are read from where the spec says.
+    `load` returns a device's examples by its spec; by default they are read from the spec's path.
     """
 
     def __init__(self, load: Callable[[DataSpec], tuple[Examples, Examples]] | None = None) -> None:
@@ -63,7 +63,7 @@ class Bench:
         self._data: tuple[dict[str, Any], tuple[Examples, Examples]] | None = None
 
     def method(self, name: str) -> Method:
-        """The method of that name.
+        """Find a method by name.
 
         Raises:
             JobError: there is none.
@@ -71,7 +71,7 @@ class Bench:
         return methods.load(name)
 
     def engine(self, name: str, budget_bytes: int) -> Any:
-        """The engine of that name, made with the first task that asks for it.
+        """Engine by name, made with the first task that needs it.
 
         Raises:
             EngineError: it cannot run here.
@@ -88,7 +88,7 @@ class Bench:
         return self._engine[1]
 
     def examples(self, spec: dict[str, Any]) -> tuple[Examples, Examples]:
-        """The device's examples: to train on, and held out.
+        """Examples of the device: for training, and held out.
 
         Raises:
             DataError: there are none, or they cannot be read.
@@ -100,7 +100,7 @@ class Bench:
         return self._data[1]
 
     def tensors(self, path: Path) -> dict[str, np.ndarray]:
-        """The tensors of a file, the caller's own."""
+        """Tensors of a file, as the caller's own copy."""
         return tensors.read(path)
 
 
@@ -111,17 +111,20 @@ def carry_out(
     own_process: bool = False,
     loaded: Callable[[int], None] = lambda examples: None,
 ) -> Outcome:
-    """Do what a task asks and write what comes of it into the order's folder. Raises nothing.
+    """Carry out an order and write the result into its folder. Raises nothing.
 
     Args:
+        order: task with its files.
+        bench: engine and examples kept between orders.
+        progress: called with the share done, 0..1.
         own_process: this process does nothing else, so its resident peak is the task's.
-        loaded: told how many examples the device has, before the work begins.
+        loaded: called with the number of the device's examples, before the work begins.
     """
     began_s, cpu_s, base = time.perf_counter(), time.process_time(), None
     try:
         engine = bench.engine(order.task.engine, plannable(order))
         if hasattr(engine, "planned_bytes"):
-            engine.planned_bytes = None  # what an earlier task left there
+            engine.planned_bytes = None  # left by an earlier task
         if own_process and budget.reset_peak(os.getpid()):
             base = budget.resident_bytes(os.getpid())
         site = site_of(order, bench, progress, loaded, engine=engine)
@@ -145,7 +148,7 @@ def site_of(
     *,
     engine: Any = None,
 ) -> Site:
-    """All that the order's client half may touch.
+    """Everything that the order's client half may use.
 
     Raises:
         DataError: the device has no examples, or none that can be read.
@@ -178,11 +181,11 @@ def _finder(order: Order) -> Callable[[str], Path]:
 
 
 def worked(order: Order, method: Method, site: Site) -> Outcome:
-    """Check what was sent, then work on it, as far as the task asks for either; bundles go into `order.out`.
+    """Check the received state and work on it, as far as the task asks for either; bundles go into `order.out`.
 
     Raises:
-        UpdateError: a metric or the weight is no finite number.
-        FedquiltError: what the method's client half raises.
+        UpdateError: a metric or the weight is not finite.
+        FedquiltError: an error of the method's client half.
     """
     task, path = order.task, _finder(order)
 
@@ -230,7 +233,7 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
 
 
 def failed(error: Exception) -> Outcome:
-    """What an order came to whose work raised this."""
+    """Outcome of an order whose work raised this error."""
     if isinstance(error, EngineError):
         return Outcome(code="engine", reason=str(error)[:1000])
     code = _code(error)
@@ -244,10 +247,10 @@ def plannable(order: Order) -> int:
 
 
 def _written(answer: Answer, order: Order) -> tuple[dict[str, core.BlobRef], dict[str, bytes]]:
-    """Write bundles into files named by content, and the private state where there is or was one.
+    """Write bundles into files named by content, and the private state if there is or was one.
 
     Returns:
-        What the bundles are, and the bytes of those that go with the outcome instead, by sha256.
+        References of the bundles, and the bytes of those that go with the outcome instead, by sha256.
     """
     refs, blobs, out = {}, {}, f"{order.out}/{order.prefix}"
     for name, bundle in answer.bundles.items():
@@ -272,7 +275,7 @@ def _leaves_private(answer: Answer, order: Order) -> bool:
 
 
 def _code(error: Exception) -> Any:
-    """What the coordinator may do about an error: the claim's code."""
+    """Claim code of an error, on which the coordinator acts."""
     if budget.is_of_memory(error) and not isinstance(error, DataError | StoreError | core.JobError):
         return "memory"  # these three are our own words, about a file
     kinds: tuple[tuple[type | tuple[type, ...], str], ...] = (
@@ -298,7 +301,7 @@ def _sentence(error: Exception) -> str:
 
 
 def _place(error: Exception) -> str:
-    """File and line that raised an error nobody expected, for the author of a method or network: "prox.py, line 24"."""
+    """File and line of an unexpected error, for the author of a method or network: "prox.py, line 24"."""
     every = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in every if "site-packages" not in frame.filename] or list(every)
     return f"{os.path.basename(frames[-1].filename)}, line {frames[-1].lineno}" if frames else "place unknown"

@@ -1,4 +1,4 @@
-"""One child process on a leash: its pipes never block, its size is known, and why it died is told in a sentence."""
+"""Child process of the daemon: its pipes never block, its size is known, and its death is explained in a sentence."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from fedquilt.edge_agent.task.protocol import Event, Outcome
 
 log = logging.getLogger("fedquilt.agent")
 
-LINE_MOST_BYTES: Final = 4 << 20  # of one answer; a task's thousand metrics are some 100 kB
-TAIL_BYTES: Final = 4096  # of the child's last words
+LINE_MOST_BYTES: Final = 4 << 20  # of one answer; a thousand metrics of a task are some 100 kB
+TAIL_BYTES: Final = 4096  # of the child's last output
 FROM_OUTSIDE: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 PR_SET_PDEATHSIG: Final = 1
@@ -68,24 +68,26 @@ class Child:
 
     @property
     def gone(self) -> bool:
-        """Whether it has ended, or answers no more."""
+        """Whether it has ended, or has closed its output."""
         return self._answers is None or self._process.poll() is not None
 
     @property
     def words(self) -> str:
-        """The last line that it said and that was no answer."""
+        """Its last line of output that was no answer."""
         lines = self._tail.decode(errors="replace").strip().splitlines()
         return lines[-1][-500:] if lines else "(nothing)"
 
     def fds(self) -> list[int]:
+        """File descriptors of its output."""
         return [pipe.fileno() for pipe in (self._answers, self._errors) if pipe is not None]
 
     def send(self, line: bytes) -> None:
+        """Send it a line, as far as the pipe takes it; `receive` sends the rest."""
         self._unsent += line
         self._push()
 
     def receive(self) -> list[Event]:
-        """Answers that have come; whatever else it says is kept as its last words."""
+        """Return answers that have arrived; other output is kept as its last words."""
         self._push()
         self._errors, said = _drain(self._errors)
         self._tail = (self._tail + said)[-TAIL_BYTES:]
@@ -102,13 +104,13 @@ class Child:
         return events
 
     def look(self) -> int | None:
-        """What it holds resident; None: it is gone."""
+        """Resident size in bytes; None: it is gone."""
         held = budget.resident_bytes(self.pid)
         self._held = held or self._held
         return held
 
     def obituary(self) -> Outcome:
-        """Why it is dead, in a sentence."""
+        """Outcome that explains its death in a sentence."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1.0)
         status = self._process.poll()
@@ -126,7 +128,7 @@ class Child:
         return self._murdered(held)
 
     def _murdered(self, held: str) -> Outcome:
-        """What a SIGKILL was for: only within the task's own limit is it certain that the task itself was too large."""
+        """Cause of a SIGKILL: only within the task's own limit is it certain that the task itself was too large."""
         if (self._count_own() or 0) > (self._own_kills or 0):
             return self._starved(f"the kernel killed the task's process{held} at its budget")
         kills = self._count_kills()
@@ -145,6 +147,7 @@ class Child:
         return Outcome(code="memory", reason=reason[:1000], peak_bytes=self._held, overrun=True)
 
     def kill(self) -> None:
+        """Kill it and close its pipes."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._orders, self._answers, self._errors):
@@ -157,7 +160,7 @@ class Child:
         while self._unsent:
             try:
                 written = self._orders.write(self._unsent[:65536])
-            except BrokenPipeError:  # it is dead, which its obituary will tell
+            except BrokenPipeError:  # it is dead, which its obituary will explain
                 self._unsent = b""
                 return
             if written is None:  # the pipe is full
@@ -166,7 +169,7 @@ class Child:
 
 
 def _drain(pipe: IO[bytes] | None) -> tuple[IO[bytes] | None, bytes]:
-    """What can be read now; the pipe is None once it has ended."""
+    """Bytes that can be read now; the pipe is None once it has ended."""
     parts: list[bytes] = []
     while pipe is not None and sum(map(len, parts)) <= LINE_MOST_BYTES:
         part = pipe.read(65536)
@@ -180,7 +183,7 @@ def _drain(pipe: IO[bytes] | None) -> tuple[IO[bytes] | None, bytes]:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel end this process when its parent dies, also by kill -9."""
+    """Make the kernel end this process when its parent dies, also by kill -9."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # it died before the request
         sys.exit()

@@ -1,4 +1,4 @@
-"""What the daemon and a task's process say to each other: orders one way, how it goes and an outcome the other."""
+"""Protocol between the daemon and a task's process: orders one way, progress and an outcome the other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedquilt.core import BlobRef, Task
 
 
 class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One task, with where things are on this device."""
+    """One task, with the paths of its files on this device."""
 
     task: Task
     device: str
@@ -18,44 +18,44 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: dict[str, Any]  # fedquilt.data.spec.DataSpec
     bundles: dict[str, str]  # bundle name -> file
     private: str | None  # file of the job's private state; None: none yet
-    cache: str  # folder of the job's own, made where it is missing: what earlier tasks left there for later ones
+    cache: str  # folder of the job, made if missing: earlier tasks left files there for later ones
     out: str  # folder: bundles go into files named by their sha256, private state into private.safetensors
-    plan_bytes: int | None = None  # of the budget, what the engine may plan with; None: all of it
-    prefix: str = ""  # what the names of these files begin with, where devices share the folder
-    whole_bytes: int = 0  # bundles that are no larger come with the outcome, and into no file
-    plugins: tuple[str, ...] | None = None  # the packages that this board allows: `fedquilt.plugins.restrict`
+    plan_bytes: int | None = None  # part of the budget that the engine may plan with; None: all of it
+    prefix: str = ""  # prefix of these files' names, if devices share the folder
+    whole_bytes: int = 0  # largest bundle that comes with the outcome instead of in a file
+    plugins: tuple[str, ...] | None = None  # packages that this board allows: `fedquilt.plugins.restrict`
 
 
 class Loaded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="loaded"):
-    """The device's data is there; the work begins. How many examples it has decides how much that is."""
+    """The device's data is loaded and the work begins. Its number of examples decides the amount of work."""
 
     examples: int  # held-out ones aside
 
 
 class Progressed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="progress"):
-    """How far it is, 0 to 1."""
+    """Share done, 0 to 1."""
 
     fraction: float
 
 
 class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outcome"):
-    """How a task ended; with a code other than "ok" only `reason` and what it took mean anything."""
+    """Result of a task; with a code other than "ok" only `reason` and the costs are meaningful."""
 
     code: Literal["ok", "memory", "data", "engine", "method", "model", "disk", "failed"] = "ok"
     reason: str = ""
     weight: float = 0.0
     metrics: dict[str, float] = {}
     bundles: dict[str, BlobRef] = {}
-    blobs: dict[str, bytes] = {}  # of these, by sha256: what is in no file
-    private: bool = False  # whether it has left private state
+    blobs: dict[str, bytes] = {}  # by sha256: bundles that are in no file
+    private: bool = False  # whether the task left private state
     examples: int = 0  # the device's own, held-out ones aside
     wall_s: float = 0.0
     cpu_s: float = 0.0
     peak_bytes: int | None = None
     base_bytes: int | None = None
-    planned_bytes: int | None = None  # what its engine expected it to hold at its peak, beside `base_bytes`
+    planned_bytes: int | None = None  # peak that its engine predicted, beside `base_bytes`
     overrun: bool = False  # memory ran out at work; with code "memory" and not this, an engine refused beforehand
-    killed: bool = False  # from outside, not for what it did itself: the same order may go well the next time
+    killed: bool = False  # from outside, not for its own fault: the same order may succeed next time
 
 
 Event = Loaded | Progressed | Outcome

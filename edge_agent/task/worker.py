@@ -1,10 +1,10 @@
-"""Who carries out a task for the daemon: a child process, or on virtual time the daemon itself.
+"""Worker that carries out a task for the daemon: a child process, or on virtual time the daemon itself.
 
 The child (`fedquilt.edge_agent.task.main`) takes orders as JSON lines on its stdin and answers on its
 stdout. It is kept for a while after a task, so that the next one with the same engine finds its
-imports and its data in place; it may be killed at any moment, for it owns nothing that matters.
-While it works, its resident size is looked at a few times a second: above the budget it is killed
-rather than the board.
+imports and its data in place; it may be killed at any moment, as it owns nothing of value.
+While it works, its resident size is checked a few times a second: above the budget it is killed
+to protect the board.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from fedquilt.core import Examples
     from fedquilt.data.spec import DataSpec
 
-    Shares = tuple[Examples, Examples]  # to train on, and held out
+    Shares = tuple[Examples, Examples]  # for training, and held out
 
-WATCH_S: Final = 0.2  # how often the child's resident size is looked at
-TELL_S: Final = 1.0  # on virtual time, progress is told after this,
-TELL_SHARE: Final = 0.02  # or after such a share of the work if that is longer
+WATCH_S: Final = 0.2  # interval between checks of the child's resident size
+TELL_S: Final = 1.0  # on virtual time, progress is reported after this,
+TELL_SHARE: Final = 0.02  # or after this share of the work if that is longer
 COMMAND: Final = (sys.executable, "-m", "fedquilt.edge_agent.task.main")
 
 
@@ -38,23 +38,23 @@ class Worker(Protocol):
 
     @property
     def resident_bytes(self) -> int:
-        """Held by its process now, and there for the next task's; 0: it has no process of its own."""
+        """Bytes held by its process now, available to the next task's; 0: it has no process of its own."""
         ...
 
     def start(self, order: Order, now_s: float) -> None:
-        """Begin; how it went comes out of `poll`, also when it could not begin."""
+        """Begin an order; `poll` returns the outcome, also if it could not begin."""
         ...
 
     def poll(self, now_s: float) -> list[Event]:
-        """What has happened since; after an Outcome it is free for the next order."""
+        """Events since the last call; after an Outcome it is free for the next order."""
         ...
 
     def due_s(self, now_s: float) -> float:
-        """When it wants to be polled at the latest."""
+        """Time by which it has to be polled."""
         ...
 
     def kill(self) -> None:
-        """Give up the order in hand; nothing more is heard of it."""
+        """Give up the order in hand; no more events come of it."""
         ...
 
     def fds(self) -> Sequence[int]:
@@ -62,16 +62,16 @@ class Worker(Protocol):
         ...
 
     def close(self) -> None:
-        """End, at once."""
+        """End at once."""
         ...
 
 
 class VirtualWorker:
-    """Tells how an order goes that takes as long as it would on the board, on virtual time.
+    """Simulates, on virtual time, the progress of an order that takes as long as it would on the board.
 
-    The time that is left follows the point at which the board is held, also when that changes on the way. An
-    order's outcome is handed over with `worked`, at the time at which it was begun: until then nothing is told,
-    and its time has to stand still.
+    The remaining time follows the point at which the board is held, also when that changes meanwhile. An order's
+    outcome is given to `worked`, at the time at which the order was begun: until then no event comes, and its time
+    has to stand still.
     """
 
     resident_bytes: int = 0
@@ -80,22 +80,24 @@ class VirtualWorker:
         self._board = board
         self.order: Order | None = None  # begun, its outcome not known yet
         self._outcome: Outcome | None = None
-        self._loaded = False  # whether that has been told
+        self._loaded = False  # whether that event has been returned
         self._work = Work()
-        self._done, self._at_s, self._whole_s = 0.0, 0.0, 0.0  # share done, by when, and how long all of it takes
-        self._tell_s = 0.0  # when progress is told next
+        self._done, self._at_s, self._whole_s = 0.0, 0.0, 0.0  # share done, by when, and duration of the whole
+        self._tell_s = 0.0  # time of the next progress event
 
     def start(self, order: Order, now_s: float) -> None:
+        """Note the order; it waits for `worked`."""
         self.order = order
 
     def worked(self, outcome: Outcome, now_s: float) -> None:
-        """What the order comes to once its time is up."""
+        """Set the outcome that the order has once its time is up."""
         assert self.order is not None, "no order waits for an outcome"
         self._work, self._outcome, self.order = self.order.task.work.on(outcome.examples), outcome, None
         self._loaded, self._done, self._at_s, self._tell_s = False, 0.0, now_s, now_s
         self._whole_s = self._board.cost(self._work, Cost(duration_s=0.0)).duration_s
 
     def poll(self, now_s: float) -> list[Event]:
+        """Events that are due at this time."""
         if self._outcome is None:
             return []
         if self._outcome.code == "ok" and not self._loaded:
@@ -110,20 +112,24 @@ class VirtualWorker:
         return [Progressed(self._done_by(now_s))]
 
     def due_s(self, now_s: float) -> float:
+        """Time of the next event; infinite without an order."""
         if self._outcome is None:
             return math.inf
         whole_s = self._board.cost(self._work, Cost(duration_s=0.0)).duration_s
-        if whole_s != self._whole_s:  # it is held at another point now
+        if whole_s != self._whole_s:  # the board is held at another point now
             self._done, self._at_s, self._whole_s = self._done_by(now_s), now_s, whole_s
         return min(self._until_s(), self._tell_s) if self._outcome.code == "ok" else self._until_s()
 
     def kill(self) -> None:
+        """Drop the order."""
         self.order = self._outcome = None
 
     def fds(self) -> Sequence[int]:
+        """None: nothing arrives from outside."""
         return ()
 
     def close(self) -> None:
+        """Drop the order."""
         self.kill()
 
     def _done_by(self, now_s: float) -> float:
@@ -137,15 +143,16 @@ class VirtualWorker:
 
 
 class InlineWorker(VirtualWorker):
-    """Carries tasks out in this process as they begin, on virtual time."""
+    """Carries out tasks in this process as they begin, on virtual time."""
 
     def __init__(self, board: Device, load: Callable[[DataSpec], Shares] | None = None) -> None:
-        """`load` gives a device's examples, where not each worker is to read the data by itself."""
+        """`load` returns a device's examples, if workers are not to read the data each by itself."""
         super().__init__(board)
         self._load = load
         self._bench: Any = None  # fedquilt.edge_agent.task.main.Bench, made with the first order
 
     def start(self, order: Order, now_s: float) -> None:
+        """Carry out the order at once; its outcome is due when the board would be done."""
         from fedquilt.edge_agent.task import main
 
         super().start(order, now_s)
@@ -154,12 +161,12 @@ class InlineWorker(VirtualWorker):
 
 
 class ChildWorker:
-    """Carries tasks out in a child process; no process is started before the first order.
+    """Carries out tasks in a child process, which is started with the first order.
 
     Args:
-        warm_s: how long a child without work waits for the next order.
-        command: the program that takes the orders.
-        cage: makes the kernel hold the child to its budget, where it can.
+        warm_s: time for which an idle child waits for the next order.
+        command: program that takes the orders.
+        cage: holds the child to its budget through the kernel, if it can.
     """
 
     def __init__(self, warm_s: float, command: Sequence[str] = COMMAND, cage: budget.Cage | None = None) -> None:
@@ -167,14 +174,16 @@ class ChildWorker:
         self._cage = cage or budget.Cage()
         self._child: Child | None = None
         self._order: Order | None = None
-        self._idle_s = math.inf  # since when it has had nothing to do
+        self._idle_s = math.inf  # time since which it has been idle
         self._failed: Outcome | None = None  # of an order that could not even begin
 
     @property
     def resident_bytes(self) -> int:
+        """Resident size of the idle or working child, in bytes; 0: there is none."""
         return (budget.resident_bytes(self._child.pid) or 0) if self._child else 0
 
     def start(self, order: Order, now_s: float) -> None:
+        """Send the order to the child, which is started if there is none for this engine."""
         if self._child is not None and self._child.engine != order.task.engine:
             self._end()
         try:
@@ -189,6 +198,7 @@ class ChildWorker:
         self._order, self._idle_s = order, math.inf
 
     def poll(self, now_s: float) -> list[Event]:
+        """Answers of the child; ends it above its budget or after `warm_s` without an order."""
         if self._failed is not None:
             failed, self._failed, self._order = self._failed, None, None
             return [failed]
@@ -210,6 +220,7 @@ class ChildWorker:
         return events
 
     def due_s(self, now_s: float) -> float:
+        """Time of the next check of its size, or of its end."""
         if self._failed is not None:
             return now_s
         if self._child is None:
@@ -217,17 +228,20 @@ class ChildWorker:
         return now_s + WATCH_S if self._order else self._idle_s + self._warm_s
 
     def kill(self) -> None:
+        """End the child with its order."""
         self._order = self._failed = None
         self._end()
 
     def fds(self) -> Sequence[int]:
+        """File descriptors of the child's output."""
         return self._child.fds() if self._child else ()
 
     def close(self) -> None:
+        """End the child."""
         self.kill()
 
     def _watch(self, child: Child, order: Order) -> Outcome | None:
-        """How the order ended, if its process is dead or has to die; None: it works on."""
+        """Outcome of the order if its process is dead or has to be killed; None: it continues."""
         held = child.look()
         if child.garbled:
             return Outcome(code="failed", reason=f"the task's process answers no protocol; it said: {child.words}")

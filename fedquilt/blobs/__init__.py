@@ -1,0 +1,1 @@
+"""Blobs: content-addressed files, stored in folders and transferred in verified chunks."""

@@ -1,8 +1,8 @@
-"""How a blob travels: cut into chunks that are verified one by one, and served in turn. No I/O.
+"""Chunks of a blob: cut, verified one by one, and served in turn. No I/O.
 
 The side that wants a blob asks for its manifest, then for chunks (`fedquilt.blobs.download`); the side that
-has it only answers. So a slow puller never fills a broker's queue, and whatever is lost is asked
-for again: an upload is the coordinator pulling. Nothing here holds chunk bytes;
+has it only answers. So a slow receiver never fills a broker's queue, and lost messages are requested
+again: an upload is the coordinator fetching. Nothing here holds chunk bytes;
 `fedquilt.blobs.transfer` moves them between a link and a depot.
 """
 
@@ -17,21 +17,21 @@ from fedquilt import wire
 from fedquilt.core import BlobRef, LinkError, StoreError
 
 HEADROOM_BYTES: Final = 1024  # of a packet, for its topic and MQTT's own header
-MANIFEST: Final = -1  # the index under which the manifest itself is asked for and queued
+MANIFEST: Final = -1  # index under which the manifest itself is requested and queued
 
-_MANIFEST_BYTES: Final = 256  # a manifest's encoded size without its digests, at most
-_QUEUED_MOST: Final = 4 * wire.MAX_WINDOW  # chunks queued for one device; an honest one asks for fewer
+_MANIFEST_BYTES: Final = 256  # most bytes of an encoded manifest without its digests
+_QUEUED_MOST: Final = 4 * wire.MAX_WINDOW  # chunks queued for one device; an honest one requests fewer
 
 
 class DamagedBlobError(StoreError):
-    """A stored blob whose bytes no longer have the sha256 in its name."""
+    """Stored blob whose bytes no longer have the sha256 in its name."""
 
 
 # -- cutting --------------------------------------------------------------------------------------
 
 
 def chunk_for(max_payload: int) -> int:
-    """The chunk size, in bytes, for a link whose largest payload is `max_payload` bytes.
+    """Chunk size, in bytes, for a link whose largest payload is `max_payload` bytes.
 
     Raises:
         LinkError: too small for any chunk.
@@ -44,7 +44,7 @@ def chunk_for(max_payload: int) -> int:
 
 
 def count(manifest: wire.Manifest) -> int:
-    """How many chunks a blob is cut into; the last may be shorter."""
+    """Number of chunks of a blob; the last may be shorter."""
     return -(-manifest.size // manifest.chunk)
 
 
@@ -61,7 +61,7 @@ def is_chunk(manifest: wire.Manifest, index: int, payload: bytes) -> bool:
 
 
 def cut(ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> wire.Manifest:
-    """The manifest of a blob; `read(offset, size)` is called chunk by chunk.
+    """Manifest of a blob; `read(offset, size)` is called chunk by chunk.
 
     Raises:
         LinkError: the manifest would not fit in one message of `chunk` bytes.
@@ -92,7 +92,7 @@ def cut(ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> wire.Man
 
 @dataclass(frozen=True)
 class Item:
-    """One message to send: a chunk, or with index MANIFEST the manifest."""
+    """Message to send: a chunk, or with index MANIFEST the manifest."""
 
     device: str
     sha256: str
@@ -101,7 +101,7 @@ class Item:
 
 
 class Serve:
-    """Who is sent what next: each device in its turn, and never more queued on the link than the budget."""
+    """Order of sending: each device in turn, and never more queued on the link than the budget."""
 
     def __init__(self, budget_bytes: int = 4 << 20) -> None:
         self._budget_bytes = budget_bytes
@@ -115,13 +115,13 @@ class Serve:
         return bool(self._queues)
 
     def ask(self, item: Item) -> None:
-        """Queue one item, unless it is queued already or its device has asked for too much."""
+        """Queue one item, unless it is queued already or its device has requested too much."""
         queue = self._queues.setdefault(item.device, {})
         if len(queue) < _QUEUED_MOST:
             queue[item] = None
 
     def take(self, backlog_bytes: int) -> Item | None:
-        """The next item to send while `backlog_bytes` wait on the link; None: nothing, or not yet."""
+        """Next item to send while `backlog_bytes` wait on the link; None: nothing, or not yet."""
         if not self._queues:
             return None
         device, queue = next(iter(self._queues.items()))

@@ -1,6 +1,6 @@
-"""Pulling one blob from one peer: what to ask for next, and whether what came is right. No I/O.
+"""Download of one blob from one peer: what to request next, and whether the answers are right. No I/O.
 
-Time-outs follow TCP (RFC 6298): a smoothed round-trip time, doubled when nothing at all is heard.
+Time-outs follow TCP (RFC 6298): a smoothed round-trip time, doubled when nothing arrives at all.
 The window opens by one chunk for each that arrives and is halved when one is overdue, so that a
 slow line is flooded neither at the start nor later.
 """
@@ -15,39 +15,39 @@ from fedquilt.blobs import chunks
 from fedquilt.blobs.chunks import MANIFEST
 from fedquilt.core import BlobRef
 
-WINDOW: Final = 8  # chunks on their way at once, for one blob
-BATCH: Final = 4  # chunks asked for in one message
+WINDOW: Final = 8  # chunks in flight at once, for one blob
+BATCH: Final = 4  # chunks requested in one message
 PATIENCE_S: Final = 300.0
 
 _START_WINDOW: Final = 2
 _TIMEOUT_LEAST_S: Final = 2.0
 _TIMEOUT_MOST_S: Final = 30.0
 _BAD_IN_A_ROW: Final = 20
-_DOUBT_S: Final = 1.0  # a "missing" is believed when it is repeated after this: it may be a late answer to an old Get
+_DOUBT_S: Final = 1.0  # a "missing" counts when repeated after this time: it may be a late answer to an old Get
 
 
 class Pull:
-    """One blob from one peer: what to ask for next, and whether what came is right.
+    """Download of one blob from one peer.
 
-    The caller sends what `requests` gives, hands over what arrives, writes a chunk when
-    `take_chunk` says so, and is through when `done` is true or `failed` says why not.
+    The caller sends the messages of `requests`, passes on arrivals, writes a chunk when
+    `take_chunk` returns True, and is finished when `done` is true or `failed` has a reason.
     """
 
     def __init__(self, ref: BlobRef, chunk: int, now_s: float, patience_s: float = PATIENCE_S) -> None:
-        """`chunk`: the largest this side can take, in bytes; `patience_s`: without progress, before giving up."""
+        """`chunk`: largest for this side, in bytes; `patience_s`: time without progress before giving up."""
         self.ref = ref
         self.chunk = chunk
         self.manifest: wire.Manifest | None = None
-        self.had = bytearray()  # one byte per chunk: 1 where it is written
+        self.had = bytearray()  # one byte per chunk: 1 if it is written
         self.failed: str | None = None
         self.duplicates = 0
         self.bad = 0
-        self.backoff = 0  # time-outs since anything was heard
+        self.backoff = 0  # time-outs since the last arrival
         self._patience_s = patience_s
         self._missing_chunks = 0
         self._window = _START_WINDOW
-        self._asked: dict[int, float] = {}  # index -> when it was last asked for
-        self._times: dict[int, tuple[float, float]] = {}  # index -> when it was asked for: first, last
+        self._asked: dict[int, float] = {}  # index -> time of the last request
+        self._times: dict[int, tuple[float, float]] = {}  # index -> times of the first and the last request
         self._srtt_s: float | None = None
         self._heard_s = self._progress_s = now_s
         self._parked_s: float | None = None
@@ -57,23 +57,23 @@ class Pull:
 
     @property
     def done(self) -> bool:
-        """Every chunk is here."""
+        """Whether every chunk is here."""
         return self.manifest is not None and self._missing_chunks == 0
 
     @property
     def timeout_s(self) -> float:
-        """How long an answer may take now."""
+        """Seconds that an answer may take now."""
         normal_s = max(_TIMEOUT_LEAST_S, 4 * (self._srtt_s or 0.0))
         return min(normal_s * 2.0 ** min(self.backoff, 10), _TIMEOUT_MOST_S)
 
     @property
     def outstanding_bytes(self) -> int:
-        """What has been asked for and may still come."""
+        """Bytes requested that may still come."""
         return len(self._asked) * self._unit
 
     @property
     def due_s(self) -> float:
-        """When `requests` should be called again at the latest."""
+        """Time by which `requests` should be called again."""
         if not self._asked:
             return self._hold_s
         return min(min(self._asked.values()) + self.timeout_s, self._progress_s + self._patience_s)
@@ -81,7 +81,7 @@ class Pull:
     # -- asking --
 
     def requests(self, now_s: float, room_bytes: float = math.inf) -> list[wire.Get]:
-        """What to send now, asking for at most `room_bytes` beyond what is outstanding."""
+        """Messages to send now, requesting at most `room_bytes` beyond the outstanding ones."""
         late = self._expire(now_s)
         if self.failed is not None or self.done or now_s < self._hold_s or room_bytes < self._unit:
             return []
@@ -100,7 +100,7 @@ class Pull:
         return wire.Get(sha256=self.ref.sha256, chunk=self.chunk, indices=indices)
 
     def _absent(self, most: int) -> tuple[int, ...]:
-        """The first chunks that are neither here nor asked for."""
+        """First chunks that are neither here nor requested."""
         found: list[int] = []
         index = self.had.find(0)
         while index >= 0 and len(found) < most:
@@ -110,14 +110,14 @@ class Pull:
         return tuple(found)
 
     def _expire(self, now_s: float) -> bool:
-        """Give up on answers that are overdue; True: there were some."""
+        """Give up on overdue answers; True: there were some."""
         if now_s >= self._progress_s + self._patience_s:
             self.failed = f"no answer for {self._patience_s:.0f} s"
         timeout_s = self.timeout_s
-        # sums are compared, as in due_s: a difference may round to just below the time-out, and nothing is ever due
+        # sums are compared, as in due_s: a difference may round to below the time-out, and nothing would ever be due
         overdue = [index for index, asked_s in self._asked.items() if now_s >= asked_s + timeout_s]
         if overdue and now_s >= self._heard_s + timeout_s:
-            # nothing comes at all: all of it is lost, or the line is slower than thought; ask for one and wait longer
+            # nothing arrives: all is lost, or the line is slower than estimated; request one and wait longer
             self._asked.clear()
             self._window = 1
             self.backoff += 1
@@ -134,7 +134,7 @@ class Pull:
     # -- taking --
 
     def take_manifest(self, manifest: wire.Manifest, now_s: float) -> bool:
-        """True: this is how the blob is cut from now on; call `start` with what is on disk already."""
+        """Take a manifest; True: it cuts the blob from now on, and `start` is to be called with the chunks on disk."""
         self._heard(MANIFEST, now_s)
         if self.manifest is not None and manifest.chunk >= self.manifest.chunk:
             self.duplicates += 1
@@ -151,12 +151,12 @@ class Pull:
         return True
 
     def start(self, had: bytes | bytearray) -> None:
-        """Begin from `had`: one byte per chunk, 1 where it is on disk and verified."""
+        """Begin from `had`: one byte per chunk, 1 if it is on disk and verified."""
         self.had = bytearray(had)
         self._missing_chunks = self.had.count(0)
 
     def take_chunk(self, index: int, payload: bytes, now_s: float) -> bool:
-        """True: the chunk is new and right; write it at its extent."""
+        """Take a chunk; True: it is new and right, write it at its extent."""
         if self.manifest is None or not 0 <= index < len(self.had):
             return False
         self._heard(index, now_s)
@@ -173,7 +173,7 @@ class Pull:
         return True
 
     def take_missing(self, reason: str, now_s: float) -> None:
-        """The peer says that it has no such blob (for us)."""
+        """Take the peer's answer that it has no such blob, or none for us."""
         if now_s < self._hold_s:
             return
         if self._doubted:
@@ -183,12 +183,12 @@ class Pull:
         self._asked.clear()
 
     def _heard(self, index: int, now_s: float) -> None:
-        """Something came: the peer is there, and this is how long an answer takes."""
+        """Note an arrival: the peer is alive, and its round-trip time is known."""
         self._heard_s = now_s
         self.backoff = 0
         self._asked.pop(index, None)
         first_s, last_s = self._times.pop(index, (None, now_s))
-        if first_s is not None and index != MANIFEST:  # a manifest is small and says little of a chunk
+        if first_s is not None and index != MANIFEST:  # a manifest is small and its time says little on a chunk
             took_s = now_s - last_s
             if self._srtt_s is None or took_s < self._srtt_s / 2:
                 took_s = now_s - first_s  # too soon for an answer to the last request: it answers an earlier one
@@ -208,7 +208,7 @@ class Pull:
     # -- interruptions --
 
     def reconnected(self, chunk: int, now_s: float) -> None:
-        """A new session: what was on its way is lost, and the largest chunk may be another."""
+        """Handle a new session: requests are lost, and the largest chunk may differ."""
         self._asked.clear()
         self._times.clear()
         self.backoff = 0
@@ -218,12 +218,13 @@ class Pull:
             self.chunk, self.manifest = chunk, None
 
     def park(self, now_s: float) -> None:
-        """Let others go first: time stands still for this one until `unpark`."""
+        """Let other downloads go first: time stands still for this one until `unpark`."""
         self._asked.clear()
         self._times.clear()
         self._parked_s = now_s
 
     def unpark(self, now_s: float) -> None:
+        """Continue after `park`, with all time limits moved on."""
         if self._parked_s is not None:
             self._heard_s += now_s - self._parked_s
             self._progress_s += now_s - self._parked_s

@@ -1,4 +1,4 @@
-"""Read and write whole files of bytes, with their sha256: written fully, read piece by piece."""
+"""Whole files of bytes, read and written completely, with their sha256."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write(file: int, payload: bytes, offset: int) -> None:
 
 
 def digest(path: str, *, sync: bool = False) -> str:
-    """The sha256 of a file, read piece by piece; with `sync` its bytes are on disk first."""
+    """Hash (sha256) of a file, read piece by piece; with `sync` its bytes are on disk first."""
     sha256 = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         if sync:
@@ -33,7 +33,7 @@ def digest(path: str, *, sync: bool = False) -> str:
 
 
 def copy(source: Path, target: str, *, sync: bool) -> str:
-    """Copy a file and return the sha256 of what was written."""
+    """Copy a file and return the sha256 of the copy."""
     sha256, offset = hashlib.sha256(), 0
     with open(source, "rb", buffering=0) as reader, open(target, "xb", buffering=0) as writer:
         while payload := reader.read(BUFFER_BYTES):
@@ -46,7 +46,7 @@ def copy(source: Path, target: str, *, sync: bool) -> str:
 
 
 def data(file: int, size: int) -> Iterator[tuple[int, int]]:
-    """Where a sparse file holds data: (start, end), in order; all of it where the file system cannot say."""
+    """Ranges of a sparse file that hold data: (start, end), in order; the whole file if the system cannot list them."""
     at = 0
     while at < size:
         try:

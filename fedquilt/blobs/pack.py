@@ -1,9 +1,9 @@
 """Many small blobs in one file, for a process that alone reads them and drops them soon: a round's updates.
 
-To make, rename and remove a file takes a file system many times as long as to write 30 kB into one that is open.
-The file is a row of slots, each a head and a blob. The slot of a blob that was dropped is taken by the next of its
-size, so the file is as large as what it held at most. A process that is killed leaves slots that are whole, and
-perhaps one that is not: each is checked against its digest when the file is opened anew.
+Creating, renaming and removing a file takes a file system many times longer than writing 30 kB into an open one.
+The file is a row of slots, each a head and a blob. The slot of a dropped blob is reused by the next of its
+size, so the file is as large as its contents at their peak. A killed process leaves whole slots, and
+perhaps one that is not: each is checked against its digest when the file is opened again.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _HEAD: Final = struct.Struct("<32sQ")  # digest, size of the blob
 
 
 class Pack:
-    """One file of blobs. A place is where in it a blob begins; what is only put there is not found by its name yet.
+    """One file of blobs. A place is the offset of a blob; one that is only put there is not yet found by its name.
 
     Args:
-        path: made with the first blob that is put there.
+        path: created with the first blob.
 
     Raises, from every method:
         OSError: the file cannot be read or written.
@@ -37,22 +37,22 @@ class Pack:
         return sha256 in self._at
 
     def names(self) -> list[str]:
-        """Of the blobs that are found by name."""
+        """Names of the blobs."""
         return list(self._at)
 
     def size(self, sha256: str) -> int | None:
-        """Of a blob; None: it is not here."""
+        """Bytes of a blob; None: it is not here."""
         found = self._at.get(sha256)
         return None if found is None else found[1]
 
     def read(self, sha256: str, offset: int = 0, size: int | None = None) -> bytes:
-        """`size` bytes of a blob from `offset`; without them all that follow."""
+        """Read `size` bytes of a blob from `offset`; by default all that follow."""
         place, whole = self._at[sha256]
         left = max(whole - offset, 0)
         return os.pread(self._file, left if size is None else min(size, left), place + offset)
 
     def put(self, sha256: str, payload: bytes) -> int:
-        """Write a blob; the place, which is for `name` or `release`."""
+        """Write a blob; returns its place, for `name` or `release`."""
         places = self._free.get(len(payload))
         place = places.pop() if places else self._end + _HEAD.size
         view = memoryview(_HEAD.pack(bytes.fromhex(sha256), len(payload)) + payload)
@@ -65,18 +65,18 @@ class Pack:
         return place
 
     def name(self, sha256: str, place: int, size: int) -> None:
-        """Let a blob that was put there be found by its name."""
+        """Make a blob that was put there available by its name."""
         if sha256 in self._at:
             self.release(place, size)
         else:
             self._at[sha256] = (place, size)
 
     def release(self, place: int, size: int) -> None:
-        """Give up a place that has no name."""
+        """Free a place that has no name."""
         self._free.setdefault(size, []).append(place)
 
     def drop(self, sha256: str) -> None:
-        """Forget a blob, if it is here."""
+        """Remove a blob, if it is here."""
         found = self._at.pop(sha256, None)
         if found is not None:
             self.release(*found)
@@ -86,14 +86,14 @@ class Pack:
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def _scan(self) -> None:
-        """Find what an earlier process has left."""
+        """Find the blobs of an earlier process."""
         self._open()
         whole = os.fstat(self._file).st_size
         while len(head := os.pread(self._file, _HEAD.size, self._end)) == _HEAD.size:
             digest, size = _HEAD.unpack(head)
             place = self._end + _HEAD.size
             if place + size > whole:
-                return  # it was being written: the next one is written over it
+                return  # it was being written: the next one overwrites it
             if hashlib.sha256(os.pread(self._file, size, place)).digest() == digest and digest.hex() not in self._at:
                 self._at[digest.hex()] = (place, size)
             else:

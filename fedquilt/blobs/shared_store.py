@@ -12,19 +12,19 @@ from fedquilt.core import BlobRef
 
 
 class Shared:
-    """Where many depots of one process have their blobs, each content once."""
+    """Common store of many depots of one process, each content once."""
 
     def __init__(self, folder: Path) -> None:
         self.depot = Depot(folder, durable=False)
-        self.depot.keep(set())  # what a killed process has left
-        self._holders: Counter[str] = Counter()  # sha256 -> how many depots have it
+        self.depot.keep(set())  # leftovers of a killed process
+        self._holders: Counter[str] = Counter()  # sha256 -> number of depots that have it
 
     def add(self, ref: BlobRef) -> None:
-        """Another depot has this blob."""
+        """Count one more depot with this blob."""
         self._holders[ref.sha256] += 1
 
     def drop(self, sha256: str) -> None:
-        """One that had it no longer has."""
+        """Count one depot less with this blob; the last one removes it."""
         self._holders[sha256] -= 1
         if not self._holders[sha256]:
             del self._holders[sha256]
@@ -32,9 +32,9 @@ class Shared:
 
 
 class Lodger(Depot):
-    """A depot whose blobs lie in a shared one. It forgets them with its process; its own folder is made when needed.
+    """Depot whose blobs are in a shared one. It loses them with its process; its own folder is created when needed.
 
-    There are the parts of what is on its way, and what came by `put_file`: that stays.
+    That folder holds partial downloads, and files given to `put_file`, which stay.
     """
 
     def __init__(self, folder: Path, shared: Shared) -> None:
@@ -44,54 +44,67 @@ class Lodger(Depot):
         super().__init__(folder, durable=False, make=False)
 
     def file(self, sha256: str) -> str | None:
+        """Path of a blob, in the shared or the own folder; None: this depot lacks it."""
         return self._shared.depot.file(sha256) if sha256 in self._here else super().file(sha256)
 
     def ref(self, sha256: str) -> BlobRef | None:
+        """Reference of a blob; None: this depot lacks it."""
         found = self._here.get(sha256)
         return super().ref(sha256) if found is None and self._made else found
 
     def read(self, sha256: str, offset: int, size: int) -> bytes:
+        """Read a range of a blob."""
         own = sha256 not in self._here
         return super().read(sha256, offset, size) if own else self._shared.depot.read(sha256, offset, size)
 
     def load(self, sha256: str) -> bytes | None:
+        """Read a whole blob; None: this depot lacks it."""
         return super().load(sha256) if sha256 not in self._here else self._shared.depot.load(sha256)
 
     def put(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
+        """Store a blob in the shared folder."""
         return self._held(self._shared.depot.put(payload, expected))
 
     def stow(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
+        """Store a small blob in the shared folder."""
         return self._held(self._shared.depot.stow(payload, expected))
 
     def put_file(self, path: Path, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
+        """Store a file in the own folder."""
         self._make()
         return super().put_file(path, expected, move=move)
 
     def resume(self, manifest: wire.Manifest) -> bytearray:
+        """Open a part in the own folder."""
         self._make()
         return super().resume(manifest)
 
     def finish(self, ref: BlobRef) -> None:
+        """Move a complete part to the shared folder."""
         super().finish(ref)
         self._shared.depot.adopt(self._at(ref.sha256), ref)
         self._held(ref)
 
     def drop(self, sha256: str) -> None:
+        """Remove a blob from this depot; its shared copy goes with the last holder."""
         if self._here.pop(sha256, None) is not None:
             self._shared.drop(sha256)
         if self._made:
             super().drop(sha256)
 
     def keep(self, only: set[str]) -> None:
+        """Remove all blobs except these."""
         for sha256 in self._here.keys() - only:
             self.drop(sha256)
         if self._made:
             super().keep(only)
 
     def unused(self) -> list[tuple[str, int]]:
+        """Names and sizes of all blobs, the longest unused first."""
         return [*(super().unused() if self._made else ()), *((ref.sha256, ref.size) for ref in self._here.values())]
 
     def touch(self, sha256: str) -> None:
+        """Note a use of a blob."""
         if sha256 in self._here:
             self._here[sha256] = self._here.pop(sha256)
         else:

@@ -1,16 +1,16 @@
-"""A folder of blobs by content: each file's name is the sha256 of its bytes.
+"""Folder of blobs by content: each file's name is the sha256 of its bytes.
 
     <sha256>          whole: verified, on disk, never changed
-    <sha256>.part     on its way: as long as the blob, with holes where chunks are missing
+    <sha256>.part     incomplete: as long as the blob, with holes where chunks are missing
     <random>.tmp      being written by `put` or `put_file`
-    small.pack        small blobs that one process alone reads (`stow`), where nothing waits for the disk
+    small.pack        small blobs that only one process reads (`stow`), if the depot is not durable
 
 A file gets its final name only when its bytes are verified and on the disk, so whatever moment the
-process is killed or the power fails, what has that name is whole. A part carries no record of
-which chunks it holds: a record could claim what a power cut took away. `resume` asks the file
+process is killed or the power fails, a file with that name is whole. A part carries no record of
+its chunks: a record could claim data that a power cut lost. `resume` asks the file
 system where there is data and believes only what matches the manifest.
 
-Flat names are relied on: ONNX graphs name their external data by sha256, beside themselves.
+ONNX graphs rely on flat names: they name their external data by sha256, in the same folder.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fedquilt.core import BlobRef, StoreError
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _STALE_S: Final = 24 * 3600.0
-SMALL_BYTES: Final = 128 * 1024  # of a blob that is stowed without a file of its own
+SMALL_BYTES: Final = 128 * 1024  # largest blob that is stowed without a file of its own
 _MENDS: Final = {
     errno.ENOSPC: "the disk is full; free some space or use another folder",
     errno.EDQUOT: "the quota is used up; free some space or use another folder",
@@ -44,12 +44,12 @@ _MENDS: Final = {
 
 
 class Depot:
-    """One folder of blobs; several processes may use it at once.
+    """Folder of blobs; several processes may use it at once.
 
     Args:
-        make: the folder, if it is not there yet.
-        durable: wait for the disk, so that what has its final name also survives a power failure. On virtual time,
-            where a killed run is simply played again, only a killed process has to be survived.
+        make: create the folder if it does not exist.
+        durable: wait for the disk, so that files with their final name also survive a power failure. On virtual time,
+            where a killed run is simply repeated, it is enough to survive a killed process.
 
     Raises, from every method:
         StoreError: it cannot be read or written; says what, where and the mend.
@@ -70,12 +70,12 @@ class Depot:
     # -- what is here --
 
     def path(self, sha256: str) -> Path | None:
-        """The file of a whole blob; one that has none gets one."""
+        """Path of a whole blob, which gets a file if it has none; None: it is not here."""
         found = self.file(sha256)
         return None if found is None else Path(found)
 
     def file(self, sha256: str) -> str | None:
-        """Likewise, as text."""
+        """Path of a whole blob as text."""
         path = self._at(sha256)
         if os.path.isfile(path):
             return path
@@ -86,7 +86,7 @@ class Depot:
         return path
 
     def ref(self, sha256: str) -> BlobRef | None:
-        """The whole blob of that name, if it is here."""
+        """Reference of a whole blob, if it is here."""
         if self._pack is not None and (size := self._pack.size(sha256)) is not None:
             return BlobRef(sha256=sha256, size=size)
         try:
@@ -107,7 +107,7 @@ class Depot:
                 return os.pread(file.fileno(), size, offset)
 
     def load(self, sha256: str) -> bytes | None:
-        """A whole blob; None: it is not here."""
+        """Read a whole blob; None: it is not here."""
         with self._doing(f"read blob {sha256[:12]}"):
             if self._pack is not None and sha256 in self._pack:
                 return self._pack.read(sha256)
@@ -120,7 +120,7 @@ class Depot:
     # -- whole blobs --
 
     def put(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-        """Store bytes; where the depot is durable they are on disk when this returns.
+        """Store bytes; if the depot is durable they are on disk when this returns.
 
         Raises:
             DamagedBlobError: they are not the blob `expected`, and have not been stored.
@@ -128,16 +128,16 @@ class Depot:
         ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
         if expected is not None and expected != ref:
             raise _arrived_damaged(expected)
-        if self._is_file(ref):  # what is only stowed may be dropped by whoever did so
+        if self._is_file(ref):  # a stowed blob may be dropped by its user
             return ref
         with self._doing(f"store blob {ref.sha256[:12]}"):
             self._store(payload, ref.sha256)
         return ref
 
     def stow(self, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
-        """Like `put`, for what only this process reads, and drops soon: small blobs take no file of their own.
+        """Store like `put` a blob that only this process reads, and drops soon: small ones get no file of their own.
 
-        Where the depot is durable they do.
+        In a durable depot they do.
         """
         if self._pack is None or len(payload) > SMALL_BYTES:
             return self.put(payload, expected)
@@ -149,26 +149,26 @@ class Depot:
         return ref
 
     def lay_by(self, ref: BlobRef, payload: bytes) -> int:
-        """Write a small blob, whose digest is known, without naming it yet; its place. Not for a durable depot."""
+        """Write a small blob of known digest without naming it yet; returns its place. Not for a durable depot."""
         assert self._pack is not None
         with self._doing(f"store blob {ref.sha256[:12]}"):
             return self._pack.put(ref.sha256, payload)
 
     def take_over(self, ref: BlobRef, place: int) -> None:
-        """Let what was laid by be found by its name."""
+        """Make a blob available that was laid by."""
         assert self._pack is not None
         self._pack.name(ref.sha256, place, ref.size)
 
     def give_up(self, ref: BlobRef, place: int) -> None:
-        """Forget what was laid by."""
+        """Drop a blob that was laid by."""
         assert self._pack is not None
         self._pack.release(place, ref.size)
 
     def put_file(self, path: Path, expected: BlobRef | None = None, *, move: bool = False) -> BlobRef:
-        """Store a file: linked where the file system can, copied where it cannot.
+        """Store a file: linked if the file system can, else copied.
 
-        A linked file must not be changed in place afterwards; replacing it is fine. With `move` it is taken from
-        where it is instead; it has to be on this file system.
+        A linked file must not be changed in place afterwards; replacing it is fine. With `move` it is moved
+        instead; it has to be on this file system.
 
         Raises:
             StoreError: also if its content is not `expected`.
@@ -193,7 +193,7 @@ class Depot:
         return ref
 
     def adopt(self, path: str, ref: BlobRef) -> None:
-        """Take over a file of this process's own making, whose digest is `ref`'s; it is gone from `path`.
+        """Take over a file that this process made, whose digest is `ref`'s; it is gone from `path`.
 
         For simulated fleets: nothing waits for the disk.
         """
@@ -205,7 +205,7 @@ class Depot:
                 os.replace(path, self._at(ref.sha256))
 
     def drop(self, sha256: str) -> None:
-        """Forget a blob, whole or in part."""
+        """Remove a blob, whole or in part."""
         if self._pack is not None and sha256 in self._pack:
             self._pack.drop(sha256)  # it may have a file as well
             if not os.path.isfile(self._at(sha256)):
@@ -216,7 +216,7 @@ class Depot:
                     os.unlink(path)
 
     def keep(self, only: set[str]) -> None:
-        """Drop every blob but these. Parts and temporary files go when nothing was written to them for a day."""
+        """Remove every blob except these. Parts and temporary files go a day after their last write."""
         for sha256 in () if self._pack is None else set(self._pack.names()) - only:
             self._pack.drop(sha256)  # type: ignore[union-attr]
         with self._doing("collect garbage"):
@@ -234,14 +234,14 @@ class Depot:
         return [(name.partition(".")[0], size) for _, name, size in sorted(found)]
 
     def touch(self, sha256: str) -> None:
-        """Note that a blob is in use now."""
+        """Note a use of a blob."""
         with self._doing(f"touch blob {sha256[:12]}"), suppress(FileNotFoundError):
             os.utime(self._at(sha256))
 
     # -- parts --
 
     def resume(self, manifest: wire.Manifest) -> bytearray:
-        """Open a part for a blob, or go on with one: one byte per chunk, 1 where it is here and right."""
+        """Open a part for a blob, new or existing; returns one byte per chunk, 1 if it is here and right."""
         had = bytearray(chunks.count(manifest))
         with self._doing(f"receive blob {manifest.sha256[:12]}"):
             file = os.open(self._part(manifest.sha256), os.O_RDWR | os.O_CREAT, 0o666)
@@ -249,7 +249,7 @@ class Depot:
                 if os.fstat(file).st_size != manifest.size:
                     os.ftruncate(file, manifest.size)
                 for start, end in files.data(file, manifest.size):
-                    # a chunk that was written begins inside data
+                    # a written chunk begins inside data
                     for index in range(-(-start // manifest.chunk), -(-end // manifest.chunk)):
                         offset, size = chunks.extent(manifest, index)
                         had[index] = chunks.is_chunk(manifest, index, os.pread(file, size, offset))

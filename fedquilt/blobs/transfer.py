@@ -1,11 +1,11 @@
-"""Blobs over a link, both ways, for both sides.
+"""Transfers of blobs over a link, both ways, for both sides.
 
 `fedquilt.blobs.download` and `fedquilt.blobs.chunks` decide; this reads, writes and publishes.
 
 An agent publishes "up" and a coordinator "dn"; each asks on `.../<its way>/blob/get` and is answered
-under the other's `.../blob/<sha256>/`. Chunks go unreliably, because whatever is lost is asked for
+under the other's `.../blob/<sha256>/`. Chunks go unreliably, because lost ones are requested
 again; requests and refusals go reliably. Only chunks are in memory, never a blob: at most
-`budget_bytes` of them queued to be sent, and at most as much asked for and not yet written.
+`budget_bytes` of them queued to be sent, and at most as much requested and not yet written.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ log = logging.getLogger("fedquilt.blobs.transfer")
 Key = tuple[str, str]  # device, sha256
 
 _LEAVES: Final = frozenset({"get", "manifest", "missing", "chunk"})
-_DRAIN_POLL_S: Final = 0.01  # how soon a link with a full queue is looked at again
+_DRAIN_POLL_S: Final = 0.01  # interval between looks at a link with a full queue
 _OFFLINE_POLL_S: Final = 1.0
 _DIGESTS_MOST: Final = 1 << 20  # characters of manifests kept: 16,000 chunks, 4 GB of blobs
 
 
 class Transfers:
-    """Pulls what is wanted and serves what is asked for, as it is stepped."""
+    """Fetches wanted blobs and serves requested ones, as it is stepped."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Transfers:
     ) -> None:
         """`direction` is the way this side publishes; `allowed(device, sha256)`: may be sent to (or by) this device.
 
-        `max_pulls` are under way at once, the others wait; one whose peer is silent goes behind them.
+        `max_pulls` are active at once, the others wait; one whose peer is silent goes behind them.
         """
         self._link, self._depot, self._topics = link, depot, topics
         self._direction: wire.Direction = direction
@@ -65,17 +65,17 @@ class Transfers:
         self._askers: dict[str, dict[Key, None]] = {}  # sha256 -> the keys of `_wanted` with it, in order
         self._waiting: dict[Key, None] = {}  # in order
         self._pulls: dict[Key, Pull] = {}  # begun, some of them parked
-        self._open: dict[Key, Pull] = {}  # under way, the longest unasked first
+        self._open: dict[Key, Pull] = {}  # active, the longest without a request first
         self._done: list[tuple[str, str, str | None]] = []
         self._serve = Serve(budget_bytes)
-        self._manifests: dict[tuple[str, int], wire.Manifest] = {}  # the last ones cut
+        self._manifests: dict[tuple[str, int], wire.Manifest] = {}  # the latest ones
         self._traffic: Counter[tuple[str, wire.Direction]] = Counter()
         self._session = link.session
 
     # -- what the owner asks --
 
     def want(self, device: str, ref: BlobRef) -> None:
-        """Pull a blob from a device (an agent names itself); `take_done` tells when it is here."""
+        """Fetch a blob from a device (an agent names itself); `take_done` reports its arrival."""
         key = (device, ref.sha256)
         if key in self._wanted:
             return
@@ -87,30 +87,30 @@ class Transfers:
             self._waiting[key] = None
 
     def cancel(self, device: str, sha256: str) -> None:
-        """Stop pulling; what is on disk already serves the next attempt."""
+        """Stop fetching; chunks on disk already serve the next attempt."""
         self._forget((device, sha256))
 
     def take_done(self) -> list[tuple[str, str, str | None]]:
-        """(device, sha256, error or None) of what has ended since the last call."""
+        """(device, sha256, error or None) of the transfers that have ended since the last call."""
         done, self._done = self._done, []
         return done
 
     def traffic_bytes(self, device: str, direction: wire.Direction) -> int:
-        """Chunk bytes that went to ("dn") or came from ("up") a device, repetitions included."""
+        """Chunk bytes sent to ("dn") or received from ("up") a device, repetitions included."""
         return self._traffic[device, direction]
 
     # -- messages --
 
     def handle(self, route: wire.Route, payload: bytes, now_s: float) -> bool:
-        """Take a message if it is about a blob.
+        """Handle a message if it concerns a blob; returns whether it does.
 
         Raises:
-            WireError: it is, but its bytes are not what its topic says.
+            WireError: it does, but its bytes do not match its topic.
         """
         if route.leaf not in _LEAVES:
             return False
         if route.direction == self._direction:
-            return True  # our own, come back
+            return True  # an own message, returned
         if route.leaf == "get":
             self._answer(route.device, wire.decode(payload, wire.Get))
             return True
@@ -162,7 +162,7 @@ class Transfers:
                 self._end(key, None)
 
     def _end(self, key: Key, error: str | None) -> None:
-        """Tell the owner; a blob that has come from one device has come for all who were to send it."""
+        """Report the end; a blob that has arrived from one device has arrived for all that were to send it."""
         ref = self._wanted[key]
         if self._depot.has(ref):
             error = None
@@ -182,7 +182,7 @@ class Transfers:
     # -- what is due --
 
     def step(self, now_s: float) -> float:
-        """Publish what is due; returns when to be called again."""
+        """Publish everything due; returns when to call again."""
         if not self._wanted and not self._serve:
             return math.inf
         if not self._link.connected:
@@ -204,7 +204,7 @@ class Transfers:
         return min(due_s, default=math.inf)
 
     def _admit(self, chunk: int, now_s: float) -> None:
-        """Open pulls while there is room; of one blob only one at a time."""
+        """Begin downloads while there is room; only one at a time of each blob."""
         if self._link.session != self._session:
             self._session = self._link.session
             for pull in self._pulls.values():
@@ -223,7 +223,7 @@ class Transfers:
                 self._pulls[key] = self._open[key] = pull
 
     def _request(self, now_s: float) -> bool:
-        """Ask for what there is room for; True: a pull has left its place to another."""
+        """Request as many chunks as there is room for; True: a download has given its place to another."""
         outstanding_bytes = sum(pull.outstanding_bytes for pull in self._open.values())
         left = False
         for key, pull in list(self._open.items()):
@@ -260,10 +260,10 @@ class Transfers:
             self._serve.ask(Item(device, get.sha256, manifest.chunk, MANIFEST))
 
     def _manifest(self, device: str, sha256: str, asked: int) -> wire.Manifest:
-        """How a blob is cut for a device that takes chunks of `asked` bytes.
+        """Manifest of a blob for a device that accepts chunks of `asked` bytes.
 
         Raises:
-            StoreError: it may not have it, or it is not here (any more).
+            StoreError: the device may not have it, or it is not here (any more).
             LinkError: too large for this broker.
         """
         if not self._allowed(device, sha256):
@@ -277,7 +277,7 @@ class Transfers:
             try:
                 manifest = chunks.cut(ref, chunk, lambda offset, size: self._depot.read(sha256, offset, size))
             except chunks.DamagedBlobError:
-                self._depot.drop(sha256)  # so that whoever can make it again may store it again
+                self._depot.drop(sha256)  # so that its maker may store it again
                 raise
             while self._manifests and sum(len(m.digests) for m in self._manifests.values()) > _DIGESTS_MOST:
                 del self._manifests[next(iter(self._manifests))]
@@ -307,5 +307,5 @@ class Transfers:
 
 
 def _whole(manifest: wire.Manifest) -> bool:
-    """Whether the blob comes in a single chunk: it is stored at once, and needs no part on disk to go on with."""
+    """Whether the blob comes in a single chunk: it is stored at once, without a part on disk."""
     return chunks.count(manifest) == 1

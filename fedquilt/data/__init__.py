@@ -1,0 +1,1 @@
+"""Data of devices: reading, sharing out and preparing examples."""

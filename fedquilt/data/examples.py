@@ -1,4 +1,4 @@
-"""A board's own examples: where they come from, which share of them is this board's, and what is held out.
+"""Examples of a board: their source, its share of them, and its held-out part.
 
 `DataSpec` is the `[data]` table of a job or an agent. Files are read by `readers`, put together and
 brought to one shape by `mixture`, drawn rather than read by `synthetic`; shares are drawn by
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def load(spec: DataSpec) -> tuple[Examples, Examples]:
-    """This device's examples: those to train on, and those held out for evaluation. In stored order, apart.
+    """Load this device's examples: for training, and held out for evaluation. In stored order, apart.
 
     Raises:
         DataError: unreadable, labels that do not match, or nothing in this share; names the file and the mend.
@@ -34,7 +34,7 @@ def load(spec: DataSpec) -> tuple[Examples, Examples]:
 
 
 def load_shares(spec: DataSpec) -> list[tuple[Examples, Examples]]:
-    """What `load` gives to each of the spec's shares, for a fleet in one process: all is read once.
+    """Load all shares of the spec as `load` would, for a fleet in one process: everything is read once.
 
     Raises:
         DataError: as `load`.
@@ -45,17 +45,17 @@ def load_shares(spec: DataSpec) -> list[tuple[Examples, Examples]]:
 
 
 class Together:
-    """`load` for the devices of one process: the first that asks has the shares of all of them read, in one pass.
+    """Shared `load` for the devices of one process: the first call reads the shares of all of them, in one pass.
 
-    A share without examples is an error for its own device only. Where the file or an example in it cannot be used,
-    each device finds out for itself whether that is its own.
+    A share without examples is an error for its own device only. If the file or an example in it is unusable,
+    each device finds out for itself whether its own share is affected.
     """
 
     def __init__(self) -> None:
         self._shares: dict[bytes, tuple[list[tuple[Examples, Examples]], int] | None] = {}  # and how many there are
 
     def load(self, spec: DataSpec) -> tuple[Examples, Examples]:
-        """What the function `load` gives.
+        """Load one device's examples, as the function `load`.
 
         Raises:
             DataError: as the function.
@@ -83,7 +83,7 @@ class Together:
 
 
 def load_all(spec: DataSpec) -> Examples:
-    """All examples of the split, unpartitioned: a common test set.
+    """Load all examples of the split, unpartitioned: a common test set.
 
     Raises:
         DataError: as `load`.
@@ -93,9 +93,9 @@ def load_all(spec: DataSpec) -> Examples:
 
 
 def label_counts(spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
-    """How many of each class every share has: to train on, and held out, (shares, classes) each. Reads no inputs.
+    """Number of examples by class in every share: for training, and held out, (shares, classes) each. Reads no inputs.
 
-    Of a task without classes all examples count as one.
+    For a task without classes all examples count as one.
 
     Raises:
         DataError: as `load`.
@@ -117,17 +117,17 @@ def require_shares(reader: Reader, spec: DataSpec) -> None:
     """Check that every share has an example. Reads no inputs.
 
     Raises:
-        DataError: one has none, or the examples cannot be shared out so.
+        DataError: one has none, or the examples cannot be shared out as the spec wants.
     """
     used = _used(reader, spec)
     _some(_parts(reader, used, spec, range(spec.shares)), len(used), spec, range(spec.shares))
 
 
 def open_(spec: DataSpec) -> Reader:
-    """All labels of the split, and the means to read the inputs of some rows.
+    """Open the split: all its labels, and a function that reads the inputs of some rows.
 
     Raises:
-        DataError: nothing is there, or nothing that can be read; names the file and the mend.
+        DataError: nothing is there, or nothing readable; names the file and the mend.
     """
     from fedquilt.data import sources, synthetic
 
@@ -139,7 +139,7 @@ def open_(spec: DataSpec) -> Reader:
 def _parts(
     reader: Reader, used: np.ndarray, spec: DataSpec, shares: Sequence[int]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of each of these shares the places in `used`, ascending: to train on, and held out. A share may be empty."""
+    """Places in `used` of each of these shares, ascending: for training, and held out. A share may be empty."""
     from fedquilt.data import partition
 
     for share in shares:
@@ -160,7 +160,7 @@ def _parts(
 
 
 def _kinds(reader: Reader, used: np.ndarray, spec: DataSpec) -> np.ndarray:
-    """The class of each used example (n,); 0 of all where the task has no classes."""
+    """Class of each used example (n,); all 0 if the task has no classes."""
     import numpy as np
 
     return reader.y[used] if spec.task == "classes" else np.zeros(len(used), np.int64)
@@ -169,7 +169,7 @@ def _kinds(reader: Reader, used: np.ndarray, spec: DataSpec) -> np.ndarray:
 def _some(
     parts: Sequence[tuple[np.ndarray, np.ndarray]], count: int, spec: DataSpec, shares: Sequence[int]
 ) -> Sequence[tuple[np.ndarray, np.ndarray]]:
-    """The parts of these shares, none of which may be empty; `count`: of examples in all."""
+    """Check that none of the parts of these shares is empty; `count`: of examples in all."""
     for share, (train, held) in zip(shares, parts, strict=True):
         if not len(train) + len(held):
             raise _empty(spec, share, count)
@@ -184,7 +184,7 @@ def _empty(spec: DataSpec, share: int, count: int) -> DataError:
 
 
 def _used(reader: Reader, spec: DataSpec) -> np.ndarray:
-    """The rows that the spec's `limit` or `per_class` leaves, in stored order."""
+    """Rows that the spec's `limit` or `per_class` leaves, in stored order."""
     from fedquilt.data import partition
 
     each = spec.per_class.get(spec.split, 0) if isinstance(spec.per_class, dict) else spec.per_class
@@ -196,7 +196,7 @@ def _used(reader: Reader, spec: DataSpec) -> np.ndarray:
 def _read(
     reader: Reader, used: np.ndarray, parts: Sequence[tuple[np.ndarray, np.ndarray]], spec: DataSpec
 ) -> list[tuple[Examples, Examples]]:
-    """The examples of each pair of parts, in one pass over the file; they are views of one array."""
+    """Examples of each pair of parts, in one pass over the file; they are views of one array."""
     import numpy as np
 
     flat = [part for pair in parts for part in pair]

@@ -1,4 +1,4 @@
-"""Whether a job's data fit its network, as far as headers and labels tell: found before boards find it one by one."""
+"""Check of a job's data against its network, by headers and labels: before every board finds out by itself."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ MEND = "give the job data that fit, or another network and a new bundle"
 
 
 def require_fit(meta: Mapping[str, Any], spec: DataSpec) -> Reader:
-    """Open the data of a [data] table and compare them with what a bundle holds. No inputs are read.
+    """Open the data of a [data] table and compare them with a bundle. No inputs are read.
 
-    Of a network from outside, what it tells was seen when it was prepared; what it takes, boards see.
+    A network from outside was tried when it was prepared; whether it takes these inputs is seen on boards.
 
     Args:
         meta: of the bundle, as `fedquilt prepare` writes it.
+        spec: the [data] table.
 
     Returns:
         The data as they were opened.
 
     Raises:
-        JobError: the network is of another package, which has another content here.
+        JobError: the network is of another package, whose content differs here.
         DataError: the data cannot be opened, their inputs have a shape that the network does not take, their labels
             are not what it predicts, or all training examples have the same one; names both sides.
     """
@@ -37,7 +38,7 @@ def require_fit(meta: Mapping[str, Any], spec: DataSpec) -> Reader:
     reader = examples.open_(spec)
     _require_choice(reader, spec)
     network: Mapping[str, Any] = meta.get("network", {})
-    while isinstance(network.get("of"), Mapping):  # a network of exits is one of another network
+    while isinstance(network.get("of"), Mapping):  # a network of exits is made of another network
         network = {**network["of"], **{key: network[key] for key in ("input", "task") if key in network}}
     name = f"network {network.get('name', '')!r}"
     task = metrics.task_of(network)
@@ -84,7 +85,7 @@ def _require_choice(reader: Reader, spec: DataSpec) -> None:
 
 
 def _require_shape(reader: Reader, spec: DataSpec, network: Mapping[str, Any], name: str) -> None:
-    """Raises DataError unless examples have the shape that the network's table names."""
+    """Raise DataError unless examples have the shape that the network's table names."""
     shape, kind = reader.shape, network.get("name")
     if kind in ("mlp", "rezero") and math.prod(shape) != network["inputs"]:
         raise DataError(
@@ -106,7 +107,7 @@ def _require_shape(reader: Reader, spec: DataSpec, network: Mapping[str, Any], n
 
 
 def _named(reader: Reader, most: int = 8) -> str:
-    """The features' names in brackets; nothing where they have none."""
+    """Names of the features in brackets; empty without names."""
     if not reader.features:
         return ""
     more = f" and {len(reader.features) - most} more" if len(reader.features) > most else ""

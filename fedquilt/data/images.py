@@ -1,4 +1,4 @@
-"""Images as networks take them, and resizing maps: numpy only, one definition for every engine.
+"""Images as network inputs, and resizing maps: numpy only, one definition for every engine.
 
 Resizing is separable and linear: along one axis it is a matrix whose rows sum to one. So the same
 two matrix products resize here, in an exported ONNX graph and in a fit, with equal results.
@@ -17,7 +17,7 @@ from fedquilt.core import DataError
 
 
 class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a network expects: (channels, size, size) float32, scaled to 0..1, then (x - mean) / std."""
+    """Input of a network of images: (channels, size, size) float32, scaled to 0..1, then (x - mean) / std."""
 
     channels: int
     size: int
@@ -27,7 +27,7 @@ class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @lru_cache(maxsize=256)
 def resize_matrix(size: int, wanted: int) -> np.ndarray:
-    """(wanted, size) float32: adaptive average when shrinking, bilinear (half-pixel centres) when growing."""
+    """Resizing matrix (wanted, size) float32: adaptive average to shrink, bilinear (half-pixel centres) to grow."""
     matrix = np.zeros((wanted, size))
     if wanted <= size:
         for row in range(wanted):
@@ -46,7 +46,7 @@ def resize_matrix(size: int, wanted: int) -> np.ndarray:
 
 
 def resize(maps: np.ndarray, height: int, width: int) -> np.ndarray:
-    """(n, c, h, w) -> (n, c, height, width), float32."""
+    """Resize maps: (n, c, h, w) -> (n, c, height, width), float32."""
     _, _, h, w = maps.shape
     if (h, w) == (height, width):
         return maps
@@ -55,7 +55,7 @@ def resize(maps: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def prepare(x: np.ndarray, wanted: Input | Mapping[str, Any]) -> np.ndarray:
-    """Stored images to what a network takes: (n, channels, size, size) float32.
+    """Prepare stored images for a network: (n, channels, size, size) float32.
 
     `x` is (n, h, w) or (n, h, w, c), uint8 (0..255) or floating (0..1). Grey becomes colour by
     repetition, colour becomes grey by the BT.601 luma weights.

@@ -1,7 +1,7 @@
-"""The `[input]` table: how stored examples become what a network takes, the same on every device.
+"""The `[input]` table: conversion of stored examples to network inputs, the same on every device.
 
 With `channels` and `size` they are images (`fedquilt.data.images`). Without, they are numbers (a row of a table, time
-steps, a spectrogram), each feature of the last axis brought to (x - mean) / std. `fedquilt prepare` writes the means
+steps, a spectrogram), each feature of the last axis scaled to (x - mean) / std. `fedquilt prepare` writes the means
 and standard deviations into the bundle, so that no device computes its own.
 """
 
@@ -20,7 +20,7 @@ from fedquilt.data.images import Input
 
 
 class Values(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a network of numbers expects: float32, (x - mean) / std along the last axis."""
+    """Input of a network of numbers: float32, (x - mean) / std along the last axis."""
 
     mean: tuple[float, ...] = (0.0,)  # one for all features, or one each
     std: tuple[float, ...] = (1.0,)
@@ -28,10 +28,10 @@ class Values(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse(table: Mapping[str, Any]) -> Input | Values:
-    """The `[input]` table of a job.
+    """Read the `[input]` table of a job.
 
     Raises:
-        JobError: a key that is not known, or numbers of means and deviations that do not go together.
+        JobError: an unknown key, or different numbers of means and deviations.
     """
     if "channels" in table or "size" in table:
         found: Input | Values = config.convert(table, Input, "[input]")
@@ -64,7 +64,7 @@ def measured(x: np.ndarray) -> Values:
 
 
 def prepare(x: np.ndarray, wanted: Mapping[str, Any]) -> np.ndarray:
-    """Stored examples (n, ...) as a network with this table takes them, float32.
+    """Prepare stored examples (n, ...) for a network with this table, float32.
 
     Raises:
         DataError: examples of another shape or type.

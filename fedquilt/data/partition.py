@@ -1,7 +1,7 @@
 """Shares of a data set for simulated fleets, from its labels alone: exact, seeded, the same on every machine.
 
-Every device works out the same partition and takes its own share, so shares are disjoint and cover
-everything without a word between devices. With groups, of classes or of sources, rows and devices
+Every device computes the same partition and takes its own share, so shares are disjoint and cover
+everything without communication. With groups, of classes or of sources, rows and devices
 are first split among these, and each group is a partition of its own. Only uniform and gamma draws
 of PCG64 are used, and orders come from sorting uniform draws: they do not depend on how numpy shuffles.
 """
@@ -18,14 +18,14 @@ from fedquilt import tensors
 from fedquilt.core import DataError, derive_seed
 from fedquilt.data.spec import DataSpec
 
-DRAWS = 1000  # of a Dirichlet partition, before its minimum size is called out of reach
+DRAWS = 1000  # attempts at a Dirichlet partition before its minimum size counts as out of reach
 
 
 def rows(y: np.ndarray, spec: DataSpec, origin: np.ndarray | None = None) -> np.ndarray:
-    """The rows of share `spec.share`, ascending. `y` and `origin` as in `shares`.
+    """Rows of share `spec.share`, ascending. `y` and `origin` as in `shares`.
 
     Raises:
-        DataError: no partition of these labels is as the spec wants it.
+        DataError: no partition of these labels satisfies the spec.
     """
     return shares(y, spec, origin, [spec.share])[0]
 
@@ -37,16 +37,20 @@ def shares(
     wanted: Sequence[int] | None = None,
     owner: np.ndarray | None = None,
 ) -> list[np.ndarray]:
-    """The rows of each wanted share, or of every share, ascending. With `partition = "all"` they are the same
-    for all, or for all of a group; else disjoint, and all rows together.
+    """Rows of each wanted share, or of every share, ascending.
+
+    With `partition = "all"` they are the same for all, or for all of a group; else disjoint, and all rows together.
+
 
     Args:
         y: labels, (n,).
-        origin: which source each row comes from, (n,); wanted only where these are the groups.
-        owner: whose each row is, (n,) words; wanted only with `partition = "column"`.
+        spec: partition and number of shares.
+        origin: source of each row, (n,); needed only for groups of sources.
+        wanted: shares, from 0; None: every share.
+        owner: user of each row, (n,) words; needed only with `partition = "column"`.
 
     Raises:
-        DataError: no partition of these labels is as the spec wants it.
+        DataError: no partition of these labels satisfies the spec.
     """
     if spec.partition == "column":
         dealt = _by_owner(owner, spec)
@@ -73,10 +77,10 @@ def shares(
 
 
 def hold_out(y: np.ndarray, spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
-    """The device's own rows in two parts, each ascending: to train on, and held out.
+    """Split the device's own rows in two parts, each ascending: for training, and held out.
 
-    round(held * n) are held out, at least one where there are two; each class gives its due, rounded by
-    largest remainder, and what the class gives is drawn.
+    round(held * n) are held out, at least one of two or more; each class gives its share, rounded by
+    largest remainder, and its rows are drawn.
     """
     wanted = round(spec.held * len(y))
     if spec.held > 0 and len(y) > 1:
@@ -94,14 +98,14 @@ def hold_out(y: np.ndarray, spec: DataSpec) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sample(count: int, limit: int, seed: int) -> np.ndarray:
-    """`limit` of `count` rows, ascending; all of them where limit is 0 or not less."""
+    """Draw `limit` of `count` rows, ascending; all of them if limit is 0 or not less."""
     if limit == 0 or limit >= count:
         return np.arange(count)
     return np.sort(_order(count, tensors.rng("limit", seed))[:limit])
 
 
 def sample_each(y: np.ndarray, each: int, seed: int) -> np.ndarray:
-    """`each` rows of every class, ascending; of a class that has no more, all."""
+    """Draw `each` rows of every class, ascending; all rows of a class that has no more."""
     members = _by_class(y, tensors.rng("per class", seed))
     return np.sort(np.concatenate([member[:each] for member in members])) if members else np.arange(0)
 
@@ -110,7 +114,7 @@ def sample_each(y: np.ndarray, each: int, seed: int) -> np.ndarray:
 
 
 def _groups(y: np.ndarray, spec: DataSpec, origin: np.ndarray | None) -> list[tuple[np.ndarray, range]]:
-    """Of each group its rows, ascending, and its devices."""
+    """Rows of each group, ascending, and its devices."""
     if not spec.groups:
         return [(np.arange(len(y)), range(spec.shares))]
     if spec.groups == "source":
@@ -134,9 +138,9 @@ def _groups(y: np.ndarray, spec: DataSpec, origin: np.ndarray | None) -> list[tu
 
 
 def _by_owner(owner: np.ndarray | None, spec: DataSpec) -> np.ndarray:
-    """Users in order, cut into as many runs as there are devices, as even in users as can be.
+    """Cut the users in order into one run per device, as even in users as possible.
 
-    Numbers are in order of size, words in that of the alphabet. With as many users as devices, device i has user i.
+    Numbers are sorted by size, words alphabetically. With as many users as devices, device i has user i.
     """
     if owner is None:
         raise DataError(
@@ -155,12 +159,12 @@ def _by_owner(owner: np.ndarray | None, spec: DataSpec) -> np.ndarray:
 
 
 def _iid(y: np.ndarray, spec: DataSpec) -> np.ndarray:
-    """Dealt out: sizes differ by at most one."""
+    """Deal rows out: sizes differ by at most one."""
     return _dealt(_order(len(y), tensors.rng("iid", spec.seed)), range(spec.shares), len(y))
 
 
 def _dirichlet(y: np.ndarray, spec: DataSpec) -> np.ndarray:
-    """Each class is split in proportions drawn from Dirichlet(alpha) (Hsu et al. 2019, arXiv 1909.06335)."""
+    """Split each class in proportions drawn from Dirichlet(alpha) (Hsu et al. 2019, arXiv 1909.06335)."""
     if spec.shares * spec.min_size > len(y):
         raise DataError(f"{spec.where}: {spec.shares} shares of at least {spec.min_size} of only {len(y)} examples")
     rng = tensors.rng("dirichlet", spec.seed)
@@ -183,7 +187,7 @@ def _dirichlet(y: np.ndarray, spec: DataSpec) -> np.ndarray:
 
 
 def _classes(y: np.ndarray, spec: DataSpec) -> np.ndarray:
-    """So many classes each, every class with somebody, each dealt out among those who have it."""
+    """Give each device the same number of classes, every class to some device, dealt out among its devices."""
     rng = tensors.rng("classes", spec.seed)
     members = _by_class(y, rng)
     if not len(members) / spec.shares <= spec.classes <= len(members):
@@ -193,7 +197,7 @@ def _classes(y: np.ndarray, spec: DataSpec) -> np.ndarray:
         )
     having: list[list[int]] = [[] for _ in members]
     for share in range(spec.shares):
-        # those that fewest have so far, ties by lot: all differ, and in the end none is left out
+        # the classes with fewest devices so far, ties by lot: all differ, and in the end none is left out
         taken = np.lexsort((rng.random(len(having)), np.array([len(shares) for shares in having])))[: spec.classes]
         for kind in taken:
             having[kind].append(share)
@@ -204,7 +208,7 @@ def _classes(y: np.ndarray, spec: DataSpec) -> np.ndarray:
 
 
 def _shards(y: np.ndarray, spec: DataSpec) -> np.ndarray:
-    """In order of class, cut into equal pieces, so many to each by lot (McMahan et al. 2017, section 3)."""
+    """Sort by class, cut into equal pieces, and give each device its number by lot (McMahan et al. 2017, section 3)."""
     count = spec.shares * spec.shards
     if count > len(y):
         raise DataError(
@@ -220,7 +224,7 @@ def _shards(y: np.ndarray, spec: DataSpec) -> np.ndarray:
 
 
 def _dealt(order: np.ndarray, shares: range | list[int], count: int) -> np.ndarray:
-    """Owner of each of `count` rows, when rows in this order are dealt out as evenly as can be."""
+    """Owner of each of `count` rows, when rows in this order are dealt out as evenly as possible."""
     owner = np.zeros(count, int)
     for share, part in zip(shares, np.array_split(order, len(shares)), strict=True):
         owner[part] = share
@@ -228,7 +232,7 @@ def _dealt(order: np.ndarray, shares: range | list[int], count: int) -> np.ndarr
 
 
 def _by_class(y: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-    """The rows of each class that occurs, ascending by class, each in a random order."""
+    """Rows of each class that occurs, ascending by class, each in a random order."""
     return [(found := np.flatnonzero(y == kind))[_order(len(found), rng)] for kind in np.unique(y)]
 
 

@@ -1,7 +1,7 @@
-"""One file's examples, or several files' as one set: labels in one numbering, images in one shape.
+"""Sources of examples: one file, or several as one set with labels in one numbering and images in one shape.
 
-Nothing is read to find out the common shape but headers, and only the sources that chosen rows lie
-in are read for these. Images are resized by the maps that networks are fed by (`models.images`).
+The common shape is found from headers alone, and rows are read only from the sources that contain
+them. Images are resized by the same maps as network inputs (`data.images`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from fedquilt.data import images, readers
 from fedquilt.data.readers import Reader
 from fedquilt.data.spec import DataSpec
 
-AT_ONCE = 256  # images resized in one go: bounds what their float32 copies hold
+AT_ONCE = 256  # images resized at once: limits the memory of their float32 copies
 
 
 def open_(spec: DataSpec) -> Reader:
-    """The reader of the spec's path, or of its sources one after the other.
+    """Open the spec's path, or its sources one after the other.
 
     Raises:
-        DataError: one cannot be read, or they cannot be brought together; names the files and the mend.
+        DataError: one cannot be read, or they cannot be combined; names the files and the mend.
     """
     if not spec.sources:
         return _sized(_numbered(readers.open_(spec), spec.labels_from), spec)
@@ -41,7 +41,7 @@ def _numbered(reader: Reader, first: int) -> Reader:
 
 
 def _check_labels(found: Sequence[Reader], spec: DataSpec) -> None:
-    """Two sources either share their classes or have none in common."""
+    """Check that two sources either share their classes or have none in common."""
     for number, (source, reader) in enumerate(zip(spec.sources, found, strict=True)):
         for other, earlier in zip(spec.sources[:number], found[:number], strict=True):
             common = np.intersect1d(reader.y, earlier.y)
@@ -56,7 +56,7 @@ def _check_labels(found: Sequence[Reader], spec: DataSpec) -> None:
 
 
 def _sized(reader: Reader, spec: DataSpec) -> Reader:
-    """The same images scaled to the spec's size; those that were scaled when read are left as they are."""
+    """Scale the images to the spec's size; those scaled when read stay."""
     if not spec.size or reader.shape[:2] == (spec.size, spec.size):
         return reader
     if not _is_image(reader.shape):
@@ -77,16 +77,16 @@ def _is_image(shape: tuple[int, ...]) -> bool:
 
 
 def _resized(x: np.ndarray, size: int) -> np.ndarray:
-    """(n, h, w[, c]) of any type -> (n, size, size[, c]) of the same."""
+    """Resize (n, h, w[, c]) of any type to (n, size, size[, c]) of the same."""
     maps = x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2)  # (n, c, h, w)
     scaled = images.resize(maps.astype(np.float32), size, size)
     if x.dtype.kind != "f":
-        scaled = np.rint(scaled)  # means of pixels: never out of their range
+        scaled = np.rint(scaled)  # means of pixels never leave their range
     return (scaled[:, 0] if x.ndim == 3 else scaled.transpose(0, 2, 3, 1)).astype(x.dtype)
 
 
 def _together(found: Sequence[Reader], spec: DataSpec) -> Reader:
-    """Sources as one: grey becomes colour where there is colour, bytes become 0..1 where there are floats."""
+    """Combine sources: grey becomes colour if any has colour, bytes become 0..1 if any has floats."""
     shape, dtype = _common_shape(found, spec), _common_type(found, spec)
     sizes = [len(reader.y) for reader in found]
     starts, origin = np.cumsum([0, *sizes]), np.repeat(np.arange(len(found)), sizes)

@@ -1,4 +1,4 @@
-"""The `[data]` table of a job or an agent: where examples come from, and which of them are a device's."""
+"""The `[data]` table of a job or an agent: source of examples, and a device's part of them."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ TABLES = (".csv", ".tsv", ".parquet")
 Columns = str | tuple[str, ...]
 AUTO: Final = "auto"  # in place of a column's words: those of the data (fedquilt.data.categories)
 HOW = ("task", "labels", "categories", "fill", "column", "audio", "text", "windows")
-"""Keys that say how a file is read rather than where it is: a [test] with a path of its own has those of [data]."""
+"""Keys on how a file is read rather than where it is: a [test] with a path of its own takes those of [data]."""
 
 
 class Audio(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How recordings become spectrograms (frames, mels): `fedquilt.data.spectrogram`."""
+    """Conversion of recordings to spectrograms (frames, mels): `fedquilt.data.spectrogram`."""
 
-    rate: Positive = 16000  # samples a second that every recording has to have
+    rate: Positive = 16000  # samples per second that every recording has to have
     seconds: Above0 = 1.0  # longer recordings are cut, shorter ones end in silence
     mels: Positive = 40  # frequency bands
-    frame_ms: Above0 = 25.0  # of the sound that one frame covers
+    frame_ms: Above0 = 25.0  # length of the sound in one frame
     hop_ms: Above0 = 10.0  # from one frame to the next
 
 
 class Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How texts become tokens (length,): `fedquilt.data.tokens`."""
+    """Conversion of texts to tokens (length,): `fedquilt.data.tokens`."""
 
     vocabulary: str  # file with a token in each line
     length: Positive = 64  # tokens of an example; longer texts are cut, shorter ones padded
 
 
 class Windows(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the rows of a table, one for each time step, become examples (steps, features)."""
+    """Conversion of a table's rows, one for each time step, to examples (steps, features)."""
 
     steps: Positive
-    stride: Natural = 0  # rows from one window's beginning to the next's; 0: `steps`, so that none overlap
+    stride: Natural = 0  # rows between the beginnings of two windows; 0: `steps`, without overlap
 
 
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One of several places that examples come from."""
+    """One of several sources of examples."""
 
     path: str
-    labels_from: Natural  # its class 0 is this class of the whole; two with the same number share their classes
+    labels_from: Natural  # its class 0 is this class of the whole; sources with the same number share their classes
     format: Format = "auto"
     x: str = ""
     y: str = ""
@@ -60,45 +60,45 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where examples are, and which are this device's.
+    """Source of examples, and this device's part of them.
 
-    One of `path`, `sources`, `synthetic` and `dataset` says where from. A simulated fleet of n devices gives all the
+    The source is one of `path`, `sources`, `synthetic` and `dataset`. A simulated fleet of n devices gives all the
     same table, and device i `share = i`, `shares = n`.
     """
 
     path: str = ""  # file or folder; for torchvision its root
-    format: Format = "auto"  # auto: by what is at the path
+    format: Format = "auto"  # auto: by the content of the path
     split: str = "train"
     x: Columns = ""  # npz: name of the array of inputs; default x_<split>, else x. Tables: columns; default all others
     y: Columns = ""  # npz: name of the array of labels; default y_<split>, else y. Tables: columns; default "y"
-    task: TaskKind = "classes"  # what labels are: a class, real numbers, or several labels that are there or not
-    labels: tuple[str, ...] = ()  # tables, recordings and texts: what classes or labels are called, in order
+    task: TaskKind = "classes"  # kind of label: a class, real numbers, or several labels that apply or not
+    labels: tuple[str, ...] = ()  # tables, recordings and texts: names of classes or labels, in order
     categories: dict[str, tuple[str, ...] | Literal["auto"]] = {}
     """Tables: column of words -> the words, each an input of 0 or 1; in a job "auto" for those of the training data."""
     fill: float | dict[str, float] | None = None  # for missing numbers, or by column; None: they are an error
-    column: str = ""  # tables: whose example it is; npz: the array that says it
+    column: str = ""  # tables: user of each example; npz: the array of users
     audio: Audio | None = None
     text: Text | None = None
     windows: Windows | None = None
     dataset: str = ""  # torchvision: name of its class, "CIFAR10"; without a path one of another package
     download: bool = False  # torchvision: fetch it if it is not there
-    labels_from: Natural = 0  # what the path's class 0 is called: where a board has but one source of a mixture
+    labels_from: Natural = 0  # number of the path's class 0: for a board with only one source of a mixture
     sources: tuple[Source, ...] = ()  # a mixture, in this order
-    synthetic: Literal["", "fedpews-32k", "fedpews-3.2k"] = ""  # drawn by the seed: needs no file
-    size: Natural = 0  # scale images to size x size; 0: as they are, all alike
-    limit: Natural = 0  # use so many of all examples, drawn by the seed; 0: all
-    per_class: Natural | dict[str, Natural] = 0  # instead, so many of each class at most; or by split
+    synthetic: Literal["", "fedpews-32k", "fedpews-3.2k"] = ""  # drawn by the seed, without a file
+    size: Natural = 0  # scale images to size x size; 0: unchanged, all alike
+    limit: Natural = 0  # number of examples to use, drawn by the seed; 0: all
+    per_class: Natural | dict[str, Natural] = 0  # instead, largest number for each class; or by split
     held: Annotated[float, Meta(ge=0, lt=1)] = 0.2  # share of the device's own that is held out
     groups: Literal["source"] | tuple[tuple[Natural, ...], ...] = ()
     """Classes, or sources, that no two devices of different groups have in common: devices are split among the
     groups in blocks as even as can be, and `partition` is then among the devices of each group."""
     partition: Literal["all", "iid", "dirichlet", "classes", "shards", "column"] = "all"
-    share: Natural = 0  # this device's, counted from 0
+    share: Natural = 0  # of this device, from 0
     shares: Positive = 1
-    alpha: Annotated[float, Meta(gt=0)] = 0.5  # dirichlet: concentration; small is unlike, large is like iid
-    min_size: Positive = 2  # dirichlet: draw again until the smallest share has so many
-    classes: Positive = 2  # classes: how many each device has
-    shards: Positive = 2  # shards: how many pieces of the examples in order of class each device has
+    alpha: Annotated[float, Meta(gt=0)] = 0.5  # dirichlet: concentration; small values differ, large ones approach iid
+    min_size: Positive = 2  # dirichlet: draw again until the smallest share has this many
+    classes: Positive = 2  # classes: number for each device
+    shards: Positive = 2  # shards: pieces of the examples in order of class for each device
     seed: Natural = 0
 
     def __post_init__(self) -> None:
@@ -142,7 +142,7 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"{key}: {twice[0]!r} is named twice; name it once")
 
     def _check_task(self) -> None:
-        """What needs a class of each example goes with task = "classes" alone."""
+        """Allow options that need a class of each example with task = "classes" only."""
         if self.task == "classes":
             return
         by_class = [name for name in ("per_class", "groups", "sources", "synthetic") if getattr(self, name)]
@@ -156,7 +156,7 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def where(self) -> str:
-        """Where examples come from, for messages."""
+        """Source of the examples, for messages."""
         return (
             self.path
             or self.synthetic
@@ -166,10 +166,10 @@ class DataSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def parse(cls, table: Mapping[str, Any], where: str = "[data]") -> DataSpec:
-        """The spec in a `[data]` table, or in another that is like it.
+        """Read the spec from a `[data]` table, or from another of the same form.
 
         Raises:
-            JobError: says which key is wrong, what is expected there, and which keys there are.
+            JobError: names the wrong key, what is expected there, and the keys there are.
         """
         spec = config.convert(table, cls, where)
         for column, words in spec.categories.items():

@@ -1,7 +1,7 @@
 """Recordings as log-mel spectrograms, in numpy: the same on every board.
 
 Frames of a Hann window, their power spectrum, summed in triangular bands that are evenly spaced on the mel scale
-(2595 log10(1 + f / 700)), and the natural logarithm of what is in a band, from -23 for silence up.
+(2595 log10(1 + f / 700)), and the natural logarithm of each band, from -23 for silence upwards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LEAST = 1e-10  # power of a band in silence
 
 
 def frames_of(spec: Audio) -> tuple[int, int, int, int]:
-    """Samples of a recording, of a frame and from one frame to the next; and how many frames there are, at least 1."""
+    """Samples of a recording, of a frame and between two frames; and the number of frames, at least 1."""
     samples, frame, hop = (
         max(1, round(spec.rate * seconds)) for seconds in (spec.seconds, spec.frame_ms / 1000, spec.hop_ms / 1000)
     )
@@ -26,7 +26,7 @@ def frames_of(spec: Audio) -> tuple[int, int, int, int]:
 
 @lru_cache(maxsize=8)
 def mel_filters(rate: int, points: int, mels: int) -> np.ndarray:
-    """(points // 2 + 1, mels) float64: weights of the frequencies of a Fourier transform in each band."""
+    """Weights of a Fourier transform's frequencies in each band: (points // 2 + 1, mels) float64."""
     ends = np.linspace(0, _mel(rate / 2), mels + 2)
     corners = 700 * (10 ** (ends / 2595) - 1)  # Hz
     frequencies = np.arange(points // 2 + 1)[:, None] * rate / points
@@ -42,7 +42,7 @@ def _mel(frequency: float) -> float:
 
 
 def log_mel(sound: np.ndarray, spec: Audio) -> np.ndarray:
-    """(frames, mels) float32 of a recording (samples,) from -1 to 1, cut to its seconds or followed by silence."""
+    """Spectrogram (frames, mels) float32 of a recording (samples,) from -1 to 1, cut or padded with silence."""
     samples, frame, hop, _ = frames_of(spec)
     held = np.zeros(samples)
     held[: min(samples, len(sound))] = sound[:samples]

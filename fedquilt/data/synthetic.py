@@ -6,8 +6,8 @@ its first author's public code; the sizes follow from the names. Classes are num
 `groups = [[0, 1], [2, 3]]` gives each of two devices a task that is hard by itself; the paper's
 "even and odd classes" must have meant this, as by our numbers each of the two would be trivial.
 
-All is from sums, products, square roots and PCG64's normals, so every machine draws the same; means
-are exact sums. Drawing all of it takes some milliseconds and 2 MB, so a device draws the whole and
+Everything comes from sums, products, square roots and PCG64's normals, so every machine draws the same; means
+are exact sums. Drawing all takes some milliseconds and 2 MB, so a device draws the whole and
 keeps its share: the features are standardised by the statistics of the whole training set.
 """
 
@@ -25,7 +25,7 @@ from fedquilt.data.spec import DataSpec
 
 
 class Centre(NamedTuple):
-    """A centre, and the matrix A by which standard normal rows are multiplied: covariance A'A."""
+    """Centre, and the matrix A by which standard normal rows are multiplied: covariance A'A."""
 
     x: float
     y: float
@@ -45,7 +45,7 @@ TEST = 400  # likewise, of either
 
 
 def open_(spec: DataSpec) -> Reader:
-    """The training set (32,000 or 3,200 points) or the test set (6,400), by cluster: x (n, 5) float32, y 0..3.
+    """Draw the training set (32,000 or 3,200 points) or the test set (6,400), by cluster: x (n, 5) float32, y 0..3.
 
     Raises:
         DataError: another split than train and test.
@@ -66,7 +66,7 @@ def open_(spec: DataSpec) -> Reader:
 
 
 def points(name: str, split: str, seed: int) -> np.ndarray:
-    """The points in the plane, (n, 2) float64, cluster after cluster: centre by centre, offset by offset."""
+    """Points in the plane, (n, 2) float64, cluster after cluster: centre by centre, offset by offset."""
     count = TRAIN[name] if split == "train" else TEST
     drawn = []
     for centre, offset in _clusters():
@@ -88,6 +88,6 @@ def _class(centre: int, offset: int) -> int:
 
 
 def _lifted(plane: np.ndarray) -> np.ndarray:
-    """(n, 2) -> (n, 5): x, y, x^2, y^2, xy."""
+    """Features (n, 5) of points (n, 2): x, y, x^2, y^2, xy."""
     x, y = plane.T
     return np.stack([x, y, x * x, y * y, x * y], axis=1)

@@ -1,9 +1,9 @@
-"""Texts as numbers of tokens: greedy longest match against a vocabulary file, as BERT's WordPiece does.
+"""Token numbers of texts: greedy longest match against a vocabulary file, like BERT's WordPiece.
 
 A vocabulary has a token in each line, in UTF-8; a token's number is its line's, from 0. The first is `[PAD]`, and
 `[UNK]` is somewhere. Tokens that continue a word begin with `##`: with `sens`, `##or` and `##s`, "Sensors" becomes
-these three. Texts are brought to NFC and small letters, split at white space, and each mark of punctuation is a word.
-A word of which some part is in no token is `[UNK]` as a whole (Wu et al. 2016, arXiv 1609.08144; Devlin et al. 2019,
+these three. Texts are normalised to NFC and small letters, split at white space, and each punctuation mark is a word.
+A word with a part that is in no token is `[UNK]` as a whole (Wu et al. 2016, arXiv 1609.08144; Devlin et al. 2019,
 arXiv 1810.04805).
 """
 
@@ -26,7 +26,7 @@ LONGEST = 100  # letters of a word; a longer one is unknown
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A vocabulary: token -> its number."""
+    """Vocabulary: token -> its number."""
 
     numbers: dict[str, int]
 
@@ -35,7 +35,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """The vocabulary in a file.
+        """Read a vocabulary file.
 
         Raises:
             DataError: it cannot be read, or is no vocabulary; names the line and the mend.
@@ -59,12 +59,12 @@ class Tokenizer:
         return cls(numbers)
 
     def words(self, text: str) -> Iterator[list[int]]:
-        """The tokens' numbers of each word."""
+        """Yield the token numbers of each word."""
         for word in WORD.findall(unicodedata.normalize("NFC", text).lower()):
             yield self._word(word)
 
     def encode(self, text: str, length: int) -> np.ndarray:
-        """(length,) int32: the first tokens of the text, and 0 behind them."""
+        """Encode a text as (length,) int32: its first tokens, padded with 0."""
         found = np.zeros(length, np.int32)
         place = 0
         for numbers in self.words(text):

@@ -1,6 +1,6 @@
-"""A broker's address and the files with its credentials.
+"""Address of a broker, and the files with its credentials.
 
-`Broker` is the whole of a broker's settings; it holds no secret, only the names of files that do, read anew at each
+`Broker` is the whole of a broker's settings; it holds no secret, only the names of files that do, read again at each
 attempt, so that renewed certificates and passwords need no restart.
 """
 
@@ -21,7 +21,7 @@ PORTS = {"mqtt": 1883, "mqtts": 8883}
 
 @dataclass(frozen=True)
 class Broker:
-    """Where a broker is and how to talk to it."""
+    """Address, credentials and limits of a broker."""
 
     host: str
     port: int
@@ -32,8 +32,8 @@ class Broker:
     cert: Path | None = None
     key: Path | None = None
     keepalive_s: int = 60
-    session_expiry_s: int = 3600  # how long the broker keeps subscriptions and messages for an absent client
-    max_payload: int | None = None  # bytes; None: what the broker announces, or a safe guess
+    session_expiry_s: int = 3600  # time for which the broker keeps subscriptions and messages for an absent client
+    max_payload: int | None = None  # bytes; None: as the broker announces, or a safe guess
 
     @classmethod
     def parse(
@@ -48,10 +48,10 @@ class Broker:
         session_expiry_s: int = 3600,
         max_payload: int | None = None,
     ) -> Broker:
-        """Settings from `mqtt[s]://[user@]host[:port]` and files, checked.
+        """Check and combine a URL `mqtt[s]://[user@]host[:port]` and files.
 
         Raises:
-            JobError: a URL, file or number that cannot be used.
+            JobError: a URL, file or number is unusable.
         """
         parts = _split(url)
         broker = cls(
@@ -75,7 +75,7 @@ class Broker:
         return f"{'mqtts' if self.tls else 'mqtt'}://{host}:{self.port}"
 
     def password(self) -> str | None:
-        """The first line of the password file; None without one.
+        """First line of the password file; None without one.
 
         Raises:
             JobError: it cannot be read, or is empty.
@@ -92,10 +92,10 @@ class Broker:
         return password
 
     def context(self) -> ssl.SSLContext:
-        """A TLS context that verifies the broker, with this side's certificate if there is one.
+        """TLS context that verifies the broker, with this side's certificate if there is one.
 
         Raises:
-            JobError: a certificate or key that cannot be used.
+            JobError: a certificate or key is unusable.
         """
         if self.ca is not None and not _readable(self.ca):
             raise JobError(f"CA file {self.ca} cannot be read: check its path and permissions")

@@ -1,4 +1,4 @@
-"""Open a socket to a broker without ever blocking, and wait between attempts.
+"""Connections to a broker, opened without ever blocking, and the waits between attempts.
 
 `dial` does TCP and TLS as a generator: it yields whenever it would have to wait.
 """
@@ -16,27 +16,27 @@ from typing import NamedTuple
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.mqtt_errors import unreachable
 
-ANSWER_S = 5.0  # the longest one address may take to answer
-STABLE_S = 10.0  # a connection that held so long was a good one: back-off begins anew
+ANSWER_S = 5.0  # longest time for one address to answer
+STABLE_S = 10.0  # a connection that lasted this long was a good one: back-off restarts
 
 
 class Waiting(NamedTuple):
-    """What a dial waits for: a socket, and the `select.poll` events on it."""
+    """Event that a dial waits for: a socket, and the `select.poll` events on it."""
 
     socket: socket.socket
     events: int
 
 
 def dial(broker: Broker) -> Generator[Waiting, None, socket.socket]:
-    """Open a socket to the broker, trying its addresses in turn; TLS is done when it returns.
+    """Open a socket to the broker, trying its addresses in turn; TLS is ready when it returns.
 
-    Looking up a name is the one thing that blocks, as the system's resolver does. The caller keeps
+    Only the look-up of a name blocks, as the system's resolver does. The caller keeps
     the time: it throws `TimeoutError` in when an address has had ANSWER_S, and the next is tried.
     Closing the generator closes its socket.
 
     Raises:
-        DialError: no address answered as a broker should.
-        JobError: a certificate, key or CA file that can no longer be used.
+        DialError: no address answered like a broker.
+        JobError: a certificate, key or CA file is no longer usable.
     """
     context = broker.context() if broker.tls else None
     try:
@@ -83,17 +83,17 @@ def _shake_hands(sock: ssl.SSLSocket) -> Generator[Waiting, None, None]:
 
 
 def read_ahead(sock: socket.socket) -> bool:
-    """Whether TLS has already read input that nobody has taken: a poll of the socket does not show it."""
+    """Whether TLS has buffered input that is not read yet: a poll of the socket does not show it."""
     return isinstance(sock, ssl.SSLSocket) and sock.pending() > 0
 
 
 def backoff_s(failures: int, roll: float) -> float:
-    """Seconds to wait after so many failures in a row: 0.5 doubling to 30, shortened by up to half at random."""
+    """Seconds to wait after `failures` in a row: 0.5 doubling to 30, shortened by up to half at random."""
     return float(min(30.0, 0.5 * 2 ** min(failures - 1, 10)) * (1.0 - 0.5 * roll))
 
 
 class Retry:
-    """How long to wait before the next attempt to connect.
+    """Waits between attempts to connect.
 
     Args:
         roll: draws from [0, 1) for the back-off's jitter.
@@ -101,7 +101,7 @@ class Retry:
 
     def __init__(self, roll: Callable[[], float]) -> None:
         self.failures = 0  # attempts and short connections in a row
-        self.short = 0  # of these, connections that the broker soon closed
+        self.short = 0  # of these, connections that the broker closed soon
         self._since_s = 0.0  # when the connection began
         self._roll = roll
 
@@ -110,7 +110,7 @@ class Retry:
         self._since_s = now_s
 
     def failed(self, was_connected: bool, now_s: float) -> float:
-        """Note that an attempt or a connection has ended; seconds to wait."""
+        """Record the end of an attempt or a connection; returns seconds to wait."""
         if was_connected:
             self.short = self.short + 1 if now_s - self._since_s < STABLE_S else 0
             self.failures = max(self.short - 1, 0)

@@ -1,8 +1,8 @@
-"""How messages get from one side to the other.
+"""Links between coordinator and devices.
 
-`Link` is all that either side knows of the network. It never blocks and starts no thread:
-`publish` queues, `receive` hands over what has come, `wait` sleeps. `fedquilt.transport.mqtt.MqttLink` is a
-real broker's; `MemoryLink` is a broker of a few dictionaries on virtual time, with seeded faults,
+`Link` is the only view of the network on either side. It never blocks and starts no thread:
+`publish` queues, `receive` returns arrived messages, `wait` sleeps. `fedquilt.transport.mqtt.MqttLink` is for
+real brokers; `MemoryLink` is a broker of a few dictionaries on virtual time, with seeded faults,
 on which a whole federation runs in one process.
 """
 
@@ -20,7 +20,7 @@ from fedquilt.transport.topic_tree import TopicTree
 
 
 class Message(NamedTuple):
-    """One message as it came."""
+    """Message as it arrived."""
 
     topic: str
     payload: bytes
@@ -32,36 +32,38 @@ class Link(Protocol):
 
     @property
     def session(self) -> int:
-        """Grows with every (re)connection; 0 before the first."""
+        """Number of connections so far: grows with every (re)connection; 0 before the first."""
         ...
 
     @property
-    def connected(self) -> bool: ...
+    def connected(self) -> bool:
+        """Whether the broker can be reached now."""
+        ...
 
     @property
     def backlog(self) -> int:
-        """Bytes published and not yet handed to the network."""
+        """Bytes published and not yet given to the network."""
         ...
 
     @property
     def max_payload(self) -> int:
-        """The largest payload this broker takes, as far as is known."""
+        """Largest payload this broker accepts, as far as is known."""
         ...
 
     def subscribe(self, filters: Sequence[str]) -> None:
-        """Ask for topics; remembered, and asked again after a reconnection."""
+        """Subscribe to topics; subscriptions are repeated after a reconnection."""
         ...
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
         """Queue one message. `reliable` is QoS 1, which a broker may still drop when its queue is full.
 
         Raises:
-            LinkError: the payload is larger than the broker takes.
+            LinkError: the payload is larger than the broker accepts.
         """
         ...
 
     def receive(self) -> list[Message]:
-        """What has arrived since the last call."""
+        """Messages that have arrived since the last call."""
         ...
 
     def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
@@ -69,24 +71,24 @@ class Link(Protocol):
         ...
 
     def close(self) -> None:
-        """Send what is queued, say goodbye (no last will) and disconnect."""
+        """Send queued messages, say goodbye (no last will) and disconnect."""
         ...
 
 
 class Endpoint(Protocol):
-    """A coordinator or an agent: stepped, never blocking."""
+    """Coordinator or agent: stepped, never blocking."""
 
     @property
     def finished(self) -> bool:
-        """Nothing is left to do."""
+        """Whether nothing is left to do."""
         ...
 
     def step(self, now_s: float) -> float:
-        """Handle what has arrived and what is due; returns when to be called again at the latest."""
+        """Handle messages that have arrived and everything due; returns when to call again at the latest."""
         ...
 
     def fds(self) -> Sequence[int]:
-        """File descriptors whose readiness should wake it (its worker's, say)."""
+        """File descriptors whose readiness should wake it, such as its worker's."""
         ...
 
 
@@ -96,7 +98,7 @@ def run(
     stop: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Drive one endpoint in real time until it has finished or `stop` says so."""
+    """Drive one endpoint in real time until it has finished or `stop` returns True."""
     while not endpoint.finished and not stop():
         due = endpoint.step(clock())
         if endpoint.finished:
@@ -109,7 +111,7 @@ def run(
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong on a MemoryBroker, as probabilities for each delivery; delays in virtual seconds."""
+    """Faults of a MemoryBroker, as probabilities for each delivery; delays in virtual seconds."""
 
     drop: float = 0.0
     duplicate: float = 0.0
@@ -128,7 +130,7 @@ class MemoryBroker:
         self.faults = faults
         self.max_payload = max_payload
         self.published = 0
-        self.clients = 0  # counts every client that has come or gone
+        self.clients = 0  # number of clients that have ever come or gone
         self._random = random.Random(seed)
         self._retained: dict[str, tuple[int, bytes]] = {}  # topic -> since which sequence number, and the latest
         self._topics: TopicTree[str] = TopicTree()  # those of `_retained`
@@ -138,14 +140,14 @@ class MemoryBroker:
         self._sequence = 0
 
     def connect(self, will: tuple[str, bytes] | None = None) -> MemoryLink:
-        """A new client; `will` is published (retained) when it is lost without a goodbye."""
+        """Connect a new client; `will` is published (retained) when it is lost without a goodbye."""
         self.clients += 1
         link = MemoryLink(self, will)
         self._links[link] = None
         return link
 
     def lose(self, link: MemoryLink) -> None:
-        """The client's process died: its queue is gone, its will is published."""
+        """Simulate the death of a client's process: its queue is gone, its will is published."""
         if link not in self._links:
             return  # it has said goodbye
         self._forget(link)
@@ -154,11 +156,11 @@ class MemoryBroker:
             self._publish(link.will[0], link.will[1], retain=True)
 
     def next_s(self) -> float | None:
-        """When the next delivery is due."""
+        """Time of the next delivery; None: none."""
         return self._heap[0][0] if self._heap else None
 
     def deliver(self) -> list[MemoryLink]:
-        """Put every delivery that is due by now into its client's inbox; the clients that have got something."""
+        """Put every due delivery into its client's inbox; returns the clients that received any."""
         reached: dict[MemoryLink, None] = {}
         while self._heap and self._heap[0][0] <= self.now_s:
             _, _, link, message = heapq.heappop(self._heap)
@@ -179,7 +181,7 @@ class MemoryBroker:
         if retain:
             self._retain(topic, payload)
         takers = self._filters.matching(topic)
-        if len(takers) > 1:  # each once though several of its filters match, in the order in which they connected
+        if len(takers) > 1:  # once for each client, even if several of its filters match, in the order of connecting
             takers = sorted(set(takers), key=lambda link: link.number)
         for link in takers:
             self._schedule(link, Message(topic, payload))
@@ -234,7 +236,7 @@ class MemoryBroker:
 
 
 class MemoryLink:
-    """A client of a MemoryBroker."""
+    """Client of a MemoryBroker."""
 
     backlog = 0
 
@@ -249,28 +251,37 @@ class MemoryLink:
         self.inbox: list[Message] = []
 
     def subscribe(self, filters: Sequence[str]) -> None:
+        """Subscribe; retained messages of matching topics are delivered."""
         self.filters += [pattern for pattern in filters if pattern not in self.filters]
         self.broker._subscribe(self, filters)
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
+        """Publish at once; a lost client's messages are dropped."""
         if self.connected:
             self.broker._receive(topic, payload, retain)
 
     def receive(self) -> list[Message]:
+        """Empty the inbox."""
         messages, self.inbox = self.inbox, []
         return messages
 
     def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
+        """Refuse: virtual time does not wait.
+
+        Raises:
+            RuntimeError: always.
+        """
         raise RuntimeError("virtual time does not wait: drive a MemoryBroker with `simulate`")
 
     def close(self) -> None:
+        """Disconnect without a last will."""
         if self in self.broker._links:
             self.broker._forget(self)
             self.inbox.clear()
 
 
 def matches(pattern: str, topic: str) -> bool:
-    """Whether an MQTT topic filter takes a topic."""
+    """Whether an MQTT topic filter matches a topic."""
     wanted, given = pattern.split("/"), topic.split("/")
     for place, level in enumerate(wanted):
         if level == "#":
@@ -287,15 +298,15 @@ def simulate(
     limit_s: float = 1e6,
     watch: Callable[[], None] = lambda: None,
 ) -> None:
-    """Drive endpoints on virtual time until `until`.
+    """Drive endpoints on virtual time until `until` returns True.
 
-    An endpoint is stepped when something has arrived for it or when it said that it would be due, those of one
-    instant in the order of `endpoints`; one that has nothing to do costs nothing. `endpoints` is asked anew
+    An endpoint is stepped when a message has arrived for it or when its own due time has come, those of one
+    instant in the order of `endpoints`; an idle one costs nothing. `endpoints` is called again
     whenever a client has connected to the broker or left it, so they may come and go. `watch` is called after
-    each step, for whoever shows how it goes.
+    each step, to show progress.
 
     Raises:
-        TimeoutError: the virtual time limit passed, or nothing is left to happen.
+        TimeoutError: the virtual time limit passed, or no event is left.
     """
     agenda = _Agenda(broker.now_s)
     clients = -1
@@ -316,16 +327,16 @@ def simulate(
 
 
 class _Agenda:
-    """Who of the endpoints of a simulation is to be stepped when."""
+    """Due times of a simulation's endpoints."""
 
     def __init__(self, now_s: float) -> None:
         self._seats: list[tuple[MemoryLink, Endpoint]] = []
         self._due_s: list[float] = []  # by place
         self._places: dict[MemoryLink, int] = {}
-        self._heap: list[tuple[float, int]] = []  # (due, place); outdated where `_due_s` says otherwise
+        self._heap: list[tuple[float, int]] = []  # (due, place); outdated if `_due_s` differs
 
     def seat(self, seats: Sequence[tuple[MemoryLink, Endpoint]], now_s: float) -> None:
-        """Take these endpoints in place of those before; new ones are due now."""
+        """Take these endpoints in place of the earlier ones; new ones are due now."""
         known = {id(endpoint): due_s for (_, endpoint), due_s in zip(self._seats, self._due_s, strict=True)}
         self._seats = list(seats)
         self._places = {link: place for place, (link, _) in enumerate(self._seats)}
@@ -334,7 +345,7 @@ class _Agenda:
         heapq.heapify(self._heap)
 
     def ready(self, reached: Sequence[MemoryLink], now_s: float) -> list[int]:
-        """The places of those that have been reached or are due, ascending."""
+        """Places of the endpoints that have received messages or are due, ascending."""
         found = {self._places[link] for link in reached if link in self._places}
         while self._heap and self._heap[0][0] <= now_s:
             due_s, place = heapq.heappop(self._heap)
@@ -356,7 +367,7 @@ class _Agenda:
                 heapq.heappush(self._heap, (due_s, place))
 
     def next_s(self) -> float:
-        """When the next one is due."""
+        """Due time of the next endpoint."""
         while self._heap and self._heap[0][0] != self._due_s[self._heap[0][1]]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else math.inf

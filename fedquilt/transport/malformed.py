@@ -1,6 +1,6 @@
-"""What the network sends that is no message of ours: told at first, then counted, so that nobody can flood a log.
+"""Malformed messages from the network: logged at first, then counted, so that nobody can flood a log.
 
-Pure: what came and when goes in, lines to log come out.
+Pure: messages and times in, lines to log out.
 """
 
 from __future__ import annotations
@@ -8,31 +8,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-FIRST: Final = 3  # messages of one branch that are told each
-EVERY_S: Final = 600.0  # the rest is told as a number, this often
-MOST_BRANCHES: Final = 64  # told apart; whoever may write everywhere invents no more
+FIRST: Final = 3  # messages of one branch that are logged each
+EVERY_S: Final = 600.0  # interval at which the number of the others is logged
+MOST_BRANCHES: Final = 64  # branches counted separately; a sender with the right to write everywhere cannot add more
 OTHERS: Final = "other branches"
 
 
 @dataclass
 class Branch:
-    """What came of one branch of the topic tree: a device's, or the coordinator's own."""
+    """Malformed messages of one branch of the topic tree: a device's, or the coordinator's own."""
 
     told: int = 0
-    more: int = 0  # since the last line about it
+    more: int = 0  # since the last line about the branch
     last: str = ""
     due_s: float = 0.0
 
 
 class Garbage:
-    """Of one side."""
+    """Malformed messages received by one side."""
 
     def __init__(self) -> None:
         self.dropped = 0
         self._branches: dict[str, Branch] = {}
 
     def take(self, topic: str, error: Exception, retained: bool, now_s: float) -> str | None:
-        """Count a message that was dropped; what to log now, if anything."""
+        """Count a dropped message; returns the line to log now, if any."""
         self.dropped += 1
         name = "/".join(topic.split("/")[:6])[:120]
         if name not in self._branches and len(self._branches) >= MOST_BRANCHES:
@@ -49,7 +49,7 @@ class Garbage:
         return said if branch.told < FIRST else f"{said} (from here on such messages under {name} are only counted)"
 
     def due(self, now_s: float) -> list[str]:
-        """What to log of the messages that were only counted; a branch from which none came is told anew."""
+        """Lines to log on messages that were only counted; a branch without new ones is logged singly again."""
         lines = []
         for name, branch in list(self._branches.items()):
             if branch.more and now_s >= branch.due_s:

@@ -1,11 +1,11 @@
 """`MqttLink`: a `Link` over an MQTT broker. Only this module and `mqtt_client` import paho.
 
 One thread, the caller's: paho is driven through its external-loop calls inside `wait`, and nothing
-here ever blocks but the resolver. MQTT 5 is tried first and 3.1.1 is used where a broker refuses it;
-nothing depends on which, but the packet limit that only MQTT 5 announces.
+here ever blocks but the resolver. MQTT 5 is tried first and 3.1.1 is used if a broker refuses it;
+nothing depends on which, except the packet limit that only MQTT 5 announces.
 
 Messages wait in our queue, not in paho's: paho 2.2 obeys neither the broker's packet limit nor its
-ReceiveMaximum, keeps an unbounded queue, and sends again for ever what makes a broker hang up. So it
+ReceiveMaximum, keeps an unbounded queue, and repeats for ever the message at which a broker hangs up. So it
 is given a few at a time and a fresh client serves each connection; `fedquilt.transport.send_queue` decides.
 """
 
@@ -32,14 +32,14 @@ from fedquilt.transport.send_queue import BREAKS, Sending, SendQueue
 
 log = logging.getLogger(__name__)
 
-RELIABLE_WINDOW: Final = 20  # QoS-1 messages under way, where the broker's ReceiveMaximum allows
-INBOX_BYTES: Final = 1024 * KIB  # read ahead of the caller; what is beyond waits in the broker
+RELIABLE_WINDOW: Final = 20  # QoS-1 messages in flight, if the broker's ReceiveMaximum allows
+INBOX_BYTES: Final = 1024 * KIB  # received ahead of the caller; further messages wait in the broker
 SMALLEST_CEILING: Final = 16 * KIB
 LINGER_S: Final = 5.0
 
 
 class MqttLink:
-    """One client of a broker; see `transport.link.Link`. Nothing is sent before the first `wait` or `connect`."""
+    """Client of a broker; see `transport.link.Link`. Nothing is sent before the first `wait` or `connect`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class MqttLink:
         self.will = will
         self.session = 0
         self.connected = False
-        self.level = 5  # of MQTT; becomes 4 (3.1.1) where a broker refuses 5
+        self.level = 5  # of MQTT; becomes 4 (3.1.1) if a broker refuses 5
         self.max_payload = payload_limit(4, None, broker.max_payload)
         self.dropped = 0  # messages given up: refused, too large, or too many while offline
         self._retry = Retry(roll)
@@ -67,18 +67,18 @@ class MqttLink:
         self._inbox_bytes = 0
         self._queue = SendQueue()
         self._window = RELIABLE_WINDOW
-        self._ceiling: int | None = None  # bytes: what is left to try with a broker that hangs up at more
+        self._ceiling: int | None = None  # bytes: limit still to be tried with a broker that hangs up at more
         self._dial: Generator[Waiting, None, socket.socket] | None = None
-        self._waiting: Waiting | None = None  # what the dial waits for
-        self._socket: socket.socket | None = None  # a dialled one
+        self._waiting: Waiting | None = None  # event that the dial waits for
+        self._socket: socket.socket | None = None  # socket of a finished dial
         self._client: Client | None = None
-        self._said = ""  # what paho last had to complain of
-        self._farewell: ReasonCode | None = None  # why the connection ended
-        self._due_s = 0.0  # when to try again; during an attempt, when it has taken too long
+        self._said = ""  # last complaint of paho
+        self._farewell: ReasonCode | None = None  # reason for the end of the connection
+        self._due_s = 0.0  # time of the next attempt; during one, its time limit
         self._trouble: str | None = None
         self._refused: str | None = None
-        self._final = False  # the trouble is one that trying again cannot mend
-        self._asked = False  # a command waits in `connect`, and will tell the trouble itself
+        self._final = False  # another attempt cannot mend the problem
+        self._asked = False  # a command waits in `connect` and will report the problem itself
         self._closed = False
 
     @property
@@ -88,13 +88,13 @@ class MqttLink:
 
     @property
     def problem(self) -> str | None:
-        """Why there is no connection or, with one, what the broker last refused: one sentence, or None."""
+        """Why there is no connection or, with one, the broker's last refusal: one sentence, or None."""
         return self._trouble or self._refused
 
     # -- Link -------------------------------------------------------------------------------------
 
     def connect(self, timeout_s: float) -> None:
-        """Wait for the first connection, for commands that cannot go on without.
+        """Wait for the first connection, for commands that cannot continue without it.
 
         Raises:
             LinkError: none within `timeout_s`, or refused in a way that waiting does not mend.
@@ -111,6 +111,7 @@ class MqttLink:
             self._asked = False
 
     def subscribe(self, filters: Sequence[str]) -> None:
+        """Subscribe now if connected, and after every connection."""
         self._filters += [pattern for pattern in filters if pattern not in self._filters]
         if filters and self.connected and self._client is not None:
             self._client.subscribe([(pattern, 1) for pattern in filters])
@@ -119,7 +120,7 @@ class MqttLink:
         """Queue one message; without a connection only a reliable one is kept, within bounds.
 
         Raises:
-            LinkError: the payload is larger than the broker takes.
+            LinkError: the payload is larger than the broker accepts.
         """
         if len(payload) > self.max_payload:
             raise LinkError(
@@ -133,13 +134,14 @@ class MqttLink:
             self._drop(given_up, f"too much waits for {self.broker}: the oldest messages are dropped")
 
     def receive(self) -> list[Message]:
+        """Messages received since the last call."""
         messages, self._inbox, self._inbox_bytes = self._inbox, [], 0
         return messages
 
     def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
         """Sleep until something arrives, the connection changes, half of `backlog` has left, or as `Link` says.
 
-        The broker hears of us only while this runs: call it at least every `keepalive_s`.
+        The connection is kept alive only while this runs: call it at least every `keepalive_s`.
         """
         until = time.monotonic() + max(timeout_s, 0.0)
         before = (self.session, self.connected, self.problem)
@@ -153,6 +155,7 @@ class MqttLink:
                 return
 
     def close(self) -> None:
+        """Send queued messages within a few seconds, then disconnect."""
         until = time.monotonic() + LINGER_S
         while self.connected and self.backlog and (left := until - time.monotonic()) > 0:
             self._turn(left, ())
@@ -166,7 +169,7 @@ class MqttLink:
     # -- one turn: a poll, and the input and output it allows --------------------------------------
 
     def _turn(self, timeout_s: float, fds: Sequence[int]) -> bool:
-        """Whether one of `fds` is ready."""
+        """Poll once; returns whether one of `fds` is ready."""
         if not self._closed:
             self._begin()
         self._hand_over()
@@ -190,7 +193,7 @@ class MqttLink:
         return Waiting(self._socket, reading | (select.POLLOUT if self._client.want_write() else 0))
 
     def _patience_s(self) -> float:
-        """How long a poll may last before something of ours is due."""
+        """Longest time that a poll may last before something else is due."""
         return 1.0 if self.connected or self._closed else min(max(self._due_s - time.monotonic(), 0.0), 1.0)
 
     def _progress(self, ready: bool) -> None:
@@ -227,7 +230,7 @@ class MqttLink:
             self._due_s = time.monotonic() + ANSWER_S
 
     def _greet(self, sock: socket.socket) -> None:
-        """Send CONNECT on a socket just opened."""
+        """Send CONNECT on a new socket."""
         self._socket = sock
         try:
             password = self.broker.password()
@@ -244,7 +247,7 @@ class MqttLink:
         client.introduce(self.broker, password, self.will)
 
     def _on_connect(self, client: Any, userdata: Any, flags: Any, reason: ReasonCode, properties: Any) -> None:
-        client.on_log = None  # it costs a formatted string for every packet
+        client.on_log = None  # paho would format a string for every packet
         self._farewell = reason
         if reason.is_failure:
             return
@@ -264,7 +267,7 @@ class MqttLink:
     # -- connected --------------------------------------------------------------------------------
 
     def _exchange(self) -> None:
-        """Read and write what can be without waiting."""
+        """Read and write as much as is possible without waiting."""
         client, sock = self._client, self._socket
         assert client is not None
         assert sock is not None
@@ -275,7 +278,7 @@ class MqttLink:
                 break
             try:
                 client.loop_read()
-            except Exception as error:  # whatever bytes that are not MQTT make of paho's decoder
+            except Exception as error:  # bytes that are not MQTT may raise anything in paho's decoder
                 return self._lose(mqtt_errors.not_mqtt(self.broker, str(error)))
         if client.socket() is not None:
             client.loop_misc()
@@ -286,13 +289,13 @@ class MqttLink:
             self._ended()
 
     def _hand_over(self) -> None:
-        """Give paho what may now be under way."""
+        """Give paho the messages that may be in flight now."""
         client = self._client
         while self.connected and client is not None and client.socket() is not None:
             message = self._queue.take(self._window)
             if message is None:
                 return
-            if message.size > self.max_payload:  # it was published when more was taken
+            if message.size > self.max_payload:  # published when the limit was larger
                 self._queue.give_up(message)
                 self._drop(1, f"{self.broker} now takes {self.max_payload} bytes at most: larger messages are dropped")
             else:
@@ -312,7 +315,7 @@ class MqttLink:
             topic = message.topic
         except UnicodeDecodeError:
             return
-        # Some send what was not asked for: a session's subscriptions of long ago (Mosquitto), others' (amqtt).
+        # Some brokers send other topics: a session's earlier subscriptions (Mosquitto), other clients' (amqtt).
         if any(matches(pattern, topic) for pattern in self._filters):
             self._inbox.append(Message(topic, bytes(message.payload), message.retain))
             self._inbox_bytes += len(message.payload) + len(topic)
@@ -333,7 +336,7 @@ class MqttLink:
             self._said = text
 
     def _ended(self) -> None:
-        """paho has closed the socket: find out why, and whether the other level of MQTT may do better."""
+        """Find out why paho has closed the socket, and whether the other level of MQTT may do better."""
         code = self._farewell.value if self._farewell is not None else mqtt_errors.UNSPECIFIED
         if self.connected:
             again = self._retry.short >= 2
@@ -349,12 +352,12 @@ class MqttLink:
         self._lose(mqtt_errors.unanswered(self.broker))
 
     def _doubt_level(self) -> None:
-        """No CONNACK came. Some 3.1.1 brokers (amqtt) choke on MQTT 5 without a word."""
+        """Consider 3.1.1, as no CONNACK came: some such brokers (amqtt) drop MQTT 5 without an answer."""
         if self.session == 0:
             self.level = 9 - self.level
 
     def _lose(self, error: FedquiltError) -> None:
-        """The connection, or the attempt at one, is over: put back what was under way, plan the next."""
+        """End the connection or the attempt: requeue messages in flight, plan the next attempt."""
         self._hang_up()
         delay_s = self._retry.failed(self.connected, time.monotonic())
         self._due_s = time.monotonic() + delay_s

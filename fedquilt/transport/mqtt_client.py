@@ -1,4 +1,4 @@
-"""One connection's paho client, on a socket that is open already; and how large a payload a broker takes."""
+"""Paho client of one connection, on an open socket; and the largest payload of a broker."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 KIB: Final = 1024
 HEADER: Final = KIB  # bytes left for the topic and the packet's own header
-UNANNOUNCED_5: Final = 1024 * KIB  # an MQTT 5 broker that announces no limit
+UNANNOUNCED_5: Final = 1024 * KIB  # for an MQTT 5 broker that announces no limit
 UNANNOUNCED_311: Final = 121 * KIB  # 3.1.1 cannot announce one: safe where packets end at 128 KiB
 
 
 def payload_limit(level: int, announced: int | None, override: int | None) -> int:
-    """The largest payload in bytes, by MQTT level (4 is 3.1.1) and what CONNACK announced."""
+    """Largest payload in bytes, by MQTT level (4 is 3.1.1) and CONNACK's announcement."""
     if override is not None:
         return override
     if level < 5:
@@ -32,7 +32,7 @@ def payload_limit(level: int, announced: int | None, override: int | None) -> in
 
 
 class Client(paho.Client):
-    """paho on a socket that is open already, so that connecting never blocks."""
+    """Paho client on an open socket, so that connecting never blocks."""
 
     def __init__(self, sock: socket.socket, level: int, client_id: str) -> None:
         self._given = sock

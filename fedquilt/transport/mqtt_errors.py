@@ -1,4 +1,4 @@
-"""What went wrong with a broker: one sentence each, saying what, where and the mend. No I/O."""
+"""Errors of a broker connection: one sentence each, with what, where and the mend. No I/O."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OTHER_NAME: Final = frozenset({62, 64})  # OpenSSL's X509_V_ERR_HOSTNAME_MISMAT
 
 
 class DialError(LinkError):
-    """No connection. `final`: trying again cannot help before somebody mends something."""
+    """No connection. `final`: another attempt cannot succeed before somebody mends the cause."""
 
     def __init__(self, sentence: str, final: bool = False) -> None:
         super().__init__(sentence)
@@ -37,14 +37,14 @@ class DialError(LinkError):
 
 
 def why(error: Exception) -> str:
-    """An exception's own words, short."""
-    if reason := getattr(error, "reason", None):  # of OpenSSL
+    """Message of an exception, shortened."""
+    if reason := getattr(error, "reason", None):  # from OpenSSL
         return str(reason).lower().replace("_", " ")
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
 def unreachable(broker: Broker, error: Exception) -> DialError:
-    """A name, a connection or a TLS handshake failed."""
+    """Error for a failed name, connection or TLS handshake."""
     if isinstance(error, (socket.gaierror, UnicodeError)):
         final = getattr(error, "errno", None) == socket.EAI_NONAME
         return DialError(f"no address is known for {broker.host!r}: check the name in {broker}, or the DNS", final)
@@ -69,7 +69,7 @@ def unreachable(broker: Broker, error: Exception) -> DialError:
 
 
 def tls_failed(broker: Broker, said: str) -> DialError:
-    """OpenSSL gave up, or the other side's alert came; TLS 1.3 judges our certificate only after the handshake."""
+    """Error for TLS: OpenSSL gave up, or an alert came; TLS 1.3 checks our certificate only after the handshake."""
     if "wrong version number" in said or "record layer failure" in said:
         return DialError(f"{broker} does not speak TLS there: use its TLS port (mostly 8883), or mqtt://", True)
     if "alert" not in said:
@@ -81,7 +81,7 @@ def tls_failed(broker: Broker, said: str) -> DialError:
 
 
 def refused(broker: Broker, client_id: str, code: int, reason: str) -> DialError:
-    """CONNACK says no, with a code that is not UNSPECIFIED."""
+    """Error for a CONNACK that refuses, with another code than UNSPECIFIED."""
     if code not in _CREDENTIALS:
         return DialError(f"{broker} refuses {client_id!r} ({reason}): see the broker's log", code not in _TRANSIENT)
     if broker.user is None:
@@ -92,10 +92,14 @@ def refused(broker: Broker, client_id: str, code: int, reason: str) -> DialError
 
 
 def rejected(broker: Broker, client_id: str, code: int, reason: str, said: str) -> DialError | None:
-    """An attempt ended with CONNACK's code or a TLS alert; None: without a word.
+    """Error for an attempt that ended with CONNACK's code or a TLS alert; None: it ended with neither.
 
     Args:
-        said: what paho last complained of.
+        broker: of the attempt.
+        client_id: of this side.
+        code: of CONNACK, as in MQTT 5.
+        reason: text of the code.
+        said: last complaint of paho.
     """
     if code == PROTOCOL_ERROR:
         return not_mqtt(broker, reason)
@@ -107,7 +111,7 @@ def rejected(broker: Broker, client_id: str, code: int, reason: str, said: str) 
 
 
 def unanswered(broker: Broker) -> DialError:
-    """It hung up on our CONNECT."""
+    """Error for a broker that closed the connection after our CONNECT."""
     if not broker.tls:
         mend = "is it an MQTT port, and is mqtts:// needed?"
     elif broker.cert is None:
@@ -118,12 +122,12 @@ def unanswered(broker: Broker) -> DialError:
 
 
 def not_mqtt(broker: Broker, said: str) -> DialError:
-    """Bytes came that are no MQTT packet."""
+    """Error for bytes that are no MQTT packet."""
     return DialError(f"{broker} sent what is not MQTT ({said}): check that it is an MQTT broker's port")
 
 
 def lost(broker: Broker, client_id: str, code: int, reason: str, again: bool) -> DialError:
-    """A connection ended; `again`: soon after it was made, as others before it."""
+    """Error for a lost connection; `again`: soon after its start, like others before."""
     if code == KEEP_ALIVE:
         return DialError(f"no sign of life from {broker}: check the network")
     said = f" ({reason})" if code > UNSPECIFIED else ""

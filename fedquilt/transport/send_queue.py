@@ -1,8 +1,8 @@
-"""What is on its way to the network, and which message made a broker hang up. No I/O.
+"""Queue of messages on their way to the network; finds the one at which a broker hangs up. No I/O.
 
-A message is added, taken when it may be under way, and done when the broker has acknowledged it
-(QoS 1) or it is written (QoS 0). What was under way when a connection broke is tried again, then one
-at a time: so the one that is alone under way at the third break in a row is to blame, and given up.
+A message is added, taken when it may be in flight, and done when the broker has acknowledged it
+(QoS 1) or it is written (QoS 0). Messages in flight when a connection broke are tried again, then one
+at a time: so the one that is alone in flight at the third break in a row is to blame, and given up.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ BREAKS: Final = 3
 
 @dataclass(eq=False)
 class Sending:
-    """One message going out; `reliable` is QoS 1."""
+    """Outgoing message; `reliable` is QoS 1."""
 
     topic: str
     payload: bytes
     retain: bool
     reliable: bool
-    breaks: int = 0  # connections that broke while it was under way
+    breaks: int = 0  # connections that broke while it was in flight
 
     @property
     def size(self) -> int:
+        """Bytes of the payload."""
         return len(self.payload)
 
 
 class SendQueue:
-    """Messages in the order they were added, and those under way by packet id."""
+    """Messages in the order of adding, and those in flight by packet id."""
 
     def __init__(self) -> None:
         self.backlog = 0  # payload bytes that are neither written (QoS 0) nor acknowledged (QoS 1)
@@ -42,11 +43,12 @@ class SendQueue:
         self._under_way: dict[int, Sending] = {}
 
     def add(self, message: Sending) -> None:
+        """Queue a message behind all others."""
         self._waiting.append(message)
         self.backlog += message.size
 
     def trim(self) -> int:
-        """Give up the oldest messages beyond what is kept without a connection; returns how many."""
+        """Give up the oldest messages beyond the limit for offline times; returns how many."""
         given_up = 0
         while len(self._waiting) > OFFLINE_MESSAGES or self.backlog > OFFLINE_BYTES:
             self.give_up(self._waiting.popleft())
@@ -54,9 +56,9 @@ class SendQueue:
         return given_up
 
     def take(self, window: int) -> Sending | None:
-        """The next message if it may be under way too, at most `window` reliable ones at once.
+        """Take the next message if it may be in flight too, at most `window` reliable ones at once.
 
-        The caller then says `sent` or `give_up`.
+        The caller then calls `sent` or `give_up`.
         """
         if not self._waiting:
             return None
@@ -72,21 +74,22 @@ class SendQueue:
         return self._waiting.popleft()
 
     def sent(self, packet_id: int, message: Sending) -> None:
+        """Note a taken message as in flight."""
         self._under_way[packet_id] = message
 
     def done(self, packet_id: int) -> Sending | None:
-        """The message is out of our hands; None: no such message."""
+        """Remove an acknowledged or written message; None: no such message."""
         message = self._under_way.pop(packet_id, None)
         if message is not None:
             self.backlog -= message.size
         return message
 
     def give_up(self, message: Sending) -> None:
-        """A message that was taken will not be sent."""
+        """Drop a taken message that will not be sent."""
         self.backlog -= message.size
 
     def broken(self, breaks: int = BREAKS, *, innocent: bool = False) -> Sending | None:
-        """The connection ended: what was under way goes to the head, what is unreliable is lost.
+        """Handle a broken connection: reliable messages in flight return to the head, unreliable ones are lost.
 
         Returns the message to blame after so many breaks, which is given up. `innocent`: the network failed.
         """

@@ -1,8 +1,8 @@
-"""An index of MQTT topics, or of topic filters, level by level, so that a match costs no more for a larger fleet.
+"""Index of MQTT topics, or of topic filters, level by level, so that matching costs no more in a larger fleet.
 
-This answers a broker's two questions: which filters take this topic (`matching`; the tree holds filters),
-and which topics does this filter take (`under`; the tree holds topics). Both say what `fedquilt.transport.link.matches`
-says of each pair, at a cost that grows with the levels and with what is found, not with what is held.
+It answers a broker's two questions: which filters match this topic (`matching`; the tree holds filters),
+and which topics match this filter (`under`; the tree holds topics). Both agree with `fedquilt.transport.link.matches`
+for each pair, at a cost that grows with the levels and with the matches, not with the size of the tree.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class _Node(Generic[T]):
-    """One level of the tree: what is held right here, and the levels below by name."""
+    """One level of the tree: the items held here, and the levels below by name."""
 
     __slots__ = ("below", "held")
 
@@ -30,7 +30,7 @@ class TopicTree(Generic[T]):
         self._root: _Node[T] = _Node()
 
     def add(self, path: str, item: T) -> None:
-        """Hold an item under a topic or a filter."""
+        """Store an item under a topic or a filter."""
         node = self._root
         for level in path.split("/"):
             found = node.below.get(level)
@@ -40,7 +40,7 @@ class TopicTree(Generic[T]):
         node.held[item] = None
 
     def remove(self, path: str, item: T) -> None:
-        """Forget an item under a topic or a filter; levels that are empty then are forgotten too."""
+        """Remove an item under a topic or a filter, with levels that become empty."""
         way = [self._root]
         levels = path.split("/")
         for level in levels:
@@ -55,7 +55,7 @@ class TopicTree(Generic[T]):
             del parent.below[level]
 
     def matching(self, topic: str) -> list[T]:
-        """Items under filters that take a topic; one that is held under several such filters comes as often."""
+        """Items under filters that match a topic; an item under several such filters is repeated."""
         found: list[T] = []
         nodes = [self._root]
         for level in topic.split("/"):
@@ -73,12 +73,12 @@ class TopicTree(Generic[T]):
                 return found
         for node in nodes:
             found += node.held
-            if (rest := node.below.get("#")) is not None:  # "a/#" takes "a" as well
+            if (rest := node.below.get("#")) is not None:  # "a/#" matches "a" as well
                 found += rest.held
         return found
 
     def under(self, pattern: str) -> list[T]:
-        """Items under topics that a filter takes."""
+        """Items under topics that match a filter."""
         nodes = [self._root]
         for level in pattern.split("/"):
             if level == "#":

@@ -1,4 +1,4 @@
-"""Batteries (kernel, ABI/testing/sysfs-class-power): their charge, and the power of a host that lives on them alone."""
+"""Batteries (kernel, ABI/testing/sysfs-class-power): their charge, and the power of a host that runs on them alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fedquilt.edge_agent import sysfs
 
 
 class Batteries:
-    """The batteries that feed this host, taken together; a mouse's own is none of them. A `fedquilt.core.Meter`."""
+    """All batteries that feed this host, combined; a mouse's own is left out. A `fedquilt.core.Meter`."""
 
     covers: Covers = "board"
 
@@ -21,11 +21,11 @@ class Batteries:
         ]
 
     def read(self, now_s: float) -> Power:
-        """What flows out of them while they alone feed the host."""
+        """Power drawn from them while they alone feed the host."""
         return Power(self.power_w(), "battery")
 
     def charge(self) -> float | None:
-        """0..1; None: no battery, or one that does not say."""
+        """Charge, 0..1; None: no battery, or no value."""
         for now, full in (("energy_now", "energy_full"), ("charge_now", "charge_full")):
             known = [(sysfs.whole(one / now), sysfs.whole(one / full)) for one in self._found]
             held, most = sum(one[0] or 0 for one in known), sum(one[1] or 0 for one in known)
@@ -35,21 +35,21 @@ class Batteries:
         return min(1.0, max(0.0, sum(percents) / len(percents) / 100)) if percents else None
 
     def charging(self) -> bool | None:
-        """Whether the mains feed this host, be the battery full or held back; None: it does not say."""
+        """Whether mains power feeds this host, even if the battery is full or held back; None: unknown."""
         states = {sysfs.line(one / "status") for one in self._found}
         if "Discharging" in states:
             return False
         return True if states & {"Charging", "Full", "Not charging"} else None
 
     def power_w(self) -> float | None:
-        """What the host takes while it lives on its batteries alone; None on the mains, where they do not tell."""
+        """Watts of the host while it runs on batteries alone; None on mains power, where they do not show it."""
         drawn = [_drawn_w(one) for one in self._found if sysfs.line(one / "status") == "Discharging"]
         known = [watts for watts in drawn if watts is not None]
         return sum(known) if known and len(known) == len(drawn) else None
 
 
 def _drawn_w(battery: Path) -> float | None:
-    """Microwatts, or microvolts times microamperes; some drivers give what flows out a minus."""
+    """Power in watts from microwatts, or microvolts times microamperes; some drivers give discharge a minus."""
     power = sysfs.whole(battery / "power_now")
     if power is not None:
         return abs(power) / 1e6

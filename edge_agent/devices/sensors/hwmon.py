@@ -15,7 +15,7 @@ SENSORS = ("power*_average", "power*_input", "energy*_input")
 class Hwmon:
     """Every power and energy sensor that hwmon lists, by its chip's name and its label. A `fedquilt.core.Meter`.
 
-    It covers the board where one of them is a meter of the whole machine, and tells rails alone where none is.
+    It covers the board if one of them measures the whole machine; otherwise it offers rails only.
     """
 
     def __init__(self, hwmon: Path) -> None:
@@ -39,7 +39,7 @@ class Hwmon:
         self.covers: Covers = "board" if whole else "rail"
 
     def read(self, now_s: float) -> Power:
-        """All that answer; the total where one of them is a meter of the whole machine."""
+        """All values available; with a total if one sensor measures the whole machine."""
         micro = {rail: sysfs.whole(file) for rail, file in self._powers.items()}
         rails = {rail: value / 1e6 for rail, value in micro.items() if value is not None}
         for rail, (file, rate) in self._energies.items():

@@ -1,4 +1,4 @@
-"""The power monitors of Jetsons: TI's INA3221, three rails each, on one or more I2C addresses.
+"""Power monitors of Jetsons: TI's INA3221, three rails each, on one or more I2C addresses.
 
 Two layouts: NVIDIA's own driver up to JetPack 4, `ina3221x/<address>/iio:device<n>/` with `rail_name_<k>` and
 `in_power<k>_input` in milliwatts; Linux's from JetPack 5, `ina3221/<address>/hwmon/hwmon<n>/` with `in<k>_label`,
@@ -21,14 +21,14 @@ UNCONNECTED: Final = "NC"
 
 @dataclass(frozen=True)
 class Rail:
-    """One channel. Its power is the product of its files."""
+    """One channel, whose power is the product of its files."""
 
     label: str
     files: tuple[Path, ...]
     scale: float  # to watts
 
     def watts(self) -> float | None:
-        """None where a file does not answer. No rail feeds power back: below 0 is the sensor's offset, and 0."""
+        """Power in watts; None if a file does not answer. No rail feeds power back: a negative offset counts as 0."""
         product = self.scale
         for file in self.files:
             value = sysfs.whole(file)
@@ -39,7 +39,7 @@ class Rail:
 
 
 class Ina3221:
-    """All rails of the board. Its total is the input rail's, or else the sum of all rails; None unless each answers.
+    """All rails of the board. The total is the input rail's, or else the sum of all rails if each answers.
 
     A `fedquilt.core.Meter`.
     """
@@ -54,11 +54,12 @@ class Ina3221:
         self._source = f"ina3221 {self._total}" if self._total else "ina3221 sum of " + ", ".join(labels)
 
     def read(self, now_s: float) -> Power:
+        """Power of the board and of each rail that answers."""
         watts = {rail.label: rail.watts() for rail in self.rails}
         known = {label: value for label, value in watts.items() if value is not None}
         if self._total is not None:
             total = known.get(self._total)
-        else:  # a part would pass for the whole
+        else:  # a part must not pass for the whole
             total = sum(known.values()) if known and len(known) == len(watts) else None
         return Power(total, None if total is None else self._source, known)
 
@@ -97,7 +98,7 @@ def _hwmon(devices: list[Path]) -> list[Rail]:
 
 
 def _named_apart(rails: list[Rail]) -> list[Rail]:
-    """A label that a second chip has too would hide the first one's reading."""
+    """Rename labels used by several chips, where one would hide the other's reading."""
     seen: dict[str, int] = {}
     apart = []
     for rail in rails:

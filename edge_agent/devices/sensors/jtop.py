@@ -1,7 +1,7 @@
-"""Rails by way of jetson-stats, for a Jetson whose own files tell none (a container without /sys/bus, a new board).
+"""Rails from jetson-stats, for a Jetson whose own files show none (a container without /sys/bus, a new board).
 
-jetson-stats is AGPL-3.0 and a daemon of its own: it is nobody's dependency here, is imported only when it is
-installed and needed, and is asked through its public client alone. Install it by `pip install fedquilt[jetson]`.
+jetson-stats is AGPL-3.0 and a daemon of its own: it is no dependency here, is imported only when it is
+installed and needed, and is used through its public client alone. Install it by `pip install fedquilt[jetson]`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ log = logging.getLogger("fedquilt.devices")
 
 
 def connect(load: Callable[[str], Any] = importlib.import_module) -> JtopMeter | None:
-    """A meter that follows the jtop service, twice a second; None where that is not installed or does not run.
+    """Meter that follows the jtop service, twice a second; None if it is not installed or does not run.
 
     Args:
         load: imports a module by its name.
@@ -34,7 +34,7 @@ def connect(load: Callable[[str], Any] = importlib.import_module) -> JtopMeter |
 
 
 class JtopMeter:
-    """What a running `jtop` client last heard. It says instantaneous milliwatts; its averages are none and not used.
+    """Latest values of a running `jtop` client: instantaneous milliwatts. Its "averages" are none and not used.
 
     A `fedquilt.core.Meter`.
     """
@@ -45,7 +45,7 @@ class JtopMeter:
         self._client = client
 
     def read(self, now_s: float) -> Power:
-        """Nothing once the service is gone: its last figures would stand still."""
+        """Latest power; empty once the service is gone, as its last values would stay."""
         try:
             if not self._client.ok(spin=True):
                 return Power()
@@ -53,14 +53,15 @@ class JtopMeter:
             rails_w = {str(label): float(rail["power"]) / 1000 for label, rail in told["rail"].items()}
             total_w = float(told["tot"]["power"]) / 1000
             name = told["tot"].get("name")
-        except Exception as error:  # as above, and figures of another shape than this version's
+        except Exception as error:  # as above, or values of another shape than this version's
             log.debug("jtop tells no power: %s", error)
             return Power()
         if not rails_w and name is None:
-            return Power()  # its total of no rails is 0
+            return Power()  # the total of no rails would be 0
         if name is not None:
             rails_w = {str(name): total_w, **rails_w}
         return Power(total_w, f"jtop {name or 'sum of ' + ', '.join(rails_w)}", rails_w)
 
     def close(self) -> None:
+        """Stop the client."""
         self._client.close()

@@ -1,4 +1,4 @@
-"""How much memory there is, for this host and for the control group we run in, and whether it is short."""
+"""Memory available to this host and to the control group it runs in, and the pressure on it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from fedquilt.edge_agent import sysfs
 
 
 class Memory:
-    """Memory as /proc/meminfo tells it, no more than cgroup v2 allows this process and those above it.
+    """Memory by /proc/meminfo, limited by what cgroup v2 allows this process and its parents.
 
-    Limits are looked for once: one that is set later counts from the next start.
+    Limits are read once: one that is set later applies from the next start.
 
     Raises:
         JobError: `proc/meminfo` cannot be read.
@@ -27,13 +27,13 @@ class Memory:
         self.total_bytes = min([total, *self._limits.values()])
 
     def available_bytes(self) -> int | None:
-        """What can be taken without anything being pushed out: the least of the host's and each limited group's."""
+        """Bytes that can be allocated without evicting anything: the least of the host's and each limited group's."""
         rooms = [_room(group, limit) for group, limit in self._limits.items()]
         known = [room for room in (_bytes(self._meminfo, "MemAvailable"), *rooms) if room is not None]
         return min(known, default=None)
 
     def pressure(self) -> float | None:
-        """Share of the last 10 s in which some task waited for memory, 0..1. Linux 4.20 on; None on TX2 and Nano."""
+        """Share of the last 10 s in which a task waited for memory, 0..1. Linux 4.20 on; None on TX2 and Nano."""
         for line in (sysfs.text(self._pressure) or "").splitlines():
             if line.startswith("some avg10="):
                 try:
@@ -44,7 +44,7 @@ class Memory:
 
 
 def _bytes(meminfo: Path, name: str) -> int | None:
-    """One line of /proc/meminfo (its kB are 1024)."""
+    """Value of one line of /proc/meminfo in bytes (its kB are 1024)."""
     for line in (sysfs.text(meminfo) or "").splitlines():
         if line.startswith(f"{name}:"):
             words = line.split()
@@ -53,7 +53,7 @@ def _bytes(meminfo: Path, name: str) -> int | None:
 
 
 def _groups(root: Path) -> list[Path]:
-    """This process's own group and those it is in, as far as they have the memory controller."""
+    """Control group of this process and its parents, as far as they have the memory controller."""
     for line in (sysfs.text(root / "proc/self/cgroup") or "").splitlines():
         number, _, path = line.partition("::")
         own = PurePosixPath(path)
@@ -64,7 +64,7 @@ def _groups(root: Path) -> list[Path]:
 
 
 def _room(group: Path, limit_bytes: int) -> int | None:
-    """What the group may still take: file pages that nobody used lately are let go first, so they do not count."""
+    """Bytes that the group may still allocate; file pages that nobody used lately are evicted first and not counted."""
     used = sysfs.whole(group / "memory.current")
     if used is None:
         return None

@@ -1,4 +1,4 @@
-"""The processor's own energy counters: Linux's powercap class `intel-rapl` (AMD's processors are in it too).
+"""Energy counters of the processor: Linux's powercap class `intel-rapl`, which includes AMD's processors.
 
 Zones named `package-N` or `package-N-die-D`, some with a `dram` zone inside, count microjoules and wrap at a range of
 their own. `psys`, `core` and `uncore` overlap with these and are left out. Most hosts let only root read the counters;
@@ -15,9 +15,9 @@ from fedquilt.edge_agent.devices.sensors.meters import Rate
 
 
 class Rapl:
-    """The processor's and its memory's energy since this was made. A `fedquilt.core.Meter`.
+    """Energy of the processor and its memory since this object was made. A `fedquilt.core.Meter`.
 
-    Read it more often than once in the minutes in which a counter wraps under full load.
+    Read it more often than the counters wrap, some minutes under full load.
     """
 
     covers: Covers = "processor"
@@ -27,19 +27,20 @@ class Rapl:
         self._rate = Rate()
 
     def read(self, now_s: float) -> Power:
+        """Energy since the meter was made, and mean power since the last reading."""
         energy_j = self.energy_j()
         watts = None if energy_j is None else self._rate.watts(now_s, energy_j)
         return Power(watts, "rapl", {} if watts is None else {"rapl": watts}, energy_j)
 
     def energy_j(self) -> float | None:
-        """Of all zones; None unless every one can be read, as a part would pass for the whole."""
+        """Joules of all zones; None unless every one can be read, as a part must not pass for the whole."""
         totals = [counter.total_j() for counter in self._counters]
         known = [total for total in totals if total is not None]
         return sum(known) if known and len(known) == len(totals) else None
 
 
 class Counter:
-    """One RAPL zone: joules since it was made, over any number of wraps that are each seen."""
+    """One RAPL zone: joules since it was made, over any number of wraps if each is seen."""
 
     def __init__(self, zone: Path) -> None:
         self._file = zone / "energy_uj"
@@ -48,6 +49,7 @@ class Counter:
         self._total_uj = 0
 
     def total_j(self) -> float | None:
+        """Joules so far; None: unreadable."""
         now = sysfs.whole(self._file)
         if now is None or self._last is None:
             return None
@@ -61,7 +63,7 @@ class Counter:
 
 
 def rapl_zones(powercap: Path) -> list[Path]:
-    """Packages, and the memory beside them: none of these is part of another."""
+    """Zones of packages, and of the memory beside them: none is part of another."""
 
     def counted(name: str) -> bool:
         return name.startswith("package-") or name == "dram"

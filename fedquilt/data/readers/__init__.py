@@ -1,7 +1,7 @@
-"""Reading examples: npz, IDX, folders of images, torchvision's data sets, tables, recordings, texts. Never a pickle.
+"""Readers of examples: npz, IDX, folders of images, torchvision's data sets, tables, recordings, texts. Never a pickle.
 
-A reader knows all labels, and reads the inputs of chosen rows only: from npz and IDX as a stream,
-block by block, so that a device that owns a hundredth of a data set never holds the rest. A file for each kind.
+A reader loads all labels, and the inputs of chosen rows only: from npz and IDX as a stream,
+block by block, so that a device with a hundredth of a data set never holds the rest. One file for each kind.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ OPENERS: dict[str, Callable[[Path, DataSpec], Reader]] = {
     "audio": audio.open_,
     "text": text.open_,
 }
-BY_CLASS = ("idx", "folder", "torchvision")  # kinds that have nothing but classes
+BY_CLASS = ("idx", "folder", "torchvision")  # kinds with classes only
 
 
 def open_(spec: DataSpec) -> Reader:
-    """The reader for what is at the spec's path.
+    """Open the reader for the content of the spec's path.
 
     Raises:
-        DataError: nothing is there, or nothing that can be read; names the file and the mend.
+        DataError: nothing is there, or nothing readable; names the file and the mend.
     """
     if not spec.path:
         return outside.open_(spec)
     path = Path(spec.path)
-    with reading(path):  # in a folder that is shut to this user, nothing can even be looked for
+    with reading(path):  # in a folder closed to this user, no file can even be looked for
         kind = spec.format if spec.format != "auto" else _kind(path, spec)
         if kind != "torchvision" and not path.exists():
             raise DataError(

@@ -1,4 +1,4 @@
-"""Reading recordings: WAV files in a folder for each class, or named by a table, as log-mel spectrograms."""
+"""Recordings: WAV files in a folder for each class, or named by a table, as log-mel spectrograms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedquilt.data.spec import Audio, DataSpec
 
 
 def open_(path: Path, spec: DataSpec) -> Reader:
-    """Spectrograms, float32 (n, frames, mels). Headers are read here, sounds when rows are taken.
+    """Open recordings as spectrograms, float32 (n, frames, mels). Headers are read now, sounds when rows are taken.
 
     Raises:
         DataError: a file is no such recording, or there is none; names it and the mend.
@@ -47,7 +47,7 @@ def open_(path: Path, spec: DataSpec) -> Reader:
 
 
 def _listed(file: Path, spec: DataSpec) -> tuple[list[Path], np.ndarray, np.ndarray | None]:
-    """The files that a table names, relative to its own folder; their labels; and whose they are."""
+    """Files that a table names, relative to its own folder; their labels; and their users."""
 
     def places(chunk: Chunk, decoder: columns.Decoder, names: tuple[str, ...]) -> list[Path]:
         for place, name in zip(chunk.places, chunk.columns[names[0]], strict=True):
@@ -74,7 +74,7 @@ def _opened(file: Path) -> wave.Wave_read:
 
 
 def _require(file: Path, audio: Audio) -> None:
-    """Raises DataError unless the file's head names the wanted rate, and samples of 1 to 4 bytes."""
+    """Raise DataError unless the file's header has the wanted rate, and samples of 1 to 4 bytes."""
     with _opened(file) as opened:
         rate = opened.getframerate()
     if rate != audio.rate:
@@ -85,7 +85,7 @@ def _require(file: Path, audio: Audio) -> None:
 
 
 def sound(file: Path, audio: Audio) -> np.ndarray:
-    """The recording (samples,) from -1 to 1, its channels' mean, as far as the spectrogram reaches.
+    """Samples of a recording (samples,) from -1 to 1, the mean of its channels, as far as the spectrogram reaches.
 
     Raises:
         DataError: it is no WAV file of integer samples, or cut short.

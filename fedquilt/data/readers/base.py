@@ -1,4 +1,4 @@
-"""What every reader is made of: labels, a function to inputs, and blocks of rows read from a stream."""
+"""Common parts of readers: labels, a function to inputs, and blocks of rows read from a stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedquilt.metrics import TaskKind
 
 Bytes: TypeAlias = "IO[bytes] | gzip.GzipFile"
 BLOCK_BYTES = 2**20
-BROKEN = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error)  # what damaged files raise
+BROKEN = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error)  # raised by damaged files
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class Reader:
     take: Callable[[np.ndarray], np.ndarray]
     shape: tuple[int, ...]  # of one example
     dtype: np.dtype[Any]
-    origin: np.ndarray | None = None  # (n,): which of several sources each is from
-    owner: np.ndarray | None = None  # (n,) of words: whose each is
-    features: tuple[str, ...] = ()  # of a table: what the values of its last axis are
-    tokens: int = 0  # of texts: how many tokens the vocabulary has
+    origin: np.ndarray | None = None  # (n,): source of each example
+    owner: np.ndarray | None = None  # (n,) of words: user of each example
+    features: tuple[str, ...] = ()  # of a table: names of the values of its last axis
+    tokens: int = 0  # of texts: size of the vocabulary
 
 
 def rows_of(stream: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any], rows: np.ndarray) -> np.ndarray:
-    """These rows, in their order, of the array that the stream holds from here on, read to its end in blocks."""
+    """Read these rows, in their order, of the array that begins at the stream's position, to its end in blocks."""
     each = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
     result = np.empty((len(rows), *shape[1:]), dtype)
     places = np.argsort(rows, kind="stable")
@@ -56,10 +56,10 @@ def rows_of(stream: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any], rows: n
 
 
 def labels_of(y: np.ndarray, path: Path | str, task: TaskKind = "classes") -> np.ndarray:
-    """Labels as their task has them: see `Reader`.
+    """Convert labels to the form of their task: see `Reader`.
 
     Raises:
-        DataError: they are of another type or shape, or no such labels.
+        DataError: another type or shape, or values that the task does not have.
     """
     said = f"{path}: labels of type {y.dtype}, shape {y.shape}"
     if task == "classes":
@@ -82,7 +82,7 @@ def labels_of(y: np.ndarray, path: Path | str, task: TaskKind = "classes") -> np
 
 @contextmanager
 def reading(path: Path, *more: type[Exception]) -> Iterator[None]:
-    """Whatever a damaged or forbidden file raises becomes one error that names it."""
+    """Turn all errors of a damaged or forbidden file into one that names it."""
     kinds: tuple[type[Exception], ...] = (*BROKEN, *more)
     try:
         yield

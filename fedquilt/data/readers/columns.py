@@ -1,4 +1,4 @@
-"""The values of a table's columns as numbers: inputs, categories as 0 and 1, and labels by their task."""
+"""Columns of a table as numbers: inputs, categories as 0 and 1, and labels by their task."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ import numpy as np
 from fedquilt.core import DataError
 from fedquilt.data.spec import DataSpec
 
-MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))  # in any case
+MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))  # in capital or small letters
 SEPARATORS = (";", "|", " ")  # between the labels of one example, in one column
 DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some rows of a table, column by column, and where each row stands in the file."""
+    """Some rows of a table, column by column, and each row's position in the file."""
 
     columns: Mapping[str, Sequence[Any]]
     places: Sequence[int]
-    unit: str = "line"  # what the places count
+    unit: str = "line"  # unit of `places`
 
     def __len__(self) -> int:
         return len(self.places)
 
 
 class Decoder:
-    """Turns chunks into arrays, as the [data] table says.
+    """Converts chunks to arrays by the [data] table.
 
     Args:
         file: named in errors.
@@ -52,7 +52,7 @@ class Decoder:
             )
 
     def names(self, x: Sequence[str]) -> tuple[str, ...]:
-        """What the values of an example are called: of a category "colour=red"."""
+        """Names of an example's values: of a category "colour=red"."""
         found: list[str] = []
         for name in x:
             kinds = self._spec.categories.get(name)
@@ -60,10 +60,10 @@ class Decoder:
         return tuple(found)
 
     def features(self, chunk: Chunk, x: Sequence[str]) -> np.ndarray:
-        """(rows, features) float32, the columns one beside another.
+        """Inputs (rows, features) float32, columns side by side.
 
         Raises:
-            DataError: a value that is no number, missing, or none of its column's categories.
+            DataError: a value is no number, missing, or none of its column's categories.
         """
         parts = []
         for name in x:
@@ -75,10 +75,10 @@ class Decoder:
         return np.concatenate(parts, axis=1) if parts else np.zeros((len(chunk), 0), np.float32)
 
     def targets(self, chunk: Chunk) -> np.ndarray:
-        """Labels as the task has them (`fedquilt.data.readers.base.Reader`).
+        """Labels in the form of the task (`fedquilt.data.readers.base.Reader`).
 
         Raises:
-            DataError: a label that the task does not know.
+            DataError: a label is unknown to the task.
         """
         if self._spec.task == "regression":
             return np.stack([self.numbers(chunk, name) for name in self._y], axis=1)
@@ -87,10 +87,10 @@ class Decoder:
         return self._classes(chunk)
 
     def numbers(self, chunk: Chunk, name: str, fill: float | None = None) -> np.ndarray:
-        """(rows,) float32 of one column; missing ones are `fill`.
+        """One column as (rows,) float32; missing values become `fill`.
 
         Raises:
-            DataError: one is missing and there is no fill, or one is no finite number.
+            DataError: one is missing without a fill, or is not a finite number.
         """
         found = np.empty(len(chunk), np.float32)
         for row, value in enumerate(chunk.columns[name]):

@@ -12,14 +12,16 @@ from fedquilt.data.spec import DataSpec
 
 
 def by_class(path: Path, spec: DataSpec, suffixes: Collection[str], what: str) -> tuple[list[Path], np.ndarray]:
-    """Files of <path>/<split>/<class>/, or of <path>/<class>/, which is the training split; and their classes (n,).
+    """Find files of <path>/<split>/<class>/, or of <path>/<class>/ for the training split; with their classes (n,).
 
     Classes are those of the training split's folders in order of name, or as [data] labels lists them, so that all
     splits number them alike.
 
     Args:
-        suffixes: how the files' names end, in small letters.
-        what: what they are called, for errors: "images".
+        path: of the data set.
+        spec: gives the split and the names of classes.
+        suffixes: endings of the files' names, in small letters.
+        what: their name in errors: "images".
 
     Raises:
         DataError: there are none, or a folder is no class to train on.
@@ -42,5 +44,5 @@ def by_class(path: Path, spec: DataSpec, suffixes: Collection[str], what: str) -
 
 
 def subfolders(path: Path) -> list[str]:
-    """Names of the folders in a folder, hidden ones aside, sorted."""
+    """Names of the folders in a folder, without hidden ones, sorted."""
     return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))

@@ -1,4 +1,4 @@
-"""Reading images: IDX files, folders by class, torchvision's data sets."""
+"""Images: IDX files, folders by class, torchvision's data sets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IDX_IMAGES = re.compile(r"(.*)images([-.])idx3-ubyte(\.gz)?$")
 
 
 def idx(path: Path, spec: DataSpec) -> Reader:
-    """The images and labels of an IDX file, or of the split's in a folder."""
+    """Open images and labels of an IDX file, or of the split's files in a folder."""
     if path.is_dir():
         wanted = ("t10k", "test") if spec.split == "test" else (spec.split,)
         found = [file for file in idx_files(path) if any(part in file.name for part in wanted)]
@@ -53,7 +53,7 @@ def idx(path: Path, spec: DataSpec) -> Reader:
 
 
 def idx_files(path: Path) -> list[Path]:
-    """Files of images in a folder, or in `raw` in it, where torchvision puts them; unpacked before packed."""
+    """Image files in a folder, or in `raw` in it, torchvision's place for them; unpacked before packed."""
     found: dict[str, Path] = {}
     for folder in (path, path / "raw"):
         for file in sorted(folder.glob("*")) if folder.is_dir() else ():
@@ -63,7 +63,7 @@ def idx_files(path: Path) -> list[Path]:
 
 
 def _idx_header(stream: Bytes, path: Path, dimensions: int) -> tuple[int, ...]:
-    """Two zero bytes, the type (8: unsigned byte), the number of dimensions, then each as a big-endian uint32."""
+    """Shape of an IDX file: two zero bytes, the type (8: unsigned byte), the rank, then big-endian uint32 sizes."""
     head = stream.read(4 * (1 + dimensions))
     if len(head) < 4 * (1 + dimensions) or head[:4] != bytes((0, 0, 8, dimensions)):
         raise DataError(f"{path} is not an IDX file of bytes in {dimensions} dimensions: fetch it anew")
@@ -78,13 +78,13 @@ def _opened(path: Path) -> Bytes:
 
 
 def folder(path: Path, spec: DataSpec) -> Reader:
-    """Image files by class, as `files.by_class` finds them."""
+    """Open image files by class, as found by `files.by_class`."""
     found, labels = files.by_class(path, spec, IMAGES, "images")
     pillow = _pillow()
 
     def image(row: int) -> np.ndarray:
         file = found[row]
-        # of a damaged image the headers are read first, and each format's reader has an error of its own
+        # headers of a damaged image are read first, and each format's reader has an error of its own
         with reading(file, SyntaxError, pillow.DecompressionBombError), pillow.open(file) as opened:
             return _pixels(opened.convert("RGB"), spec.size)
 
@@ -92,7 +92,7 @@ def folder(path: Path, spec: DataSpec) -> Reader:
 
 
 def of_torchvision(path: Path, spec: DataSpec) -> Reader:
-    """One of torchvision's data sets."""
+    """Open one of torchvision's data sets."""
     from fedquilt.torchvision_compat import torchvision
 
     torchvision()
@@ -121,7 +121,7 @@ def of_torchvision(path: Path, spec: DataSpec) -> Reader:
 
 
 def _images(y: np.ndarray, image: Callable[[int], np.ndarray], path: Path) -> Reader:
-    """The reader of images one by one; the first of them tells the shape of all."""
+    """Reader of images one by one; the first of them gives the shape of all."""
     if not len(y):
         raise DataError(f"{path} holds no images of this split")
     return Reader(y, lambda rows: _stacked(path, image, rows), image(0).shape, np.dtype(np.uint8))
@@ -137,14 +137,14 @@ def _pillow() -> Any:
 
 
 def _pixels(image: Any, size: int) -> np.ndarray:
-    """A Pillow image as (h, w) or (h, w, 3) bytes."""
+    """Pixels of a Pillow image as (h, w) or (h, w, 3) bytes."""
     if size and image.size != (size, size):
         image = image.resize((size, size), _pillow().Resampling.BILINEAR)
     return np.asarray(image, np.uint8)
 
 
 def _stacked(path: Path, image: Callable[[int], np.ndarray], rows: np.ndarray) -> np.ndarray:
-    """(rows, h, w[, 3]); written in place, so that nothing is held twice."""
+    """Stack images as (rows, h, w[, 3]); written in place, so that nothing is held twice."""
     first = image(int(rows[0])) if len(rows) else np.zeros((0, 0), np.uint8)
     result = np.empty((len(rows), *first.shape), np.uint8)
     for place, row in enumerate(rows):

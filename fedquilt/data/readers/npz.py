@@ -1,4 +1,4 @@
-"""Reading .npz files as a stream, block by block. Never a pickle."""
+"""Arrays of .npz files, read as a stream, block by block. Never a pickle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedquilt.data.spec import DataSpec
 
 
 def open_(path: Path, spec: DataSpec) -> Reader:
-    """The arrays of inputs and labels in an .npz file."""
+    """Open the arrays of inputs and labels in an .npz file."""
     with reading(path), zipfile.ZipFile(path) as archive:
         names = [Path(name).stem for name in archive.namelist() if name.endswith(".npy")]
         x, y = (_key(path, spec, letter, names) for letter in "xy")
@@ -36,7 +36,7 @@ def open_(path: Path, spec: DataSpec) -> Reader:
 
 
 def _owner(archive: zipfile.ZipFile, path: Path, spec: DataSpec, names: Sequence[str], count: int) -> np.ndarray | None:
-    """Whose each example is, by the array `column`, or `column`_<split>; None: nobody asks."""
+    """User of each example, from the array `column`, or `column`_<split>; None: not needed."""
     if not spec.column:
         return None
     name = next((each for each in (f"{spec.column}_{spec.split}", spec.column) if each in names), "")
@@ -50,7 +50,7 @@ def _owner(archive: zipfile.ZipFile, path: Path, spec: DataSpec, names: Sequence
 
 
 def _key(path: Path, spec: DataSpec, letter: str, names: Sequence[str]) -> str:
-    """The array of inputs ("x") or labels ("y"): the one named, else x_<split>, else x for the training split."""
+    """Name of the array of inputs ("x") or labels ("y"): as given, else x_<split>, else x for the training split."""
     given = spec.x if letter == "x" else spec.y
     if not isinstance(given, str):
         raise DataError(f"{path}: [data] {letter} is the name of one array of an .npz, not a list")
@@ -62,7 +62,7 @@ def _key(path: Path, spec: DataSpec, letter: str, names: Sequence[str]) -> str:
 
 
 def _npy_header(stream: Bytes, path: Path, name: str, kinds: str = "uifb") -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and type of the array that follows in the stream."""
+    """Shape and type of the next array in the stream."""
     version = np.lib.format.read_magic(stream)
     read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
     if read is None:

@@ -13,13 +13,13 @@ from fedquilt.data.spec import DataSpec
 
 
 def open_(spec: DataSpec) -> Reader:
-    """The data set that the spec's `dataset` names, as a whole.
+    """Open the data set that the spec's `dataset` names, as a whole.
 
     Its function gets the spec (`split` is "train" or "test") and returns inputs (n, ...) and labels (n,), a pair or
     `Examples`: the same on every call, as each device draws its share from it.
 
     Raises:
-        DataError: there is none, it fails, or what it returns are no examples; names it and the mend.
+        DataError: there is none, it fails, or its result is no examples; names it and the mend.
     """
     try:
         plugin = plugins.find("data", spec.dataset)
@@ -33,7 +33,7 @@ def open_(spec: DataSpec) -> Reader:
         found = made(spec)
     except DataError:
         raise
-    except Exception as error:  # somebody's own code
+    except Exception as error:  # code from outside may raise anything
         raise DataError(f"{plugin} fails on split {spec.split!r}: {type(error).__name__}: {error}") from None
     x, y = _pair(plugin, found)
     return Reader(labels_of(y, str(plugin), spec.task), lambda rows: x[rows], x.shape[1:], x.dtype)

@@ -1,6 +1,6 @@
-"""Reading tables: CSV by the standard library, Parquet by pyarrow. One row is one example, or one step of a window.
+"""Tables: CSV by the standard library, Parquet by pyarrow. One row is one example, or one step of a window.
 
-A table is read once, in chunks, and kept as float32 numbers: what is wrong in it is found when it is opened, with
+A table is read once, in chunks, and kept as float32 numbers: errors in it are found when it is opened, with
 file, line and column.
 """
 
@@ -26,7 +26,7 @@ SUFFIXES = (".csv", ".tsv", ".parquet")
 
 
 class Inputs(NamedTuple):
-    """The columns of a table by their part."""
+    """Columns of a table by their role."""
 
     x: tuple[str, ...]
     y: tuple[str, ...]
@@ -34,10 +34,10 @@ class Inputs(NamedTuple):
 
 
 def open_(path: Path, spec: DataSpec) -> Reader:
-    """The rows of a table, or windows of them, and their labels.
+    """Open the rows of a table, or windows of them, with their labels.
 
     Raises:
-        DataError: a column that there is not, a value that cannot be read, or no row; names file, line and mend.
+        DataError: a column does not exist, a value cannot be read, or there is no row; names file, line and mend.
     """
     file = file_of(path, spec)
     found = gathered(file, spec, lambda chunk, decoder, names: decoder.features(chunk, names), "an example")
@@ -51,10 +51,10 @@ def open_(path: Path, spec: DataSpec) -> Reader:
 class Gathered(NamedTuple):
     """All rows of a table."""
 
-    x: list[Any]  # of each chunk, what was asked for
+    x: list[Any]  # of each chunk: the result of `inputs`
     y: np.ndarray  # labels, as in `Reader`
-    owner: np.ndarray | None  # (n,) of words: whose each row is; None: nobody asks
-    features: tuple[str, ...]  # what the inputs are called
+    owner: np.ndarray | None  # (n,) of words: user of each row; None: not needed
+    features: tuple[str, ...]  # names of the inputs
 
 
 def gathered(
@@ -64,15 +64,17 @@ def gathered(
     each: str,
     alone: str = "",
 ) -> Gathered:
-    """Read a table's rows in chunks: labels and owners here, inputs by `inputs` from the columns that hold them.
+    """Read a table's rows in chunks: labels and owners here, inputs by `inputs` from their columns.
 
     Args:
+        file: the table.
+        spec: names the columns and the task.
         inputs: (chunk, decoder, names of the input columns) -> the inputs of the chunk's rows.
-        each: what a row holds, for the error of a table without rows.
-        alone: where one column holds the inputs: what several columns could all do, for the error; "": any number may.
+        each: content of a row, for the error on a table without rows.
+        alone: if one column holds the inputs: what several columns could all be, for the error; "": any number is fine.
 
     Raises:
-        DataError: a column that there is not, a value that cannot be read, or no row; names file, line and mend.
+        DataError: a column does not exist, a value cannot be read, or there is no row; names file, line and mend.
     """
     chunks = read(file)
     first = next(chunks)
@@ -116,7 +118,7 @@ def split_files(folder: Path, split: str) -> list[Path]:
 
 
 def file_of(path: Path, spec: DataSpec) -> Path:
-    """The table of the split: the file itself for the training split, or the file named like it in the folder.
+    """Table of the split: the file itself for the training split, or the file named like it in the folder.
 
     Raises:
         DataError: there is none.
@@ -137,10 +139,10 @@ def file_of(path: Path, spec: DataSpec) -> Path:
 
 
 def inputs_of(file: Path, there: Sequence[str], spec: DataSpec) -> Inputs:
-    """Which columns are inputs, targets and the user's; by default "y" is the target and all others are inputs.
+    """Roles of columns: inputs, targets and the user; by default "y" is the target and all others are inputs.
 
     Raises:
-        DataError: a column that there is not; lists those there are.
+        DataError: a column does not exist; lists those that do.
     """
     y = (spec.y,) if isinstance(spec.y, str) else spec.y
     y = tuple(name for name in y if name) or ("y",)
@@ -175,7 +177,7 @@ def _some(names: Sequence[str], most: int = 12) -> str:
 
 
 def read(file: Path) -> Iterator[Chunk]:
-    """The table in chunks, at least one, which may be empty; values are words from CSV, and typed from Parquet.
+    """Read a table in chunks, at least one, which may be empty; values are words from CSV, and typed from Parquet.
 
     Raises:
         DataError: it is no such table; names the line.
@@ -184,8 +186,8 @@ def read(file: Path) -> Iterator[Chunk]:
 
 
 def _csv(file: Path) -> Iterator[Chunk]:
-    """By commas, or by semicolons or tabs where the head has no comma. UTF-8, with a byte order mark or without."""
-    begun = [0]  # the line at which the last whole row ended
+    """Read CSV by commas, or by semicolons or tabs if the head has no comma. UTF-8, with or without byte order mark."""
+    begun = [0]  # line at which the last whole row ended
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
             head_line = stream.readline()
@@ -210,7 +212,7 @@ def _csv(file: Path) -> Iterator[Chunk]:
 
 
 def _gathered(file: Path, head: Sequence[str], rows: Iterator[list[str]], ended: list[int]) -> Iterator[Chunk]:
-    """The rows in chunks; `ended[0]` becomes the line at which the last whole row ended."""
+    """Rows in chunks; `ended[0]` becomes the line at which the last whole row ended."""
     lines: list[int] = []
     held: list[list[str]] = []
     told = False
@@ -238,7 +240,7 @@ def _chunk(head: Sequence[str], rows: Sequence[Sequence[str]], lines: Sequence[i
 
 
 def encoding(file: Path) -> str:
-    """What a file that is not UTF-8 seems to be, and how to make it so."""
+    """Probable encoding of a file that is not UTF-8, and how to convert it."""
     with file.open("rb") as stream:
         start = stream.read(4)
     wide = start[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in start
@@ -269,9 +271,9 @@ def _parquet(file: Path) -> Iterator[Chunk]:
 
 
 def _windows(file: Path, spec: DataSpec, windows: Windows, rows: Reader) -> Reader:
-    """Runs of consecutive rows as examples (steps, features); none reaches over from one user to the next.
+    """Runs of consecutive rows as examples (steps, features); none spans two users.
 
-    The label of a window: of classes the one that most of its rows have (of equally many the least), of a regression
+    A window's label: of classes the most frequent among its rows (of equally many the least), of a regression
     its last row's, of several labels those that any of its rows has.
     """
     stride = windows.stride or windows.steps

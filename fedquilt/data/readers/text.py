@@ -1,4 +1,4 @@
-"""Reading texts: a table with a column of texts, or a folder of .txt files for each class."""
+"""Texts: a table with a column of texts, or a folder of .txt files for each class."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fedquilt.data.tokens import Tokenizer
 
 
 def open_(path: Path, spec: DataSpec) -> Reader:
-    """Texts as tokens, int32 (n, length).
+    """Open texts as tokens, int32 (n, length).
 
     Raises:
-        DataError: the vocabulary or a text cannot be read, or there is no such column.
+        DataError: the vocabulary or a text cannot be read, or the column does not exist.
     """
     if spec.text is None:
         raise DataError(f'{path}: texts need a vocabulary: add [data.text] vocabulary = "vocab.txt"')
@@ -48,7 +48,7 @@ def _folder(path: Path, spec: DataSpec, text: Text, tokenizer: Tokenizer) -> Rea
 
 
 def _tokens(texts: list[str], text: Text, tokenizer: Tokenizer) -> np.ndarray:
-    """(texts, length) int32."""
+    """Token numbers (texts, length) int32."""
     found = np.zeros((len(texts), text.length), np.int32)
     for row, each in enumerate(texts):
         found[row] = tokenizer.encode(each, text.length)
