@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt import bundle, compression, tensors, tiers
-from fedquilt.coordinator import checks, folding, stop
+from fedquilt.coordinator import checks, folding, manifest, stop
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.eligibility import Seen, Wants
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Plan, Rounds, Started, apply
@@ -29,6 +29,7 @@ from fedquilt.core import (
     BlobRef,
     Contribution,
     DeviceView,
+    Expected,
     JobError,
     Method,
     Order,
@@ -41,6 +42,7 @@ from fedquilt.core import (
     UpdateError,
     Work,
     derive_seed,
+    expected,
 )
 from fedquilt.tiers import Member
 
@@ -177,6 +179,17 @@ class Running:
             bundles[name] = tensors.decode(payload)
             tensors.require_finite(bundles[name])
         return Contribution(update.device, update.round, update.weight, update.metrics, bundles)
+
+    def unfit(self, update: Update) -> str:
+        """Why an update cannot be folded into the running round, as its manifest says; "": it can, or is not for it."""
+        if update.device not in self.rounds.asked or update.round != self.rounds.round or update.job != self.id:
+            return ""
+        known = expected(self._half.fold, self.state) if "work" in self.rounds.actions else Expected({})
+        try:
+            manifest.require_fit(update, known, self.job.wire, self.job.max_update_mb)
+        except UpdateError as error:
+            return f"{update.device}: {error}"
+        return ""
 
     def taken(self, update: Update, profile: Profile | None) -> Update:
         """The update as it is kept: with a codec, its tensors are decoded here and nowhere else.

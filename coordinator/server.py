@@ -125,8 +125,9 @@ class Server:
                 self._happened(admission.Claimed(device, message, ask), now_s)
             case Update():
                 status = self._store.status(message.job) if self._foreign(message) else "running"
-                most_bytes = self.active.job.max_update_mb << 20 if self.active else 0
-                self._happened(admission.Offered(device, message, status, most_bytes), now_s)
+                unfit = self.active.unfit(message) if self.active else ""
+                told = msgspec.structs.replace(message, layouts={}) if message.layouts else message
+                self._happened(admission.Offered(device, told, status, unfit), now_s)
             case wire.Telemetry():
                 self.registry.telemetry(device, message, now_s)
             case _:

@@ -196,6 +196,7 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
     metrics: dict[str, float] = {}
     weight = 0.0
     bundles: dict[str, core.BlobRef] = {}
+    layouts: dict[str, dict[str, str]] = {}
     blobs: dict[str, bytes] = {}
     if "check" in task.actions:
         if method.check is None:
@@ -213,6 +214,7 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
         metrics |= {name: float(value) for name, value in answer.metrics.items()}
         weight = float(answer.weight)
         bundles, blobs = _written(answer, order)
+        layouts = {name: tensors.layout(bundle) for name, bundle in answer.bundles.items()}
     for name, value in {**metrics, "weight": weight}.items():
         if not math.isfinite(value) or (name == "weight" and value < 0):
             raise UpdateError(f"{name} came out as {value}: the work did not converge; try a smaller learning rate")
@@ -221,6 +223,7 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
         weight=weight,
         metrics=metrics,
         bundles=bundles,
+        layouts=layouts,
         blobs=blobs,
         examples=len(site.train),
         planned_bytes=planned,

@@ -46,6 +46,7 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outc
     weight: float = 0.0
     metrics: dict[str, float] = {}
     bundles: dict[str, BlobRef] = {}
+    layouts: dict[str, dict[str, str]] = {}  # of these: `fedquilt.tensors.layout`
     blobs: dict[str, bytes] = {}  # of these, by sha256: what is in no file
     examples: int = 0  # the device's own, held-out ones aside
     wall_s: float = 0.0

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.core import Contribution
+from fedquilt.core import Contribution, expects
 from fedquilt.methods import fedavg
 
 
@@ -50,6 +50,7 @@ def length(steps: float, params: Mapping[str, Any]) -> float:
     return steps + rho * heavy if params["nesterov"] else heavy
 
 
+@expects(fedavg.whole)
 def fold(state: fedavg.State, so_far: Sum | None, update: Contribution) -> Sum:
     a = length(fedavg.steps_of(update), state.params)
     one = fedavg.fold(state, None, update)

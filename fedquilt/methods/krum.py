@@ -24,7 +24,7 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt import tensors
-from fedquilt.core import Bundle, Contribution, Tensors, derive_seed
+from fedquilt.core import Bundle, Contribution, Tensors, derive_seed, expects
 from fedquilt.methods import fedavg
 
 
@@ -80,6 +80,7 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
     return State(**vars(fedavg.init(bundle, params, seed)), seed=seed)
 
 
+@expects(fedavg.whole)
 def fold(state: State, so_far: Held | None, update: Contribution) -> Held:
     model = update.bundles.get("model", {})
     tensors.require_same(model, state.model)
