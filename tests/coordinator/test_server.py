@@ -313,6 +313,36 @@ def test_an_update_is_refused_for_its_manifest_before_a_byte_of_it_is_fetched(
     assert not stage.told(Answered)[0].update.layouts  # the log does not keep it
 
 
+@pytest.mark.parametrize("ends", ["withheld", "failed", "closed"])
+def test_of_all_that_a_device_begins_to_send_one_update_at_most_is_on_the_disk(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """Twenty updates, of each the first bundle whole and half of the second; none at all once the round is closed."""
+    monkeypatch.delitem(fedavg.fold.__dict__, "expected")  # else none of them would be fetched
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    before = {path.name for path in stage.store.depot.folder.iterdir()}
+    size = 2_000_000
+    for number in range(20):
+        whole = a.depot.put(np.full(1000, number, np.uint8).tobytes())
+        half = a.depot.put(np.full(size, number, np.uint8).tobytes())
+        a.answer(ones(), bundles={"one": whole, "two": half})
+        for _ in range(6):
+            stage.play(0.05)
+        a.depot.drop(half.sha256)
+        if ends == "failed":
+            stage.play(4.0)
+    parts = list(stage.store.depot.folder.glob("*.part"))
+    new = {path.name for path in stage.store.depot.folder.iterdir()} - before
+    assert len(parts) <= 1
+    assert len(new) <= 2
+    if ends == "closed":
+        b.answer(ones())
+        stage.play(40.0)  # its deadline
+        assert not list(stage.store.depot.folder.glob("*.part"))
+        assert stage.server.finished
+
+
 def test_a_device_cannot_speak_for_another(stage: Stage) -> None:
     """The topic, which the broker's access list guards, says who it is."""
     a, _ = stage.hand("a"), stage.hand("b")
