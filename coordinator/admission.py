@@ -46,7 +46,7 @@ class Offered(msgspec.Struct, frozen=True):
     device: str
     update: Update
     status: str = "running"
-    most_bytes: int = 1 << 62  # most that the job accepts from one device
+    unfit: str = ""  # why it cannot be folded, as its manifest tells
 
 
 class Arrived(msgspec.Struct, frozen=True):
@@ -187,9 +187,8 @@ def _offered(job: str, state: Rounds | None, arriving: Arriving, event: Offered)
         return Step(arriving, (), (Answer(device, update, True),))
     if update.round != state.round or not _asked(state, device):
         return _turned_down(state, arriving, event, f"round {update.round} is closed or did not ask for this")
-    if sum(ref.size for ref in update.bundles.values()) > event.most_bytes:
-        reason = f"larger than max_update_mb = {event.most_bytes >> 20}"
-        return _refused(arriving, device, update, reason)
+    if event.unfit:
+        return _refused(arriving, device, update, event.unfit)
     bring = Fetch(device, update) if update.bundles else Examine(device, update)
     return Step({**arriving, device: update}, (), (Patience(device), bring))
 

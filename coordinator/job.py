@@ -15,11 +15,12 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt import bundle, compression, tensors, tiers
-from fedquilt.coordinator import checks, folding, stop
+from fedquilt.coordinator import checks, folding, manifest, stop
+from fedquilt.coordinator.admission import Examined
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.eligibility import Seen, Wants
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Plan, Rounds, Started, apply
-from fedquilt.coordinator.folding import Folding
+from fedquilt.coordinator.folding import Folding, blobs
 from fedquilt.coordinator.preflight import first_state, needs, require_made_for
 from fedquilt.coordinator.round_metrics import average, missing
 from fedquilt.coordinator.store import Row, Store
@@ -29,6 +30,7 @@ from fedquilt.core import (
     BlobRef,
     Contribution,
     DeviceView,
+    Expected,
     JobError,
     Method,
     Order,
@@ -41,6 +43,7 @@ from fedquilt.core import (
     UpdateError,
     Work,
     derived,
+    expected,
 )
 from fedquilt.tiers import Member
 
@@ -198,6 +201,31 @@ class Running:
             tensors.require_finite(bundles[name])
         return Contribution(update.device, update.round, update.weight, update.metrics, bundles)
 
+    def unfit(self, update: Update) -> str:
+        """Why an update cannot be folded into the running round, as its manifest says; "": it can, or is not for it."""
+        if update.device not in self.rounds.asked or update.round != self.rounds.round or update.job != self.id:
+            return ""
+        known = expected(self._half.fold, self.state) if "work" in self.rounds.actions else Expected({})
+        try:
+            manifest.require_fit(update, known, self.job.wire, self.job.max_update_mb)
+        except UpdateError as error:
+            return f"{update.device}: {error}"
+        return ""
+
+    def examined(self, device: str, update: Update, profile: Profile | None, now_s: float) -> Examined:
+        """What is kept of an update whose blobs are here, or why it may not be folded.
+
+        Raises:
+            StoreError: the store cannot be read or written.
+        """
+        try:
+            taken, reason = self.taken(update, profile), ""
+        except StoreError:
+            raise
+        except Exception as error:  # whatever a device sends, it is the device's update that is refused
+            taken, reason = None, str(error) if isinstance(error, UpdateError) else f"{type(error).__name__}: {error}"
+        return Examined(device, update, taken, reason, self.ask(device, profile))
+
     def taken(self, update: Update, profile: Profile | None) -> Update:
         """The update as it is stored: with a codec, its tensors are decoded here and nowhere else.
 
@@ -305,6 +333,10 @@ class Running:
             took_s=now_s - self.rounds.began_s,
             settled=self.rounds.settling,
         )
+
+    def spent(self, before: Rounds) -> set[str]:
+        """Blobs that only the committed round needed: its updates, what it sent, the state it began with."""
+        return blobs(before.answered.values()) | self.sent() | ({before.state.sha256} if before.state else set())
 
     def sent(self) -> set[str]:
         """Blobs made for the running round's tasks."""

@@ -28,14 +28,13 @@ from fedquilt.coordinator.facts import (
     Ended,
     Reopened,
     Resumed,
-    Rounds,
     failed,
 )
 from fedquilt.coordinator.fleet import GRACE_S, Registry
 from fedquilt.coordinator.folding import blobs
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.store import Row, Store
-from fedquilt.core import FedquiltError, JobError, Method, Profile, StoreError, Update, UpdateError, Wired
+from fedquilt.core import FedquiltError, JobError, Method, Profile, StoreError, Update, Wired
 
 log = logging.getLogger("fedquilt.coordinator")
 
@@ -67,6 +66,7 @@ class Server:
         self._executor, self._store, self._observe, self._only, self._load = executor, store, observe, only, load
         self._arriving: admission.Arriving = {}
         self._later: list[admission.Action] | None = None  # while messages are heard: what is done after the last one
+        self._begun: dict[str, Update] = {}  # device -> the last update of it that began to be fetched
         self._every_s, self._poll_s = poll_s, -math.inf
         self._opened_s = -math.inf  # when the running job was taken up
         self._busy_s = -math.inf  # when a device was last seen working on it
@@ -133,8 +133,9 @@ class Server:
                 self._happened(admission.Claimed(device, message, ask), now_s)
             case Update():
                 status = self._store.status(message.job) if self._foreign(message) else "running"
-                most_bytes = self.active.job.max_update_mb << 20 if self.active else 0
-                self._happened(admission.Offered(device, message, status, most_bytes), now_s)
+                unfit = self.active.unfit(message) if self.active else ""
+                told = msgspec.structs.replace(message, layouts={}) if message.layouts else message
+                self._happened(admission.Offered(device, told, status, unfit), now_s)
             case wire.Telemetry():
                 self.registry.telemetry(device, message, now_s)
             case _:
@@ -165,10 +166,12 @@ class Server:
             case Issue(device):
                 self._issue(device, now_s)
             case Withdraw(device):
-                self._executor.withdraw(device)
+                self._withdraw(device)
             case Patience(device):
                 self._executor.be_patient(device)
             case Fetch(device, update):
+                self._let_go(device, update)
+                self._begun[device] = update
                 self._executor.fetch(device, update.bundles.values())
             case Examine(device, update):
                 self._examine(device, update, now_s)
@@ -177,18 +180,23 @@ class Server:
             case Discard(update):
                 self._discard(update)
 
+    def _withdraw(self, device: str) -> None:
+        self._executor.withdraw(device)
+        self._let_go(device)
+
+    def _let_go(self, device: str, instead: Update | None = None) -> None:
+        """Drop what has come of the last update that a device began to send, unless it sends the same again.
+
+        So a device has one unfinished update on the disk, no larger than an update may be, whatever it offers.
+        """
+        begun = self._begun.pop(device, None)
+        if begun is not None and self.active is not None and (instead is None or begun.bundles != instead.bundles):
+            self._discard(begun)
+
     def _examine(self, device: str, update: Update, now_s: float) -> None:
-        """Read an update and apply the result."""
-        job = self.active
-        assert job is not None
-        profile = self.registry.profile_of(device)
-        try:
-            taken, reason = job.taken(update, profile), ""
-        except StoreError:
-            raise
-        except Exception as error:  # whatever a device sends, only its update is refused
-            taken, reason = None, str(error) if isinstance(error, UpdateError) else f"{type(error).__name__}: {error}"
-        self._happened(admission.Examined(device, update, taken, reason, job.ask(device, profile)), now_s)
+        """Read an update, and let count what it holds."""
+        assert self.active is not None
+        self._happened(self.active.examined(device, update, self.registry.profile_of(device), now_s), now_s)
 
     def _answer(self, device: str, update: Update, accepted: bool, reason: str) -> None:
         ack = wire.Ack(
@@ -266,7 +274,7 @@ class Server:
         assert job is not None
         log.warning("%s has waited for devices for %.0f s: %s is next", job.id, turns.PATIENCE_S, served[0])
         for device in sorted(job.rounds.asked):
-            self._executor.withdraw(device)
+            self._withdraw(device)
         self._store.set_status(job.id, "queued")
         self._gave_way_s[job.id] = now_s
         self.active, self._arriving = None, {}
@@ -380,7 +388,7 @@ class Server:
                 for device in sorted(before.asked):
                     self._act(Withdraw(device), now_s)
             case Committed():
-                spent = self._spent(job, before)
+                spent = job.spent(before)
                 job.committed()
                 others = self._store.held(but=job.id)  # other jobs may have the same content
                 for sha256 in spent - job.pinned() - others:
@@ -388,10 +396,6 @@ class Server:
             case _:
                 pass
         self._tell()
-
-    def _spent(self, job: Running, before: Rounds) -> set[str]:
-        """Blobs that only the committed round needed: its updates, its tasks' blobs, its first state."""
-        return blobs(before.answered.values()) | job.sent() | ({before.state.sha256} if before.state else set())
 
     def _leave(self) -> None:
         assert self.active is not None

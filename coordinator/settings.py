@@ -68,8 +68,8 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     method: str
     rounds: Annotated[int, Meta(ge=1, le=1_000_000)] = 10  # at most; a method may finish earlier
     seed: Annotated[int, Meta(ge=0, le=2**53)] = 0
-    engine: str | None = None  # one of the method's; None: on each device the first that it has
-    max_update_mb: Annotated[int, Meta(ge=1)] = 1024  # a device that announces a larger update is refused
+    engine: str | None = None  # one of the method's; None: on each device the first of them that it has
+    max_update_mb: Annotated[int, Meta(ge=1)] | None = None  # a device that announces more is refused; None: by model
     params: dict[str, Any] = msgspec.field(default_factory=dict)
     cohort: Cohort = Cohort()
     wire: Encoding = Encoding()

@@ -5,13 +5,16 @@ from __future__ import annotations
 import platform
 from functools import lru_cache
 from importlib import metadata
+from typing import Final
 
 import fedquilt
 from fedquilt.core import Cost, Device, Profile, Reading, Task, Update, Usage
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.events import Means, Open
 from fedquilt.edge_agent.task.protocol import Outcome
-from fedquilt.wire import Progress, Telemetry
+from fedquilt.wire import MAX_CONTROL, Progress, Telemetry
+
+LAYOUT_MOST: Final = MAX_CONTROL // 2  # bytes of an update's message that types and shapes may take
 
 
 def profile(device: str, board: Device, means: Means) -> Profile:
@@ -76,7 +79,14 @@ def update(device: str, open: Open, outcome: Outcome, cost: Cost) -> Update:
         metrics=outcome.metrics,
         usage=usage,
         bases={name: task.bundles[name].sha256 for name in sorted(moved)},
+        layouts=_layouts(outcome),
     )
+
+
+def _layouts(outcome: Outcome) -> dict[str, dict[str, str]]:
+    """Types and shapes of what is sent; none of a network whose list alone would be more than a message takes."""
+    size = sum(len(name) + len(said) + 6 for each in outcome.layouts.values() for name, said in each.items())
+    return outcome.layouts if size <= LAYOUT_MOST else {}
 
 
 @lru_cache(maxsize=1)  # reads files that do not change while a process runs

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, Final, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -25,7 +26,8 @@ from safetensors import SafetensorError
 from fedquilt.core import StoreError, Tensors, UpdateError, derive_seed
 
 T = TypeVar("T")
-HEADER_MOST: Final = 100_000_000  # bytes of a safetensors header, as its own library allows
+HEADER_MOST: Final = 4 << 20  # bytes of a safetensors header: some 25,000 tensors; its own library reads 100 MB
+AXES_MOST: Final = 16
 COUNTED_MOST: Final = 2**53  # of a counter, so that it can go on counting
 
 
@@ -35,6 +37,37 @@ class Shaped:
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def layout(tensors: Tensors) -> dict[str, str]:
+    """Types and shapes as an update's manifest tells them: {"fc.weight": "f4:10,64"}."""
+    return {name: f"{a.dtype.kind}{a.dtype.itemsize}:{','.join(map(str, a.shape))}" for name, a in tensors.items()}
+
+
+def shaped(layout: Mapping[str, str]) -> dict[str, Shaped]:
+    """The types and shapes that `layout` has told.
+
+    Raises:
+        UpdateError: something else; names the tensor.
+    """
+    return {name: _shaped(name, told) for name, told in layout.items()}
+
+
+@lru_cache(maxsize=1 << 12)
+def _shaped(name: str, told: str) -> Shaped:
+    found = _LAYOUT.fullmatch(told)
+    if found is None or found[2].count(",") >= AXES_MOST:
+        raise UpdateError(
+            f"tensor {name[:80]!r} is told as {told[:80]!r}: a type and a shape are wanted, as in f4:10,64"
+        )
+    return Shaped(tuple(int(size) for size in found[2].split(",") if size), np.dtype(found[1]))
+
+
+_LAYOUT: Final = re.compile(r"(b1|[iu][1248]|f[248]):((?:[0-9]{1,10}(?:,[0-9]{1,10})*)?)")
 
 
 def combine(function: Callable[..., np.ndarray], first: Tensors, *others: Tensors) -> Tensors:
@@ -155,7 +188,10 @@ def decode(payload: bytes) -> dict[str, np.ndarray]:
             for name, dtype, shape, start in known.places
         }
     try:
-        found = dict(sorted(safetensors.numpy.load(payload).items()))  # it gives them in any order
+        (size,) = struct.unpack("<Q", payload[:8])
+        if size > HEADER_MOST:
+            raise ValueError(f"a header of {size} bytes: {HEADER_MOST} are permitted")
+        found = dict(sorted(safetensors.numpy.load(payload).items()))  # the library gives them in any order
     except (SafetensorError, ValueError, KeyError, OverflowError, struct.error) as error:
         raise UpdateError(f"not a safetensors blob: {error}") from None
     _learn(payload, found)
@@ -227,7 +263,9 @@ class Floats(Mapping[str, np.ndarray]):
         try:
             with path.open("rb") as file:
                 (size,) = struct.unpack("<Q", file.read(8))
-                table = json.loads(file.read(min(size, HEADER_MOST)))
+                if size > HEADER_MOST:
+                    raise ValueError(f"a header of {size} bytes: {HEADER_MOST} are permitted")
+                table = json.loads(file.read(size))
             self._places = {
                 str(name): (8 + size + int(entry["data_offsets"][0]), tuple(map(int, entry["shape"])))
                 for name, entry in sorted(table.items())

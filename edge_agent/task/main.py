@@ -198,6 +198,7 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
     metrics: dict[str, float] = {}
     weight = 0.0
     bundles: dict[str, core.BlobRef] = {}
+    layouts: dict[str, dict[str, str]] = {}
     blobs: dict[str, bytes] = {}
     private_left = False
     if "check" in task.actions:
@@ -217,6 +218,7 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
         weight = float(answer.weight)
         bundles, blobs = _written(answer, order)
         private_left = _leaves_private(answer, order)
+        layouts = {name: tensors.layout(bundle) for name, bundle in answer.bundles.items()}
     for name, value in {**metrics, "weight": weight}.items():
         if not math.isfinite(value) or (name == "weight" and value < 0):
             raise UpdateError(f"{name} came out as {value}: the work did not converge; try a smaller learning rate")
@@ -225,6 +227,7 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
         weight=weight,
         metrics=metrics,
         bundles=bundles,
+        layouts=layouts,
         blobs=blobs,
         private=private_left,
         examples=len(site.train),

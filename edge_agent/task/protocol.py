@@ -48,6 +48,7 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outc
     bundles: dict[str, BlobRef] = {}
     blobs: dict[str, bytes] = {}  # by sha256: bundles that are in no file
     private: bool = False  # whether the task left private state
+    layouts: dict[str, dict[str, str]] = {}  # of the bundles: `fedquilt.tensors.layout`
     examples: int = 0  # the device's own, held-out ones aside
     wall_s: float = 0.0
     cpu_s: float = 0.0

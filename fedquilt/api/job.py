@@ -131,7 +131,7 @@ class Job:
     stop: jobs.Stop | Mapping[str, Any] = jobs.Stop()
     check: jobs.Check | Mapping[str, Any] = jobs.Check()
     engine: str | None = None
-    max_update_mb: int = 1024
+    max_update_mb: int | None = None
     compare: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     schedule: Mapping[str, Any] = field(default_factory=dict)
     input: Mapping[str, Any] = field(default_factory=dict)

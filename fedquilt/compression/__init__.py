@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from fedquilt import tensors
 from fedquilt.compression.lossy import CODERS
 from fedquilt.core import Answer, Encoding, ModelError, Tensors, UpdateError
 from fedquilt.layers import STATISTICS
+from fedquilt.tensors import Shaped
 
 UNSENT: Final = "unsent/"  # in a device's private state: before the names of what codecs have left out
 MARK: Final = "#"  # between a tensor's name and that of a part it is sent in
@@ -148,6 +149,37 @@ def decode(wire: Encoding, sent: Tensors, base: Tensors) -> dict[str, np.ndarray
         except UpdateError as error:
             raise UpdateError(f"tensor {name!r}, {error}") from None
     return dict(sorted(plain.items()))
+
+
+def told(wire: Encoding, sent: Mapping[str, Shaped], like: Mapping[str, Any]) -> dict[str, Shaped]:
+    """Types and shapes that `decode` makes of tensors of these, so that a manifest can be checked.
+
+    Args:
+        sent: of what travels.
+        like: what is expected, as far as a codec does not tell a shape.
+
+    Raises:
+        UpdateError: it is not what this codec makes; says which tensor.
+    """
+    if wire.codec == "raw":
+        return dict(sent)
+    coder = CODERS[wire.codec]
+    plain: dict[str, Shaped] = {}
+    split: dict[str, dict[str, Shaped]] = {}
+    for name, each in sent.items():
+        of, _, part = name.rpartition(MARK)
+        if of and part in coder.parts:
+            split.setdefault(of, {})[part] = each
+        else:
+            plain[name] = each
+    for name, parts in split.items():
+        if name in plain or parts.keys() != set(coder.parts):
+            raise UpdateError(f"tensor {name!r} is told as {', '.join(sorted(parts))}, not as {wire.codec} sends it")
+        shape = coder.told([parts[part] for part in coder.parts], getattr(like.get(name), "shape", ()), wire.keep)
+        if shape is None:
+            raise UpdateError(f"tensor {name!r} is told in parts of types or shapes that {wire.codec} does not make")
+        plain[name] = Shaped(shape, np.dtype(np.float32))
+    return plain
 
 
 def _start(base: Tensors, name: str, shape: tuple[int, ...] | None) -> np.ndarray | None:

@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 
 from fedquilt.core import UpdateError
+from fedquilt.tensors import Shaped
 
 BLOCK: Final = 1 << 16  # entries that are worked on at once
 
@@ -26,6 +27,8 @@ class Coder:
     put: Callable[[np.ndarray, np.ndarray | None, np.ndarray | None, float], Sequence[np.ndarray]]
     """(array, start, rest, keep) -> the parts. `rest`, what was left out before, becomes what is left out now."""
     take: Callable[[Sequence[np.ndarray], np.ndarray, float], np.ndarray]  # (parts, start or 0, keep) -> the tensor
+    told: Callable[[Sequence[Shaped], tuple[int, ...], float], tuple[int, ...] | None]
+    """(parts, shape expected, keep) -> the tensor's shape; None: parts of other types or shapes than `put` makes."""
     remembers: bool  # whether what it has left out is told next time
     alone: bool  # whether it can do without a start
 
@@ -65,6 +68,10 @@ def _unhalved(parts: Sequence[np.ndarray], start: np.ndarray, keep: float) -> np
     return start + halves.astype(np.float32)
 
 
+def _halves(parts: Sequence[Shaped], shape: tuple[int, ...], keep: float) -> tuple[int, ...] | None:
+    return parts[0].shape if parts[0].dtype == np.float16 else None
+
+
 def _stepped(array: np.ndarray, start: np.ndarray | None, rest: np.ndarray | None, keep: float) -> Sequence[np.ndarray]:
     moved = array.reshape(-1) if start is None or rest is None else _aimed(array, start, rest)
     step = np.float32(max(moved.max(), -moved.min()) / np.float32(127))
@@ -90,6 +97,12 @@ def _unstepped(parts: Sequence[np.ndarray], start: np.ndarray, keep: float) -> n
         raise UpdateError(f"part step: {step[0]:g}, wanted a number of at least 0")
     with np.errstate(over="ignore"):
         return _finite(start + counts.astype(np.float32) * step, f"its step is {step[0]:g}")
+
+
+def _steps(parts: Sequence[Shaped], shape: tuple[int, ...], keep: float) -> tuple[int, ...] | None:
+    counts, step = parts
+    fits = counts.dtype == np.int8 and step == Shaped((1,), np.dtype(np.float32))
+    return counts.shape if fits else None
 
 
 def _picked(array: np.ndarray, start: np.ndarray | None, rest: np.ndarray | None, keep: float) -> Sequence[np.ndarray]:
@@ -159,13 +172,20 @@ def _unpicked(parts: Sequence[np.ndarray], start: np.ndarray, keep: float) -> np
     return found.reshape(start.shape)
 
 
+def _picks(parts: Sequence[Shaped], shape: tuple[int, ...], keep: float) -> tuple[int, ...] | None:
+    at, values = parts
+    count = _count(math.prod(shape), keep)
+    fits = at.dtype.kind == "u" and values.dtype == np.float32 and at.shape == values.shape == (count,)
+    return shape if fits else None
+
+
 def _count(size: int, keep: float) -> int:
     """How many of `size` entries are told."""
     return min(max(math.ceil(keep * size), 1), size)
 
 
 CODERS: Final[Mapping[str, Coder]] = {
-    "fp16": Coder(("fp16",), _halved, _unhalved, remembers=False, alone=True),
-    "int8": Coder(("int8", "step"), _stepped, _unstepped, remembers=True, alone=True),
-    "topk": Coder(("at", "value"), _picked, _unpicked, remembers=True, alone=False),
+    "fp16": Coder(("fp16",), _halved, _unhalved, _halves, remembers=False, alone=True),
+    "int8": Coder(("int8", "step"), _stepped, _unstepped, _steps, remembers=True, alone=True),
+    "topk": Coder(("at", "value"), _picked, _unpicked, _picks, remembers=True, alone=False),
 }

@@ -20,6 +20,8 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 Amount = Annotated[float, Meta(ge=0.0, le=1e24)]
 Metrics = Annotated[dict[Label, float], Meta(max_length=1000)]
+Layout = Annotated[dict[Label, Label], Meta(max_length=20_000)]
+"""Tensor -> its type and shape, "f4:64,3,7,7": `fedquilt.tensors.layout`."""
 
 
 class Wired(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,6 +108,7 @@ class Update(Wired, frozen=True):
     metrics: Metrics
     usage: Usage
     bases: Annotated[dict[Label, Digest], Meta(max_length=2000)] = {}  # with a codec: start of each difference
+    layouts: Annotated[dict[Label, Layout], Meta(max_length=2000)] = {}  # of bundles, as they travel; {}: not told
 
 
 class OperatingPoint(Wired, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from fedquilt.core.messages import BlobRef, Profile, Task, Work
 
@@ -105,6 +105,36 @@ class Contribution:
     weight: float
     metrics: Mapping[str, float]
     bundles: Mapping[str, Tensors]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an update may hold, known before any of it is fetched: what does not fit is refused for its manifest."""
+
+    bundles: Mapping[str, Mapping[str, Any]]  # bundle -> tensors: arrays, or anything with a shape and a dtype
+    whole: bool = True  # all of it and exactly so; else any part: fewer bundles, fewer tensors, fewer entries in each
+
+
+Fold = TypeVar("Fold", bound=Callable[..., Any])
+
+
+def expects(known: Callable[[Any], Expected | None]) -> Callable[[Fold], Fold]:
+    """Decorate a `Method.fold` with what it takes: a function of the state; None: not known beforehand.
+
+    It belongs to the fold, not to the method: a method that takes over everything but `fold` does not take it over.
+    """
+
+    def marked(fold: Fold) -> Fold:
+        fold.__dict__["expected"] = known
+        return fold
+
+    return marked
+
+
+def expected(fold: Callable[..., Any], state: Any) -> Expected | None:
+    """What a fold takes in this state; None: it does not say."""
+    known = getattr(fold, "expected", None)
+    return None if known is None else known(state)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from fedquilt.core import (
     Contribution,
     DeviceView,
     Examples,
+    Expected,
     Hooks,
     Order,
     Settle,
@@ -28,6 +29,7 @@ from fedquilt.core import (
     Tensors,
     UpdateError,
     Work,
+    expects,
 )
 from fedquilt.methods import fedavg
 from fedquilt.models.partial import width
@@ -101,6 +103,13 @@ def settling(
         table = {"network": state.network, "asked": asked, "scaled": scaled, "still": sorted(still(state))}
         return Order(table, bundles, work)
 
+    def taken(state: State) -> Expected:
+        found = {}
+        for rate, at in parts(state).items():
+            found[f"statistics.{rate:g}"] = width.shapes(state.model, {name: at[name] for name in names(state)})
+        return Expected(found, whole=False)
+
+    @expects(taken)
     def fold(state: State, so_far: Measured | None, update: Contribution) -> Measured:
         total = dict(so_far.total) if so_far else {}
         weight = dict(so_far.weight) if so_far else {}

@@ -25,6 +25,7 @@ from fedquilt.core import (
     Bundle,
     Contribution,
     DeviceView,
+    Expected,
     Fit,
     Hooks,
     Method,
@@ -35,6 +36,7 @@ from fedquilt.core import (
     Tensors,
     UpdateError,
     Work,
+    expects,
 )
 
 
@@ -165,6 +167,17 @@ def check(task: Task, site: Site) -> Mapping[str, float]:
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held)
 
 
+def whole(state: Any) -> Expected:
+    """All of the state's model: what most methods' folds take."""
+    return Expected({"model": state.model})
+
+
+def part(state: Any) -> Expected:
+    """Any part of the state's model."""
+    return Expected({"model": state.model}, whole=False)
+
+
+@expects(whole)
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     """Add an update to the sums, weighted by its examples.
 

@@ -26,7 +26,7 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt import layers, tensors
-from fedquilt.core import Answer, Artefact, Bundle, Contribution, DeviceView, Hooks, Order, Site, Step, Task
+from fedquilt.core import Answer, Artefact, Bundle, Contribution, DeviceView, Hooks, Order, Site, Step, Task, expects
 from fedquilt.methods import depthfl, fedavg, heterofl
 from fedquilt.models.networks import stages
 from fedquilt.models.partial import depth as by_depth
@@ -173,6 +173,7 @@ def check(task: Task, site: Site) -> Mapping[str, float]:
     return site.engine.evaluate(task.params["network"], model, site.held)
 
 
+@expects(fedavg.part)
 def fold(state: fedavg.State, so_far: Counted | None, update: Contribution) -> Counted:
     """Add an update entry by entry; the links it carries follow from its number of groups."""
     sent = heterofl.sent_by(update)

@@ -24,7 +24,7 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt import layers, tensors
-from fedquilt.core import Answer, Bundle, Contribution, DeviceView, Order, Site, Task, UpdateError
+from fedquilt.core import Answer, Bundle, Contribution, DeviceView, Expected, Order, Site, Task, UpdateError, expects
 from fedquilt.methods import fedavg, fedrep, parfed
 
 
@@ -79,6 +79,14 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"sizes": {name: np.array([size], np.float64) for name, size in sizes.items()}})
 
 
+def taken(state: State) -> Expected:
+    """The layers that are shared, or in the first rounds how large the candidates' gradients are."""
+    if state.shared:
+        return Expected({"model": {name: state.own[name] for name in state.shared}})
+    return Expected({"sizes": {name: np.zeros(1) for name in state.candidates}})
+
+
+@expects(taken)
 def fold(state: State, so_far: fedavg.Sum | None, update: Contribution) -> fedavg.Sum:
     """Add an update to the sums: models, or in the first rounds gradient sizes."""
     if state.shared:

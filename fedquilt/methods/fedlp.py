@@ -20,7 +20,7 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt import layers
-from fedquilt.core import Answer, Contribution, Site, Task, Tensors, UpdateError
+from fedquilt.core import Answer, Contribution, Site, Task, Tensors, UpdateError, expects
 from fedquilt.methods import fedavg
 
 
@@ -56,6 +56,7 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"model": {name: model[name] for names in kept for name in names}})
 
 
+@expects(fedavg.part)
 def fold(state: fedavg.State, so_far: Sum | None, update: Contribution) -> Sum:
     """Add the layers that an update carries to their sums."""
     if "model" not in update.bundles:

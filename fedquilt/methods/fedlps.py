@@ -24,7 +24,20 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt import layers
-from fedquilt.core import Answer, Bundle, Contribution, DeviceView, Hooks, JobError, ModelError, Order, Site, Step, Task
+from fedquilt.core import (
+    Answer,
+    Bundle,
+    Contribution,
+    DeviceView,
+    Hooks,
+    JobError,
+    ModelError,
+    Order,
+    Site,
+    Step,
+    Task,
+    expects,
+)
 from fedquilt.methods import _by_width, fedavg, heterofl
 from fedquilt.methods.heterofl import Sum
 from fedquilt.models.partial import width
@@ -135,6 +148,7 @@ def check(task: Task, site: Site) -> Any:
     return site.engine.evaluate(task.params["network"], site.load("model"), site.held, hooks=hooks)
 
 
+@expects(fedavg.part)
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     """Add a device's predictor entries to the sums of its ratio."""
     sent, held = heterofl.sent_by(update), still(state)

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from fedquilt.core import Contribution
+from fedquilt.core import Contribution, expects
 from fedquilt.methods import fedavg
 
 
@@ -52,6 +52,7 @@ def length(steps: float, params: Mapping[str, Any]) -> float:
     return steps + rho * heavy if params["nesterov"] else heavy
 
 
+@expects(fedavg.whole)
 def fold(state: fedavg.State, so_far: Sum | None, update: Contribution) -> Sum:
     """Add an update to the sums, divided by its a_i."""
     a = length(fedavg.steps_of(update), state.params)

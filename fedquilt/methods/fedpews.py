@@ -31,7 +31,20 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt import tensors
-from fedquilt.core import Answer, Bundle, Contribution, DeviceView, Hooks, ModelError, Order, Site, Task, UpdateError
+from fedquilt.core import (
+    Answer,
+    Bundle,
+    Contribution,
+    DeviceView,
+    Expected,
+    Hooks,
+    ModelError,
+    Order,
+    Site,
+    Task,
+    UpdateError,
+    expects,
+)
 from fedquilt.methods import fedavg
 from fedquilt.models.partial import masks
 from fedquilt.models.partial.masks import Plan
@@ -191,6 +204,17 @@ def weight_of(state: State, update: Contribution) -> float:
     return update.weight if state.params["weigh"] == "examples" else 1.0
 
 
+def taken(state: State) -> Expected:
+    """The whole model, or in the warm-up the part that a device's mask covers, and the mask."""
+    if not warm(state):
+        return fedavg.whole(state)
+    count = state.plan.neurons
+    mask = {"bits": tensors.Shaped((-(-count // 8),), np.dtype(np.uint8))}
+    theta = {"theta": tensors.Shaped((count,), np.dtype(np.float16))}
+    return Expected({"model": state.model, "mask": {**mask, **theta}}, whole=False)
+
+
+@expects(taken)
 def fold(state: State, so_far: Covered | fedavg.Sum | None, update: Contribution) -> Covered | fedavg.Sum:
     """Add an update: its covered entries in the warm-up, its model afterwards.
 

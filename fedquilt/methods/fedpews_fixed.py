@@ -22,7 +22,7 @@ from typing import Annotated
 import numpy as np
 from msgspec import Meta
 
-from fedquilt.core import Answer, Contribution, DeviceView, Order, Site, Task, Tensors, derive_seed
+from fedquilt.core import Answer, Contribution, DeviceView, Order, Site, Task, Tensors, derive_seed, expects
 from fedquilt.methods import fedavg, fedpews
 from fedquilt.models.partial import masks
 
@@ -79,6 +79,7 @@ def _received(task: Task, site: Site) -> tuple[Tensors, Mapping[str, np.ndarray]
     return masks.put(site.load("model"), marks), marks
 
 
+@expects(fedpews.taken)
 def fold(
     state: fedpews.State, so_far: fedpews.Covered | fedavg.Sum | None, update: Contribution
 ) -> fedpews.Covered | fedavg.Sum:

@@ -38,6 +38,7 @@ from fedquilt.core import (
     Artefact,
     Bundle,
     Contribution,
+    Expected,
     Hooks,
     ModelError,
     Site,
@@ -45,6 +46,7 @@ from fedquilt.core import (
     Task,
     Tensors,
     derive_seed,
+    expects,
 )
 from fedquilt.methods import fedavg, fedlora
 from fedquilt.methods.krum import Held, hold
@@ -139,6 +141,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     return State(**begun_with, backbone=begun.model, seed=seed)
 
 
+@expects(lambda state: Expected({"delta": state.model}))
 def fold(state: State, so_far: Held | None, update: Contribution) -> Held:
     """Hold an update's change of the shared part, up to `most` of a round."""
     delta = update.bundles.get("delta", {})

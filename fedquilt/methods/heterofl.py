@@ -40,6 +40,7 @@ from fedquilt.core import (
     Bundle,
     Contribution,
     DeviceView,
+    Expected,
     Hooks,
     ModelError,
     Order,
@@ -47,6 +48,7 @@ from fedquilt.core import (
     Task,
     Tensors,
     UpdateError,
+    expects,
 )
 from fedquilt.methods import fedavg
 from fedquilt.methods._by_width import State, measured, narrowed, settling
@@ -224,6 +226,14 @@ def sent_by(update: Contribution) -> Mapping[str, Any]:
     return update.bundles["model"]
 
 
+def taken(state: State) -> Expected:
+    """A part of the model, and where a device says them its classes."""
+    last = f"{layers.head(state.model, layers.calls(state.network))}.weight"
+    held = {"held": tensors.Shaped(state.model[last].shape[:1], np.dtype(np.uint8))}
+    return Expected({"model": state.model, "classes": held}, whole=False)
+
+
+@expects(taken)
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     """Add a device's part to the sums; its rows of missing classes do not count."""
     sent = sent_by(update)

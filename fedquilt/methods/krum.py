@@ -24,7 +24,7 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt import tensors
-from fedquilt.core import Bundle, Contribution, Tensors, derive_seed
+from fedquilt.core import Bundle, Contribution, Tensors, derive_seed, expects
 from fedquilt.methods import fedavg
 
 
@@ -83,6 +83,7 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
     return State(**vars(fedavg.init(bundle, params, seed)), seed=seed)
 
 
+@expects(fedavg.whole)
 def fold(state: State, so_far: Held | None, update: Contribution) -> Held:
     """Hold an update, up to `most` of a round."""
     model = update.bundles.get("model", {})

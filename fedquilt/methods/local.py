@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fedquilt import tensors
-from fedquilt.core import Answer, Artefact, Bundle, Contribution, Site, Task, Tensors, UpdateError
+from fedquilt.core import Answer, Artefact, Bundle, Contribution, Expected, Site, Task, Tensors, UpdateError, expects
 from fedquilt.methods import fedavg
 
 
@@ -46,6 +46,7 @@ def _own(site: Site) -> Tensors:
     return site.local or first
 
 
+@expects(lambda state: Expected({}))
 def fold(state: State, so_far: int | None, update: Contribution) -> int:
     """Count an answer.
 

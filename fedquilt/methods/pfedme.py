@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta
 
-from fedquilt.core import Answer, Contribution, DeviceView, Hooks, Order, Site, Step, Task, Tensors
+from fedquilt.core import Answer, Contribution, DeviceView, Hooks, Order, Site, Step, Task, Tensors, expects
 from fedquilt.methods import ditto, fedavg
 
 
@@ -88,6 +88,7 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, bundles={"model": envelope.closed(theta)}, weight=1.0, local=theta)
 
 
+@expects(fedavg.whole)
 def fold(state: fedavg.State, so_far: fedavg.Sum | None, update: Contribution) -> fedavg.Sum:
     """Add an update; every device counts alike."""
     return fedavg.fold(state, so_far, replace(update, weight=1.0))

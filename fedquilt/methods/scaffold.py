@@ -28,7 +28,7 @@ import numpy as np
 from msgspec import Meta
 
 from fedquilt import tensors
-from fedquilt.core import Answer, Bundle, Contribution, DeviceView, Hooks, Order, Site, Task, UpdateError
+from fedquilt.core import Answer, Bundle, Contribution, DeviceView, Hooks, Order, Site, Task, UpdateError, expects
 from fedquilt.methods import fedavg
 
 TOPK: Final = (
@@ -91,6 +91,7 @@ def work(task: Task, site: Site) -> Answer:
     return replace(answer, weight=1.0, metrics={**answer.metrics, "new": float(not site.local)}, local=kept)
 
 
+@expects(fedavg.whole)
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     """Add an update's model, and its mean gradient recovered from the path x - y."""
     new = update.metrics.get("new")

@@ -103,7 +103,7 @@ EVENTS: dict[str, Event] = {
     "offered an old round": Offered("a", update(round=0)),
     "offered a round to come": Offered("a", update(round=2)),
     "offered for another": Offered("a", update("b")),
-    "offered too much": Offered("a", update(), most_bytes=(1 << 20) - 1),
+    "offered too much": Offered("a", update(), unfit="too large"),
     **{f"offered of a job {s or 'unknown'}": Offered("a", update(job=OTHER), s) for s in (*UNFINISHED, "done", "")},
     "arrived": Arrived("a"),
     "arrived with an error": Arrived("a", "it is not here any more"),
@@ -284,13 +284,13 @@ def test_an_update_of_another_job_is_kept_by_its_device_as_long_as_that_may_go_o
         assert step == Step({})
 
 
-def test_an_update_that_is_too_large_is_rejected_before_it_is_fetched() -> None:
-    """The sum of its bundles counts; one of just that size is fetched."""
+def test_an_update_whose_manifest_does_not_fit_is_rejected_before_it_is_fetched() -> None:
+    """Also in place of one that is being fetched; one that fits is fetched."""
     both = update(bundles={"model": BLOB, "more": msgspec.structs.replace(BLOB, sha256="d" * 64)})
-    assert Fetch("a", both) in hear("asked", Offered("a", both, most_bytes=2 << 20)).actions
-    step = hear("asked", Offered("a", both, most_bytes=(2 << 20) - 1), {"a": update()})
-    assert step.facts == (Rejected(1, "a", "larger than max_update_mb = 1"),)
-    assert step.actions == (Answer("a", both, False, "larger than max_update_mb = 1"), Withdraw("a"), Discard(both))
+    assert Fetch("a", both) in hear("asked", Offered("a", both)).actions
+    step = hear("asked", Offered("a", both, unfit="a: too large"), {"a": update()})
+    assert step.facts == (Rejected(1, "a", "a: too large"),)
+    assert step.actions == (Answer("a", both, False, "a: too large"), Withdraw("a"), Discard(both))
     assert not step.arriving
 
 

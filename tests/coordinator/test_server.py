@@ -290,7 +290,79 @@ def test_an_update_larger_than_the_job_allows_is_refused_before_it_is_fetched(st
     stage.play()
     a.answer(ones(), bundles={"model": BlobRef(sha256="a" * 64, size=1 << 40)})
     stage.play()
-    assert "max_update_mb" in stage.told(Rejected)[0].reason
+    assert stage.told(Rejected)[0].reason.startswith("a: bundle 'model' has 1099511627776 bytes")
+    assert not list(stage.store.depot.folder.glob("a" * 64 + "*"))
+
+
+def test_a_job_may_allow_less_than_its_model_takes(tmp_path: Path) -> None:
+    """`max_update_mb` holds beside what follows from the model."""
+    model = {"1.weight": np.zeros((600, 600), np.float32)}
+    stage = Stage(tmp_path, max_update_mb=1)
+    stage.server.step(0.0)
+    a = stage.hand("a")
+    stage.play()
+    a.answer(model)
+    stage.play()
+    assert stage.told(Rejected)[0].reason == "a: larger than max_update_mb = 1"
+    stage.store.close()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"1.bias": np.zeros(3, np.float32)}, "a: tensor '1.bias' has shape (3,), expected (2,)"),
+        ({"1.bias": np.zeros(2)}, "a: tensor '1.bias' is float64, expected float32"),
+        ({"2.bias": np.zeros(2, np.float32)}, "a: tensor names differ: 2.bias"),
+    ],
+)
+def test_an_update_is_refused_for_its_manifest_before_a_byte_of_it_is_fetched(
+    stage: Stage, changed: dict[str, np.ndarray], said: str
+) -> None:
+    """Its message tells names, types and shapes; nothing is asked of the board and nothing is on the disk."""
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    model = {**ones(), **changed}
+    held = {path.name for path in stage.store.depot.folder.iterdir()}
+    a.answer(model, layouts={"model": tensors.layout(model)})
+    b.answer(ones(2.0), layouts={"model": tensors.layout(ones())})
+    stage.play(0.2)
+    assert [fact.reason for fact in stage.told(Rejected)] == [said]
+    assert stage.executor._transfers.traffic_bytes("a", "up") == 0
+    stage.play()
+    ref = a.depot.put(tensors.encode(model))
+    assert ref.sha256 not in {path.name for path in stage.store.depot.folder.iterdir()} - held
+    assert [fact.update.device for fact in stage.told(Answered)] == ["b"]
+    assert not stage.told(Answered)[0].update.layouts  # the log does not keep it
+
+
+@pytest.mark.parametrize("ends", ["withheld", "failed", "closed"])
+def test_of_all_that_a_device_begins_to_send_one_update_at_most_is_on_the_disk(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """Twenty updates, of each the first bundle whole and half of the second; none at all once the round is closed."""
+    monkeypatch.delitem(fedavg.fold.__dict__, "expected")  # else none of them would be fetched
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    before = {path.name for path in stage.store.depot.folder.iterdir()}
+    size = 2_000_000
+    for number in range(20):
+        whole = a.depot.put(np.full(1000, number, np.uint8).tobytes())
+        half = a.depot.put(np.full(size, number, np.uint8).tobytes())
+        a.answer(ones(), bundles={"one": whole, "two": half})
+        for _ in range(6):
+            stage.play(0.05)
+        a.depot.drop(half.sha256)
+        if ends == "failed":
+            stage.play(4.0)
+    parts = list(stage.store.depot.folder.glob("*.part"))
+    new = {path.name for path in stage.store.depot.folder.iterdir()} - before
+    assert len(parts) <= 1
+    assert len(new) <= 2
+    if ends == "closed":
+        b.answer(ones())
+        stage.play(40.0)  # its deadline
+        assert not list(stage.store.depot.folder.glob("*.part"))
+        assert stage.server.finished
 
 
 def test_a_device_cannot_speak_for_another(stage: Stage) -> None:

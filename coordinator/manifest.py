@@ -1,0 +1,68 @@
+"""Whether an update can be folded, from its manifest alone: before a byte of it is fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any, Final
+
+from fedquilt import compression, tensors
+from fedquilt.core import Encoding, Expected, Update, UpdateError
+
+UNKNOWN_MB: Final = 1024  # that a device may send where neither the job nor the method says how much it is
+LOSSY: Final = 2  # times as many bytes as the tensors have: topk with all entries, each with its place
+HEADER_BYTES: Final = 1024  # of a safetensors file without tensors, more than enough
+ENTRY_BYTES: Final = 300  # of a header for each tensor, besides its name
+
+
+def most_bytes(expected: Mapping[str, Any], wire: Encoding) -> int:
+    """What a bundle of these tensors takes at the most, in the job's codec."""
+    factor = 1 if wire.codec == "raw" else LOSSY
+    held = sum(prod(each.shape) * each.dtype.itemsize for each in expected.values())
+    return factor * (held + sum(ENTRY_BYTES + 2 * len(name) for name in expected)) + HEADER_BYTES
+
+
+def require_fit(update: Update, expected: Expected | None, wire: Encoding, most_mb: int | None) -> None:
+    """Check an update's bundles, sizes, and tensors as far as it tells them.
+
+    Args:
+        expected: None: the method does not know it beforehand.
+        most_mb: the job's `max_update_mb`; None: it follows from what is expected.
+
+    Raises:
+        UpdateError: it cannot be folded; says what differs.
+    """
+    whole_bytes = sum(ref.size for ref in update.bundles.values())
+    if most_mb is None and expected is None:
+        most_mb = UNKNOWN_MB
+    if most_mb is not None and whole_bytes > most_mb << 20:
+        raise UpdateError(f"larger than max_update_mb = {most_mb}")
+    if expected is None:
+        return
+    if odd := sorted(update.bundles.keys() - expected.bundles.keys()):
+        raise UpdateError(f"bundle {odd[0]!r} was not asked for")
+    if expected.whole and (absent := sorted(expected.bundles.keys() - update.bundles.keys())):
+        raise UpdateError(f"it has no bundle {absent[0]!r}")
+    for bundle, ref in update.bundles.items():
+        like = expected.bundles[bundle]
+        if (most := most_bytes(like, wire)) < ref.size:
+            raise UpdateError(f"bundle {bundle!r} has {ref.size} bytes, and what was asked for has {most} at the most")
+        if bundle in update.layouts:
+            sent = tensors.shaped(update.layouts[bundle])
+            if (held := sum(each.nbytes for each in sent.values())) > ref.size:
+                raise UpdateError(f"bundle {bundle!r} has {ref.size} bytes, and its tensors {held}")
+            _require_tensors(compression.told(wire, sent, like), like, expected.whole)
+
+
+def _require_tensors(told: Mapping[str, Any], like: Mapping[str, Any], whole: bool) -> None:
+    odd = sorted(told.keys() ^ like.keys() if whole else told.keys() - like.keys())
+    if odd:
+        raise UpdateError(f"tensor names differ: {', '.join(odd[:5])}{' ...' if len(odd) > 5 else ''}")
+    for name, each in told.items():
+        wanted = like[name]
+        if each.dtype != wanted.dtype:
+            raise UpdateError(f"tensor {name!r} is {each.dtype}, expected {wanted.dtype}")
+        if whole and each.shape != wanted.shape:
+            raise UpdateError(f"tensor {name!r} has shape {each.shape}, expected {wanted.shape}")
+        if prod(each.shape) > prod(wanted.shape):
+            raise UpdateError(f"tensor {name!r} has shape {each.shape}, expected {wanted.shape} or a part of it")
