@@ -11,7 +11,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from fedquilt.coordinator.views import scores
 from fedquilt.core import FedquiltError, JobError
 from fedquilt.data import fitting
 from fedquilt.data.spec import DataSpec
-from fedquilt.tools.experiments import run_cache
+from fedquilt.tools.experiments import parallel, run_cache
 from fedquilt.tools.experiments.run_cache import Kept
 from fedquilt.tools.experiments.single_run import FORMAT, Run, play
 
@@ -35,12 +35,20 @@ class Case(msgspec.Struct, frozen=True):
 
     job: bytes
     folder: str  # of the bundle
+    how: bytes = b""  # what the player does besides, as JSON; empty: it plays the job as it is
+    label: str = ""  # what the run is called; empty: by its method
 
     @property
     def key(self) -> str:
         """What the run depends on."""
-        parts = (str(FORMAT).encode(), self.job, run_cache.outside(self.job))
+        parts = (str(FORMAT).encode(), self.job, run_cache.outside(self.job), *filter(None, [self.how]))
         return run_cache.key(*parts, bundle=Path(self.folder), data=run_cache.paths(self.job))
+
+    @property
+    def name(self) -> str:
+        """What the run is called in progress lines and errors."""
+        job = self.settings
+        return f"{self.label or job.method}, seed {job.seed}"
 
     @property
     def settings(self) -> Job:
@@ -148,40 +156,67 @@ def played(todo: Sequence[Case], out: Path, player: Player, say: Callable[[str],
 
 
 def finished(
-    todo: Sequence[Case], out: Path, player: Player, say: Callable[[str], None], show: Callable[[str], None]
+    todo: Sequence[Case],
+    out: Path,
+    player: Player,
+    say: Callable[[str], None],
+    show: Callable[[str], None],
+    *,
+    abreast: bool = False,
 ) -> tuple[dict[Case, Run], list[str]]:
     """The run of each case that did not fail, and a sentence for each that did. Finished ones lie in `out`/runs.
 
     Args:
         say: prints a line that stays.
         show: prints a line that the next one replaces, after each round.
+        abreast: play as many runs at a time as there are cores, each in a process that imports `player` by its name;
+            `show` then prints nothing.
     """
     store = Kept(out, Run)
     keys = {case: case.key for case in todo}  # of the data as they are before anything runs
-    found = {case: run for case, key in keys.items() if (run := store.find(key)) is not None}
-    missing = [case for case in todo if case not in found]
+    kept = {case: store.find(key) for case, key in keys.items()}
+    found = {case: run for case, run in kept.items() if run is not None}
+    missing = [case for case in keys if case not in found]
     for line in store.told(len(found), keys.values()):
         say(line)
     failed: list[str] = []
     began_s = time.monotonic()
-    for count, case in enumerate(missing, 1):
-        job = case.settings
-        name = f"{job.method}, seed {job.seed}"
-        live = f"[{count}/{len(missing)}] {name}: round {{}} of {job.rounds}"
-        try:
-            run = player(case, lambda done, live=live: show(live.format(done)))  # type: ignore[misc]
-        except FedquiltError as error:
-            failed.append(f"{name}: {error}")
-            say(f"[{count}/{len(missing)}] {name} failed: {error}")
+    made = _abreast(missing, player) if abreast else _in_turn(missing, player, show)
+    for count, (case, outcome) in enumerate(made, 1):
+        if isinstance(outcome, str):
+            failed.append(f"{case.name}: {outcome}")
+            say(f"[{count}/{len(missing)}] {case.name} failed: {outcome}")
             continue
-        found[case] = run
-        store.keep(keys[case], run)
+        found[case] = outcome
+        store.keep(keys[case], outcome)
         left_s = (time.monotonic() - began_s) / count * (len(missing) - count)
-        last = run.marks[-1] if run.marks else None
+        last = outcome.marks[-1] if outcome.marks else None
         value = None if last is None else last.value
         told = "" if last is None or value is None else f": {metrics.shown(metrics.KNOWN[last.metric], value, 1)}"
-        say(f"[{count}/{len(missing)}, about {left_s / 60:.0f} min left] {name}{told}")
+        say(f"[{count}/{len(missing)}, about {left_s / 60:.0f} min left] {case.name}{told}")
     return found, failed
+
+
+Made = Iterator[tuple[Case, Run | str]]
+"""Each case with its run, or with the sentence that says why it failed."""
+
+
+def _in_turn(missing: Sequence[Case], player: Player, show: Callable[[str], None]) -> Made:
+    for count, case in enumerate(missing, 1):
+        live = f"[{count}/{len(missing)}] {case.name}: round {{}} of {case.settings.rounds}"
+        yield case, _attempt(player, case, lambda done, live=live: show(live.format(done)))  # type: ignore[misc]
+
+
+def _abreast(missing: Sequence[Case], player: Player) -> Made:
+    for index, run in parallel.spread(_attempt, [(player, case) for case in missing]):
+        yield missing[index], run
+
+
+def _attempt(player: Player, case: Case, tell: Tell | None = None) -> Run | str:
+    try:
+        return player(case, tell or (lambda done: None))
+    except FedquiltError as error:
+        return str(error)
 
 
 def _rewrite(line: str) -> None:

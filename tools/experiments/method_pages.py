@@ -65,7 +65,7 @@ def card(name: str) -> Card:
         engines=tuple(method.engines),
         evaluates=method.check is not None,
         parameters=found,
-        tables=tuple(papers.covering(name, papers.modules())),
+        tables=tuple(papers.covering(name, papers.tables())),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from fedquilt.tools.simulation.run import simulate
 from fedquilt.tools.simulation.simulated_job import Round, Simulation
 
 FORMAT = 2  # of a finished run on disk
+Look = Callable[[Simulation, Hands], Mapping[str, Any]]
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,39 +56,72 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     tested: int  # examples of the test set; 0: there is none
     marks: tuple[Mark, ...]
     refusals: dict[str, str] = {}  # device -> why it did not take part in some round
+    figures: dict[str, Any] = {}  # what a table of `fedquilt reproduce` reads from the run besides
     format: int = FORMAT
 
 
-def play(job: Job, folder: Path, tell: Callable[[int], None], workers: int = 1, alone: str = "") -> Run:
+def play(
+    job: Job,
+    folder: Path,
+    tell: Callable[[int], None],
+    workers: int = 1,
+    *,
+    pick: Callable[[list[Member]], list[Member]] = lambda members: members,
+    away: int = 0,
+    together: bool = True,
+    first: bool = False,
+    tested: bool = True,
+    look: Look = lambda simulation, hands: {},
+) -> Run:
     """Make one run. `tell` hears how many rounds are done.
 
     The global model is evaluated beside the rounds, every `check.every` of them and after the last: on all devices'
     held-out shares and on the test set.
 
     Args:
-        alone: the one device that takes part; "": all do.
+        workers: processes that carry the devices' work out; 0: this one does.
+        pick: chooses among the devices of the job those that take part.
+        away: so many of these, the last ones, are not online at first; `look` may let them come.
+        together: train small networks' devices in one graph, which equals training one by one to float tolerance.
+        first: evaluate on the test set before the first round too.
+        tested: evaluate on the test set at all.
+        look: told before the first round, after each and at the end; what it returns is kept in `Run.figures`.
 
     Raises:
         FedquiltError: what its data, its bundle or the run raise; the run has failed.
     """
     members, test = shares(job, folder)
-    members = [member for member in members if alone in ("", member.device)]
+    members, test = pick(members), test if tested else None
     marks: list[Mark] = []
     spent = _Spent()
     every = job.check.every
     refusals: dict[str, str] = {}
+    figures: dict[str, Any] = {}
     with Judge(job, folder, test) as judge:
 
         def observe(simulation: Simulation, hands: Hands) -> None:
             spent.add(simulation.rounds[spent.rounds :])
             done = simulation.done
+            if first and not done and not marks and simulation.ready:
+                marks.append(spent.mark(0, judge.look(simulation, hands, shares=False)))
             if due(simulation, every) and (not marks or marks[-1].rounds < done):
                 marks.append(spent.mark(done, judge.look(simulation, hands, shares=bool(every))))
             refusals.update(simulation.refusals)
+            figures.update(look(simulation, hands))
             tell(done)
 
         beside = msgspec.structs.replace(job, check=Check(every=every, beside=True))
-        simulate(beside, folder, members, workers=workers, together=True, test=test, observe=observe)
+        absent = [member.device for member in members[len(members) - away :]]
+        simulate(
+            beside,
+            folder,
+            members,
+            workers=workers,
+            together=together,
+            test=test,
+            observe=observe,
+            away=absent,
+        )
     return Run(
         method=job.method,
         seed=job.seed,
@@ -96,6 +130,7 @@ def play(job: Job, folder: Path, tell: Callable[[int], None], workers: int = 1, 
         tested=len(test) if test is not None else 0,
         marks=tuple(marks),
         refusals=refusals,
+        figures=figures,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from fedquilt import methods
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import Examples, JobError, Method
+from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.tools.simulation import Member, hands
 from fedquilt.tools.simulation.pool import Pool
@@ -21,20 +22,6 @@ from fedquilt.tools.simulation.simulated_job import NEWCOMER, Simulation, engine
 
 Carry = Callable[[Sequence[tuple[Simulation, Order]]], Iterable[Outcome]]
 """Carries orders out, of one simulation or several: outcomes in the same order."""
-
-
-def abreast(benches: Mapping[Simulation, hands.Bench]) -> Carry:
-    """Carries the orders of several simulations out in this process, all at once: what can be is trained together.
-
-    Args:
-        benches: of each simulation, all for the same engine.
-    """
-
-    def carry(asked: Sequence[tuple[Simulation, Order]]) -> list[Outcome]:
-        pairs = [(benches[simulation], order) for simulation, order in asked]
-        return [outcome for outcome, _ in hands.carry_out(pairs, together=True)]
-
-    return carry
 
 
 class Hands:
@@ -99,7 +86,8 @@ def in_process(
     Args:
         engine: the one engine that all devices use, whatever their budgets; None: made for each budget.
     """
-    made, count = bench(members, load=load, engine=engine, test=test)
+    make = hands.make_engine if together else engines.make
+    made, count = bench(members, load=load, engine=engine, test=test, make=make)
 
     def carry(orders: Sequence[Order]) -> list[Outcome]:
         return [outcome for outcome, _ in hands.carry_out([(made, order) for order in orders], together)]
@@ -113,6 +101,7 @@ def bench(
     load: Callable[[str], Method] = methods.load,
     engine: Any = None,
     test: Examples | None = None,
+    make: Callable[[str, int], Any] = engines.make,
 ) -> tuple[hands.Bench, dict[str, int]]:
     """What members' orders are carried out with in this process; and of each how many examples it holds out."""
     held = {member.device: member for member in members}
@@ -123,4 +112,4 @@ def bench(
     def share(device: str) -> tuple[Examples, Examples]:
         return held[device].train, held[device].held
 
-    return hands.Bench(share, load) if engine is None else hands.OneEngine(share, load, engine), count
+    return hands.Bench(share, load, make) if engine is None else hands.OneEngine(share, load, engine), count

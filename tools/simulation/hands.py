@@ -22,6 +22,15 @@ from fedquilt.tools.simulation import Member, batching
 ENGINES = 8  # budgets that an engine is kept for
 
 
+def make_engine(name: str, budget_bytes: int) -> Any:
+    """An engine; torch's is one that can train several devices in one graph."""
+    if name == "torch":
+        from fedquilt.edge_agent.engines.torch_batched import BatchedTorchEngine
+
+        return BatchedTorchEngine(budget_bytes)
+    return engines.make(name, budget_bytes)
+
+
 class Bench(main.Bench):
     """The engines, methods and examples of many devices.
 

@@ -12,16 +12,14 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from fedquilt import tensors
 from fedquilt.core import Examples
-from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.task.process import die_with
-from fedquilt.tools.simulation.hands import Bench, SharedFiles, carry_out
+from fedquilt.tools.simulation.hands import Bench, SharedFiles, carry_out, make_engine
 from fedquilt.tools.simulation.pool import LENGTH, Done, Place, Setup, Work, receive
 
 
@@ -29,7 +27,7 @@ class Worker(Bench):
     """Carries out what it is asked."""
 
     def __init__(self, setup: Setup) -> None:
-        super().__init__(self._share, make=engine)
+        super().__init__(self._share, make=make_engine)
         self._shares_at, self._file = setup.shares, os.open(setup.examples, os.O_RDONLY)
         self._files = SharedFiles()
 
@@ -54,15 +52,6 @@ class Worker(Bench):
         while have < len(payload):
             have += os.preadv(self._file, [view[have:]], place.offset + have)
         return np.frombuffer(payload, dtype).reshape(place.shape)
-
-
-def engine(name: str, budget_bytes: int) -> Any:
-    """The engine; torch's is one that can train several devices in one graph."""
-    if name == "torch":
-        from fedquilt.edge_agent.engines.torch_batched import BatchedTorchEngine
-
-        return BatchedTorchEngine(budget_bytes)
-    return engines.make(name, budget_bytes)
 
 
 def serve(orders: socket.socket, make: Callable[[Setup], Worker] = Worker) -> None:

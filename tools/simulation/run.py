@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,16 +86,19 @@ def simulate(
     test: Examples | None = None,
     observe: Callable[[Simulation, Hands], None] = lambda simulation, hands: None,
     home: Path | None = None,
+    away: Collection[str] = (),
 ) -> Outcomes:
     """A whole run on a pool of workers. The same bits for any number of workers.
 
     Args:
+        workers: processes of the pool; 0: this process carries the devices' work out.
         members: asked for once, one by one: examples that an iterator makes as it goes are never in memory at once.
         together: train devices in one graph where the engine can: faster for small networks, and equal to the
             loop to float tolerance, not to the bit.
         test: what `Hands.test` evaluates on.
         observe: told before the first round, after each, and at the end.
         home: where the run is kept, and goes on if it was interrupted; None: nowhere.
+        away: members that are not online at first.
 
     Raises:
         JobError: the run has failed; says why.
@@ -104,8 +107,11 @@ def simulate(
     began_s = time.perf_counter()
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(Scratch()) if home is None else home
-        carry, held = stack.enter_context(by_pool(job, members, workers=workers, together=together, test=test))
-        simulation = stack.enter_context(Simulation(job, folder, held, place))
+        if workers:
+            carry, held = stack.enter_context(by_pool(job, members, workers=workers, together=together, test=test))
+        else:
+            carry, held = in_process(members, together=together, test=test)
+        simulation = stack.enter_context(Simulation(job, folder, held, place, away=away))
         start_s = time.perf_counter() - began_s
         for each in play([simulation], carry):
             observe(each, carry)

@@ -1,60 +1,72 @@
-"""`fedquilt reproduce`: tables of the papers run again here, the paper's numbers beside ours.
+"""`fedquilt reproduce`: tables of the papers run again here, the paper's numbers beside ours, and grids of a user.
 
-One module for each paper, found by its file: `TABLES` (names of tables as keys), `COVERS` (table -> the methods that
-it runs), `PAGE` (of docs/, where what came out stands), `run` and `lines`; `picture` where there is one to draw, and
-`WITHOUT_DATA`, the tables among them that need no folder although others do. `run` takes `columns` where a table's
-may be run alone. Its docstring says how it is done and what differs from the paper; that is printed with every table.
-
-    run(table, seeds, rounds, say, ...) -> dict   # and `data`, where it needs a folder; `figures` in it are claims
-    lines(result) -> list[str]                    picture(result) -> str   # SVG
+A table is a grid of jobs in TOML (`grid`), run by the machinery of `fedquilt compare`. What it needs besides is in a
+module of the same name: `look` and functions that play a row (`cells.play`), the function that `run` of the grid
+names, `lines(result)`, and `picture(result)`, which draws the result as SVG.
 """
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import pkgutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from fedquilt import columns as layout
 from fedquilt import disk
 from fedquilt.core import JobError
+from fedquilt.tools.experiments.papers import cells, grid, results
+from fedquilt.tools.experiments.papers.grid import Table
+
+HERE: Final = Path(__file__).parent
+KEPT: Final = Path("fedquilt-compare")
 
 
-def modules() -> dict[str, ModuleType]:
-    """Table -> the module that runs it, in order of names."""
-    found: dict[str, ModuleType] = {}
-    for each in pkgutil.iter_modules(__path__):
-        module = importlib.import_module(f"{__name__}.{each.name}")
-        found |= dict.fromkeys(getattr(module, "TABLES", ()), module)
-    return dict(sorted(found.items()))
+def tables() -> dict[str, Table]:
+    """The papers' tables, in order of names."""
+    return dict(sorted((name, table) for file in HERE.glob("*.toml") for name, table in grid.tables(file).items()))
 
 
-def catalogue(known: dict[str, ModuleType]) -> list[dict[str, Any]]:
+def find(name: str, known: Mapping[str, Table]) -> Table:
+    """A paper's table, or that in a file.
+
+    Raises:
+        JobError: there is no such table, or the file cannot be used.
+    """
+    if name in known:
+        return known[name]
+    if not name.endswith(".toml"):
+        raise JobError(f"table {name!r} is unknown; there are: {', '.join(known) or 'none'}, and files NAME.toml")
+    found = grid.tables(Path(name))
+    if len(found) > 1:
+        raise JobError(f"{name} has {len(found)} tables, and a file of your own holds one: leave [tables] out")
+    return next(iter(found.values()))
+
+
+def catalogue(known: Mapping[str, Table]) -> list[dict[str, Any]]:
     """What there is, and whether it can take a folder of data."""
     return [
-        {"table": name, "about": _about(module).partition("\n")[0], "takes_data": takes_data(name, module)}
-        for name, module in known.items()
+        {"table": name, "about": table.grid.about.partition("\n")[0], "takes_data": table.takes_data}
+        for name, table in known.items()
     ]
 
 
-def takes_data(table: str, module: ModuleType) -> bool:
-    return "data" in _takes(module) and table not in getattr(module, "WITHOUT_DATA", ())
+def methods_of(table: Table) -> tuple[str, ...]:
+    """The methods that a table runs."""
+    found = table.grid
+    jobs = [found.job_of(points, row, 0, None) for points in found.columns.values() for row in found.rows.values()]
+    return found.covers or tuple(dict.fromkeys(job["method"] for job in jobs))
 
 
-def covering(method: str, known: Mapping[str, ModuleType]) -> list[tuple[str, str]]:
+def covering(method: str, known: Mapping[str, Table]) -> list[tuple[str, str]]:
     """(command, page of docs/) of every table that runs the method."""
     return [
-        (f"fedquilt reproduce {name}" + " --data FOLDER" * takes_data(name, module), module.PAGE)
-        for name, module in known.items()
-        if method in module.COVERS[name]
+        (f"fedquilt reproduce {name}" + " --data FOLDER" * table.takes_data, table.grid.page)
+        for name, table in known.items()
+        if method in methods_of(table)
     ]
 
 
@@ -72,45 +84,59 @@ def listed(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def run(
-    table: str,
-    known: dict[str, ModuleType],
+    table: Table,
     *,
     seeds: Sequence[int] | None = None,
     rounds: int | None = None,
     folder: Path | None = None,
     columns: Sequence[str] | None = None,
+    out: Path = KEPT,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """One table's result, with what its module says of itself as "about".
+    """One table's result, with what its file says of it as "about".
 
     Args:
-        seeds: None: the module's own.
-        rounds: fewer than the paper's; None: as many. Claims are checked only then.
+        seeds: None: the table's own.
+        rounds: fewer than the table's; None: as many. Claims are checked only then.
         folder: data; a table that wants some says so.
-        columns: these alone, of a table that has some; None: all.
+        columns: these alone; None: all.
+        out: where finished runs are kept; they are not repeated.
 
     Raises:
-        JobError: an unknown table or column, or data for one that makes its own.
-        FedquiltError: what the runs raise, also that data is wanted.
+        JobError: an unknown column, data for a table that wants none, or a run has failed.
+        FedquiltError: what making the runs' bundles raises.
     """
-    if table not in known:
-        raise JobError(f"table {table!r} is unknown; there are: {', '.join(known) or 'none'}")
-    module = known[table]
-    given: dict[str, Any] = {"rounds": rounds, "say": say}
-    if takes_data(table, module):
-        given["data"] = folder
-    elif folder is not None:
-        raise JobError(f"{table} makes its own data: leave --data out")
-    if columns and "columns" not in _takes(module):
-        raise JobError(f"{table} is run as a whole: leave --columns out")
-    if columns:
-        given["columns"] = columns
-    chosen = tuple(seeds) if seeds else tuple(getattr(module, "SEEDS", (0, 1, 2)))
-    return {**module.run(table, chosen, **given), "about": _about(module)}
+    if folder is not None and not table.takes_data:
+        raise JobError(f"{table.name} makes its own data: leave --data out")
+    there = table.grid.columns
+    if columns and len(there) == 1:
+        raise JobError(f"{table.name} is run as a whole: leave --columns out")
+    if odd := sorted(set(columns or ()) - there.keys()):
+        raise JobError(f"{table.name} has no column {odd[0]!r}; it has: {', '.join(there)}")
+    found = table.filled(folder)
+    chosen, wanted = tuple(seeds or found.seeds), [name for name in there if name in (columns or there)]
+    if found.run:
+        made = getattr(cells.module(code_of(table)), found.run)(table.name, found, chosen, rounds, out, say)
+        return {**made, "about": found.about}
+    todo = cells.cells(found, code_of(table), str(table.file), chosen, rounds, wanted, out)
+    runs = cells.played_all([cell.case for cell in todo], out, say)
+    return {**results.result(table.name, found, todo, runs, chosen, rounds), "about": found.about}
+
+
+def code_of(table: Table) -> str:
+    """The name of a paper's module that belongs to a table; "": there is none."""
+    own = table.file.parent == HERE and (HERE / f"{table.file.stem}.py").exists()
+    return table.file.stem if own else ""
+
+
+def lines(table: Table, result: Mapping[str, Any]) -> list[str]:
+    """A result for people."""
+    own: Callable[[Mapping[str, Any]], list[str]] | None = getattr(cells.module(code_of(table)), "lines", None)
+    return results.lines(table.grid, result) if own is None else own(result)
 
 
 def main(
-    table: str | None,
+    name: str | None,
     *,
     seeds: Sequence[int] | None,
     rounds: int | None,
@@ -118,6 +144,7 @@ def main(
     columns: Sequence[str] | None,
     out: Path | None,
     picture: Path | None,
+    kept: Path = KEPT,
     format: str,
 ) -> int:
     """List the tables, or run one and print it; 1 when one of its claims did not come out.
@@ -125,29 +152,22 @@ def main(
     Raises:
         JobError: a picture is wanted of a table that has none.
     """
-    known = modules()
-    if table in known and picture is not None and not hasattr(known[table], "picture"):
-        raise JobError(f"{table} has no picture: leave --picture out")
-    if table is None:
+    known = tables()
+    if name is None:
         rows = catalogue(known)
         print(msgspec.json.encode(rows).decode() if format == "json" else "\n".join(listed(rows)))
         return 0
-    result = run(table, known, seeds=seeds, rounds=rounds, folder=folder, columns=columns, say=_say)
+    table = find(name, known)
+    draw: Any = getattr(cells.module(code_of(table)), "picture", None)
+    if picture is not None and draw is None:
+        raise JobError(f"{name} has no picture: leave --picture out")
+    result = run(table, seeds=seeds, rounds=rounds, folder=folder, columns=columns, out=kept, say=_say)
     text = msgspec.json.format(msgspec.json.encode(result)).decode()
-    print(text if format == "json" else "\n".join([*known[table].lines(result), "", result["about"]]))
-    for file, content in ((out, lambda: text + "\n"), (picture, lambda: known[table].picture(result))):
+    print(text if format == "json" else "\n".join([*lines(table, result), "", result["about"].strip()]))
+    for file, content in ((out, lambda: text + "\n"), (picture, lambda: draw(result))):
         if file is not None:
             disk.write(file, content())
-    claims = result.get("figures") or {}
-    return 0 if all(claim["reached"] for claim in claims.values()) else 1
-
-
-def _takes(module: ModuleType) -> set[str]:
-    return set(inspect.signature(module.run).parameters)
-
-
-def _about(module: ModuleType) -> str:
-    return inspect.getdoc(module) or ""
+    return 0 if all(claim["reached"] for claim in (result.get("figures") or {}).values()) else 1
 
 
 def _say(line: str) -> None:

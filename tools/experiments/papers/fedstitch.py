@@ -1,33 +1,4 @@
-"""FedStitch beside training on one fleet: accuracy, time, memory and joules (arXiv 2409.07202, Table III, Fig. 4 to 6).
-
-`fedquilt reproduce fedstitch --data FOLDER --picture fedstitch.svg`
-
-"fedstitch" has IID shares, "fedstitch-noniid" Dirichlet ones with alpha = 1. 30, 30, 30 and 10 % of the devices have
-1, 2, 4 and 8 GB for a task. Group 1 trains one network from random weights: FedAvg (a row the paper has not) all of it,
-on every device whose memory allows, the others on each device what its memory tier holds; "Local" is one device's own
-search, mean of two. Group 2 fine-tunes the donors' weights: FT-Full on devices that hold a batch of 128 at once,
-FT-Part the last layer. Who cannot declines, and another device is asked in its place. All goes through the
-coordinator's rounds, with devices on virtual time; the paper has no deadline: rounds may take as long as they do.
-
-Seconds and joules are those of simulated boards (Jetson TX2, MAXN), by one prediction from FLOPs and bytes for
-stitching and training: the slowest board of each round, and the work of all, without transfers and waiting. Memory is
-the true peak of the agent's task process on this machine, without a GPU, under the device's budget and with batches of
-128, for stitching over a whole search: the mean of the devices that can take part, and the largest; of one seed.
-Costs are told twice: of the rounds that were run here, beside the accuracy they came to, and of the paper's own
-schedule, 10 epochs in each of 500 rounds (group 1) or 100 (group 2). All of its rounds are played, with who is asked
-and who declines, but no weight is moved in them: what a task takes on a simulated board never depends on values. Most
-claims are about it, as the paper compares whole jobs with one search. Of HeteroFL's rounds here those that gather
-statistics before each evaluation count as well; its schedule has one, at the end. "to equal" is the boards' time
-after which a method was as good as FedStitch here, in the mean over seeds; where there is one, the last claim is
-about that. How far FedStitch's accuracy is ahead is told with its interval over the seeds, not claimed.
-
-Other differences: 20 devices, 4 in a round, for 100 and 10; 5,000 images for 50,000; 64 pixels; ResNet-20 at 32
-pixels for group 1's ResNet50; MobileNetV2 and SqueezeNet 1.1 with ImageNet weights for the paper's five donors;
-FedStitch solves a closed-form head, and a vote is one round and not five; few rounds of 2 epochs with batches of 32,
-at rates of our own; FT-Part wants a linear last layer, which SqueezeNet has not, and holds 0.2 of an example's bytes,
-as measured; no local energy coordinator; of MobileNetV2's file batch normalisation is folded away, and is put back
-with the statistics of 256 images without labels.
-"""
+"""What fedstitch.toml cannot say: costs of the rounds run here and of the paper's schedule, and a task's memory."""
 
 from __future__ import annotations
 
@@ -36,144 +7,74 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from fedquilt.coordinator import cohort
-from fedquilt.core import DataError
-from fedquilt.tools.experiments import parallel
-from fedquilt.tools.experiments.papers import common, fedstitch_runs
-from fedquilt.tools.experiments.papers.fedstitch_runs import ASKED, BUDGETS, DEVICES, Arm
+import msgspec
+
+from fedquilt.tools.experiments.papers import cells, claims, fedstitch_runs
+from fedquilt.tools.experiments.papers.cells import Cell
+from fedquilt.tools.experiments.papers.fedstitch_runs import alone, searched, trained, unfolded
+from fedquilt.tools.experiments.papers.grid import Grid
 from fedquilt.tools.report import plots
 from fedquilt.tools.report.figures import at_least
-from fedquilt.tools.simulation.scratch import Scratch
 
-TABLES: Final = ("fedstitch", "fedstitch-noniid")
-SEEDS: Final = (0, 1, 2)
-PARTITIONS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "fedstitch": {"partition": "iid"},
-    "fedstitch-noniid": {"partition": "dirichlet", "alpha": 1.0, "min_size": 100},
-}
-PAPER_EPOCHS: Final = 10
+__all__ = ["alone", "lines", "picture", "searched", "trained", "unfolded", "whole"]  # named by fedstitch.toml
+
 PAPER: Final = {"speed-up": 8.12, "memory": 79.5, "energy": 89.41}  # at most: times, %, %
 PAPER_BATCH: Final = 128  # that memory is measured with, and that decides who can take part
-SEARCH: Final = {"expansions": 24, "subrounds": 1, "depth": 20, "samples": 64, "head_samples": 200}
-SGD: Final = {"epochs": 2, "batch": 32, "momentum": 0.9, "weight_decay": 5e-4}
-SCRATCH: Final = {**SGD, "lr": 0.05}
-TUNED: Final = {**SGD, "lr": 0.01, "at_once": PAPER_BATCH}
 WIDTHS: Final = (7, 13, 7, 8, 9, 9, 6, 13, 11, 9, 10)  # of columns, in letters
 OURS: Final = "FedStitch"
-ARMS: Final[Mapping[str, Arm]] = {
-    OURS: Arm("fedstitch", "donors", 0, 200, SEARCH, paper=(90.49, 88.17)),
-    "Local": Arm("fedstitch", "donors", 1, 200, SEARCH, alone=2, paper=(81.45, 77.55)),
-    "FedAvg": Arm("fedavg", "scratch", 1, 10, SCRATCH, 2, paper_rounds=500),
-    "HeteroFL": Arm("heterofl", "scratch", 1, 10, SCRATCH, 2, paper=(74.15, 64.36), paper_rounds=500),
-    "DepthFL": Arm("depthfl", "scratch", 1, 10, SCRATCH, 2, paper=(76.23, 65.68), paper_rounds=500),
-    "FeDepth": Arm("fedepth", "scratch", 1, 10, SCRATCH, 2, paper=(79.88, 67.24), paper_rounds=500),
-    "MobileNetV2 FT-Part": Arm(
-        "ft_part", "mobilenet_v2", 2, 5, {**TUNED, "kept": 0.2}, paper=(73.11, 72.10), paper_rounds=100
-    ),
-    "MobileNetV2 FT-Full": Arm("ft_full", "mobilenet_v2", 2, 5, TUNED, paper=(76.87, 73.00), paper_rounds=100),
-    "SqueezeNet FT-Full": Arm("ft_full", "squeezenet1_1", 2, 5, {**TUNED, "lr": 0.001}, paper_rounds=100),
-}
-PAGE: Final = "stitching.md#beside-training-on-one-fleet"
-COVERS: Final = dict.fromkeys(TABLES, tuple(dict.fromkeys(arm.method for arm in ARMS.values())))
 
 
-def run(
-    table: str,
-    seeds: Sequence[int] = SEEDS,
-    rounds: int | None = None,
-    data: Path | None = None,
-    say: Callable[[str], None] = lambda line: None,
+def whole(
+    table: str, grid: Grid, seeds: Sequence[int], rounds: int | None, out: Path, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """A table; its claims are checked with the default number of rounds.
-
-    Args:
-        rounds: of every arm that trains.
-        data: a folder with CIFAR-10 and the donors' weights in weights/.
-
-    Raises:
-        JobError: there is no such table.
-        DataError: images or weights are not there.
-    """
-    common.require(table, TABLES)
-    if data is None:
-        raise DataError(f"{table} needs --data: a folder with CIFAR-10, and weights/ with the donors' files")
-    with Scratch() as scratch:
-        starts = fedstitch_runs.prepared(ARMS, data, seeds, scratch)
-        todo = [
-            (name, seed, given)
-            for seed in seeds
-            for name in ARMS
-            for given in _runs(name, starts, table, data, seed, rounds)
-        ]
-        say(f"{len(todo)} runs")
-        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS}
-        for index, found in parallel.spread(fedstitch_runs.play, [given for *_, given in todo]):
-            name, seed, _ = todo[index]
-            runs[name].append({"seed": seed, **found})
-            last = found["marks"][-1]
-            say(f"seed {seed}, {name}: {100 * last['test']:.1f} % in {last['seconds']:.2f} s of the boards")
-        peaks = _peaks(starts, table, data, seeds[0], say)
-    rows = {name: _row(name, runs[name], peaks[name], runs[OURS]) for name in ARMS}
-    return {
-        "table": table,
-        "seeds": list(seeds),
-        "rows": rows,
-        "runs": runs,
-        "figures": _figures(rows, runs) if rounds is None else {},
-    }
+    """The result of a table; its claims are checked with the default number of rounds."""
+    todo = cells.cells(grid, "fedstitch", table, seeds, rounds, [""], out)
+    found = cells.played_all([cell.case for cell in todo], out, say)
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in grid.rows}
+    for cell in todo:
+        run = msgspec.to_builtins(found[cell.case])
+        figures = run.pop("figures")
+        runs[cell.row] += [{**each, **figures} for each in figures.pop("alone", [run])]
+    peaks = {cell.row: _peaks(cell, say) for cell in todo[: len(grid.rows)] if cell.row != "Local"}
+    peaks["Local"] = peaks[OURS]
+    rows = {name: _row(runs[name], peaks[name], runs[OURS], row.paper.get("test")) for name, row in grid.rows.items()}
+    fleet = {"devices": grid.job["fleet"]["devices"], "asked": grid.job["cohort"]["size"]}
+    figures = _figures(rows, runs) if rounds is None else {}
+    return {"table": table, "seeds": list(seeds), **fleet, "rows": rows, "runs": runs, "figures": figures}
 
 
-def _runs(
-    name: str, starts: Mapping[tuple[str, int], Path], table: str, data: Path, seed: int, rounds: int | None
-) -> list[tuple[Any, ...]]:
-    """Arguments of `play` of one arm with one seed."""
-    arm, partition = ARMS[name], PARTITIONS[table]
-    given = fedstitch_runs.job(arm, data, partition, seed, (arm.trains and rounds) or arm.rounds)
-    planned = None
-    if arm.paper_rounds is not None:
-        planned = fedstitch_runs.job(arm, data, partition, seed, arm.paper_rounds, epochs=PAPER_EPOCHS)
-    names = [f"{fedstitch_runs.BOARD}-{index:02d}" for index in range(DEVICES)]
-    who = cohort.sample(seed, 0, names, arm.alone) if arm.alone else ("",)
-    return [(starts[arm.start, seed], given, device, planned) for device in who]
-
-
-def _peaks(
-    starts: Mapping[tuple[str, int], Path], table: str, data: Path, seed: int, say: Callable[[str], None]
-) -> dict[str, dict[str, int | None]]:
-    """Arm -> budget -> the peak of a task there, None where it does not fit. One after the other: nothing beside it."""
-    found: dict[str, dict[str, int | None]] = {}
-    for name, arm in ARMS.items():
-        changes = {"epochs": 1, "batch": PAPER_BATCH} if arm.trains else {}
-        given = fedstitch_runs.job(arm, data, PARTITIONS[table], seed, arm.rounds, **changes)
-        if arm.alone:
-            found[name] = found[OURS]
-            continue
-        found[name] = {
-            budget: fedstitch_runs.peak_bytes(arm, starts[arm.start, seed], given, budget)
-            for budget in dict.fromkeys(BUDGETS)
-        }
-        told = ", ".join(f"{'-' if peak is None else f'{peak / 1e6:.0f}'} MB of {b}" for b, peak in found[name].items())
-        say(f"memory, {name}: {told}")
-    return found
+def _peaks(cell: Cell, say: Callable[[str], None]) -> dict[str, list[int | None]]:
+    """Budget -> the peak of a task there, None where it does not fit, for each of the fleet's budgets."""
+    given, folder = cell.case.settings, Path(cell.case.folder)
+    if "epochs" in given.params:
+        given = msgspec.structs.replace(given, params={**given.params, "epochs": 1, "batch": PAPER_BATCH})
+    budgets = given.fleet.budgets
+    known = {budget: fedstitch_runs.peak_bytes(folder, given, budget) for budget in dict.fromkeys(budgets)}
+    told = ", ".join(f"{'-' if peak is None else f'{peak / 1e6:.0f}'} MB of {b}" for b, peak in known.items())
+    say(f"memory, {cell.row}: {told}")
+    return {budget: [known[budget]] * budgets.count(budget) for budget in known}
 
 
 # -- what it came to ------------------------------------------------------------------------------
 
 
 def _row(
-    name: str, runs: Sequence[Mapping[str, Any]], peaks: Mapping[str, int | None], ours: Sequence[Mapping[str, Any]]
+    runs: Sequence[Mapping[str, Any]],
+    peaks: Mapping[str, Sequence[int | None]],
+    ours: Sequence[Mapping[str, Any]],
+    paper: Sequence[float] | None,
 ) -> dict[str, Any]:
     """Means over the runs; "sd" of the accuracy. "to_equal" is None if their mean never came to that of FedStitch."""
     last = [run["marks"][-1] for run in runs]
-    known = [peak for budget in BUDGETS if (peak := peaks[budget]) is not None]
+    devices = [peak for each in peaks.values() for peak in each]
+    known = [peak for peak in devices if peak is not None]
     goal = statistics.fmean(each["marks"][-1]["test"] for each in ours)
     planned = [run["planned"] for run in runs if "planned" in run]
     accuracies = [mark["test"] for mark in last]
     return {
-        "group": ARMS[name].group,
         "accuracy": statistics.fmean(accuracies),
         "sd": statistics.stdev(accuracies) if len(accuracies) > 1 else None,
-        "takes_part": len(known) / len(BUDGETS),
+        "takes_part": len(known) / len(devices),
         "rounds": statistics.fmean(mark["rounds"] for mark in last),
         "seconds": statistics.fmean(mark["seconds"] for mark in last),
         "energy_j": statistics.fmean(mark["energy_j"] for mark in last),
@@ -182,12 +83,12 @@ def _row(
         "up_bytes": statistics.fmean(mark["up_bytes"] for mark in last),
         "peak_bytes": statistics.fmean(known) if known else None,
         "most_bytes": max(known, default=None),
-        "peaks": dict(peaks),
+        "peaks": {budget: each[0] for budget, each in peaks.items()},
         "to_equal": next((seconds for seconds, accuracy in _curve(runs) if accuracy >= goal), None),
         "planned": {key: statistics.fmean(each[key] for each in planned) for key in ("seconds", "energy_j")}
         if planned
         else None,
-        "paper": ARMS[name].paper,
+        "paper": paper and paper[0],
     }
 
 
@@ -237,8 +138,8 @@ def _figures(rows: Mapping[str, Mapping[str, Any]], runs: Mapping[str, Sequence[
     faster = over_seeds("seconds", lambda planned, mine: planned / mine)
     saved = over_seeds("energy_j", lambda planned, mine: 100 * (1 - mine / planned))
     return {
-        "speed-up over the paper's schedule, least": common.claim(faster, "times", at_least=1.0),
-        "energy saved of the paper's schedule, least": common.claim(saved, "%", at_least=1.0),
+        "speed-up over the paper's schedule, least": claims.claim(faster, "times", at_least=1.0),
+        "energy saved of the paper's schedule, least": claims.claim(saved, "%", at_least=1.0),
         "memory saved, mean of devices, least": at_least(least("memory"), 1.0, "%"),
         "memory saved, largest of devices, least": at_least(least("most"), 1.0, "%"),
         **({"speed-up to equal accuracy, least": at_least(min(equal), 1.0, "times")} if equal else {}),
@@ -254,21 +155,20 @@ def by_seed(runs: Sequence[Mapping[str, Any]], value: Callable[[Mapping[str, Any
 def ahead(runs: Mapping[str, Sequence[Mapping[str, Any]]], name: str) -> dict[str, Any]:
     """FedStitch's points of accuracy over another row, as a claim."""
     mine, theirs = (by_seed(runs[each], lambda run: 100 * run["marks"][-1]["test"]) for each in (OURS, name))
-    return common.claim([mine[seed] - theirs[seed] for seed in mine], "points", at_least=0.0)
+    return claims.claim([mine[seed] - theirs[seed] for seed in mine], "points", at_least=0.0)
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
     """The table as text."""
-    rows, noniid = result["rows"], result["table"] != TABLES[0]
-    seeds = ", ".join(map(str, result["seeds"]))
+    rows, seeds = result["rows"], ", ".join(map(str, result["seeds"]))
     found = [
-        f"{result['table']}: CIFAR-10, {DEVICES} devices, {ASKED} in a round; seeds {seeds}",
+        f"{result['table']}: CIFAR-10, {result['devices']} devices, {result['asked']} in a round; seeds {seeds}",
         _cells("", "takes", "accuracy", "paper", "board", "to", "", "real", "peak MB", "MB down", "paper", "schedule"),
         _cells("", "part %", "%", "%", "s", "equal s", "J", "s", "mean / most", "/ up", "s", "J"),
     ]
     for name, row in rows.items():
         spread = f"{100 * row['accuracy']:.1f}" + (f" ± {100 * row['sd']:.1f}" if row["sd"] is not None else "")
-        paper = "-" if row["paper"] is None else f"{row['paper'][noniid]:.1f}"
+        paper = "-" if row["paper"] is None else f"{row['paper']:.1f}"
         held = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:.0f} / {row['most_bytes'] / 1e6:.0f}"
         equal = "" if name == OURS else "never" if row["to_equal"] is None else f"{row['to_equal']:.2f}"
         sent = f"{row['down_bytes'] / 1e6:.0f} / {row['up_bytes'] / 1e6:.0f}"
@@ -282,8 +182,8 @@ def lines(result: Mapping[str, Any]) -> list[str]:
         found.append(f"  {name:20} {each['speed-up']:8.1f} {each['memory']:8.1f} {each['energy']:8.1f}")
     found.append(f"  {'the paper, at most':20} {PAPER['speed-up']:8.2f} {PAPER['memory']:8.1f} {PAPER['energy']:8.2f}")
     found.append("FedStitch's accuracy over that of others, by seed")
-    found += [f"  {name:20} {common.told(ahead(result['runs'], name))}" for name in rows if name != OURS]
-    return [*found, *common.claim_lines(result)]
+    found += [f"  {name:20} {claims.told(ahead(result['runs'], name))}" for name in rows if name != OURS]
+    return [*found, *claims.lines(result)]
 
 
 def _cells(name: str, *cells: str) -> str:

@@ -1,164 +1,197 @@
-"""Tables of the papers: found by their files, listed, and run with what they want."""
+"""Tables of runs: the papers' own, listed and found by method; and a grid of a user's own from file to verdict."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from fedquilt import methods
 from fedquilt.cli import main
+from fedquilt.coordinator import settings
 from fedquilt.core import JobError, StoreError
 from fedquilt.tools.experiments import papers
+from fedquilt.tools.experiments.papers import cells, grid
 
 DOCS = Path(__file__).parents[4] / "docs"
+OWN = """
+about = "What it is.\\n\\nHow it is done."
+seeds = [4, 5]
+show = [{ value = "rounds_to", title = "to 90 %", digits = 0, each = true }, { value = "test", title = "end", scale = 100.0 }]
+claims = [
+  { name = "{row} at {column}", value = "test", over = "still", scale = 100.0, unit = "points", at_least = 0.0 },
+  { name = "bytes", value = "up_bytes", row = "moves", of = "still", worst = true, unit = "%", at_most = 101.0 },
+  { name = "to 90 %", value = "rounds_to", row = "still", over = "moves", told = true },
+]
+[job]
+name = "made"
+method = "fedavg"
+engine = "numpy"
+rounds = 2
+check.every = 1
+params = { lr = 0.3, batch = 16 }
+model = { name = "mlp", inputs = 64, hidden = [8], classes = 10 }
+fleet.devices = 2
+data = { path = "$digits", limit = 200 }
+[axes.split]
+all = { target = 0.0, paper.moves = { test = [90.5, 1.25], rounds_to = [] } }
+none = { target = 1.0 }
+[rows]
+still.job.params.lr = 1e-9
+moves = {}
+"""
 
 
-def module(data: bool = False) -> ModuleType:
-    """Two tables that remember what they were run with."""
-    made: Any = ModuleType("made", "What it is.\n\nWhat differs from the paper.")
-    made.TABLES = {"t1": 1, "t2": 2}
-    made.SEEDS = (4, 5)
-    made.COVERS = {"t1": ("fedavg", "moon"), "t2": ("moon",)}
-    made.PAGE = "training.md"
-    made.lines = lambda result: [f"ours {result['ours']}, the paper's 3"]
-
-    def run(table: str, seeds: Any, rounds: int | None, say: Any) -> dict[str, Any]:
-        say(f"running {table}")
-        return {"ours": 2, "seeds": list(seeds), "rounds": rounds}
-
-    def run_with_data(table: str, seeds: Any, rounds: int | None, data: Path | None, say: Any) -> dict[str, Any]:
-        return {"folder": str(data), "seeds": list(seeds)}
-
-    made.run = run_with_data if data else run
-    return made
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A file with a small grid that numpy runs."""
+    (tmp_path / "own.toml").write_text(OWN)
+    return tmp_path / "own.toml"
 
 
-def known(data: bool = False) -> dict[str, ModuleType]:
-    return dict.fromkeys(("t1", "t2"), module(data))
+def test_the_papers_tables_are_right_and_each_of_their_jobs_is_too(tmp_path: Path) -> None:
+    """With a folder that has all data: no key is wrong, and what their code is asked for is there."""
+    for name in ("cifar10.npz", "t10k-images-idx3-ubyte"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "weights").mkdir()
+    for name in ("mobilenet_v2", "squeezenet1_1"):
+        (tmp_path / "weights" / f"{name}.pt").write_bytes(b"")
+    for name, table in papers.tables().items():
+        found = table.filled(tmp_path if table.takes_data else None)
+        assert found.about.strip().partition("\n")[0].endswith((".", "?", ":")), name
+        wanted = [row.play for row in found.rows.values()] + [found.run, (found.pretrain or grid.Pretrain({})).by]
+        assert all(hasattr(cells.module(papers.code_of(table)), each) for each in wanted if each)
+        for points in found.columns.values():
+            for row in found.rows.values():
+                if found.job:
+                    settings.parse(found.job_of(points, row, 0, None))
 
 
-def test_every_module_of_the_folder_is_a_table_that_can_be_run() -> None:
-    """Names are unique, each has its module's docstring, and takes what the verb gives."""
-    found = papers.modules()
-    assert {"fedpews-table2", "fedpews-table6"} <= set(found)
-    for row in papers.catalogue(found):
-        assert row["about"].endswith((".", "?", ":"))
-    for each in found.values():
-        assert {"table", "seeds", "rounds", "say"} <= papers._takes(each)
-        assert callable(each.lines)
+def test_tables_cover_methods_that_there_are_and_their_pages_exist() -> None:
+    """Each table names some, and its page has the heading that it points to."""
+    for table in papers.tables().values():
+        covered = papers.methods_of(table)
+        assert covered
+        assert set(covered) <= set(methods.names())
+        page, _, anchor = table.grid.page.partition("#")
+        headings = [line.lstrip("# ") for line in (DOCS / page).read_text().splitlines() if line.startswith("#")]
+        assert not anchor or anchor in [heading.lower().replace(",", "").replace(" ", "-") for heading in headings]
 
 
-def test_a_table_gets_its_modules_seeds_unless_others_are_given() -> None:
-    """And the result carries what the module says of how it differs from the paper."""
-    said: list[str] = []
-    result = papers.run("t1", known(), say=said.append)
-    assert (result["seeds"], result["rounds"], said) == ([4, 5], None, ["running t1"])
-    assert "differs from the paper" in result["about"]
-    assert papers.run("t2", known(), seeds=[1], rounds=3)["rounds"] == 3
-
-
-def test_data_goes_where_it_is_taken_and_is_refused_where_not() -> None:
-    """A table that makes its own says so; one that wants some says that itself."""
-    with pytest.raises(JobError, match="leave --data out"):
-        papers.run("t1", known(), folder=Path("x"))
-    assert papers.run("t1", known(data=True), folder=Path("x"))["folder"] == "x"
-    assert papers.run("t1", known(data=True))["folder"] == "None"
-
-
-def test_the_list_has_each_paper_once_with_its_tables() -> None:
-    """And says which take data."""
-    assert papers.listed(papers.catalogue(known(data=True))) == [
-        "What it is.",
-        "  t1 (--data FOLDER)",
-        "  t2 (--data FOLDER)",
-    ]
-
-
-def test_an_unknown_table_names_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the exit code of a wrong command line."""
-    assert main(["reproduce", "table-99"]) == 2
-    assert "fedpews-table2" in capsys.readouterr().err
+def test_a_method_is_told_the_commands_of_the_tables_that_run_it() -> None:
+    """With the page of docs/ where the figures are; a table that needs no folder has none in its command."""
+    known = papers.tables()
+    assert papers.covering("fedlora", known) == [("fedquilt reproduce fedsdg --data FOLDER", "training.md#fedsdg")]
+    assert papers.covering("fedpews", known)[0] == ("fedquilt reproduce fedpews-table2", "training.md#fedpews")
+    assert papers.covering("krum", known) == []
 
 
 def test_without_a_table_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    """For people and for programs."""
+    """For people, each paper once, and for programs; each says whether it takes data."""
     assert main(["reproduce"]) == 0
-    assert "fedpews-table2" in capsys.readouterr().out
+    shown = capsys.readouterr().out.splitlines()
+    at = shown.index("  genefl (--data FOLDER)")
+    assert shown[at + 1] == "  genefl-bytes"
+    assert shown[at - 1].endswith("inherits.")
     assert main(["reproduce", "--format", "json"]) == 0
     rows = {row["table"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["fedpews-table2"]["takes_data"] is False
     assert (rows["genefl"]["takes_data"], rows["genefl-bytes"]["takes_data"]) == (True, False)
 
 
-def test_a_method_is_told_the_commands_of_the_tables_that_run_it() -> None:
-    """With the page of docs/ where the figures are; a table that needs no folder has none in its command."""
-    assert papers.covering("moon", known()) == [
-        ("fedquilt reproduce t1", "training.md"),
-        ("fedquilt reproduce t2", "training.md"),
-    ]
-    assert papers.covering("fedavg", known(data=True)) == [("fedquilt reproduce t1 --data FOLDER", "training.md")]
-    assert papers.covering("scaffold", known()) == []
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["table-99"], "'table-99' is unknown; there are: fedpews-table2"),
+        (["none.toml"], "cannot read none.toml"),
+        (["genefl-bytes", "--columns", "a"], "genefl-bytes is run as a whole: leave --columns out"),
+        (["fedpews-table2", "--columns", "64k"], "has no column '64k'; it has: 32k-1.0"),
+        (["fedpews-table2", "--data", "."], "fedpews-table2 makes its own data: leave --data out"),
+        (["fedsdg"], "fedsdg needs --data: a folder with MNIST's files"),
+        (["fedstitch"], "fedstitch needs --data"),
+        (["genefl", "--picture", "p.svg"], "genefl has no picture: leave --picture out"),
+    ],
+)
+def test_what_is_not_there_is_said_before_anything_is_run(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the exit code of a wrong command line, or of data that are not there."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", *words]) in (2, 3)
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / papers.KEPT).exists()
 
 
-def test_columns_go_where_a_table_has_some_and_are_refused_where_not() -> None:
-    """Of FedPeWS's tables each can be run alone."""
-    with pytest.raises(JobError, match="leave --columns out"):
-        papers.run("t1", known(), columns=["a"])
-    with pytest.raises(JobError, match=r"has no column '64k'"):
-        papers.run("fedpews-table2", papers.modules(), columns=["64k"])
+def test_a_grid_of_ones_own_is_run_shown_and_judged(
+    own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its claims decide the exit code; runs that are kept are not made again, and results are the same."""
+    words = ["reproduce", str(own), "--kept", str(tmp_path / "kept"), "--out", str(tmp_path / "result.json")]
+    code = main(words)
+    first = json.loads((tmp_path / "result.json").read_text())
+    shown = capsys.readouterr()
+    assert "[8/8, about 0 min left] " in shown.err
+    assert code == (0 if all(claim["reached"] for claim in first["figures"].values()) else 1)
+    assert set(first["figures"]) == {"moves at all", "moves at none", "bytes"}
+    assert (first["figures"]["bytes"]["value"], first["figures"]["bytes"]["verdict"]) == (100.0, "holds")
+    assert first["told"]["to 90 %"]["value"] == 0.0
+    values = {row: of["values"] for row, of in first["columns"]["none"].items()}
+    assert values["still"]["rounds_to"] == values["moves"]["rounds_to"] == [None, None]
+    assert first["columns"]["all"]["moves"]["values"]["rounds_to"] == [1, 1]
+    assert [run["seed"] for run in first["columns"]["all"]["moves"]["runs"]] == [4, 5]
+    assert values["moves"]["test"] > values["still"]["test"]
+    text = shown.out.splitlines()
+    assert "all, 2 rounds" in text
+    assert any(line.startswith("moves") and "1, 1 (never)" in line and "(90.5 ± 1.25)" in line for line in text)
+    assert any(line.startswith("still") and "-, -" in line for line in text)
+    assert text[-1] == "How it is done."
+    assert main(words) == code
+    assert "8 of 8 runs are in" in capsys.readouterr().err
+    again = json.loads((tmp_path / "result.json").read_text())
+    assert again == first
 
 
-def test_tables_cover_methods_that_there_are_and_their_pages_exist() -> None:
-    """Each table names some, and its page has the heading that it points to."""
-    for table, found in papers.modules().items():
-        assert found.COVERS[table]
-        assert set(found.COVERS[table]) <= set(methods.names())
-        page, _, anchor = found.PAGE.partition("#")
-        headings = [line.lstrip("# ") for line in (DOCS / page).read_text().splitlines() if line.startswith("#")]
-        assert not anchor or anchor in [heading.lower().replace(",", "").replace(" ", "-") for heading in headings]
+def test_fewer_rounds_or_columns_are_run_and_nothing_is_claimed(own: Path, tmp_path: Path) -> None:
+    """Seeds are those that are given, too."""
+    table = grid.tables(own)["own"]
+    result = papers.run(table, seeds=[1], rounds=1, columns=["none"], out=tmp_path / "kept")
+    assert (result["seeds"], list(result["columns"]), result["figures"]) == ([1], ["none"], {})
+    assert {row["rounds"] for row in result["columns"]["none"].values()} == {1}
 
 
-def test_a_picture_is_drawn_where_there_is_one(
+def test_a_run_that_fails_is_named_and_the_others_are_kept(own: Path, tmp_path: Path) -> None:
+    """A fleet that nobody of has the room."""
+    own.write_text(OWN + '[rows.large]\njob.fleet.budgets = ["1MB"]\n')
+    table = grid.tables(own)["own"]
+    with pytest.raises(JobError, match=r"1 of 3 runs failed, the others are kept in .*runs: all large, seed 4: "):
+        papers.run(table, seeds=[4], columns=["all"], out=tmp_path / "kept")
+    assert len(list((tmp_path / "kept" / "runs").glob("*.json"))) == 2
+
+
+def told(monkeypatch: pytest.MonkeyPatch, reached: bool) -> None:
+    """Let every run of a table give this claim, and no runs."""
+    figures = {"rounds saved": {"value": 1.0, "at_least": 2.0, "unit": "", "reached": reached}}
+    result = {"table": "t", "seeds": [0], "columns": {}, "figures": figures, "told": {}, "about": "What it is."}
+    monkeypatch.setattr(papers, "run", lambda table, **options: result)
+
+
+def test_a_picture_is_drawn_where_there_is_one_and_a_result_is_not_lost(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And refused before any work where there is none."""
-    made: Any = module()
-    monkeypatch.setattr(papers, "modules", lambda: {"t1": made})
-    options = {"seeds": None, "rounds": None, "folder": None, "columns": None, "out": None, "format": "text"}
-    with pytest.raises(JobError, match="t1 has no picture: leave --picture out"):
-        papers.main("t1", **options, picture=tmp_path / "p.svg")
-    made.picture = lambda result: f"<svg>{result['ours']}</svg>"
-    assert papers.main("t1", **options, picture=tmp_path / "p.svg") == 0
-    assert (tmp_path / "p.svg").read_text() == "<svg>2</svg>"
-    capsys.readouterr()
-    assert papers.main("t1", **options, picture=tmp_path / "new" / "folder" / "p.svg") == 0
-    assert (tmp_path / "new" / "folder" / "p.svg").exists()
-    capsys.readouterr()
+    """What took minutes is printed although a file cannot be written; the exit code tells a claim that failed."""
+    from fedquilt.tools.experiments.papers import fedsdg
+
+    options: dict[str, Any] = {"seeds": None, "rounds": None, "folder": None, "columns": None, "format": "text"}
+    for reached in (True, False):
+        told(monkeypatch, reached)
+        monkeypatch.setattr(fedsdg, "picture", lambda result: f"<svg>{result['table']}</svg>")
+        place = tmp_path / "new" / "folder" / f"{reached}.svg"
+        assert papers.main("fedsdg", **options, out=None, picture=place) == (0 if reached else 1)
+        assert place.read_text() == "<svg>t</svg>"
+        assert "What it is." in capsys.readouterr().out
     (tmp_path / "no").write_text("a file is in the folder's place")
     with pytest.raises(StoreError, match="cannot write"):
-        papers.main("t1", **options, picture=tmp_path / "no" / "p.svg")
-    assert "ours 2" in capsys.readouterr().out  # what took minutes is not lost
-
-
-def test_a_claim_that_does_not_come_out_is_told_by_the_exit_code(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The result is printed and written all the same; figures are as in a bench."""
-    for reached in (True, False):
-        made = module()
-        figures = {"rounds saved": {"value": 1.0, "at_least": 2.0, "unit": "", "reached": reached}}
-        run = made.run
-        made.run = lambda table, seeds, rounds, say, run=run, figures=figures: {  # type: ignore[attr-defined]
-            **run(table, seeds, rounds, say),
-            "figures": figures,
-        }
-        monkeypatch.setattr(papers, "modules", lambda made=made: {"t1": made})
-        out = tmp_path / "result.json"
-        options = {"seeds": None, "rounds": None, "folder": None, "columns": None, "picture": None}
-        assert papers.main("t1", **options, out=out, format="text") == (0 if reached else 1)
-        assert "ours 2, the paper's 3" in capsys.readouterr().out
-        assert json.loads(out.read_text())["figures"] == figures
+        papers.main("fedsdg", **options, out=None, picture=tmp_path / "no" / "p.svg")
+    assert "What it is." in capsys.readouterr().out

@@ -1,0 +1,233 @@
+"""The runs of a grid: what each begins with, how it is played by the machinery of `fedquilt compare`, what it tells."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from fedquilt import config, methods, tensors
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.settings import Job
+from fedquilt.core import Examples, Fit, JobError, Tensors
+from fedquilt.data import examples
+from fedquilt.data.spec import DataSpec
+from fedquilt.tools.artefacts import prepare
+from fedquilt.tools.experiments import compare, parallel, run_cache
+from fedquilt.tools.experiments.compare import Case
+from fedquilt.tools.experiments.papers.grid import NETWORK, Grid, Pretrain, Row, merged
+from fedquilt.tools.experiments.single_run import Run
+from fedquilt.tools.experiments.single_run import play as play_job
+from fedquilt.tools.simulation import Member
+from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, engine_of
+
+WEIGHTS: Final = ("weights", "weights_classes")  # keys of [model] that the bundle has taken up
+
+
+class How(msgspec.Struct, frozen=True):
+    """What of a cell's run its job does not say."""
+
+    code: str  # the table's own module; "": none
+    row: Row
+    together: bool
+    first: bool
+    tested: bool
+    device: str
+
+    def pick(self, members: list[Member]) -> list[Member]:
+        """The devices that take part, as the grid calls them."""
+        if self.device:
+            members = [Member(f"{self.device}-{i:02}", each.train, each.held) for i, each in enumerate(members)]
+        return members[slice(*self.row.members)] if self.row.members else members
+
+
+class Cell(NamedTuple):
+    """One run of a table."""
+
+    column: str
+    row: str
+    target: float | None
+    case: Case
+
+
+def cells(
+    grid: Grid, code: str, where: str, seeds: Sequence[int], rounds: int | None, columns: Sequence[str], out: Path
+) -> list[Cell]:
+    """All runs of a table, seed by seed, so that an interrupted one has whole rows; their bundles are made in `out`.
+
+    Raises:
+        FedquiltError: a job of the table is wrong, or a bundle cannot be made.
+    """
+    found: list[tuple[str, str, Mapping[str, Any], Pretrain | None, Row, float | None]] = []
+    for seed in seeds:
+        for column in columns:
+            points = grid.columns[column]
+            for name, row in grid.rows.items():
+                job = grid.job_of(points, row, seed, rounds)
+                with config.naming(f"{where}, row {name!r}"):
+                    settings.parse(job)
+                before = [grid.pretrain, *(point.pretrain for point in points), row.pretrain]
+                targets = [point.target for point in points if point.target is not None]
+                found.append((column, name, job, [None, *filter(None, before)][-1], row, [None, *targets][-1]))
+    bundles = starts(code, [(job, before) for _, _, job, before, _, _ in found], out)
+    made = []
+    for (column, name, job, _, row, target), folder in zip(found, bundles, strict=True):
+        model = {key: value for key, value in job.get("model", {}).items() if key not in WEIGHTS}
+        given = settings.parse({**job, "model": model})
+        how = How(code, row, grid.together, grid.first, grid.tested, grid.device)
+        written = [msgspec.json.encode(each, order="sorted") for each in (given, how)]
+        made.append(Cell(column, name, target, Case(written[0], str(folder), written[1], f"{column} {name}".strip())))
+    return made
+
+
+# -- what runs begin with -------------------------------------------------------------------------
+
+
+def starts(code: str, wanted: Sequence[tuple[Mapping[str, Any], Pretrain | None]], out: Path) -> list[Path]:
+    """The bundles of jobs with what is trained before; those that are in `out`/starts already are not made again."""
+    todo: dict[Path, tuple[Any, ...]] = {}
+    found = []
+    for job, before in wanted:
+        table = {key: job[key] for key in (*NETWORK, "name", "method", "seed", "params", "data") if key in job}
+        if table.get("model"):
+            table["model"] = {"seed": job["seed"], **table["model"]}
+        if before is not None:
+            before = msgspec.structs.replace(before, data={"seed": job["seed"], **before.data})
+        measured = table.get("int8") or table.get("input", {}).get("standardise")  # on the job's own data
+        of = [table.get(part) for part in (*NETWORK, *(["data"] if measured else []))]
+        key: list[Any] = [of, msgspec.to_builtins(before), job["seed"] if before else 0]
+        key += [run_cache.code(), *(run_cache.content(Path(file)) for file in _files(key))]
+        folder = out / "starts" / hashlib.sha256(msgspec.json.encode(key, order="sorted")).hexdigest()[:24]
+        found.append(folder / "bundle")
+        if not (folder / "bundle" / "bundle.json").exists():
+            todo[folder] = (code, table, before, folder)
+    for _ in parallel.spread(start, list(todo.values())):
+        pass
+    return found
+
+
+def start(code: str, table: dict[str, Any], before: Pretrain | None, folder: Path) -> None:
+    """Make the bundle of a job in `folder`/bundle, with weights that are trained before where that is wanted."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if before is not None:
+        _one_thread()
+        file = folder / "weights.safetensors"
+        file.write_bytes(tensors.encode(pretrained(code, table, before)))
+        table = merged(table, {"model": {"weights": str(file)}})
+    prepare.whole(settings.parse(table), folder / "bundle")
+
+
+def pretrained(code: str, job: Mapping[str, Any], wanted: Pretrain) -> Tensors:
+    """The weights of a network after training on examples that no device has."""
+    from fedquilt.edge_agent.engines.torch_engine import TorchEngine
+    from fedquilt.models.networks import registry
+
+    known = [field.name for field in dataclasses.fields(Fit)]
+    for odd in wanted.fit.keys() - set(known):
+        raise JobError(f"[pretrain.fit] {odd}: there are {', '.join(known)}{config.nearest(odd, known)}")
+    fit, given = Fit(**wanted.fit), examples.load_all(DataSpec.parse(wanted.data, "[pretrain.data]"))
+    if wanted.by:
+        return dict(getattr(module(code), wanted.by)(job, given))
+    if wanted.below:
+        rows = given.y < wanted.below
+        given = Examples(given.x[rows], given.y[rows])
+    network, seed = {key: value for key, value in job["model"].items() if key != "seed"}, job["seed"]
+    drawn = {key: value for key, value in network.items() if key != "input"}
+
+    def fresh(seed: int) -> Tensors:
+        return {name: value.numpy() for name, value in registry.load(drawn, seed=seed).state_dict().items()}
+
+    found: Tensors = TorchEngine(ROOM_BYTES).train(network, fresh(seed), given, fit, tensors.rng(*wanted.draw, seed))[0]
+    if not wanted.new_head:
+        return found
+    dense = [name for name, value in found.items() if name.endswith(".weight") and value.ndim == 2]
+    last = max(dense, key=lambda name: int(name.split(".")[0])).rpartition(".")[0] + "."
+    return {name: value if name.startswith(last) else found[name] for name, value in fresh(seed + 1000).items()}
+
+
+def _files(value: Any) -> list[str]:
+    """The files and folders that a table names."""
+    if isinstance(value, Mapping):
+        own = [str(value[key]) for key in ("path", "weights") if isinstance(value.get(key), str)]
+        return [*own, *(file for each in value.values() for file in _files(each))]
+    return [file for each in value for file in _files(each)] if isinstance(value, list | tuple) else []
+
+
+def _one_thread() -> None:
+    from fedquilt.edge_agent.engines import torch_engine  # noqa: F401  # before torch: it says how threads wait
+
+    # isort: split
+    import torch
+
+    torch.set_num_threads(1)  # others run beside it
+
+
+# -- runs -----------------------------------------------------------------------------------------
+
+
+def play(case: Case, tell: compare.Tell) -> Run:
+    """Play one run, with what the table's own code looks at, or by its function of the row's `play`.
+
+    The code may have `look(folder, how, simulation, hands)`, told before the first round, after each and at the end,
+    which returns values of the run; functions for `play` take (job, folder, how) and return a `Run`.
+
+    Raises:
+        FedquiltError: the run has failed.
+    """
+    how, job, folder = msgspec.json.decode(case.how, type=How), case.settings, Path(case.folder)
+    if engine_of(job, methods.load(job.method)) == "torch":
+        _one_thread()
+    code = module(how.code)
+    if how.row.play:
+        run: Run = getattr(code, how.row.play)(job, folder, how)
+        return run
+    return played(job, folder, how, tell)
+
+
+def played(job: Job, folder: Path, how: How, tell: compare.Tell = lambda done: None, **changes: Any) -> Run:
+    """A run as a grid's are played; `changes` are of the arguments of `single_run.play`."""
+    look = getattr(module(how.code), "look", None)
+    options: dict[str, Any] = {"pick": how.pick, "away": how.row.away, "together": how.together}
+    options |= {"first": how.first, "tested": how.tested}
+    if look is not None:
+        options["look"] = functools.partial(look, folder, how)
+    return play_job(job, folder, tell, **{"workers": 0, **options, **changes})
+
+
+def module(name: str) -> ModuleType | None:
+    """The code of a table; None: it has none."""
+    return importlib.import_module(f"{__package__}.{name}") if name else None
+
+
+def value_of(run: Run, name: str, target: float | None = None) -> Any:
+    """A value of a run: of its `figures`, else of its last evaluation; "test@3" is the one after 3 rounds.
+
+    "rounds_to" counts the rounds to the first evaluation at the target; None: never.
+    """
+    if name in run.figures:
+        return run.figures[name]
+    if name == "rounds_to":
+        assert target is not None
+        return next((mark.rounds for mark in run.marks if mark.test is not None and mark.test >= target), None)
+    key, _, at = name.partition("@")
+    marks = [mark for mark in run.marks if not at or mark.rounds == int(at)]
+    return getattr(marks[-1], key, None) if marks else None
+
+
+def played_all(todo: Sequence[Case], out: Path, say: Callable[[str], None]) -> dict[Case, Run]:
+    """The runs of all cases, as many at a time as there are cores; finished ones lie in `out`/runs.
+
+    Raises:
+        JobError: a run has failed; says which and why. The others are kept.
+    """
+    found, failed = compare.finished(todo, out, play, say, say, abreast=True)
+    if failed:
+        raise JobError(f"{len(failed)} of {len(todo)} runs failed, the others are kept in {out / 'runs'}: {failed[0]}")
+    return found

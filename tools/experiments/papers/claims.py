@@ -1,0 +1,63 @@
+"""Claims over seeds, each judged by its interval.
+
+The mean of what each seed shows, a difference of two runs that differ in nothing else, say, is told with the range that
+holds it with 95 % (Student's t). A claim holds if the whole range is on the claimed side, and is not shown if the range
+reaches across.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedquilt.tools.experiments.intervals import interval
+from fedquilt.tools.report import figures
+
+
+def claim(
+    values: Sequence[float], unit: str, *, at_least: float | None = None, at_most: float | None = None
+) -> dict[str, Any]:
+    """What seeds show of a claim, each by its own value: a paired difference, or a ratio.
+
+    Args:
+        values: one for each seed.
+        at_least, at_most: what is claimed of their mean; one of the two.
+
+    Returns:
+        "value", the mean; "low" and "high", its 95 % interval, None with one seed; "verdict": "holds", "not shown",
+        "against", or "one seed: no interval"; and "reached", whether it holds.
+    """
+    limit, side = (at_most, -1) if at_least is None else (at_least, 1)
+    assert limit is not None
+    assert values
+    found: dict[str, Any] = {"value": round(statistics.fmean(values), 3), "low": None, "high": None, "unit": unit}
+    found["at_least" if side > 0 else "at_most"] = limit
+    verdict = "one seed: no interval"
+    if len(values) > 1:
+        low, high = interval(values)
+        found |= {"low": round(low, 3), "high": round(high, 3)}
+        ends = sorted((side * (low - limit), side * (high - limit)))
+        verdict = "holds" if ends[0] > 0 else "against" if ends[1] < 0 else "not shown"
+    return {**found, "seeds": len(values), "verdict": verdict, "reached": verdict == "holds"}
+
+
+def told(found: Mapping[str, Any]) -> str:
+    """A claim's mean, interval and verdict in a few words; of a difference with its sign."""
+    sign = "+" if found.get("at_least") == 0 else ""
+    mean, unit = f"{found['value']:{sign}.2f}", f" {found['unit']}" if found["unit"] else ""
+    if found["low"] is None:
+        return f"{mean}{unit}, {found['verdict']}"
+    return f"{mean} [{found['low']:{sign}.2f}, {found['high']:{sign}.2f}]{unit}: {found['verdict']}"
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+    """The figures of a result, one a line: claims over seeds with their intervals, others as a bench's."""
+    found = []
+    for name, each in result["figures"].items():
+        if "verdict" not in each:
+            found += figures.figure_lines({"figures": {name: each}})
+            continue
+        limit = f"at most {each['at_most']:g}" if "at_most" in each else f"above {each['at_least']:g}"
+        found.append(f"{'ok ' if each['reached'] else 'NOT'} {name:44} {told(each)} (claimed: {limit})")
+    return found

@@ -1,0 +1,321 @@
+"""A table of runs as data: a TOML file with the jobs, what is shown of their runs, a paper's numbers and the claims.
+
+A file holds one table, named like the file, or several: what stands outside of `[tables.NAME]` is common to them. Each
+run is the job in `[job]`, changed by one point of each of the `axes`, changed by one of the `rows`, with one seed. A
+table with `like = NAME` begins with what the one of that name beside it has. In
+paths "$mnist", "$cifar" and "$weights/NAME" stand for what lies in the folder of `--data`, "$digits" for the UCI
+digits that come with fedquilt. A file of Python beside it with the same name has what TOML cannot say (`cells.play`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from fedquilt import config
+from fedquilt.coordinator import settings
+from fedquilt.core import DataError, JobError
+from fedquilt.tools.experiments.single_run import Mark
+
+DIGITS: Final = Path(__file__).resolve().parents[2] / "demo" / "digits.npz"
+MARKED: Final = re.compile(r"\A\$(\w+)(?:/(.+))?\Z")
+VALUES: Final = ("rounds_to", *Mark.__struct_fields__)  # of any run; see `cells.value_of`
+NETWORK: Final = ("model", "input", "labels", "donors", "schedule", "int8")  # keys of a job that make its bundle
+
+
+class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A table of a grid, strictly checked."""
+
+
+class Pretrain(Struct, frozen=True):
+    """Training of the network before any round, which gives the weights that all devices begin with."""
+
+    data: dict[str, Any]  # as [data] of a job; drawn by the run's seed unless it has one
+    fit: dict[str, Any] = {}  # fields of `fedquilt.core.Fit`
+    below: int = 0  # classes below this number alone; 0: all
+    draw: tuple[str, ...] = ()  # words that go before the seed into what draws mini-batches
+    new_head: bool = False  # draw the last dense layer anew afterwards
+    by: str = ""  # the function of the table's own code that does it; "": by steps of the optimizer
+
+
+class Point(Struct, frozen=True):
+    """What one point of an axis changes."""
+
+    job: dict[str, Any] = {}  # over [job], table by table
+    shares: dict[str, float] = {}  # parameter -> its value as a share of the job's rounds
+    pretrain: Pretrain | None = None
+    target: float | None = None  # of the main metric, to which the value "rounds_to" counts
+    about: str = ""
+    paper: dict[str, dict[str, tuple[float, ...]]] = {}  # row -> value -> mean and deviation; (): never
+
+
+class Row(Struct, frozen=True):
+    """One row of the table: what its jobs change."""
+
+    job: dict[str, Any] = {}  # over [job] and the axes' points
+    pretrain: Pretrain | None = None
+    fixed: bool = False  # its rounds stay as they are when fewer are wanted of the table
+    more: int = 0  # rounds on top of the table's
+    members: tuple[int, ...] = ()  # first and one past the last of the devices that take part; (): all
+    away: int = 0  # so many of these, the last ones, are not online at first
+    play: str = ""  # the function of the table's own code that plays it; "": as any job is played
+    paper: dict[str, tuple[float, ...]] = {}
+
+
+class Show(Struct, frozen=True):
+    """One column of the text."""
+
+    value: str  # as of `cells.value_of`
+    title: str
+    scale: float = 1.0
+    digits: int = 1
+    each: bool = False  # the value of every seed in place of mean and deviation
+
+
+class Claim(Struct, frozen=True):
+    """A statement about each column, judged by its interval over the seeds."""
+
+    name: str  # {column} and {row} in it stand for their names
+    value: str
+    row: str = ""  # "": each but the one it is compared with
+    over: str = ""  # the value of this row is taken off
+    of: str = ""  # the value is told as a share of this row's, in percent
+    columns: tuple[str, ...] = ()  # these alone; (): all
+    worst: bool = False  # one claim for all columns together, about the largest value of each seed
+    scale: float = 1.0
+    unit: str = ""
+    at_least: float | None = None
+    at_most: float | None = None
+    told: bool = False  # not claimed: how it came out is printed, and decides nothing
+
+    def rows(self, every: Iterable[str]) -> list[str]:
+        """The rows that it is about, then the one that they are compared with."""
+        other = self.over or self.of
+        return [*([self.row] if self.row else [row for row in every if row != other]), *([other] if other else [])]
+
+
+class Grid(Struct, frozen=True):
+    """One table."""
+
+    about: str  # how it is done, and what differs from the paper; its first line is its title in the list
+    job: dict[str, Any] = {}
+    rows: dict[str, Row] = {}
+    axes: dict[str, dict[str, Point]] = {}
+    seeds: tuple[int, ...] = (0, 1, 2)
+    show: tuple[Show, ...] = (Show("test", "accuracy %", 100.0), Show("up_bytes", "MB up", 1e-6))
+    claims: tuple[Claim, ...] = ()
+    pretrain: Pretrain | None = None
+    together: bool = True  # devices of a small network are trained in one graph
+    first: bool = False  # the test set is evaluated before the first round too: the value "test@0"
+    device: str = ""  # what devices are called, "dev" for dev-00; what they draw depends on it; "": by their boards
+    covers: tuple[str, ...] = ()  # methods; (): those of its jobs
+    run: str = ""  # the function of its own code that gives its result; "": its cells are run
+    page: str = ""  # of docs/, where what came out stands
+
+    @property
+    def columns(self) -> dict[str, tuple[Point, ...]]:
+        """Name -> the points of the axes, in order; "" is the one column of a table without axes."""
+        found = itertools.product(*(axis.items() for axis in self.axes.values()))
+        return {", ".join(name for name, _ in each): tuple(point for _, point in each) for each in found}
+
+    @property
+    def tested(self) -> bool:
+        """Whether a value is wanted that comes from the test set."""
+        return any(value.partition("@")[0] in ("test", "rounds_to") for value in self.values)
+
+    @property
+    def values(self) -> list[str]:
+        """The values of runs that are shown or claimed."""
+        return list(dict.fromkeys([*(show.value for show in self.show), *(claim.value for claim in self.claims)]))
+
+    def job_of(self, points: Iterable[Point], row: Row, seed: int, rounds: int | None) -> dict[str, Any]:
+        """The table of one run's job.
+
+        Args:
+            rounds: in place of the grid's; None: as many as it says.
+        """
+        found = self.job
+        for point in points:
+            found = merged(found, point.job)
+            least = rounds or found.get("rounds", 1)
+            found = merged(found, {"params": {key: round(share * least) for key, share in point.shares.items()}})
+        found = merged(found, row.job)
+        count = found.get("rounds", 1) if rounds is None or row.fixed else rounds
+        return merged(found, {"rounds": count + row.more, "seed": seed, "data": {"seed": seed}})
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that can be run, as its file has it."""
+
+    name: str
+    file: Path
+    raw: Mapping[str, Any]
+
+    @property
+    def grid(self) -> Grid:
+        """The table with marks in its paths.
+
+        Raises:
+            JobError: a key is wrong; names file, key and mend.
+        """
+        return self._read(self.raw)
+
+    def filled(self, data: Path | None) -> Grid:
+        """The table with its paths.
+
+        Args:
+            data: the folder that the marks stand for.
+
+        Raises:
+            JobError: a key is wrong, or a mark is unknown.
+            DataError: what a mark stands for is not in the folder, or no folder is given.
+        """
+        with config.naming(str(self.file)):
+            return self._read(
+                _filled(self.raw, lambda mark, rest: place(self.name, mark, rest, data), self.file.parent)
+            )
+
+    @property
+    def takes_data(self) -> bool:
+        return any(mark != "digits" for mark in _marks(self.raw))
+
+    def _read(self, raw: Any) -> Grid:
+        with config.naming(f"{self.file}, table {self.name}"):
+            found = config.convert(raw, Grid, "the table")
+            if not self.file.with_suffix(".py").exists():  # else its code may tell others
+                _require("value", {value.partition("@")[0] for value in found.values}, VALUES)
+            for value in found.values:
+                if "@" in value and not value.partition("@")[2].isdigit():
+                    raise JobError(f"value {value!r}: a number of rounds is wanted after @")
+            for claim in found.claims:
+                _require(f"row of the claim {claim.name!r}", claim.rows(found.rows), found.rows)
+                _require(f"column of the claim {claim.name!r}", claim.columns, found.columns)
+                if not claim.told and (claim.at_least is None) == (claim.at_most is None):
+                    raise JobError(f"the claim {claim.name!r} wants one of at_least and at_most")
+            for name, points in found.columns.items():
+                for point in points:
+                    _require(f"row of the paper's numbers in {name!r}", point.paper, found.rows)
+            return found
+
+
+def _require(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
+    for word in sorted(set(wanted) - set(known)):
+        raise JobError(f"{what}: there is no {word!r}; there are: {', '.join(known)}{config.nearest(word, known)}")
+
+
+def tables(file: Path) -> dict[str, Table]:
+    """The tables in a file, by name.
+
+    Raises:
+        JobError: it cannot be read, or is not TOML.
+    """
+    with config.naming(str(file)):
+        common = _alike(config.read(file))
+    several = common.pop("tables", None)
+    if several is None:
+        return {file.stem: Table(file.stem, file, common)}
+    return {name: Table(name, file, merged(common, own)) for name, own in several.items()}
+
+
+def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Both tables in one; where both have a key its value is the second's, unless it is a table in both."""
+    found = dict(under)
+    for key, value in over.items():
+        known = found.get(key)
+        found[key] = merged(known, value) if isinstance(known, Mapping) and isinstance(value, Mapping) else value
+    return found
+
+
+def _alike(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A table in which each entry with `like = NAME` is that of this name beside it, changed by what else it says."""
+    found = {key: _alike(value) if isinstance(value, Mapping) else value for key, value in table.items()}
+
+    def whole(key: str, seen: tuple[str, ...] = ()) -> Any:
+        value = found[key]
+        if not isinstance(value, Mapping) or not isinstance(other := value.get("like"), str):
+            return value
+        if other not in found or other in seen:
+            raise JobError(f"{key}: like = {other!r}: there is no such table beside it to begin with")
+        return merged(whole(other, (*seen, key)), {name: each for name, each in value.items() if name != "like"})
+
+    return {key: whole(key) for key in found}
+
+
+# -- the folder of data ---------------------------------------------------------------------------
+
+
+def place(table: str, mark: str, rest: str, data: Path | None) -> dict[str, str]:
+    """What a mark in a path stands for: "path", and what else the table with that path then has.
+
+    Raises:
+        JobError: the mark is unknown.
+        DataError: it is not in the folder `data`, or that is None.
+    """
+    if mark == "digits":
+        return {"path": str(DIGITS)}
+    wanted = {"mnist": "MNIST's files", "cifar": "CIFAR-10", "weights": "torchvision's weights in weights/"}
+    if mark not in wanted:
+        raise JobError(f"{table}: ${mark} is unknown; there are: $digits, {', '.join(f'${each}' for each in wanted)}")
+    if data is None:
+        raise DataError(f"{table} needs --data: a folder with {wanted[mark]}")
+    return mnist(data) if mark == "mnist" else cifar(data) if mark == "cifar" else weights(data, rest)
+
+
+def mnist(data: Path) -> dict[str, str]:
+    """The folder of MNIST's files: `data` itself, or where torchvision puts them below it."""
+    nested = data / "MNIST" / "raw"
+    found = nested if nested.is_dir() else data
+    if not any(found.glob("*images?idx3-ubyte*")):
+        raise DataError(
+            f"there is no MNIST in {found}: train-images-idx3-ubyte, t10k-images-idx3-ubyte and their labels, "
+            "or the same with .gz, are wanted there or in MNIST/raw below it"
+        )
+    return {"path": str(found)}
+
+
+def cifar(data: Path) -> dict[str, str]:
+    """CIFAR-10 as keys of a [data] table: a cifar10*.npz, or as torchvision puts it."""
+    files = sorted(data.glob("cifar10*.npz"))
+    if not files and not (data / "cifar-10-batches-py").is_dir():
+        raise DataError(f"there is no CIFAR-10 in {data}: cifar10.npz, or torchvision's folder cifar-10-batches-py")
+    return {"path": str(files[0])} if files else {"path": str(data), "dataset": "CIFAR10"}
+
+
+def weights(data: Path, architecture: str) -> dict[str, str]:
+    """The file of one of torchvision's networks' ImageNet weights."""
+    files = sorted((data / "weights").glob(f"{architecture}*.pt*"))
+    if not files:
+        raise DataError(f"no {architecture}*.pt in {data / 'weights'}: put torchvision's weights there")
+    return {"path": str(files[0])}
+
+
+def _filled(value: Any, known: Any, folder: Path) -> Any:
+    """A table with its marks replaced, and other relative paths of jobs taken from the folder."""
+    if isinstance(value, list):
+        return [_filled(each, known, folder) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    found: dict[str, Any] = {}
+    for key, each in value.items():
+        match = MARKED.match(each) if isinstance(each, str) else None
+        if match is None:
+            found[key] = _filled(each, known, folder)
+            continue
+        told = known(match[1], match[2] or "")
+        found |= told if key == "path" else {key: told["path"]}
+    return settings.anchored(found, folder)
+
+
+def _marks(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping | list):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _marks(each)
+    elif isinstance(value, str) and (match := MARKED.match(value)):
+        yield match[1]

@@ -1,0 +1,139 @@
+"""What a grid's runs came to: values by column, row and seed, the claims, and the table as text."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from fedquilt import columns as layout
+from fedquilt.tools.experiments.compare import Case
+from fedquilt.tools.experiments.papers import claims
+from fedquilt.tools.experiments.papers.cells import Cell, value_of
+from fedquilt.tools.experiments.papers.grid import Claim, Grid
+from fedquilt.tools.experiments.single_run import Run
+
+
+def result(
+    name: str, grid: Grid, cells: Sequence[Cell], runs: Mapping[Case, Run], seeds: Sequence[int], rounds: int | None
+) -> dict[str, Any]:
+    """For programs: "columns": column -> row -> "values" (one for each seed), the "paper"'s, and every run.
+
+    Args:
+        rounds: fewer than the grid's; None: as many. Claims are judged only then.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for cell in cells:
+        papers = [point.paper.get(cell.row, {}) for point in grid.columns[cell.column]]
+        entry = found.setdefault(cell.column, {}).setdefault(
+            cell.row,
+            {
+                "rounds": cell.case.settings.rounds,
+                "target": cell.target,
+                "values": {key: [] for key in grid.values},
+                "paper": {key: value for paper in (grid.rows[cell.row].paper, *papers) for key, value in paper.items()},
+                "runs": [],
+            },
+        )
+        run = runs[cell.case]
+        entry["runs"].append(msgspec.to_builtins(run))
+        for key, values in entry["values"].items():
+            values.append(value_of(run, key, cell.target))
+    judged = judgements(grid, found)
+    return {
+        "table": name,
+        "seeds": list(seeds),
+        "columns": found,
+        "figures": {key: told for key, (claim, told) in judged.items() if not claim.told} if rounds is None else {},
+        "told": {key: told for key, (claim, told) in judged.items() if claim.told},
+    }
+
+
+def judgements(grid: Grid, found: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[Claim, dict[str, Any]]]:
+    """Each claim for each of its rows and columns, or for all columns together, and how it came out."""
+    judged = {}
+    for claim in grid.claims:
+        other = claim.over or claim.of
+        for row in [row for row in claim.rows(grid.rows) if row != other]:
+            by_column = {
+                column: values
+                for column, rows in found.items()
+                if column in (claim.columns or found) and (values := shown(claim, rows[row], rows.get(other)))
+            }
+            if claim.worst and by_column:
+                by_column = {"": [max(each) for each in zip(*by_column.values(), strict=True)]}
+            limits = {"at_most": claim.at_most, "at_least": 0.0 if claim.told else claim.at_least}
+            for column, values in by_column.items():
+                name = claim.name.format(column=column, row=row)
+                judged[name] = (claim, claims.claim(values, claim.unit, **limits))
+    return judged
+
+
+def shown(claim: Claim, row: Mapping[str, Any], other: Mapping[str, Any] | None) -> list[float]:
+    """What each seed shows of a claim in one column; none where a run does not tell the value.
+
+    A target that was never reached counts as one round more than there are.
+    """
+
+    def of(row: Mapping[str, Any]) -> list[float | None]:
+        never = row["rounds"] + 1 if claim.value == "rounds_to" else None
+        return [never if value is None else value for value in row["values"][claim.value]]
+
+    mine = of(row)
+    theirs = [0.0] * len(mine) if other is None else of(other)
+    pairs = [(a, b) for a, b in zip(mine, theirs, strict=True) if a is not None and b is not None]
+    if len(pairs) < len(mine):
+        return []
+    return [100 * a / b if claim.of else claim.scale * (a - b) for a, b in pairs]
+
+
+# -- for people -----------------------------------------------------------------------------------
+
+
+def lines(grid: Grid, result: Mapping[str, Any]) -> list[str]:
+    """The table as text, our numbers and in brackets the paper's; then the claims."""
+    told = [f"seeds {', '.join(map(str, result['seeds']))}"] if result["seeds"] else []
+    if any(row["paper"] for rows in result["columns"].values() for row in rows.values()):
+        told.append("the paper's in brackets")
+    found = [f"{result['table']}: {'; '.join(told)}"]
+    for column, rows in result["columns"].items():
+        about = ", ".join(point.about for point in grid.columns[column] if point.about)
+        ran = f"{next(iter(rows.values()))['rounds']} rounds" if result["seeds"] else ""
+        found += ["", ", ".join(filter(None, [column, about, ran]))] if column or ran else [""]
+        kept = [
+            show
+            for show in grid.show
+            if show.value == "rounds_to" or any(_known(row["values"][show.value]) for row in rows.values())
+        ]
+        cells = [["", *(show.title for show in kept)]]
+        for name, row in rows.items():
+            cells.append([name, *(_cell(show, row) for show in kept)])
+        found += layout.table(cells, "<>")
+    found += ["", *(f"{name}: {claims.told(each)}" for name, each in result["told"].items()), *claims.lines(result)]
+    return found if found[-1] else found[:-1]
+
+
+def _known(values: Sequence[Any]) -> bool:
+    return any(value is not None for value in values)
+
+
+def _cell(show: Any, row: Mapping[str, Any]) -> str:
+    values, paper = row["values"][show.value], row["paper"].get(show.value)
+    own = spread(values, show.scale, show.digits, show.each) if _known(values) or show.value == "rounds_to" else ""
+    if paper is None:
+        return own
+    theirs = "never" if not paper else f"{paper[0]:g}" + "".join(f" ± {sd:g}" for sd in paper[1:])
+    return f"{own} ({theirs})"
+
+
+def spread(values: Sequence[Any], scale: float, digits: int, each: bool) -> str:
+    """Mean and deviation of the seeds' values, or each of them."""
+    if each:
+        return ", ".join("-" if value is None else f"{scale * value:.{digits}f}" for value in values)
+    known = [scale * value for value in values if value is not None]
+    if not known:
+        return ""
+    deviation = f" ± {statistics.stdev(known):.{digits}f}" if len(known) > 1 else ""
+    return f"{statistics.fmean(known):.{digits}f}{deviation}"
