@@ -119,7 +119,7 @@ def test_a_network_of_time_series_is_cut_between_its_convolutions(tmp_path: Path
         x = _run(blocks.export(part), x, tmp_path)
         assert x.shape[1:] == part.out_shape
     np.testing.assert_allclose(x, wanted, atol=1e-4 * np.abs(wanted).max())
-    with pytest.raises(ModelError, match="no module .layers"):
+    with pytest.raises(ModelError, match=r"no module 'layers\.9'"):
         blocks.split(donor, "donor", (20, 3), cuts=["layers.9"])
     with pytest.raises(ModelError, match="does not take time series of 20 x 4"):
         blocks.split(donor, "donor", (20, 4))
