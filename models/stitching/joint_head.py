@@ -97,14 +97,19 @@ def part(z: np.ndarray, y: np.ndarray, labels: int) -> Part:
 
 
 def to_tensors(given: Part) -> dict[str, np.ndarray]:
-    """A part as it is sent: means of the classes that are there, and the trapezoid of the factor, as float32."""
+    """A part as it is sent: the mean; how far the means of the classes that are there lie from it; the factor.
+
+    What is centred is sent as float32, which loses nothing even where the mean is large.
+    """
     rows, width = given.factor.shape
+    mean = given.counts @ given.means / given.counts.sum()
     packed = np.empty(_size(rows, width), np.float32)
     for row, place in _upper(rows, width):
         packed[place] = given.factor[row, row:]
     return {
         "counts": given.counts,
-        "means": given.means[given.counts > 0].astype(np.float32),
+        "mean": mean,
+        "means": (given.means[given.counts > 0] - mean).astype(np.float32),
         "factor": packed,
         "rows": np.array([rows], np.int64),
     }
@@ -119,7 +124,7 @@ def from_tensors(given: Tensors, labels: int, width: int) -> Part:
     Raises:
         UpdateError: tensors of other shapes; counts, means or a factor that no examples can have.
     """
-    wanted = ("counts", "means", "factor", "rows")
+    wanted = ("counts", "mean", "means", "factor", "rows")
     if missing := sorted(set(wanted) - given.keys()):
         raise UpdateError(f"moments: {', '.join(missing)} missing: update the agent")
     _require({"counts": given["counts"], "rows": given["rows"]}, {"counts": (labels,), "rows": (1,)}, np.int64)
@@ -131,11 +136,12 @@ def from_tensors(given: Tensors, labels: int, width: int) -> Part:
     present = counts > 0
     shapes = {"means": (int(present.sum()), width), "factor": (_size(rows, width),)}
     _require({name: given[name] for name in shapes}, shapes, np.float32)
-    for name in shapes:
+    _require({"mean": given["mean"]}, {"mean": (width,)}, np.float64)
+    for name in ("mean", *shapes):
         if np.abs(given[name]).max(initial=0.0) > LARGEST:
-            raise UpdateError(f"moments: {name} beyond {LARGEST:g}, which no pooled map reaches")
+            raise UpdateError(f"moments: {name} beyond {LARGEST:g}, which no pooled maps reach")
     means = np.zeros((labels, width))
-    means[present] = given["means"]
+    means[present] = given["mean"] + given["means"]
     factor = np.zeros((rows, width))
     for row, place in _upper(rows, width):
         factor[row, row:] = given["factor"][place]
