@@ -19,7 +19,7 @@ in which they came; only their sum over devices is stored.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -51,6 +51,15 @@ class Part:
     counts: np.ndarray
     means: np.ndarray
     factor: np.ndarray
+
+    @property
+    def n(self) -> float:
+        return float(self.counts.sum())
+
+    @property
+    def mean(self) -> np.ndarray:
+        """(d,) of all the device's examples."""
+        return np.asarray(self.counts @ self.means / self.n)
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,7 @@ def to_tensors(given: Part) -> dict[str, np.ndarray]:
     What is centred is sent as float32, which loses nothing even where the mean is large.
     """
     rows, width = given.factor.shape
-    mean = given.counts @ given.means / given.counts.sum()
+    mean = given.mean
     packed = np.empty(_size(rows, width), np.float32)
     for row, place in _upper(rows, width):
         packed[place] = given.factor[row, row:]
@@ -150,28 +159,39 @@ def from_tensors(given: Tensors, labels: int, width: int) -> Part:
     return found
 
 
-def merge(so_far: Sums | None, parts: Sequence[Part]) -> Sums:
+def merge(sums: Sequence[Sums], parts: Sequence[Part]) -> Sums:
     """The sums of all examples together: what one device would have that has them all.
 
-    Second moments are taken about the common mean, to which each part's are shifted: nothing large cancels.
+    Second moments are taken about the common mean, to which all others are shifted: nothing large cancels.
     """
-    shape = parts[0].means.shape if so_far is None else so_far.totals.shape
-    counts, totals = np.zeros(shape[0]), np.zeros(shape)
-    if so_far is not None:
-        counts, totals = counts + so_far.counts, totals + so_far.totals
-    for each in parts:
-        counts, totals = counts + each.counts, totals + each.counts[:, None] * each.means
+    counts = sum(each.counts for each in sums) + sum(each.counts.astype(np.float64) for each in parts)
+    totals = sum(each.totals for each in sums) + sum(each.counts[:, None] * each.means for each in parts)
+    counts, totals = np.asarray(counts), np.asarray(totals)
     mean, rows = totals.sum(axis=0) / counts.sum(), [each.factor for each in parts]
-    for each in parts:
-        own = float(each.counts.sum())
-        rows.append(np.sqrt(own) * (each.counts @ each.means / own - mean)[None])
-    if so_far is not None:
-        rows.append(np.sqrt(so_far.n) * (so_far.mean - mean)[None])
+    rows += [np.sqrt(each.n) * (each.mean - mean)[None] for each in (*sums, *parts)]
     stacked = np.concatenate(rows)
     scatter = stacked.T @ stacked
-    if so_far is not None:
-        scatter += so_far.scatter
+    for one in sums:
+        scatter += one.scatter
     return Sums(counts, totals, scatter)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Parts of one round as they come: merged whenever they have more rows than the sums would."""
+
+    sums: Sums | None = None
+    parts: tuple[Part, ...] = ()
+
+    def plus(self, part: Part) -> Pending:
+        parts = (*self.parts, part)
+        if sum(len(each.factor) for each in parts) > part.means.shape[1]:
+            return Pending(merge([self.sums] if self.sums else [], parts))
+        return replace(self, parts=parts)
+
+    def with_stored(self, before: Sums | None) -> Sums:
+        """The sums of these parts and of all that came in earlier rounds."""
+        return merge([each for each in (before, self.sums) if each], self.parts)
 
 
 def halved(matrix: np.ndarray) -> np.ndarray:
@@ -424,8 +444,7 @@ def _require_possible(given: Part) -> None:
     What is left of the second moments within classes is then not positive semi-definite. Both are of few rows, so the
     eigenvalues are those of a matrix of rows + classes, never of d x d.
     """
-    n = given.counts.sum()
-    apart = np.sqrt(given.counts)[:, None] * (given.means - given.counts @ given.means / n)
+    apart = np.sqrt(given.counts)[:, None] * (given.means - given.mean)
     apart = apart[given.counts > 0]
     both = np.concatenate([given.factor, apart])
     values, vectors = np.linalg.eigh(both @ both.T)

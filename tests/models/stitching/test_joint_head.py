@@ -47,7 +47,7 @@ def near(one: np.ndarray, other: np.ndarray, share: float = 1e-8) -> bool:
 def test_merged_parts_are_the_sums_of_all_examples(devices: int) -> None:
     """Counts, class sums and second moments are those of the pooled examples, however these are split."""
     z, y = data()
-    found, wanted = joint_head.merge(None, shares(z, y, devices)), central(z, y)
+    found, wanted = joint_head.merge([], shares(z, y, devices)), central(z, y)
     assert np.array_equal(found.counts, wanted.counts)
     assert near(found.totals, wanted.totals)
     assert near(found.scatter, wanted.scatter)
@@ -57,10 +57,13 @@ def test_merging_in_steps_and_in_another_order_gives_the_same_sums() -> None:
     """Means 1,000 standard deviations from 0 cancel nothing."""
     z, y = data()
     parts = shares(z, y, 9)
-    at_once, stepwise = joint_head.merge(None, parts), None
-    for each in parts[::-1]:
-        stepwise = joint_head.merge(stepwise, [each])
-    assert stepwise is not None
+    at_once, pending = joint_head.merge([], parts), joint_head.Pending()
+    stepwise = joint_head.merge([], parts[-1:])
+    for each in parts[-2:3:-1]:
+        stepwise = joint_head.merge([stepwise], [each])
+    for each in parts[:4]:
+        pending = pending.plus(each)
+    stepwise = pending.with_stored(stepwise)
     assert near(stepwise.scatter, at_once.scatter, 1e-10)
     assert near(stepwise.totals, at_once.totals, 1e-10)
 
@@ -100,7 +103,7 @@ def test_half_of_a_symmetric_matrix_is_enough() -> None:
 
 
 def standard(z: np.ndarray, y: np.ndarray) -> Standard:
-    return joint_head.standardised(joint_head.merge(None, [joint_head.part(z, y, CLASSES)]))
+    return joint_head.standardised(joint_head.merge([], [joint_head.part(z, y, CLASSES)]))
 
 
 def criterion_by_hat(z: np.ndarray, y: np.ndarray, ridge: float) -> float:
@@ -188,7 +191,7 @@ def test_order_and_split_of_devices_do_not_change_the_head(devices: int) -> None
     parts = [joint_head.from_tensors(joint_head.to_tensors(each), CLASSES, 30) for each in shares(z, y, devices)]
     exact = shares(z, y, devices + 3, 8)
     for order in (parts, parts[::-1], exact):
-        found = scores(joint_head.discriminant(joint_head.standardised(joint_head.merge(None, order)), 0.1), z)
+        found = scores(joint_head.discriminant(joint_head.standardised(joint_head.merge([], order)), 0.1), z)
         assert np.abs(found - alone).max() <= 1e-6 * np.abs(alone).max()
 
 
@@ -331,8 +334,8 @@ def test_a_part_is_not_changed_by_being_merged() -> None:
     """Values are folded more than once where updates are read ahead."""
     part = joint_head.part(*data(20), CLASSES)
     before = replace(part, means=part.means.copy(), factor=part.factor.copy(), counts=part.counts.copy())
-    sums = joint_head.merge(None, [part])
-    joint_head.merge(sums, [part])
+    sums = joint_head.merge([], [part])
+    joint_head.merge([sums], [part])
     assert np.array_equal(part.means, before.means)
     assert np.array_equal(part.factor, before.factor)
-    assert np.array_equal(sums.scatter, joint_head.merge(None, [part]).scatter)
+    assert np.array_equal(sums.scatter, joint_head.merge([], [part]).scatter)
