@@ -1,14 +1,16 @@
 """A stitched network as one ONNX file that runs anywhere ONNX does. Imports onnx.
 
 Input "x": prepared images (n, channels, size, size) float32 (`fedquilt.data.images.prepare`).
-Output "scores": (n, labels), the largest wins. Between blocks lie the junctions of
+Output "scores": (n, labels), the largest wins. Paths lie side by side, and what they begin with alike is there once,
+as are the weights of a block that stands in several of them. Between blocks lie the junctions of
 `fedquilt.models.stitching.stitched`: two constant products that resize, and a 1x1 convolution, in the order in which
-the agents do them. Labels and what preparing the images takes are in the file's metadata, as JSON under
-"labels" and "input".
+the agents do them. The taps are pooled, laid side by side and given to one linear layer. Labels, what preparing the
+images takes and the paths are in the file's metadata, as JSON under "labels", "input" and "taps".
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,12 +19,12 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, compose, helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 
 from fedquilt.core import ModelError, Tensors
 from fedquilt.data import images
-from fedquilt.models.stitching import fold_junction
-from fedquilt.models.stitching.stitched import Block, grows
+from fedquilt.models.stitching import fold_junction, tiled_linear
+from fedquilt.models.stitching.stitched import Block, from_artefact, grows, junction_name, prefixes
 
 OPSET = 17  # of the blocks' graphs
 IR_VERSION = 8
@@ -41,24 +43,26 @@ def stitched(meta: Mapping[str, Any], arrays: Tensors, blocks: Mapping[str, Bloc
     Raises:
         ModelError: a block's file is missing or is no such graph, or the network says nothing about labels.
     """
-    made = _Graph(arrays)
-    junctions = {junction["before"]: junction for junction in meta["junctions"]}
-    value = "x"
-    for place, name in enumerate(meta["path"]):
-        stages = _read(name, blocks, files)
-        graphs = [[model.graph for model in stage] for stage in stages]
-        if place and junctions[place]["kind"] == "projection":
-            value, graphs[0] = made.junction(value, junctions[place], graphs[0], f"junction{place}")
-        for i, stage in enumerate(graphs):
-            value = made.stage(value, stage, f"block{place}/{i}/")
-    path = [blocks[name] for name in meta["path"]]
-    scores = made.head(value, meta["head"]) if meta["head"] else made.align(value, meta["align"])
+    network = from_artefact(meta, arrays)
+    made, order = _Graph(), prefixes(network.taps)
+    values: dict[tuple[str, ...], str] = {(): "x"}
+    for place, ids in enumerate(order):
+        stages = [[model.graph for model in stage] for stage in _read(ids[-1], blocks, files)]
+        value, junction = values[ids[:-1]], network.junctions.get(junction_name(ids))
+        if junction is not None:
+            before, after = blocks[ids[-2]].out_shape, blocks[ids[-1]].in_shape
+            value, stages[0] = made.junction(value, junction, (before, after), stages[0], f"junction{place}")
+        for i, stage in enumerate(stages):
+            value = made.stage(value, stage, f"block{place}/{i}/", f"{ids[-1]}/{i}/")
+        values[ids] = value
+    ends = [(values[tap], blocks[tap[-1]].out_shape) for tap in network.taps]
+    scores = made.head(ends, network.head) if network.head is not None else made.align(ends[0][0], network.align)
     made.node("Identity", [scores], "scores")
     info = helper.make_tensor_value_info
     whole = helper.make_graph(
         made.nodes,
         "stitched",
-        [info("x", TensorProto.FLOAT, ["n", *path[0].in_shape])],
+        [info("x", TensorProto.FLOAT, ["n", *blocks[order[0][-1]].in_shape])],
         [info("scores", TensorProto.FLOAT, ["n", len(meta["labels"])])],
         made.initializers,
     )
@@ -68,23 +72,24 @@ def stitched(meta: Mapping[str, Any], arrays: Tensors, blocks: Mapping[str, Bloc
     facts = {
         "labels": json.dumps(list(meta["labels"])),
         "input": json.dumps(dict(meta["input"])),
-        "path": " ".join(meta["path"]),
-        "activation_bytes": str(max(block.activation_bytes for block in path)),
+        "taps": json.dumps([list(tap) for tap in network.taps]),
         "weight_bytes": str(sum(len(tensor.raw_data) for tensor in made.initializers)),
     }
-    helper.set_model_props(model, facts)
     if model.ByteSize() > LARGEST_BYTES:
         raise ModelError(f"the network takes {model.ByteSize() / 1e9:.1f} GB, one ONNX file holds 2 GB at most")
+    if (alive := tiled_linear.activation_bytes(model)) is not None:  # else engines run one example at a time
+        facts["activation_bytes"] = str(alive)
+    helper.set_model_props(model, facts)
     return model.SerializeToString(deterministic=True)
 
 
 class _Graph:
     """Nodes and weights as they are added. Every method returns the name of the value it makes."""
 
-    def __init__(self, arrays: Tensors) -> None:
+    def __init__(self) -> None:
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[onnx.TensorProto] = []
-        self._arrays = arrays
+        self._known: dict[str, bytes] = {}  # digests of blocks' weights by their name in the file
 
     def node(self, kind: str, inputs: Iterable[str], output: str, **attributes: Any) -> str:
         self.nodes.append(helper.make_node(kind, list(inputs), [output], name=output, **attributes))
@@ -94,33 +99,51 @@ class _Graph:
         self.initializers.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
         return name
 
-    def stage(self, value: str, graphs: Sequence[onnx.GraphProto], prefix: str) -> str:
-        """A stage of a donor's block: one graph, or tiles whose outputs lie side by side."""
+    def stage(self, value: str, graphs: Sequence[onnx.GraphProto], prefix: str, home: str) -> str:
+        """A stage of a donor's block: one graph, or tiles whose outputs lie side by side.
+
+        Args:
+            prefix: of the names of what it computes; `home`: of its weights, the same wherever the block stands.
+        """
         if len(graphs) == 1:
-            return self._part(value, graphs[0], prefix)
-        parts = [self._part(value, graph, f"{prefix}{i}/") for i, graph in enumerate(graphs)]
+            return self._part(value, graphs[0], prefix, home)
+        parts = [self._part(value, graph, f"{prefix}{i}/", f"{home}{i}/") for i, graph in enumerate(graphs)]
         return self.node("Concat", parts, f"{prefix}joined", axis=1)
 
-    def _part(self, value: str, graph: onnx.GraphProto, prefix: str) -> str:
-        """A graph, its names made unique."""
-        graph = compose.add_prefix_graph(graph, prefix)
-        self.node("Identity", [value], graph.input[0].name)
-        self.nodes.extend(graph.node)
-        self.initializers.extend(graph.initializer)
-        return graph.output[0].name
+    def _part(self, value: str, graph: onnx.GraphProto, prefix: str, home: str) -> str:
+        """A graph that takes `value`. Weights of a block that stands in several paths are in the file once."""
+        names = {graph.input[0].name: value}
+        for tensor in graph.initializer:
+            named, digest = f"{home}{tensor.name}", hashlib.sha256(tensor.raw_data).digest()
+            if self._known.get(named, digest) != digest:
+                named = f"{prefix}{tensor.name}"  # a junction is folded into it, here or where the block was before
+            names[tensor.name] = named
+            if named not in self._known:
+                self._known[named] = digest
+                copy = onnx.TensorProto()
+                copy.CopyFrom(tensor)
+                copy.name = named
+                self.initializers.append(copy)
+        self.nodes.extend(_renamed(node, names, prefix) for node in graph.node)
+        return names.get(graph.output[0].name, f"{prefix}{graph.output[0].name}")
 
     def junction(
-        self, value: str, junction: Mapping[str, Any], stage: list[onnx.GraphProto], name: str
+        self,
+        value: str,
+        junction: Tensors,
+        shapes: tuple[Sequence[int], Sequence[int]],
+        stage: list[onnx.GraphProto],
+        name: str,
     ) -> tuple[str, list[onnx.GraphProto]]:
         """(n, c, h, w) -> (n, c_out, h_out, w_out), as `stitched.join` does it, and the stage that takes it.
 
         Where the projection can be folded into the stage, the value is not projected.
         """
-        before, after = junction["in_shape"], junction["out_shape"]
+        before, after = shapes
         if grows(before, after):
             return self._resized(self._projected(value, junction, name), before, after, name), stage
         value = self._resized(value, before, after, name)
-        weights, bias = self._float(junction["weights"]), self._float(junction["bias"])
+        weights, bias = _float(junction["weights"]), _float(junction["bias"])
         folded = fold_junction.fold(stage[0], weights, bias) if len(stage) == 1 else None
         return (self._projected(value, junction, name), stage) if folded is None else (value, [folded])
 
@@ -133,23 +156,32 @@ class _Graph:
             value = self.node("MatMul", [value, columns], f"{name}/resized")
         return value
 
-    def _projected(self, value: str, junction: Mapping[str, Any], name: str) -> str:
-        weights = self.constant(f"{name}/weights", self._float(junction["weights"])[:, :, None, None])
-        bias = self.constant(f"{name}/bias", self._float(junction["bias"]))
+    def _projected(self, value: str, junction: Tensors, name: str) -> str:
+        weights = self.constant(f"{name}/weights", _float(junction["weights"])[:, :, None, None])
+        bias = self.constant(f"{name}/bias", _float(junction["bias"]))
         return self.node("Conv", [value, weights, bias], f"{name}/projected")
 
-    def head(self, value: str, head: Mapping[str, Any]) -> str:
-        """A linear layer on the pooled maps."""
-        pooled = self.node("GlobalAveragePool", [value], "head/pooled")
-        flat = self.node("Flatten", [pooled], "head/features", axis=1)
-        weights = self.constant("head/weights", self._float(head["weights"]))
-        bias = self.constant("head/bias", self._float(head["bias"]))
-        return self.node("Gemm", [flat, weights, bias], "head/scores", transB=1)
+    def head(self, taps: Sequence[tuple[str, Sequence[int]]], head: Tensors) -> str:
+        """A linear layer on the taps' pooled maps side by side; what is no map is taken as it is.
+
+        Args:
+            taps: the value and its shape without batch of each.
+        """
+        features = [""] * len(taps)
+        # ONNX Runtime takes the last of a node's inputs in the file first: so the first tap is pooled, and its maps
+        # are dropped, before the second is computed
+        for i, (value, shape) in reversed([*enumerate(taps)]):
+            name = f"head/{i}"
+            pooled = self.node("GlobalAveragePool", [value], f"{name}/pooled") if len(shape) > 1 else value
+            features[i] = self.node("Flatten", [pooled], f"{name}/features", axis=1)
+        joined = self.node("Concat", features, "head/features", axis=1) if len(features) > 1 else features[0]
+        weights = self.constant("head/weights", _float(head["weights"]))
+        bias = self.constant("head/bias", _float(head["bias"]))
+        return self.node("Gemm", [joined, weights, bias], "head/scores", transB=1)
 
     def align(self, logits: str, groups: Sequence[Sequence[int]] | None) -> str:
         """logsumexp of a donor's logits over each label's classes; a label without classes never wins."""
-        if not groups or not any(groups):
-            raise ModelError("the stitched network has neither a head nor an alignment: nothing says what it tells")
+        assert groups  # `require_labels`
         parts = []
         for label, group in enumerate(groups):
             if group:
@@ -164,8 +196,25 @@ class _Graph:
         never = self.node("ConstantOfShape", [shape], "align/never", value=lowest)
         return self.node("Concat", [part or never for part in parts], "align/scores", axis=1)
 
-    def _float(self, name: str) -> np.ndarray:
-        return self._arrays[name].astype(np.float32)
+
+def _renamed(node: onnx.NodeProto, names: Mapping[str, str], prefix: str) -> onnx.NodeProto:
+    """A node whose values have other names: those of `names`, and the others behind a prefix."""
+    made = onnx.NodeProto()
+    made.CopyFrom(node)
+    made.name = f"{prefix}{node.name}"
+    for values in (made.input, made.output):
+        values[:] = [names.get(value, f"{prefix}{value}") if value else "" for value in values]
+    for inner in (attribute.g for attribute in made.attribute if attribute.HasField("g")):
+        nodes = [_renamed(each, names, prefix) for each in inner.node]
+        del inner.node[:]
+        inner.node.extend(nodes)
+        for own in (*inner.input, *inner.output, *inner.initializer, *inner.value_info):
+            own.name = f"{prefix}{own.name}"
+    return made
+
+
+def _float(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float32)
 
 
 def _read(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -209,23 +210,174 @@ def random_features(width: int, wanted: int, seed: int) -> np.ndarray:
     return draw / np.sqrt(wanted)
 
 
-def classify(
-    path: Sequence[Block],
-    between: Sequence[Tensors | None],
-    run: Run,
-    x: np.ndarray,
-    *,
-    head: Tensors | None = None,
-    groups: Sequence[Sequence[int]] | None = None,
-) -> np.ndarray:
-    """Scores (n, labels) of a finished network: a linear head on pooled maps, or aligned logits.
+# -- finished networks ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Network:
+    """A finished network: paths through blocks side by side, and what turns their ends into scores of labels.
+
+    Each path ends in a tap. Paths that begin alike share those blocks, which run once. A network without branches has
+    one tap.
+
+    Attributes:
+        taps: block ids of each path, in the order of the head's columns.
+        junctions: by `junction_name`; each {"weights": (c_out, c_in), "bias": (c_out,)}. Neighbours of one donor
+            have none.
+        head: {"weights": (labels, d), "bias": (labels,)} on the taps' pooled maps side by side, d channels in all.
+            None: the only tap is a donor's own classifier, and `align` says which of its classes are which label.
+        align: the classes of each label; None: `head` is given.
+    """
+
+    taps: tuple[tuple[str, ...], ...]
+    junctions: Mapping[str, Tensors]
+    head: Tensors | None = None
+    align: tuple[tuple[int, ...], ...] | None = None
+
+
+def to_artefact(network: Network, stock: Stock) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """A network as an artefact's meta (JSON) and tensors; `from_artefact` reads them.
+
+    Junctions that no tap passes are left out. Meta: "taps", "junctions" {name: {"in_shape", "out_shape", and the names
+    of the tensors "weights" and "bias"}}, "head" {"weights", "bias"} or None, "align", "labels" and "input".
+    """
+    arrays: dict[str, np.ndarray] = {}
+    junctions: dict[str, dict[str, Any]] = {}
+    for ids in prefixes(network.taps):
+        name = junction_name(ids)
+        if name in network.junctions:
+            before, after = (stock.blocks[block] for block in ids[-2:])
+            names = {part: f"{name}.{part}" for part in ("weights", "bias")}
+            arrays |= {names[part]: network.junctions[name][part] for part in names}
+            junctions[name] = {"in_shape": before.out_shape, "out_shape": after.in_shape, **names}
+    head = None
+    if network.head is not None:
+        head = {part: f"head.{part}" for part in ("weights", "bias")}
+        arrays |= {head[part]: network.head[part] for part in head}
+    meta = {
+        "taps": network.taps,
+        "junctions": junctions,
+        "head": head,
+        "align": network.align,
+        "labels": stock.labels,
+        "input": stock.input,
+    }
+    return msgspec.json.decode(msgspec.json.encode(meta)), arrays
+
+
+def from_artefact(meta: Mapping[str, Any], arrays: Tensors) -> Network:
+    """The network of an artefact.
+
+    Raises:
+        ModelError: it has no taps, or nothing that turns their ends into labels.
+    """
+    parts = ("weights", "bias")
+    network = Network(
+        taps=tuple(tuple(tap) for tap in meta["taps"]),
+        junctions={
+            name: {part: arrays[entry[part]] for part in parts} for name, entry in dict(meta["junctions"]).items()
+        },
+        head=None if meta["head"] is None else {part: arrays[meta["head"][part]] for part in parts},
+        align=None if meta["align"] is None else tuple(tuple(group) for group in meta["align"]),
+    )
+    require_labels(network)
+    return network
+
+
+def require_labels(network: Network) -> None:
+    """Refuse a network whose outputs mean nothing.
+
+    Raises:
+        ModelError: it has no taps, neither a head nor an alignment, or an alignment of several taps.
+    """
+    if not network.taps or not all(network.taps):
+        raise ModelError("the stitched network has no taps, or one without blocks: nothing to run")
+    if network.head is None and not any(network.align or ()):
+        raise ModelError("the stitched network has neither a head nor an alignment, so its outputs have no labels")
+    if network.head is None and len(network.taps) > 1:
+        raise ModelError(f"the stitched network joins {len(network.taps)} taps without a head: only a head joins taps")
+
+
+def prefixes(taps: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
+    """Every beginning of the taps' paths once, a path's shorter ones first: what has to run, in an order that can."""
+    every = (tuple(tap[: i + 1]) for tap in taps for i in range(len(tap)))
+    return list(dict.fromkeys(every))
+
+
+def ends(network: Network, blocks: Mapping[str, Block], run: Run, x: np.ndarray) -> list[np.ndarray]:
+    """The output of each tap's last block for prepared images x (n, channels, size, size); shared beginnings run once.
+
+    Maps are dropped once nothing needs them any more.
+    """
+    order = prefixes(network.taps)
+    takers = Counter(ids[:-1] for ids in order)
+    takers.update(dict.fromkeys(network.taps, 1))
+    made: dict[tuple[str, ...], np.ndarray] = {(): x}
+    for ids in order:
+        before, block = made[ids[:-1]], blocks[ids[-1]]
+        takers[ids[:-1]] -= 1
+        if not takers[ids[:-1]]:
+            del made[ids[:-1]]
+        made[ids] = run(block, join(before, network.junctions.get(junction_name(ids)), block))
+    return [made[tap] for tap in network.taps]
+
+
+def classify(network: Network, blocks: Mapping[str, Block], run: Run, x: np.ndarray) -> np.ndarray:
+    """Scores (n, labels) of a finished network: a linear head on the taps' pooled maps, or aligned logits.
+
+    Args:
+        blocks: of the stock, by id.
+        run: runs one block.
+        x: prepared images (n, channels, size, size).
 
     Raises:
         ModelError: neither a head nor an alignment says what the outputs mean.
     """
-    outputs = forward(path, between, run, x)
-    if head is not None:
-        return gap(outputs) @ head["weights"].T + head["bias"]
-    if groups is not None:
-        return align(outputs, groups)
-    raise ModelError("a network with neither a head nor an alignment has no labels")
+    require_labels(network)
+    outputs = ends(network, blocks, run, x)
+    if network.head is not None:
+        z = np.concatenate([gap(each) for each in outputs], axis=1)
+        return z @ network.head["weights"].T + network.head["bias"]
+    assert network.align is not None
+    return align(outputs[0], network.align)
+
+
+def full_head(weights: np.ndarray, bias: np.ndarray, classes: Sequence[int], labels: int) -> dict[str, np.ndarray]:
+    """A head of all labels from one of the classes that somebody has examples of.
+
+    A class that nobody has gets weights of 0 and a bias of -inf: its score is -inf, as that of a label without classes
+    in `align`, so that it never wins, in any runtime and however low the other scores are.
+
+    Args:
+        weights: (classes, d); `bias`: (classes,).
+        classes: the label of each row, each below `labels`.
+
+    Returns:
+        {"weights": (labels, d), "bias": (labels,)}, float32.
+    """
+    whole = {"weights": np.zeros((labels, weights.shape[1]), np.float32), "bias": np.full(labels, -np.inf, np.float32)}
+    whole["weights"][list(classes)] = weights
+    whole["bias"][list(classes)] = bias
+    return whole
+
+
+def describe(taps: Sequence[Sequence[str]]) -> str:
+    """The paths of a network for people; of several taps, runs of one donor's blocks are shortened to their ends."""
+    if len(taps) == 1:
+        return " > ".join(taps[0])
+    return " + ".join(" > ".join(_runs(tap)) for tap in taps)
+
+
+def _runs(path: Sequence[str]) -> Iterator[str]:
+    """A path's blocks, three or more of a donor in a row as "donor.first-last"."""
+    place = 0
+    while place < len(path):
+        donor, _, first = path[place].rpartition(".")
+        end = place + 1
+        while end < len(path) and path[end] == f"{donor}.{int(first) + end - place}":
+            end += 1
+        if end - place > 2:
+            yield f"{path[place]}-{int(first) + end - place - 1}"
+        else:
+            yield from path[place:end]
+        place = end

@@ -76,8 +76,8 @@ def test_a_search_ends_with_a_validated_network() -> None:
     accuracies = [each["accuracy"] for each in found.meta["search"]]
     assert all(each["examples"] == 60 for each in found.meta["search"])
     assert max(accuracies) > 0.8  # three templates are easy, a third is chance
-    chosen = [each["path"][:-1] for each in found.meta["search"] if each["accuracy"] == max(accuracies)]
-    assert found.meta["path"] in chosen
+    chosen = [each["taps"] for each in found.meta["search"] if each["accuracy"] == max(accuracies)]
+    assert found.meta["taps"] in chosen
     assert any(line.startswith("chosen: ") for line in METHOD.explain(last))
 
 
@@ -149,20 +149,17 @@ def evaluate(found: Any, devices: list[Member]) -> float:
     """An artefact's accuracy on all held-out examples, from nothing but what it says."""
     bundle, runner = build()
     stock = stitched.stock(bundle.meta)
-    path = [stock.blocks[name] for name in found.meta["path"]]
-    between: list[Any] = [None] * len(path)
-    for junction in found.meta["junctions"]:
-        assert junction["in_shape"] == list(path[junction["before"] - 1].out_shape)
-        assert junction["out_shape"] == list(path[junction["before"]].in_shape)
-        if junction["kind"] == "projection":
-            between[junction["before"]] = {part: found.tensors[junction[part]] for part in ("weights", "bias")}
-    head = (
-        {part: found.tensors[found.meta["head"][part]] for part in ("weights", "bias")} if found.meta["head"] else None
-    )
+    for name, entry in found.meta["junctions"].items():
+        (before, after) = next(
+            ids[-2:] for ids in stitched.prefixes(found.meta["taps"]) if name == stitched.junction_name(ids)
+        )
+        assert entry["in_shape"] == list(stock.blocks[before].out_shape)
+        assert entry["out_shape"] == list(stock.blocks[after].in_shape)
+    network = stitched.from_artefact(found.meta, found.tensors)
     x = images.prepare(np.concatenate([member.held.x for member in devices]), found.meta["input"])
     y = np.concatenate([member.held.y for member in devices])
     run = lambda block, maps: runner.run(Path(block.stages[0][0]), maps)  # noqa: E731
-    scores = stitched.classify(path, between, run, x, head=head, groups=found.meta["align"])
+    scores = stitched.classify(network, stock.blocks, run, x)
     return float((scores.argmax(axis=1) == y).mean())
 
 
@@ -181,7 +178,7 @@ def test_paths_that_were_cut_short_still_yield_a_network() -> None:
     state = next(state for state in FULL if state.finished)
     found = METHOD.result(state)
     assert found.meta["head"] is None
-    assert found.meta["path"] == list(max(state.finished, key=lambda net: net.score).path)
+    assert found.meta["taps"] == [list(max(state.finished, key=lambda net: net.score).path)]
     with pytest.raises(ModelError, match="no network is finished"):
         METHOD.result(FULL[0])
 
@@ -451,13 +448,13 @@ def test_the_fit_tells_what_its_junctions_leave_of_a_device_left_out() -> None:
 def test_the_result_names_the_worst_junction_of_each_network() -> None:
     """A donor's own succession has none; a head replaces the junction before the last block."""
     last = FULL[-1]
-    told = {tuple(each["path"]): each["residual"] for each in METHOD.result(last).meta["search"]}
-    native = [path for path in told if len({name.split(".")[0] for name in path[:-1]}) == 1]
+    told = {tuple(each["taps"][0]): each["residual"] for each in METHOD.result(last).meta["search"]}
+    native = [path for path in told if len({name.split(".")[0] for name in path}) == 1]
     assert native
     assert all(told[path] is None for path in native)
     for finalist in last.finalists:
         known = [each for each in finalist.residuals[:-1] if each is not None]
-        assert told[finalist.path] == (max(known) if known else None)
+        assert told[finalist.path[:-1]] == (max(known) if known else None)
         assert len(finalist.residuals) == len(finalist.path) - 1
     finalist = replace(last.finalists[0], path=("ash.0", "elm.1", "elm.2"), residuals=(0.1, 0.7))
 
@@ -557,7 +554,7 @@ def test_stopping_early_costs_fewer_rounds_and_still_gives_a_network() -> None:
     hasty = play(stop_below=1.0, native_continuation="exclude")
     patient = play(native_continuation="exclude")
     assert len(hasty) < len(patient)
-    assert METHOD.result(hasty[-1]).meta["path"]
+    assert METHOD.result(hasty[-1]).meta["taps"]
     lines = [line for state in hasty for line in METHOD.explain(state)]
     assert any(line.startswith("given up ") for line in lines)
     assert any(line.startswith("taken back") for line in lines)
@@ -600,7 +597,7 @@ def test_without_held_out_examples_the_score_decides_and_the_story_says_so() -> 
     found = METHOD.result(last)
     assert all(each["accuracy"] is None for each in found.meta["search"])
     best = max(last.finalists, key=lambda finalist: finalist.score)
-    assert found.meta["path"] == list(best.path[:-1])
+    assert found.meta["taps"] == [list(best.path[:-1])]
     assert any("not validated" in line for line in METHOD.explain(last))
 
 
@@ -687,7 +684,7 @@ def test_the_chosen_networks_head_is_solved_from_all_devices_that_were_heard() -
     weights, bias = least_squares.solve(least_squares.moments(features, labels), head_ridge)
     assert np.allclose(chosen.head["weights"], weights, atol=1e-4)
     assert np.allclose(chosen.head["bias"], bias, atol=1e-4)
-    assert METHOD.result(last).meta["path"] == list(chosen.path[:-1])
+    assert METHOD.result(last).meta["taps"] == [list(chosen.path[:-1])]
     others = [each for i, each in enumerate(last.finalists) if i != last.chosen]
     validated = refining[0].finalists
     before = [each for i, each in enumerate(validated) if i != last.chosen]

@@ -55,7 +55,9 @@ def export(store: Store, run: str, out: Path) -> str:
         folder = store.job(run).bundle / "blobs"
         files = {name: folder / ref.sha256 for name, ref in index.files.items()}
         payload = export_onnx.stitched(found.meta, found.tensors, stitched.stock(index.meta).blocks, files)
-        what = f"{len(found.meta['path'])} blocks, labels {', '.join(found.meta['labels'])}"
+        blocks, taps = len(stitched.prefixes(found.meta["taps"])), len(found.meta["taps"])
+        joined = f" in {taps} paths side by side" if taps > 1 else ""
+        what = f"{blocks} blocks{joined}, labels {', '.join(found.meta['labels'])}"
     elif out.suffix == ".onnx":
         if found.kind != "weights":
             raise ModelError(f"{out}: a result of the kind {found.kind!r} has no ONNX; name a file .safetensors")

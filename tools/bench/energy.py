@@ -33,6 +33,7 @@ from fedquilt.core import Cost, Device, OperatingPoint, Reading, Usage, Work
 from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.power import governor
 from fedquilt.edge_agent.power.governor import Policy, Rule
+from fedquilt.models.stitching import stitched
 from fedquilt.tools import demo
 from fedquilt.tools.artefacts import export
 from fedquilt.tools.report.figures import at_least, figure, figure_lines
@@ -87,7 +88,7 @@ def _slowed(point: OperatingPoint) -> OperatingPoint:
 class Run:
     """One job under one policy."""
 
-    path: Sequence[str] = ()
+    path: Sequence[str] = ()  # blocks of its network
     rounds: dict[int, dict[str, Usage]] = field(default_factory=dict)  # round -> board -> what its task took
     deadlines_s: dict[int, float] = field(default_factory=dict)
     took_s: dict[int, float] = field(default_factory=dict)  # of a round's last answer
@@ -111,7 +112,7 @@ def federate(policy: Policy, folder: Path, search: Mapping[str, int] = SEARCH) -
     if status != "done":
         raise RuntimeError(f"the federation under {policy!r} ended as {status}")
     with Store(plan.home) as store:
-        run.path = export.artefact(store, name).meta["path"]
+        run.path = [ids[-1] for ids in stitched.prefixes(export.artefact(store, name).meta["taps"])]
         for _, _, fact in store.facts(name):
             if isinstance(fact, Asked):
                 run.deadlines_s[fact.round] = cohort.deadline_s if fact.deadline_s is None else fact.deadline_s

@@ -21,6 +21,7 @@ from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import costs
 from fedquilt.core import Artefact, Examples
+from fedquilt.models.stitching.stitched import describe
 from fedquilt.tools.artefacts import export
 from fedquilt.tools.demo.compared import Compared, Device, Network, compare, mean_alone
 from fedquilt.tools.demo.live import Live, bold
@@ -125,7 +126,7 @@ def _networks(stitched: Network, others: Compared) -> list[Network]:
 
 def _path(artefact: Artefact) -> str:
     """The blocks of a stitched network, named as in the log of its search."""
-    return " > ".join([*artefact.meta["path"], *(["new head"] if artefact.meta["head"] else [])])
+    return describe(artefact.meta["taps"]) + (" > new head" if artefact.meta["head"] else "")
 
 
 def verdict(networks: Sequence[Network]) -> str:

@@ -144,18 +144,9 @@ class Bench:
 
     def accuracy_of(self, artefact: Any) -> float:
         """A stitched network's accuracy, by the agents' own forward pass."""
-        meta, tensors = artefact.meta, artefact.tensors
-        path = [self.stock.blocks[block] for block in meta["path"]]
-        between: list[Any] = [None] * len(path)
-        for junction in meta["junctions"]:
-            if junction["kind"] == "projection":
-                parts = {part: tensors[junction[part]] for part in ("weights", "bias")}
-                between[junction["before"]] = parts
-        head = {part: tensors[meta["head"][part]] for part in ("weights", "bias")} if meta["head"] else None
+        network = stitched.from_artefact(artefact.meta, artefact.tensors)
         return self._accuracy(
-            self._batched(
-                self.test, lambda x: stitched.classify(path, between, self._run, x, head=head, groups=meta["align"])
-            )
+            self._batched(self.test, lambda x: stitched.classify(network, self.stock.blocks, self._run, x))
         )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,14 @@ from fedquilt.core import ModelError
 from fedquilt.data import images
 from fedquilt.models.stitching import stitched as stitch
 
+PARTS = ("weights", "bias")
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
 
+from onnx import helper, numpy_helper  # noqa: E402
+
 from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine  # noqa: E402
+from fedquilt.models.stitching import tiled_linear  # noqa: E402
 from fedquilt.models.stitching.export_onnx import stitched  # noqa: E402
 
 DEMO = Path(__file__).resolve().parents[3] / "tools" / "demo"
@@ -27,38 +33,28 @@ FILES = {name: DEMO / "bundle" / "blobs" / ref.sha256 for name, ref in BUNDLE.fi
 
 # shrinks 14 -> 7 and grows 7 -> 14 (sizes of the maps), each with a change of channels
 ACROSS = ["separable.0", "residual.3", "plain.2", "plain.3"]
+# a stem that four taps share, two depths of one donor, and plain.2 and plain.3 a second time, behind their own donor
+JOINED = [ACROSS, ACROSS[:2], [f"separable.{i}" for i in range(3)], ACROSS[:1], [f"plain.{i}" for i in range(4)]]
 
 
 def artefact(
-    path: list[str], align: Any, head: bool, stock: stitch.Stock = STOCK
+    taps: list[list[str]], align: Any, head: bool, stock: stitch.Stock = STOCK
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """An artefact as `fedquilt.methods.fedstitch.result` makes it, with random junctions and head."""
     draw = np.random.default_rng(0)
-    blocks = [stock.blocks[name] for name in path]
-    arrays: dict[str, np.ndarray] = {}
-    junctions = []
-    for i in range(1, len(path)):
-        before, after = blocks[i - 1], blocks[i]
-        own = stitch.continues(before, after)
-        names = {part: None if own else f"junction.{i}.{part}" for part in ("weights", "bias")}
-        entry = {"before": i, "in_shape": list(before.out_shape), "out_shape": list(after.in_shape)}
-        junctions.append({**entry, **names, "kind": "none" if own else "projection"})
-        if not own:
+    junctions = {}
+    for ids in stitch.prefixes(taps):
+        before, after = ([None, *(stock.blocks[name] for name in ids)])[-2:]
+        if before is not None and not stitch.continues(before, after):
             shape = (after.in_shape[0], before.out_shape[0])
-            arrays[f"junction.{i}.weights"] = draw.normal(0, shape[1] ** -0.5, shape).astype(np.float32)
-            arrays[f"junction.{i}.bias"] = draw.normal(size=shape[0]).astype(np.float32)
-    if head:
-        arrays["head.weights"] = draw.normal(size=(10, blocks[-1].out_shape[0]))
-        arrays["head.bias"] = draw.normal(size=10)
-    meta = {
-        "path": path,
-        "junctions": junctions,
-        "head": {"features": "gap", "weights": "head.weights", "bias": "head.bias"} if head else None,
-        "align": align,
-        "labels": list(stock.labels)[: len(align) if align else 10],
-        "input": {"channels": 1, "size": 28, "mean": [0.0], "std": [1.0]},
-    }
-    return meta, arrays
+            junctions[stitch.junction_name(ids)] = {
+                "weights": draw.normal(0, shape[1] ** -0.5, shape).astype(np.float32),
+                "bias": draw.normal(size=shape[0]).astype(np.float32),
+            }
+    width = sum(stock.blocks[tap[-1]].out_shape[0] for tap in taps)
+    weights = {"weights": draw.normal(size=(10, width)), "bias": draw.normal(size=10)} if head else None
+    network = stitch.Network(tuple(map(tuple, taps)), junctions, weights, align)
+    return stitch.to_artefact(network, replace(stock, labels=stock.labels[: len(align) if align else 10]))
 
 
 def by_the_agents(
@@ -68,36 +64,32 @@ def by_the_agents(
     stock: stitch.Stock = STOCK,
     files: Mapping[str, Path] = FILES,
 ) -> np.ndarray:
-    """`fedquilt.models.stitching.stitched.classify` with the same junctions and head, block by block."""
+    """`fedquilt.models.stitching.stitched.classify` of what the artefact holds, block by block."""
     engine = OnnxEngine(2**30)
-    between: list[Any] = [None]
-    for entry in meta["junctions"]:
-        names = {part: entry[part] for part in ("weights", "bias")}
-        between.append(None if entry["kind"] == "none" else {part: arrays[name] for part, name in names.items()})
-    return stitch.classify(
-        [stock.blocks[name] for name in meta["path"]],
-        between,
-        lambda block, maps: stitch.run_block(block, lambda name, value: engine.run(files[name], value), maps),
-        x,
-        head={part: arrays[f"head.{part}"] for part in ("weights", "bias")} if meta["head"] else None,
-        groups=meta["align"],
-    )
+
+    def run(block: stitch.Block, maps: np.ndarray) -> np.ndarray:
+        return stitch.run_block(block, lambda name, value: engine.run(files[name], value), maps)
+
+    return stitch.classify(stitch.from_artefact(meta, arrays), stock.blocks, run, x)
 
 
 @pytest.mark.parametrize(
-    ("path", "align", "head"),
+    ("taps", "align", "head"),
     [
-        (ACROSS, None, True),
-        ([*ACROSS, "plain.4"], [[i] for i in range(10)], False),
-        ([*ACROSS, "plain.4"], [[0, 2, 4, 6, 8], [], [1, 3, 5]], False),
-        ([f"residual.{i}" for i in range(5)], [[i] for i in range(10)], False),
-        (["plain.0"], None, True),
+        ([ACROSS], None, True),
+        ([[*ACROSS, "plain.4"]], [[i] for i in range(10)], False),
+        ([[*ACROSS, "plain.4"]], [[0, 2, 4, 6, 8], [], [1, 3, 5]], False),
+        ([[f"residual.{i}" for i in range(5)]], [[i] for i in range(10)], False),
+        ([["plain.0"]], None, True),
+        (JOINED, None, True),
+        (JOINED[::-1], None, True),
+        ([[f"plain.{i}" for i in range(5)], ["plain.0"]], None, True),
     ],
-    ids=["head", "aligned", "grouped", "one donor", "one block"],
+    ids=["head", "aligned", "grouped", "one donor", "one block", "joined", "joined backwards", "a vector and maps"],
 )
-def test_the_file_gives_what_the_agents_compute(tmp_path: Path, path: list[str], align: Any, head: bool) -> None:
+def test_the_file_gives_what_the_agents_compute(tmp_path: Path, taps: list[list[str]], align: Any, head: bool) -> None:
     """To 1e-4 of the largest score, for 1 image and for 7, alone in its folder; a label without classes scores -inf."""
-    meta, arrays = artefact(path, align, head)
+    meta, arrays = artefact(taps, align, head)
     file = tmp_path / "net.onnx"
     file.write_bytes(stitched(meta, arrays, STOCK.blocks, FILES))
     onnx.checker.check_model(str(file), full_check=True)
@@ -135,7 +127,7 @@ def test_tiles_lie_side_by_side_in_the_file(tmp_path: Path, monkeypatch: pytest.
     stock = stitch.stock(made.meta)
     files = {name: tmp_path / "out" / "blobs" / ref.sha256 for name, ref in made.files.items()}
     assert [len(stage) for stage in stock.blocks["wide.2"].stages] == [1, 4, 1]
-    meta, arrays = artefact(["plain.0", "wide.1", "wide.2"], [[0], [1], [2]], False, stock)
+    meta, arrays = artefact([["plain.0", "wide.1", "wide.2"]], [[0], [1], [2]], False, stock)
     (tmp_path / "net.onnx").write_bytes(stitched(meta, arrays, stock.blocks, files))
     onnx.checker.check_model(str(tmp_path / "net.onnx"), full_check=True)
     session = ort.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
@@ -146,29 +138,125 @@ def test_tiles_lie_side_by_side_in_the_file(tmp_path: Path, monkeypatch: pytest.
 
 def test_what_is_projected_is_the_smaller_map() -> None:
     """As the agents do it: before it grows, after it has shrunk."""
-    model = onnx.load_from_string(stitched(*artefact(ACROSS, None, True), STOCK.blocks, FILES))
+    model = onnx.load_from_string(stitched(*artefact([ACROSS], None, True), STOCK.blocks, FILES))
     order = [node.name.split("/") for node in model.graph.node if node.name.startswith("junction")]
     resize = ["resized_rows", "resized"]
     assert [step for junction, step in order if junction == "junction1"] == [*resize, "projected"]
     assert [step for junction, step in order if junction == "junction2"] == ["projected", *resize]
 
 
+def test_shared_beginnings_and_repeated_blocks_are_in_the_file_once(tmp_path: Path) -> None:
+    """Five paths: one stem node of its donor, and weights of plain.2, which stands in two paths, counted once."""
+    meta, arrays = artefact(JOINED, None, True)
+    model = onnx.load_from_string(stitched(meta, arrays, STOCK.blocks, FILES))
+    separable = onnx.load(FILES["separable.0.onnx"]).graph.node
+    assert sum(node.name.startswith("block0/") for node in model.graph.node) == len(separable)
+    assert sum(node.input[0] == "x" for node in model.graph.node) == 2  # the two donors' stems
+    names = [tensor.name for tensor in model.graph.initializer]
+    assert len(names) == len(set(names))
+    blocks = {name for tap in JOINED for name in tap}
+    own = {name for name in names if name.partition("/")[0] not in blocks}
+    sizes = {tensor.name: len(tensor.raw_data) for tensor in model.graph.initializer}
+    facts = {prop.key: prop.value for prop in model.metadata_props}
+    wanted = sum(STOCK.blocks[name].weight_bytes for name in blocks) + sum(sizes[name] for name in own)
+    assert int(facts["weight_bytes"]) == sum(sizes.values()) == wanted
+    assert sum(sizes[name] for name in own if "head" in name) == sum(arrays[f"head.{p}"].size * 4 for p in PARTS)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_block_behind_a_folded_junction_keeps_its_own_weights(tmp_path: Path, order: int) -> None:
+    """The same block native in one path and behind a junction folded into its first layer in another."""
+    draw = np.random.default_rng(1)
+    blocks, files = {}, {}
+    for name, q, p in (("few.0", 3, 1), ("many.0", 8, 1), ("many.1", 2, 8)):
+        shape, donor = (q, p, 1, 1), name[:-2]
+        weights = numpy_helper.from_array(draw.normal(size=shape).astype(np.float32), "weights")
+        bias = numpy_helper.from_array(draw.normal(size=q).astype(np.float32), "bias")
+        node = helper.make_node("Conv", ["x", "weights", "bias"], ["y"], name="convolution")
+        info = [helper.make_tensor_value_info(v, 1, ["n", c, 28, 28]) for v, c in (("x", p), ("y", q))]
+        graph = helper.make_graph([node], name, info[:1], info[1:], [weights, bias])
+        files[f"{name}.onnx"] = tmp_path / f"{name}.onnx"
+        opset = helper.make_opsetid("", 17)
+        onnx.save(helper.make_model(graph, opset_imports=[opset], ir_version=8), files[f"{name}.onnx"])
+        stages, shapes = ((f"{name}.onnx",),), ((p, 28, 28), (q, 28, 28))
+        kind = "start" if name.endswith("0") else "middle"
+        blocks[name] = stitch.Block(donor, int(name[-1]), kind, stages, (), *shapes, 1, 4, 4, 4)  # type: ignore[arg-type]
+    stock = stitch.Stock(STOCK.input, STOCK.labels, {}, blocks)
+    made = artefact([["many.0", "many.1"], ["few.0", "many.1"]][::order], None, True, stock)
+    (tmp_path / "net.onnx").write_bytes(stitched(*made, blocks, files))
+    model = onnx.load(tmp_path / "net.onnx")
+    assert sum("folded" in tensor.name for tensor in model.graph.initializer) == 2
+    assert not any("projected" in node.name for node in model.graph.node)
+    session = ort.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
+    x = images.prepare(np.load(DEMO / "digits.npz")["x_test"][:3], STOCK.input)
+    wanted = by_the_agents(*made, x, stock, files)
+    np.testing.assert_allclose(session.run(None, {"x": x})[0], wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
+
+
+def test_the_runtime_pools_a_tap_before_it_computes_the_next_and_memory_covers_that(tmp_path: Path) -> None:
+    """By the runtime's own record of a run; values alive together in that order are no more than the file says."""
+    model = onnx.load_from_string(stitched(*artefact(JOINED, None, True), STOCK.blocks, FILES))
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.enable_profiling, options.profile_file_prefix = True, str(tmp_path / "run")
+    seen = onnx.ModelProto()
+    seen.CopyFrom(model)
+    values = [name for node in model.graph.node for name in node.output]
+    seen.graph.output.extend(onnx.ValueInfoProto(name=name) for name in values if name != "scores")
+    x = np.zeros((1, 1, 28, 28), np.float32)
+    names = ["scores", *(name for name in values if name != "scores")]
+    found = ort.InferenceSession(seen.SerializeToString(), providers=["CPUExecutionProvider"]).run(names, {"x": x})
+    sizes = {"x": x.nbytes} | {name: value.nbytes for name, value in zip(names, found, strict=True)}
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session.run(None, {"x": x})
+    events = json.loads(Path(session.end_profiling()).read_text())
+    ends = "_kernel_time"
+    ran = [event["name"].removesuffix(ends) for event in events if event["name"].endswith(ends)]
+    pooled = [ran.index(f"head/{i}/pooled") for i in range(5)]
+    assert pooled == sorted(pooled)
+    first = [min(ran.index(name) for name in ran if name.startswith(f"block{place}/")) for place in (4, 6)]
+    assert pooled[1] < first[0] < pooled[2]  # separable.1 comes after the taps of residual.3
+    assert pooled[3] < first[1]  # plain.0 comes after separable.0's
+    nodes = {node.name: node for node in model.graph.node}
+    model.graph.ClearField("node")
+    model.graph.node.extend(nodes[name] for name in ran)
+    alive = tiled_linear.alive_bytes(model.graph, sizes)
+    facts = {prop.key: prop.value for prop in model.metadata_props}
+    assert alive is not None
+    assert max(STOCK.blocks[name].activation_bytes for name in ACROSS) <= alive <= int(facts["activation_bytes"])
+
+
+def test_a_class_that_nobody_has_never_wins(tmp_path: Path) -> None:
+    """Its score is -inf in the file too, though every other score is below zero; none is NaN."""
+    meta, arrays = artefact([["plain.0"]], None, True)
+    rows = [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    head = stitch.full_head(arrays["head.weights"][rows], np.full(9, -1e6), rows, 10)
+    arrays |= {f"head.{part}": head[part] for part in PARTS}
+    (tmp_path / "net.onnx").write_bytes(stitched(meta, arrays, STOCK.blocks, FILES))
+    session = ort.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
+    x = images.prepare(np.load(DEMO / "digits.npz")["x_test"][:5], STOCK.input)
+    scores = session.run(None, {"x": x})[0]
+    assert (scores[:, 3] == -np.inf).all()
+    assert (np.isfinite(scores).sum(axis=1) == 9).all()
+    assert (scores < 0).all()
+    np.testing.assert_array_equal(scores.argmax(axis=1), by_the_agents(meta, arrays, x).argmax(axis=1))
+
+
 def test_what_running_it_takes_is_in_the_file() -> None:
     """Labels, input, path and memory as metadata; opset and IR version that old runtimes read."""
-    model = onnx.load_from_string(stitched(*artefact(ACROSS, None, True), STOCK.blocks, FILES))
+    model = onnx.load_from_string(stitched(*artefact([ACROSS], None, True), STOCK.blocks, FILES))
     facts = {prop.key: prop.value for prop in model.metadata_props}
     assert facts["labels"] == '["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]'
     assert facts["input"] == '{"channels": 1, "size": 28, "mean": [0.0], "std": [1.0]}'
-    assert facts["path"] == " ".join(ACROSS)
-    assert int(facts["activation_bytes"]) == max(STOCK.blocks[name].activation_bytes for name in ACROSS)
+    assert facts["taps"] == json.dumps([ACROSS])
     assert int(facts["weight_bytes"]) > sum(STOCK.blocks[name].weight_bytes for name in ACROSS)
     assert (model.ir_version, [opset.version for opset in model.opset_import]) == (8, [17])
 
 
 def test_the_same_network_is_the_same_file() -> None:
     """Equal bytes, so that its sha256 names it."""
-    assert stitched(*artefact(ACROSS, None, True), STOCK.blocks, FILES) == stitched(
-        *artefact(ACROSS, None, True), STOCK.blocks, FILES
+    assert stitched(*artefact([ACROSS], None, True), STOCK.blocks, FILES) == stitched(
+        *artefact([ACROSS], None, True), STOCK.blocks, FILES
     )
 
 
@@ -180,34 +268,34 @@ def test_blocks_that_a_store_has_linked_in_are_read(tmp_path: Path) -> None:
         (tmp_path / "bundle" / path.name).write_bytes(path.read_bytes())
         (tmp_path / "depot" / path.name).hardlink_to(tmp_path / "bundle" / path.name)
     linked = {name: tmp_path / "depot" / path.name for name, path in FILES.items()}
-    assert stitched(*artefact(ACROSS, None, True), STOCK.blocks, linked) == stitched(
-        *artefact(ACROSS, None, True), STOCK.blocks, FILES
+    assert stitched(*artefact([ACROSS], None, True), STOCK.blocks, linked) == stitched(
+        *artefact([ACROSS], None, True), STOCK.blocks, FILES
     )
 
 
 def test_a_network_that_cannot_be_written_says_why(tmp_path: Path) -> None:
     """No labels, another bundle, a damaged block, weights cut short or outside, a graph from elsewhere."""
     with pytest.raises(ModelError, match="neither a head nor an alignment"):
-        stitched(*artefact(["plain.0"], None, False), STOCK.blocks, FILES)
+        stitched(*artefact([["plain.0"]], None, False), STOCK.blocks, FILES)
     with pytest.raises(ModelError, match=r"no block 'plain\.0'"):
-        stitched(*artefact(["plain.0"], None, True), STOCK.blocks, {})
+        stitched(*artefact([["plain.0"]], None, True), STOCK.blocks, {})
     with pytest.raises(ModelError, match=r"no block 'plain\.0'"):
-        stitched(*artefact(["plain.0"], None, True), {}, FILES)
+        stitched(*artefact([["plain.0"]], None, True), {}, FILES)
     (tmp_path / "noise").write_bytes(b"noise")
     with pytest.raises(ModelError, match=r"block 'plain\.0' cannot be read from .*noise"):
-        stitched(*artefact(["plain.0"], None, True), STOCK.blocks, {"plain.0.onnx": tmp_path / "noise"})
+        stitched(*artefact([["plain.0"]], None, True), STOCK.blocks, {"plain.0.onnx": tmp_path / "noise"})
     large = onnx.load(FILES["residual.3.onnx"], load_external_data=False)
     (tmp_path / "graph").write_bytes(FILES["residual.3.onnx"].read_bytes())
     location = large.graph.initializer[0].external_data[0].value
     (tmp_path / location).write_bytes(b"short")
     with pytest.raises(ModelError, match=rf"block 'residual\.3' .*: {location[:12]} is cut short"):
-        stitched(*artefact(["residual.3"], None, True), STOCK.blocks, {"residual.3.onnx": tmp_path / "graph"})
+        stitched(*artefact([["residual.3"]], None, True), STOCK.blocks, {"residual.3.onnx": tmp_path / "graph"})
     large.graph.initializer[0].external_data[0].value = "../secret"
     onnx.save(large, tmp_path / "graph")
     with pytest.raises(ModelError, match=r"its weights are in '\.\./secret', not in a file named by its sha256"):
-        stitched(*artefact(["residual.3"], None, True), STOCK.blocks, {"residual.3.onnx": tmp_path / "graph"})
+        stitched(*artefact([["residual.3"]], None, True), STOCK.blocks, {"residual.3.onnx": tmp_path / "graph"})
     other = onnx.load(FILES["plain.0.onnx"])
     other.opset_import[0].version = 13
     onnx.save(other, tmp_path / "older")
     with pytest.raises(ModelError, match="was not made by `fedquilt prepare`"):
-        stitched(*artefact(["plain.0"], None, True), STOCK.blocks, {"plain.0.onnx": tmp_path / "older"})
+        stitched(*artefact([["plain.0"]], None, True), STOCK.blocks, {"plain.0.onnx": tmp_path / "older"})

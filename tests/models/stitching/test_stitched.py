@@ -93,10 +93,94 @@ def test_random_features_keep_lengths_on_average() -> None:
     assert np.array_equal(draw, stitched.random_features(50, 4000, seed=3))
 
 
-def test_a_network_without_labels_says_so() -> None:
-    """Neither head nor alignment: what would the outputs mean?"""
-    with pytest.raises(ModelError, match="no labels"):
-        stitched.classify([A0], [None], lambda block, x: x, np.zeros((1, 1, 8, 8)))
+HEAD = {"weights": RNG.normal(size=(2, 12)), "bias": RNG.normal(size=2)}
+STOCK = stitched.Stock(images.Input(1, 8), ("x", "y"), {}, {each.id: each for each in (A0, A1, A2, B1)})
+JOINED = stitched.Network(
+    taps=(("a.0", "a.1"), ("a.0", "b.1"), ("a.0",)),
+    junctions={
+        stitched.junction_name(("a.0", "b.1")): {"weights": RNG.normal(size=(5, 3)), "bias": RNG.normal(size=5)},
+        stitched.junction_name(("b.1", "a.1")): {"weights": np.ones((3, 5)), "bias": np.ones(3)},
+    },
+    head=HEAD,
+)
+
+
+def made(ran: list[str]) -> stitched.Run:
+    """Blocks that average cells and repeat channels; each notes that it ran."""
+
+    def run(block: Block, maps: np.ndarray) -> np.ndarray:
+        ran.append(block.id)
+        channels, size = block.out_shape[0], block.out_shape[1]
+        return np.resize(
+            images.resize(maps, size, size).transpose(1, 0, 2, 3), (channels, len(maps), size, size)
+        ).transpose(1, 0, 2, 3)
+
+    return run
+
+
+def test_taps_are_pooled_side_by_side_and_what_they_share_runs_once() -> None:
+    """Three taps behind one stem: three block runs, and the head's columns in the order of the taps."""
+    ran: list[str] = []
+    x = RNG.normal(size=(4, 1, 8, 8)).astype(np.float32)
+    scores = stitched.classify(JOINED, STOCK.blocks, made(ran), x)
+    assert ran == ["a.0", "a.1", "b.1"]
+    stem = made([])(A0, x)
+    junction = JOINED.junctions[stitched.junction_name(("a.0", "b.1"))]
+    maps = made([])(A1, stem), made([])(B1, stitched.join(stem, junction, B1)), stem
+    features = np.concatenate([each.mean(axis=(2, 3)) for each in maps], axis=1)
+    np.testing.assert_allclose(scores, features @ HEAD["weights"].T + HEAD["bias"], rtol=1e-6)
+
+
+def test_an_artefact_holds_the_network_and_no_junction_besides() -> None:
+    """What is read back classifies the same; the junction of a path that is no tap is gone."""
+    meta, arrays = stitched.to_artefact(JOINED, STOCK)
+    name = stitched.junction_name(("a.0", "b.1"))
+    assert meta["taps"] == [["a.0", "a.1"], ["a.0", "b.1"], ["a.0"]]
+    assert meta["junctions"] == {
+        name: {"in_shape": [3, 8, 8], "out_shape": [5, 4, 4], "weights": f"{name}.weights", "bias": f"{name}.bias"}
+    }
+    assert set(arrays) == {f"{name}.weights", f"{name}.bias", "head.weights", "head.bias"}
+    read, x = stitched.from_artefact(meta, arrays), RNG.normal(size=(2, 1, 8, 8)).astype(np.float32)
+    scores = [stitched.classify(each, STOCK.blocks, made([]), x) for each in (JOINED, read)]
+    np.testing.assert_array_equal(*scores)
+
+
+@pytest.mark.parametrize(
+    ("network", "why"),
+    [
+        (stitched.Network((("a.0",),), {}), "neither a head nor an alignment"),
+        (stitched.Network((("a.0",),), {}, align=((), ())), "neither a head nor an alignment"),
+        (stitched.Network((("a.0",), ("a.0", "a.1")), {}, align=((0,), (1,))), "joins 2 taps without a head"),
+        (stitched.Network((), {}, HEAD), "no taps"),
+        (stitched.Network(((),), {}, HEAD), "without blocks"),
+    ],
+)
+def test_a_network_whose_outputs_mean_nothing_is_refused(network: stitched.Network, why: str) -> None:
+    """When it is run, and when it is read."""
+    with pytest.raises(ModelError, match=why):
+        stitched.classify(network, STOCK.blocks, lambda block, x: x, np.zeros((1, 1, 8, 8)))
+    meta = {"taps": network.taps, "junctions": {}, "head": None, "align": network.align}
+    if network.head is not None:
+        meta["head"] = {"weights": "w", "bias": "b"}
+    with pytest.raises(ModelError, match=why):
+        stitched.from_artefact(meta, {"w": HEAD["weights"], "b": HEAD["bias"]})
+
+
+def test_a_class_without_a_row_scores_less_than_any_other() -> None:
+    """Rows go to their labels; the label between them has no weights and -inf."""
+    head = stitched.full_head(np.array([[1.0, 2], [3, 4]]), np.array([-1e30, 6]), [0, 2], 3)
+    assert head["weights"].tolist() == [[1, 2], [0, 0], [3, 4]]
+    assert head["bias"].tolist() == [np.float32(-1e30), -np.inf, 6]
+    scores = np.array([[-1e6, -1e6]]) @ head["weights"].T + head["bias"]
+    assert scores.argmin() == 1
+    assert not np.isnan(scores).any()
+
+
+def test_paths_are_told_in_full_and_several_in_short() -> None:
+    """Blocks of one donor in a row are shortened where a network has several taps."""
+    path = [*(f"a.{i}" for i in range(4)), "b.2", "b.3", "c.9"]
+    assert stitched.describe([path]) == "a.0 > a.1 > a.2 > a.3 > b.2 > b.3 > c.9"
+    assert stitched.describe([path, ["a.0"]]) == "a.0-3 > b.2 > b.3 > c.9 + a.0"
 
 
 @pytest.mark.parametrize(
