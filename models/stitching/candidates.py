@@ -12,7 +12,7 @@ and are compared on held-out examples. So the result falls behind the best donor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import sqrt
 from typing import Any
@@ -28,6 +28,7 @@ from fedquilt.models.stitching.stitched import Stock
 Path = tuple[str, ...]
 
 SHALLOW = 0.5  # of a donor's depth: taps before it step down first
+APART = 3.0  # strengths that differ by a larger factor may choose other taps
 KEPT = 2  # finished networks that keep their tap as long as a donor's deep one can step down
 
 
@@ -121,46 +122,64 @@ def restored(kept: Stored | None) -> Sums | None:
 
 def solved(state: State, sums: Sums) -> tuple[Candidate, ...]:
     """All candidates with their heads, the one with the least criterion first."""
-    given, places = joint_head.standardised(sums), layout(state)
-    singles = [joint_head.strength(given.of(places.columns([tap]))) for tap in range(len(state.taps))]
-    wanted = [(tap,) for tap in _alone(state, singles)]
+    made = _Solver(joint_head.standardised(sums), layout(state))
+    wanted = [(tap,) for tap in _alone(state, made)]
     if state.params.join:
-        wanted = [*_joint(state, given, places, singles), *wanted]
-    found: dict[frozenset[int], Candidate] = {}
-    for taps in wanted:
-        if frozenset(taps) not in found:
-            known = singles[taps[0]] if len(taps) == 1 else None
-            found[frozenset(taps)] = _candidate(state, given.of(places.columns(taps)), taps, known)
+        wanted = [*_joint(state, made), *wanted]
+    found = {frozenset(taps): _candidate(state, made, taps) for taps in wanted}
     return tuple(sorted(found.values(), key=lambda each: (_criterion(each), len(each.paths), each.paths)))
 
 
-def _alone(state: State, singles: Sequence[Strength]) -> list[int]:
+class _Solver:
+    """Strengths of sets of taps, each found once."""
+
+    def __init__(self, given: Standard, places: Layout) -> None:
+        self.given, self.places = given, places
+        self._known: dict[tuple[int, ...], Strength] = {}
+
+    def strength(self, *taps: int) -> Strength:
+        ordered = tuple(sorted(taps))
+        if ordered not in self._known:
+            self._known[ordered] = joint_head.strength(self.given.of(self.places.columns(ordered)))
+        return self._known[ordered]
+
+    def joined(self, among: Iterable[int]) -> tuple[int, ...]:
+        """The set of taps that the criterion likes best, in the order in which they join.
+
+        They are chosen with the strength that the best of them has alone, and once more if several want another one.
+        """
+        near = sorted(among, key=lambda tap: (self.strength(tap).criterion, tap))[: joint_head.FROM]
+        ridge = self.strength(near[0]).ridge
+        found = joint_head.forward(self.given, self.places, near[0], near, ridge)
+        then = self.strength(*found.taps).ridge
+        if not ridge / APART < then < ridge * APART:
+            again = joint_head.forward(self.given, self.places, near[0], near, then)
+            found = min(found, again, key=lambda each: self.strength(*each.taps).criterion)
+        return found.taps
+
+
+def _alone(state: State, made: _Solver) -> list[int]:
     """Taps that are candidates by themselves: of each donor the best and the last, and what was stitched."""
     stock, taps = state.stock, state.taps
     if not state.params.join:
         return list(range(len(taps)))
     found = [tap for tap, path in enumerate(taps) if not is_native(stock, path) or depth(stock, path) == 1]
     for own in _by_donor(state).values():
-        found.append(min(own, key=lambda tap: (singles[tap].criterion, tap)))
+        found.append(min(own, key=lambda tap: (made.strength(tap).criterion, tap)))
     return sorted(set(found))
 
 
-def _joint(state: State, given: Standard, places: Layout, singles: Sequence[Strength]) -> Iterator[tuple[int, ...]]:
+def _joint(state: State, made: _Solver) -> list[tuple[int, ...]]:
     """Sets of several taps: the best of all, its beginnings, the best unstitched ones, and the best of each donor."""
     every, donors = range(len(state.taps)), _by_donor(state)
     own = sorted(tap for taps in donors.values() for tap in taps)
-
-    def grown(among: Sequence[int], ridge: float) -> joint_head.Joined:
-        near = sorted(among, key=lambda tap: (singles[tap].criterion, tap))[: joint_head.FROM]
-        return joint_head.forward(given, places, near[0], near, ridge)
-
-    best = min((grown(every, ridge) for ridge in joint_head.JOINING), key=lambda each: (each.criteria[-1], each.ridge))
-    sets = [best.taps, best.taps[: (len(best.taps) + 1) // 2], best.taps[:2]]
+    best = made.joined(every)
+    sets = [best, best[: (len(best) + 1) // 2], best[:2]]
     if len(own) < len(every):
-        sets.append(grown(own, best.ridge).taps)
+        sets.append(made.joined(own))
     if len(donors) > 1:
-        sets += [grown(taps, best.ridge).taps for taps in donors.values()]
-    return (taps for taps in sets if len(taps) > 1)
+        sets += [made.joined(taps) for taps in donors.values()]
+    return [taps for taps in sets if len(taps) > 1]
 
 
 def _by_donor(state: State) -> dict[str, list[int]]:
@@ -172,10 +191,10 @@ def _by_donor(state: State) -> dict[str, list[int]]:
     return found
 
 
-def _candidate(state: State, given: Standard, taps: Sequence[int], known: Strength | None) -> Candidate:
-    """The head of some taps; `given` is of their features only."""
-    chosen = known or joint_head.strength(given)
-    head = joint_head.discriminant(given, chosen.ridge)
+def _candidate(state: State, made: _Solver, taps: Sequence[int]) -> Candidate:
+    """The head of some taps."""
+    chosen = made.strength(*taps)
+    head = joint_head.discriminant(made.given.of(made.places.columns(taps)), chosen.ridge)
     paths = tuple(state.taps[tap] for tap in taps)
     parts, first = [], 0
     for path in paths:
@@ -212,10 +231,14 @@ def accuracy(state: State, candidate: Candidate) -> float | None:
     return candidate.right / state.examples if state.examples else None
 
 
-def merit(state: State, candidate: Candidate) -> tuple[float, float, float, int]:
-    """Compares candidates: right answers on held-out examples first, then the criterion, the score and the length."""
-    length = sum(len(path) for path in candidate.paths)
-    return (candidate.right if state.examples else 0, -_criterion(candidate), candidate.score or 0.0, -length)
+def merit(state: State, candidate: Candidate) -> tuple[float, ...]:
+    """Compares candidates by right answers on held-out examples, the fewer blocks first among equals.
+
+    Where nothing is held out, by the criterion of generalised cross-validation, then by the score.
+    """
+    size, criterion = len(stitched.prefixes(candidate.paths)), _criterion(candidate)
+    by_examples = (candidate.right, -size) if state.examples else ()
+    return (*by_examples, -criterion, candidate.score or 0.0, -size)
 
 
 def _criterion(candidate: Candidate) -> float:
@@ -269,7 +292,7 @@ def told(state: State) -> list[str]:
         noise = 100 * sqrt(share * (1 - share) / state.examples)
         verdict = f"adds {by:.1f} points" if by > 0 else f"does not pay: {by:.1f} points"
         lines.append(
-            f"{doing} {verdict} on {state.examples} held-out examples (standard error {noise:.1f}): "
+            f"{doing} {verdict} on {state.examples} held-out examples (where an accuracy has a standard error of {noise:.1f}): "
             f"{name(state, one)} beside {name(state, other)}"
         )
     return lines

@@ -28,7 +28,6 @@ from fedquilt.core import Tensors, UpdateError
 from fedquilt.tensors import Shaped
 
 STRENGTHS = tuple(float(each) for each in np.round(10.0 ** np.arange(-4, 3.01, 0.25), 8))  # tried for a head
-JOINING = (0.03, 0.1, 0.3)  # strengths that taps are chosen with
 GAIN = 1e-3  # a further tap has to lower the criterion by this share
 FROM = 14  # best single taps that are joined
 WIDEST = 3072  # features that are joined at most: the time that solving takes grows with their cube
