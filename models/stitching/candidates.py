@@ -291,10 +291,8 @@ def told(state: State) -> list[str]:
         share = (one.right + other.right) / 2 / state.examples
         noise = 100 * sqrt(share * (1 - share) / state.examples)
         verdict = f"adds {by:.1f} points" if by > 0 else f"does not pay: {by:.1f} points"
-        lines.append(
-            f"{doing} {verdict} on {state.examples} held-out examples (where an accuracy has a standard error of {noise:.1f}): "
-            f"{name(state, one)} beside {name(state, other)}"
-        )
+        where = f"on {state.examples} held-out examples (an accuracy's standard error there: {noise:.1f})"
+        lines.append(f"{doing} {verdict} {where}: {name(state, one)} beside {name(state, other)}")
     return lines
 
 

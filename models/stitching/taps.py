@@ -107,9 +107,7 @@ def _flops(ask: GatherAsk | CountAsk) -> float:
     return sum(ask.blocks[ids[-1]].flops for ids in stitched.prefixes(ask.paths))
 
 
-def _pooled(
-    run: Flow, ask: Ask, paths: Sequence[Path], shown: Source, site: Site
-) -> Iterator[tuple[int, np.ndarray]]:
+def _pooled(run: Flow, ask: Ask, paths: Sequence[Path], shown: Source, site: Site) -> Iterator[tuple[int, np.ndarray]]:
     """Each path's number and its pooled end (n, channels), depth first.
 
     Every beginning runs once, and its maps go as soon as whatever follows it has begun; shorter branches go first, so
