@@ -1,4 +1,4 @@
-"""The search over paths, on the coordinator: its parameters, its state, and every step of it.
+"""The search over paths, on the coordinator: every step of it.
 
 FedStitch (arXiv 2409.07202), section 3 and Algorithm 1: a frontier of partial networks, each with the
 pool of blocks that it may still take. Pure functions of values; `fedquilt.methods.fedstitch` says where
@@ -8,142 +8,19 @@ they differ from the paper, and calls them.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
 
 import numpy as np
-from msgspec import Meta
 
 from fedquilt import tensors
-from fedquilt.core import BlobRef, derive_seed
-from fedquilt.models.stitching import cka, least_squares, scoring, stitched, vote
+from fedquilt.core import derive_seed
+from fedquilt.models.stitching import candidates, stitched, vote
+from fedquilt.models.stitching.search_state import Finalist, Net, Params, State, describe
 from fedquilt.models.stitching.stitched import Stock
 from fedquilt.models.stitching.vote import Ballot, Winner
 
-Count = Annotated[int, Meta(ge=1)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-Positive = Annotated[float, Meta(ge=0)]
-
-
-@dataclass(frozen=True)
-class Params:
-    """Hyper-parameters; the paper's symbol where it has one."""
-
-    mode: Literal["default", "paper"] = "default"  # "paper": PAPER overrides what follows
-    # the search
-    k: Count = 3  # K: blocks each device picks, and winners of a vote
-    depth: Annotated[int, Meta(ge=2)] = 10  # D_max: blocks of a path at most
-    subrounds: Count = 5  # rounds whose votes are summed; fewer once they bring no new device
-    expansions: Count = 24  # partial networks expanded at most
-    finished: Count = 22  # networks finished at most
-    order: Literal["best", "random"] = "best"  # which partial network is next
-    native_continuation: Literal["allow", "penalise", "exclude"] = "allow"  # a donor's own next block
-    native_penalty: Share = 0.1  # with "penalise": what its score loses
-    max_upsampling: Annotated[float, Meta(ge=1)] = 2.0  # blocks that need maps enlarged by more are not offered
-    space_optimizer: bool = True
-    space_margin: Positive = 2.0  # standard errors beyond which a shallower block is dropped; 0: the paper's letter
-    stop_below: Share = 0.0  # paths whose product of scores is lower are given up; 0: never. Not in the paper
-    # scores
-    samples: Annotated[int, Meta(ge=4)] = 64  # images scored on, and as many for the junctions of output scores
-    score_at: scoring.ScoreAt = "hybrid"
-    screen: Count = 8  # with "hybrid": blocks that are scored by their output
-    early: Annotated[int, Meta(ge=0)] = 16  # images after which a hopeless output is scored no further; 0: never
-    early_margin: Share = 0.2  # how far below the K-th best its score then is
-    positions: Annotated[int, Meta(ge=16)] = 1024  # of the maps that the junction of an output score is fitted on
-    estimator: cka.Estimator = "unbiased"
-    maps: cka.Maps = "flatten"
-    # votes
-    weighted: bool = True  # False: plain voting
-    theta: Share = 0.6  # theta: mean percentile of a device's picks on the others that is rewarded
-    alpha: Positive = 0.1  # alpha: reward, times 1 + depth / D_max
-    beta: Annotated[float, Meta(ge=0, le=0.5)] = 0.1  # beta: penalty, times 1 + depth / D_max
-    explore: Share = 0.3  # epsilon of the first expansion
-    explore_decay: Share = 0.9  # per expansion
-    explore_floor: Share = 0.05
-    # junctions and heads
-    ridge: Positive = least_squares.RIDGE  # lambda of junctions, as a share of the mean variance; 0: least norm
-    bias: bool = True  # False: junctions without bias and centring
-    fit_samples: Count = 128  # images each device fits junctions on
-    # what a junction leaves of a device that it was not solved from: "weigh" takes it off the path's score
-    residual: Literal["report", "weigh"] = "report"  # not in the paper
-    head: Literal["ridge", "aligned"] = "ridge"  # "aligned": the donors' own classes
-    head_ridge: Annotated[float, Meta(gt=0)] = 1e-2
-    head_samples: Count = 1000  # images each device gives to the head
-    head_rounds: Count = 10  # rounds that the chosen network's head is solved from; fewer once every device is heard
-    random_features: Annotated[int, Meta(ge=0)] = 0  # project features onto so many before they are sent; 0: all
-    finalists: Count = 8  # finished networks that are validated, the best-scoring first
-
-
-PAPER: Mapping[str, Any] = {
-    "order": "random",
-    "space_margin": 0.0,
-    "score_at": "output",
-    "early": 0,
-    "estimator": "biased",
-    "ridge": 0.0,
-    "bias": False,
-    "head": "aligned",
-}
-
 STEP = 0.9  # what a path is expected to keep of its score over a tenth of a donor
-
-Phase = Literal["score", "fit", "head", "validate", "refine", "done"]
-
-
-@dataclass(frozen=True)
-class Net:
-    """A path, the blocks it may still take, and the product of the scores along it."""
-
-    path: tuple[str, ...]
-    pool: tuple[str, ...]
-    score: float
-    residuals: tuple[float | None, ...] = ()  # of each junction, `projection.left_out`; None: no projection, or unknown
-
-
-@dataclass(frozen=True)
-class Finalist:
-    """A finished network, its head, and its right answers on held-out examples."""
-
-    path: tuple[str, ...]
-    score: float
-    head: dict[str, np.ndarray] = field(default_factory=dict)  # "weights" (labels, d), "bias" (labels,)
-    examples: int = 0
-    ridge: int = 0
-    aligned: int | None = None  # None: its terminating block has no alignment
-    residuals: tuple[float | None, ...] = ()
-
-
-@dataclass(frozen=True)
-class State:
-    """Where the search stands."""
-
-    params: Params
-    seed: int
-    stock: Stock
-    files: dict[str, BlobRef]
-    frontier: tuple[Net, ...]
-    phase: Phase = "score"
-    turn: int = 0  # rounds that changed anything
-    expansions: int = 0
-    subround: int = 0
-    saturated: bool = False  # a sub-round has brought no new device: those known are all there are
-    current: Net | None = None  # being expanded
-    pool: tuple[str, ...] = ()  # what is offered to it
-    ballots: dict[str, Ballot] = field(default_factory=dict)
-    weights: dict[str, float] = field(default_factory=dict)  # of every device seen, sum 1
-    winners: tuple[Winner, ...] = ()
-    dropped: tuple[str, ...] = ()
-    junctions: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
-    finished: tuple[Net, ...] = ()
-    chosen: int = 0  # of the finalists, once they are validated
-    seen: tuple[str, ...] = ()  # devices that have ever answered, sorted
-    heard: tuple[str, ...] = ()  # those whose sums are in the heads, sorted
-    refined: least_squares.Moments | None = None  # sums for the chosen network's head so far
-    given_up: tuple[Net, ...] = ()  # scored too low, and kept only until something is finished
-    finalists: tuple[Finalist, ...] = ()
-    log: tuple[str, ...] = ()  # the last step in plain sentences
-
 
 # -- which block may follow -----------------------------------------------------------------------
 
@@ -205,6 +82,8 @@ def advance(state: State) -> State:
     """
     params = state.params
     spent = state.expansions >= params.expansions or len(state.finished) >= params.finished
+    if not params.expansions and params.head == "ridge":
+        state = replace(state, frontier=())  # nothing is searched for: donors alone are joined
     state = _taken_back(state, spent)
     while state.frontier and not (spent and state.finished):
         net = pick(state)
@@ -215,8 +94,8 @@ def advance(state: State) -> State:
         state = _taken_back(state, spent)
     state = replace(state, current=None, pool=(), frontier=(), given_up=(), ballots={})
     chosen = tuple(distinct(state))[: params.finalists]
-    phase: Phase = "done" if not chosen else "head" if params.head == "ridge" else "validate"
-    return replace(state, phase=phase, finalists=chosen, junctions=_used(state.junctions, chosen))
+    state = replace(state, finalists=chosen, junctions=_used(state.junctions, chosen), subround=0)
+    return candidates.begun(state)
 
 
 def _taken_back(state: State, spent: bool) -> State:
@@ -234,11 +113,6 @@ def _taken_back(state: State, spent: bool) -> State:
 def is_finished(state: State, net: Net) -> bool:
     """Whether its last block is a terminating one."""
     return state.stock.blocks[net.path[-1]].kind == "end"
-
-
-def in_hand(state: State) -> tuple[Finalist, ...]:
-    """The finished networks whose heads this phase is about."""
-    return (state.finalists[state.chosen],) if state.phase == "refine" else state.finalists
 
 
 def distinct(state: State) -> list[Finalist]:
@@ -361,10 +235,6 @@ def _used(
 ) -> dict[str, dict[str, np.ndarray]]:
     wanted = {name for net in nets for name in junctions_of(net.path)}
     return {name: junction for name, junction in junctions.items() if name in wanted}
-
-
-def describe(path: tuple[str, ...]) -> str:
-    return " > ".join(path)
 
 
 def _vote_notes(

@@ -50,6 +50,7 @@ from fedquilt.models.stitching import (
 )
 from fedquilt.models.stitching.activations import Part, Source, Stack
 from fedquilt.models.stitching.block_runner import Flow
+from fedquilt.models.stitching.search_state import PAPER, Net, Params, State
 from fedquilt.models.stitching.stitched import Block, Stock
 from fedquilt.tools.artefacts.quantized_block import quantized
 from fedquilt.tools.simulation import Member, hands
@@ -108,7 +109,7 @@ class Verdict:
 class Trial:
     """How blocks are scored, and on what images: three times so many, in no order."""
 
-    params: search.Params
+    params: Params
     examples: Examples
     images: int
 
@@ -180,13 +181,13 @@ def _room(out: Path) -> Iterator[Path]:
 # -- what is asked --------------------------------------------------------------------------------
 
 
-def _params(job: Mapping[str, Any]) -> search.Params:
+def _params(job: Mapping[str, Any]) -> Params:
     try:
-        params = msgspec.convert(job.get("params") or {}, search.Params)
+        params = msgspec.convert(job.get("params") or {}, Params)
     except (msgspec.ValidationError, ValueError) as error:
         raise JobError(f"[params]: {error}") from None
     if params.mode == "paper":
-        params = replace(params, **search.PAPER)
+        params = replace(params, **PAPER)
     if params.score_at == "input":
         raise JobError("[params] score_at = 'input' runs no candidate: leave out [int8], which would do nothing")
     return params
@@ -251,7 +252,7 @@ class _Bench:
         return Flow(site, stock.blocks.values(), 1.0)
 
 
-def _tried(bench: _Bench, plain: Bundle, params: search.Params) -> dict[str, Tried]:
+def _tried(bench: _Bench, plain: Bundle, params: Params) -> dict[str, Tried]:
     """Every block that can be quantized, tried on what its donor feeds it."""
     stock, paths, n = stitched.stock(plain.meta), bench.paths(plain), bench.images
     run = bench.flow(paths, stock)
@@ -308,9 +309,7 @@ def _begun(run: Flow, stock: Stock, shown: Source) -> list[tuple[Block, Source]]
     return found
 
 
-def _fed(
-    own: Source, begun: Iterable[tuple[Block, Source]], block: Block, params: search.Params
-) -> Iterator[np.ndarray]:
+def _fed(own: Source, begun: Iterable[tuple[Block, Source]], block: Block, params: Params) -> Iterator[np.ndarray]:
     """What a block takes, a few examples at a time: of its own donor, and of junctions fitted to that."""
     yield from (part for _, part in block_runner.pieces(own))
     for before, maps in begun:
@@ -334,14 +333,14 @@ class Choice(NamedTuple):
     quick: np.ndarray
 
 
-def _choices(bench: _Bench, plain: Bundle, quick: Bundle, params: search.Params) -> Iterator[Choice]:
+def _choices(bench: _Bench, plain: Bundle, quick: Bundle, params: Params) -> Iterator[Choice]:
     """Every block that may follow is scored by its output after the beginnings of each donor, on all images."""
     before, after = (METHOD.init(made, params, 0) for made in (plain, quick))
     everywhere = replace(before.params, score_at="output", early=0)
     member = bench.member()
     local: Tensors = {}
 
-    def scores(state: search.State, made: Bundle, net: search.Net, pool: tuple[str, ...]) -> np.ndarray:
+    def scores(state: State, made: Bundle, net: Net, pool: tuple[str, ...]) -> np.ndarray:
         nonlocal local
         order = METHOD.send(replace(state, params=everywhere, current=net, pool=pool), DeviceView("int8", None, ()))
         assert order is not None

@@ -23,7 +23,7 @@ from fedquilt.core import Bundle, DeviceView, ModelError
 from fedquilt.edge_agent.task import budget
 from fedquilt.methods.fedstitch import METHOD
 from fedquilt.models.stitching import search, stitched
-from fedquilt.models.stitching.search import Finalist, Net, Params, State
+from fedquilt.models.stitching.search_state import Finalist, Net, Params, State
 from fedquilt.models.stitching.vote import Winner
 from fedquilt.tools.bench.stitch import IMAGES, donors, examples, finder
 from fedquilt.tools.report.figures import figure, figure_lines

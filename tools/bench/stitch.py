@@ -29,7 +29,7 @@ from fedquilt.methods.fedstitch import METHOD
 from fedquilt.models.stitching import block_runner, export_onnx, least_squares, scoring, search, stitched, vote
 from fedquilt.models.stitching.activations import SPARE
 from fedquilt.models.stitching.scoring import ScoreAsk, ScoreAt
-from fedquilt.models.stitching.search import Params
+from fedquilt.models.stitching.search_state import Net, Params
 from fedquilt.models.stitching.stitched import Block
 from fedquilt.tools.artefacts.prepare import prepare
 from fedquilt.tools.bench import naive
@@ -165,7 +165,7 @@ def walk(made: Bundle, find: Callable[[str], Path], scratch: Path, longest: int 
         junction = {"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)}
         path = (*net.path, best)
         state = replace(state, junctions={**state.junctions, stitched.junction_name(path): junction})
-        net = search.Net(path, tuple(name for name in net.pool if name != best and name not in shallow), 1.0)
+        net = Net(path, tuple(name for name in net.pool if name != best and name not in shallow), 1.0)
     engine.close()
     return rounds
 

@@ -13,7 +13,7 @@ from fedquilt import methods, tensors
 from fedquilt.coordinator.facts import Answered, Committed
 from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError
-from fedquilt.models.stitching.search import State
+from fedquilt.models.stitching.search_state import State
 
 TOLERANCE: Final = 1e-3  # of scores, which are at most 1: another release of onnxruntime rounds otherwise
 

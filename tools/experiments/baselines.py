@@ -22,7 +22,7 @@ from fedquilt.core import Bundle, Examples, Method, Runner
 from fedquilt.data import inputs
 from fedquilt.methods import fedstitch
 from fedquilt.models.stitching import least_squares, search, stitched
-from fedquilt.models.stitching.search import Net, Params, State
+from fedquilt.models.stitching.search_state import Net, Params, State
 from fedquilt.models.stitching.stitched import Block
 from fedquilt.models.stitching.vote import Winner
 from fedquilt.tools.simulation import Member
