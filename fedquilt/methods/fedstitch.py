@@ -7,9 +7,9 @@ Teerapittayanon et al., StitchNet (arXiv 2301.01947).
 A job goes through phases, kept in the state:
     score     devices score the pool of one partial network and vote, for some sub-rounds
     fit       devices send the sums that the winners' junctions are solved from; back to score
-    head      devices send the sums that each finished network's linear head is solved from
-    validate  devices count right answers on their held-out examples; the best network is chosen
-    refine    the chosen network's head is solved anew, from the sums of as many devices as come
+    gather    devices send sums of what donors and finished networks make of their images, at every tap
+    validate  devices count right answers of each candidate on their held-out examples; the best is chosen
+In the last two every device is heard once, for as many rounds as that takes.
 
 Deviations, each because the paper's letter cannot run, or measures something else:
 - CKA is the unbiased estimator: at 64 images the biased one says 0.5 to 1 of independent noise.
@@ -17,7 +17,10 @@ Deviations, each because the paper's letter cannot run, or measures something el
   output, with a junction fitted on other images than are scored: in-sample, wide blocks always score 1.
 - Junctions are centred ridge regressions with bias, solved from sums over devices (Eq. 3 is singular
   with fewer rows than channels, and the paper does not say who has the data to solve it).
-- A finished network gets a closed-form head for the job's own labels (cf. Fed3R, arXiv 2406.01116).
+- The result is a linear head over several taps: pooled maps at some depths of some donors and at the ends of finished
+  networks, chosen and solved in closed form from the devices' sums (`fedquilt.models.stitching.joint_head`; cf. Fed3R,
+  arXiv 2406.01116). Every donor with a new head and every finished network alone are candidates beside it, and what
+  joining and what stitching adds is told. With expansions = 0 nothing is stitched: a job of a few rounds.
 - Devices that explore are judged by their greedy picks; a device's second vote replaces its first.
 - Of the search space optimizer's cuts only those beyond the spread between devices are made.
 - The network is chosen on the devices' held-out examples, never on a test set.
@@ -32,7 +35,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -52,9 +54,21 @@ from fedquilt.core import (
     Task,
     UpdateError,
 )
-from fedquilt.models.stitching import device_statistics, least_squares, orders, scoring, search, stitched, vote
-from fedquilt.models.stitching.least_squares import Gathered, Moments
-from fedquilt.models.stitching.search_state import PAPER, Finalist, Params, State, describe
+from fedquilt.models.stitching import (
+    candidates,
+    device_statistics,
+    joint_head,
+    least_squares,
+    orders,
+    scoring,
+    search,
+    stitched,
+    taps,
+    vote,
+)
+from fedquilt.models.stitching.joint_head import Pending
+from fedquilt.models.stitching.least_squares import Gathered
+from fedquilt.models.stitching.search_state import PAPER, Candidate, Params, State, describe
 from fedquilt.models.stitching.vote import Ballot
 
 GROUPS_BYTES = 256 << 20  # held for the residuals of a round's junctions; larger devices' sums share a group
@@ -65,9 +79,11 @@ class Sum:
     """A round's accumulator; which part is filled follows from the phase."""
 
     ballots: Mapping[str, Ballot]  # device -> its votes
-    moments: tuple[Gathered, ...]  # of each junction, or of each head
-    counts: Mapping[str, np.ndarray]  # "examples" (1,), "ridge" and "aligned" (finalists,)
+    moments: tuple[Gathered, ...]  # of each junction
+    counts: Mapping[str, np.ndarray]  # "examples" (1,), "right" (candidates,)
+    pending: Pending = Pending()  # of all taps
     devices: tuple[str, ...] = ()  # whose answers these are, sorted
+    short: int = 0  # of these: had no memory for the moments of as many images as were asked for
 
 
 # -- server ---------------------------------------------------------------------------------------
@@ -90,17 +106,22 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     if params.head == "aligned" and not any(donor.align for donor in stock.donors.values()):
         raise JobError("head = 'aligned', but no donor says which classes are which label: give a donor `align`")
     state = search.advance(State(params, seed, stock, dict(bundle.files), search.beginnings(stock)))
-    if state.current is None:
+    if state.current is None and params.expansions:
         raise ModelError("no block may follow any starting block: raise max_upsampling, or take other donors")
     return state
 
 
 def send(state: State, device: DeviceView) -> Order | None:
-    if state.phase == "score":
-        return orders.score_order(state, device)
-    if state.phase == "fit":
-        return orders.fit_order(state)
-    return None if state.phase == "done" else orders.finalists_order(state)
+    match state.phase:
+        case "score":
+            return orders.score_order(state, device)
+        case "fit":
+            return orders.fit_order(state)
+        case "done":
+            return None
+    if device.device in state.heard:
+        return None  # somebody else is asked instead
+    return orders.gather_order(state) if state.phase == "gather" else orders.count_order(state)
 
 
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
@@ -113,24 +134,29 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     if turn != state.turn:
         raise UpdateError(f"answers turn {turn} of the search, which is at {state.turn}")
     so_far = so_far or Sum({}, (), {})
-    if state.phase == "refine" and update.device in state.heard:
+    if state.phase in ("gather", "validate") and update.device in state.heard:
         return so_far  # its sums are counted already
     so_far = replace(so_far, devices=_union(so_far.devices, (update.device,)))
-    if state.phase == "score":
-        given = vote.ballot(
-            update.bundles.get("scores", {}),
-            state.pool,
-            state.params.k,
-            search.epsilon(state),
-            search.coin(state, update.device),
-        )
-        return replace(so_far, ballots={**so_far.ballots, update.device: given})
-    if state.phase == "validate":
-        counts = _counts(update, len(state.finalists))
-        return replace(so_far, counts={k: v + so_far.counts.get(k, 0) for k, v in counts.items()})
-    shapes = _shapes(state)
-    new = [least_squares.from_tensors(update.bundles.get(f"moments.{i}", {}), *s) for i, s in enumerate(shapes)]
-    groups = GROUPS_BYTES // sum(each.nbytes for each in new) if state.phase == "fit" else 0
+    match state.phase:
+        case "score":
+            given = vote.ballot(
+                update.bundles.get("scores", {}),
+                state.pool,
+                state.params.k,
+                search.epsilon(state),
+                search.coin(state, update.device),
+            )
+            return replace(so_far, ballots={**so_far.ballots, update.device: given})
+        case "validate":
+            counts = _counts(update, len(state.candidates))
+            return replace(so_far, counts={k: v + so_far.counts.get(k, 0) for k, v in counts.items()})
+        case "gather":
+            width = sum(candidates.layout(state).widths)
+            part = joint_head.from_tensors(update.bundles.get("moments", {}), len(state.stock.labels), width)
+            short = so_far.short + (update.metrics.get("short", 0.0) > 0)
+            return replace(so_far, pending=so_far.pending.plus(part), short=short)
+    new = [least_squares.from_tensors(update.bundles.get(f"moments.{i}", {}), *s) for i, s in enumerate(_shapes(state))]
+    groups = GROUPS_BYTES // sum(each.nbytes for each in new)
     before = so_far.moments or (None,) * len(new)
     gathered = [least_squares.gather(*pair, groups) for pair in zip(before, new, strict=True)]
     return replace(so_far, moments=tuple(gathered))
@@ -140,53 +166,57 @@ def step(state: State, total: Sum | None) -> State:
     if total is None:
         if state.phase == "score" and state.ballots:
             return replace(search.close_vote(state), turn=state.turn + 1)
+        if state.phase in ("gather", "validate") and state.heard:  # nobody is left to be heard
+            return replace(_closed(state), turn=state.turn + 1)
         return replace(state, log=())
-    state = replace(state, seen=_union(state.seen, total.devices))
+    known = state.seen
+    state = replace(state, seen=_union(known, total.devices))
     if state.phase == "score":
         after = search.add_ballots(state, total.ballots)
     elif state.phase == "fit":
         after = _fitted(state, total.moments)
-    elif state.phase == "head":
-        after = _headed(state, total)
-    elif state.phase == "validate":
-        after = _validated(state, total.counts)
     else:
-        after = _refined(state, total)
+        state = replace(state, heard=_union(state.heard, total.devices), subround=state.subround + 1)
+        after = _gathered(state, total) if state.phase == "gather" else _counted(state, total.counts)
+        after = _closed(after) if _all_heard(state, known) else after
     return replace(after, turn=state.turn + 1)
 
 
 def result(state: State) -> Artefact:
-    """The chosen network (`stitched.to_artefact`), and under "search" what is known of every candidate.
+    """The chosen network (`stitched.to_artefact`), under "search" what is known of every candidate, and under "gains"
+    what joining and stitching add.
 
-    With a head the terminating block is left out: the head takes the pooled maps before it. Of a job that
-    was cut short it is the finished network with the best score, without a head.
+    Of a job that was cut short it is the candidate that generalised cross-validation likes best, solved from what has
+    been gathered; before that, the finished network with the best score, with its donor's classifier.
 
     Raises:
-        ModelError: no network was finished.
+        ModelError: nothing was gathered, and no network was finished.
     """
-    candidates = state.finalists or tuple(search.distinct(state))
-    if not candidates:
+    if state.phase == "gather" and state.gathered is not None:
+        state = replace(state, candidates=_solved(state))
+    if not state.candidates:
+        ends = state.finalists or tuple(search.distinct(state))
+        state = replace(state, candidates=tuple(candidates.aligned(finalist) for finalist in ends))
+    best = candidates.best(state, state.candidates)
+    if best is None:
         raise ModelError("no network is finished: raise the job's rounds, or [params] expansions or max_upsampling")
-    best = max(candidates, key=lambda finalist: _merit(state, finalist))
     network = stitched.Network(
-        taps=(_body(best),),
+        taps=best.paths,
         junctions=state.junctions,
         head=best.head or None,
-        align=None if best.head else orders.groups(state, best.path),
+        align=None if best.head else orders.groups(state, best.paths[0]),
     )
     meta, arrays = stitched.to_artefact(network, state.stock)
-    return Artefact("stitched", {**meta, "search": [_summary(state, each) for each in candidates]}, arrays)
+    told = [candidates.summary(state, each) for each in state.candidates]
+    return Artefact("stitched", {**meta, "search": told, "gains": candidates.gains(state)}, arrays)
 
 
 def _shapes(state: State) -> list[tuple[int, int]]:
-    """Channels in and out of each regression that the devices' sums are for."""
+    """Channels in and out of each junction that the devices' sums are for."""
     blocks = state.stock.blocks
-    if state.phase == "fit":
-        assert state.current is not None
-        channels = blocks[state.current.path[-1]].out_shape[0]
-        return [(channels, blocks[name].in_shape[0]) for name in search.projected(state)]
-    wide = state.params.random_features
-    return [(wide or blocks[net.path[-2]].out_shape[0], len(state.stock.labels)) for net in search.in_hand(state)]
+    assert state.current is not None
+    channels = blocks[state.current.path[-1]].out_shape[0]
+    return [(channels, blocks[name].in_shape[0]) for name in search.projected(state)]
 
 
 def _fitted(state: State, sums: tuple[Gathered, ...]) -> State:
@@ -215,41 +245,55 @@ def _residual(block: str, sums: Gathered, ridge: float) -> tuple[float | None, s
     return mean, f"to {block}: solved without a device, it leaves {told}"
 
 
-def _headed(state: State, total: Sum) -> State:
-    pairs = zip(state.finalists, total.moments, strict=True)
-    finalists = tuple(_with_head(state, finalist, each.total) for finalist, each in pairs)
-    note = f"{len(finalists)} heads solved from {total.moments[0].total.n:.0f} images"
-    return replace(state, phase="validate", finalists=finalists, heard=total.devices, log=(note,))
+def _gathered(state: State, total: Sum) -> State:
+    sums = total.pending.with_stored(candidates.restored(state.gathered))
+    notes = [f"{sums.n:.0f} images of {len(state.heard)} devices at {len(state.taps)} taps"]
+    if total.short:
+        notes.append(f"{total.short} of {len(total.devices)} devices: memory for some of the wanted images only")
+    return replace(state, gathered=candidates.stored(sums), log=tuple(notes))
 
 
-def _refined(state: State, total: Sum) -> State:
-    """Add the sums of devices that are new; after the last round, solve."""
-    new = [each.total for each in total.moments]
-    before = [state.refined] if state.refined else []
-    refined = least_squares.merge([*before, *new]) if before or new else None
-    state = replace(state, refined=refined, heard=_union(state.heard, total.devices), subround=state.subround + 1)
-    images = 0.0 if refined is None else refined.n
-    note = f"the chosen network's head has {images:.0f} images of {len(state.heard)} devices"
-    if state.subround < state.params.head_rounds and not _all_heard(state):
-        return replace(state, log=(note,))
-    finalists = list(state.finalists)
-    if refined is not None:
-        finalists[state.chosen] = _with_head(state, finalists[state.chosen], refined)
-    return replace(state, phase="done", finalists=tuple(finalists), refined=None, log=(f"{note}: solved",))
+def _counted(state: State, counts: Mapping[str, np.ndarray]) -> State:
+    pairs = zip(state.candidates, counts["right"], strict=True)
+    known = tuple(replace(candidate, right=candidate.right + int(right)) for candidate, right in pairs)
+    examples = state.examples + int(counts["examples"][0])
+    note = f"{len(known)} candidates on {examples} held-out examples of {len(state.heard)} devices"
+    return replace(state, candidates=known, examples=examples, log=(note,))
 
 
-def _with_head(state: State, finalist: Finalist, sums: Moments) -> Finalist:
-    weights, bias = least_squares.solve(sums, state.params.head_ridge)
-    if state.params.random_features:
-        width = state.stock.blocks[finalist.path[-2]].out_shape[0]
-        seed = orders.projection_seed(state)
-        weights = weights @ stitched.random_features(width, state.params.random_features, seed).T
-    return replace(finalist, head={"weights": weights.astype(np.float32), "bias": bias.astype(np.float32)})
+def _all_heard(state: State, known: tuple[str, ...]) -> bool:
+    """Whether the phase is over without another round.
+
+    How many devices there are is not known. Those of the search are all where it has noticed that, or where one round
+    brought them all at once; else a round in which nobody is left tells. Those that were gathered from are all.
+
+    Args:
+        known: devices that had answered before this round.
+    """
+    if state.subround >= state.params.head_rounds:
+        return True
+    complete = bool(known) and set(state.seen) <= set(state.heard)
+    return complete and (state.phase == "validate" or state.saturated or state.subround == 1)
 
 
-def _all_heard(state: State) -> bool:
-    """Whether every device that has ever taken part is in the heads."""
-    return set(state.seen) <= set(state.heard)
+def _closed(state: State) -> State:
+    """Go on from a phase in which every device was heard."""
+    if state.phase == "validate":
+        best = max(range(len(state.candidates)), key=lambda i: candidates.merit(state, state.candidates[i]))
+        return replace(state, phase="done", chosen=best, log=tuple(candidates.told(state)))
+    assert state.gathered is not None
+    found, counts = _solved(state), state.gathered.counts
+    notes = [f"{len(found)} candidates solved from {counts.sum():.0f} images of {len(state.heard)} devices"]
+    if nobodys := [label for label, count in zip(state.stock.labels, counts, strict=True) if not count]:
+        notes.append(f"nobody has examples of {', '.join(nobodys)}: no candidate ever says so")
+    state = replace(state, phase="validate", candidates=found, gathered=None, heard=(), subround=0)
+    return replace(state, log=(*state.log, *notes))
+
+
+def _solved(state: State) -> tuple[Candidate, ...]:
+    sums = candidates.restored(state.gathered)
+    assert sums is not None
+    return candidates.solved(state, sums)
 
 
 def _union(some: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
@@ -258,7 +302,7 @@ def _union(some: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
 
 def _counts(update: Contribution, nets: int) -> dict[str, np.ndarray]:
     given = update.bundles.get("counts", {})
-    sizes, kind = {"examples": 1, "ridge": nets, "aligned": nets}, np.dtype(np.int64)
+    sizes, kind = {"examples": 1, "right": nets}, np.dtype(np.int64)
     if missing := sorted(sizes.keys() - given.keys()):
         raise UpdateError(f"counts: no usable {', '.join(missing)}")
     counts = {name: given[name] for name in sizes}
@@ -266,62 +310,9 @@ def _counts(update: Contribution, nets: int) -> dict[str, np.ndarray]:
         tensors.require_same(counts, {name: tensors.Shaped((size,), kind) for name, size in sizes.items()})
     except UpdateError as error:
         raise UpdateError(f"counts: {error}") from None
-    if any((array > counts["examples"][0]).any() for array in counts.values()):
+    if (counts["right"] > counts["examples"][0]).any():
         raise UpdateError("counts: more right answers than examples")
     return counts
-
-
-def _validated(state: State, counts: Mapping[str, np.ndarray]) -> State:
-    examples = int(counts["examples"][0])
-    finalists = []
-    for i, finalist in enumerate(state.finalists):
-        aligned = int(counts["aligned"][i]) if orders.groups(state, finalist.path) is not None else None
-        finalists.append(replace(finalist, examples=examples, ridge=int(counts["ridge"][i]), aligned=aligned))
-    after = replace(state, phase="done", finalists=tuple(finalists))
-    ordered = sorted(finalists, key=lambda finalist: _merit(after, finalist), reverse=True)
-    after = replace(after, chosen=finalists.index(ordered[0]))
-    if state.params.head == "ridge" and state.params.head_rounds > 1 and not _all_heard(state):
-        after = replace(after, phase="refine", heard=(), subround=0)
-    notes = [f"{_name(finalist)}: {_percent(after, finalist)} on {examples} held-out" for finalist in ordered]
-    return replace(after, log=(*notes, f"chosen: {_name(ordered[0])}"))
-
-
-def _body(finalist: Finalist) -> tuple[str, ...]:
-    """Its blocks as they are handed out: a head that was solved takes the place of the last one."""
-    return finalist.path[:-1] if finalist.head else finalist.path
-
-
-def _name(finalist: Finalist) -> str:
-    return describe(_body(finalist)) + (" > new head" if finalist.head else "")
-
-
-def _accuracy(state: State, finalist: Finalist) -> float | None:
-    """Of the way of labelling that the job asks for; None: nothing was held out."""
-    right = finalist.ridge if state.params.head == "ridge" else finalist.aligned
-    return right / finalist.examples if right is not None and finalist.examples else None
-
-
-def _percent(state: State, finalist: Finalist) -> str:
-    accuracy = _accuracy(state, finalist)
-    return "not validated" if accuracy is None else f"{100 * accuracy:.1f} %"
-
-
-def _merit(state: State, finalist: Finalist) -> tuple[float, float, int]:
-    accuracy = _accuracy(state, finalist)
-    return (-1.0 if accuracy is None else accuracy, finalist.score, -len(finalist.path))
-
-
-def _summary(state: State, finalist: Finalist) -> dict[str, Any]:
-    aligned = finalist.aligned
-    joined = finalist.residuals[:-1] if finalist.head else finalist.residuals  # a head replaces the last block
-    return {
-        "taps": [list(_body(finalist))],
-        "score": finalist.score,
-        "accuracy": _accuracy(state, finalist),
-        "aligned_accuracy": aligned / finalist.examples if aligned is not None and finalist.examples else None,
-        "examples": finalist.examples,
-        "residual": max((each for each in joined if each is not None), default=None),
-    }
 
 
 # -- client ---------------------------------------------------------------------------------------
@@ -333,10 +324,10 @@ def work(task: Task, site: Site) -> Answer:
             return scoring.score(msgspec.convert(task.params, scoring.ScoreAsk), site)
         case "fit":
             return device_statistics.fit(msgspec.convert(task.params, device_statistics.FitAsk), site)
-        case "head":
-            return device_statistics.head(msgspec.convert(task.params, device_statistics.HeadAsk), site)
+        case "gather":
+            return taps.gather(msgspec.convert(task.params, taps.GatherAsk), site)
         case "validate":
-            return device_statistics.validate(msgspec.convert(task.params, device_statistics.ValidateAsk), site)
+            return taps.count(msgspec.convert(task.params, taps.CountAsk), site)
         case phase:
             raise ModelError(f"this agent knows no phase {phase!r} of a stitching job: update it")
 

@@ -14,8 +14,17 @@ from typing import Any
 import msgspec
 
 from fedquilt import footprint
-from fedquilt.core import BlobRef, DeviceView, Order, Tensors, Work, derive_seed
-from fedquilt.models.stitching import device_statistics, least_squares, scoring, search
+from fedquilt.core import BlobRef, DeviceView, Order, Tensors, Work
+from fedquilt.models.stitching import (
+    candidates,
+    device_statistics,
+    joint_head,
+    least_squares,
+    scoring,
+    search,
+    stitched,
+    taps,
+)
 from fedquilt.models.stitching.search_state import State
 from fedquilt.models.stitching.stitched import Block, Stock
 
@@ -78,40 +87,37 @@ def fit_order(state: State) -> Order:
     return _order(state, ask, [net.path], _cost([(b, n) for b in ran], matrices, n))
 
 
-def finalists_order(state: State) -> Order:
-    params, paths = state.params, [finalist.path for finalist in search.in_hand(state)]
-    solving = state.phase in ("head", "refine")
-    bodies = tuple(path[:-1] for path in paths)
-    whole = state.phase == "validate" and any(groups(state, path) for path in paths)
-    ask: device_statistics.HeadAsk | device_statistics.ValidateAsk
-    if solving:
-        blocks = {name: state.stock.blocks[name] for body in bodies for name in body}
-        ask = device_statistics.HeadAsk(
-            **_common(state, blocks),
-            bodies=bodies,
-            labels=len(state.stock.labels),
-            samples=params.head_samples,
-            random_features=params.random_features,
-            projection_seed=projection_seed(state),
-        )
-        n = params.head_samples
-    else:
-        blocks = {name: state.stock.blocks[name] for path in paths for name in path}
-        ask = device_statistics.ValidateAsk(
-            **_common(state, blocks),
-            nets=tuple(paths),
-            align=tuple(groups(state, path) for path in paths),
-            heads=params.head == "ridge",
-            labels=len(state.stock.labels),
-        )
-        n = params.samples
-    runs = [(blocks[name], n) for path in (paths if whole else bodies) for name in path]
-    wide = params.random_features or max(blocks[body[-1]].out_shape[0] for body in bodies)
-    matrices = least_squares.moments_bytes(wide) if solving else 0
-    order = _order(state, ask, paths if whole else bodies, _cost(runs, matrices, n))
-    if solving:
-        return order
-    heads = {f"head.{i}": finalist.head for i, finalist in enumerate(state.finalists) if finalist.head}
+def gather_order(state: State) -> Order:
+    """Ask for the moments of all taps."""
+    params = state.params
+    blocks = {name: state.stock.blocks[name] for path in state.taps for name in path}
+    ask = taps.GatherAsk(
+        **_common(state, blocks),
+        paths=state.taps,
+        widths=candidates.layout(state).widths,
+        labels=len(state.stock.labels),
+        samples=params.head_samples,
+        projection_seed=candidates.projection_seed(state),
+    )
+    n, runs = params.head_samples, [(blocks[ids[-1]], params.head_samples) for ids in stitched.prefixes(state.taps)]
+    matrices = joint_head.factor_bytes(min(n, taps.LEAST_ROWS), sum(ask.widths))
+    return _order(state, ask, state.taps, _cost(runs, matrices, n))
+
+
+def count_order(state: State) -> Order:
+    """Ask how many held-out examples each candidate has right."""
+    paths = tuple(dict.fromkeys(path for candidate in state.candidates for path in candidate.paths))
+    blocks = {name: state.stock.blocks[name] for path in paths for name in path}
+    ask = taps.CountAsk(
+        **_common(state, blocks),
+        paths=paths,
+        candidates=tuple(tuple(paths.index(path) for path in each.paths) for each in state.candidates),
+        align=tuple(None if each.head else groups(state, each.paths[0]) for each in state.candidates),
+        labels=len(state.stock.labels),
+    )
+    n = state.params.samples
+    order = _order(state, ask, paths, _cost([(blocks[ids[-1]], n) for ids in stitched.prefixes(paths)], 0, n))
+    heads = {f"head.{i}": each.head for i, each in enumerate(state.candidates) if each.head}
     return replace(order, bundles={**order.bundles, **heads})
 
 
@@ -130,8 +136,7 @@ def _order(state: State, ask: scoring.Ask, paths: Iterable[tuple[str, ...]], wor
             bundles |= {name: state.files[name] for name in block.scored.files}
     for path in paths:
         bundles |= {name: state.junctions[name] for name in search.junctions_of(path) if name in state.junctions}
-    phase = "head" if state.phase == "refine" else state.phase  # the same to a device
-    return Order({"phase": phase, **msgspec.to_builtins(ask)}, bundles, work)
+    return Order({"phase": state.phase, **msgspec.to_builtins(ask)}, bundles, work)
 
 
 def _only_compared(state: State) -> set[str]:
@@ -148,10 +153,6 @@ def _only_compared(state: State) -> set[str]:
 def groups(state: State, path: Sequence[str]) -> tuple[tuple[int, ...], ...] | None:
     """Which classes of a path's terminating block are which label."""
     return state.stock.donors[state.stock.blocks[path[-1]].donor].align
-
-
-def projection_seed(state: State) -> int:
-    return derive_seed("features", state.seed)
 
 
 def _family(stock: Stock, path: Iterable[str], candidates: Iterable[str]) -> dict[str, Block]:

@@ -15,8 +15,8 @@ import numpy as np
 
 from fedquilt import tensors
 from fedquilt.core import derive_seed
-from fedquilt.models.stitching import stitched, vote
-from fedquilt.models.stitching.search_state import Finalist, Net, Params, Phase, State, describe
+from fedquilt.models.stitching import candidates, stitched, vote
+from fedquilt.models.stitching.search_state import Finalist, Net, Params, State, describe
 from fedquilt.models.stitching.stitched import Stock
 from fedquilt.models.stitching.vote import Ballot, Winner
 
@@ -82,6 +82,8 @@ def advance(state: State) -> State:
     """
     params = state.params
     spent = state.expansions >= params.expansions or len(state.finished) >= params.finished
+    if not params.expansions and params.head == "ridge":
+        state = replace(state, frontier=())  # nothing is searched for: donors alone are joined
     state = _taken_back(state, spent)
     while state.frontier and not (spent and state.finished):
         net = pick(state)
@@ -92,8 +94,8 @@ def advance(state: State) -> State:
         state = _taken_back(state, spent)
     state = replace(state, current=None, pool=(), frontier=(), given_up=(), ballots={})
     chosen = tuple(distinct(state))[: params.finalists]
-    phase: Phase = "done" if not chosen else "head" if params.head == "ridge" else "validate"
-    return replace(state, phase=phase, finalists=chosen, junctions=_used(state.junctions, chosen))
+    state = replace(state, finalists=chosen, junctions=_used(state.junctions, chosen), subround=0)
+    return candidates.begun(state)
 
 
 def _taken_back(state: State, spent: bool) -> State:
@@ -111,11 +113,6 @@ def _taken_back(state: State, spent: bool) -> State:
 def is_finished(state: State, net: Net) -> bool:
     """Whether its last block is a terminating one."""
     return state.stock.blocks[net.path[-1]].kind == "end"
-
-
-def in_hand(state: State) -> tuple[Finalist, ...]:
-    """The finished networks whose heads this phase is about."""
-    return (state.finalists[state.chosen],) if state.phase == "refine" else state.finalists
 
 
 def distinct(state: State) -> list[Finalist]:

@@ -31,7 +31,7 @@ class Params:
     k: Count = 3  # K: blocks each device picks, and winners of a vote
     depth: Annotated[int, Meta(ge=2)] = 10  # D_max: blocks of a path at most
     subrounds: Count = 5  # rounds whose votes are summed; fewer once they bring no new device
-    expansions: Count = 24  # partial networks expanded at most
+    expansions: Annotated[int, Meta(ge=0)] = 24  # partial networks expanded at most; 0: donors are joined, not stitched
     finished: Count = 22  # networks finished at most
     order: Literal["best", "random"] = "best"  # which partial network is next
     native_continuation: Literal["allow", "penalise", "exclude"] = "allow"  # a donor's own next block
@@ -64,11 +64,12 @@ class Params:
     # what a junction leaves of a device that it was not solved from: "weigh" takes it off the path's score
     residual: Literal["report", "weigh"] = "report"  # not in the paper
     head: Literal["ridge", "aligned"] = "ridge"  # "aligned": the donors' own classes
-    head_ridge: Annotated[float, Meta(gt=0)] = 1e-2
+    join: bool = True  # one head over several depths of all donors; False: a head for each finished network alone
+    features: Count = 6144  # of all taps together at most; the shallowest step down first
     head_samples: Count = 1000  # images each device gives to the head
-    head_rounds: Count = 10  # rounds that the chosen network's head is solved from; fewer once every device is heard
-    random_features: Annotated[int, Meta(ge=0)] = 0  # project features onto so many before they are sent; 0: all
-    finalists: Count = 8  # finished networks that are validated, the best-scoring first
+    head_rounds: Count = 100  # rounds that devices are heard in, for the head and again to validate; fewer once all are
+    random_features: Annotated[int, Meta(ge=0)] = 0  # project each tap onto so many before they are sent; 0: all
+    finalists: Count = 8  # finished networks that are candidates, the best-scoring first
 
 
 PAPER: Mapping[str, Any] = {
@@ -82,7 +83,7 @@ PAPER: Mapping[str, Any] = {
     "head": "aligned",
 }
 
-Phase = Literal["score", "fit", "head", "validate", "refine", "done"]
+Phase = Literal["score", "fit", "gather", "validate", "done"]
 
 
 @dataclass(frozen=True)
@@ -97,15 +98,45 @@ class Net:
 
 @dataclass(frozen=True)
 class Finalist:
-    """A finished network, its head, and its right answers on held-out examples."""
+    """A finished network that goes on to be validated."""
 
     path: tuple[str, ...]
     score: float
-    head: dict[str, np.ndarray] = field(default_factory=dict)  # "weights" (labels, d), "bias" (labels,)
-    examples: int = 0
-    ridge: int = 0
-    aligned: int | None = None  # None: its terminating block has no alignment
     residuals: tuple[float | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A network that may be handed out: paths side by side under one head, or one with a donor's own classifier.
+
+    Attributes:
+        kind: "joined" of several taps; "donor": one tap of an unmodified donor; "stitched": one finished network;
+            "aligned": one finished network with its terminating block.
+        paths: each from a starting block to a tap; of an aligned network to its terminating block.
+        head: "weights" (labels, d) and "bias" (labels,) on the taps' pooled maps side by side; {}: aligned.
+        ridge: strength that generalised cross-validation has chosen for the head, and its criterion (less is better).
+        score: of the finished network, the product of its blocks' scores.
+        residual: of its junctions, the worst that is known.
+        right: answers on held-out examples (`State.examples`).
+    """
+
+    kind: Literal["joined", "donor", "stitched", "aligned"]
+    paths: tuple[tuple[str, ...], ...]
+    head: dict[str, np.ndarray] = field(default_factory=dict)
+    ridge: float | None = None
+    criterion: float | None = None
+    score: float | None = None
+    residual: float | None = None
+    right: int = 0
+
+
+@dataclass(frozen=True)
+class Stored:
+    """`joint_head.Sums` as a state keeps them: of the symmetric matrix one half."""
+
+    counts: np.ndarray
+    totals: np.ndarray
+    half: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -130,12 +161,15 @@ class State:
     dropped: tuple[str, ...] = ()
     junctions: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
     finished: tuple[Net, ...] = ()
-    chosen: int = 0  # of the finalists, once they are validated
     seen: tuple[str, ...] = ()  # devices that have ever answered, sorted
-    heard: tuple[str, ...] = ()  # those whose sums are in the heads, sorted
-    refined: least_squares.Moments | None = None  # sums for the chosen network's head so far
+    heard: tuple[str, ...] = ()  # those that have answered in this phase, sorted; not in score and fit
+    taps: tuple[tuple[str, ...], ...] = ()  # paths whose pooled ends are gathered
+    gathered: Stored | None = None  # what the devices heard come to so far
     given_up: tuple[Net, ...] = ()  # scored too low, and kept only until something is finished
     finalists: tuple[Finalist, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+    examples: int = 0  # held out, that candidates were validated on
+    chosen: int = 0  # of the candidates, once they are validated
     log: tuple[str, ...] = ()  # the last step in plain sentences
 
 

@@ -1,0 +1,353 @@
+"""What follows FedStitch's search: taps are gathered, joined, validated and chosen, over toy donors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedquilt import tensors
+from fedquilt.core import BlobRef, Contribution, DeviceView, Examples, ModelError, UpdateError
+from fedquilt.data import images
+from fedquilt.methods.fedstitch import METHOD, Params, State
+from fedquilt.models.stitching import candidates, joint_head, stitched, taps
+from fedquilt.models.stitching.search_state import Candidate, Finalist
+from fedquilt.testing.toys import SMALL, FakeRunner, build, given, members, play
+from fedquilt.tools.simulation import Member
+
+LABELS = 3
+
+
+def played(
+    devices: list[Member] | None = None,
+    *,
+    cohort: int = 0,
+    runner: FakeRunner | None = None,
+    method: Any = METHOD,
+    rounds: int = 1000,
+    **changes: Any,
+) -> list[State]:
+    bundle, own = build()
+    return play(
+        "fedstitch",
+        bundle,
+        members(8) if devices is None else devices,
+        {**SMALL, **changes},
+        engine=runner or own,
+        method=method,
+        seed=3,
+        rounds=rounds,
+        cohort={"size": cohort},
+    )
+
+
+FULL = played()
+
+
+def ends(state: State, paths: Any, shares: list[Examples]) -> np.ndarray:
+    """Pooled ends of paths for the pooled examples of devices, by the agents' plain forward pass."""
+    _, runner = build()
+    run = lambda block, maps: runner.run(Path(block.stages[0][0]), maps)  # noqa: E731
+    x = images.prepare(np.concatenate([share.x for share in shares]), state.stock.input)
+    network = stitched.Network(tuple(paths), state.junctions)
+    return np.hstack([stitched.gap(maps) for maps in stitched.ends(network, state.stock.blocks, run, x)])
+
+
+# -- the head -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cohort", [0, 1, 3])
+def test_every_head_is_that_of_the_pooled_images_of_all_devices(cohort: int) -> None:
+    """Each device is heard once, in as many rounds as it takes, and its split does not show in the head."""
+    devices = members(8)
+    last = played(devices, cohort=cohort)[-1]
+    y = np.concatenate([member.train.y for member in devices])
+    kinds = {candidate.kind for candidate in last.candidates}
+    assert kinds == {"joined", "donor", "stitched"}
+    for candidate in last.candidates:
+        z = ends(last, candidate.paths, [member.train for member in devices])
+        central = joint_head.standardised(joint_head.merge([], [joint_head.part(z, y, LABELS)]))
+        assert joint_head.strength(central).ridge == candidate.ridge
+        assert candidate.criterion == pytest.approx(joint_head.strength(central).criterion, rel=1e-5)
+        head = joint_head.discriminant(central, candidate.ridge or 0.0)
+        wanted = z @ head.weights.T + head.bias
+        found = z @ candidate.head["weights"].T + candidate.head["bias"]
+        assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()  # sent and kept as float32
+
+
+def test_every_device_is_heard_once_in_each_phase_and_no_round_is_wasted() -> None:
+    """Three of eight in a round: three rounds each, of three, three and two devices."""
+    asked: dict[str, list[str]] = {"gather": [], "validate": []}
+
+    def fold(state: State, total: Any, update: Contribution) -> Any:
+        if state.phase in asked and update.device not in asked[state.phase]:
+            asked[state.phase].append(update.device)
+        return METHOD.fold(state, total, update)
+
+    run = played(cohort=3, method=replace(METHOD, fold=fold))
+    names = sorted(member.device for member in members(8))
+    assert {phase: sorted(devices) for phase, devices in asked.items()} == {"gather": names, "validate": names}
+    assert [state.phase for state in run].count("gather") == 3
+    assert [state.phase for state in run].count("validate") == 3
+    assert run[-1].examples == 8 * 15
+
+
+def test_a_device_that_was_heard_is_not_asked_again() -> None:
+    """Somebody else is, as it is told that there is nothing for it; what it might still send is not counted twice."""
+    run = played(cohort=3)
+    state = next(state for state in run if state.phase == "gather" and state.heard)
+    heard, new = state.heard[0], next(f"dev-{i}" for i in range(8) if f"dev-{i}" not in state.heard)
+    assert METHOD.send(state, DeviceView(heard, None)) is None
+    assert METHOD.send(state, DeviceView(new, None)) is not None
+    update = Contribution(heard, 0, 1.0, {"turn": float(state.turn)}, {})
+    assert METHOD.fold(state, None, update).devices == ()
+
+
+def test_where_the_number_of_devices_is_not_known_a_round_without_anybody_ends_the_phase() -> None:
+    """Without a search nobody is known: after three rounds one more finds nobody left, and costs no device anything."""
+    seen: list[tuple[str, int]] = []
+
+    def step(state: State, total: Any) -> State:
+        seen.append((state.phase, len(total.devices) if total else 0))
+        return METHOD.step(state, total)
+
+    run = played(cohort=3, expansions=0, method=replace(METHOD, step=step))
+    each = [3, 3, 2]
+    assert seen == [*[("gather", count) for count in (*each, 0)], *[("validate", count) for count in each]]
+    assert len(run[-1].seen) == 8
+
+
+def test_no_more_rounds_are_taken_than_asked_for() -> None:
+    """A fleet may be too large to hear all of it."""
+    run = played(cohort=2, head_rounds=2)
+    assert [state.phase for state in run].count("gather") == 2
+    assert [state.phase for state in run].count("validate") == 2
+    assert run[-1].examples == 4 * 15
+
+
+def test_a_job_without_a_search_joins_donors() -> None:
+    """expansions = 0: gather, validate, done; all taps are the donors' own."""
+    run = played(expansions=0)
+    last = run[-1]
+    assert METHOD.done(last)
+    assert all(candidates.is_native(last.stock, path) for path in last.taps)
+    assert len(last.taps) == 7
+    assert METHOD.result(last).meta["gains"]["stitched"] is None
+    assert any(line == "stitching: nothing to compare with" for line in METHOD.explain(last))
+
+
+def test_a_single_device_gets_a_head() -> None:
+    """Of its own examples alone."""
+    last = played(members(1), expansions=2)[-1]
+    assert METHOD.done(last)
+    assert last.examples == 15
+
+
+def test_a_class_that_nobody_has_is_named_and_never_wins() -> None:
+    """Its row is zero in every head, with a bias below all scores."""
+    devices = []
+    for member in members(4):
+        shares = [Examples(share.x[share.y != 2], share.y[share.y != 2]) for share in (member.train, member.held)]
+        devices.append(Member(member.device, *shares))
+    run = played(devices, expansions=2)
+    assert any("nobody has examples of c: no candidate ever says so" in state.log for state in run)
+    for candidate in run[-1].candidates:
+        assert not candidate.head["weights"][2].any()
+        z = ends(run[-1], candidate.paths, [member.held for member in members(4)])
+        scores = 1e6 * z @ candidate.head["weights"].T + candidate.head["bias"]
+        assert (scores.argmax(axis=1) != 2).all()
+
+
+def test_heads_of_random_features_take_the_taps_themselves() -> None:
+    """Devices send two numbers for each tap, the head that comes back has a column for each channel."""
+    last = played(expansions=2, random_features=2)[-1]
+    for candidate in last.candidates:
+        channels = sum(last.stock.blocks[path[-1]].out_shape[0] for path in candidate.paths)
+        assert candidate.head["weights"].shape == (LABELS, channels)
+    assert max(each.right for each in last.candidates) > 0.7 * last.examples
+
+
+# -- candidates -----------------------------------------------------------------------------------
+
+
+def test_each_donor_is_a_candidate_at_its_best_depth_and_at_its_last() -> None:
+    """And every finished network alone: whatever wins is at least as good on held-out examples."""
+    last = FULL[-1]
+    alone = {each.paths[0]: each for each in last.candidates if len(each.paths) == 1}
+    for donor in last.stock.donors:
+        own = candidates.native_taps(last.stock, donor)
+        assert own[-1] in alone
+        assert set(own) & alone.keys()
+    for finalist in last.finalists:
+        assert finalist.path[:-1] in alone
+    chosen = last.candidates[last.chosen]
+    assert chosen.right == max(each.right for each in last.candidates)
+
+
+def test_of_candidates_that_are_equally_right_the_smallest_is_chosen() -> None:
+    """Counts decide, then blocks; the criterion where nothing is held out."""
+    state = replace(FULL[-1], examples=100)
+    small = Candidate("donor", (("ash.0",),), right=90, criterion=0.5)
+    large = Candidate("joined", (("ash.0",), ("elm.0",)), right=90, criterion=0.4)
+    better = replace(large, right=91)
+    assert candidates.best(state, [large, small]) == small
+    assert candidates.best(state, [small, better]) == better
+    assert candidates.best(replace(state, examples=0), [small, large]) == large
+
+
+def test_the_story_tells_what_joining_and_stitching_add() -> None:
+    """In points of held-out accuracy, beside the best that does without."""
+    blank = {"weights": np.zeros((3, 4), np.float32), "bias": np.zeros(3, np.float32)}
+    own, other = ("ash.0",), ("ash.0", "elm.1")
+    state = replace(
+        FULL[-1],
+        examples=200,
+        candidates=(
+            Candidate("donor", (own,), blank, right=120),
+            Candidate("stitched", (other,), blank, right=110),
+            Candidate("joined", (own, ("elm.0",)), blank, right=150),
+            Candidate("joined", (own, other), blank, right=147),
+        ),
+    )
+    lines = candidates.told(state)
+    assert lines[0] == "head on ash.0 + elm.0: 75.0 % on 200 held-out"
+    assert any(line.startswith("joining taps adds 15.0 points on 200 held-out examples") for line in lines)
+    assert any(line.startswith("stitching does not pay: -1.5 points") for line in lines)
+    assert lines[-1].endswith("head on ash.0 + (ash.0 > elm.1) beside head on ash.0 + elm.0")
+    assert candidates.gains(state) == pytest.approx({"joined": 0.15, "stitched": -0.015})
+
+
+def test_a_job_that_joins_nothing_has_each_finished_network_alone() -> None:
+    """join = false: what joining adds can be told from two runs."""
+    last = played(join=False)[-1]
+    assert sorted(each.paths[0] for each in last.candidates) == sorted(
+        {finalist.path[:-1] for finalist in last.finalists}
+    )
+    assert all(len(each.paths) == 1 for each in last.candidates)
+
+
+def test_a_job_that_is_cut_short_hands_out_what_it_can() -> None:
+    """While gathering: solved from what there is; while validating: what looks best so far."""
+    run = played(cohort=3)
+    gathering = next(state for state in run if state.phase == "gather" and state.heard)
+    found = METHOD.result(gathering)
+    assert found.meta["head"]
+    assert len(found.meta["taps"]) > 1
+    validating = next(state for state in run if state.phase == "validate" and state.heard)
+    assert METHOD.result(validating).meta["head"]
+    bare = played(cohort=3, expansions=0)[0]
+    with pytest.raises(ModelError, match="no network is finished"):
+        METHOD.result(bare)
+
+
+# -- taps -----------------------------------------------------------------------------------------
+
+
+def test_taps_step_down_shallow_first_and_say_so() -> None:
+    """Each donor's last one stays, whatever the limit."""
+    stock = FULL[0].stock
+    made = tuple(
+        Finalist((*path, "elm.2"), 1.0) for path in (("ash.0", "elm.1"), ("fir.0", "ash.1"), ("elm.0", "fir.1"))
+    )
+    state = replace(FULL[0], finalists=made)
+
+    def kept(features: int) -> tuple[list[tuple[str, ...]], list[str]]:
+        taps, notes = candidates.chosen_taps(replace(state, params=replace(state.params, features=features)))
+        return list(taps), notes
+
+    every, notes = kept(1000)
+    assert len(every) == 10
+    assert notes == []
+    fewer, [note] = kept(40)  # of 57: an early one, the third stitched one, then one half-way through its donor
+    assert set(every) - set(fewer) == {("ash.0",), ("elm.0", "fir.1"), ("elm.0",)}
+    assert note == (
+        "not gathered, as all taps together would have more than 40 features: ash.0, (elm.0 > fir.1), elm.0"
+    )
+    least, _ = kept(1)
+    assert least == [path for path in every if candidates.is_native(stock, path) and candidates.depth(stock, path) == 1]
+
+
+def test_a_path_runs_once_for_all_that_begin_with_it() -> None:
+    """Three donors of three, two and two taps, and no block twice for one wave of images."""
+    _, runner = build()
+    played(members(1), runner=runner, expansions=0, rounds=1)
+    assert {name: runs for name, runs in runner.runs.items() if runs} == {
+        f"{donor}.{i}.onnx": 1 for donor, depth in (("ash", 3), ("elm", 2), ("fir", 2)) for i in range(depth)
+    }
+
+
+def gathering(**changes: Any) -> tuple[State, Any, Any]:
+    """A state that gathers, and one device's task and site."""
+    bundle, runner = build()
+    state = METHOD.init(bundle, Params(**{**SMALL, "expansions": 0, **changes}), 3)
+    return (state, *given(METHOD, METHOD.send(state, DeviceView("dev-0", None)), members(1)[0], runner, seed=3))
+
+
+def test_a_board_with_little_memory_gives_fewer_images() -> None:
+    """Never a matrix of features by features: as many rows as fit, at least some, and the story says so."""
+    state, task, site = gathering()
+    whole = METHOD.work(task, site)
+    assert (whole.weight, whole.metrics["short"]) == (45.0, 0.0)
+    site.engine.room_bytes = taps.ROOM * joint_head.factor_bytes(40, sum(candidates.layout(state).widths))
+    tight = METHOD.work(task, site)
+    assert (tight.weight, tight.metrics["short"]) == (40.0, 1.0)
+    site.engine.room_bytes = 1
+    assert METHOD.work(task, site).weight == taps.LEAST_ROWS
+    total = METHOD.fold(state, None, Contribution("dev-0", 0, tight.weight, tight.metrics, tight.bundles))
+    after = METHOD.step(state, total)
+    assert "1 of 1 devices: memory for some of the wanted images only" in after.log
+
+
+def test_the_orders_memory_counts_the_moments() -> None:
+    """Matrices of many features are larger than the toy donors' maps."""
+    _, task, _ = gathering()
+    width = 38
+    assert task.work.peak_bytes >= joint_head.factor_bytes(taps.LEAST_ROWS, width)
+    bundle, _ = build()
+    state = METHOD.init(bundle, Params(**{**SMALL, "expansions": 0}), 3)
+    wide = replace(state.stock.blocks["ash.2"], out_shape=(1 << 20, 4, 4))
+    state = replace(state, stock=replace(state.stock, blocks={**state.stock.blocks, "ash.2": wide}))
+    order = METHOD.send(state, DeviceView("dev-0", None))
+    assert order is not None
+    assert order.work.peak_bytes >= joint_head.factor_bytes(taps.LEAST_ROWS, 1 << 20)
+
+
+def test_a_device_sends_a_factor_and_no_matrix_of_features_by_features() -> None:
+    """Its trapezoid is smaller than half of the matrix: 20 images of 38 features are 20 rows."""
+    _, task, site = gathering(head_samples=20)
+    sent = METHOD.work(task, site).bundles["moments"]
+    assert sent["rows"][0] == 20
+    assert sent["factor"].shape == (20 * 38 - 190,)
+    assert sent["factor"].dtype == np.float32
+
+
+def test_a_task_brings_the_blocks_of_the_taps_and_no_others() -> None:
+    """Classifiers stay on the coordinator."""
+    state, _, _ = gathering()
+    order = METHOD.send(state, DeviceView("dev-0", None))
+    assert order is not None
+    sent = {name for name, value in order.bundles.items() if isinstance(value, BlobRef)}
+    assert sent == {f"{path[-1]}.onnx" for path in state.taps}
+
+
+def test_moments_of_other_taps_are_refused() -> None:
+    """A device that was asked for fewer taps cannot be counted for more."""
+    state, task, site = gathering()
+    answer = METHOD.work(task, site)
+    narrow = replace(state, taps=state.taps[:-1])
+    with pytest.raises(UpdateError, match="moments"):
+        METHOD.fold(narrow, None, Contribution("dev-0", 0, 45.0, answer.metrics, answer.bundles))
+
+
+def test_a_state_keeps_half_of_the_matrix_and_no_devices_moments() -> None:
+    """Only the sum over the round's devices is stored, and it is gone once heads are solved."""
+    run = played(cohort=3)
+    state = next(state for state in run if state.phase == "gather" and state.heard)
+    assert state.gathered is not None
+    width = sum(candidates.layout(state).widths)
+    assert state.gathered.half.shape == (width * (width + 1) // 2,)
+    assert all(state.gathered is None for state in run if state.phase in ("validate", "done"))
+    assert tensors.pack(tensors.unpack(tensors.pack(state), State)) == tensors.pack(state)

@@ -1,0 +1,339 @@
+"""Heads over several taps from sums of devices: closed forms beside central solutions in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fedquilt.core import UpdateError
+from fedquilt.models.stitching import joint_head
+from fedquilt.models.stitching.joint_head import NEVER, Layout, Part, Standard, Sums
+
+CLASSES = 4
+
+
+def data(n: int = 300, d: int = 12, seed: int = 0, classes: int = CLASSES) -> tuple[np.ndarray, np.ndarray]:
+    """Correlated features around a mean far from 0, which differ by class, and the classes."""
+    draws = np.random.default_rng(seed)
+    y = draws.integers(0, classes, n)
+    mixing = draws.normal(size=(d, d)) / np.sqrt(d)
+    z = draws.normal(size=(n, d)) @ mixing + draws.normal(size=(classes, d))[y] + 1000 * draws.uniform(size=d)
+    return z, y
+
+
+def central(z: np.ndarray, y: np.ndarray, classes: int = CLASSES) -> Sums:
+    """The sums of all examples, by their definitions."""
+    one_hot = np.eye(classes)[y]
+    return Sums(one_hot.sum(axis=0), one_hot.T @ z, (z - z.mean(axis=0)).T @ (z - z.mean(axis=0)))
+
+
+def shares(z: np.ndarray, y: np.ndarray, devices: int, seed: int = 1) -> list[Part]:
+    """The parts of devices among which the examples are shared unevenly, most of them sorted by class."""
+    order = np.argsort(y + np.random.default_rng(seed).uniform(0, 1.5, len(y)))
+    cuts = np.sort(np.random.default_rng(seed).choice(np.arange(1, len(y)), devices - 1, replace=False))
+    return [joint_head.part(z[rows], y[rows], CLASSES) for rows in np.split(order, cuts)]
+
+
+def near(one: np.ndarray, other: np.ndarray, share: float = 1e-8) -> bool:
+    return bool(np.abs(one - other).max() <= share * np.abs(other).max())
+
+
+# -- sums -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [1, 2, 7, 60])
+def test_merged_parts_are_the_sums_of_all_examples(devices: int) -> None:
+    """Counts, class sums and second moments are those of the pooled examples, however these are split."""
+    z, y = data()
+    found, wanted = joint_head.merge([], shares(z, y, devices)), central(z, y)
+    assert np.array_equal(found.counts, wanted.counts)
+    assert near(found.totals, wanted.totals)
+    assert near(found.scatter, wanted.scatter)
+
+
+def test_merging_in_steps_and_in_another_order_gives_the_same_sums() -> None:
+    """Means 1,000 standard deviations from 0 cancel nothing."""
+    z, y = data()
+    parts = shares(z, y, 9)
+    at_once, pending = joint_head.merge([], parts), joint_head.Pending()
+    stepwise = joint_head.merge([], parts[-1:])
+    for each in parts[-2:3:-1]:
+        stepwise = joint_head.merge([stepwise], [each])
+    for each in parts[:4]:
+        pending = pending.plus(each)
+    stepwise = pending.with_stored(stepwise)
+    assert near(stepwise.scatter, at_once.scatter, 1e-10)
+    assert near(stepwise.totals, at_once.totals, 1e-10)
+
+
+@pytest.mark.parametrize("n", [1, 5, 12, 40])
+def test_the_factor_is_exact_and_has_no_more_rows_than_it_needs(n: int) -> None:
+    """R'R equals the centred second moments; R has min(n, d) rows and nothing under its diagonal."""
+    z, y = data(n)
+    found = joint_head.part(z, y, CLASSES).factor
+    assert found.shape == (min(n, 12), 12)
+    assert np.allclose(found, np.triu(found), atol=0)
+    wanted = (z - z.mean(axis=0)).T @ (z - z.mean(axis=0))
+    assert np.abs(found.T @ found - wanted).max() <= 1e-8 * max(np.abs(wanted).max(), 1e-6)
+
+
+def test_what_is_sent_is_what_is_read() -> None:
+    """A part as float32: classes that are not there have no row, and the factor comes as a trapezoid."""
+    z, y = data(9)
+    y[:] = y % 2
+    sent = joint_head.part(z, y, CLASSES)
+    wire = joint_head.to_tensors(sent)
+    assert wire["means"].shape == (2, 12)
+    assert wire["factor"].shape == (9 * 12 - 9 * 8 // 2,)
+    found = joint_head.from_tensors(wire, CLASSES, 12)
+    assert np.array_equal(found.counts, sent.counts)
+    assert np.allclose(found.means, sent.means, rtol=1e-6)
+    assert np.allclose(found.factor, sent.factor, rtol=1e-6, atol=1e-12)
+
+
+def test_half_of_a_symmetric_matrix_is_enough() -> None:
+    """Taken apart and put together again."""
+    matrix = central(*data()).scatter
+    assert np.array_equal(joint_head.whole(joint_head.halved(matrix), 12), np.triu(matrix) + np.triu(matrix, 1).T)
+
+
+# -- the strength of a ridge ----------------------------------------------------------------------
+
+
+def standard(z: np.ndarray, y: np.ndarray) -> Standard:
+    return joint_head.standardised(joint_head.merge([], [joint_head.part(z, y, CLASSES)]))
+
+
+def criterion_by_hat(z: np.ndarray, y: np.ndarray, ridge: float) -> float:
+    """Generalised cross-validation from the matrix that maps labels to fitted labels, of n x n."""
+    n = len(z)
+    x = (z - z.mean(axis=0)) / z.std(axis=0)
+    hat = x @ np.linalg.inv(x.T @ x + n * ridge * np.eye(x.shape[1])) @ x.T + 1 / n
+    left = np.eye(CLASSES)[y] - hat @ np.eye(CLASSES)[y]
+    return float((left**2).sum() / n / (1 - np.trace(hat) / n) ** 2)
+
+
+@pytest.mark.parametrize("ridge", [1e-3, 0.1, 2.0])
+def test_the_criterion_is_that_of_the_explicit_hat_matrix(ridge: float) -> None:
+    """From sums alone, to 1e-8 of what n x n matrices give."""
+    z, y = data()
+    found = joint_head.strength(standard(z, y), [ridge])
+    assert found.criterion == pytest.approx(criterion_by_hat(z, y, ridge), rel=1e-8)
+
+
+def test_the_criterion_is_leave_one_out_where_all_examples_bear_alike() -> None:
+    """With sines and cosines every example has the same leverage: solving n times without one gives the same number."""
+    n, ridge = 24, 0.3
+    angle = 2 * np.pi * np.outer(np.arange(n), [1, 2, 5]) / n
+    z, y = np.hstack([np.cos(angle), np.sin(angle)]), np.random.default_rng(5).integers(0, CLASSES, n)
+    x, one_hot = z / z.std(axis=0), np.eye(CLASSES)[y]
+    missed = 0.0
+    for i in range(n):
+        others = np.arange(n) != i
+        design = np.hstack([x[others], np.ones((n - 1, 1))])
+        penalty = n * ridge * np.diag([1.0] * 6 + [0.0])
+        weights = np.linalg.solve(design.T @ design + penalty, design.T @ one_hot[others])
+        missed += float(((one_hot[i] - np.append(x[i], 1) @ weights) ** 2).sum())
+    assert joint_head.strength(standard(z, y), [ridge]).criterion == pytest.approx(missed / n, rel=1e-8)
+
+
+def test_the_strength_is_the_best_of_those_tried() -> None:
+    """Few examples of many features want a strong ridge, many of few a weak one."""
+    z, y = data()
+    given = standard(z, y)
+    every = [joint_head.strength(given, [ridge]) for ridge in joint_head.STRENGTHS]
+    assert joint_head.strength(given) == min(every, key=lambda each: each.criterion)
+    few = joint_head.strength(standard(*data(30, 60)))
+    assert few.ridge > joint_head.strength(given).ridge
+
+
+# -- heads ----------------------------------------------------------------------------------------
+
+
+def scores(head: joint_head.Head, z: np.ndarray) -> np.ndarray:
+    return np.asarray(z @ head.weights.T + head.bias)
+
+
+def test_the_head_is_the_discriminant_by_its_definition() -> None:
+    """From examples: class means, covariance within classes, equal priors, and scaling folded in; to 1e-8."""
+    z, y = data()
+    deviation = z.std(axis=0)
+    x = (z - z.mean(axis=0)) / deviation
+    means = np.stack([x[y == label].mean(axis=0) for label in range(CLASSES)])
+    within = sum((x[y == c] - means[c]).T @ (x[y == c] - means[c]) for c in range(CLASSES)) / len(z)
+    inverse = np.linalg.inv(within + 0.2 * np.eye(12))
+    centre = means.mean(axis=0)
+    wanted = np.stack(
+        [(x - centre) @ inverse @ (m - centre) - 0.5 * (m - centre) @ inverse @ (m - centre) for m in means], axis=1
+    )
+    found = scores(joint_head.discriminant(standard(z, y), 0.2), z)
+    assert np.abs(found - wanted).max() <= 1e-8 * np.abs(wanted).max()
+
+
+def test_classes_count_alike_however_many_examples_they_have() -> None:
+    """Between two round classes the boundary lies in the middle, with 10 examples of one and 990 of the other."""
+    draws = np.random.default_rng(1)
+    y = np.repeat([0, 1], [10, 990])
+    z = draws.normal(size=(1000, 2)) + np.array([[0.0, 0.0], [6.0, 0.0]])[y]
+    head = joint_head.discriminant(standard(z, y), 1e-4)
+    direction = head.weights[1] - head.weights[0]
+    boundary = -(head.bias[1] - head.bias[0]) / direction[0]
+    assert boundary == pytest.approx(z[y == 0].mean(axis=0)[0] / 2 + z[y == 1].mean(axis=0)[0] / 2, abs=0.2)
+
+
+@pytest.mark.parametrize("devices", [2, 17])
+def test_order_and_split_of_devices_do_not_change_the_head(devices: int) -> None:
+    """As it is sent, and as it is reckoned: scores agree to 1e-6 of the largest, with means far from 0."""
+    z, y = data(400, 30)
+    alone = scores(joint_head.discriminant(standard(z, y), 0.1), z)
+    parts = [joint_head.from_tensors(joint_head.to_tensors(each), CLASSES, 30) for each in shares(z, y, devices)]
+    exact = shares(z, y, devices + 3, 8)
+    for order in (parts, parts[::-1], exact):
+        found = scores(joint_head.discriminant(joint_head.standardised(joint_head.merge([], order)), 0.1), z)
+        assert np.abs(found - alone).max() <= 1e-6 * np.abs(alone).max()
+
+
+def test_a_class_without_examples_never_wins() -> None:
+    """Its row is zero and its bias below every score, and the others are as if it were not there."""
+    z, y = data(classes=3)
+    head = joint_head.discriminant(standard(z, y), 0.1)
+    assert not head.weights[3].any()
+    assert head.bias[3] == NEVER
+    found = scores(head, 1e6 * z)
+    assert np.isfinite(found).all()
+    assert (found.argmax(axis=1) < 3).all()
+    three = joint_head.standardised(central(z, y, 3))
+    assert near(joint_head.discriminant(three, 0.1).weights, head.weights[:3])
+
+
+def test_constant_and_duplicate_features_do_no_harm() -> None:
+    """A constant one gets no weight, of duplicates each half of it; the scores are those without them."""
+    z, y = data()
+    more = np.hstack([z, z[:, :1], np.full((len(z), 1), 1234.5678), np.zeros((len(z), 1))])
+    found = joint_head.discriminant(standard(more, y), 1e-4)
+    assert not found.weights[:, -2:].any()
+    assert near(found.weights[:, 0], found.weights[:, 12])
+    plain = scores(joint_head.discriminant(standard(z, y), 1e-4), z)
+    assert np.corrcoef(scores(found, more).ravel(), plain.ravel())[0, 1] > 0.999
+    chosen = joint_head.strength(standard(more, y))
+    assert np.isfinite(chosen.criterion)
+
+
+def test_more_features_than_examples_still_give_a_head() -> None:
+    """20 examples of 200 features: finite, and right on those it was solved from."""
+    z, y = data(20, 200)
+    given = standard(z, y)
+    chosen = joint_head.strength(given)
+    found = scores(joint_head.discriminant(given, chosen.ridge), z)
+    assert np.isfinite(found).all()
+    assert (found.argmax(axis=1) == y).mean() > 0.9
+
+
+@pytest.mark.parametrize("y", [[2], [2, 2, 2], [1, 2]])
+def test_a_handful_of_examples_gives_a_head(y: list[int]) -> None:
+    """One example, one class, one example of each of two classes."""
+    z, _ = data(len(y), 6)
+    given = standard(z, np.array(y))
+    head = joint_head.discriminant(given, joint_head.strength(given).ridge)
+    assert np.isfinite(head.weights).all()
+    assert scores(head, z).argmax(axis=1).tolist() == y
+
+
+# -- which taps -----------------------------------------------------------------------------------
+
+
+def test_joining_taps_step_by_step_gives_the_criterion_of_solving_each_set() -> None:
+    """The first of several that hold most of what there is to know; noise is left out."""
+    z, y = data(400, 12)
+    noise = np.random.default_rng(3).normal(size=(400, 8))
+    z = np.hstack([z[:, :4], noise[:, :4], z[:, 4:8], z[:, 8:], noise[:, 4:]])
+    layout, given = Layout((4, 4, 4, 4, 4)), standard(z, y)
+    found = joint_head.forward(given, layout, 3, range(5), 0.1)
+    assert set(found.taps) == {0, 2, 3}
+    assert found.taps[0] == 3
+    for count, criterion in enumerate(found.criteria, 1):
+        alone = joint_head.strength(given.of(layout.columns(found.taps[:count])), [0.1])
+        assert criterion == pytest.approx(alone.criterion, rel=1e-9)
+    best = min((joint_head.strength(given.of(layout.columns([3, tap])), [0.1]).criterion, tap) for tap in (0, 1, 2, 4))
+    assert found.taps[1] == best[1]
+
+
+def test_no_more_features_are_joined_than_asked_for() -> None:
+    """Of three taps that help, the one that fits is taken."""
+    z, y = data(400, 12)
+    found = joint_head.forward(standard(z, y), Layout((4, 6, 2)), 0, range(3), 0.1, widest=8)
+    assert found.taps == (0, 2)
+
+
+def test_a_single_tap_is_a_set() -> None:
+    """Nothing else to choose from."""
+    z, y = data()
+    found = joint_head.forward(standard(z, y), Layout((12,)), 0, [0], 0.1)
+    assert found.taps == (0,)
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+def sent() -> dict[str, np.ndarray]:
+    return joint_head.to_tensors(joint_head.part(*data(40), CLASSES))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"factor": lambda a: a * np.float32(np.nan)}, "not finite|NaN|nan"),
+        ({"means": lambda a: a * np.float32(np.inf)}, "not finite|inf"),
+        ({"means": lambda a: a * np.float32(1e12)}, "no pooled maps reach"),
+        ({"factor": lambda a: a * np.float32(1e12)}, "no pooled maps reach"),
+        ({"counts": lambda a: -a}, "counts"),
+        ({"counts": lambda a: 0 * a}, "all 0"),
+        ({"counts": lambda a: a.astype(np.float32)}, "counts"),
+        ({"rows": lambda a: a - 1}, "factor"),
+        ({"rows": lambda a: a + 1}, "13 rows"),
+        ({"rows": lambda a: 0 * a}, "0 rows"),
+        ({"factor": lambda a: a[:-1]}, "factor"),
+        ({"means": lambda a: a[:-1]}, "means"),
+        ({"mean": lambda a: a * 1e12}, "no pooled maps reach"),
+        ({"mean": lambda a: a.astype(np.float32)}, "mean"),
+        ({"means": lambda a: 100 * a}, "not\\s+positive semi-definite"),
+        ({"factor": lambda a: a / 10}, "not\\s+positive semi-definite"),
+    ],
+)
+def test_moments_that_no_examples_have_are_refused(changes: dict, why: str) -> None:
+    """Not finite, huge, negative, of other shapes, or class means further apart than the second moments allow."""
+    given = sent()
+    spoilt = {**given, **{name: change(given[name]) for name, change in changes.items()}}
+    with pytest.raises(UpdateError, match=why):
+        joint_head.from_tensors(spoilt, CLASSES, 12)
+    joint_head.from_tensors(given, CLASSES, 12)
+
+
+def test_moments_without_a_part_are_refused() -> None:
+    """Named, whichever is missing."""
+    given = sent()
+    for name in given:
+        with pytest.raises(UpdateError, match=f"{name} missing"):
+            joint_head.from_tensors({key: value for key, value in given.items() if key != name}, CLASSES, 12)
+
+
+@pytest.mark.parametrize("n", [2, 3, 40, 300])
+def test_honest_moments_are_never_refused(n: int) -> None:
+    """Float32, classes of one example, features that all but repeat each other, and means far from 0."""
+    for seed in range(5):
+        z, y = data(n, 12, seed)
+        z = np.hstack([z, z[:, :3] + 1e-4, np.full((n, 1), 7.7)]).astype(np.float32)
+        joint_head.from_tensors(joint_head.to_tensors(joint_head.part(z, y, CLASSES)), CLASSES, 16)
+
+
+def test_a_part_is_not_changed_by_being_merged() -> None:
+    """Values are folded more than once where updates are read ahead."""
+    part = joint_head.part(*data(20), CLASSES)
+    before = replace(part, means=part.means.copy(), factor=part.factor.copy(), counts=part.counts.copy())
+    sums = joint_head.merge([], [part])
+    joint_head.merge([sums], [part])
+    assert np.array_equal(part.means, before.means)
+    assert np.array_equal(part.factor, before.factor)
+    assert np.array_equal(sums.scatter, joint_head.merge([], [part]).scatter)
