@@ -65,7 +65,7 @@ def cells(
     Raises:
         FedquiltError: a job of the table is wrong, or a bundle cannot be made.
     """
-    found: list[tuple[str, str, Mapping[str, Any], Pretrain | None, Row, float | None]] = []
+    found: list[tuple[str, str, dict[str, Any], Pretrain | None, Row, float | None]] = []
     for seed in seeds:
         for column in columns:
             points = grid.columns[column]
@@ -79,8 +79,8 @@ def cells(
     bundles = starts(code, [(job, before) for _, _, job, before, _, _ in found], out)
     made = []
     for (column, name, job, _, row, target), folder in zip(found, bundles, strict=True):
-        model = {key: value for key, value in job.get("model", {}).items() if key not in WEIGHTS}
-        given = settings.parse({**job, "model": model})
+        network = {key: value for key, value in job.get("model", {}).items() if key not in WEIGHTS}
+        given = settings.parse({**job, "model": network})
         how = How(code, row, grid.together, grid.first, grid.tested, grid.device)
         written = [msgspec.json.encode(each, order="sorted") for each in (given, how)]
         made.append(Cell(column, name, target, Case(written[0], str(folder), written[1], f"{column} {name}".strip())))

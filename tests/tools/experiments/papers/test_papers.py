@@ -19,7 +19,10 @@ DOCS = Path(__file__).parents[4] / "docs"
 OWN = """
 about = "What it is.\\n\\nHow it is done."
 seeds = [4, 5]
-show = [{ value = "rounds_to", title = "to 90 %", digits = 0, each = true }, { value = "test", title = "end", scale = 100.0 }]
+show = [
+  { value = "rounds_to", title = "to 90 %", digits = 0, each = true },
+  { value = "test", title = "end", scale = 100.0 },
+]
 claims = [
   { name = "{row} at {column}", value = "test", over = "still", scale = 100.0, unit = "points", at_least = 0.0 },
   { name = "bytes", value = "up_bytes", row = "moves", of = "still", worst = true, unit = "%", at_most = 101.0 },
