@@ -12,7 +12,7 @@ import pytest
 from fedquilt import bundle
 from fedquilt.core import ModelError
 from fedquilt.data import images
-from fedquilt.models.stitching import stitched as stitch
+from fedquilt.models import stitching
 
 onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
@@ -22,7 +22,7 @@ from fedquilt.models.stitching.export_onnx import stitched  # noqa: E402
 
 DEMO = Path(__file__).resolve().parents[3] / "tools" / "demo"
 BUNDLE = bundle.load(DEMO / "bundle")
-STOCK = stitch.stock(BUNDLE.meta)
+STOCK = stitching.stitched.stock(BUNDLE.meta)
 FILES = {name: DEMO / "bundle" / "blobs" / ref.sha256 for name, ref in BUNDLE.files.items()}
 
 # shrinks 14 -> 7 and grows 7 -> 14 (sizes of the maps), each with a change of channels
@@ -30,7 +30,7 @@ ACROSS = ["separable.0", "residual.3", "plain.2", "plain.3"]
 
 
 def artefact(
-    path: list[str], align: Any, head: bool, stock: stitch.Stock = STOCK
+    path: list[str], align: Any, head: bool, stock: stitching.stitched.Stock = STOCK
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """An artefact as `fedquilt.methods.fedstitch.result` makes it, with random junctions and head."""
     draw = np.random.default_rng(0)
@@ -39,7 +39,7 @@ def artefact(
     junctions = []
     for i in range(1, len(path)):
         before, after = blocks[i - 1], blocks[i]
-        own = stitch.continues(before, after)
+        own = stitching.stitched.continues(before, after)
         names = {part: None if own else f"junction.{i}.{part}" for part in ("weights", "bias")}
         entry = {"before": i, "in_shape": list(before.out_shape), "out_shape": list(after.in_shape)}
         junctions.append({**entry, **names, "kind": "none" if own else "projection"})
@@ -65,7 +65,7 @@ def by_the_agents(
     meta: Mapping[str, Any],
     arrays: Mapping[str, np.ndarray],
     x: np.ndarray,
-    stock: stitch.Stock = STOCK,
+    stock: stitching.stitched.Stock = STOCK,
     files: Mapping[str, Path] = FILES,
 ) -> np.ndarray:
     """`fedquilt.models.stitching.stitched.classify` with the same junctions and head, block by block."""
@@ -74,10 +74,12 @@ def by_the_agents(
     for entry in meta["junctions"]:
         names = {part: entry[part] for part in ("weights", "bias")}
         between.append(None if entry["kind"] == "none" else {part: arrays[name] for part, name in names.items()})
-    return stitch.classify(
+    return stitching.stitched.classify(
         [stock.blocks[name] for name in meta["path"]],
         between,
-        lambda block, maps: stitch.run_block(block, lambda name, value: engine.run(files[name], value), maps),
+        lambda block, maps: stitching.stitched.run_block(
+            block, lambda name, value: engine.run(files[name], value), maps
+        ),
         x,
         head={part: arrays[f"head.{part}"] for part in ("weights", "bias")} if meta["head"] else None,
         groups=meta["align"],
@@ -132,7 +134,7 @@ def test_tiles_lie_side_by_side_in_the_file(tmp_path: Path, monkeypatch: pytest.
     ]
     job = {"input": {"channels": 1, "size": 28}, "labels": ["a", "b", "c"], "donors": donors}
     made = prepare(job, tmp_path / "out")
-    stock = stitch.stock(made.meta)
+    stock = stitching.stitched.stock(made.meta)
     files = {name: tmp_path / "out" / "blobs" / ref.sha256 for name, ref in made.files.items()}
     assert [len(stage) for stage in stock.blocks["wide.2"].stages] == [1, 4, 1]
     meta, arrays = artefact(["plain.0", "wide.1", "wide.2"], [[0], [1], [2]], False, stock)
