@@ -25,9 +25,8 @@ from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Store
-from fedquilt.tools import demo
+from fedquilt.tools import demo, simulation
 from fedquilt.tools.artefacts import prepare
-from fedquilt.tools.simulation import agents as fleet
 from fedquilt.transport import link as links
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.mqtt import MqttLink
@@ -145,7 +144,13 @@ class Agents:
 
     def start(self, name: str) -> None:
         """Start an agent that does not outlive this process."""
-        command = (sys.executable, "-c", fleet.AGENT, str(os.getpid()), str(self._user.folder / f"{name}.toml"))
+        command = (
+            sys.executable,
+            "-c",
+            simulation.agents.AGENT,
+            str(os.getpid()),
+            str(self._user.folder / f"{name}.toml"),
+        )
         self._running[name] = self._user.start(*command, log=self.log)
 
     def kill(self, name: str) -> None:
@@ -174,8 +179,10 @@ class Federation:
     data: Path
     bundles: Path
 
-    def plan(self, method: str, network: str, home: Path) -> fleet.Plan:
-        return fleet.Plan(job_of(method, network, self.data), bundle_of(network, self.bundles / network), home)
+    def plan(self, method: str, network: str, home: Path) -> simulation.agents.Plan:
+        return simulation.agents.Plan(
+            job_of(method, network, self.data), bundle_of(network, self.bundles / network), home
+        )
 
     def coordinate(self, home: Path, run: str, observe: Callable[[AnyFact], None] = lambda fact: None) -> None:
         """Be the coordinator of a home until a run has ended, or `observe` raises `Killed`."""
@@ -199,7 +206,9 @@ class Federation:
             except Killed:
                 link.close()  # the broker sees it go; nothing has been said
 
-    def resumed(self, plan: fleet.Plan, observe: Callable[[AnyFact], None] = lambda fact: None) -> list[AnyFact]:
+    def resumed(
+        self, plan: simulation.agents.Plan, observe: Callable[[AnyFact], None] = lambda fact: None
+    ) -> list[AnyFact]:
         """The facts of a job whose coordinator ends whenever a round is committed, and another one goes on."""
         with Store(plan.home) as store:
             run = plan.submit(store)
@@ -223,10 +232,10 @@ def facts(home: Path, run: str) -> list[AnyFact]:
         return [fact for _, _, fact in store.facts(run)]
 
 
-def undisturbed(plan: fleet.Plan, home: Path) -> list[AnyFact]:
+def undisturbed(plan: simulation.agents.Plan, home: Path) -> list[AnyFact]:
     """The facts of the same job on virtual time, in this process, with nothing that happens to it."""
-    calm = fleet.Plan(plan.job, plan.bundle, home, plan.devices, plan.fleet)
-    run, _ = fleet.virtually(calm)
+    calm = simulation.agents.Plan(plan.job, plan.bundle, home, plan.devices, plan.fleet)
+    run, _ = simulation.agents.virtually(calm)
     return facts(home, run)
 
 

@@ -116,8 +116,12 @@ class User:
             LIBC.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # else its own files in /proc are root's
         os.umask(0o077)
 
-    def start(self, *command: str, log: Path) -> subprocess.Popen[bytes]:
-        """Start a process as this user, in its home; it is killed at the end of the test."""
+    def start(self, *command: str, log: Path, **environment: str) -> subprocess.Popen[bytes]:
+        """Start a process as this user, in its home; it is killed at the end of the test.
+
+        Args:
+            environment: what it has beside, or in place of, this process's.
+        """
         with log.open("ab") as out, warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # as in `does`
             process = subprocess.Popen(
@@ -126,7 +130,7 @@ class User:
                 stderr=subprocess.STDOUT,
                 cwd=self.home,
                 preexec_fn=self._drop,
-                env={**os.environ, "HOME": str(self.home), "PYTHONDONTWRITEBYTECODE": "1"},
+                env={**os.environ, "HOME": str(self.home), "PYTHONDONTWRITEBYTECODE": "1", **environment},
             )
         self._started.append(process)
         return process

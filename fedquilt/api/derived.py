@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +36,35 @@ def method(base: Method | ModuleType, **parts: Any) -> Method:
                 f"{name} = {parts[name]!r}: a frozen dataclass is wanted, @dataclass(frozen=True) above its class"
             )
     return dataclasses.replace(made, **parts)
+
+
+def name_of(given: object) -> object:
+    """What a job names a method object by: "fedavg" of one of ours, "module:NAME" of one that a module of yours holds.
+
+    A job is written into logs and bundles and read by other processes, which import the method by this name. What is
+    neither a method nor a module with one is returned as it is.
+
+    Raises:
+        JobError: no module that another process could import holds the object; says the mend.
+    """
+    found = getattr(given, "METHOD", given) if isinstance(given, ModuleType) else given
+    if not isinstance(found, Method):
+        return given
+    places = [
+        (module.__name__, name)
+        for module in list(sys.modules.values())
+        if isinstance(module, ModuleType) and getattr(module, "__spec__", None) is not None
+        for name, value in list(vars(module).items())
+        if value is found and module.__name__ != "__main__"
+    ]
+    if not places:
+        raise JobError(
+            "method: the object is in no module that the simulation's processes could import, as one of a notebook or "
+            "of the script that runs is: put it into a file, mine.py, as METHOD = ..., and give mine.METHOD"
+        )
+    ours = "fedquilt.methods."
+    home, name = min(places, key=lambda place: (not place[0].startswith(ours), place))
+    return home.removeprefix(ours) if home.startswith(ours) and name == "METHOD" else f"{home}:{name}"
 
 
 def _frozen(kind: object) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 import msgspec
 
 from fedquilt import config, disk, methods
+from fedquilt.api import derived
 from fedquilt.coordinator import settings as jobs
 from fedquilt.core import Encoding, JobError
 from fedquilt.data.spec import DataSpec
@@ -101,7 +102,7 @@ def _named(init: Callable[P, T]) -> Callable[P, T]:
                 raise JobError(f"a job has no key {key!r}; there are: {', '.join(known)}{config.nearest(key, known)}")
         if "method" not in keys:
             raise JobError("a job names its method, as in fq.Job(method='fedavg'): " + ", ".join(methods.names()))
-        return init(*given, **keys)
+        return init(*given, **{**keys, "method": derived.name_of(keys["method"])})  # type: ignore[arg-type]
 
     return checked
 
@@ -117,7 +118,7 @@ class Job:
         JobError: an unknown key, a value that does not fit, or an unknown method or parameter; says the mend.
     """
 
-    method: str
+    method: str  # an object or module of a method is taken too, and named as other processes import it
     name: str = "job"  # part of every seed drawn, and of a run's id
     params: Mapping[str, Any] = field(default_factory=dict)  # the method's own
     rounds: int = 10
@@ -168,6 +169,8 @@ class Job:
             JobError: as for a new job.
         """
         now = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        if "method" in changes:
+            changes["method"] = derived.name_of(changes["method"])
         if "method" in changes and "params" not in changes:
             known = {each.name for each in dataclasses.fields(methods.load(changes["method"]).params)}
             changes["params"] = {key: value for key, value in self.params.items() if key in known}

@@ -17,7 +17,7 @@ from ordinary import Served, User
 
 from fedquilt import cli, tensors
 from fedquilt.core import DataError, JobError, OperatingPoint, StoreError, Task, Work
-from fedquilt.data import examples as data
+from fedquilt.data.examples import load as load_examples
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import credentials, enrol
 from fedquilt.edge_agent.clocks.client import Clocks
@@ -119,8 +119,9 @@ def test_examples_that_may_not_be_read_are_an_error_of_the_data(user: User, exam
     """The file's, then its folder's: the board declines by name and path, and the doctor says the same."""
 
     def told() -> str:
+        path = examples if form != "folder" else examples.parent
         with pytest.raises(DataError, match=r"cannot read .*: Permission denied") as raised:
-            data.load(DataSpec.parse({"path": str(examples if form != "folder" else examples.parent), "format": form}))
+            load_examples(DataSpec.parse({"path": str(path), "format": form}))
         settings = AgentSettings(device="d", home=str(user.home), data={"path": str(examples)})
         finding = checks.examples(settings, Path("agent.toml"))
         assert finding is not None

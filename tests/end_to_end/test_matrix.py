@@ -29,7 +29,7 @@ from fedquilt import methods
 from fedquilt.coordinator.facts import AnyFact, Asked
 from fedquilt.coordinator.store import Store
 from fedquilt.core import ModelError
-from fedquilt.tools.simulation import agents as fleet
+from fedquilt.tools import simulation
 
 EVERY = in_order(methods.names())
 NO_LINEAR = "adapts linear layers, and this network has none"
@@ -50,7 +50,7 @@ def federation(lasting_broker: str, tmp_path_factory: pytest.TempPathFactory) ->
         patch.setenv("OMP_NUM_THREADS", "1")
         torch.set_num_threads(1)
         data = digits(user.folder / "digits.npz")
-        boards = fleet.Plan(job_of("fedavg", "perceptron", data), Path(), Path()).agents()
+        boards = simulation.agents.Plan(job_of("fedavg", "perceptron", data), Path(), Path()).agents()
         agents = Agents(user, lasting_broker, boards)
         assert len(agents.names) == DEVICES == FLEET["devices"]
         yield Federation(lasting_broker, agents, data, tmp_path_factory.mktemp("bundles"))

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import sites
+from ordinary import User
 
 from fedquilt import config
 from fedquilt.coordinator.facts import Committed
@@ -98,55 +99,55 @@ def test_they_run_under_fleet_and_compare(tmp_path: Path, names: Mapping[str, st
 
 
 class Agents:
-    """Agents as processes, each with its own packages; all are killed at the end."""
+    """Agents as processes of an ordinary user, each with its own packages, which that user may read alone."""
 
-    def __init__(self, folder: Path, url: str) -> None:
-        self.folder, self.url = folder, url
-        self.running: list[subprocess.Popen[bytes]] = []
+    def __init__(self, user: User, url: str) -> None:
+        self._user, self.url = user, url
+        self.log = user.folder / "agents.log"
 
-    def start(self, device: str, site: Path, share: int, **more: Any) -> None:
+    def start(self, device: str, site: Path, share: int, **more: Any) -> int:
+        """The id of the process."""
         table = {
             "device": device,
-            "home": str(self.folder / device),
+            "home": str(self._user.home / device),
             "budget": "1GB",
             "board": "jetson-orin-nano",
             **more,
             "broker": {"url": self.url},
             "data": {"dataset": "moons", "partition": "iid", "share": share, "shares": 2},
         }
-        settings = self.folder / f"{device}.toml"
+        settings = self._user.folder / f"{device}.toml"
         settings.write_text(config.text(table))
-        command = [sys.executable, "-m", "fedquilt.cli", "agent", str(settings)]
-        with (self.folder / f"{device}.log").open("wb") as log:
-            self.running.append(
-                subprocess.Popen(command, cwd=self.folder, env=environment(site), stdout=log, stderr=log)
-            )
+        words = (sys.executable, "-m", "fedquilt.cli", "agent", str(settings))
+        more_environment = {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+        return self._user.start(*words, log=self.log, **more_environment).pid
 
 
 @pytest.fixture
-def agents(tmp_path: Path) -> Iterator[Agents]:
+def agents(user: User) -> Iterator[Agents]:
     """Nobody outlives the test."""
     with EmbeddedBroker() as broker:
-        made = Agents(tmp_path, broker.url)
-        yield made
-        for process in made.running:
-            process.kill()
-            process.wait()
+        yield Agents(user, broker.url)
 
 
 def test_a_board_with_the_package_trains_and_those_without_it_or_with_another_content_are_not_asked(
-    tmp_path: Path, agents: Agents
+    tmp_path: Path, user: User, agents: Agents
 ) -> None:
     """The coordinator waits for three boards and asks the one that has the very same files; `why` tells of the others.
 
-    They are named with the package, both versions and the beginnings of their contents' digests.
+    They are named with the package, both versions and the beginnings of their contents' digests. The agents are an
+    ordinary user's, as on a board, and cannot write where the packages lie.
     """
-    site, other = sites.example(tmp_path / "site"), sites.example(tmp_path / "other", "1.1", "\nMORE = 1\n")
+    site, other = sites.example(user.folder / "site"), sites.example(user.folder / "other", "1.1", "\nMORE = 1\n")
     (tmp_path / "job.toml").write_text(config.text(job(NAMES, data={})))
     fedquilt(tmp_path, site, "prepare", "job.toml")
-    agents.start("same", site, 0)
-    agents.start("newer", other, 1)
-    agents.start("shut", site, 1, plugins=["something-else"])
+    started = [
+        agents.start("same", site, 0),
+        agents.start("newer", other, 1),
+        agents.start("shut", site, 1, plugins=["something-else"]),
+    ]
+    assert {Path(f"/proc/{pid}").stat().st_uid for pid in started} == {user.uid}
+    assert user.uid != 0
     fedquilt(tmp_path, site, "run", "job.toml", "--home", "runs", "--broker", agents.url)
     rounds = committed(tmp_path / "runs")
     assert len(rounds) == 4

@@ -25,8 +25,8 @@ from fedquilt.core import (
 )
 from fedquilt.layers import STATISTICS
 from fedquilt.methods import depthfl, fedavg, fedepth, fedlps, fjord, ft_full, ft_part, heterofl
+from fedquilt.models import partial
 from fedquilt.models.partial import depth, masks
-from fedquilt.models.partial import width as submodel
 from fedquilt.testing.toys import MLP_MASKS, files, given, play, to_train
 from fedquilt.tools.simulation import Member
 
@@ -198,7 +198,7 @@ def test_entries_that_nobody_sent_stay_as_they_were(name: str) -> None:
     """A fleet of the smallest tier alone leaves the rest of the network untouched, and moves its own part."""
     first, last = run(name, bundle(), rounds=2)[::2]
     at = depthfl.part(first, 1) if name == "depthfl" else heterofl.part(first, first.params["rates"][0])
-    sent = submodel.add(first.model, None, submodel.cut(first.model, at), at, 1.0)
+    sent = partial.width.add(first.model, None, partial.width.cut(first.model, at), at, 1.0)
     for key, array in first.model.items():
         apart = name != "depthfl" and key.rpartition(".")[2] in STATISTICS  # a narrow part's are its own
         counted = (sent.weight.get(key, np.zeros(array.shape)) > 0) & (not apart)

@@ -269,7 +269,6 @@ def _donor(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     from fedquilt.models.stitching import blocks  # torch and onnx
 
-    images = isinstance(wanted, Input)
     if isinstance(wanted, Input):
         shape: tuple[int, ...] = (wanted.channels, wanted.size, wanted.size)
     else:

@@ -4,6 +4,9 @@ Two layouts: NVIDIA's own driver up to JetPack 4, `ina3221x/<address>/iio:device
 `in_power<k>_input` in milliwatts; Linux's from JetPack 5, `ina3221/<address>/hwmon/hwmon<n>/` with `in<k>_label`,
 `in<k>_input` in millivolts and `curr<k>_input` in milliamperes (kernel, hwmon/ina3221; NVIDIA's developer
 guide, "Power monitor"). Channels above 3 are not rails: shunts, and number 7, their sum.
+
+On Jetson Thor these rails are parts of the board's input, which a TI INA238 measures: hwmon lists it with
+`power1_input` in microwatts (kernel, hwmon/ina238; jetson_stats, pull request 900).
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from typing import Final
 from fedquilt.core import Covers, Power
 from fedquilt.edge_agent import sysfs
 
-TOTALS: Final = ("VDD_IN", "POM_5V_IN")  # the module's input; every other rail is a part of it
+VIN: Final = "VIN"  # the board's input, where an INA238 measures it
+TOTALS: Final = (VIN, "VDD_IN", "POM_5V_IN")  # the board's or module's input; every other rail is a part of it
 UNCONNECTED: Final = "NC"
 
 
@@ -47,11 +51,13 @@ class Ina3221:
     covers: Covers = "board"
 
     def __init__(self, root: Path) -> None:
-        found = _on_bus(root / "sys/bus/i2c/drivers") or _hwmon(sysfs.glob(root / "sys/class/hwmon", "hwmon*"))
+        listed = sysfs.glob(root / "sys/class/hwmon", "hwmon*")
+        found = [*(_on_bus(root / "sys/bus/i2c/drivers") or _hwmon(listed)), *_input(listed)]
         self.rails = _named_apart(found)
         labels = [rail.label for rail in self.rails]
         self._total = next((label for label in TOTALS if label in labels), None)
-        self._source = f"ina3221 {self._total}" if self._total else "ina3221 sum of " + ", ".join(labels)
+        chip = "ina238" if self._total == VIN else "ina3221"
+        self._source = f"{chip} {self._total}" if self._total else "ina3221 sum of " + ", ".join(labels)
 
     def read(self, now_s: float) -> Power:
         """Power of the board and of each rail that answers."""
@@ -95,6 +101,13 @@ def _hwmon(devices: list[Path]) -> list[Rail]:
             if label and label != UNCONNECTED and not off and all(sysfs.there(file) for file in files):
                 rails.append(Rail(label, files, 1e-6))
     return rails
+
+
+def _input(devices: list[Path]) -> list[Rail]:
+    """The board's input, of which the kernel tells the power itself; of several chips the first."""
+    chips = [device for device in devices if sysfs.line(device / "name") == "ina238"]
+    files = [device / "power1_input" for device in chips if sysfs.there(device / "power1_input")]
+    return [Rail(VIN, (files[0],), 1e-6)] if files else []
 
 
 def _named_apart(rails: list[Rail]) -> list[Rail]:

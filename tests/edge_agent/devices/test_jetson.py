@@ -12,6 +12,7 @@ from fedquilt.core import Covers, OperatingPoint, Power
 from fedquilt.edge_agent.clocks.client import Status
 from fedquilt.edge_agent.devices import jetson
 from fedquilt.edge_agent.devices.jetson import JetsonDevice, detect, mode
+from fedquilt.edge_agent.devices.sensors.ina3221 import Ina3221
 from fedquilt.profiles.layouts import BOARDS
 from fedquilt.testing.boards import plant
 
@@ -113,6 +114,31 @@ def test_agx_orin_has_no_input_rail_so_its_rails_are_summed(tmp_path: Path):
     reading = planted(tmp_path, "jetson-agx-orin", 6).read(0.0)
     assert reading.power_w == pytest.approx(7.42)
     assert reading.energy_source == "ina3221 sum of VDD_GPU_SOC, VDD_CPU_CV, VIN_SYS_5V0, VDDQ_VDD2_1V8AO"
+
+
+THOR = {
+    **{f"sys/class/hwmon/hwmon1/{name}": text for name, text in (("name", "ina3221"), ("in1_label", "VDD_GPU"))},
+    "sys/class/hwmon/hwmon1/in1_input": "20000",
+    "sys/class/hwmon/hwmon1/curr1_input": "400",
+    "sys/class/hwmon/hwmon1/in2_label": "VDD_CPU_SOC_MSS",
+    "sys/class/hwmon/hwmon1/in2_input": "20000",
+    "sys/class/hwmon/hwmon1/curr2_input": "250",
+    "sys/class/hwmon/hwmon2/name": "ina238",
+    "sys/class/hwmon/hwmon2/power1_input": "23000000",
+}
+
+
+def test_the_input_that_an_ina238_measures_is_the_total(tmp_path: Path):
+    """On Thor: the INA3221's rails, 13 W, are parts of the 23 W at the board's input; silent, there is no total."""
+    for name, text in THOR.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    power = Ina3221(tmp_path).read(0.0)
+    assert (power.total_w, power.source) == (pytest.approx(23.0), "ina238 VIN")
+    assert power.rails_w == pytest.approx({"VDD_GPU": 8.0, "VDD_CPU_SOC_MSS": 5.0, "VIN": 23.0})
+    (tmp_path / "sys/class/hwmon/hwmon2/power1_input").write_text("Resource temporarily unavailable\n")
+    power = Ina3221(tmp_path).read(0.0)
+    assert (power.total_w, power.source) == (None, None)
 
 
 def test_one_silent_rail_makes_a_sum_unknown_but_not_an_input_rail(tmp_path: Path):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,3 +58,30 @@ def test_a_base_has_to_be_a_method() -> None:
     """A module without one is refused."""
     with pytest.raises(fq.JobError, match=r"'fedquilt.models' is no method"):
         fq.method(fq.models)
+
+
+# -- as the method of a job -----------------------------------------------------------------------
+
+
+def test_a_job_takes_a_method_that_a_module_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And names it as other processes import it; a module stands for its METHOD, and one of ours has its short name."""
+    (tmp_path / "held_method.py").write_text(
+        "import fedquilt as fq\n"
+        "METHOD = fq.method(fq.fedavg, paper='held')\n"
+        "OTHER = fq.method(fq.fedavg, paper='other')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    held = importlib.import_module("held_method")
+    assert fq.Job(method=held.METHOD).method == "held_method:METHOD"
+    assert fq.Job(method=held).method == "held_method:METHOD"
+    assert fq.Job(method="fedavg").replace(method=held.OTHER).method == "held_method:OTHER"
+    assert fq.Job(method=fq.fedavg).method == "fedavg"
+    assert fq.Job(method=fq.fedavg.METHOD).method == "fedavg"
+
+
+def test_a_method_that_no_other_process_could_import_is_refused() -> None:
+    """One made in a cell or a function; so is what is no method at all."""
+    with pytest.raises(fq.JobError, match=r"put it into a file, mine\.py, as METHOD = "):
+        fq.Job(method=fq.method(fq.fedavg, work=work))
+    with pytest.raises(fq.JobError, match=r"method = 3: text is wanted"):
+        fq.Job(method=3)

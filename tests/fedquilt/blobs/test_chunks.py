@@ -4,8 +4,7 @@ import hashlib
 
 import pytest
 
-from fedquilt import wire
-from fedquilt.blobs import chunks as blobs
+from fedquilt import blobs, wire
 from fedquilt.blobs.chunks import DamagedBlobError, Item, Serve
 from fedquilt.core import BlobRef, LinkError
 
@@ -17,7 +16,7 @@ def ref_of(payload: bytes) -> BlobRef:
 
 
 def cut(payload: bytes, chunk: int) -> wire.Manifest:
-    return blobs.cut(ref_of(payload), chunk, lambda offset, size: payload[offset : offset + size])
+    return blobs.chunks.cut(ref_of(payload), chunk, lambda offset, size: payload[offset : offset + size])
 
 
 BLOB = b"".join(hashlib.sha256(bytes([number])).digest() * 64 for number in range(20))  # 40 KiB
@@ -28,19 +27,19 @@ BLOB = b"".join(hashlib.sha256(bytes([number])).digest() * 64 for number in rang
 
 def test_the_chunk_size_leaves_room_for_the_rest_of_a_packet() -> None:
     """256 KiB, or the broker's limit less 1 KiB."""
-    assert blobs.chunk_for(2_000_000) == 256 * KIB
-    assert blobs.chunk_for(128 * KIB) == 127 * KIB
-    assert blobs.chunk_for(2 * KIB) == KIB
+    assert blobs.chunks.chunk_for(2_000_000) == 256 * KIB
+    assert blobs.chunks.chunk_for(128 * KIB) == 127 * KIB
+    assert blobs.chunks.chunk_for(2 * KIB) == KIB
     with pytest.raises(LinkError, match="takes 2047 bytes at most: raise its packet limit to 2048"):
-        blobs.chunk_for(2 * KIB - 1)
+        blobs.chunks.chunk_for(2 * KIB - 1)
 
 
 def test_a_blob_is_cut_into_chunks_the_last_of_them_shorter() -> None:
     """20,500 bytes in chunks of 2048: ten of them, and 20 bytes."""
     manifest = cut(bytes(20500), 2 * KIB)
-    assert blobs.count(manifest) == 11
-    assert blobs.extent(manifest, 0) == (0, 2048)
-    assert blobs.extent(manifest, 10) == (20480, 20)
+    assert blobs.chunks.count(manifest) == 11
+    assert blobs.chunks.extent(manifest, 0) == (0, 2048)
+    assert blobs.chunks.extent(manifest, 10) == (20480, 20)
     assert manifest.digests[640:] == hashlib.sha256(bytes(20)).hexdigest()
     assert manifest.digests[:64] == hashlib.sha256(bytes(2048)).hexdigest()
 
@@ -53,16 +52,16 @@ def test_cutting_reads_one_chunk_at_a_time() -> None:
         asked.append((offset, size))
         return BLOB[offset : offset + size]
 
-    blobs.cut(ref_of(BLOB), 3 * KIB, read)
+    blobs.chunks.cut(ref_of(BLOB), 3 * KIB, read)
     assert asked == [(3072 * number, 3072) for number in range(13)] + [(39936, 1024)]
 
 
 def test_a_blob_whose_manifest_does_not_fit_a_message_is_refused_with_the_mend() -> None:
     """A manifest has 64 characters per chunk: 1 KiB carries 12, 256 KiB carries 4092."""
     with pytest.raises(LinkError, match="raise the broker's packet limit"):
-        blobs.cut(BlobRef(sha256="0" * 64, size=13 * KIB), KIB, lambda offset, size: bytes(size))
+        blobs.chunks.cut(BlobRef(sha256="0" * 64, size=13 * KIB), KIB, lambda offset, size: bytes(size))
     with pytest.raises(LinkError, match=r"2000 MB; in chunks of 262144 bytes 1073 MB .* several smaller files"):
-        blobs.cut(BlobRef(sha256="0" * 64, size=2_000_000_000), 256 * KIB, lambda offset, size: bytes(size))
+        blobs.chunks.cut(BlobRef(sha256="0" * 64, size=2_000_000_000), 256 * KIB, lambda offset, size: bytes(size))
 
 
 @pytest.mark.parametrize("chunk", [KIB, 2 * KIB, 127 * KIB, 256 * KIB])
@@ -76,7 +75,7 @@ def test_the_largest_manifest_that_is_cut_fits_one_message(chunk: int) -> None:
 def test_bytes_that_are_not_the_blob_any_more_are_seen_while_cutting() -> None:
     """A disk that lost a bit."""
     with pytest.raises(DamagedBlobError, match="damaged on disk"):
-        blobs.cut(ref_of(BLOB), 2 * KIB, lambda offset, size: bytes(size))
+        blobs.chunks.cut(ref_of(BLOB), 2 * KIB, lambda offset, size: bytes(size))
 
 
 # -- serving --

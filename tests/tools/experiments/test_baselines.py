@@ -11,7 +11,7 @@ import pytest
 from fedquilt import tensors
 from fedquilt.core import Answer, DeviceView, Examples, Order
 from fedquilt.methods.fedstitch import METHOD, Params
-from fedquilt.models.stitching import stitched as stitch
+from fedquilt.models import stitching
 from fedquilt.testing.toys import DONORS, SMALL, build, folder, job, members, play
 from fedquilt.tools.bench.ablate_rows import forgetful
 from fedquilt.tools.experiments.baselines import Bench, along, beside_itself, mirrored
@@ -134,7 +134,7 @@ def test_donors_are_tested_as_they_are(tmp_path: Path) -> None:
     made = bench(tmp_path)
     found = made.unmodified()
     assert [each.name for each in found] == ["ash", "elm"]
-    stock = stitch.stock(made.bundle.meta)
+    stock = stitching.stitched.stock(made.bundle.meta)
     x = (made.test.x[:, None].astype(np.float32) / 255 - 0.5) / 0.5
     for each in found:
         logits = x

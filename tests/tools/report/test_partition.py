@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from fedquilt import data
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
 from fedquilt.core import DataError, JobError
-from fedquilt.data import examples as data
 from fedquilt.data.spec import DataSpec
 from fedquilt.tools.report import partition
 from fedquilt.tools.report.partition import Counts
@@ -187,6 +187,6 @@ def test_labels_alone_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.npz").write_bytes(payload)
     spec = DataSpec(str(tmp_path / "a.npz"), partition="iid", shares=5)
     with pytest.raises(DataError, match="Bad CRC-32"):
-        data.load(spec)
-    train, held = data.label_counts(spec)
+        data.examples.load(spec)
+    train, held = data.examples.label_counts(spec)
     assert (train + held).sum(axis=0).tolist() == [10] * 4
