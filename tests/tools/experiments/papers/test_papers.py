@@ -19,7 +19,10 @@ DOCS = Path(__file__).parents[4] / "docs"
 OWN = """
 about = "What it is.\\n\\nHow it is done."
 seeds = [4, 5]
-show = [{ value = "rounds_to", title = "to 90 %", digits = 0, each = true }, { value = "test", title = "end", scale = 100.0 }]
+show = [
+  { value = "rounds_to", title = "to 90 %", digits = 0, each = true },
+  { value = "test", title = "end", scale = 100.0 },
+]
 claims = [
   { name = "{row} at {column}", value = "test", over = "still", scale = 100.0, unit = "points", at_least = 0.0 },
   { name = "bytes", value = "up_bytes", row = "moves", of = "still", worst = true, unit = "%", at_most = 101.0 },
@@ -36,8 +39,8 @@ model = { name = "mlp", inputs = 64, hidden = [8], classes = 10 }
 fleet.devices = 2
 data = { path = "$digits", limit = 200 }
 [axes.split]
-all = { target = 0.0, paper.moves = { test = [90.5, 1.25], rounds_to = [] } }
-none = { target = 1.0 }
+all = { job.data.partition = "iid", target = 0.0, paper.moves = { test = [90.5, 1.25], rounds_to = [] } }
+none = { job.data.partition = "shards", target = 1.0 }
 [rows]
 still.job.params.lr = 1e-9
 moves = {}
