@@ -14,7 +14,7 @@ pytest.importorskip("torch", reason="a network is trained")
 
 
 def test_a_short_run_of_a_column_tells_a_curve_for_each_method(tmp_path: Path) -> None:
-    """One round of warm-up in two: it is not its base, masks save bytes, and one seed alone is as it is beside others."""
+    """One round of warm-up in two: it is not its base, masks save bytes, and one seed alone is as beside others."""
     table = papers.tables()["fedpews-table6"]
     faster = {"3.2k-0.1": {"shares": {"warmup": 0.5}, "job": {"params": {"batch": 20}}}}
     table = replace(table, raw=merged(table.raw, {"axes": {"column": faster}}))
