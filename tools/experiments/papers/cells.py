@@ -138,8 +138,8 @@ def pretrained(code: str, job: Mapping[str, Any], wanted: Pretrain) -> Tensors:
     if wanted.below:
         rows = given.y < wanted.below
         given = Examples(given.x[rows], given.y[rows])
-    network, seed = {key: value for key, value in job["model"].items() if key != "seed"}, job["seed"]
-    drawn = {key: value for key, value in network.items() if key != "input"}
+    drawn, seed = {key: value for key, value in job["model"].items() if key not in ("seed", "input")}, job["seed"]
+    network = {**drawn, "input": job.get("input") or job["model"].get("input", {})}
 
     def fresh(seed: int) -> Tensors:
         return {name: value.numpy() for name, value in registry.load(drawn, seed=seed).state_dict().items()}
@@ -161,9 +161,7 @@ def _files(value: Any) -> list[str]:
 
 
 def _one_thread() -> None:
-    from fedquilt.edge_agent.engines import torch_engine  # noqa: F401  # before torch: it says how threads wait
-
-    # isort: split
+    importlib.import_module("fedquilt.edge_agent.engines.torch_engine")  # before torch: it says how threads wait
     import torch
 
     torch.set_num_threads(1)  # others run beside it

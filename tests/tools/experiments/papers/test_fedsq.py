@@ -1,62 +1,37 @@
-"""FedSQ beside its baselines: one small run, and what is told of runs."""
+"""FedSQ beside its baselines: one small run from one start."""
 
 from __future__ import annotations
 
-import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fedquilt.core import DataError, JobError
-
 pytest.importorskip("torch", reason="networks are pre-trained and federated")
 
-from fedquilt.tools.experiments.papers import fedsq
-
-REAL = Path(os.environ.get("FEDQUILT_TEST_DATA") or Path(__file__).parents[4] / "../shared/data")
-
-
-def test_one_round_of_all_three_from_one_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They begin with the same network, and go apart; the same run again gives the same."""
-    if not (REAL / "MNIST" / "raw").is_dir():
-        pytest.skip(f"no MNIST in {REAL}: set FEDQUILT_TEST_DATA to a folder with MNIST/raw")
-    monkeypatch.setattr(fedsq, "DIGIT_SETTINGS", {"cnn": fedsq.DIGIT_SETTINGS["cnn"]})
-    monkeypatch.setattr(fedsq, "SPLITS", {"iid": {"partition": "iid"}})
-    monkeypatch.setattr(fedsq, "PRETRAINED_ON", 1000)
-    results = [fedsq.run("fedsq", [1], 2, REAL, lambda line: None) for _ in range(2)]
-    assert results[0] == results[1]
-    curves = results[0]["settings"]["cnn"]["iid"]
-    assert curves.keys() == {"fedavg", "fedprox", "fedsq"}
-    assert len({curve[0][0] for curve in curves.values()}) == 1
-    assert all(len(curve[0]) == 3 for curve in curves.values())
-    assert curves["fedsq"] != curves["fedavg"]
+from fedquilt.testing.toys import pictures
+from fedquilt.tools.experiments import papers
+from fedquilt.tools.experiments.papers.grid import merged
 
 
-def test_means_by_round_and_the_lead_at_the_end_are_told() -> None:
-    """Two seeds: 10 and 30 percent are 20; FedSQ is 10 points ahead in one and 10 behind in the other."""
-    curves = {
-        "fedavg": [[0.1, 0.5], [0.1, 0.6]],
-        "fedprox": [[0.1, 0.1], [0.1, 0.3]],
-        "fedsq": [[0.1, 0.6], [0.1, 0.5]],
+def test_all_three_begin_with_the_same_pretrained_network_and_go_apart(tmp_path: Path) -> None:
+    """Pre-trained on drawn pictures of 28 pixels, federated on the digits; one bundle, made once."""
+    table = papers.tables()["fedsq"]
+    drawn = {
+        "pretrain": {"data": {"path": str(pictures(tmp_path / "drawn.npz", 28)), "limit": 60}, "fit": {"epochs": 1}}
     }
-    told = fedsq.lines({"table": "fedsq", "seeds": [0, 1], "settings": {"net": {"iid": curves}}})
-    assert told[2:] == [
-        "net, iid",
-        "round          0      1",
-        "fedavg      10.0   55.0",
-        "fedprox     10.0   20.0",
-        "fedsq       10.0   55.0",
-        "fedsq - fedavg, at the end: +0.00 [-127.06, +127.06] points: not shown",
-        "fedsq - fedprox, at the end: +35.00 [-155.59, +225.59] points: not shown",
-    ]
-
-
-def test_what_is_not_there_is_said(tmp_path: Path) -> None:
-    """A table, the data, the weights."""
-    with pytest.raises(JobError, match=r"fedsq-9.*fedsq-imagenet"):
-        fedsq.run("fedsq-9", [0])
-    with pytest.raises(DataError, match="needs --data"):
-        fedsq.run("fedsq", [0])
-    (tmp_path / "cifar10.npz").write_bytes(b"")
-    with pytest.raises(DataError):
-        fedsq.run("fedsq-imagenet", [0], 1, tmp_path)
+    table = replace(table, raw=merged(table.raw, drawn))
+    result = papers.run(table, seeds=[1], rounds=2, columns=["cnn, iid"], out=tmp_path)
+    rows = result["columns"]["cnn, iid"]
+    assert rows.keys() == {"fedavg", "fedprox", "fedsq"}
+    curves = {name: [mark["test"] for mark in row["runs"][0]["marks"]] for name, row in rows.items()}
+    assert all(len(curve) == 3 for curve in curves.values())
+    assert len({curve[0] for curve in curves.values()}) == 1
+    assert curves["fedsq"] != curves["fedavg"]
+    assert {name: row["values"]["test@0"] for name, row in rows.items()} == {name: c[:1] for name, c in curves.items()}
+    assert list(result["told"]) == ["fedsq - fedavg, at the end, cnn, iid", "fedsq - fedprox, at the end, cnn, iid"]
+    assert result["figures"] == {}
+    made = list((tmp_path / "starts").glob("*/bundle/bundle.json"))
+    assert len(made) == 1
+    text = papers.lines(table, result)
+    assert text[3].split() == ["0", "1", "2", "end"]  # of rounds that there were

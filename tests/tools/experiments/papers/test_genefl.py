@@ -1,81 +1,78 @@
-"""GENE-FL's tables: what follows from the architecture agrees with the paper to its last digit."""
+"""GENE-FL's tables: newcomers in a running job, and what follows from the architecture."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fedquilt.core import DataError, JobError
 from fedquilt.testing.toys import pictures
+from fedquilt.tools.experiments import papers
+from fedquilt.tools.experiments.papers import results
+from fedquilt.tools.experiments.papers.grid import merged
 
-genefl = pytest.importorskip("fedquilt.tools.experiments.papers.genefl")
+pytest.importorskip("torch", reason="networks are built")
 
 
-def test_the_byte_columns_follow_from_resnet18() -> None:
+def test_the_byte_columns_follow_from_resnet18(tmp_path: Path) -> None:
     """FedAvg's gibibytes, FedFina's and FedLG's mebibytes, with nothing trained."""
-    pytest.importorskip("torch")
-    result = genefl.run("genefl-bytes")
+    table = papers.tables()["genefl-bytes"]
+    result = papers.run(table, out=tmp_path)
     assert all(claim["reached"] for claim in result["figures"].values())
-    assert result["rows"]["FedFina, the four 3x3 convolutions of layer4"]["ours"] == 31.5
-    text = "\n".join(genefl.lines(result))
-    assert "41.655 GiB (paper 41.66)" in text
-    assert "18.281 MiB (paper 18.28)" in text
+    assert result["columns"][""]["FedFina, the four 3x3 convolutions of layer4, MiB"]["values"] == {"size": [31.5]}
+    text = [" ".join(line.split()) for line in papers.lines(table, result)]
+    assert "FedAvg, 1000 uploads, 10 classes, GiB 41.655 (41.66)" in text
+    assert "FedLG, three convolutions, MiB 18.281 (18.28)" in text
 
 
-def test_what_is_missing_is_said() -> None:
-    """An unknown table, and a table of digits without a folder."""
-    with pytest.raises(JobError, match="unknown; there are: genefl, genefl-bytes"):
-        genefl.run("genefl-fast")
-    with pytest.raises(DataError, match="needs --data"):
-        genefl.run("genefl")
-
-
-def one(ours: float, local: float, inherited: float, up: int = 10) -> dict[str, Any]:
-    """What one seed came to, beside 90 % of FedAvg and 50 % from scratch."""
-    new = {"inherited": inherited, "scratch": 0.5, "whole": 0.6, "gene_bytes": 1.0, "model_bytes": 9.0}
-    return {
-        "seed": 0,
-        "fedavg": {"accuracy": 0.9, "up_bytes": 100},
-        "genefl": {"accuracy": ours, "up_bytes": up},
-        "local": {"accuracy": local, "up_bytes": 0},
-        "newcomers": new,
+def rows(ours: list[float], local: list[float], inherited: list[float], up: float = 10.0) -> dict[str, Any]:
+    """What seeds came to, beside 90 % of FedAvg and 50 % from scratch."""
+    count = len(ours)
+    values = {
+        "FedAvg": {"mean": [0.9] * count, "up_bytes": [100.0] * count},
+        "Local": {"mean": local, "up_bytes": [0.0] * count},
+        "GENE-FL": {"mean": ours, "up_bytes": [up] * count, "newcomers": inherited},
+        "scratch": {"newcomers": [0.5] * count},
     }
+    none = {"mean": [None], "up_bytes": [None], "newcomers": [None]}
+    return {name: {"rounds": 1, "values": {**none, **known}} for name, known in values.items()}
 
 
 def test_claims_are_judged_by_their_intervals() -> None:
     """Ahead in the mean is not enough where seeds differ; Local is one of those to be ahead of."""
-    good = genefl._figures([one(0.95, 0.90, 0.60), one(0.951, 0.901, 0.61), one(0.952, 0.902, 0.62)])
-    assert [claim["verdict"] for claim in good.values()] == ["holds"] * 4
-    mixed = genefl._figures([one(0.95, 0.96, 0.8, 26), one(0.94, 0.951, 0.52, 26), one(0.97, 0.9805, 0.55, 26)])
-    assert [claim["verdict"] for claim in mixed.values()] == ["against", "holds", "against", "not shown"]
-    assert all("one seed" in claim["verdict"] for claim in genefl._figures([one(0.95, 0.9, 0.8)]).values())
+
+    def verdicts(*given: Any) -> list[str]:
+        found = results.judgements(papers.tables()["genefl"].grid, {"": rows(*given)})
+        return [told["verdict"] for _, told in found.values()]
+
+    assert verdicts([0.95, 0.951, 0.952], [0.90, 0.901, 0.9021], [0.60, 0.61, 0.62]) == ["holds"] * 4
+    mixed = verdicts([0.95, 0.94, 0.97], [0.96, 0.951, 0.9805], [0.8, 0.52, 0.55], 26.0)
+    assert mixed == ["against", "holds", "against", "not shown"]
+    assert all("one seed" in verdict for verdict in verdicts([0.95], [0.9], [0.8]))
 
 
-def test_newcomers_come_online_in_the_running_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_newcomers_come_online_in_the_running_job(tmp_path: Path) -> None:
     """Two known devices and two new ones on drawn pictures: 2 rounds, then fingerprints, then a round of all four."""
-    pytest.importorskip("torch")
-    rounds: list[Any] = []
-    real = genefl.common.federated
-
-    def federated(*args: Any, **options: Any) -> Any:
-        run = real(*args, **options)
-        rounds.append([each.devices for each in run.rounds])
-        return run
-
-    monkeypatch.setattr(genefl.common, "federated", federated)
-    monkeypatch.setattr(genefl, "KNOWN", 2)
-    monkeypatch.setattr(genefl, "NEW", 2)
-    monkeypatch.setattr(genefl, "TRAINING", {**genefl.TRAINING, "epochs": 1})
-    monkeypatch.setattr(genefl, "SPEC", {"held": 0.4, "partition": "iid"})
-    monkeypatch.setattr(genefl, "GROUPS", ())
-    found = genefl.play(str(pictures(tmp_path / "drawn.npz", 28)), 0, 2)
-    known, everybody = ("dev-00", "dev-01"), ("dev-00", "dev-01", "dev-02", "dev-03")
-    new = ("dev-02", "dev-03")
-    assert rounds == [[known] * 2, [known] * 2, [known] * 3 + [everybody] * 2, [new], [new]]
-    assert found["local"]["up_bytes"] == 0 < found["genefl"]["up_bytes"] < found["fedavg"]["up_bytes"]
-    told = {**{name: found[name]["accuracy"] for name in ("fedavg", "genefl", "local")}, **found["newcomers"]}
-    assert all(0 <= told[name] <= 1 for name in ("fedavg", "genefl", "local", "inherited", "scratch", "whole"))
-    assert 0 < told["gene_bytes"] < told["model_bytes"]
-    assert "Local" in genefl._seed_line(found)
+    table = papers.tables()["genefl"]
+    data = {"path": str(pictures(tmp_path / "drawn.npz", 28)), "limit": 0, "partition": "iid", "groups": []}
+    over: dict[str, Any] = {
+        "job": {"params": {"epochs": 1}, "fleet": {"devices": 4}, "data": data},
+        "rows": {name: {"members": [0, 2]} for name in ("FedAvg", "Local")}
+        | {name: {"members": [2, 4]} for name in ("scratch", "whole")}
+        | {"GENE-FL": {"away": 2}},
+    }
+    result = papers.run(replace(table, raw=merged(table.raw, over)), seeds=[0], rounds=2, out=tmp_path)
+    told = {name: row["values"] for name, row in result["columns"][""].items()}
+    counts = {
+        name: row["runs"][0]["marks"][-1]["rounds"]
+        for name, row in result["columns"][""].items()
+        if "marks" in row and row["runs"][0]["marks"]
+    }
+    assert told["Local"]["up_bytes"] == [0]
+    assert 0 < told["GENE-FL"]["up_bytes"][0] < told["FedAvg"]["up_bytes"][0]
+    assert all(0 <= told[name]["mean"][0] <= 1 for name in ("FedAvg", "Local", "GENE-FL"))
+    assert all(0 <= told[name]["newcomers"][0] <= 1 for name in ("GENE-FL", "scratch", "whole"))
+    assert 0 < told["GENE-FL"]["begun_bytes"][0] < told["whole"]["begun_bytes"][0]
+    assert counts == {}

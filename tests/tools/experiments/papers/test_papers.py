@@ -39,8 +39,8 @@ model = { name = "mlp", inputs = 64, hidden = [8], classes = 10 }
 fleet.devices = 2
 data = { path = "$digits", limit = 200 }
 [axes.split]
-all = { target = 0.0, paper.moves = { test = [90.5, 1.25], rounds_to = [] } }
-none = { target = 1.0 }
+all = { job.data.partition = "iid", target = 0.0, paper.moves = { test = [90.5, 1.25], rounds_to = [] } }
+none = { job.data.partition = "shards", target = 1.0 }
 [rows]
 still.job.params.lr = 1e-9
 moves = {}

@@ -1,0 +1,37 @@
+"""The page on grids: its example is one, and it names every key that there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fedquilt.coordinator import settings
+from fedquilt.tools.experiments.papers import grid
+
+PAGE = (Path(__file__).parents[2] / "docs" / "grids.md").read_text()
+
+
+def test_the_example_is_a_grid_whose_jobs_are_right(tmp_path: Path) -> None:
+    """Four jobs for each seed, and a claim for each column."""
+    text = re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    assert text is not None
+    (tmp_path / "momentum.toml").write_text(text[1])
+    found = grid.tables(tmp_path / "momentum.toml")["momentum"].filled(None)
+    jobs = [
+        settings.parse(found.job_of(points, row, 0, None))
+        for points in found.columns.values()
+        for row in found.rows.values()
+    ]
+    assert [job.params.get("momentum") for job in jobs] == [None, 0.9, None, 0.9]
+    assert [job.data["partition"] for job in jobs] == ["iid", "iid", "dirichlet", "dirichlet"]
+    assert list(found.columns) == ["even", "odd"]
+
+
+@pytest.mark.parametrize("kind", [grid.Grid, grid.Row, grid.Point, grid.Pretrain, grid.Claim, grid.Show])
+def test_every_key_is_named(kind: type[msgspec.Struct]) -> None:
+    """Of a grid, and of the tables in it."""
+    missing = [name for name in kind.__struct_fields__ if not re.search(rf"\b{name}\b", PAGE)]
+    assert not missing

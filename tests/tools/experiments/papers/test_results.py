@@ -1,0 +1,103 @@
+"""What is made of runs: claims by row and column, targets that were never reached, and the table as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from fedquilt.tools.experiments import papers
+from fedquilt.tools.experiments.papers import claims, results
+from fedquilt.tools.experiments.papers.grid import Claim, Grid, Row
+
+PEWS: Grid = papers.tables()["fedpews-table2"].grid
+
+
+def rows(base: list[int | None], pews: list[int | None], finals: list[float], rounds: int = 500) -> dict[str, Any]:
+    """One column of FedPeWS's table with these rounds to the target."""
+    return {
+        name: {
+            "rounds": rounds,
+            "target": 0.99,
+            "values": {"rounds_to": reached, "test": finals},
+            "paper": dict(PEWS.axes["column"]["3.2k-0.1"].paper[name]),
+            "runs": [],
+        }
+        for name, reached in (("FedAvg", base), ("FedAvg+PeWS", pews))
+    }
+
+
+def figures(*columns: Any) -> dict[str, Any]:
+    """What the claims of FedPeWS's Table 2 come to in the column "32k-1.0"."""
+    return {name: told for name, (_, told) in results.judgements(PEWS, {"32k-1.0": rows(*columns)}).items()}
+
+
+def test_what_is_claimed_is_judged_by_its_interval() -> None:
+    """Earlier by some 30 rounds in each seed holds, in one of them later is not shown; never counts as a round more."""
+    good = figures([150, 141, 130], [120, 110, 101], [0.998, 0.9981, 0.9982])
+    assert [each["verdict"] for each in good.values()] == ["holds", "holds"]
+    assert good["32k-1.0: rounds saved by PeWS"]["value"] == 30
+    later = figures([150, 110, 130], [100, 120, 101], [0.998, 0.995, 0.998])
+    assert [each["verdict"] for each in later.values()] == ["not shown", "not shown"]
+    never = figures([400, None], [400, 500], [0.998, 0.999])
+    assert never["32k-1.0: rounds saved by PeWS"]["value"] == 0.5  # 501 for what was not reached
+    other = results.judgements(PEWS, {"3.2k-0.1": rows([400], [300], [0.9])})
+    assert list(other) == ["3.2k-0.1: rounds saved by PeWS"]  # how high it ends is claimed of one column
+
+
+def test_a_claim_may_be_of_every_row_of_a_ratio_and_of_the_worst_column() -> None:
+    """A row that does not tell the value is left out; what is only told is judged by 0."""
+    made = Grid(
+        about="x",
+        rows={name: Row() for name in ("base", "good", "mute")},
+        claims=(
+            Claim("{row} in {column}", "test", over="base", scale=100.0, unit="points", told=True),
+            Claim("share", "test", row="good", of="base", worst=True, unit="%", at_most=250.0),
+        ),
+    )
+
+    def column(*values: float) -> dict[str, Any]:
+        each = {"base": [0.1, 0.2], "good": list(values), "mute": [None, None]}
+        return {name: {"rounds": 1, "values": {"test": known}, "paper": {}} for name, known in each.items()}
+
+    found = results.judgements(made, {"a": column(0.2, 0.3), "b": column(0.1, 0.6)})
+    assert {name: told["value"] for name, (_, told) in found.items()} == {
+        "good in a": 10.0,
+        "good in b": 20.0,
+        "share": 250.0,
+    }
+    assert [told["at_least"] for claim, told in found.values() if claim.told] == [0.0, 0.0]
+
+
+def test_the_text_has_the_papers_numbers_beside_ours() -> None:
+    """A dash for a seed that did not get there; no row of verdicts where nothing is claimed."""
+    result = {
+        "table": "fedpews-table2",
+        "seeds": [0, 1],
+        "columns": {"3.2k-0.1": rows([None, 371], [301, 300], [0.99, 0.98])},
+        "figures": {},
+        "told": {},
+    }
+    text = results.lines(PEWS, result)
+    assert text[:3] == [
+        "fedpews-table2: seeds 0, 1; the paper's in brackets",
+        "",
+        "3.2k-0.1, eta_g 0.1, tau 0.1, target 99 %, 500 rounds",
+    ]
+    base, pews = text[4:]
+    assert " ".join(base.split()) == "FedAvg -, 371 (371) 98.50 ± 0.71 (97.33 ± 3.89)"
+    assert " ".join(pews.split()) == "FedAvg+PeWS 301, 300 (301 ± 10.59) 98.50 ± 0.71 (99.66 ± 0.19)"
+
+
+def test_a_spread_is_that_of_several_seeds() -> None:
+    """One seed alone has none; values of each seed are told as they are."""
+    assert results.spread([0.995], 100.0, 2, False) == "99.50"
+    assert results.spread([0.99, 0.98], 100.0, 2, False) == "98.50 ± 0.71"
+    assert results.spread([0.99, None], 100.0, 0, True) == "99, -"
+    assert results.spread([None], 1.0, 0, False) == ""
+
+
+def test_a_claim_is_told_as_before() -> None:
+    """Its name, mean, interval and verdict."""
+    told = claims.claim([1.0, 2.0], "points", at_least=0.0)
+    assert msgspec.json.decode(msgspec.json.encode(told)) == told
