@@ -21,6 +21,7 @@ from fedquilt.coordinator.facts import AnyFact, Rejected, Rounds
 from fedquilt.core import Update
 from fedquilt.wire import Claim
 
+FLOODED = "sent more than can be answered: it is set aside, and nothing of it is read for a while"
 UNFINISHED = ("queued", "running", "stopping", "stopped")
 
 # -- events ---------------------------------------------------------------------------------------
@@ -28,6 +29,12 @@ UNFINISHED = ("queued", "running", "stopping", "stopped")
 
 class Appeared(msgspec.Struct, frozen=True):
     """A device came online or restarted, or its task is unclaimed: it may lack its task."""
+
+    device: str
+
+
+class Flooded(msgspec.Struct, frozen=True):
+    """A device has gone on sending more than can be answered: nothing of it is read for a while."""
 
     device: str
 
@@ -66,7 +73,7 @@ class Examined(msgspec.Struct, frozen=True):
     ask: Ask = field(default_factory=Ask)
 
 
-Event: TypeAlias = Appeared | Claimed | Offered | Arrived | Examined
+Event: TypeAlias = Appeared | Flooded | Claimed | Offered | Arrived | Examined
 
 # -- actions --------------------------------------------------------------------------------------
 
@@ -144,6 +151,8 @@ def heard(job: str, state: Rounds | None, arriving: Arriving, event: Event, now_
         case Appeared(device):
             open = state is not None and state.phase == "open"  # a job stopped in the same turn is not open
             return Step(arriving, (), (Issue(device),) if open and _asked(state, device) else ())
+        case Flooded(device):
+            return _flooded(state, arriving, device)
         case Claimed():
             return _claimed(job, state, arriving, event)
         case Offered():
@@ -157,6 +166,12 @@ def heard(job: str, state: Rounds | None, arriving: Arriving, event: Event, now_
             return Step(_without(arriving, device))  # the device will offer it again
         case Examined():
             return _examined(state, arriving, event, now_s)
+
+
+def _flooded(state: Rounds | None, arriving: Arriving, device: str) -> Step:
+    if state is None or not _asked(state, device):
+        return Step(arriving)
+    return Step(_without(arriving, device), (Rejected(state.round, device, FLOODED),), (Withdraw(device),))
 
 
 def _claimed(job: str, state: Rounds | None, arriving: Arriving, event: Claimed) -> Step:

@@ -18,6 +18,7 @@ from fedquilt.wire import Telemetry
 
 REASONS: Final[Mapping[str, str]] = {
     "offline": "offline",
+    "flooding": "sent more than can be answered, and is set aside for a while",
     "profile": "has not said what it is",
     "engine": "has no engine that the job's method runs on",
     "codec": "does not know the codec of the job's [wire]: its fedquilt is older than the job wants",
@@ -36,6 +37,7 @@ class Seen(NamedTuple):
     online: bool
     profile: Profile | None = None
     telemetry: Telemetry | None = None  # None: no recent report
+    flooding: bool = False  # it sent more than can be answered; nothing from it is read now
 
 
 class Wants(NamedTuple):
@@ -95,6 +97,10 @@ def _offline(seen: Seen, wants: Wants) -> str | None:
     return None if seen.online else "offline"
 
 
+def _flooding(seen: Seen, wants: Wants) -> str | None:
+    return "flooding" if seen.flooding else None
+
+
 def _engine(seen: Seen, wants: Wants) -> str | None:
     if seen.profile is None:
         return "profile"
@@ -119,4 +125,4 @@ def _hot(seen: Seen, wants: Wants) -> str | None:
     return "hot" if told.temperature_c > limit else None
 
 
-CHECKS: Final[tuple[Check, ...]] = (_offline, _engine, _codec, _plugin, _battery, _hot)
+CHECKS: Final[tuple[Check, ...]] = (_offline, _flooding, _engine, _codec, _plugin, _battery, _hot)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from fedquilt import wire
 from fedquilt.blobs.store import Depot
 from fedquilt.blobs.transfer import Transfers
-from fedquilt.coordinator.admission import Appeared, Arrived
+from fedquilt.coordinator.admission import Appeared, Arrived, Flooded
+from fedquilt.coordinator.conduct import Conduct
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.outgoing import Issues
 from fedquilt.core import BlobRef, JobError, Task, Wired, WireError
@@ -23,7 +24,9 @@ from fedquilt.transport.malformed import Garbage
 log = logging.getLogger("fedquilt.coordinator")
 
 Said: TypeAlias = tuple[str, Wired]  # a device, and its presence, profile, telemetry, claim or update
-Heard: TypeAlias = Said | Appeared | Arrived | None  # None: earlier messages may be lost, send everything again
+Heard: TypeAlias = (
+    Said | Appeared | Arrived | Flooded | None
+)  # None: earlier messages may be lost, send everything again
 
 
 class Executor(Protocol):
@@ -71,6 +74,12 @@ class Executor(Protocol):
         ...
 
 
+class Slowed(NamedTuple):
+    """A message that was dropped."""
+
+    event: Flooded | None  # with which its device is set aside
+
+
 class OverLink:
     """Executor for devices at the other end of a broker.
 
@@ -85,7 +94,7 @@ class OverLink:
         self.garbage = Garbage()
         self._link, self._epoch, self._session = link, epoch, 0
         self._topics = wire.Topics(fleet)
-        self._issues = Issues(link, self._topics)
+        self._issues, self._conduct = Issues(link, self._topics), Conduct()
         self._transfers = Transfers(link, depot, self._topics, "dn", self._issues.may_have)
         self._fetching: dict[str, set[str]] = {}  # device -> sha256 of the blobs still expected from it
 
@@ -169,20 +178,34 @@ class OverLink:
         self._publish(self._topics.coord, wire.CoordState(online=False, epoch=self._epoch), retain=True)
         self._link.close()
 
-    def _read(self, message: Message, now_s: float) -> Said | None:
+    def _read(self, message: Message, now_s: float) -> Said | Flooded | None:
+        route = None
         try:
             route = wire.route(message.topic)
             if route.direction != "up":
                 return None
+            if route.leaf != "chunk" and (slowed := self._slowed(route.device, message, now_s)):
+                return slowed.event
             if route.leaf in ("presence", "profile") and not message.payload:
                 return None  # cleared retained message: the device was removed from the broker
             if self._transfers.handle(route, message.payload, now_s) or route.kind is None:
+                for device, size in self._transfers.take_strain().items():
+                    self._conduct.hashed(device, size, now_s)
                 return None
             return route.device, wire.decode(message.payload, route.kind)
         except WireError as error:
+            if route is None and (slowed := self._slowed(wire.sender(message.topic), message, now_s)):
+                return slowed.event
             if said := self.garbage.take(message.topic, error, message.retained, now_s):
                 log.warning("%s", said)
             return None
+
+    def _slowed(self, device: str, message: Message, now_s: float) -> Slowed | None:
+        """Whether a message is dropped, because its device sends more than can be answered."""
+        verdict = self._conduct.message(device, len(message.payload), now_s)
+        if verdict == "slowed":
+            log.warning("%s sends more than can be answered: what comes too fast is dropped", device)
+        return None if verdict == "taken" else Slowed(Flooded(device) if verdict == "aside" else None)
 
     def _brought(self, device: str, sha256: str, error: str | None) -> Iterator[Arrived]:
         missing = self._fetching.get(device)

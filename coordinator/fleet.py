@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ class Known:
     gone_s: float = -GRACE_S  # when it went offline
     telemetry: Telemetry | None = None  # the last one received
     told_s: float = 0.0  # when it was received
+    aside_s: float = -math.inf  # nothing from it is read until then
 
 
 class Registry:
@@ -60,6 +62,10 @@ class Registry:
         """Note a device's telemetry."""
         known = self._heard(device)
         known.telemetry, known.told_s = message, now_s
+
+    def set_aside(self, device: str, until_s: float) -> None:
+        """A device floods: it is not asked until then."""
+        self._heard(device).aside_s = until_s
 
     def profile_of(self, device: str) -> Profile | None:
         """Latest profile of a device; None: not received."""
@@ -120,7 +126,9 @@ class Registry:
             known = self.devices[device]
             back_s, fresh_s = known.gone_s + GRACE_S, known.told_s + FRESH_S
             told = known.telemetry if now_s < fresh_s else None
-            view = Seen(known.online or now_s < back_s, known.profile, told)
+            view = Seen(known.online or now_s < back_s, known.profile, told, now_s < known.aside_s)
+            if now_s < known.aside_s:
+                heapq.heappush(self._expiring, (known.aside_s, device))
             if not known.online and now_s < back_s:
                 heapq.heappush(self._expiring, (back_s, device))
             if told is not None:

@@ -13,8 +13,20 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from fedquilt import methods, wire
-from fedquilt.coordinator import admission, cohort, rounds, turns
-from fedquilt.coordinator.admission import Answer, Appeared, Arrived, Discard, Examine, Fetch, Issue, Patience, Withdraw
+from fedquilt.coordinator import admission, choice, rounds, turns
+from fedquilt.coordinator.admission import (
+    Answer,
+    Appeared,
+    Arrived,
+    Discard,
+    Examine,
+    Fetch,
+    Flooded,
+    Issue,
+    Patience,
+    Withdraw,
+)
+from fedquilt.coordinator.conduct import ASIDE_S
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.executors import Executor
 from fedquilt.coordinator.facts import (
@@ -91,7 +103,7 @@ class Server:
             for heard in self._executor.hear(now_s):
                 if heard is None:
                     self._say_all_again(now_s)
-                elif isinstance(heard, Appeared | Arrived):
+                elif isinstance(heard, Appeared | Arrived | Flooded):
                     self._happened(heard, now_s)
                 else:
                     self._said(*heard, now_s)
@@ -146,6 +158,9 @@ class Server:
 
     def _happened(self, event: admission.Event, now_s: float) -> None:
         """Apply an event: facts first, then actions."""
+        if isinstance(event, Flooded):
+            log.warning("%s %s", event.device, admission.FLOODED)
+            self.registry.set_aside(event.device, now_s + ASIDE_S)
         job = self.active
         step = admission.heard(job.id if job else "", job.rounds if job else None, self._arriving, event, now_s)
         self._arriving = step.arriving
@@ -321,35 +336,13 @@ class Server:
                 self._leave()
                 return True
             else:
-                fact = self._decide(job, now_s)
+                fact = choice.decide(job, self.registry, self._at_work(job, now_s), now_s)
         except Exception as error:
             self._fail(error, now_s)
             return True
         if fact is not None:
             self._record(fact, now_s)
         return fact is not None
-
-    def _decide(self, job: Running, now_s: float) -> AnyFact | None:
-        """The next fact; the candidates are noted before a selection."""
-        fleet = self.registry.seen(now_s)
-
-        def ask(device: str) -> Ask:
-            return job.ask(device, self.registry.profile_of(device))
-
-        passed = self.registry.barred(job.wants, now_s)
-        free = fleet.keys() - passed.keys()
-        if short := rounds.left_alone(job.rounds, free, ask):
-            passed, free = {**passed, **short}, free - short.keys()
-        present = free | self._at_work(job, now_s)
-        fact = rounds.decide(job.rounds, now_s, present, ask)
-        if not isinstance(fact, Asked) and (fact is not None or job.rounds.phase != "selecting"):
-            return fact
-        thrifty = job.job.cohort.prefer == "energy"
-        costs = cohort.costs({device: fleet[device].profile for device in free}) if thrifty else {}
-        noted = rounds.survey(job.rounds, free, passed, costs)
-        if noted is not None or not isinstance(fact, Asked):
-            return noted or fact
-        return msgspec.structs.replace(fact, coverage=job.covered(fact, fleet))
 
     def _at_work(self, job: Running, now_s: float) -> set[str]:
         """Devices with a task, whatever else is known of them.

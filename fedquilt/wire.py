@@ -273,6 +273,12 @@ class Route(msgspec.Struct, frozen=True):
     job: str = ""
 
 
+def sender(topic: str) -> str:
+    """The device in whose branch a topic lies, whatever follows there; "": in no device's."""
+    parts = topic.split("/", 5)
+    return parts[4] if len(parts) > 5 and parts[3] == "dev" and _NAME.match(parts[4]) else ""
+
+
 @lru_cache(maxsize=1 << 14)  # the topics of a large fleet on the memory link; a board has a few
 def route(topic: str) -> Route:
     """What a topic of this protocol says.

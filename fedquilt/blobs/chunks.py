@@ -43,6 +43,15 @@ def chunk_for(max_payload: int) -> int:
     return chunk
 
 
+def agreed(own: int, asked: int) -> int:
+    """The chunk size for a peer that takes `asked` bytes: one's own, else that of a packet limit of a power of two.
+
+    So there are few: for each size a blob is read and hashed once more, whoever asks for it.
+    """
+    packet = 1 << ((asked + HEADROOM_BYTES).bit_length() - 1)
+    return own if asked >= own else max(packet - HEADROOM_BYTES, wire.MIN_CHUNK)
+
+
 def count(manifest: wire.Manifest) -> int:
     """Number of chunks of a blob; the last may be shorter."""
     return -(-manifest.size // manifest.chunk)

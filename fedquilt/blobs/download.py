@@ -23,6 +23,7 @@ _START_WINDOW: Final = 2
 _TIMEOUT_LEAST_S: Final = 2.0
 _TIMEOUT_MOST_S: Final = 30.0
 _BAD_IN_A_ROW: Final = 20
+_CUTS_MOST: Final = 8  # manifests, each of smaller chunks than the one before: all that is here is hashed for each
 _DOUBT_S: Final = 1.0  # a "missing" counts when repeated after this time: it may be a late answer to an old Get
 
 
@@ -45,6 +46,7 @@ class Pull:
         self.backoff = 0  # time-outs since the last arrival
         self._patience_s = patience_s
         self._missing_chunks = 0
+        self._cuts = 0
         self._window = _START_WINDOW
         self._asked: dict[int, float] = {}  # index -> time of the last request
         self._times: dict[int, tuple[float, float]] = {}  # index -> times of the first and the last request
@@ -59,6 +61,11 @@ class Pull:
     def done(self) -> bool:
         """Whether every chunk is here."""
         return self.manifest is not None and self._missing_chunks == 0
+
+    @property
+    def missing_bytes(self) -> int:
+        """At most, what is still to come."""
+        return 0 if self.manifest is None else min(self._missing_chunks * self.manifest.chunk, self.manifest.size)
 
     @property
     def timeout_s(self) -> float:
@@ -142,6 +149,10 @@ class Pull:
         fits = manifest.sha256 == self.ref.sha256 and manifest.size == self.ref.size and manifest.chunk <= self.chunk
         if not fits or len(manifest.digests) != 64 * chunks.count(manifest):
             self._spoilt("manifests that do not describe this blob")
+            return False
+        self._cuts += 1
+        if self._cuts > _CUTS_MOST:
+            self.failed = f"the other side cut it anew more than {_CUTS_MOST} times"
             return False
         self._progress(now_s)
         self.manifest, self.chunk = manifest, manifest.chunk

@@ -31,6 +31,7 @@ Key = tuple[str, str]  # device, sha256
 _LEAVES: Final = frozenset({"get", "manifest", "missing", "chunk"})
 _DRAIN_POLL_S: Final = 0.01  # interval between looks at a link with a full queue
 _OFFLINE_POLL_S: Final = 1.0
+_CUT_MOST: Final = 4096  # blobs of which it is remembered that they have been cut
 _DIGESTS_MOST: Final = 1 << 20  # characters of manifests kept: 16,000 chunks, 4 GB of blobs
 
 
@@ -70,6 +71,8 @@ class Transfers:
         self._serve = Serve(budget_bytes)
         self._manifests: dict[tuple[str, int], wire.Manifest] = {}  # the latest ones
         self._traffic: Counter[tuple[str, wire.Direction]] = Counter()
+        self._strain_bytes: Counter[str] = Counter()
+        self._cut: set[str] = set()  # sha256 of blobs that have been cut once, for whoever asked first
         self._session = link.session
 
     # -- what the owner asks --
@@ -98,6 +101,11 @@ class Transfers:
     def traffic_bytes(self, device: str, direction: wire.Direction) -> int:
         """Chunk bytes sent to ("dn") or received from ("up") a device, repetitions included."""
         return self._traffic[device, direction]
+
+    def take_strain(self) -> dict[str, int]:
+        """Device -> bytes that were hashed for it since the last call, once more or to no use."""
+        strain, self._strain_bytes = self._strain_bytes, Counter()
+        return strain
 
     # -- messages --
 
@@ -130,6 +138,7 @@ class Transfers:
         if pull is not None and pull.take_manifest(manifest, now_s) and not _whole(manifest):
             try:
                 pull.start(self._depot.resume(manifest))
+                self._strain_bytes[key[0]] += manifest.size - pull.missing_bytes
             except StoreError as error:
                 self._end(key, str(error))
             else:
@@ -140,7 +149,10 @@ class Transfers:
         if pull is None:
             return
         self._traffic[key[0], self._other] += len(payload)
-        if pull.take_chunk(index, payload, now_s) and pull.manifest is not None:
+        bad = pull.bad
+        if not pull.take_chunk(index, payload, now_s):
+            self._strain_bytes[key[0]] += len(payload) * (pull.bad - bad)
+        elif pull.manifest is not None:
             try:
                 if _whole(pull.manifest):
                     self._store(payload, pull.ref)
@@ -271,14 +283,18 @@ class Transfers:
         ref = self._depot.ref(sha256)
         if ref is None:
             raise StoreError(f"blob {sha256[:12]} is not here any more")
-        chunk = min(chunks.chunk_for(self._link.max_payload), asked)
+        chunk = chunks.agreed(chunks.chunk_for(self._link.max_payload), asked)
         manifest = self._manifests.pop((sha256, chunk), None)
         if manifest is None:
             try:
                 manifest = chunks.cut(ref, chunk, lambda offset, size: self._depot.read(sha256, offset, size))
+                self._strain_bytes[device] += ref.size * (sha256 in self._cut)
             except chunks.DamagedBlobError:
                 self._depot.drop(sha256)  # so that its maker may store it again
                 raise
+            if len(self._cut) >= _CUT_MOST:
+                self._cut.clear()
+            self._cut.add(sha256)
             while self._manifests and sum(len(m.digests) for m in self._manifests.values()) > _DIGESTS_MOST:
                 del self._manifests[next(iter(self._manifests))]
         self._manifests[sha256, chunk] = manifest

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from fedquilt import wire
+from fedquilt.blobs import chunks
 from fedquilt.blobs.store import Depot
 from fedquilt.blobs.transfer import Transfers
 from fedquilt.coordinator.admission import Arrived
@@ -222,3 +223,27 @@ def test_a_task_that_is_taken_back_while_its_update_is_fetched_is_not_heard_of_a
     site.executor.withdraw("a")
     site.executor.fetch("b", [site.depot.put(SECOND)])
     assert site.play() == [Arrived("b")]
+
+
+def test_a_hundred_requests_do_not_have_a_blob_hashed_a_hundred_times(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each for chunks of another size: there are few sizes, and a manifest of each is made once for everybody."""
+    cut, make = [], chunks.cut
+    ref = site.depot.put(bytes(range(256)) * 200)
+
+    def counted(ref: BlobRef, chunk: int, read: Callable[[int, int], bytes]) -> wire.Manifest:
+        manifest = make(ref, chunk, read)
+        cut.append(chunk)
+        return manifest
+
+    monkeypatch.setattr(chunks, "cut", counted)
+    monkeypatch.setattr(site.executor._transfers, "_allowed", lambda device, sha256: True)
+    site.link._link.max_payload = 1 << 18
+    for device in ("a", "b"):
+        for size in range(1024, 40_000, 390):
+            get = wire.Get(sha256=ref.sha256, chunk=size)
+            site._own.publish(wire.Topics("f").device(device, "up", "blob/get"), wire.encode(get))
+    site.play(1.0)
+    assert 3 <= len(cut) <= 8
+    assert len(set(cut)) == len(cut)

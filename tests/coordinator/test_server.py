@@ -19,7 +19,7 @@ from fedquilt import bundle, methods, tensors, wire
 from fedquilt.blobs.store import Depot
 from fedquilt.blobs.transfer import Transfers
 from fedquilt.cli import main
-from fedquilt.coordinator import settings, turns
+from fedquilt.coordinator import admission, conduct, settings, turns
 from fedquilt.coordinator.executors import OverLink
 from fedquilt.coordinator.facts import (
     Answered,
@@ -363,6 +363,34 @@ def test_of_all_that_a_device_begins_to_send_one_update_at_most_is_on_the_disk(
         stage.play(40.0)  # its deadline
         assert not list(stage.store.depot.folder.glob("*.part"))
         assert stage.server.finished
+
+
+def test_a_board_that_floods_is_set_aside_by_name_and_the_round_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever it floods with; it is asked again after a while, and costs the others nothing."""
+    stage = Stage(tmp_path, rounds=2, cohort={"deadline_s": 5000.0, "quorum": 0.5})
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    for number in range(20_000):
+        if number % 2:
+            a.say("progress", wire.Progress(job="j", round=0, attempt=0, fraction=0.5))
+        else:
+            a.link.publish("fq/1/f/dev/a/up/nonsense", b"")
+    stage.play(0.2)
+    assert [fact.reason for fact in stage.told(Rejected)] == [admission.FLOODED]
+    assert f"a {admission.FLOODED}" in caplog.text
+    b.answer(ones(2.0))
+    stage.play(2.0)
+    assert [fact.update.device for fact in stage.told(Answered)] == ["b"]
+    assert stage.told(Committed)
+    assert stage.told(Asked)[-1].devices == ("b",)
+    assert "flooding" in stage.told(Surveyed)[-1].passed
+    stage.play(conduct.ASIDE_S)
+    a.say("presence", wire.Presence(online=True, boot="2"), retain=True)
+    stage.play(2.0)
+    assert "a" in stage.told(Surveyed)[-1].eligible
+    stage.store.close()
 
 
 def test_a_device_cannot_speak_for_another(stage: Stage) -> None:

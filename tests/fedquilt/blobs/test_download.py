@@ -299,3 +299,18 @@ def test_any_damaged_copy_of_a_chunk_is_refused(data: st.DataObject) -> None:
     chunk = bytearray(chunk_of(index))
     chunk[place] ^= data.draw(st.integers(1, 255))
     assert not begun().take_chunk(index, bytes(chunk), 0.0)
+
+
+def test_a_peer_that_cuts_a_blob_anew_again_and_again_is_given_up() -> None:
+    """For each smaller cut all that is here is hashed, and a manifest costs its sender nothing."""
+    size = 1_000_000
+    ref = BlobRef(sha256="a" * 64, size=size)
+    pull = Pull(ref, 200_000, 0.0)
+    taken = 0
+    for chunk in range(200_000, 100_000, -1000):
+        pull.requests(0.0)
+        digests = "0" * 64 * -(-size // chunk)
+        taken += pull.take_manifest(wire.Manifest(sha256=ref.sha256, size=size, chunk=chunk, digests=digests), 0.0)
+    assert taken == 8
+    assert pull.failed is not None
+    assert "cut it anew more than 8 times" in pull.failed

@@ -103,7 +103,7 @@ def test_a_donor_stitched_to_itself_has_a_junction_at_every_boundary() -> None:
     last = play("fedstitch", bundle, members(), SMALL, engine=runner, method=led, rounds=1000)[-1]
     found = METHOD.result(last)
     assert found.meta["taps"] == [path[:3]]
-    names = [stitch.junction_name(path[:length]) for length in (2, 3)]
+    names = [stitching.stitched.junction_name(path[:length]) for length in (2, 3)]
     assert list(found.meta["junctions"]) == names
     weights = [found.tensors[f"{name}.weights"] for name in names]
     assert [each.shape for each in weights] == [(4, 4), (6, 6)]

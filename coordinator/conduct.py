@@ -1,0 +1,79 @@
+"""How much of the coordinator's time each device takes: a device that floods is slowed, then set aside by name.
+
+Pure: what came and when goes in, what to do about it comes out. Costs are in seconds of work, as estimated from what
+a message makes the coordinator do; each device may take RATE of them for good, and BURST_S at once. What comes beyond
+is dropped: everything in the protocol is sent again, so an honest device is only slower. Who goes on all the same is
+left unread for a while.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+RATE: Final = 0.01  # of the coordinator's time
+BURST_S: Final = 0.5
+MESSAGE_S: Final = 100e-6  # of any message
+BYTE_S: Final = 10e-9  # of each of its bytes: decoding
+HASHED_BYTE_S: Final = 2e-9  # of each byte that it makes the coordinator read and hash
+DROPPED_MOST: Final = 500  # messages of one device that are dropped in a row of busy seconds before it is set aside
+CALM_S: Final = 60.0  # without a dropped message, after which the count begins anew
+ASIDE_S: Final = 600.0  # for which nothing of it is read
+
+Verdict = Literal["taken", "slowed", "dropped", "aside"]
+"""taken: read the message; slowed: drop it, the first of a row; dropped: drop it; aside: drop it and set it aside."""
+
+
+@dataclass
+class _Account:
+    left_s: float = BURST_S
+    at_s: float = -math.inf  # when that was so
+    dropped: int = 0
+    dropped_s: float = -math.inf  # when the last one was
+    until_s: float = -math.inf  # it is set aside
+
+
+@dataclass
+class Conduct:
+    """Of all devices. A device that has taken nothing of late is not remembered."""
+
+    _accounts: dict[str, _Account] = field(default_factory=dict)
+
+    def message(self, device: str, size: int, now_s: float) -> Verdict:
+        """What to do with a message of so many bytes."""
+        account = self._at(device, now_s)
+        if now_s < account.until_s:
+            return "dropped"
+        if account.left_s >= 0:
+            account.left_s -= MESSAGE_S + size * BYTE_S
+            return "taken"
+        if now_s >= account.dropped_s + CALM_S:
+            account.dropped = 0
+        account.dropped, account.dropped_s = account.dropped + 1, now_s
+        if account.dropped > DROPPED_MOST:
+            account.until_s, account.dropped = now_s + ASIDE_S, 0
+            return "aside"
+        return "slowed" if account.dropped == 1 else "dropped"
+
+    def hashed(self, device: str, size: int, now_s: float) -> None:
+        """A device has made the coordinator hash so many bytes, to no use or again. It owes BURST_S at the most."""
+        account = self._at(device, now_s)
+        account.left_s = max(account.left_s - size * HASHED_BYTE_S, -BURST_S)
+
+    def _at(self, device: str, now_s: float) -> _Account:
+        account = self._accounts.get(device)
+        if account is None:
+            if len(self._accounts) >= 1024:
+                self._forget(now_s)
+            account = self._accounts[device] = _Account(at_s=now_s)
+        account.left_s = min(account.left_s + RATE * max(now_s - account.at_s, 0.0), BURST_S)
+        account.at_s = now_s
+        return account
+
+    def _forget(self, now_s: float) -> None:
+        """Let go of the accounts that are as a new one would be."""
+        for device, account in list(self._accounts.items()):
+            full = account.left_s + RATE * (now_s - account.at_s) >= BURST_S
+            if full and now_s >= max(account.until_s, account.dropped_s + CALM_S):
+                del self._accounts[device]

@@ -1,0 +1,74 @@
+"""A device that floods is slowed, then set aside; one that does its work never is."""
+
+from __future__ import annotations
+
+from fedquilt.coordinator.conduct import (
+    ASIDE_S,
+    BURST_S,
+    CALM_S,
+    DROPPED_MOST,
+    HASHED_BYTE_S,
+    MESSAGE_S,
+    RATE,
+    Conduct,
+    Verdict,
+)
+
+
+def said(conduct: Conduct, messages: int, now_s: float, device: str = "a") -> dict[Verdict, int]:
+    counts: dict[Verdict, int] = {}
+    for _ in range(messages):
+        verdict = conduct.message(device, 0, now_s)
+        counts[verdict] = counts.get(verdict, 0) + 1
+    return counts
+
+
+def test_what_a_device_may_send_at_once_and_for_good() -> None:
+    """BURST_S of work, then RATE of each second; the first that is dropped is told, so that it can be named."""
+    conduct, burst = Conduct(), round(BURST_S / MESSAGE_S)
+    found = said(conduct, burst + 100, 0.0)
+    assert burst <= found["taken"] <= burst + 1
+    assert (found["slowed"], found["slowed"] + found["dropped"]) == (1, burst + 100 - found["taken"])
+    assert abs(said(conduct, 1000, 1.0)["taken"] - RATE / MESSAGE_S) <= 2
+
+
+def test_a_device_that_goes_on_is_set_aside_and_read_again_after_a_while() -> None:
+    """Once told; nothing of it is read for ASIDE_S, whatever it does; then it begins anew."""
+    conduct = Conduct()
+    found = said(conduct, round(BURST_S / MESSAGE_S) + DROPPED_MOST + 5000, 0.0)
+    assert found["aside"] == 1
+    assert said(conduct, 50, ASIDE_S - 1) == {"dropped": 50}
+    assert said(conduct, 50, ASIDE_S) == {"taken": 50}
+
+
+def test_a_device_that_is_slowed_now_and_then_is_not_set_aside() -> None:
+    """A little beyond what it may, again and again, with calm between: the count begins anew."""
+    conduct, burst = Conduct(), round(BURST_S / MESSAGE_S)
+    for time in range(20):
+        found = said(conduct, burst + DROPPED_MOST // 2, time * (CALM_S + BURST_S / RATE))
+        assert "aside" not in found
+        assert found["slowed"] == 1
+
+
+def test_one_device_costs_another_nothing() -> None:
+    """Accounts are each device's own."""
+    conduct = Conduct()
+    said(conduct, 100_000, 0.0)
+    assert said(conduct, 100, 0.0, "b") == {"taken": 100}
+
+
+def test_what_is_hashed_for_a_device_counts_and_its_debt_is_bounded() -> None:
+    """A gibibyte at once: it is heard again when BURST_S have been made good."""
+    conduct = Conduct()
+    conduct.hashed("a", round(10 * BURST_S / HASHED_BYTE_S), 0.0)
+    assert said(conduct, 1, 0.0) == {"slowed": 1}
+    assert said(conduct, 1, BURST_S / RATE - 1) != {"taken": 1}
+    assert said(conduct, 1, BURST_S / RATE + 1) == {"taken": 1}
+
+
+def test_devices_that_are_quiet_are_not_remembered() -> None:
+    """A broker that invents names fills no memory."""
+    conduct = Conduct()
+    for number in range(20_000):
+        said(conduct, 1, number * 1.0, f"d{number}")
+    assert len(conduct._accounts) <= 1024
