@@ -64,8 +64,20 @@ def require_fit(meta: Mapping[str, Any], spec: DataSpec) -> Reader:
             f"{spec.where}: examples of shape {reader.shape}{_named(reader)}, and the job's [input] standardises "
             f"{features} features; {MEND}"
         )
+    if "donors" in meta:
+        _require_series(reader, spec, meta)
     _require_shape(reader, spec, network, name)
     return reader
+
+
+def _require_series(reader: Reader, spec: DataSpec, meta: Mapping[str, Any]) -> None:
+    """Raises DataError unless examples have the shape that donors of time series take."""
+    donor, facts = next(iter(meta["donors"].items()))
+    wanted = tuple(meta["blocks"][facts["blocks"][0]]["in_shape"])
+    if reader.shape != wanted:
+        raise DataError(
+            f"{spec.where}: examples of shape {reader.shape}{_named(reader)}, donor {donor!r} takes {wanted}; {MEND}"
+        )
 
 
 def _require_shape(reader: Reader, spec: DataSpec, network: Mapping[str, Any], name: str) -> None:

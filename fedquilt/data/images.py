@@ -45,13 +45,13 @@ def resize_matrix(size: int, wanted: int) -> np.ndarray:
     return result
 
 
-def resize(maps: np.ndarray, height: int, width: int) -> np.ndarray:
-    """(n, c, h, w) -> (n, c, height, width), float32."""
-    _, _, h, w = maps.shape
-    if (h, w) == (height, width):
+def resize(maps: np.ndarray, *sizes: int) -> np.ndarray:
+    """(n, c, h, w) -> (n, c, height, width), or (n, c, l) -> (n, c, length), float32."""
+    if maps.shape[2:] == sizes:
         return maps
-    tall = np.matmul(resize_matrix(h, height), maps)  # (n, c, height, w)
-    return np.matmul(tall, resize_matrix(w, width).T)
+    if len(sizes) == 2:
+        maps = np.matmul(resize_matrix(maps.shape[2], sizes[0]), maps)
+    return np.matmul(maps, resize_matrix(maps.shape[-1], sizes[-1]).T)
 
 
 def prepare(x: np.ndarray, wanted: Input | Mapping[str, Any]) -> np.ndarray:

@@ -8,7 +8,7 @@ and standard deviations into the bundle, so that no device computes its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -17,6 +17,9 @@ from fedquilt import config
 from fedquilt.core import DataError, JobError
 from fedquilt.data import images
 from fedquilt.data.images import Input
+
+Table: TypeAlias = dict[str, int | bool | tuple[float, ...]]
+"""An `[input]` table that `parse` takes, as a bundle holds it."""
 
 
 class Values(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,6 +64,13 @@ def measured(x: np.ndarray) -> Values:
     flat = x.reshape(-1, x.shape[-1]).astype(np.float64)
     std = flat.std(axis=0)
     return Values(tuple(map(float, flat.mean(axis=0))), tuple(map(float, np.where(std > 0, std, 1.0))))
+
+
+def shape(wanted: Mapping[str, Any], stored: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of one example as a network takes it, of one that is stored in the shape `stored`."""
+    if "channels" in wanted:
+        return (int(wanted["channels"]), int(wanted["size"]), int(wanted["size"]))
+    return stored
 
 
 def prepare(x: np.ndarray, wanted: Mapping[str, Any]) -> np.ndarray:

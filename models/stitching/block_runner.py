@@ -15,7 +15,7 @@ import numpy as np
 
 from fedquilt import tensors
 from fedquilt.core import Site, Tensors
-from fedquilt.data import images
+from fedquilt.data import images, inputs
 from fedquilt.models.stitching import stitched
 from fedquilt.models.stitching.activations import InMemory, Mapped, Shelf, Source, Stack
 from fedquilt.models.stitching.stitched import Block
@@ -119,15 +119,15 @@ class Kept:
 
 
 class Prepared:
-    """Stored images as networks take them (`fedquilt.data.images.prepare`), made as they are asked for."""
+    """Stored examples as networks take them (`fedquilt.data.inputs.prepare`), made as they are asked for."""
 
-    def __init__(self, x: np.ndarray, wanted: images.Input) -> None:
+    def __init__(self, x: np.ndarray, wanted: inputs.Table) -> None:
         self._x, self._wanted = x, wanted
-        self.shape = (len(x), wanted.channels, wanted.size, wanted.size)
+        self.shape = (len(x), *inputs.shape(wanted, x.shape[1:]))
         self.example_bytes = 4 * prod(self.shape[1:])
 
     def rows(self, first: int, last: int) -> np.ndarray:
-        return images.prepare(self._x[first:last], self._wanted)
+        return inputs.prepare(self._x[first:last], self._wanted)
 
 
 def kept_name(path: Sequence[Block], rows: np.ndarray, what: str) -> str:
@@ -144,13 +144,13 @@ def joined(maps: Source, junction: Tensors | None, block: Block) -> Source:
     return Mapped(maps, lambda part: stitched.join(part, junction, block), block.in_shape, beside)
 
 
-def resized(maps: Source, height: int, width: int) -> Source:
+def resized(maps: Source, *sizes: int) -> Source:
     """Maps of another size, made as they are asked for."""
-    if maps.shape[2:] == (height, width):
+    if maps.shape[2:] == sizes:
         return maps
-    shape = (maps.shape[1], height, width)
-    beside = 4 * (prod(maps.shape[1:]) + maps.shape[1] * max(height, maps.shape[2]) * max(width, maps.shape[3]))
-    return Mapped(maps, lambda part: images.resize(part, height, width), shape, beside)
+    larger = prod(max(pair) for pair in zip(sizes, maps.shape[2:], strict=True))
+    beside = 4 * (prod(maps.shape[1:]) + maps.shape[1] * larger)
+    return Mapped(maps, lambda part: images.resize(part, *sizes), (maps.shape[1], *sizes), beside)
 
 
 def pieces(source: Source) -> Iterator[tuple[int, np.ndarray]]:
@@ -161,20 +161,21 @@ def pieces(source: Source) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def sample(maps: Source, positions: np.ndarray) -> np.ndarray:
-    """Channels at some positions (r,) of all n * h * w, in ascending order: (r, c) float32."""
-    _, c, h, w = maps.shape
+    """Channels at some positions (r,) of those of all n examples, in ascending order: (r, c) float32."""
+    _, c, *sizes = maps.shape
+    area = prod(sizes)
     found = np.empty((len(positions), c), np.float32)
     for start, part in pieces(maps):
-        here = slice(*np.searchsorted(positions, [start * h * w, (start + len(part)) * h * w]))
-        image, position = np.divmod(positions[here] - start * h * w, h * w)
-        found[here] = part.reshape(len(part), c, h * w)[image, :, position]
+        here = slice(*np.searchsorted(positions, [start * area, (start + len(part)) * area]))
+        example, position = np.divmod(positions[here] - start * area, area)
+        found[here] = part.reshape(len(part), c, area)[example, :, position]
         del part
     return found
 
 
 def positions(n: int, shape: Sequence[int], wanted: int) -> np.ndarray:
-    """Some of the n * h * w positions of maps (c, h, w), one of each stretch: the same for all of that shape."""
-    total = n * shape[1] * shape[2]
+    """Some of the positions of n maps (c, ...), one of each stretch: the same for all of that shape."""
+    total = n * prod(shape[1:])
     wanted = min(wanted, total)
     draw = tensors.rng("positions", total).random(wanted)
     return np.minimum((np.arange(wanted) + draw) * (total / wanted), total - 1).astype(np.int64)

@@ -2,7 +2,7 @@
 
 The network is traced (torch.fx) into a list of operations, and a block is what lies between two
 cuts. So running the blocks in order is the network, operation by operation. Average pool and
-flatten are at the head of the terminating block: all others map 4D to 4D, and any may follow any
+flatten are at the head of the terminating block: all others map maps to maps, and any may follow any
 (FedStitch, arXiv 2409.07202, section 4.1). For torchvision's alexnet, densenet121, mobilenet_v2,
 resnet50 and vgg16 the rule of `fedquilt.models.stitching.cut_points` gives the paper's 6, 6, 20, 6 and 14 blocks.
 """
@@ -69,7 +69,7 @@ def split(
     """The blocks of a classifier, in order; the first is "start", the last "end".
 
     Args:
-        shape: (channels, size, size) of one example.
+        shape: of one example: (channels, size, size) of an image, (steps, channels) of a time series.
         cuts: modules after which to cut, in the order they run; none: by rule.
         architecture: torchvision's name of it, if it is one of torchvision's.
 
@@ -155,9 +155,11 @@ def _trace(model: nn.Module, donor: str, shape: tuple[int, ...]) -> fx.GraphModu
             ShapeProp(traced).propagate(torch.zeros(2, *shape))
     except Exception as error:
         size = " x ".join(map(str, shape))
-        raise ModelError(
-            f"donor {donor!r} does not take images of {size}: {_line(error)}; change `size` or `channels` of [input]"
-        ) from None
+        if len(shape) == 3:
+            what, mend = "images", "change `size` or `channels` of [input]"
+        else:
+            what, mend = "time series", "change `steps` or `channels` of its network"
+        raise ModelError(f"donor {donor!r} does not take {what} of {size}: {_line(error)}; {mend}") from None
     traced.graph.eliminate_dead_code()
     _replace_odd_pools(traced)
     return traced

@@ -12,6 +12,7 @@ offset, centred afterwards, has lost what was to be measured.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -35,9 +36,9 @@ class Score(NamedTuple):
 def gram(activations: np.ndarray, maps: Maps = "flatten") -> np.ndarray:
     """The Gram matrix of column-centred features: (n, n) float64, or (n * GRID^2)^2 for "position".
 
-    `activations` is (n, c, h, w) or (n, features). How maps become a matrix is part of the score:
-    "flatten" takes each image as one row of c*h*w features, "gap" averages over positions first
-    (c features), "position" takes the cells of a GRID x GRID average as rows of c features.
+    `activations` is (n, c, h, w), (n, c, l) or (n, features). How maps become a matrix is part of the score:
+    "flatten" takes each example as one row of all its features, "gap" averages over positions first
+    (c features), "position" takes the cells of a GRID x GRID average (of a series GRID cells) as rows of c features.
     """
     x = rows(activations, maps)
     return gram_of(lambda first, last: x[:, first:last].copy(), *x.shape)
@@ -93,14 +94,14 @@ def rows(activations: np.ndarray, maps: Maps) -> np.ndarray:
     if activations.ndim == 2 or maps == "flatten":
         return activations.reshape(len(activations), -1)
     if maps == "gap":
-        return activations.mean(axis=(2, 3), dtype=np.float64)
-    n, c, h, w = activations.shape
-    cells = np.empty((n, GRID, GRID, c))
-    for row in range(GRID):
-        for column in range(GRID):
-            cell = activations[:, :, _span(row, h), _span(column, w)]
-            cells[:, row, column] = cell.mean(axis=(2, 3), dtype=np.float64)
-    return cells.reshape(n * GRID * GRID, c)
+        return activations.mean(axis=tuple(range(2, activations.ndim)), dtype=np.float64)
+    n, c, *sizes = activations.shape
+    cells = np.empty((n, GRID ** len(sizes), c))
+    for place, cell in enumerate(itertools.product(range(GRID), repeat=len(sizes))):
+        spans = tuple(_span(each, size) for each, size in zip(cell, sizes, strict=True))
+        part = activations[(slice(None), slice(None), *spans)]
+        cells[:, place] = part.mean(axis=tuple(range(2, part.ndim)), dtype=np.float64)
+    return cells.reshape(-1, c)
 
 
 def _span(cell: int, size: int) -> slice:

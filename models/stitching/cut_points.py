@@ -1,8 +1,9 @@
 """Where a traced network may be cut, and where it should be. Imports torch.
 
-A cut is allowed after an operation whose value is the only one that goes on and is a stack of square
-maps (n, c, h, h). (Maps that are not square under a square image are channels-last: to a block of
-another network they would be noise.)
+A cut is allowed after an operation whose value is the only one that goes on and is a stack of maps: of images square
+ones (n, c, h, h), of time series (n, c, l). (Maps that are not square under a square image are channels-last: to a
+block of another network they would be noise. Whether values of a series are channels-last cannot be seen in their
+shape: they are maps from a convolution on, up to a transposition.)
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from torch import fx, nn
 from fedquilt.core import ModelError
 from fedquilt.models.networks import small
 
+MAPS = "square maps (n, c, h, h), or of maps (n, c, l) between convolutions along time"
+POOLS = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AvgPool1d, nn.AvgPool2d, small.ProductPool)
+POOLING = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.avg_pool1d, F.avg_pool2d)
+
 # where the natural part is more than one module: a dense block and the transition after it
 _PARTS: Mapping[str, tuple[str, ...]] = {
     "densenet": ("features.pool0", "features.transition1", "features.transition2", "features.transition3"),
@@ -31,7 +36,7 @@ class Operation:
     name: str  # of its value in the trace
     part: str  # the part of the network it belongs to: a child of the trunk, or of the network; "" for neither
     owner: str  # the innermost module it belongs to
-    whole: bool  # its value is all that goes on, and is square maps: a cut is allowed
+    whole: bool  # its value is all that goes on, and is maps: a cut is allowed
     weighs: bool  # it has weights
     pools: bool  # it averages over the map
 
@@ -42,18 +47,21 @@ def operations(model: nn.Module, traced: fx.GraphModule) -> list[Operation]:
     place = {node: i for i, node in enumerate(nodes)}
     until = {node: max((place.get(user, len(nodes)) for user in node.users), default=-1) for node in nodes}
     trunk = trunk_of(model)
-    found, alive = [], set[fx.Node]()
+    found, alive, channels_first = [], set[fx.Node](), False
     for i, node in enumerate(nodes):
         alive = {other for other in alive if until[other] > i}
         if node.op != "get_attr":  # a constant goes wherever it is used
             alive.add(node)
         module = traced.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if isinstance(module, nn.Conv1d) or _transposes(node):
+            channels_first = isinstance(module, nn.Conv1d)
+        shape = shape_of(node)
         found.append(
             Operation(
                 name=node.name,
                 part=_part(owner_of(node), trunk),
                 owner=owner_of(node),
-                whole=alive == {node} and _square(shape_of(node)),
+                whole=alive == {node} and (_square(shape) or (len(shape) == 3 and channels_first)),
                 weighs=module is not None and any(True for _ in module.parameters()),
                 pools=_pools(node, module),
             )
@@ -76,7 +84,7 @@ def named(found: Sequence[Operation], donor: str, cuts: Sequence[str]) -> list[s
         if not found[inside[-1]].whole:
             raise ModelError(
                 f"donor {donor!r} cannot be cut after {cut!r}: more than one value goes on from there, or it is no "
-                "stack of square maps (n, c, h, h); cut after the module that joins the branches, before the flatten"
+                f"stack of {MAPS}; cut after the module that joins the branches, before the flatten"
             )
         if ends and inside[-1] <= ends[-1]:
             raise ModelError(f"donor {donor!r}: cut {cut!r} does not come after the one before it: put them in order")
@@ -157,22 +165,26 @@ def _head(found: Sequence[Operation], donor: str) -> int:
     if not any(op.weighs for op in found[: start + 1]):
         raise ModelError(
             f"donor {donor!r} cannot be split: before {found[last].part or 'its classifier'!r} there is no place where "
-            "a single stack of square maps (n, c, h, h) goes on; take a convolutional network, or name `cuts`"
+            f"a single stack of {MAPS} goes on; take a convolutional network, or name `cuts`"
         )
     return start
 
 
 def _convolutions(module: nn.Module) -> int:
-    return sum(isinstance(inner, nn.Conv2d) for inner in module.modules())
+    return sum(isinstance(inner, nn.Conv1d | nn.Conv2d) for inner in module.modules())
 
 
 def _square(shape: tuple[int, ...]) -> bool:
     return len(shape) == 4 and shape[2] == shape[3]
 
 
+def _transposes(node: fx.Node) -> bool:
+    return node.target in ("transpose", "permute", torch.transpose, torch.permute)
+
+
 def _pools(node: fx.Node, module: nn.Module | None) -> bool:
-    if isinstance(module, (nn.AdaptiveAvgPool2d, nn.AvgPool2d, small.ProductPool)):
+    if isinstance(module, POOLS):
         return True
-    if node.op == "call_function" and node.target in (F.adaptive_avg_pool2d, F.avg_pool2d):
+    if node.op == "call_function" and node.target in POOLING:
         return True
     return node.target in ("mean", torch.mean)

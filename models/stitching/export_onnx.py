@@ -1,11 +1,11 @@
 """A stitched network as one ONNX file that runs anywhere ONNX does. Imports onnx.
 
-Input "x": prepared images (n, channels, size, size) float32 (`fedquilt.data.images.prepare`).
+Input "x": prepared examples (n, ...) float32 (`fedquilt.data.inputs.prepare`), images as (n, channels, size, size).
 Output "scores": (n, labels), the largest wins. Paths lie side by side, and what they begin with alike is there once,
 as are the weights of a block that stands in several of them. Between blocks lie the junctions of
 `fedquilt.models.stitching.stitched`: two constant products that resize, and a 1x1 convolution, in the order in which
 the agents do them. The taps are pooled, laid side by side and given to one linear layer. Labels, what preparing the
-images takes and the paths are in the file's metadata, as JSON under "labels", "input" and "taps".
+examples takes and the paths are in the file's metadata, as JSON under "labels", "input" and "taps".
 """
 
 from __future__ import annotations
@@ -135,29 +135,30 @@ class _Graph:
         stage: list[onnx.GraphProto],
         name: str,
     ) -> tuple[str, list[onnx.GraphProto]]:
-        """(n, c, h, w) -> (n, c_out, h_out, w_out), as `stitched.join` does it, and the stage that takes it.
+        """Maps (n, c, ...) as `stitched.join` makes them for the next block, and its stage that takes them.
 
         Where the projection can be folded into the stage, the value is not projected.
         """
         before, after = shapes
         if grows(before, after):
-            return self._resized(self._projected(value, junction, name), before, after, name), stage
+            return self._resized(self._projected(value, junction, len(before), name), before, after, name), stage
         value = self._resized(value, before, after, name)
         weights, bias = _float(junction["weights"]), _float(junction["bias"])
         folded = fold_junction.fold(stage[0], weights, bias) if len(stage) == 1 else None
-        return (self._projected(value, junction, name), stage) if folded is None else (value, [folded])
+        return (self._projected(value, junction, len(before), name), stage) if folded is None else (value, [folded])
 
     def _resized(self, value: str, before: Sequence[int], after: Sequence[int], name: str) -> str:
-        if before[1] != after[1]:
+        if len(before) == 3 and before[1] != after[1]:
             rows = self.constant(f"{name}/rows", images.resize_matrix(before[1], after[1]))
             value = self.node("MatMul", [rows, value], f"{name}/resized_rows")
-        if before[2] != after[2]:
-            columns = self.constant(f"{name}/columns", images.resize_matrix(before[2], after[2]).T)
+        if before[-1] != after[-1]:
+            columns = self.constant(f"{name}/columns", images.resize_matrix(before[-1], after[-1]).T)
             value = self.node("MatMul", [value, columns], f"{name}/resized")
         return value
 
-    def _projected(self, value: str, junction: Tensors, name: str) -> str:
-        weights = self.constant(f"{name}/weights", _float(junction["weights"])[:, :, None, None])
+    def _projected(self, value: str, junction: Tensors, axes: int, name: str) -> str:
+        kernel = _float(junction["weights"])
+        weights = self.constant(f"{name}/weights", kernel.reshape(*kernel.shape, *[1] * (axes - 1)))
         bias = self.constant(f"{name}/bias", _float(junction["bias"]))
         return self.node("Conv", [value, weights, bias], f"{name}/projected")
 

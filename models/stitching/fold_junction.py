@@ -17,13 +17,13 @@ def fold(graph: onnx.GraphProto, weights: np.ndarray, bias: np.ndarray) -> onnx.
     """The graph that takes the unprojected map; None: it cannot be folded, or would cost more.
 
     Args:
-        graph: from one input, maps (n, q, h, w).
+        graph: from one input, maps (n, q, h, w) or (n, q, l).
         weights: of the projection (q, p), `bias`: (q,).
     """
     first = _only_taker(graph)
     if first is None:
         return None
-    kernel = numpy_helper.to_array(_tensor(graph, first.input[1]))  # (o, q, k, k)
+    kernel = numpy_helper.to_array(_tensor(graph, first.input[1]))  # (o, q, k, k) or (o, q, k)
     attributes = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in first.attribute}
     if any(attributes.get("pads", ())) or attributes.get("group", 1) != 1 or attributes.get("auto_pad"):
         return None
@@ -33,10 +33,10 @@ def fold(graph: onnx.GraphProto, weights: np.ndarray, bias: np.ndarray) -> onnx.
     made = onnx.GraphProto()
     made.CopyFrom(graph)
     node = next(node for node in made.node if node.output[0] == first.output[0])
-    offset = np.einsum("oqij,q->o", kernel, bias)
+    offset = kernel.sum(axis=tuple(range(2, kernel.ndim))) @ bias
     if len(node.input) > 2:
         offset = offset + numpy_helper.to_array(_tensor(graph, node.input[2]))
-    arrays = {"weight": np.einsum("oqij,qp->opij", kernel, weights), "bias": offset}
+    arrays = {"weight": np.einsum("oq...,qp->op...", kernel, weights), "bias": offset}
     node.input[:] = [node.input[0], *(f"{node.output[0]}/folded_{name}" for name in arrays)]
     for name, array in zip(node.input[1:], arrays.values(), strict=True):
         made.initializer.append(numpy_helper.from_array(np.ascontiguousarray(array, np.float32), name))

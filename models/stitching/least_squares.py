@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -90,7 +91,7 @@ def add(sums: Moments | None, x: np.ndarray, y: np.ndarray, centred: bool = True
 
 
 def add_maps(sums: Moments | None, x: np.ndarray, y: np.ndarray, centred: bool = True) -> Moments:
-    """`add` of maps x (n, p, h, w) and y (n, q, h, w): one row for each image and position."""
+    """`add` of maps x (n, p, ...) and y (n, q, ...), alike in further axes: one row for each example and position."""
     for a, b in _chunks(x, y):
         sums = add(sums, a, b, centred)
     assert sums is not None, "no maps"
@@ -293,11 +294,11 @@ def _double(array: np.ndarray) -> np.ndarray:
 
 
 def _rows(maps: np.ndarray) -> np.ndarray:
-    """(n * h * w, c), a channel's values side by side in memory: sums over rows run along it."""
-    return maps.transpose(1, 0, 2, 3).reshape(maps.shape[1], -1).T
+    """(n * positions, c), a channel's values side by side in memory: sums over rows run along it."""
+    return np.moveaxis(maps, 1, 0).reshape(maps.shape[1], -1).T
 
 
 def _chunks(x: np.ndarray, y: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    images = max(1, ROWS // (x.shape[2] * x.shape[3]))
-    for start in range(0, len(x), images):
-        yield _rows(x[start : start + images]), _rows(y[start : start + images])
+    examples = max(1, ROWS // prod(x.shape[2:]))
+    for start in range(0, len(x), examples):
+        yield _rows(x[start : start + examples]), _rows(y[start : start + examples])

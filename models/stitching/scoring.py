@@ -19,7 +19,7 @@ import numpy as np
 
 from fedquilt import tensors
 from fedquilt.core import Answer, DataError, Site, Tensors
-from fedquilt.data import images
+from fedquilt.data import inputs
 from fedquilt.models.stitching import block_runner, cka, least_squares, stitched, vote
 from fedquilt.models.stitching.activations import InMemory, Part, Source, Stack
 from fedquilt.models.stitching.block_runner import Flow
@@ -33,7 +33,7 @@ class Ask:
     """What every task says: where the search stands, and the blocks it names."""
 
     turn: int
-    input: images.Input
+    input: inputs.Table
     blocks: dict[str, Block]
 
 

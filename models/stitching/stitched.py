@@ -2,13 +2,15 @@
 
 A path is a sequence of blocks of several donors (FedStitch, arXiv 2409.07202, section 3). Between two
 that are not neighbours in one donor lies a junction: maps are resized to what the next block takes,
-then projected, position by position, onto its channels (a 1x1 convolution with bias).
+then projected, position by position, onto its channels (a 1x1 convolution with bias). Maps of images are (c, h, w),
+those of time series (c, l).
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +20,7 @@ import msgspec
 import numpy as np
 
 from fedquilt.core import ModelError, Tensors
-from fedquilt.data import images
+from fedquilt.data import images, inputs
 
 Run = Callable[["Block", np.ndarray], np.ndarray]  # a block on its input, float32
 
@@ -72,7 +74,7 @@ class Donor:
 class Stock:
     """What there is to stitch: the `meta` of a job bundle."""
 
-    input: images.Input
+    input: inputs.Table
     labels: tuple[str, ...]
     donors: dict[str, Donor]
     blocks: dict[str, Block]
@@ -87,6 +89,7 @@ def stock(meta: Mapping[str, Any]) -> Stock:
     try:
         known = {name: meta[name] for name in ("input", "labels", "donors", "blocks")}
         found = msgspec.convert(known, Stock)
+        msgspec.convert(found.input, images.Input if "channels" in found.input else inputs.Values)
     except (KeyError, msgspec.ValidationError) as error:
         raise ModelError(
             f"the bundle holds no donor blocks ({error}): give the job [[donors]] and prepare it"
@@ -116,8 +119,8 @@ def is_native(path: Sequence[Block]) -> bool:
 
 
 def compatible(before: Block, after: Block, max_upsampling: float = 2.0) -> bool:
-    """Whether maps can be taken from one block to the other: both 4D, and not enlarged by more than asked."""
-    if after.kind == "start" or len(before.out_shape) != 3 or len(after.in_shape) != 3:
+    """Whether maps can be taken from one block to the other: both have as many axes, and grow by no more than asked."""
+    if after.kind == "start" or len(before.out_shape) != len(after.in_shape) or len(after.in_shape) < 2:
         return False
     return all(
         wanted <= max_upsampling * size for size, wanted in zip(before.out_shape[1:], after.in_shape[1:], strict=True)
@@ -133,29 +136,29 @@ def junction_name(path: Sequence[str]) -> str:
 
 
 def join(maps: np.ndarray, junction: Tensors | None, block: Block) -> np.ndarray:
-    """Maps (n, c, h, w) as `block` takes them: resized and projected. None: they are its own.
+    """Maps (n, c, h, w) or (n, c, l) as `block` takes them: resized and projected. None: they are its own.
 
     `junction` is {"weights": (c_out, c_in), "bias": (c_out,)}, float32. Both are linear and rows of a
     resize sum to one, so they may change places: the projection is done where there are fewer positions.
     """
     if junction is None:
         return maps
-    height, width = block.in_shape[1:]
+    sizes = block.in_shape[1:]
     if grows(maps.shape[1:], block.in_shape):
-        return images.resize(_projected(maps, junction), height, width)
-    return _projected(images.resize(maps, height, width), junction)
+        return images.resize(_projected(maps, junction), *sizes)
+    return _projected(images.resize(maps, *sizes), junction)
 
 
 def grows(before: Sequence[int], after: Sequence[int]) -> bool:
-    """Whether maps (c, h, w) are enlarged on the way."""
-    return before[1] * before[2] < after[1] * after[2]
+    """Whether maps (c, h, w) or (c, l) are enlarged on the way."""
+    return math.prod(before[1:]) < math.prod(after[1:])
 
 
 def _projected(maps: np.ndarray, junction: Tensors) -> np.ndarray:
-    n, c, h, w = maps.shape
-    made = np.matmul(junction["weights"], maps.reshape(n, c, h * w))
+    n, c, *sizes = maps.shape
+    made = np.matmul(junction["weights"], maps.reshape(n, c, math.prod(sizes)))
     made += junction["bias"][:, None]
-    return made.reshape(n, -1, h, w)
+    return made.reshape(n, -1, *sizes)
 
 
 def junctions(path: Sequence[Block], load: Callable[[str], Tensors]) -> list[Tensors | None]:
@@ -186,8 +189,8 @@ def forward(path: Sequence[Block], between: Sequence[Tensors | None], run: Run, 
 
 
 def gap(maps: np.ndarray) -> np.ndarray:
-    """Global average pooling: (n, c, h, w) -> (n, c), float64; (n, d) stays."""
-    return maps.mean(axis=(2, 3), dtype=np.float64) if maps.ndim == 4 else maps.astype(np.float64)
+    """Global average pooling: (n, c, h, w) or (n, c, l) -> (n, c), float64; (n, d) stays."""
+    return maps.mean(axis=tuple(range(2, maps.ndim)), dtype=np.float64) if maps.ndim > 2 else maps.astype(np.float64)
 
 
 def align(logits: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndarray:

@@ -215,8 +215,11 @@ def _stock(
     job: Mapping[str, Any], wanted: Input | inputs.Values | None, files: dict[str, bytes], say: Callable[[str], None]
 ) -> dict[str, Any]:
     labels = [str(label) for label in job.get("labels") or ()]
-    if not isinstance(wanted, Input) or not labels:
-        raise JobError("a job with [[donors]] also needs [input] (channels, size, mean, std) and labels = [...]")
+    if wanted is None or not labels:
+        raise JobError(
+            "a job with [[donors]] also needs [input] (channels, size, mean and std of images; mean and std, or "
+            "standardise, of time series) and labels = [...]"
+        )
     donors = [config.convert(table, Donor, f"[[donors]] {i + 1}") for i, table in enumerate(job["donors"])]
     twice = sorted({donor.name for donor in donors if sum(other.name == donor.name for other in donors) > 1})
     if twice:
@@ -228,15 +231,23 @@ def _stock(
         meta["blocks"] |= blocks
         size = sum(block["weight_bytes"] for block in blocks.values())
         say(f"donor {donor.name}: {len(blocks)} blocks, {units.size(size)}")
+    shapes = {name: meta["blocks"][facts["blocks"][0]]["in_shape"] for name, facts in meta["donors"].items()}
+    first, *others = shapes
+    if odd := [name for name in others if shapes[name] != shapes[first]]:
+        raise JobError(
+            f"donor {odd[0]!r} takes examples of shape {tuple(shapes[odd[0]])}, {first!r} of {tuple(shapes[first])}: "
+            "donors are run on the same examples, so give their networks the same steps and channels"
+        )
     return meta
 
 
 def _donor(
-    donor: Donor, wanted: Input, labels: Sequence[str], files: dict[str, bytes]
+    donor: Donor, wanted: Input | inputs.Values, labels: Sequence[str], files: dict[str, bytes]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     from fedquilt.models.stitching import blocks  # torch and onnx
 
-    shape = (wanted.channels, wanted.size, wanted.size)
+    images = isinstance(wanted, Input)
+    shape = (wanted.channels, wanted.size, wanted.size) if images else registry.input_shape(donor.network)
     model = registry.load(donor.network, donor.weights, seed=donor.seed)
     architecture = str(donor.network.get("name", "")).removeprefix("torchvision/")
     parts = blocks.split(model, donor.name, shape, cuts=donor.cuts, architecture=architecture)

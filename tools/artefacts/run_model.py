@@ -1,17 +1,18 @@
-"""Classify images with an exported network: all it takes is in the ONNX file."""
+"""Classify examples with an exported network: all it takes is in the ONNX file."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 
 from fedquilt.core import DataError, ModelError
-from fedquilt.data import images
+from fedquilt.data import inputs
 from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine
 
 BATCH = 64
@@ -29,20 +30,21 @@ class Row:
 
 
 def run_model(model: Path, source: Path) -> list[Row]:
-    """Classify a folder of images, or the images of an .npz file.
+    """Classify a folder of images, or the examples of an .npz file.
 
     The true label of an image is the name of its folder, where that is one of the network's labels. Of
-    an .npz, images are "x_test" or "x" (n, h, w[, 3]) and labels, if there are any, "y_test" or "y" (n,).
+    an .npz, examples are "x_test" or "x" (images (n, h, w[, 3]), time series (n, steps, channels)) and labels, if there
+    are any, "y_test" or "y" (n,).
 
     Raises:
         ModelError: the file is no network that `fedquilt export` wrote.
-        DataError: there are no images, or one cannot be read.
+        DataError: there are no examples, or one cannot be read.
     """
     engine = OnnxEngine(psutil.virtual_memory().available)
     facts = engine.facts(model)
     if "labels" not in facts or "input" not in facts:
         raise ModelError(f"{model} does not say its labels: give a network that `fedquilt export` wrote")
-    labels, wanted = json.loads(facts["labels"]), images.Input(**json.loads(facts["input"]))
+    labels, wanted = json.loads(facts["labels"]), json.loads(facts["input"])
     batches = _from_npz(source, labels, wanted) if source.suffix == ".npz" else _from_folder(source, labels, wanted)
     rows = []
     for names, truths, x in batches:
@@ -82,7 +84,7 @@ def main(model: Path, source: Path, format: str) -> int:
 Batch = tuple[list[str], list[str | None], np.ndarray]
 
 
-def _from_npz(path: Path, labels: Sequence[str], wanted: images.Input) -> Iterator[Batch]:
+def _from_npz(path: Path, labels: Sequence[str], wanted: Mapping[str, Any]) -> Iterator[Batch]:
     try:
         with np.load(path, allow_pickle=False) as held:
             x = next((held[key] for key in ("x_test", "x") if key in held), None)
@@ -90,17 +92,19 @@ def _from_npz(path: Path, labels: Sequence[str], wanted: images.Input) -> Iterat
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path}: {error}") from None
     if x is None or not len(x):
-        raise DataError(f"{path} holds no images: they are expected under 'x_test' or 'x'")
+        raise DataError(f"{path} holds no examples: they are expected under 'x_test' or 'x'")
     if y is not None and (len(y) != len(x) or y.min() < 0 or y.max() >= len(labels)):
         raise DataError(f"{path}: labels must be one of 0 to {len(labels) - 1} for each of the {len(x)} images")
     for first in range(0, len(x), BATCH):
         part = x[first : first + BATCH]
         names = [str(first + i) for i in range(len(part))]
         truths = [None if y is None else labels[int(y[first + i])] for i in range(len(part))]
-        yield names, truths, images.prepare(part, wanted)
+        yield names, truths, inputs.prepare(part, wanted)
 
 
-def _from_folder(folder: Path, labels: Sequence[str], wanted: images.Input) -> Iterator[Batch]:
+def _from_folder(folder: Path, labels: Sequence[str], wanted: Mapping[str, Any]) -> Iterator[Batch]:
+    if "channels" not in wanted:
+        raise DataError(f"{folder}: the network takes numbers, not images: give an .npz file with them under 'x'")
     if not folder.is_dir():
         raise DataError(f"{folder} is neither a folder of images nor an .npz file")
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
@@ -113,14 +117,14 @@ def _from_folder(folder: Path, labels: Sequence[str], wanted: images.Input) -> I
         yield names, truths, np.concatenate([_image(path, wanted) for path in part])
 
 
-def _image(path: Path, wanted: images.Input) -> np.ndarray:
+def _image(path: Path, wanted: Mapping[str, Any]) -> np.ndarray:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
         raise DataError("reading image files needs Pillow: pip install 'fedquilt[images]'") from None
     try:
         with Image.open(path) as image:
-            pixels = np.asarray(image.convert("L" if wanted.channels == 1 else "RGB"))
+            pixels = np.asarray(image.convert("L" if wanted["channels"] == 1 else "RGB"))
     except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
         raise DataError(f"cannot read the image {path}: {error}") from None
-    return images.prepare(pixels[None], wanted)
+    return inputs.prepare(pixels[None], wanted)

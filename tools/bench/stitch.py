@@ -255,17 +255,10 @@ def plain(made: Bundle, find: Callable[[str], Path], folder: Path) -> dict[str, 
     cold = warm = 0.0
     for donor in made.meta["donors"].values():
         file = folder / "whole.onnx"
-        nothing = {"kind": "none", "in_shape": (), "out_shape": (), "weights": None, "bias": None}
-        meta = {
-            "path": donor["blocks"],
-            "junctions": [{"before": i, **nothing} for i in range(1, len(donor["blocks"]))],
-            "head": None,
-            "align": [[i] for i in range(10)],
-            "labels": made.meta["labels"],
-            "input": made.meta["input"],
-        }
-        files = {name: find(name) for name in made.files}
-        file.write_bytes(export_onnx.stitched(meta, {}, stitched.stock(made.meta).blocks, files))
+        stock, files = stitched.stock(made.meta), {name: find(name) for name in made.files}
+        network = stitched.Network((tuple(donor["blocks"]),), {}, align=tuple((i,) for i in range(10)))
+        meta, arrays = stitched.to_artefact(network, stock)
+        file.write_bytes(export_onnx.stitched(meta, arrays, stock.blocks, files))
         engine = OnnxEngine(BUDGET_BYTES)
         seconds = []
         for _ in range(1 + REPEATS):

@@ -19,7 +19,7 @@ import numpy as np
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import Cohort, Job
 from fedquilt.core import Bundle, Examples, Method, Runner
-from fedquilt.data import images
+from fedquilt.data import inputs
 from fedquilt.methods import fedstitch
 from fedquilt.models.stitching import joint_head, search, stitched
 from fedquilt.models.stitching.search_state import Net, Params, State
@@ -62,7 +62,7 @@ class Bench:
 
     def _batched(self, examples: Examples, function: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         starts = range(0, len(examples), BATCH)
-        return np.concatenate([function(images.prepare(examples.x[s : s + BATCH], self.stock.input)) for s in starts])
+        return np.concatenate([function(inputs.prepare(examples.x[s : s + BATCH], self.stock.input)) for s in starts])
 
     def _accuracy(self, scores: np.ndarray) -> float:
         return float((scores.argmax(axis=1) == self.test.y).mean())

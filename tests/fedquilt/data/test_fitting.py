@@ -18,6 +18,12 @@ from fedquilt.edge_agent.engines import numpy_engine
 
 MLP = {"name": "mlp", "inputs": 16, "hidden": [4], "classes": 3}
 PICTURES = {"name": "plain", "channels": 1, "classes": 3, "input": {"channels": 1, "size": 8}}
+SERIES: dict[str, Any] = {
+    "input": {"mean": [0.0], "std": [1.0]},
+    "labels": ["a", "b", "c"],
+    "donors": {"wide": {"blocks": ["wide.0"]}},
+    "blocks": {"wide.0": {"in_shape": [20, 3]}},
+}
 
 
 def stored(path: Path, *shape: int, most: int = 2) -> DataSpec:
@@ -42,6 +48,8 @@ def stored(path: Path, *shape: int, most: int = 2) -> DataSpec:
             2,
             "has labels for 2 classes",
         ),
+        (SERIES, (20, 3), 2, ""),
+        (SERIES, (24, 3), 2, r"shape \(24, 3\), donor 'wide' takes \(20, 3\)"),
     ],
 )
 def test_what_headers_and_labels_tell_is_told(

@@ -10,7 +10,7 @@ import pytest
 
 from fedquilt import tensors
 from fedquilt.core import Examples, Site
-from fedquilt.data import images
+from fedquilt.data import images, inputs
 from fedquilt.models.stitching import block_runner, stitched
 from fedquilt.models.stitching.activations import InFile, InMemory
 from fedquilt.models.stitching.block_runner import Flow
@@ -134,7 +134,20 @@ def test_positions_are_spread_over_all_images_and_taken_in_order(wanted: int, mo
 
 def test_stored_images_are_prepared_as_they_are_asked_for() -> None:
     """The same values as all at once."""
-    stored, wanted = DRAWS.integers(0, 256, size=(5, 8, 8), dtype=np.uint8), images.Input(3, 6, (0.5,), (0.2,))
+    stored = DRAWS.integers(0, 256, size=(5, 8, 8), dtype=np.uint8)
+    wanted: inputs.Table = {"channels": 3, "size": 6, "mean": (0.5,), "std": (0.2,)}
     source = block_runner.Prepared(stored, wanted)
     assert source.shape == (5, 3, 6, 6)
     assert np.array_equal(source.rows(1, 4), images.prepare(stored, wanted)[1:4])
+
+
+def test_positions_of_series_are_sampled_and_resized_as_those_of_maps_of_one_row() -> None:
+    """Maps (n, c, l) and (n, c, 1, l) give the same channels at the same positions, whatever the pieces."""
+    series = DRAWS.normal(size=(10, 3, 9)).astype(np.float32)
+    chosen = block_runner.positions(10, (3, 9), 40)
+    assert np.array_equal(chosen, block_runner.positions(10, (3, 1, 9), 40))
+    sampled = block_runner.sample(InMemory.of(series), chosen)
+    assert np.array_equal(sampled, block_runner.sample(InMemory.of(series[:, :, None]), chosen))
+    longer = block_runner.resized(InMemory.of(series), 12)
+    assert longer.shape == (10, 3, 12)
+    np.testing.assert_allclose(longer.rows(2, 5), images.resize(series[2:5, :, None], 1, 12)[:, :, 0], atol=1e-6)

@@ -107,6 +107,47 @@ def test_a_cut_that_cannot_be_made_is_named(cuts: list[str], message: str) -> No
         blocks.split(registry.build({"name": "resnet20-cifar"}), "own", (3, 32, 32), cuts=cuts)
 
 
+def test_a_network_of_time_series_is_cut_between_its_convolutions(tmp_path: Path) -> None:
+    """Maps (channels, steps) between blocks; before the transposition that follows the input nothing can be cut."""
+    donor = _lively(registry.build({"name": "conv1d", "channels": 3, "steps": 20, "classes": 4}))
+    parts = blocks.split(donor, "donor", (20, 3))
+    assert [part.in_shape for part in parts] == [(20, 3), (16, 10), (32, 5), (32, 2)]
+    x = np.random.default_rng(0).normal(size=(3, 20, 3)).astype(np.float32)
+    with torch.no_grad():
+        wanted = donor(torch.from_numpy(x)).numpy()
+    for part in parts:
+        x = _run(blocks.export(part), x, tmp_path)
+        assert x.shape[1:] == part.out_shape
+    np.testing.assert_allclose(x, wanted, atol=1e-4 * np.abs(wanted).max())
+    with pytest.raises(ModelError, match=r"no module 'layers\.9'"):
+        blocks.split(donor, "donor", (20, 3), cuts=["layers.9"])
+    with pytest.raises(ModelError, match="does not take time series of 20 x 4"):
+        blocks.split(donor, "donor", (20, 4))
+
+
+class Swapped(nn.Module):
+    """Goes back to channels-last between two convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm, self.two = nn.Conv1d(3, 4, 3), nn.LayerNorm(4), nn.Conv1d(4, 4, 3)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.one(x.transpose(1, 2)).transpose(1, 2))
+        return self.head(self.two(x.transpose(1, 2)).mean(dim=2))
+
+
+def test_values_that_are_channels_last_are_no_place_to_cut() -> None:
+    """After the normalisation they are (n, steps, channels): to another donor's block they would be noise."""
+    with pytest.raises(ModelError, match="cannot be cut after 'norm'"):
+        blocks.split(Swapped().eval(), "donor", (20, 3), cuts=["norm"])
+    assert [part.in_shape for part in blocks.split(Swapped().eval(), "donor", (20, 3), cuts=["one"])] == [
+        (20, 3),
+        (4, 18),
+    ]
+
+
 class Branching(nn.Module):
     """Looks at its input's values."""
 

@@ -118,6 +118,15 @@ def test_maps_become_rows_in_three_ways() -> None:
     assert cka.gram(maps, "position").shape == (20, 20)
 
 
+def test_maps_of_a_series_become_rows_in_three_ways() -> None:
+    """flatten: a series is a row of c*l; gap: of c means; position: two rows of c means of a half."""
+    maps = RNG.normal(size=(5, 3, 6)).astype(np.float32)
+    halves = maps.reshape(5, 3, 2, 3).mean(axis=3, dtype=np.float64).transpose(0, 2, 1).reshape(10, 3)
+    assert np.allclose(cka.gram(maps), cka.gram(maps.reshape(5, 18)))
+    assert np.allclose(cka.gram(maps, "gap"), cka.gram(maps.mean(axis=2, dtype=np.float64)))
+    assert np.allclose(cka.gram(maps, "position"), cka.gram(halves))
+
+
 def test_chunks_of_features_add_up() -> None:
     """More features than one chunk give the Gram matrix of all of them."""
     wide = RNG.normal(size=(6, cka.CHUNK + 100))

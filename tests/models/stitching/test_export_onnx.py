@@ -136,6 +136,32 @@ def test_tiles_lie_side_by_side_in_the_file(tmp_path: Path, monkeypatch: pytest.
     np.testing.assert_allclose(session.run(["scores"], {"x": x})[0], wanted, atol=1e-4 * np.abs(wanted).max())
 
 
+def test_networks_of_time_series_are_exported(tmp_path: Path) -> None:
+    """Two donors of different widths and kernels; taps at two depths, one behind a junction that shrinks and one that
+    grows."""
+    pytest.importorskip("torch", reason="preparing cuts torch networks")
+    from fedquilt.tools.artefacts.prepare import prepare
+
+    table = {"name": "conv1d", "channels": 3, "steps": 24, "classes": 4}
+    donors = [
+        {"name": "wide", "network": {**table, "width": 8}},
+        {"name": "long", "network": {**table, "width": 6, "kernel": 9}},
+    ]
+    made = prepare({"input": {"mean": [1.0, 2.0, 3.0]}, "labels": list("abcd"), "donors": donors}, tmp_path / "out")
+    stock = stitch.stock(made.meta)
+    files = {name: tmp_path / "out" / "blobs" / ref.sha256 for name, ref in made.files.items()}
+    taps = [["wide.0", "long.2"], ["wide.0", "wide.1"], ["long.0", "long.1", "wide.1", "long.2"]]
+    meta, arrays = artefact(taps, [[i] for i in range(4)], True, stock)
+    for part in PARTS:
+        arrays[f"head.{part}"] = arrays[f"head.{part}"][:4]
+    (tmp_path / "net.onnx").write_bytes(stitched(meta, arrays, stock.blocks, files))
+    onnx.checker.check_model(str(tmp_path / "net.onnx"), full_check=True)
+    session = ort.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
+    x = np.random.default_rng(0).normal(size=(5, 24, 3)).astype(np.float32)
+    wanted = by_the_agents(meta, arrays, x, stock, files)
+    np.testing.assert_allclose(session.run(["scores"], {"x": x})[0], wanted, atol=1e-4 * np.abs(wanted).max())
+
+
 def test_what_is_projected_is_the_smaller_map() -> None:
     """As the agents do it: before it grows, after it has shrunk."""
     model = onnx.load_from_string(stitched(*artefact([ACROSS], None, True), STOCK.blocks, FILES))

@@ -70,6 +70,19 @@ def test_what_cannot_be_folded_is_left_alone(changes: dict[str, Any]) -> None:
     assert fold_junction.fold(graph(**changes), A, BIAS) is None
 
 
+def test_along_time_it_folds_as_well() -> None:
+    """A convolution of kernel 3 and stride 2 over (n, c, l)."""
+    w, b = (DRAWS.normal(size=size).astype(np.float32) for size in ((4, 5, 3), 4))
+    nodes = [helper.make_node("Conv", ["x", "w", "b"], ["y"], strides=[2])]
+    info = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", c, None]) for name, c in (("x", 5), ("y", 4))]
+    tensors = [numpy_helper.from_array(w, "w"), numpy_helper.from_array(b, "b")]
+    explicit, series = helper.make_graph(nodes, "g", info[:1], info[1:], tensors), X.reshape(2, 3, 36)
+    folded = fold_junction.fold(explicit, A, BIAS)
+    assert folded is not None
+    projected = np.einsum("qp,npl->nql", A, series) + BIAS[:, None]
+    np.testing.assert_allclose(run(folded, series), run(explicit, projected), atol=1e-5)
+
+
 def test_what_would_cost_more_is_left_alone() -> None:
     """From 50 channels to 5: behind the projection a convolution to 100 channels takes 5, folded it would take 50."""
     wide = DRAWS.normal(size=(5, 50)).astype(np.float32)

@@ -213,3 +213,13 @@ def test_what_is_no_moments_is_refused(name: str, value: np.ndarray | None) -> N
         sent[name] = value
     with pytest.raises(UpdateError, match="moments"):
         p.from_tensors(sent, 6, 4)
+
+
+def test_positions_of_series_are_rows() -> None:
+    """Moments of maps (n, c, l) are those of n * l rows."""
+    draws = np.random.default_rng(0)
+    x, y = draws.normal(size=(6, 3, 5)), draws.normal(size=(6, 2, 5))
+    rows = [each.transpose(0, 2, 1).reshape(30, -1) for each in (x, y)]
+    found, wanted = p.add_maps(None, x, y), p.moments(*rows)
+    np.testing.assert_allclose(found.xx, wanted.xx, atol=1e-12)
+    np.testing.assert_allclose(found.xy, wanted.xy, atol=1e-12)

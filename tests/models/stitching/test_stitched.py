@@ -52,6 +52,29 @@ def test_a_junction_resizes_and_then_projects() -> None:
     assert np.allclose(stitched.join(maps, junction, B1), want, atol=1e-5)
 
 
+@pytest.mark.parametrize("wanted", [4, 12])
+def test_a_junction_of_series_resizes_and_projects(wanted: int) -> None:
+    """Of 8 steps, to cells of 2 or between neighbours; the same as of maps of one row."""
+    series = RNG.normal(size=(2, 3, 8)).astype(np.float32)
+    junction = {"weights": RNG.normal(size=(5, 3)).astype(np.float32), "bias": np.arange(5, dtype=np.float32)}
+    made = stitched.join(series, junction, block("s", 1, (5, wanted), (5, wanted)))
+    resized = (
+        series.reshape(2, 3, 4, 2).mean(axis=3) if wanted == 4 else images.resize(series[:, :, None], 1, 12)[:, :, 0]
+    )
+    want = np.einsum("kc,ncl->nkl", junction["weights"], resized) + junction["bias"][:, None]
+    np.testing.assert_allclose(made, want, atol=1e-5)
+    np.testing.assert_allclose(stitched.gap(made), made.mean(axis=2), atol=1e-6)
+
+
+def test_series_go_to_series_only() -> None:
+    """Within the limit of enlargement; neither to maps of images nor from them."""
+    before, after = block("s", 1, (3, 8), (3, 8)), block("t", 1, (5, 16), (5, 16))
+    assert stitched.compatible(before, after)
+    assert not stitched.compatible(before, block("t", 1, (5, 17), (5, 17)))
+    assert not stitched.compatible(before, B1)
+    assert not stitched.compatible(B1, before)
+
+
 def test_a_fitted_junction_recovers_a_linear_map() -> None:
     """Where the donor's own input is a projection of what comes in, the junction is that projection."""
     maps = RNG.normal(size=(20, 3, 8, 8)).astype(np.float32)
@@ -94,7 +117,7 @@ def test_random_features_keep_lengths_on_average() -> None:
 
 
 HEAD = {"weights": RNG.normal(size=(2, 12)), "bias": RNG.normal(size=2)}
-STOCK = stitched.Stock(images.Input(1, 8), ("x", "y"), {}, {each.id: each for each in (A0, A1, A2, B1)})
+STOCK = stitched.Stock({"channels": 1, "size": 8}, ("x", "y"), {}, {each.id: each for each in (A0, A1, A2, B1)})
 JOINED = stitched.Network(
     taps=(("a.0", "a.1"), ("a.0", "b.1"), ("a.0",)),
     junctions={

@@ -26,6 +26,7 @@ from fedquilt.tools.artefacts.prepare import prepare
 from fedquilt.tools.experiments import compare
 
 PLAIN = {"name": "plain", "channels": 1, "classes": 3}
+SERIES = {"name": "conv1d", "channels": 3, "steps": 20, "classes": 3}
 RESIDUAL = {"name": "residual", "channels": 1, "classes": 3}
 
 
@@ -189,6 +190,10 @@ def test_a_users_own_network_is_a_donor(tmp_path: Path, monkeypatch: pytest.Monk
         (job({"name": "p", "network": PLAIN, "align": [[0], [1], [1]]}), ModelError, "class 1, which is there twice"),
         (job({"name": "p", "network": PLAIN, "weights": "no.pt"}), ModelError, "no.pt: no such file"),
         (job({"name": "p", "network": PLAIN, "cuts": ["9"]}), ModelError, "donor 'p' runs no module '9'"),
+        (
+            job(*({"name": f"p{n}", "network": {**SERIES, "steps": n}} for n in (20, 24)), input={"std": [2.0]}),
+            JobError, r"donor 'p24' takes examples of shape \(24, 3\), 'p20' of \(20, 3\)",
+        ),
     ],
 )  # fmt: skip
 def test_a_table_that_cannot_be_prepared_is_refused_before_anything_is_written(
