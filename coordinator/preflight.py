@@ -73,7 +73,7 @@ def require_made_for(job: settings.Job, made: Bundle) -> None:
 
 
 def _odd_labels(wanted: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Where the job's labels first differ from the bundle's, in words; [] where they are the same, in the same order."""
+    """Where the job's labels first differ from the bundle's, in words; [] where they are the same in the same order."""
     for number, (ours, theirs) in enumerate(itertools.zip_longest(wanted, given)):
         if ours != theirs:
             told = ["none" if each is None else repr(each) for each in (ours, theirs)]
