@@ -65,7 +65,7 @@ def _peaks(tasks: Sequence[Mapping[str, Any]], what: str) -> list[float]:
 
 def _asks(made: Bundle) -> Iterator[tuple[str, State]]:
     """The search at its hungriest moments."""
-    state = METHOD.init(made, Params(score_at="output", samples=IMAGES, fit_samples=IMAGES), 0)
+    state = METHOD.init(made, Params(score_at="output", completion=False, samples=IMAGES, fit_samples=IMAGES), 0)
     pool = search.beginnings(state.stock)[0].pool
     for path in (("vgg16.0",), ("vgg16.0", "densenet121.2", "resnet50.4")):
         net = Net(path, tuple(name for name in pool if name not in path), 1.0)

@@ -121,7 +121,7 @@ class Bench:
         """The artefact of a search that a method leads along a path."""
         params = replace(settings.params(job), mode="default", head="ridge", depth=len(path) + 1)
         params = replace(params, max_upsampling=sys.float_info.max)
-        params = replace(params, native_continuation="allow", residual="report", stop_below=0.0)
+        params = replace(params, native_continuation="allow", completion=False, residual="report", stop_below=0.0)
         wanted = msgspec.structs.replace(job, params=asdict(params))
         return fedstitch.result(last_of(wanted, folder, members, led, self.engine))
 
