@@ -1,4 +1,4 @@
-"""TOML in and out: job files, agents' settings; and a table as a struct, with errors that say the mend."""
+"""TOML files: reading and writing tables, and converting them to structs with errors that name the mend."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ else:
 
 T = TypeVar("T")
 
-_PATH: Final = re.compile(r"at `\$([^`]*)`")  # as msgspec ends its sentences
+_PATH: Final = re.compile(r"at `\$([^`]*)`")  # end of msgspec's sentences
 _STEP: Final = re.compile(r"\.([^.\[]+)|\[[^\]]*\]")
 _UNKNOWN: Final = re.compile(r"unknown field `([^`]*)`")
 _PATTERN: Final = re.compile(r"matching regex '(.*)'(?= - at|$)")
@@ -32,7 +32,7 @@ _CHOICE: Final = re.compile(r"Invalid enum value '([^']*)'")
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The table in a TOML file.
+    """Read the table in a TOML file.
 
     Raises:
         JobError: unreadable, or not TOML.
@@ -46,7 +46,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def parse(text: str, where: str) -> dict[str, Any]:
-    """The table in TOML text; `where` is what an error names.
+    """Read the table in TOML text; errors name `where`.
 
     Raises:
         JobError: not TOML.
@@ -58,8 +58,8 @@ def parse(text: str, where: str) -> dict[str, Any]:
 
 
 def text(table: Mapping[str, Any]) -> str:
-    """A table as TOML; keys whose value is None are left out."""
-    import tomli_w  # only what writes settings needs it
+    """Format a table as TOML; keys with the value None are left out."""
+    import tomli_w  # only writers of settings need it
 
     return tomli_w.dumps(_written(table))
 
@@ -72,7 +72,7 @@ def _written(value: Any) -> Any:
 
 @contextmanager
 def naming(where: str) -> Iterator[None]:
-    """An error of a job says where it is, a file or a table, unless it does already."""
+    """Prefix errors of a job with `where`, a file or a table, unless they name it already."""
     try:
         yield
     except JobError as error:
@@ -81,10 +81,10 @@ def naming(where: str) -> Iterator[None]:
 
 
 def convert(table: Any, kind: type[T], where: str) -> T:
-    """The table as a struct; `where` is what it is called: "a job", or as a part of one "[data]".
+    """Convert a table to a struct; `where` is its name in errors: "a job", or of a part "[data]".
 
     Raises:
-        JobError: says what is wrong; of a key or word that there is not, which there are and which is the nearest.
+        JobError: says what is wrong; for an unknown key or word, which exist and which is the nearest.
     """
     try:
         return msgspec.convert(table, kind)
@@ -94,7 +94,7 @@ def convert(table: Any, kind: type[T], where: str) -> T:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean ...?" where one of the known words is near enough; else nothing."""
+    """Suffix "; did you mean ...?" with the nearest known word; "" if none is near."""
     import difflib
 
     found = difflib.get_close_matches(word, list(known), 1)
@@ -102,7 +102,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def _explained(said: str, kind: type, where: str) -> str:
-    """msgspec's sentence with what can be written in that place."""
+    """Sentence of msgspec, with the values possible in that place."""
     if (pattern := _PATTERN.search(said)) and (name := _NAMES.fullmatch(pattern[1])):
         made = f"of small letters, digits, '.', '_' and '-', the first no mark, at most {int(name[1]) + 1}"
         said = said.replace(pattern[0], made)
@@ -124,7 +124,7 @@ def _explained(said: str, kind: type, where: str) -> str:
 
 
 def _there(kind: type, path: str) -> list[Any]:
-    """The types that may stand at a path such as ".sources[0]"; none where it leads into what has no keys."""
+    """Types possible at a path such as ".sources[0]"; none if it leads into something without keys."""
     from msgspec import inspect
 
     found = _options(inspect.type_info(kind))
@@ -140,4 +140,4 @@ def _there(kind: type, path: str) -> list[Any]:
 
 
 def _options(one: Any) -> list[Any]:
-    return list(getattr(one, "types", (one,)))  # of a union each
+    return list(getattr(one, "types", (one,)))  # all types of a union
