@@ -75,6 +75,7 @@ def scores(state: State) -> dict[tuple[str, ...], float]:
 
 
 def chosen(state: State) -> tuple[str, ...]:
+    """Path that a finished search has chosen; (): not finished."""
     return state.finalists[state.chosen].path if state.phase == "done" and state.finalists else ()
 
 
@@ -83,6 +84,7 @@ def _apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
 
 
 def table(beside: Beside) -> dict[str, object]:
+    """Comparison as a table."""
     return dataclasses.asdict(beside)
 
 

@@ -98,14 +98,15 @@ class Bench:
         return found
 
     def heads_alike(self, job: Job, folder: Path, members: Sequence[Member]) -> list[Result]:
-        """Each donor with a new head solved as a stitched network's is: from the devices that its rounds reach.
+        """Give each donor a new head, solved like a stitched network's: from the devices that its rounds reach.
 
         Args:
-            job: a search; its parameters, seed and cohorts count, and no device is short of memory.
+            job: a search, of which parameters, seed and cohorts count; no device is short of memory.
             folder: the job's bundle.
+            members: devices with their examples.
 
         Raises:
-            JobError: a run has failed; says why. So do the two methods below.
+            JobError: a run has failed; gives the reason. So do the two methods below.
         """
         return [
             Result(name, self.accuracy_of(self._along(along(donor.blocks), donor.blocks, job, folder, members)))

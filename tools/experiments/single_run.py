@@ -59,16 +59,20 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 def play(job: Job, folder: Path, tell: Callable[[int], None], workers: int = 1, alone: str = "") -> Run:
-    """Make one run. `tell` hears how many rounds are done.
+    """Make one run.
 
     The global model is evaluated beside the rounds, every `check.every` of them and after the last: on all devices'
     held-out shares and on the test set.
 
     Args:
-        alone: the one device that takes part; "": all do.
+        job: with the run's method and seed.
+        folder: its bundle.
+        tell: called with the number of finished rounds.
+        workers: processes.
+        alone: the only device that takes part; "": all do.
 
     Raises:
-        FedquiltError: what its data, its bundle or the run raise; the run has failed.
+        FedquiltError: an error of its data, its bundle or the run, which has failed.
     """
     members, test = shares(job, folder)
     members = [member for member in members if alone in ("", member.device)]

@@ -87,18 +87,21 @@ def simulate(
     observe: Callable[[Simulation, Hands], None] = lambda simulation, hands: None,
     home: Path | None = None,
 ) -> Outcomes:
-    """A whole run on a pool of workers. The same bits for any number of workers.
+    """Run a whole job on a pool of workers. The same bits for any number of workers.
 
     Args:
-        members: asked for once, one by one: examples that an iterator makes as it goes are never in memory at once.
+        job: with its fleet.
+        folder: its bundle.
+        members: iterated once: examples made by an iterator are never in memory all at once.
+        workers: processes.
         together: train devices in one graph where the engine can: faster for small networks, and equal to the
             loop to float tolerance, not to the bit.
-        test: what `Hands.test` evaluates on.
-        observe: told before the first round, after each, and at the end.
-        home: where the run is kept, and goes on if it was interrupted; None: nowhere.
+        test: examples of `Hands.test`.
+        observe: called before the first round, after each, and at the end.
+        home: folder that keeps the run, which continues there if interrupted; None: not kept.
 
     Raises:
-        JobError: the run has failed; says why.
+        JobError: the run has failed; gives the reason.
         PoolError: a worker has ended.
     """
     began_s = time.perf_counter()
