@@ -135,7 +135,7 @@ def house(
     constraint: Path | None = None,
     refresh: bool = False,
 ) -> tuple[list[Path], str]:
-    """Collect the wheels of an agent with these extras for a target, fedquilt's own first, and the lock of their hashes.
+    """Collect an agent's wheels with these extras for a target, fedquilt's own first, and the lock of their hashes.
 
     The others are downloaded once, into `cache`, so that all boards of a fleet get the same ones.
 
