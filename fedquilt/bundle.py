@@ -1,4 +1,4 @@
-"""A job bundle on disk: `bundle.json` (facts, and files by name) beside `blobs/` (files by sha256).
+"""Bundle of a job on disk: `bundle.json` (facts, and files by name) beside `blobs/` (files by sha256).
 
 `fedquilt prepare` writes one on the operator's machine; the coordinator only serves it. Blobs lie
 flat under their digests, so an ONNX graph finds its external data wherever both have been put.
@@ -19,7 +19,7 @@ from fedquilt.core import BlobRef, Bundle, JobError, StoreError, Wired
 
 
 class Index(Wired, frozen=True):
-    """bundle.json."""
+    """Content of bundle.json."""
 
     meta: dict[str, Any]
     files: dict[str, BlobRef]
@@ -48,10 +48,10 @@ def write(folder: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> 
 
 
 def load(folder: Path) -> Bundle:
-    """Open a bundle. Files are checked for presence and size here, for content when they are stored.
+    """Open a bundle. Files are checked for presence and size now, for content when they are stored.
 
     Raises:
-        JobError: there is no bundle, or it is damaged; says how to make it.
+        JobError: there is no bundle, or it is damaged; says how to make one.
     """
     try:
         index = msgspec.json.decode((folder / "bundle.json").read_bytes(), type=Index)

@@ -1,6 +1,6 @@
-"""Tables for a terminal: columns that fit its width, and colour where a person sees it.
+"""Tables for a terminal: columns that fit its width, and colour on terminals only.
 
-80 columns are taken where the output is no terminal, up to MOST on a wider one.
+Output that is no terminal gets 80 columns, a wider terminal up to MOST.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Final, TextIO
 PLAIN: Final = 80
 MOST: Final = 120
 GAP: Final = "  "
-LEAST: Final = 20  # columns that are left to a text that is wrapped, however wide the others are
+LEAST: Final = 20  # columns kept for wrapped text, however wide the others are
 COLOURS: Final = {"red": "31", "green": "32", "yellow": "33", "dim": "2"}
 
 
 def width(out: TextIO | None = None) -> int:
-    """How many columns a line may have."""
+    """Number of columns of a line."""
     if not (out or sys.stdout).isatty():
         return PLAIN
     return min(MOST, max(PLAIN, shutil.get_terminal_size((PLAIN, 24)).columns))
 
 
 def paint(text: str, colour: str | None, out: TextIO | None = None) -> str:
-    """The text in a colour of COLOURS; as it is on what is no terminal, and where NO_COLOR is set."""
+    """Colour a text with one of COLOURS; unchanged if the output is no terminal, or NO_COLOR is set."""
     if colour is None or not (out or sys.stdout).isatty() or os.environ.get("NO_COLOR"):
         return text
     return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m"
@@ -36,17 +36,17 @@ def paint(text: str, colour: str | None, out: TextIO | None = None) -> str:
 def table(
     rows: Sequence[Sequence[str]], align: str, wide: int | None = None, colours: Mapping[str, str] | None = None
 ) -> list[str]:
-    """The rows as lines.
+    """Format rows as lines.
 
-    A table with a text that is wrapped, its last column, gives that what the others leave. One without it that is too
-    wide is told in blocks, one below another, each with the first column.
+    A wrapped last column gets the width that the others leave. A table without one that is too
+    wide is split into blocks, one below another, each with the first column.
 
     Args:
         rows: Cells; every row has as many.
         align: For each column "<" (left), ">" (right) or "~" (left, wrapped; the last one only). A shorter one goes on
             with its last letter.
-        wide: The most columns of a line; None: as `width`.
-        colours: Colour by the text of a whole cell, where there is a terminal.
+        wide: Largest width of a line; None: as `width`.
+        colours: Colour by the text of a whole cell, on a terminal.
     """
     if not rows:
         return []
@@ -65,7 +65,7 @@ def table(
 
 
 def _blocks(widths: Sequence[int], wide: int) -> list[list[int]]:
-    """Which columns stand beside each other, the first in every block."""
+    """Groups of columns that stand beside each other, each with the first column."""
     blocks, used = [[0]], widths[0]
     for index, each in enumerate(widths[1:], 1):
         if used + len(GAP) + each > wide and len(blocks[-1]) > 1:

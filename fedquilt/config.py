@@ -1,4 +1,4 @@
-"""TOML in and out: job files, agents' settings; and a table as a struct, with errors that say the mend."""
+"""TOML files: reading and writing tables, and converting them to structs with errors that name the mend."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ else:
 
 T = TypeVar("T")
 
-_PATH: Final = re.compile(r"(?: - )?at `\$([^`]*)`$")  # as msgspec ends its sentences
+_PATH: Final = re.compile(r"(?: - )?at `\$([^`]*)`$")  # end of msgspec's sentences
 _STEP: Final = re.compile(r"\.([^.\[]+)|\[([^\]]*)\]")
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `([^`]*)`")
 _MISSING: Final = re.compile(r"Object missing required field `([^`]*)`")
@@ -43,7 +43,7 @@ _LIMITS: Final = {">=": "of at least", "<=": "of at most", ">": "above", "<": "b
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The table in a TOML file.
+    """Read the table in a TOML file.
 
     Raises:
         JobError: unreadable, or not TOML.
@@ -57,7 +57,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def parse(text: str, where: str) -> dict[str, Any]:
-    """The table in TOML text; `where` is what an error names.
+    """Read the table in TOML text; errors name `where`.
 
     Raises:
         JobError: not TOML.
@@ -69,8 +69,8 @@ def parse(text: str, where: str) -> dict[str, Any]:
 
 
 def text(table: Mapping[str, Any]) -> str:
-    """A table as TOML; keys whose value is None are left out."""
-    import tomli_w  # only what writes settings needs it
+    """Format a table as TOML; keys with the value None are left out."""
+    import tomli_w  # only writers of settings need it
 
     return tomli_w.dumps(_written(table))
 
@@ -83,7 +83,7 @@ def _written(value: Any) -> Any:
 
 @contextmanager
 def naming(where: str) -> Iterator[None]:
-    """An error of a job says where it is, a file or a table, unless it does already."""
+    """Prefix errors of a job with `where`, a file or a table, unless they name it already."""
     try:
         yield
     except JobError as error:
@@ -92,10 +92,10 @@ def naming(where: str) -> Iterator[None]:
 
 
 def convert(table: Any, kind: type[T], where: str) -> T:
-    """The table as a struct; `where` is what it is called: "a job", or as a part of one "[data]".
+    """Convert a table to a struct; `where` is its name in errors: "a job", or of a part "[data]".
 
     Raises:
-        JobError: says what is wrong; of a key or word that there is not, which there are and which is the nearest.
+        JobError: says what is wrong; for an unknown key or word, which exist and which is the nearest.
     """
     try:
         return msgspec.convert(table, kind)
@@ -105,7 +105,7 @@ def convert(table: Any, kind: type[T], where: str) -> T:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean ...?" where one of the known words is near enough; else nothing."""
+    """Suffix "; did you mean ...?" with the nearest known word; "" if none is near."""
     import difflib
 
     found = difflib.get_close_matches(word, list(known), 1)
@@ -179,7 +179,7 @@ def _shown(value: Any, most: int = 60) -> str:
 
 
 def _there(kind: type, path: str) -> list[Any]:
-    """The types that may stand at a path such as ".sources[0]"; none where it leads into what has no keys."""
+    """Types possible at a path such as ".sources[0]"; none if it leads into something without keys."""
     from msgspec import inspect
 
     found = _options(inspect.type_info(kind))
@@ -195,4 +195,4 @@ def _there(kind: type, path: str) -> list[Any]:
 
 
 def _options(one: Any) -> list[Any]:
-    return list(getattr(one, "types", (one,)))  # of a union each
+    return list(getattr(one, "types", (one,)))  # all types of a union

@@ -1,7 +1,7 @@
-"""What work will take at an operating point, in seconds and joules: for the coordinator's deadlines and the governor.
+"""Cost of work at an operating point, in seconds and joules: for the coordinator's deadlines and the governor.
 
 The one model both sides use: t = flops / flops_per_s + read_bytes / bytes_per_s, arithmetic and memory
-traffic not overlapping; E = busy_w * t. How a point's three numbers come from clocks is the profile's matter.
+traffic not overlapping; E = busy_w * t. Profiles compute a point's three numbers from its clocks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fedquilt.core import OperatingPoint, Work
 
 
 def seconds(work: Work, point: OperatingPoint) -> float | None:
-    """How long the work takes there; None: the work or the point does not say enough, or nothing sensible."""
+    """Seconds of the work at a point; None: a number of either is missing or out of range."""
     if work.flops <= 0 or not point.flops_per_s:
         return None
     traffic_s = work.read_bytes / point.bytes_per_s if point.bytes_per_s else 0.0
@@ -21,5 +21,5 @@ def seconds(work: Work, point: OperatingPoint) -> float | None:
 
 
 def joules(duration_s: float, point: OperatingPoint) -> float | None:
-    """What the whole board takes meanwhile; None: its power is not known."""
+    """Joules of the whole board in that time; None: its power is unknown."""
     return None if point.busy_w is None else point.busy_w * duration_s

@@ -1,4 +1,4 @@
-"""What goes wrong with a disk, as one error that says what, why and the mend."""
+"""Errors of a disk, as one kind that says what, why and the mend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedquilt.core import StoreError
 
 
 def write(file: Path, text: str) -> None:
-    """Write a command's output as UTF-8 text; folders that are missing on the way are made.
+    """Write a command's output as UTF-8 text; missing folders on the way are created.
 
     Raises:
         StoreError: it cannot be written.
@@ -22,10 +22,10 @@ def write(file: Path, text: str) -> None:
 
 
 def ready(file: Path) -> None:
-    """Make the folders that are missing on the way to a command's output.
+    """Create the missing folders on the way to a command's output.
 
     Raises:
-        StoreError: they cannot be made.
+        StoreError: they cannot be created.
     """
     with doing(f"write {file}", "name another file"):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -33,7 +33,7 @@ def ready(file: Path) -> None:
 
 @contextmanager
 def doing(what: str, when_full: str = "free some space or use another home") -> Iterator[None]:
-    """Raises StoreError where the system raises OSError: "cannot `what`: ...; the mend"."""
+    """Turn an OSError into a StoreError: "cannot `what`: ...; the mend"."""
     try:
         yield
     except OSError as error:

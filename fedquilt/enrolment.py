@@ -1,7 +1,7 @@
-"""What a board and the enrolment endpoint say to each other, and how either keeps a secret on disk.
+"""Enrolment messages between a board and the endpoint, and storage of secrets.
 
 One JSON object each way over HTTPS: a `Request` (a signing request; with a one-time token to enrol,
-without one to renew) and an `Answer` (a certificate, or a sentence that says why not). Both are
+without one to renew) and an `Answer` (a certificate, or a sentence with the reason). Both are
 bounded and strictly decoded. Keys never travel.
 """
 
@@ -28,7 +28,7 @@ Pem = Annotated[str, Meta(max_length=8 * 1024)]
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Sign this. `csr`: PKCS#10, PEM, for the common name `device`; `token` only to enrol."""
+    """Request to sign `csr`: PKCS#10, PEM, for the common name `device`; `token` only to enrol."""
 
     device: Name
     csr: Pem
@@ -36,7 +36,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A certificate, PEM, or None and the reason in a sentence that names the mend."""
+    """Certificate, PEM, or None and the reason in a sentence that names the mend."""
 
     certificate: Pem | None = None
     reason: Annotated[str, Meta(max_length=1000)] = ""
@@ -46,10 +46,10 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 
 def decode(body: bytes, kind: type[M]) -> M:
-    """The message in `body`.
+    """Decode the message in `body`.
 
     Raises:
-        WireError: too large, not JSON, or not of that kind. It quotes nothing: a token may be in there.
+        WireError: too large, not JSON, or of another kind. It quotes nothing: the body may hold a token.
     """
     if len(body) > MAX_BODY:
         raise WireError(f"{len(body)} bytes are more than the {MAX_BODY} of an enrolment message")
@@ -60,16 +60,16 @@ def decode(body: bytes, kind: type[M]) -> M:
 
 
 def due(begins: datetime.datetime, ends: datetime.datetime, now: datetime.datetime) -> bool:
-    """Whether a certificate should be renewed now: in the last third of its life, or where the clock is before it.
+    """Whether a certificate should be renewed now: in the last third of its life, or if the clock is before it.
 
-    A certificate is made before it is used, so a clock that is before its beginning is wrong (a board
-    without a battery says 1970): the endpoint, whose clock is right, then decides.
+    A certificate is made before it is used, so a clock before its beginning is wrong (a board
+    without a battery may say 1970): the endpoint, whose clock is right, then decides.
     """
     return now < begins or now >= ends - (ends - begins) * DUE_SHARE
 
 
 def keep(path: Path, data: bytes, mode: int) -> None:
-    """Write a file at once or not at all; nobody else can read a secret (mode 0o600) at any moment.
+    """Write a file at once or not at all; at no moment can others read a secret (mode 0o600).
 
     Raises:
         StoreError: the folder cannot be written.
@@ -97,7 +97,7 @@ def keep(path: Path, data: bytes, mode: int) -> None:
 
 
 def key_id(public: Any) -> str:
-    """The SHA-256 of a public key (SubjectPublicKeyInfo, DER) in hex: what people compare."""
+    """Fingerprint of a public key for people to compare: SHA-256 (SubjectPublicKeyInfo, DER) in hex."""
     import hashlib
 
     from cryptography.hazmat.primitives import serialization
@@ -107,7 +107,7 @@ def key_id(public: Any) -> str:
 
 
 def common_name(named: Any) -> str | None:
-    """The one common name of a certificate or signing request; None where there is none, or several."""
+    """The only common name of a certificate or signing request; None if there is none, or several."""
     from cryptography.x509.oid import NameOID
 
     found = named.subject.get_attributes_for_oid(NameOID.COMMON_NAME)

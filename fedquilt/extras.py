@@ -1,4 +1,4 @@
-"""Which optional packages belong to which extra, and what is said where one is not installed."""
+"""Optional packages with their extras, and the error when one is missing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXTRAS: Final = {
 
 
 def missing(module: str) -> str:
-    """What to install for a module that is not there, in a sentence."""
+    """Sentence that says what to install for a missing module."""
     extra = EXTRAS.get(module.split(".")[0], "")
     return f"this needs {module}, which is not installed: pip install 'fedquilt{f'[{extra}]' if extra else ''}'"
 
@@ -40,7 +40,7 @@ def load(module: str) -> ModuleType:
     """Import an optional package.
 
     Raises:
-        JobError: it is not installed; says which extra has it.
+        JobError: it is not installed; names the extra.
     """
     try:
         return importlib.import_module(module)
@@ -52,7 +52,7 @@ def load(module: str) -> ModuleType:
 
 @contextmanager
 def named() -> Iterator[None]:
-    """Turn the want of an optional package into a sentence, as the commands do; a decorator too.
+    """Turn a missing optional package into a sentence, as the commands do; also a decorator.
 
     Raises:
         JobError: one is not installed; says which extra has it.

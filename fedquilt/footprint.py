@@ -1,7 +1,7 @@
-"""What work holds in memory at its peak, above an engine at work: one model for engines, orders and admission.
+"""Peak memory of work above an idle engine: one model for engines, orders and admission.
 
 Light: torch is imported by `weigh` alone. Constants were fitted with `fedquilt bench footprint` on x86-64
-(torch 2.13 for the CPU, onnxruntime 1.31, glibc 2.36); a board's own error is learnt as it works
+(torch 2.13 for the CPU, onnxruntime 1.31, glibc 2.36); a board learns its own error as it works
 (`fedquilt.edge_agent.task.budget.Caution`).
 """
 
@@ -22,10 +22,12 @@ FIRST_USE_BYTES: Mapping[str, int] = {"onnx": 12 * 10**6, "torch": 18 * 10**6}
 
 
 def need_bytes(engine: str, peak_bytes: int, base_bytes: int | None = None) -> int:
-    """What a task's process holds at its peak: the engine imported and at work, and the work above that.
+    """Peak memory of a task's process: the engine imported and active, plus the work.
 
     Args:
-        base_bytes: of the process with the engine imported; None: as assumed.
+        engine: name.
+        peak_bytes: of the work, above the active engine.
+        base_bytes: of the process with only the engine imported; None: as assumed.
     """
     base = ASSUMED_BASE_BYTES.get(engine, 0) if base_bytes is None else base_bytes
     return base + FIRST_USE_BYTES.get(engine, 0) + peak_bytes
@@ -33,23 +35,23 @@ def need_bytes(engine: str, peak_bytes: int, base_bytes: int | None = None) -> i
 
 @dataclass(frozen=True)
 class Trained:
-    """What decides the memory that training a network takes."""
+    """Properties of a network that determine the memory of its training."""
 
     weights_bytes: int  # parameters and buffers
-    convolutions: int  # tensors of four axes
+    convolutions: int  # tensors with four axes
     largest_bytes: int  # the largest of them
     kept_bytes: int  # activations of one example that the forward pass keeps for the backward one
-    widest_bytes: int  # the largest of those
-    still_bytes: int = 0  # of the parameters, those held still: without gradients and moments
-    passing_bytes: int = 0  # the largest activation of one example, kept or not
+    widest_bytes: int  # largest of those
+    still_bytes: int = 0  # part of the parameters that is frozen: without gradients and moments
+    passing_bytes: int = 0  # largest activation of one example, kept or not
 
 
 def weigh(model: nn.Module, x: torch.Tensor) -> tuple[Trained, torch.Tensor]:
-    """What a network takes in training, and its answer (n, ...), from one forward pass of a few examples (n, ...).
+    """Measure a network's memory in training, and its scores (n, ...), by a forward pass of a few examples (n, ...).
 
-    A parameter that wants no gradient is held still: what only it would need of the pass is not kept.
-    The pass is one in training mode: it moves the statistics of batch normalisation, and takes two
-    examples where the network has any.
+    A parameter without gradient is frozen: activations that only it needs are not kept.
+    The pass is in training mode: it updates the statistics of batch normalisation, and takes two
+    examples if the network has any.
     """
     import torch
 
@@ -61,7 +63,7 @@ def weigh(model: nn.Module, x: torch.Tensor) -> tuple[Trained, torch.Tensor]:
         storage = value.untyped_storage()
         if storage.data_ptr() not in own:
             kept[storage.data_ptr()] = storage.nbytes()
-        return value.detach()  # itself would hold the graph that holds it: torch never finds such a circle
+        return value.detach()  # the value itself would hold the graph that holds it: torch never frees such a circle
 
     passing = 0
 
@@ -124,13 +126,15 @@ def training_bytes(
     library: str = "",
     piece_bytes: int | None = None,
 ) -> int:
-    """The peak of training steps on so many examples at once, above torch at work.
+    """Peak memory of training steps on `examples` at once, above active torch.
 
     Args:
-        anchors: copies of the weights that a method looks at, besides COPIES.
-        moments: copies of what is trained that the optimizer remembers.
-        library: what the network's name begins with, up to a slash.
-        piece_bytes: of what is kept for the backward pass, how much is held at once; None: all of it.
+        network: as measured by `weigh`.
+        examples: of a micro-batch.
+        anchors: copies of the weights that a method reads, besides COPIES.
+        moments: copies of the trained tensors in the optimizer's state.
+        library: prefix of the network's name, up to a slash.
+        piece_bytes: bytes kept for the backward pass that are held at once; None: all.
     """
     moving = (1 + moments) * (network.weights_bytes - network.still_bytes)
     fixed = fixed_bytes(network.weights_bytes, network.convolutions, moving, copies=COPIES + anchors, library=library)
@@ -142,11 +146,14 @@ def training_bytes(
 def fixed_bytes(
     weights_bytes: int, convolutions: int, moving_bytes: int = 0, *, copies: int = COPIES, library: str = ""
 ) -> int:
-    """The part of `training_bytes` that no smaller micro-batch makes smaller.
+    """Part of `training_bytes` that does not shrink with the micro-batch.
 
     Args:
-        moving_bytes: gradients, and what an optimizer remembers; 0 in an evaluation.
-        copies: of the weights that are held at once.
+        weights_bytes: of the network.
+        convolutions: number of tensors with four axes.
+        moving_bytes: gradients and optimizer state; 0 in an evaluation.
+        copies: copies of the weights held at once.
+        library: prefix of the network's name, up to a slash.
     """
     compiled = FIRST_KERNEL_BYTES * min(convolutions, 1) + KERNEL_BYTES * convolutions
     return LIBRARY_BYTES.get(library, 0) + compiled + int((copies + FREED) * weights_bytes) + moving_bytes
@@ -163,14 +170,14 @@ def example_bytes(network: Trained) -> int:
 
 
 def least_bytes(network: Trained) -> int:
-    """What each example adds at the least: with what is kept made again in PIECES, one held at a time."""
+    """Least memory of each example: its kept activations made again in PIECES, one held at a time."""
     return -(-network.kept_bytes // PIECES) + _working_bytes(network, again=True)
 
 
 def piece_bytes(network: Trained, examples: int, room_bytes: float) -> int | None:
-    """How much of what so many examples keep may be held at once, of the room for activations; None: all of it.
+    """Kept bytes of `examples` that fit the room for activations at once; None: all.
 
-    Never less than one of PIECES, however small the room: each further piece costs up to a forward pass more.
+    Never less than one of PIECES, however small the room: each further piece costs up to one more forward pass.
     """
     kept_bytes = examples * network.kept_bytes
     if kept_bytes <= int(room_bytes) - examples * _working_bytes(network):
@@ -180,11 +187,11 @@ def piece_bytes(network: Trained, examples: int, room_bytes: float) -> int | Non
 
 
 def coupled(model: Collection[str], moved: Collection[str] | None = None) -> bool:
-    """Whether a network's mini-batches are trained whole: batch normalisation bears on all of their examples.
+    """Whether a network's mini-batches are trained whole, as batch normalisation couples their examples.
 
     Args:
         model: names of its tensors.
-        moved: of those that are trained; None: all. Batch normalisation of which nothing is trained is held still.
+        moved: names of those that are trained; None: all. Batch normalisation without trained tensors is frozen.
     """
     for name in model:
         module, _, leaf = name.rpartition(".")
@@ -196,7 +203,7 @@ def coupled(model: Collection[str], moved: Collection[str] | None = None) -> boo
 
 
 def _working_bytes(network: Trained, *, again: bool = False) -> int:
-    """What is at work for each example, beside what is kept, which may be made again in pieces."""
+    """Working memory of each example beside its kept activations, which may be made again in pieces."""
     return max((WIDEST_AGAIN if again else WIDEST) * network.widest_bytes, PASSING * network.passing_bytes)
 
 
@@ -209,9 +216,11 @@ GAPS = 1.2
 
 
 def scoring_bytes(weights_bytes: int, activation_bytes: int, examples: int) -> int:
-    """The peak of one graph on so many examples at once, its weights mapped and not laid out anew, above ONNX Runtime.
+    """Peak memory of one graph on `examples` at once, above ONNX Runtime, its weights mapped and not laid out anew.
 
     Args:
-        activation_bytes: alive together for one example, at most (`fedquilt.models.stitching.tiled_linear`).
+        weights_bytes: of the graph.
+        activation_bytes: most that is alive at once for one example (`fedquilt.models.stitching.tiled_linear`).
+        examples: of a micro-batch.
     """
     return SESSION_BYTES + weights_bytes + int(GAPS * examples * activation_bytes)

@@ -1,10 +1,10 @@
-"""Which tensors make a layer, and which layer comes first: numpy, no network at hand.
+"""Layers of a network and their order, from its tensors alone: numpy, without the network itself.
 
 A layer is what has weights of two dimensions or more, with its bias and the scale and shift of the
-normalisation that follows it. Counters and running statistics belong to none: they describe a device's data.
-Names do not tell the order in which a network uses its layers ("classifier" comes before "encoder" in the alphabet):
-`fedquilt prepare` traces it (`models.networks.calls`), and a method has it in its network's table. A bundle made before
-has none; then the natural order of names stands in for it.
+normalisation that follows it. Counters and running statistics belong to no layer: they describe a device's data.
+Names do not give the order in which a network uses its layers ("classifier" sorts before "encoder"):
+`fedquilt prepare` traces it (`models.networks.calls`) into the network's table. Older bundles have none; then the
+natural order of names replaces it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def calls(network: Mapping[str, Any]) -> tuple[str, ...]:
-    """The modules of a network's table by their first call; (): its bundle does not say."""
+    """Modules of a network's table in the order of their first call; (): not in its bundle."""
     return tuple(str(path) for path in network.get("calls", ()))
 
 
@@ -44,16 +44,16 @@ def layers(model: Tensors, calls: Sequence[str] = ()) -> dict[str, tuple[str, ..
 
 
 def head(model: Tensors, calls: Sequence[str] = ()) -> str | None:
-    """The layer that tells the classes: the last of those whose weights are matrices; None: there is none."""
+    """The classifier: last of the layers whose weights are matrices; None: there is none."""
     told = layers(model, calls)
     flat = [layer for layer, names in told.items() if max(model[name].ndim for name in names) == 2]
     return flat[-1] if flat else None
 
 
 def ordered(names: Iterable[str], calls: Sequence[str] = ()) -> list[str]:
-    """Modules or their tensors by the modules' first call; without calls, and within one, in natural order.
+    """Modules or their tensors in order of the modules' first call; without calls, and within one, in natural order.
 
-    A module that is never called, as its parent uses its weights itself, stands with the nearest one around it.
+    A module that is never called, as its parent uses its weights itself, stands with the nearest module around it.
     """
     place = {path: index for index, path in enumerate(calls)}
 
@@ -67,7 +67,7 @@ def ordered(names: Iterable[str], calls: Sequence[str] = ()) -> list[str]:
 
 
 def natural(name: str) -> list[tuple[int, int | str]]:
-    """A key that sorts numbers in names as numbers."""
+    """Sort key that compares numbers in names as numbers."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]
 
 
@@ -76,7 +76,7 @@ def _channels(model: Tensors, names: Iterable[str]) -> int:
 
 
 def _beside(module: str, others: Iterable[str]) -> str | None:
-    """Of its neighbours the one with its number, or the one before it in a sequence."""
+    """The neighbour with the same number, or the one before it in a sequence."""
     parent, _, leaf = module.rpartition(".")
     near = {each.rpartition(".")[2]: each for each in others if each.rpartition(".")[0] == parent}
     if leaf.isdigit():

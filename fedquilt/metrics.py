@@ -1,8 +1,8 @@
-"""What a network is trained to predict, and the metric by which such networks are compared.
+"""Metrics of each kind of prediction, and which of them compares networks.
 
-Light (no numpy): the coordinator's views, comparisons and reports all ask here which metric of an evaluation is the
-main one, whether more of it is better, and how values of several devices become one. An engine computes the metrics
-(`fedquilt.edge_agent.engines.objectives`); nothing else has to know which task it was.
+Light (no numpy): the coordinator's views, comparisons and reports all take from here the main metric of an
+evaluation, whether more of it is better, and how values of several devices are combined. An engine computes the
+metrics (`fedquilt.edge_agent.engines.objectives`); no other code depends on the task.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ TASKS: Final[tuple[TaskKind, ...]] = ("classes", "regression", "labels")
 
 
 class Metric(NamedTuple):
-    """How a number of an evaluation is read."""
+    """Meaning of one number of an evaluation."""
 
-    name: str  # as engines report it
+    name: str  # as reported by engines
     title: str  # for people
     higher: bool = True  # whether more is better
     share: bool = True  # whether it runs from 0 to 1 and is shown in per cent
-    power: int = 1  # of the mean that joins several devices' values: 2 for a root of a mean of squares
+    power: int = 1  # exponent of the mean over devices: 2 for a root of a mean of squares
 
 
 ACCURACY: Final = Metric("accuracy", "accuracy")
@@ -51,10 +51,10 @@ MAIN: Final[Mapping[TaskKind, Metric]] = {
 
 
 def task_of(network: Mapping[str, Any]) -> TaskKind:
-    """The task in a network's table; without a key `task` it tells classes apart.
+    """Task in a network's table; without a key `task` it is classes.
 
     Raises:
-        JobError: an unknown task; lists those there are.
+        JobError: an unknown task; lists the known ones.
     """
     task = network.get("task", "classes")
     if task not in TASKS:
@@ -63,9 +63,10 @@ def task_of(network: Mapping[str, Any]) -> TaskKind:
 
 
 def main(told: Mapping[str, float], prefix: str = "") -> tuple[Metric, float] | None:
-    """The main metric among those that an evaluation reports, and its value; None: it reports none.
+    """Main metric of an evaluation's report, and its value; None: it reports none.
 
     Args:
+        told: metric -> value.
         prefix: before each name: "check." in updates and committed rounds.
     """
     for metric in MAIN.values():
@@ -75,14 +76,14 @@ def main(told: Mapping[str, float], prefix: str = "") -> tuple[Metric, float] | 
 
 
 def joined(metric: Metric, told: Iterable[tuple[float, float]]) -> float:
-    """One value of several devices' (value, weight): a mean, by weight; of RMSEs the root of the mean of squares."""
+    """Combine several devices' (value, weight): a weighted mean; of RMSEs the root of the mean of squares."""
     pairs = list(told)
     whole = sum(weight for _, weight in pairs)
     return float((sum(value**metric.power * weight for value, weight in pairs) / whole) ** (1 / metric.power))
 
 
 def best(metric: Metric, values: Sequence[float]) -> float:
-    """The best of one or more values."""
+    """Best of one or more values."""
     return max(values) if metric.higher else min(values)
 
 
@@ -92,32 +93,32 @@ def reached(metric: Metric, value: float, target: float) -> bool:
 
 
 def worst_first(metric: Metric, values: Iterable[float]) -> list[float]:
-    """The values in order, the worst first."""
+    """Values in order, the worst first."""
     return sorted(values, reverse=not metric.higher)
 
 
 def scale(metric: Metric) -> float:
-    """Factor for showing values: 100 where they are shown in per cent."""
+    """Factor for display: 100 for values in per cent."""
     return 100.0 if metric.share else 1.0
 
 
 def shown(metric: Metric, value: float, digits: int = 2) -> str:
-    """A value with its unit: "77.70 %", or four significant digits."""
+    """Value with its unit: "77.70 %", or four significant digits."""
     if not math.isfinite(value):
         return "-"
     return f"{100 * value:.{digits}f} %" if metric.share else f"{value:.4g}"
 
 
 def label(metric: Metric) -> str:
-    """The metric's name with its unit, for the head of a column or an axis."""
+    """Name of the metric with its unit, for the head of a column or an axis."""
     return f"{metric.title} %" if metric.share else metric.title
 
 
 def column(metric: Metric, name: str) -> str:
-    """What a table's column "accuracy" or "held_accuracy" is called where the main metric is another."""
+    """Name of a table's column "accuracy" or "held_accuracy" when the main metric is another."""
     return {"accuracy": metric.name, "held_accuracy": f"held_{metric.name}"}.get(name, name)
 
 
 def titled(metric: Metric, row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row, or a table of columns, with its columns named after the main metric."""
+    """Row, or table of columns, with its columns named after the main metric."""
     return {column(metric, name): value for name, value in row.items()}

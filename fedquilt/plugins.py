@@ -1,11 +1,11 @@
-"""Methods, networks, data sets, meters and engines from outside: found by entry point, or as `module:name`.
+"""Plug-ins: methods, networks, data sets, meters and engines from outside, by entry point or `module:name`.
 
-A package declares what it gives in its `pyproject.toml`: `mine = "mine:METHOD"` below
+A package declares them in its `pyproject.toml`: `mine = "mine:METHOD"` below
 `[project.entry-points."fedquilt.methods"]`. Entry points are read when a name is looked up, and a package is imported
-only when something of it is asked for by name: one that is broken disturbs nobody else. Our own are files in folders;
-every look-up hands in their names.
+only when something of it is used by name: a broken one disturbs nobody else. Our own are files in folders;
+every look-up passes their names.
 
-On a board nothing is imported because a message says so: `restrict` keeps a process to what its agent.toml allows.
+On a board no message alone can cause an import: `restrict` limits a process to the packages that agent.toml allows.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ CALLED: Final[dict[Kind, str]] = {
     "meter": "meter",
     "engine": "engine",
 }
-OWNERS: Final = ("data", "meter")  # kinds that no message names: agent.toml alone does
+OWNERS: Final = ("data", "meter")  # kinds that no message names, only agent.toml
 TARGET: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:name
-NAMED: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")  # what an entry point may be called
+NAMED: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")  # possible names of entry points
 
-_allowed: frozenset[str] | None = None  # packages and `module:name`; None: every package that is installed
-_by_code = True  # whether `module:name` that is not among `_allowed` may be imported
+_allowed: frozenset[str] | None = None  # packages and `module:name`; None: every installed package
+_by_code = True  # whether other `module:name` than those in `_allowed` may be imported
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """One thing from outside, not imported yet."""
+    """Something from outside, not imported yet."""
 
     kind: Kind
-    name: str  # as a job has it: of an entry point, or module:name
+    name: str  # name in a job: of an entry point, or module:name
     target: str  # module:name
-    package: str  # the distribution, or of `module:name` without one its top-level module
-    version: str  # "" where there is no distribution
+    package: str  # distribution, or for `module:name` without one its top-level module
+    version: str  # "" without a distribution
 
     @property
     def module(self) -> str:
-        """The top-level module."""
+        """Name of the top-level module."""
         return self.target.partition(":")[0].partition(".")[0]
 
     def __str__(self) -> str:
@@ -76,31 +76,31 @@ class Plugin:
 
 
 def names(kind: Kind) -> list[str]:
-    """What installed packages give of a kind and this process may import, sorted. Imports none of it."""
+    """Names of a kind that installed packages offer and this process may import, sorted. Imports none."""
     return sorted({plugin.name for plugin in _installed(kind)})
 
 
 def modules(kinds: Collection[Kind] = ("method", "network", "engine")) -> dict[str, str]:
-    """For a device's profile: "plugin <module>" -> `proof`, of all that this process may import."""
+    """Plug-ins that this process may import, for a device's profile: "plugin <module>" -> `proof`."""
     found = [plugin for kind in kinds for plugin in _installed(kind)]
     found += [_coded("network", name) for name in sorted(_allowed or ()) if TARGET.fullmatch(name)]
     return {f"plugin {plugin.module}": proof(plugin) for plugin in found}
 
 
 def of_package(name: str) -> list[Plugin]:
-    """All that an installed package gives; [] where there is no such package, or it gives nothing."""
+    """Everything that an installed package offers; [] if there is no such package, or it offers nothing."""
     found = [plugin for kind in GROUPS for plugin in _installed(kind)]
     return [plugin for plugin in found if _plain(plugin.package) == _plain(name)]
 
 
 def usable(kind: Kind, ours: Collection[str]) -> list[Plugin]:
-    """What other packages give of a kind under names that stand for one thing only, sorted; imports none of it."""
+    """Plug-ins of a kind with an unambiguous name, sorted; imports none."""
     found = _installed(kind)
     return [each for each in found if each.name not in ours and sum(each.name == one.name for one in found) == 1]
 
 
 def complaints(kind: Kind, ours: Collection[str]) -> list[str]:
-    """A sentence for each name of this kind that cannot be used, as it stands for two things."""
+    """Sentence for each name of this kind that cannot be used, as it stands for two things."""
     said = []
     for name in names(kind):
         try:
@@ -111,10 +111,10 @@ def complaints(kind: Kind, ours: Collection[str]) -> list[str]:
 
 
 def find(kind: Kind, name: str, ours: Collection[str] = ()) -> Plugin | None:
-    """What a name stands for; None: one of `ours`. Imports nothing.
+    """Find the plug-in of a name; None: it is one of `ours`. Imports nothing.
 
     Raises:
-        JobError: nothing, or two things, or what this board's agent.toml does not allow; says which and the mend.
+        JobError: there is none, or two, or one that this board's agent.toml does not allow; names it and the mend.
     """
     if ":" in name:
         return _coded(kind, name)
@@ -144,20 +144,20 @@ def find(kind: Kind, name: str, ours: Collection[str] = ()) -> Plugin | None:
 
 
 def load(kind: Kind, name: str, ours: Collection[str] = ()) -> Any:
-    """The object that a name stands for, imported; None: it is one of `ours`.
+    """Import the object of a name; None: it is one of `ours`.
 
     Raises:
-        JobError: as `find`; or it cannot be imported, or is not there. Names package, place and mend.
+        JobError: as `find`; or it cannot be imported, or does not exist. Names package, place and mend.
     """
     plugin = find(kind, name, ours)
     return None if plugin is None else imported(plugin)
 
 
 def imported(plugin: Plugin) -> Any:
-    """The object itself.
+    """Import the object of a plug-in.
 
     Raises:
-        JobError: the module is not there, fails at import, or has no such name.
+        JobError: the module does not exist, fails at import, or has no such name.
     """
     module, _, attribute = plugin.target.partition(":")
     with _own_folder():
@@ -178,7 +178,7 @@ def imported(plugin: Plugin) -> Any:
 
 
 def refused(plugin: Plugin, wanted: str, found: Any) -> JobError:
-    """The error that what a plug-in gives is of another kind than wanted."""
+    """Error for a plug-in whose object is of another kind than wanted."""
     return JobError(f"{plugin} is a {type(found).__name__}, and {wanted} is wanted: mend {plugin.target}")
 
 
@@ -186,11 +186,11 @@ def refused(plugin: Plugin, wanted: str, found: Any) -> JobError:
 
 
 def restrict(allowed: Collection[str] | None) -> None:
-    """Keep this process to what its board allows, from now on: for agents and their tasks' processes.
+    """Limit this process to the packages that its board allows, from now on: for agents and their tasks' processes.
 
     Args:
-        allowed: packages by name, and `module:name`; None: the entry points of all packages that are installed, and
-            no `module:name`.
+        allowed: packages by name, and `module:name`; None: the entry points of all installed packages, and no
+            `module:name`.
     """
     global _allowed, _by_code
     _allowed, _by_code = None if allowed is None else frozenset(allowed), False
@@ -198,7 +198,7 @@ def restrict(allowed: Collection[str] | None) -> None:
 
 @contextmanager
 def restricted(allowed: Collection[str] | None) -> Iterator[None]:
-    """`restrict` for a while."""
+    """Apply `restrict` within a `with` block."""
     global _allowed, _by_code
     before = _allowed, _by_code
     restrict(allowed)
@@ -212,7 +212,7 @@ def restricted(allowed: Collection[str] | None) -> Iterator[None]:
 
 
 def proof(plugin: Plugin) -> str:
-    """Package, version and sha256 of all files of the plug-in's module, as one text without a space too many.
+    """Package, version and sha256 of all files of the plug-in's module, as one text with single spaces.
 
     Two machines with the same text run the same code.
     """
@@ -222,17 +222,17 @@ def proof(plugin: Plugin) -> str:
 
 
 def short(proof: str) -> str:
-    """A proof as people read it, without its package: "1.0 (3fa1b2c4)"; "" for what is none."""
+    """Proof for people, without its package: "1.0 (3fa1b2c4)"; "" if it is none."""
     _, _, rest = proof.partition(" ")
     version, _, content = rest.partition(" ")
     return f"{'without version' if version == '-' else version} ({content[:8]})" if content else ""
 
 
 def require_current(then: Mapping[str, str]) -> None:
-    """Check that the packages a bundle's network came from are still the same, as far as they are installed here.
+    """Check that the packages behind a bundle's network are unchanged, as far as they are installed here.
 
     Args:
-        then: module -> `proof`, as `fedquilt prepare` noted.
+        then: module -> `proof`, as noted by `fedquilt prepare`.
 
     Raises:
         JobError: one has another content here; names the package and both contents.
@@ -249,7 +249,7 @@ def require_current(then: Mapping[str, str]) -> None:
 
 
 def needs(kind: Kind, name: str, ours: Collection[str] = ()) -> dict[str, str]:
-    """What a device has to have to run what a name stands for: module -> `proof`; nothing where it is one of `ours`.
+    """Packages a device needs for a name: module -> `proof`; empty if it is one of `ours`.
 
     Raises:
         JobError: as `find`.
@@ -259,7 +259,7 @@ def needs(kind: Kind, name: str, ours: Collection[str] = ()) -> dict[str, str]:
 
 
 def allowing(kind: Kind, name: str, ours: Collection[str] = ()) -> list[str]:
-    """What a simulated board's `plugins` has to list for it to run what a name stands for.
+    """Entries that a simulated board's `plugins` needs in order to run a name.
 
     Raises:
         JobError: as `find`.
@@ -270,14 +270,14 @@ def allowing(kind: Kind, name: str, ours: Collection[str] = ()) -> list[str]:
 
 @lru_cache(maxsize=64)
 def _content(module: str, path: tuple[str, ...]) -> str:
-    """The digest of a top-level module's files, found without running any of it; "unknown" where there are none."""
+    """Digest of a top-level module's files, found without running any of it; "unknown" without files."""
     try:
         spec = util.find_spec(module)
     except (ImportError, ValueError):
         return "unknown"
     if spec is None:
         return "unknown"
-    found = [Path(folder) for folder in spec.submodule_search_locations or ()]  # of a namespace package several
+    found = [Path(folder) for folder in spec.submodule_search_locations or ()]  # a namespace package may have several
     files = sorted((file.relative_to(folder).as_posix(), file) for folder in found for file in _files(folder))
     if not found and spec.origin and Path(spec.origin).is_file():
         files = [(Path(spec.origin).name, Path(spec.origin))]
@@ -297,7 +297,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _installed(kind: Kind) -> list[Plugin]:
-    """The entry points that this process may use; of those that two packages claim, both."""
+    """Entry points that this process may use; of those that two packages claim, both."""
     found = _every(kind, tuple(sys.path))
     allowed = {_plain(name) for name in _allowed or ()}
     return [each for each in found if kind in OWNERS or _allowed is None or _plain(each.package) in allowed]
@@ -305,7 +305,7 @@ def _installed(kind: Kind) -> list[Plugin]:
 
 @lru_cache(maxsize=16)  # per kind and search path: reading them takes longer than a small task
 def _every(kind: Kind, path: tuple[str, ...]) -> tuple[Plugin, ...]:
-    found: dict[tuple[str, str], Plugin] = {}  # a package that is found twice on the path counts once, the first
+    found: dict[tuple[str, str], Plugin] = {}  # a package found twice on the path counts once, the first
     for distribution in metadata.distributions():
         try:
             points = [point for point in distribution.entry_points if point.group == GROUPS[kind]]
@@ -320,7 +320,7 @@ def _every(kind: Kind, path: tuple[str, ...]) -> tuple[Plugin, ...]:
 
 
 def _coded(kind: Kind, name: str) -> Plugin:
-    """`module:name`, if this process may import it."""
+    """Plug-in of a `module:name`, if this process may import it."""
     if not TARGET.fullmatch(name):
         raise JobError(f"{CALLED[kind]} {name!r}: write module:name, as in mine.networks:small")
     if kind not in OWNERS and not _by_code and name not in (_allowed or ()):
@@ -337,13 +337,13 @@ def _coded(kind: Kind, name: str) -> Plugin:
 
 
 def _plain(package: str) -> str:
-    """A distribution's name as packaging compares them: "Outside_FL" is "outside-fl"."""
+    """Name of a distribution as packaging compares it: "Outside_FL" is "outside-fl"."""
     return re.sub(r"[-_.]+", "-", package).lower()
 
 
 @contextmanager
 def _own_folder() -> Iterator[None]:
-    """The current folder is searched too, where the operator's own code may lie; not on a board."""
+    """Search the current folder too, for the operator's own code; not on a board."""
     if not _by_code:
         yield
         return
@@ -360,7 +360,7 @@ def _line(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Where it was raised: file and line, of a syntax error those of the text itself."""
+    """File and line that raised the error; of a syntax error those of the text itself."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]

@@ -1,4 +1,4 @@
-"""What a service tells systemd that started it with Type=notify: sd_notify(3), without its library."""
+"""Status messages of a service to systemd (Type=notify): sd_notify(3), without its library."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Final
 
 from fedquilt.transport.link import Endpoint
 
-BEAT_S: Final = 1.0  # between words to the watchdog
+BEAT_S: Final = 1.0  # shortest interval between messages to the watchdog
 
 
 def notify(word: str, to: str | None = None) -> None:
-    """Tell systemd, if it started this process."""
+    """Send a message to systemd, if it started this process."""
     address = to or os.environ.get("NOTIFY_SOCKET")
     if address:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line, contextlib.suppress(OSError):
@@ -23,9 +23,9 @@ def notify(word: str, to: str | None = None) -> None:
 
 
 class Watched:
-    """An endpoint whose steps systemd hears of: ready after the first, alive by each, and in words how things are.
+    """Endpoint that reports its steps to systemd: ready after the first, alive after each, and its status in words.
 
-    It is ready before it has a broker: a board starts without a network, and waits for one.
+    It is ready before it has a broker: a board starts without a network, and waits for it.
 
     Args:
         status: one sentence for `systemctl status`.
@@ -38,13 +38,15 @@ class Watched:
 
     @property
     def finished(self) -> bool:
+        """Whether the endpoint has finished."""
         return self._endpoint.finished
 
     def fds(self) -> Sequence[int]:
+        """File descriptors of the endpoint."""
         return self._endpoint.fds()
 
     def step(self, now_s: float) -> float:
-        """One step of the endpoint; then systemd is told, not more often than it has to be."""
+        """Step the endpoint, then report to systemd, not more often than necessary."""
         due_s = self._endpoint.step(now_s)
         words = []
         if self._told_s is None:

@@ -1,4 +1,4 @@
-"""Arithmetic on name -> array mappings, their bytes, and storing a state. Always new arrays.
+"""Tensors: arithmetic on name -> array mappings, their bytes, and storage of states. Always new arrays.
 
 Bytes are safetensors, in sorted order of names, so that equal tensors have equal bytes and hence
 one sha256. A state (a frozen dataclass of arrays, scalars, strings, tuples, mappings and further
@@ -28,12 +28,12 @@ from fedquilt.core import StoreError, Tensors, UpdateError, derive_seed
 T = TypeVar("T")
 HEADER_MOST: Final = 4 << 20  # bytes of a safetensors header: some 25,000 tensors; its own library reads 100 MB
 AXES_MOST: Final = 16
-COUNTED_MOST: Final = 2**53  # of a counter, so that it can go on counting
+COUNTED_MOST: Final = 2**53  # of a counter, so that it can still be increased
 
 
 @dataclass(frozen=True)
 class Shaped:
-    """Stands for an array of which only shape and type count."""
+    """Shape and type in place of an array."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -71,10 +71,10 @@ _LAYOUT: Final = re.compile(r"(b1|[iu][1248]|f[248]):((?:[0-9]{1,10}(?:,[0-9]{1,
 
 
 def combine(function: Callable[..., np.ndarray], first: Tensors, *others: Tensors) -> Tensors:
-    """`function` of the arrays of the same name in every mapping.
+    """Apply `function` to the arrays of the same name in every mapping.
 
     Raises:
-        UpdateError: names or shapes differ; says which.
+        UpdateError: names or shapes differ; names them.
     """
     for other in others:
         require_like(other, first)
@@ -82,19 +82,19 @@ def combine(function: Callable[..., np.ndarray], first: Tensors, *others: Tensor
 
 
 def require_like(given: Tensors, wanted: Tensors) -> None:
-    """Raises UpdateError unless `given` has the names and shapes of `wanted`, and only finite numbers."""
+    """Raise UpdateError unless `given` has the names and shapes of `wanted`, and only finite numbers."""
     _require_shapes(given, wanted)
     require_finite(given)
 
 
 def require_same(given: Tensors, wanted: Mapping[str, np.ndarray | Shaped]) -> None:
-    """Check what a device sent before it is added up.
+    """Check an update's tensors before they are added up.
 
-    An integer tensor is a counter: from 0 to `COUNTED_MOST`. A floating-point number may be as large as its type
-    still holds the square of (1.8e19 in 32 bits), so that no sum, difference or second moment overflows.
+    An integer tensor is a counter: from 0 to `COUNTED_MOST`. A floating-point number may be as large as the root of
+    its type's range (1.8e19 in 32 bits), so that no sum, difference or second moment overflows.
 
     Raises:
-        UpdateError: a name, a shape or a type is not that of `wanted`, or a number is out of these bounds.
+        UpdateError: a name, a shape or a type differs from `wanted`, or a number is out of these bounds.
     """
     _require_shapes(given, wanted)
     for name, array in given.items():
@@ -113,11 +113,11 @@ def require_same(given: Tensors, wanted: Mapping[str, np.ndarray | Shaped]) -> N
 
 @cache
 def _bounds(kind: np.dtype[Any]) -> tuple[float, float]:
-    """The least and the largest number of a tensor that is added up."""
+    """Least and largest number of a tensor that may be added up."""
     if kind.kind != "f":
         return 0, COUNTED_MOST
     most = float(np.finfo(kind).max)
-    most = most if kind.itemsize < 4 else math.sqrt(most)  # 16 bits are not used for sums
+    most = most if kind.itemsize < 4 else math.sqrt(most)  # 16-bit types are not used for sums
     return -most, most
 
 
@@ -131,14 +131,14 @@ def _require_shapes(given: Tensors, wanted: Mapping[str, np.ndarray | Shaped]) -
 
 
 def require_finite(given: Tensors) -> None:
-    """Raises UpdateError if any floating-point array holds NaN or infinity."""
+    """Raise UpdateError if any floating-point array holds NaN or infinity."""
     for name, array in given.items():
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise UpdateError(f"tensor {name!r} holds {int((~np.isfinite(array)).sum())} values that are not finite")
 
 
 def rng(*keys: object) -> np.random.Generator:
-    """A generator keyed by anything: the same keys give the same numbers anywhere."""
+    """Generator keyed by any values: the same keys give the same numbers on every machine."""
     return np.random.Generator(np.random.PCG64(derive_seed(*keys)))
 
 
@@ -146,7 +146,7 @@ def rng(*keys: object) -> np.random.Generator:
 
 
 def encode(tensors: Tensors, metadata: dict[str, str] | None = None) -> bytes:
-    """safetensors bytes; equal input, equal bytes."""
+    """Encode as safetensors; equal input gives equal bytes."""
     ordered = _ordered(tensors)
     shapes = tuple((name, array.dtype, array.shape) for name, array in ordered.items())
     known = None if metadata else _heads.get(shapes)
@@ -160,7 +160,7 @@ def encode(tensors: Tensors, metadata: dict[str, str] | None = None) -> bytes:
 
 
 def write(path: Path, tensors: Tensors) -> None:
-    """Write what `encode` returns into a file, with half the memory beside the tensors.
+    """Write the bytes of `encode` into a file, with half the memory beside the tensors.
 
     Raises:
         StoreError: it cannot be written.
@@ -176,7 +176,7 @@ def _ordered(tensors: Tensors) -> dict[str, np.ndarray]:
 
 
 def decode(payload: bytes) -> dict[str, np.ndarray]:
-    """The tensors in safetensors bytes, sorted by name.
+    """Decode safetensors bytes, sorted by name.
 
     Raises:
         UpdateError: not safetensors.
@@ -238,7 +238,7 @@ def _learn(payload: bytes, found: Tensors) -> None:
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
-    """The tensors in a safetensors file.
+    """Read the tensors in a safetensors file.
 
     Raises:
         UpdateError: not safetensors.
@@ -251,7 +251,7 @@ def read(path: Path) -> dict[str, np.ndarray]:
 
 
 class Floats(Mapping[str, np.ndarray]):
-    """The float32 tensors of a safetensors file, each read when it is asked for: one at a time is in memory.
+    """Float32 tensors of a safetensors file, read on demand: one at a time is in memory.
 
     Raises:
         UpdateError: not safetensors.
@@ -296,14 +296,14 @@ class Floats(Mapping[str, np.ndarray]):
 
 
 def pack(state: Any) -> bytes:
-    """One blob that holds a whole state.
+    """Pack a whole state into one blob.
 
-    The annotations of the state's dataclasses say what is an array. A numpy scalar, which numpy's arithmetic
-    makes of arrays without axes, is stored there as an array of shape () in its own dtype; where a plain
+    The annotations of the state's dataclasses declare its arrays. A numpy scalar, which numpy's arithmetic
+    makes of arrays without axes, is stored there as an array of shape () in its own dtype; if a plain
     number is annotated, it is stored as a plain number.
 
     Raises:
-        TypeError: the state holds something else than its annotations say, which `unpack` could not read back.
+        TypeError: the state holds something unlike its annotations, which `unpack` could not read back.
     """
     arrays: dict[str, np.ndarray] = {}
 
@@ -318,10 +318,12 @@ def pack(state: Any) -> bytes:
 
 
 def _annotated(value: Any, kind: Any, at: str) -> Any:
-    """The value with its numpy scalars as `kind` annotates them: arrays without axes, or plain numbers.
+    """Value with its numpy scalars as `kind` annotates them: arrays without axes, or plain numbers.
 
     Args:
-        at: where in the state it stands, for errors.
+        value: of the state, or a part of it.
+        kind: annotation of the value.
+        at: path within the state, for errors.
     """
     if kind is np.ndarray or (get_origin(kind) in (Union, UnionType) and np.ndarray in get_args(kind)):
         if isinstance(value, np.generic):
@@ -350,7 +352,7 @@ def _annotated(value: Any, kind: Any, at: str) -> Any:
 
 
 def _arguments(kind: Any, of: type) -> tuple[Any, ...]:
-    """What a generic type, or the alternative of a union that is a kind of `of`, is made of; (): it does not say."""
+    """Type arguments of a generic type, or of the alternative of a union that is a kind of `of`; (): none."""
     for each in (kind, *get_args(kind)):
         origin = get_origin(each)
         if isinstance(origin, type) and issubclass(origin, of):
@@ -364,7 +366,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def unpack(payload: bytes, kind: type[T]) -> T:
-    """The state of type `kind` that `pack` stored, equal in every bit.
+    """Unpack a state of type `kind` that `pack` stored, equal in every bit.
 
     Raises:
         StoreError: the bytes are not a state of that type.

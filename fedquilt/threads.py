@@ -1,7 +1,7 @@
-"""How numeric libraries use threads here.
+"""Thread settings of numeric libraries.
 
-Idle threads that spin take the cores from those that work, ten times over where agents share a host; numpy's products
-are small here. Libraries read these variables as they load, hence they are set before that, or for a new process.
+Idle threads that spin slow down the working ones, ten times where agents share a host; numpy's products
+are small here. Libraries read these variables as they load, so they are set before, or for a new process.
 """
 
 from typing import Final

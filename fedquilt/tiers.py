@@ -1,4 +1,4 @@
-"""Tiers: devices by the memory that a task may hold there, and who could take part in some work at all.
+"""Tiers of devices by the memory of a task, and which devices could take part in some work.
 
 FedStitch (arXiv 2409.07202, section V-A4) gives 30, 30, 30 and 10 % of its devices 1, 2, 4 and 8 GB for
 a task. Here a device's tier is the largest of these that its budget reaches. Pure.
@@ -21,23 +21,24 @@ PAPER_SHARES: Final[Mapping[str, float]] = {"1GB": 0.3, "2GB": 0.3, "4GB": 0.3, 
 
 
 class Member(NamedTuple):
-    """A device of a fleet."""
+    """Device of a fleet."""
 
     profile: Profile
-    examples: int | None = None  # of its own; None: it has not said yet
+    examples: int | None = None  # of its own; None: not reported yet
 
 
 @dataclass(frozen=True)
 class Share:
-    """Who of a tier could take part."""
+    """Devices of a tier, and those that could take part."""
 
     devices: int = 0
     able: int = 0
-    examples: int = 0  # of the devices that have said how many they have
+    examples: int = 0  # of the devices that have reported their number
     able_examples: int = 0
-    unknown: int = 0  # devices that have not said
+    unknown: int = 0  # devices that have not reported it
 
     def plus(self, member: Member, able: bool) -> Share:
+        """Counts with one more device."""
         count = member.examples or 0
         return Share(
             self.devices + 1,
@@ -49,27 +50,28 @@ class Share:
 
 
 def tier(profile: Profile | None) -> str:
-    """The largest tier that the device's budget reaches; "": it has not said what it is."""
+    """Largest tier that the device's budget reaches; "": it has sent no profile."""
     return "" if profile is None else of_budget(profile.budget_bytes)
 
 
 def of_budget(budget_bytes: int) -> str:
-    """The largest tier that a budget reaches."""
+    """Largest tier that a budget reaches."""
     return next((name for name, size in reversed(SIZES.items()) if budget_bytes >= size), BELOW)
 
 
 def fits(profile: Profile, engine: str, work: Work) -> bool:
-    """Whether the device's budget holds the engine and the work, done in its smallest steps."""
+    """Whether the device's budget holds the engine and the work, in its smallest steps."""
     return profile.budget_bytes >= footprint.need_bytes(engine, work.peak_bytes)
 
 
 def coverage(fleet: Iterable[Member], engines: Iterable[str], work: Work) -> dict[str, Share]:
-    """Tier -> who of it could take part, smallest tier first; tiers without devices are left out.
+    """Share of each tier that could take part, smallest tier first; tiers without devices are left out.
 
     Args:
-        engines: what the work can run on: a device without any of them, or whose budget holds none of
-            them with the work, cannot.
-        work: `peak_bytes` is what counts; 0 fits wherever the engine does.
+        fleet: all devices.
+        engines: engines for the work: a device without any of them, or whose budget holds none of them with the
+            work, cannot take part.
+        work: only `peak_bytes` matters; 0 fits wherever the engine does.
     """
     wanted = tuple(engines)
     found: dict[str, Share] = {}
@@ -82,7 +84,7 @@ def coverage(fleet: Iterable[Member], engines: Iterable[str], work: Work) -> dic
 
 
 def lines(found: Mapping[str, Share], work: Work) -> list[str]:
-    """Coverage in sentences: all devices first, then each tier."""
+    """Sentences on the coverage: all devices first, then each tier."""
     if not found:
         return []
     whole = _sum(found.values())

@@ -1,10 +1,10 @@
-"""Importing torchvision beside a torch it was not compiled for: the one place that knows the way round.
+"""Import of torchvision beside a torch that it was not compiled for: the one place with the workaround.
 
 torchvision's wheel carries compiled operators. Where they do not load (a CPU-only torch beside the
 wheel from PyPI; NVIDIA's own torch on a Jetson) `import torchvision` fails as a whole with
 "operator torchvision::nms does not exist", though networks, transforms and data sets need none of
-them. Declaring the two operators it asks about, without a kernel, lets the import go through;
-calling one of them still fails, and says so.
+them. Declaring the two operators it looks up, without a kernel, lets the import succeed;
+calling one of them still fails with an error.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Import = Callable[[str], ModuleType]
 
 
 def torchvision(load: Import = importlib.import_module) -> ModuleType:
-    """The torchvision module, ready for `models`, `transforms` and `datasets`.
+    """Import torchvision, ready for `models`, `transforms` and `datasets`.
 
     Raises:
         ModelError: torchvision is not installed; says how to install it.
-        RuntimeError: its import fails in any other way than the one described above.
+        RuntimeError: its import fails in another way than described above.
     """
     with warnings.catch_warnings():  # older ones warn that their JPEG reader, which we never use, is absent
         warnings.filterwarnings("ignore", message="Failed to load image Python extension")
@@ -47,7 +47,7 @@ def torchvision(load: Import = importlib.import_module) -> ModuleType:
 
 @cache
 def _declare_operators() -> Any:
-    """Declare them once; the declarations live as long as the library object, which the cache keeps."""
+    """Declare the operators once; the declarations live as long as the library object, which the cache keeps."""
     import torch
 
     library = torch.library.Library("torchvision", "DEF")

@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 
 class Tracker(Protocol):
-    """What hears of a simulated run. Anything with these three methods is one."""
+    """Receiver of reports on a simulated run. Any object with these three methods is one."""
 
     def start(self, job: Job, run: str) -> None:
-        """Hear of a run that begins, or goes on, by its id."""
+        """Receive the id of a run that begins or continues."""
         ...
 
     def round(self, row: Mapping[str, Any]) -> None:
-        """Hear of a finished round: a row of `Run.rounds`; what is not known is None."""
+        """Receive a finished round: a row of `Run.rounds`; unknown values are None."""
         ...
 
     def end(self, run: Run) -> None:
-        """Hear that the run is over: done, failed or interrupted, as its status says."""
+        """Receive the end of the run: done, failed or interrupted, by its status."""
         ...
 
 
@@ -43,13 +43,16 @@ class TensorBoard:
         self._folder = Path(folder)
 
     def start(self, job: Job, run: str) -> None:
+        """Open an event file in FOLDER/RUN."""
         self._writer = self._writers.EventFileWriter(str(self._folder / run))
 
     def round(self, row: Mapping[str, Any]) -> None:
+        """Write a scalar for each known column, at the round's number."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers(row).items()]
         self._writer.add_event(self._event(step=row["round"], summary=self._summary(value=values)))
 
     def end(self, run: Run) -> None:
+        """Close the event file."""
         self._writer.close()
 
 
@@ -57,7 +60,7 @@ class MLflow:
     """Logs to MLflow, parameters and a metric for each column: pip install 'fedquilt[mlflow]'.
 
     Args:
-        uri: of the tracking server or store, say "http://tracking.site:5000"; "": what MLflow is set to. A store in a
+        uri: of the tracking server or store, such as "http://tracking.site:5000"; "": as set in MLflow. A store in a
             database of your own, "sqlite:///mlflow.db", needs the whole of `mlflow`.
 
     Raises:
@@ -69,6 +72,7 @@ class MLflow:
         self._experiment, self._uri = experiment, uri
 
     def start(self, job: Job, run: str) -> None:
+        """Begin a run of the experiment, with the job as parameters."""
         if self._uri:
             self._mlflow.set_tracking_uri(self._uri)
         self._mlflow.set_experiment(self._experiment)
@@ -76,9 +80,11 @@ class MLflow:
         self._mlflow.log_params(flat(job.table()))
 
     def round(self, row: Mapping[str, Any]) -> None:
+        """Log a metric for each known column, at the round's number."""
         self._mlflow.log_metrics(numbers(row), step=row["round"])
 
     def end(self, run: Run) -> None:
+        """End MLflow's run."""
         self._mlflow.end_run()
 
 
@@ -97,22 +103,25 @@ class WandB:
         self._options = {"project": project, "mode": mode, "dir": str(folder)}
 
     def start(self, job: Job, run: str) -> None:
+        """Begin a run of the project, with the job as configuration."""
         self._run = self._wandb.init(name=run, config=job.table(), **self._options)
 
     def round(self, row: Mapping[str, Any]) -> None:
+        """Log the known columns, at the round's number."""
         self._run.log(numbers(row), step=row["round"])
 
     def end(self, run: Run) -> None:
+        """Finish the run."""
         self._run.finish()
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """The known columns of a round, but its number."""
+    """Known columns of a round, without its number."""
     return {name: float(value) for name, value in row.items() if name != "round" and value is not None}
 
 
 def flat(table: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """A job's table with one level: "cohort.size"."""
+    """Table of a job with one level: "cohort.size"."""
     found: dict[str, Any] = {}
     for key, value in table.items():
         found |= flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {f"{before}{key}": value}

@@ -1,4 +1,4 @@
-"""Numbers for people: with the prefix that leaves few digits."""
+"""Numbers for people, with the prefix that needs few digits."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ UNITS: Final = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-
 
 
 def unit(largest: float) -> tuple[float, str]:
-    """What to divide numbers up to `largest` by, and the prefix of their unit: (1e6, "M")."""
+    """Divisor for numbers up to `largest`, and the prefix of their unit: (1e6, "M")."""
     return next(((scale, name) for scale, name in UNITS if largest >= scale), (1.0, ""))
 
 
 def size(count: int) -> str:
     """Bytes in three digits: "0 B", "815 B", "64.2 kB", "1.23 GB"."""
     scale, prefix = unit(count)
-    if count >= 999.5 * scale and scale < UNITS[0][0]:  # it would be rounded to a thousand
+    if count >= 999.5 * scale and scale < UNITS[0][0]:  # rounding would give a thousand
         scale, prefix = unit(count * 1.001)
     return f"{count / scale:.3g} {prefix}B"

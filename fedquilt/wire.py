@@ -1,13 +1,13 @@
-"""Every message: its topic, its struct, its bytes.
+"""Wire protocol: topic, struct and bytes of every message.
 
 A control message is one JSON object that any dashboard can read, beginning with the protocol
-version and a CRC-32 of what follows, so that a flipped bit is seen before anything is decoded:
+version and a CRC-32 of the rest, so that a flipped bit is found before anything is decoded:
 
     {"v":1,"crc":"1c291ca3","job":"digits","round":3, ...}
 
 A chunk of a blob is its raw bytes under a topic that names it; the manifest carries its sha256.
-This module does no I/O and does not know which side it is on. All that can come out of `decode`
-and `route` is a value or `WireError`.
+The module does no I/O and does not depend on the side. `decode` and `route` return a value or raise
+`WireError`, nothing else.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ MAX_WINDOW: Final = 64  # chunk indices in one request
 
 
 class CoordState(Wired, frozen=True):
-    """coord/state, retained and as the coordinator's last will."""
+    """State of the coordinator on coord/state, retained and as its last will."""
 
     online: bool
     epoch: Count = 0  # grows with every start of the coordinator
 
 
 class RoundState(Wired, frozen=True):
-    """job/<job>/round, retained: what anybody may know of the running round."""
+    """State of the running round on job/<job>/round, retained, for any observer."""
 
     job: Name
     method: Name
     round: Count
-    rounds: Count  # how many the job may take at most
+    rounds: Count  # most that the job may take
     phase: Literal["selecting", "open", "closing", "committed", "done", "stopped", "failed"]
     asked: tuple[Name, ...] = ()
     answered: tuple[Name, ...] = ()
@@ -68,7 +68,7 @@ class RoundState(Wired, frozen=True):
 
 
 class Presence(Wired, frozen=True):
-    """dev/<device>/up/presence, retained and as the device's last will."""
+    """Presence of a device on dev/<device>/up/presence, retained and as its last will."""
 
     online: bool
     boot: Label  # new at every start of the agent
@@ -76,7 +76,7 @@ class Presence(Wired, frozen=True):
 
 
 class Claim(Wired, frozen=True):
-    """dev/<device>/up/claim: a task is taken, or refused with a reason the coordinator can act on."""
+    """Claim on dev/<device>/up/claim: a task is accepted, or refused with a reason the coordinator can act on."""
 
     job: Name
     round: Count
@@ -87,7 +87,7 @@ class Claim(Wired, frozen=True):
 
 
 class Progress(Wired, frozen=True):
-    """dev/<device>/up/progress: how far the open task is, 0 to 1."""
+    """Progress of the open task on dev/<device>/up/progress, 0 to 1."""
 
     job: Name
     round: Count
@@ -96,7 +96,7 @@ class Progress(Wired, frozen=True):
 
 
 class Telemetry(Wired, frozen=True):
-    """dev/<device>/up/telemetry, best effort: what the board's sensors say. Absent: not measurable."""
+    """Sensor readings on dev/<device>/up/telemetry, best effort. Absent: not measurable."""
 
     power_w: float | None = None
     energy_j: float | None = None
@@ -107,7 +107,7 @@ class Telemetry(Wired, frozen=True):
 
 
 class Ack(Wired, frozen=True):
-    """dev/<device>/dn/ack: the update is safe with the coordinator, or refused for good; forget it."""
+    """Acknowledgement on dev/<device>/dn/ack: the update is stored, or refused for good; drop it."""
 
     job: Name
     round: Count
@@ -117,15 +117,15 @@ class Ack(Wired, frozen=True):
 
 
 class Get(Wired, frozen=True):
-    """<up|dn>/blob/get: asks the other side for chunks of a blob; no indices asks for its manifest."""
+    """Request on <up|dn>/blob/get for chunks of a blob; without indices for its manifest."""
 
     sha256: Digest
-    chunk: Annotated[int, Meta(ge=MIN_CHUNK, le=MAX_CHUNK)]  # the largest chunk the asker can take
+    chunk: Annotated[int, Meta(ge=MIN_CHUNK, le=MAX_CHUNK)]  # largest chunk that the asking side accepts
     indices: Annotated[tuple[Count, ...], Meta(max_length=MAX_WINDOW)] = ()
 
 
 class Manifest(Wired, frozen=True):
-    """<dn|up>/blob/<sha256>/manifest: how a blob is cut. `digests` is the chunks' sha256s, joined, in hex."""
+    """Manifest on <dn|up>/blob/<sha256>/manifest: cut of a blob. `digests`: sha256 of each chunk, joined, in hex."""
 
     sha256: Digest
     size: Count
@@ -134,7 +134,7 @@ class Manifest(Wired, frozen=True):
 
 
 class Missing(Wired, frozen=True):
-    """<dn|up>/blob/<sha256>/missing: the asked side does not have this blob (any more)."""
+    """Answer on <dn|up>/blob/<sha256>/missing: this side does not have the blob (any more)."""
 
     sha256: Digest
     reason: Sentence = ""
@@ -167,14 +167,14 @@ M = TypeVar("M", bound=Wired)
 
 
 def encode(message: Wired) -> bytes:
-    """The bytes of a message.
+    """Encode a message.
 
     Raises:
-        WireError: it is larger than one control message may be, or holds text that is not Unicode.
+        WireError: it is larger than a control message may be, or holds text that is not Unicode.
     """
     try:
         rest = _encoder.encode(message)[1:]
-    except UnicodeEncodeError as error:  # a file name that is no UTF-8, say
+    except UnicodeEncodeError as error:  # such as a file name that is no UTF-8
         raise WireError(f"a {type(message).__name__} holds text that is not Unicode: {error}") from None
     if rest != b"}":
         rest = b"," + rest
@@ -185,10 +185,10 @@ def encode(message: Wired) -> bytes:
 
 
 def decode(payload: bytes, kind: type[M]) -> M:
-    """The message of type `kind` in `payload`, strictly checked.
+    """Decode a message of type `kind` from `payload`, strictly checked.
 
     Raises:
-        WireError: too large, another version, a wrong checksum, not JSON, or not of that type.
+        WireError: too large, another version, a wrong checksum, not JSON, or of another type.
     """
     limit = MAX_CHUNK if kind is Manifest else MAX_CONTROL
     if len(payload) > limit:
@@ -234,35 +234,39 @@ Direction = Literal["up", "dn"]
 
 
 class Topics:
-    """The topic tree of one fleet, `fq/1/<fleet>/...`."""
+    """Topic tree of one fleet, `fq/1/<fleet>/...`."""
 
     def __init__(self, fleet: str) -> None:
         self.root = f"fq/{VERSION}/{fleet}"
         self.coord = f"{self.root}/coord/state"
 
     def job(self, job: str) -> str:
+        """Topic of a job's round."""
         return f"{self.root}/job/{job}/round"
 
     def device(self, device: str, direction: Direction, leaf: str) -> str:
+        """Topic of a device's messages: `direction` is "up" or "dn"."""
         return f"{self.root}/dev/{device}/{direction}/{leaf}"
 
     def chunk(self, device: str, direction: Direction, sha256: str, index: int) -> str:
+        """Topic of a chunk, by its blob and index."""
         return f"{self.root}/dev/{device}/{direction}/blob/{sha256}/{index}"
 
     def blob(self, device: str, direction: Direction, sha256: str, leaf: str) -> str:
+        """Topic of a blob's other messages: "manifest" or "missing"."""
         return f"{self.root}/dev/{device}/{direction}/blob/{sha256}/{leaf}"
 
     def for_coordinator(self) -> tuple[str, ...]:
-        """What the coordinator subscribes to."""
+        """Topic filters of the coordinator."""
         return (f"{self.root}/dev/+/up/#",)
 
     def for_device(self, device: str) -> tuple[str, ...]:
-        """What a device subscribes to."""
+        """Topic filters of a device."""
         return (f"{self.root}/dev/{device}/dn/#", self.coord)
 
 
 class Route(msgspec.Struct, frozen=True):
-    """Where a message belongs: a device's branch (or none), a leaf, and for a chunk its blob and index."""
+    """Address of a message: a device's branch (or none), a leaf, and for a chunk its blob and index."""
 
     leaf: str  # "presence", ..., "get", "chunk", "manifest", "missing", "coord", "round"
     kind: type[Wired] | None  # None: raw bytes of a chunk
@@ -281,10 +285,10 @@ def sender(topic: str) -> str:
 
 @lru_cache(maxsize=1 << 14)  # the topics of a large fleet on the memory link; a board has a few
 def route(topic: str) -> Route:
-    """What a topic of this protocol says.
+    """Parse a topic of this protocol.
 
     Raises:
-        WireError: it is not a topic of this protocol version.
+        WireError: it is no topic of this protocol version.
     """
     match topic.split("/"):
         case ["fq", "1", fleet, "coord", "state"] if _NAME.match(fleet):

@@ -1,4 +1,4 @@
-"""Networks and what is done to them; the tables of those there are, as `fedquilt.models.mlp(64, [32], 10)`."""
+"""Networks and operations on them; with a table for each, as `fedquilt.models.mlp(64, [32], 10)`."""
 
 from fedquilt.models.networks.tables import (
     cnn,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-TOGETHER = 32  # gradients that are held at once, where there is room
+TOGETHER = 32  # gradients held at once, if there is room
 
 
 def diagonal(
@@ -21,12 +21,13 @@ def diagonal(
     each: int = 1,
     loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.cross_entropy,
 ) -> dict[str, torch.Tensor]:
-    """F in each parameter's own shape, float32; `model` is in evaluation mode, and so has one answer per example.
+    """Diagonal F in each parameter's own shape, float32; `model` is in evaluation mode: one score row per example.
 
     Args:
+        model: network, in evaluation mode.
         parts: inputs (n, ...) and labels (n,), the gradients of which fit into memory at once.
-        each: so many examples' gradients are averaged before the square is taken: cheaper, and smaller values.
-        loss_of: (scores, y) -> their mean loss, which stands for -log p(y | x).
+        each: examples whose gradients are averaged before squaring: cheaper, and smaller values.
+        loss_of: (scores, y) -> their mean loss, used as -log p(y | x).
     """
     values = {name: value.detach() for name, value in model.named_parameters()}
     buffers = dict(model.named_buffers())

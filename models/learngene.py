@@ -1,4 +1,4 @@
-"""What GENE-FL reckons on a device (arXiv 2504.14628): which layers to send, and how much each is held. numpy."""
+"""GENE-FL client arithmetic (arXiv 2504.14628): layer selection and elastic penalty. numpy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedquilt.core import Hooks, Tensors
 def choose(
     parts: Mapping[str, tuple[str, ...]], model: Tensors, before: Tensors, count: int, order: str, norm: str
 ) -> list[str]:
-    """The learnGene (Eq. 9): `count` layers by how far they have turned, in float64 as 1 - cos is of 1e-5."""
+    """Choose the learnGene (Eq. 9): `count` layers by how far they have turned, in float64 as 1 - cos is about 1e-5."""
     sizes = {layer: sum(model[name].size for name in names) for layer, names in parts.items()}
     total = sum(sizes.values())
 
@@ -32,13 +32,13 @@ def choose(
 
 
 def scaled(fisher: np.ndarray) -> np.ndarray:
-    """F^: from 0 for the least to 1 for the largest of a tensor; all 0 where they are alike (Eq. 6)."""
+    """Scaled Fisher values F^: 0 for the least of a tensor, 1 for the largest; all 0 if all are equal (Eq. 6)."""
     low, high = float(fisher.min()), float(fisher.max())
     return (fisher - low) / (high - low) if high > low else np.zeros_like(fisher)
 
 
 def strengths(kind: str, parts: Mapping[str, tuple[str, ...]], model: Tensors) -> dict[str, float]:
-    """a_l of each tensor's layer (Eq. 4): N_l / max N for "size", 1 / sqrt(N_l) for "sqrt", else 1."""
+    """Strength a_l of each tensor's layer (Eq. 4): N_l / max N for "size", 1 / sqrt(N_l) for "sqrt", else 1."""
     sizes = {layer: sum(model[name].size for name in names) for layer, names in parts.items()}
     largest = max(sizes.values())
     if kind == "size":
@@ -49,7 +49,7 @@ def strengths(kind: str, parts: Mapping[str, tuple[str, ...]], model: Tensors) -
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
-    """|a - b|^2, in float64."""
+    """Squared distance |a - b|^2, in float64."""
     return float(np.square(a.astype(np.float64) - b).sum())
 
 
@@ -63,15 +63,15 @@ def pull(
 ) -> Hooks:
     """Hooks that add the gradient of both penalties, Eq. 4 and 8.
 
-    Both are one pull towards one aim: 2 s (theta - Theta) + 2 e (theta - el) = p (theta - aim).
+    The two form one pull towards one aim: 2 s (theta - Theta) + 2 e (theta - el) = p (theta - aim).
 
     Args:
         smooth: lambda1.
         elastic: lambda2.
         before: theta~, all tensors that are trained.
         received: Theta, the cluster's.
-        elastics: el, of the tensors that are penalised.
-        strengths: a_l, of each tensor that is penalised.
+        elastics: el, for the penalised tensors.
+        strengths: a_l, for each penalised tensor.
     """
     first = {name: 2 * smooth * value for name, value in strengths.items()}
     second = 2 * elastic

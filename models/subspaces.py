@@ -1,11 +1,11 @@
-"""A few numbers that tell whose data are alike: subspaces of examples, and clusters of them. numpy.
+"""Fingerprints of similar data: subspaces of examples, and clusters of them. numpy.
 
 Paper: GENE-FL (arXiv 2504.14628), Eq. 11 and 12; the subspace is PACFL's (Vahidian et al., arXiv 2209.10526).
 
-What it gives away: u_1, the first singular vector of pictures that are not centred, is close to their mean
-picture. `mean_likeness` says how close; who does not want that known must not send a fingerprint.
+Privacy: u_1, the first singular vector of pictures that are not centred, is close to their mean
+picture. `mean_likeness` measures how close; to keep that private, send no fingerprint.
 
-K-means is this file's own: a coordinator is to run on a small board, and scikit-learn would bring it some
+K-means is this file's own: a coordinator may run on a small board, and scikit-learn would add some
 100 MB for a sum of squares.
 """
 
@@ -17,12 +17,13 @@ RESTARTS, STEPS = 10, 100
 
 
 def subspace(x: np.ndarray, directions: int) -> np.ndarray:
-    """U_p of X = U S V^T, (d, directions) float32, where column i of X (d, n) is example i's values as they are.
+    """Subspace U_p of X = U S V^T, (d, directions) float32; column i of X (d, n) is example i, unscaled.
 
-    The largest entry of each column is positive. Examples of a smaller rank leave columns of zeros.
+    The largest entry of each column is positive. Examples of smaller rank leave columns of zeros.
 
     Args:
-        x: (n, ...); unsigned integers are taken as fractions of their largest.
+        x: (n, ...); unsigned integers count as fractions of their largest.
+        directions: number of singular vectors.
     """
     flat = x.reshape(len(x), -1).astype(np.float64)
     if x.dtype.kind == "u":
@@ -37,21 +38,21 @@ def subspace(x: np.ndarray, directions: int) -> np.ndarray:
 
 
 def mean_likeness(x: np.ndarray, fingerprint: np.ndarray) -> float:
-    """Cosine of a fingerprint's first column and the examples' mean, 0..1: what u_1 tells of the mean picture."""
+    """Cosine of a fingerprint's first column and the examples' mean, 0..1: how much u_1 reveals of the mean picture."""
     mean = x.reshape(len(x), -1).astype(np.float64).mean(axis=0)
     size = float(np.linalg.norm(mean))
     return float(abs(mean @ fingerprint[:, 0].astype(np.float64)) / size) if size else 0.0
 
 
 def nearest(point: np.ndarray, centres: np.ndarray) -> int:
-    """The cluster (Eq. 12): argmin_k ||v - c_k||_2, of centres (k, ...). The first of equals."""
+    """Cluster of a point (Eq. 12): argmin_k ||v - c_k||_2, of centres (k, ...). The first of equals."""
     return int(((centres - point) ** 2).reshape(len(centres), -1).sum(axis=1).argmin())
 
 
 def join(point: np.ndarray, centres: list[np.ndarray], members: list[int]) -> int:
-    """Put a point into the nearest cluster, whose number is returned.
+    """Put a point into the nearest cluster; returns its number.
 
-    Both lists are changed: the cluster has a member more, and its centre moves to the mean of all its members.
+    Both lists are changed: the cluster gains a member, and its centre moves to the mean of all its members.
     """
     k = nearest(point, np.stack(centres))
     centres[k] = (centres[k] * members[k] + point) / (members[k] + 1)
@@ -66,7 +67,7 @@ def is_subspace(fingerprint: np.ndarray) -> bool:
 
 
 def cluster(points: np.ndarray, count: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """K-means of points (n, ...): who is in which cluster (n,), and the centres (k, ...), the means of members.
+    """K-means of points (n, ...): cluster of each point (n,), and the centres (k, ...), the means of members.
 
     k-means++ (Arthur and Vassilvitskii 2007), the best of RESTARTS. Fewer different points than `count`
     give fewer clusters; none is empty. Clusters are numbered by their first member.
@@ -87,7 +88,7 @@ def cluster(points: np.ndarray, count: int, rng: np.random.Generator) -> tuple[n
 
 
 def _spread(flat: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """First centres: each drawn in proportion to its squared distance from those before it."""
+    """First centres: each drawn in proportion to its squared distance from the earlier ones."""
     chosen = [int(rng.integers(len(flat)))]
     while len(chosen) < count:
         away = _squares(flat, flat[chosen]).min(axis=1)
@@ -97,7 +98,7 @@ def _spread(flat: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarra
 
 
 def _lloyd(flat: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    """Members and means in turn, until nobody moves; a cluster that loses all its members is gone."""
+    """Alternate members and means until nothing moves; a cluster that loses all its members is dropped."""
     owner = np.zeros(len(flat), int)
     for step in range(STEPS):
         moved = _squares(flat, centres).argmin(axis=1)

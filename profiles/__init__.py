@@ -74,7 +74,7 @@ class Clocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     emc_hz: Steps | None = None  # memory controller
 
     def lists(self) -> dict[str, tuple[float, ...]]:
-        """axis -> values."""
+        """Frequencies by axis."""
         return {axis: getattr(self, axis).values for axis in laws.AXES if getattr(self, axis) is not None}
 
 
@@ -136,6 +136,7 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     busy_w: Figure | None = None
 
     def figures(self) -> tuple[Figure, ...]:
+        """Figures with their provenance, all that are given."""
         every = (getattr(self, key) for key in self.__struct_fields__ if key != "name")
         return tuple(figure for figure in every if figure is not None)
 
@@ -148,6 +149,7 @@ class Thermal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     time_s: Figure
 
     def figures(self) -> tuple[Figure, ...]:
+        """Figures with their provenance."""
         return (self.ambient_c, self.rise_c_per_w, self.time_s)
 
 

@@ -43,6 +43,7 @@ class Errors:
 
     @property
     def worst(self) -> float | None:
+        """Largest relative error at a point left out of the fit; None: no point was."""
         return max((abs(error) for error in self.left_out if error is not None), default=None)
 
 

@@ -169,7 +169,7 @@ def _hwmon(root: Path, address: str, number: int, rails: Sequence[Rail]) -> None
 
 
 def _modes(root: Path, layout: Layout, jetpack: int) -> None:
-    """nvpmodel's catalogue of modes and the one it was last set to."""
+    """Write nvpmodel's catalogue of modes, and the mode set last."""
     cores = [core for policy in layout.policies for core in policy]
     gpu = next((root / "sys/class/devfreq").glob("*.g*")).resolve().relative_to(root.resolve())
     cap = "nvpmodel_clk_cap/emc" if jetpack >= 6 else "nvpmodel_emc_cap/emc_iso_cap"

@@ -24,11 +24,9 @@ class Silent:
 
     def show(self, line: str) -> None:
         """Ignore the line."""
-        pass
 
     def close(self) -> None:
         """Do nothing: nothing was opened."""
-        pass
 
 
 class Terminal:
@@ -60,7 +58,6 @@ class Notebook:
 
     def close(self) -> None:
         """Do nothing: the output stays in the notebook."""
-        pass
 
 
 def display(progress: bool | None) -> Display:

@@ -1,19 +1,19 @@
-"""How the tensors of an update go up: as they are, or in fewer bytes at the price of a small error.
+"""Compression of updates: tensors travel unchanged, or in fewer bytes with a small error.
 
-    raw    as they are                                                                4 bytes an entry
+    raw    unchanged                                                                  4 bytes an entry
     fp16   16-bit floats                                                              2 bytes an entry
     int8   multiples of one step, a tensor's largest magnitude over 127               1 byte, and 4 a tensor
     topk   the ceil(keep n) of n entries that moved most, with their places    4 + 1, 2 or 4 bytes an entry sent
 
-Where the task sent a bundle of the same name, and in it a tensor of the same name and shape, what is rounded is how
-far that tensor has moved; "topk" sets the entries that it tells and leaves all others as they were sent. What int8
-and topk leave out stays on the device and is added to what it tells next time (error feedback: Seide et al.,
+If the task sent a bundle of the same name with a tensor of the same name and shape, the tensor's change
+is rounded; "topk" sets the entries that it sends and leaves all others at their received values. The rest that int8
+and topk leave out stays on the device and is added to the next update (error feedback: Seide et al.,
 Interspeech 2014; Karimireddy et al., arXiv 1901.09847, EF-SGD), so that over the rounds nothing is lost.
 Any other tensor is rounded by itself, without memory, and by topk not at all. Only float32 arrays with axes are
 rounded: counters, bits, scalars, float64 sums and the running statistics of batch normalisation (a variance may
-not come out below 0) travel as they are under every codec.
+not become negative) travel unchanged under every codec.
 
-Down everything is lossless: one content serves all devices, is named by its sha256, and goes to each only once.
+Downloads are lossless: one content serves all devices, is named by its sha256, and goes to each only once.
 """
 
 from __future__ import annotations
@@ -30,31 +30,33 @@ from fedquilt.core import Answer, Encoding, ModelError, Tensors, UpdateError
 from fedquilt.layers import STATISTICS
 from fedquilt.tensors import Shaped
 
-UNSENT: Final = "unsent/"  # in a device's private state: before the names of what codecs have left out
-MARK: Final = "#"  # between a tensor's name and that of a part it is sent in
+UNSENT: Final = "unsent/"  # in a device's private state: prefix of the rests that codecs have left out
+MARK: Final = "#"  # separates a tensor's name from that of a part it is sent in
 
 
 # -- on the device --------------------------------------------------------------------------------
 
 
 def own(private: Tensors) -> dict[str, np.ndarray]:
-    """What of a device's private state is the method's."""
+    """Part of a device's private state that belongs to the method."""
     return {name: array for name, array in private.items() if not name.startswith(UNSENT)}
 
 
 def encoded(
     wire: Encoding, answer: Answer, base: Callable[[str], Tensors | None], private: Callable[[], Tensors]
 ) -> Answer:
-    """The answer as it travels, and beside its private state what was left out.
+    """Answer as it travels, with the rests left out in its private state.
 
     Args:
-        base: what the task sent as the bundle of that name; None: there was none.
-        private: the state that the task began with; asked for only now, so that work need not hold it. Its arrays
-            are used up.
+        wire: codec and its parameter.
+        answer: of the method.
+        base: returns the task's bundle of a name; None: it had none.
+        private: returns the state that the task began with, read only now, so that the work need not hold it. Its
+            arrays are overwritten.
 
     Raises:
         UpdateError: a value is not finite, or too large for the codec.
-        ModelError: a tensor's name could be taken for a part's.
+        ModelError: a tensor's name could be mistaken for a part's.
     """
     if wire.codec == "raw":
         return answer
@@ -74,11 +76,13 @@ def encoded(
 def encode(
     wire: Encoding, given: Tensors, base: Tensors, unsent: Tensors
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """A bundle as it travels, and what is left out of it until the next time.
+    """Bundle as it travels, and the rest that is left out until the next time.
 
     Args:
-        base: the bundle that it has moved from; {}: none.
-        unsent: what was left out before, by tensor. Its arrays are written over: a board has no room for both.
+        wire: codec and its parameter.
+        given: tensors of the bundle.
+        base: bundle that it started from; {}: none.
+        unsent: rests of earlier updates, by tensor. Its arrays are overwritten: a board has no room for both.
 
     Raises:
         UpdateError, ModelError: as `encoded`.
@@ -110,7 +114,7 @@ def encode(
 def decoded(
     wire: Encoding, bundles: Mapping[str, Tensors], base: Callable[[str], Tensors | None]
 ) -> Mapping[str, Tensors]:
-    """An update's bundles as the method has made them, as far as they were told. `base`: as of `encoded`.
+    """Bundles of an update as the method made them, up to the codec's error. `base`: as of `encoded`.
 
     Raises:
         UpdateError: as `decode`.
@@ -121,10 +125,10 @@ def decoded(
 
 
 def decode(wire: Encoding, sent: Tensors, base: Tensors) -> dict[str, np.ndarray]:
-    """The bundle that `encode` was given, as far as it was told.
+    """Bundle given to `encode`, up to the codec's error.
 
     Raises:
-        UpdateError: it is not what this codec makes from that base; says which tensor.
+        UpdateError: it is no output of this codec for that base; names the tensor.
     """
     tensors.require_finite(sent)
     coder = CODERS[wire.codec]
@@ -183,7 +187,7 @@ def told(wire: Encoding, sent: Mapping[str, Shaped], like: Mapping[str, Any]) ->
 
 
 def _start(base: Tensors, name: str, shape: tuple[int, ...] | None) -> np.ndarray | None:
-    """What a tensor has moved from; None: there is nothing of its name and shape. Without a shape: any."""
+    """Tensor that a change starts from; None: there is none of its name and shape. Without a shape: any."""
     found = base.get(name)
     if found is None or not _rounded(name, found) or shape not in (None, found.shape):
         return None
@@ -191,5 +195,5 @@ def _start(base: Tensors, name: str, shape: tuple[int, ...] | None) -> np.ndarra
 
 
 def _rounded(name: str, array: np.ndarray) -> bool:
-    """Whether a lossy codec may touch it."""
+    """Whether a lossy codec may change it."""
     return bool(array.dtype == np.float32 and array.ndim and array.size and name.rpartition(".")[2] not in STATISTICS)

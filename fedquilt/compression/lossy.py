@@ -1,6 +1,6 @@
-"""The lossy codecs, a tensor at a time: `fedquilt.compression` says what they make and when they are used.
+"""Lossy codecs, a tensor at a time: `fedquilt.compression` describes their output and use.
 
-On the device they work in blocks: a board holds the tensor, what it has moved from and what is left out, and
+On the device they work in blocks: a board holds the tensor, its start and its rest, and
 nothing else of that size.
 """
 
@@ -16,21 +16,21 @@ import numpy as np
 from fedquilt.core import UpdateError
 from fedquilt.tensors import Shaped
 
-BLOCK: Final = 1 << 16  # entries that are worked on at once
+BLOCK: Final = 1 << 16  # entries processed at once
 
 
 @dataclass(frozen=True)
 class Coder:
-    """One lossy codec. `start` is what a tensor has moved from."""
+    """One lossy codec. `start` is the tensor's value before the change."""
 
     parts: tuple[str, ...]
     put: Callable[[np.ndarray, np.ndarray | None, np.ndarray | None, float], Sequence[np.ndarray]]
-    """(array, start, rest, keep) -> the parts. `rest`, what was left out before, becomes what is left out now."""
+    """(array, start, rest, keep) -> the parts. `rest`, left out before, becomes the part left out now."""
     take: Callable[[Sequence[np.ndarray], np.ndarray, float], np.ndarray]  # (parts, start or 0, keep) -> the tensor
     told: Callable[[Sequence[Shaped], tuple[int, ...], float], tuple[int, ...] | None]
     """(parts, shape expected, keep) -> the tensor's shape; None: parts of other types or shapes than `put` makes."""
-    remembers: bool  # whether what it has left out is told next time
-    alone: bool  # whether it can do without a start
+    remembers: bool  # whether its rest is sent next time
+    alone: bool  # whether it works without a start
 
 
 def _finite(array: np.ndarray, mend: str) -> np.ndarray:
@@ -40,12 +40,12 @@ def _finite(array: np.ndarray, mend: str) -> np.ndarray:
 
 
 def _blocks(size: int) -> Iterator[slice]:
-    """A large tensor's entries some at a time, so that nothing else of its size is held."""
+    """Split a large tensor's entries, so that nothing else of its size is held."""
     return (slice(first, min(first + BLOCK, size)) for first in range(0, size, BLOCK))
 
 
 def _aimed(array: np.ndarray, start: np.ndarray, rest: np.ndarray) -> np.ndarray:
-    """`rest`, flat: with how far the tensor has moved added."""
+    """Add the tensor's change to `rest`, flat."""
     flat, now, then = rest.reshape(-1), array.reshape(-1), start.reshape(-1)
     with np.errstate(over="ignore"):
         for block in _blocks(flat.size):
@@ -76,7 +76,7 @@ def _stepped(array: np.ndarray, start: np.ndarray | None, rest: np.ndarray | Non
     moved = array.reshape(-1) if start is None or rest is None else _aimed(array, start, rest)
     step = np.float32(max(moved.max(), -moved.min()) / np.float32(127))
     counts = np.zeros(array.shape, np.int8)
-    if not step:  # nothing has moved, or by less than a float32 can divide
+    if not step:  # no change, or less than a float32 can divide
         return counts, np.zeros(1, np.float32)
     for block in _blocks(moved.size):
         steps = np.rint(moved[block] / step).clip(-127, 127)
@@ -111,13 +111,13 @@ def _picked(array: np.ndarray, start: np.ndarray | None, rest: np.ndarray | None
     moved = _aimed(array, start, rest)
     at = _farthest(moved, _count(moved.size, keep))
     now, then = array.reshape(-1)[at], start.reshape(-1)[at]
-    told = now + (moved[at] - (now - then))  # the tensor's own entry to the last bit, where nothing was left out before
+    told = now + (moved[at] - (now - then))  # the tensor's own entry to the last bit, if nothing was left out before
     moved[at] -= told - then
     return at.astype(np.min_scalar_type(moved.size - 1)), told
 
 
 def _farthest(moved: np.ndarray, count: int) -> np.ndarray:
-    """Where the largest magnitudes are, in order; of equals the first, whatever way a machine sorts."""
+    """Places of the largest magnitudes, in order; of equals the first, whatever a machine's sort."""
     edge = _edge(moved, count)
 
     def found(where: Callable[[np.ndarray], np.ndarray], most: int) -> list[np.ndarray]:
@@ -135,7 +135,7 @@ def _farthest(moved: np.ndarray, count: int) -> np.ndarray:
 
 
 def _edge(moved: np.ndarray, count: int) -> np.ndarray:
-    """The `count`-th largest magnitude: they are ordered as their bits are, so by the upper 16 and then the lower."""
+    """The `count`-th largest magnitude: ordered like their bits, so by the upper 16 and then the lower."""
 
     def bits(block: slice) -> np.ndarray:
         return np.abs(moved[block]).view(np.uint32)
@@ -180,7 +180,7 @@ def _picks(parts: Sequence[Shaped], shape: tuple[int, ...], keep: float) -> tupl
 
 
 def _count(size: int, keep: float) -> int:
-    """How many of `size` entries are told."""
+    """Number of `size` entries that are sent."""
     return min(max(math.ceil(keep * size), 1), size)
 
 

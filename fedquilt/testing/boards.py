@@ -1,4 +1,4 @@
-"""Trees of files that stand for a board's `/proc` and `/sys`, for people who write sensors: `plant` makes one."""
+"""Trees of files like a board's `/proc` and `/sys`, for tests of sensors: `plant` makes one."""
 
 from fedquilt.profiles.layouts import BOARDS
 from fedquilt.profiles.planted import plant

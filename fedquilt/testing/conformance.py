@@ -1,6 +1,6 @@
-"""What every method has to keep to: plain functions that take a method's name and raise AssertionError.
+"""Conformance of methods: plain functions that take a method's name and raise AssertionError.
 
-A package that gives a method calls them in its own tests, or runs `fedquilt conformance NAME`:
+A package with a method calls them in its own tests, or runs `fedquilt conformance NAME`:
 
     @pytest.mark.parametrize("check", conformance.CHECKS)
     def test_conformance(check):
@@ -93,8 +93,9 @@ def a_run_on_any_network_goes_on_from_the_store_in_type_and_shape(
     A method that wants another network says so by a named error as the run begins.
 
     Args:
+        name: of the method.
         network: one of NETWORKS.
-        unfit: whether the method refuses it; None: it may.
+        unfit: whether the method refuses it; None: either.
     """
     method, engine = methods.load(name), torch_engine()
     if "onnx" in method.engines:
@@ -215,7 +216,8 @@ def what_a_round_adds_up_does_not_grow_with_its_devices(name: str, each_bytes: i
     """Three devices or twelve: the same bytes of arrays, and a name at most for each device beside them.
 
     Args:
-        each_bytes: what the method has to keep of each device, by its own account.
+        name: of the method.
+        each_bytes: bytes that the method has to keep for each device, by its own account.
     """
     here = scene(name)
     arrays, beside = [], []
@@ -281,7 +283,7 @@ CHECKS: Final[tuple[Callable[[str], None], ...]] = (
 
 
 def run(name: str) -> Iterator[tuple[str, str, str]]:
-    """Play every check on a method: (the check in words, "passed", "skipped" or "failed", why).
+    """Run every check on a method: (the check in words, "passed", "skipped" or "failed", reason).
 
     Raises:
         JobError: there is no such method, or it cannot be imported.
@@ -303,7 +305,7 @@ def run(name: str) -> Iterator[tuple[str, str, str]]:
             yield words, "failed", _why(error)
         except FedquiltError as error:
             yield words, "failed", f"{type(error).__name__}: {error}"
-        except Exception as error:  # somebody's own code
+        except Exception as error:  # code from outside may raise anything
             frame = traceback.extract_tb(error.__traceback__)[-1]
             yield words, "failed", f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
         else:
@@ -315,7 +317,7 @@ def _words(check: Callable[..., None]) -> str:
 
 
 def _why(error: AssertionError) -> str:
-    """What an assertion says of itself, or else what it asserts and where."""
+    """Message of an assertion, or else its text and place."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     said = " ".join(str(error).split())[:300]
     return f"{said or frame.line} ({Path(frame.filename).name}, line {frame.lineno})"

@@ -1,4 +1,4 @@
-"""`fedquilt conformance`: the checks on one method, or on all that an installed package gives."""
+"""`fedquilt conformance`: the checks on one method, or on everything that an installed package offers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ BUDGET_BYTES = 1 << 40
 
 
 def lines(name: str) -> Iterator[tuple[bool, str]]:
-    """Check a method by its name or `module:name`, or everything that a package's entry points give.
+    """Check a method by its name or `module:name`, or everything in a package's entry points.
 
     Yields:
-        Whether it is as it should be, and a line that says so.
+        Whether it is correct, and a line that says so.
 
     Raises:
         JobError: there is no such method or package.
@@ -48,7 +48,7 @@ def _method(name: str) -> Iterator[tuple[bool, str]]:
 
 
 def _loads(plugin: plugins.Plugin) -> tuple[bool, str]:
-    """What can be known of a plug-in that is no method without a job: that it is of its kind."""
+    """Check a plug-in that is no method, as far as possible without a job: that it is of its kind."""
     tries: dict[str, Callable[[], object]] = {
         "network": lambda: registry.require_callable(plugin.name, plugins.imported(plugin)),
         "data": lambda: [outside.open_(DataSpec(dataset=plugin.name, split=split)) for split in ("train", "test")],
@@ -59,6 +59,6 @@ def _loads(plugin: plugins.Plugin) -> tuple[bool, str]:
         tries[plugin.kind]()
     except FedquiltError as error:
         return False, f"failed   {error}"
-    except Exception as error:  # somebody's own code
+    except Exception as error:  # code from outside may raise anything
         return False, f"failed   {plugin}: {type(error).__name__}: {error}"
     return True, f"passed   {plugin} is one"

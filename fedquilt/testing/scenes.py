@@ -1,7 +1,7 @@
-"""What a method is played on for its conformance tests: toys that fit it, and one whole run of it.
+"""Scenes for conformance tests: toys that fit a method, and one whole run of it.
 
-A method that trains gets a small network and devices with points; one that runs blocks gets toy donors. One that goes
-by a device's memory is played a second time, on a network of three stages and devices of three tiers.
+A method that trains gets a small network and devices with points; one that runs blocks gets toy donors. One that
+depends on a device's memory is run a second time, on a network of three stages and devices of three tiers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedquilt.tools.simulation import Member
 ROUNDS = 4
 TRAINING = {"epochs": 2, "batch": 8, "lr": 0.1}
 AMPLE = 1 << 40
-MIXED = "-mixed"  # behind a method's name: played on a fleet of several tiers
+MIXED = "-mixed"  # suffix of a method's name: run on a fleet of several tiers
 BUDGETS = ("512MB", "2GB", "8GB")
 PICTURES = {"channels": 1, "size": 8}
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
 
 
 class Skipped(Exception):
-    """A check that does not apply to a method, or needs what is not installed; says why."""
+    """A check that does not apply to a method, or lacks a package; the message says why."""
 
 
 def by_memory(name: str) -> bool:
@@ -55,7 +55,7 @@ def by_memory(name: str) -> bool:
 
 
 def torch_engine() -> Any:
-    """The torch engine, with room for everything.
+    """Torch engine with room for everything.
 
     Raises:
         Skipped: torch is not installed.
@@ -68,14 +68,14 @@ def torch_engine() -> Any:
 
 
 def known(params: type) -> dict[str, Any]:
-    """TRAINING, as far as a method has such parameters."""
+    """TRAINING, reduced to the parameters that a method has."""
     there = {field.name for field in fields(params)}
     return {key: value for key, value in TRAINING.items() if key in there}
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a method is played on."""
+    """Method with the toys for its run."""
 
     name: str
     method: Method
@@ -88,12 +88,13 @@ class Scene:
 
     @property
     def params(self) -> Any:
+        """Parameters of the method for this scene."""
         return self.method.params(**self.given)
 
     def play(
         self, *, method: Method | None = None, devices: list[Member] | None = None, rounds: int = 0, **table: Any
     ) -> list[Any]:
-        """The states before the first round and after each."""
+        """Run the method; returns the states before the first round and after each."""
         return run_of(
             self.name,
             self.bundle,
@@ -109,7 +110,7 @@ class Scene:
 
 
 def scene(name: str) -> Scene:
-    """The method on toys that fit it: as small as they can be; with MIXED behind its name, on a mixed fleet.
+    """Method on toys that fit it, as small as possible; with the suffix MIXED on a mixed fleet.
 
     Raises:
         JobError: there is no such method.
@@ -119,7 +120,7 @@ def scene(name: str) -> Scene:
     method = methods.load(plain)
     if "onnx" in method.engines:
         bundle, runner = build()
-        return Scene(plain, method, bundle, runner, members(), SMALL, rounds=1000)  # it ends by itself
+        return Scene(plain, method, bundle, runner, members(), SMALL, rounds=1000)  # ends by itself
     if "numpy" in method.engines:
         engine: Any = NumpyEngine(AMPLE, base_bytes=0)
     else:
@@ -131,14 +132,14 @@ def scene(name: str) -> Scene:
 
 
 def profile(budget_bytes: int) -> Profile:
-    """What a device with so much memory tells."""
+    """Profile of a device with that much memory."""
     return Profile(
         device="a", board="b", memory_bytes=budget_bytes, budget_bytes=budget_bytes, engines=("torch",), versions={}
     )
 
 
 def deep() -> Bundle:
-    """Three layers of neurons before the one that tells classes."""
+    """Bundle of a network with three layers of neurons before the classifier."""
     from fedquilt.models.networks import registry
     from fedquilt.models.partial import trace
 
@@ -155,7 +156,7 @@ Folded = dict[tuple[int, str], tuple[Any, Contribution]]
 
 @cache
 def played(name: str) -> tuple[Scene, list[Any], list[tuple[Any, Contribution]], list[tuple[Site, Answer]]]:
-    """One run: its states, what was folded into which, and what each task had and gave."""
+    """One run: its states, each update with the state it was folded into, and each task's site and answer."""
     folded: Folded = {}
     worked: list[tuple[Site, Answer]] = []
     here = scene(name)
@@ -174,18 +175,19 @@ def played(name: str) -> tuple[Scene, list[Any], list[tuple[Any, Contribution]],
 
 
 def packed(run: list[Any]) -> list[bytes]:
+    """Packed states of a run, as bytes."""
     return [tensors.pack(state) for state in run]
 
 
 def prepared(network: dict[str, Any], folder: Path) -> Bundle:
-    """The bundle that `fedquilt prepare` makes of a network."""
+    """Bundle of a network, as `fedquilt prepare` makes it."""
     job = {"model": {key: value for key, value in network.items() if key != "input"}, "input": network.get("input")}
     bundle = artefacts.prepare({key: value for key, value in job.items() if value}, folder / "bundle")
     return replace(bundle, meta={**bundle.meta, "pretrained": True})  # some methods hold still what is not
 
 
 def asked(examples: Examples, task: str) -> Examples:
-    """The examples with targets of another task, made of their classes."""
+    """Examples with targets of another task, made from their classes."""
     if task == "regression":
         return Examples(examples.x, np.stack([examples.y, -examples.y], axis=1).astype(np.float32))
     if task == "labels":

@@ -1,4 +1,4 @@
-"""Updates with one thing wrong, and values compared to the bit: for `fedquilt.testing.conformance`."""
+"""Spoiled updates, each with one thing wrong, and comparison to the bit: for `fedquilt.testing.conformance`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedquilt.core import Contribution
 
 
 def spoiled(update: Contribution) -> Iterator[tuple[str, Contribution]]:
-    """The update with one thing wrong, in each of its bundles' tensors in turn."""
+    """Yield the update with one thing wrong, in each of its bundles' tensors in turn."""
 
     def put(bundle: str, name: str, array: np.ndarray | None) -> Contribution:
         held = {**update.bundles[bundle], name: array}
@@ -34,7 +34,7 @@ def spoiled(update: Contribution) -> Iterator[tuple[str, Contribution]]:
 
 
 def strange(array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """An array of finite numbers that is of another type, or beyond what may be added up."""
+    """Yield finite arrays of another type, or beyond the bounds for sums."""
     floats, integers = (np.float32, np.float64), (np.int32, np.int64, np.uint8)
     for kind in (*floats, *integers):
         if array.dtype != kind:
@@ -48,7 +48,7 @@ def strange(array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _with(array: np.ndarray, value: float) -> np.ndarray:
-    """A copy whose first number is another."""
+    """Copy with another first number."""
     changed = array.copy()
     changed.reshape(-1)[0] = value
     return changed
@@ -59,7 +59,7 @@ def _longer(array: np.ndarray) -> np.ndarray:
 
 
 def require_alike(found: Any, wanted: Any, at: str = "state") -> None:
-    """The same values, and of every array its dtype, its shape and its bits."""
+    """Assert the same values, and of every array the same dtype, shape and bits."""
     assert not isinstance(wanted, np.generic), f"{at}: arithmetic has made a scalar of an array"
     assert isinstance(found, np.ndarray) == isinstance(wanted, np.ndarray), at
     if isinstance(wanted, np.ndarray):

@@ -30,12 +30,12 @@ SMALL = {"subrounds": 1, "expansions": 8, "samples": 16, "fit_samples": 24, "scr
 
 
 def blob(payload: bytes) -> BlobRef:
-    """What a content is known by."""
+    """Reference of a content."""
     return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
 
 
 def files(parts: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, BlobRef]:
-    """A bundle's files, by what their tensors are on disk."""
+    """Files of a bundle, as references to the encoded tensors."""
     return {name: blob(tensors.encode(part)) for name, part in parts.items()}
 
 
@@ -49,7 +49,7 @@ def folder(place: Path, made: Bundle) -> Path:
 
 
 def job(method: str, params: Mapping[str, Any] = {}, **table: Any) -> Job:
-    """A job called "local"; its name is part of what is drawn."""
+    """Job called "local"; its name is part of every seed drawn."""
     return settings.parse({"name": "local", "method": method, "params": dict(params), **table})
 
 
@@ -64,15 +64,20 @@ def play(
     observe: Callable[[Simulation, Hands], None] = lambda simulation, hands: None,
     **table: Any,
 ) -> list[Any]:
-    """A method's states before the first round and after each, of a run of the coordinator's rounds in this process.
+    """States of a method before the first round and after each, from the coordinator's rounds in this process.
 
     Args:
-        method: the method itself, or a test's double of it; None: the one of that name.
-        observe: told of the run whenever there is a new state.
+        name: of the method.
+        made: bundle.
+        members: devices with their examples.
+        params: of the method.
+        engine: shared by all devices.
+        method: the method itself, or a test's double of it; None: looked up by name.
+        observe: called whenever there is a new state.
         table: further keys of the job.
 
     Raises:
-        JobError: the run has failed; says why.
+        JobError: the run has failed; gives the reason.
     """
     with tempfile.TemporaryDirectory() as place:
         return list(
@@ -88,7 +93,7 @@ def play(
 
 
 def given(method: Method, order: Order | None, member: Member, engine: Any, **options: Any) -> tuple[Task, Site]:
-    """What an order is on a device: see `hands.delivered`. Its tensors are in memory, its graphs are not there."""
+    """Task and site of an order on a device: see `hands.delivered`. Its tensors are in memory, it has no graphs."""
     assert order is not None
     with tempfile.TemporaryDirectory() as place:
         told = {"path": lambda ref: Path(ref.sha256), **options}
@@ -97,7 +102,7 @@ def given(method: Method, order: Order | None, member: Member, engine: Any, **op
 
 
 def remembered(task: Task, site: Site) -> Site:
-    """A site whose tensors stay when the files they lie in are gone."""
+    """Site whose tensors stay when their files are gone."""
     held = {name: site.load(name) for name in task.bundles if not name.endswith(".onnx")}
     return replace(site, load=lambda name: dict(held[name]))
 
@@ -106,9 +111,9 @@ def remembered(task: Task, site: Site) -> Site:
 
 
 class FakeRunner:
-    """Graphs are numpy functions; counts how often each has run.
+    """Runner whose graphs are numpy functions; counts how often each has run.
 
-    A graph's file holds nothing but the graph's name, and is found by that name or by its content's digest.
+    A graph's file holds only the graph's name, and is found by that name or by its content's digest.
     """
 
     name = "onnx"
@@ -119,21 +124,24 @@ class FakeRunner:
         self._names = {blob(name.encode()).sha256: name for name in graphs}
 
     def batch(self, graph: Path, around_bytes: int = 0, example_bytes: int = 0) -> int:
+        """Always 64 examples."""
         return 64
 
     def make_room(self, size: int) -> None:
-        pass
+        """Do nothing: no graph takes memory."""
 
     def run(self, graph: Path, x: np.ndarray) -> np.ndarray:
+        """Apply the graph's function to x, and count it."""
         name = self._names.get(graph.name, graph.name)
         self.runs[name] += 1
         return self.graphs[name](x).astype(np.float32)
 
     def close(self) -> None:
-        pass
+        """Do nothing."""
 
 
 def convolution(seed: int, before: int, after: int, pool: bool) -> Callable[[np.ndarray], np.ndarray]:
+    """Random 3x3 convolution with ReLU, (n, before, h, w) -> (n, after, h, w), halved in size with `pool`."""
     kernel = np.random.default_rng(seed).normal(size=(after, before, 3, 3)) / np.sqrt(9 * before)
 
     def run(x: np.ndarray) -> np.ndarray:
@@ -146,6 +154,7 @@ def convolution(seed: int, before: int, after: int, pool: bool) -> Callable[[np.
 
 
 def classifier(seed: int, width: int, classes: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Random classifier on the maps' means, (n, width, h, w) -> (n, classes)."""
     weights = np.random.default_rng(seed).normal(size=(width, classes))
     return lambda x: x.mean(axis=(2, 3)) @ weights
 
@@ -154,7 +163,7 @@ DONORS = {"ash": ((4, False), (6, True), (6, False)), "elm": ((5, True), (5, Fal
 
 
 def build() -> tuple[Bundle, FakeRunner]:
-    """Three donors for 8x8 images: two to three convolutions each, and a classifier of three classes."""
+    """Bundle of three donors for 8x8 images, each of two to three convolutions and a classifier, and their runner."""
     meta: dict[str, Any] = {
         "input": {"channels": 1, "size": 8, "mean": [0.5], "std": [0.5]},
         "labels": ["a", "b", "c"],
@@ -197,7 +206,7 @@ def build() -> tuple[Bundle, FakeRunner]:
 
 
 def members(count: int = 4, examples: int = 60) -> list[Member]:
-    """Noisy pictures of three templates; each device has its own mixture of them."""
+    """Devices with noisy pictures of three templates, each in a mixture of its own."""
     draws = np.random.default_rng(7)
     templates = draws.uniform(0, 255, size=(3, 8, 8))
     found = []
@@ -228,7 +237,7 @@ def to_train(
     model: dict[str, np.ndarray] | None = None,
     plan: masks.Plan | None = None,
 ) -> Bundle:
-    """A network, what it begins with and its plan of masks, if any; none: a small one that the numpy engine trains."""
+    """Bundle of a network, its first tensors and plan of masks, if any; by default a small one for the numpy engine."""
     start = numpy_engine.init(MLP, 0) if model is None else model
     plan = plan if network else MLP_MASKS
     parts = {"model": start, **({"masks": {"json": masks.to_array(plan)}} if plan else {})}
@@ -237,7 +246,7 @@ def to_train(
 
 
 def learners(count: int = 3, examples: int = 16) -> list[Member]:
-    """Points whose label is their largest of three values; each device has its own mixture of labels."""
+    """Devices with points labelled by the largest of three values, each in a mixture of its own."""
     found = []
     for i in range(count):
         draws = np.random.default_rng(i)
@@ -249,7 +258,7 @@ def learners(count: int = 3, examples: int = 16) -> list[Member]:
 
 
 def pictures(path: Path, size: int) -> Path:
-    """An .npz of ten noisy templates of size x size pixels, for training and for a test."""
+    """Write an .npz of ten noisy templates of size x size pixels, for training and for a test."""
     draws = np.random.default_rng(0)
     templates = draws.uniform(0, 255, size=(10, size, size))
     found: dict[str, Any] = {}

@@ -1,0 +1,1 @@
+"""Networks: tables, construction, weights, cost and export."""

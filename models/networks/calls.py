@@ -1,4 +1,4 @@
-"""The order in which a network calls its modules, traced by running it. Imports torch."""
+"""Order in which a network calls its modules, traced by running it. Imports torch."""
 
 from __future__ import annotations
 

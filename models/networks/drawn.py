@@ -1,4 +1,4 @@
-"""First weights and facts of a fully connected network by numpy alone: what torch would give, to the last bit.
+"""First weights and facts of a fully connected network by numpy alone: torch's, to the last bit.
 
 torch draws with the Mersenne twister, which numpy has too: a number is 24 bits of a draw, scaled to the bounds that
 `torch.nn.Linear` takes. So a job of an `mlp` is prepared without torch, and the bundle is the same with either.
@@ -21,18 +21,18 @@ _BITS = 24  # of a float's mantissa
 
 
 def can(network: Mapping[str, Any], weights: object) -> bool:
-    """Whether this is a network that is drawn here: an `mlp` whose first weights are random."""
+    """Whether the network can be drawn here: an `mlp` with random first weights."""
     return network.get("name") == "mlp" and weights is None
 
 
 def weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
-    """Its first tensors, float32, by their names: "1.weight" (out, in), "1.bias" (out,), "3.weight", ...
+    """First tensors, float32, by name: "1.weight" (out, in), "1.bias" (out,), "3.weight", ...
 
     Raises:
         ModelError: a setting that is missing, unknown or not a whole number above 0.
     """
     source = np.random.MT19937()
-    seeded: Any = np.random.RandomState(seed & 0xFFFFFFFF).get_state(legacy=False)  # as `torch.manual_seed` seeds it
+    seeded: Any = np.random.RandomState(seed & 0xFFFFFFFF).get_state(legacy=False)  # seeded like `torch.manual_seed`
     source.state = seeded
     found: dict[str, np.ndarray] = {}
     for path, (out, into) in layers(network).items():
@@ -44,23 +44,23 @@ def weights(network: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
 
 
 def flops(network: Mapping[str, Any]) -> float:
-    """Of one example's forward pass: two for each entry of a weight."""
+    """FLOPs of one example's forward pass: two for each entry of a weight."""
     return float(sum(2 * out * into for out, into in layers(network).values()))
 
 
 def calls(network: Mapping[str, Any]) -> list[str]:
-    """Paths of its modules in the order in which they are called, as `models.networks.calls` traces them."""
+    """Paths of its modules in the order of calls, as `models.networks.calls` traces them."""
     return ["", *map(str, range(2 * len(_widths(network)) - 2))]
 
 
 def layers(network: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of each layer by its path, first to last."""
+    """Size (outputs, inputs) of each layer by its path, first to last."""
     pairs = itertools.pairwise(_widths(network))
     return {f"{2 * index + 1}": (out, into) for index, (into, out) in enumerate(pairs)}
 
 
 def trained(network: Mapping[str, Any]) -> footprint.Trained:
-    """What training it takes, as `footprint.weigh` measures it with torch: inputs and hidden outputs are kept."""
+    """Memory of its training, as `footprint.weigh` measures it with torch: inputs and hidden outputs are kept."""
     widths = _widths(network)
     sizes = [into * out for into, out in itertools.pairwise(widths)]
     return footprint.Trained(
@@ -74,14 +74,14 @@ def trained(network: Mapping[str, Any]) -> footprint.Trained:
 
 
 def _uniform(source: np.random.MT19937, bound: float, count: int) -> np.ndarray:
-    """Float32 numbers from -bound to bound, as `torch.Tensor.uniform_` draws them on a processor."""
+    """Float32 numbers from -bound to bound, drawn like `torch.Tensor.uniform_` on a processor."""
     low, high = np.float32(-bound), np.float32(bound)
     share = (source.random_raw(count) & ((1 << _BITS) - 1)) * 2.0**-_BITS  # float64: torch rounds once, at the end
     return (share * float(high - low) + float(low)).astype(np.float32)
 
 
 def _widths(network: Mapping[str, Any]) -> Sequence[int]:
-    """Inputs, hidden layers, classes.
+    """Widths of inputs, hidden layers and classes.
 
     Raises:
         ModelError: see `weights`.

@@ -19,12 +19,13 @@ OPSET = 17  # onnxruntime 1.19 and later: what JetPack 5 can install
 
 
 def traced(module: nn.Module, shape: Sequence[int], name: str, mend: str) -> onnx.ModelProto:
-    """A module as an ONNX graph from "x", (n, *shape) float32, to "y".
+    """Trace a module as an ONNX graph from "x", (n, *shape) float32, to "y".
 
     Args:
+        module: in evaluation mode.
         shape: of one example.
-        name: the module's, for the error.
-        mend: what to do where it has an operation that ONNX cannot express, for the error.
+        name: name of the module in errors.
+        mend: advice in the error for an operation that ONNX cannot express.
 
     Raises:
         ModelError: it has such an operation.
@@ -51,12 +52,13 @@ def traced(module: nn.Module, shape: Sequence[int], name: str, mend: str) -> onn
 
 
 def written(network: Mapping[str, Any], weights: Tensors) -> bytes:
-    """The network with these weights as ONNX: "x", (n, ...) float32 as the network takes it, to "y", (n, classes).
+    """Write the network with these weights as ONNX: "x", (n, ...) float32 like its inputs, to "y", (n, classes).
 
     The network's table stands in the file's metadata, under "network".
 
     Args:
-        network: its table.
+        network: table of the network.
+        weights: all its tensors.
 
     Raises:
         ModelError: the weights are not all of the network's, or an operation has no ONNX.

@@ -37,7 +37,7 @@ class Cost(NamedTuple):
 
 
 def build(network: Mapping[str, Any]) -> nn.Module:
-    """The network with random weights, in training mode. Seed torch to have the same ones again.
+    """Build a network with random weights, in training mode. Seed torch to repeat them.
 
     Raises:
         ModelError: an unknown name, one that this board does not allow (`plugins.restrict`), or unfit settings.
@@ -61,15 +61,17 @@ def build(network: Mapping[str, Any]) -> nn.Module:
 
 
 def load(network: Mapping[str, Any], weights: str | Path | None = None, *, seed: int = 0) -> nn.Module:
-    """The network with weights, ready for inference (evaluation mode).
+    """Build a network with weights for inference (evaluation mode).
 
     Args:
+        network: its table.
         weights: None for random ones drawn from `seed`; "DEFAULT" or another of torchvision's own
             (downloaded by torchvision); or a file: `.safetensors`, or a state dict by `torch.save`
             (`.pt`, `.pth`, `.th`), which is read without running code in it.
+        seed: of random weights.
 
     Raises:
-        ModelError: no such weights, or they are another network's.
+        ModelError: the weights do not exist, or belong to another network.
     """
     import torch
 
@@ -88,7 +90,7 @@ def load(network: Mapping[str, Any], weights: str | Path | None = None, *, seed:
 
 
 def cost(model: nn.Module, shape: tuple[int, ...]) -> Cost:
-    """What one example of `shape` (without batch) costs in `model`, counted by torch's dispatcher."""
+    """Cost of one example of `shape` (without batch) in `model`, counted by torch's dispatcher."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -101,10 +103,10 @@ def cost(model: nn.Module, shape: tuple[int, ...]) -> Cost:
 
 
 def input_shape(network: Mapping[str, Any]) -> tuple[int, ...]:
-    """The shape of one example: from the table's "input", else from its own settings.
+    """Shape of one example: from the table's "input", else from its own settings.
 
     Raises:
-        ModelError: the table does not say it.
+        ModelError: the table lacks both.
     """
     for table in (network.get("input", {}), network):
         if "channels" in table and "size" in table:
@@ -127,10 +129,10 @@ def input_shape(network: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def needs(network: Mapping[str, Any]) -> dict[str, str]:
-    """What a device has to have beside fedquilt to build a network: `plugins.needs` of it and of those within.
+    """Packages a device needs beside fedquilt to build a network: `plugins.needs` of it and of those within.
 
     Raises:
-        ModelError: a name that there is not.
+        ModelError: an unknown name.
     """
     found: dict[str, str] = {}
     for name in outside(network):
@@ -139,7 +141,7 @@ def needs(network: Mapping[str, Any]) -> dict[str, str]:
 
 
 def outside(network: Mapping[str, Any]) -> list[str]:
-    """The names of a network's table, and of the tables within, that are none of ours."""
+    """Names in a network's table, and in the tables within, that are none of ours."""
     name = str(network.get("name", ""))
     within = [each for value in network.values() if isinstance(value, Mapping) for each in outside(value)]
     ours = not name or name in OURS or name.startswith("torchvision/")
@@ -170,21 +172,21 @@ def _factory(name: str) -> Callable[..., nn.Module]:
 
 
 def require_callable(name: str, factory: Any) -> None:
-    """Raises ModelError unless what a network's name stands for can be called."""
+    """Raise ModelError unless a network's name stands for something callable."""
     if not callable(factory):
         kind = type(factory).__name__
         raise ModelError(f"network {name!r} is a {kind}, and a function that makes a torch.nn.Module is wanted")
 
 
 def _own(name: str, factory: Any) -> Callable[..., nn.Module]:
-    """The function of a network from outside; what it raises names it."""
+    """Function of a network from outside; its errors name it."""
     require_callable(name, factory)
     signature = inspect.signature(factory)
 
     def build(**table: Any) -> nn.Module:
         try:
             return factory(**table)
-        except Exception as error:  # somebody's own code
+        except Exception as error:  # code from outside may raise anything
             raise ModelError(
                 f"network {name!r} cannot be built from {table}: {type(error).__name__}: {error}"
             ) from None
@@ -215,7 +217,7 @@ def _is_file(weights: str | Path) -> bool:
 
 
 def _fill(model: nn.Module, name: str, path: Path) -> None:
-    """Put the tensors of a file into `model`, all of them, of the same names and shapes."""
+    """Load the tensors of a file into `model`, all of them, of the same names and shapes."""
     given = _read(path)
     wanted = model.state_dict()
     # counters of batch norm are absent from many published files and unused in inference

@@ -29,6 +29,7 @@ class Conv1d(nn.Module):  # type: ignore[misc]
         self.head = nn.Linear(before, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores (n, classes) of series (n, steps, channels)."""
         return self.head(self.layers(x.transpose(1, 2)).mean(dim=2))
 
 
@@ -48,12 +49,13 @@ class Gru(nn.Module):  # type: ignore[misc]
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores (n, classes) of series (n, steps, channels)."""
         states, _ = self.recurrent(x)  # (n, steps, width)
         return self.head(states[:, -1])
 
 
 def gru(channels: int, steps: int, classes: int, width: int = 32, layers: int = 1) -> nn.Module:
-    """Recurrent; takes series of any length, and `steps` only says which its examples have."""
+    """Recurrent network for series of any length; `steps` is only the length of the job's examples."""
     if steps < 1:
         raise ValueError(f"steps {steps}: 1 or more are wanted")
     return Gru(channels, classes, width, layers)
@@ -71,6 +73,7 @@ class Transformer(nn.Module):  # type: ignore[misc]
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores (n, classes) of token numbers (n, length)."""
         tokens = x.long()  # engines hand over float32
         said = (tokens != 0).to(self.place.dtype).unsqueeze(2)  # (n, length, 1)
         values = (self.embed(tokens) + self.place) * said
@@ -81,7 +84,7 @@ class Transformer(nn.Module):  # type: ignore[misc]
 def transformer(
     vocabulary: int, length: int, classes: int, width: int = 32, depth: int = 2, heads: int = 2
 ) -> nn.Module:
-    """A small encoder for text; `vocabulary` counts the tokens of its file, `length` those of an example."""
+    """Small encoder for text; `vocabulary` is the size of its file, `length` that of an example in tokens."""
     if width % heads:
         raise ValueError(f"width {width} is not a multiple of heads {heads}")
     return Transformer(vocabulary, length, classes, width, depth, heads)

@@ -1,4 +1,4 @@
-"""The networks of our own: small ones for boards, and the residual nets of CIFAR-10. Imports torch."""
+"""Small networks for boards, and the residual nets of CIFAR-10. Imports torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def mlp(inputs: int, classes: int, hidden: tuple[int, ...] = (64,)) -> nn.Module:
-    """Fully connected, ReLU between; `inputs` counts the values of one example."""
+    """Fully connected, ReLU between; `inputs` is the number of values of one example."""
     widths = [inputs, *hidden]
     layers: list[nn.Module] = [nn.Flatten()]
     for before, after in pairwise(widths):
@@ -42,7 +42,7 @@ def cnn(channels: int, size: int, classes: int, width: int = 16) -> nn.Module:
 
 
 def lenet(channels: int, size: int, classes: int, width: int = 12) -> nn.Module:
-    """Three 5x5 convolutions with sigmoids, and linear: smooth, as attacks on gradients want it (arXiv 1906.08935)."""
+    """Three 5x5 convolutions with sigmoids, and linear: smooth, as gradient attacks need it (arXiv 1906.08935)."""
     small = (size + 3) // 4
     return nn.Sequential(
         nn.Conv2d(channels, width, 5, stride=2, padding=2),
@@ -108,6 +108,7 @@ class CifarResNet(nn.Module):  # type: ignore[misc]
         self.linear = nn.Linear(64, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores (n, classes) of images (n, 3, 32, 32)."""
         x = F.relu(self.bn1(self.conv1(x)))
         x = self.layer3(self.layer2(self.layer1(x)))
         return self.linear(torch.flatten(self.pool(x), 1))
@@ -131,6 +132,7 @@ class Residual(nn.Module):  # type: ignore[misc]
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps (n, after, h / stride, w / stride) of maps (n, before, h, w)."""
         inner = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
         return F.relu(inner + self.shortcut(x))
 
@@ -145,6 +147,7 @@ class Gained(nn.Module):  # type: ignore[misc]
         self.gain = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Values (n, width) of values (n, width)."""
         return x + self.gain * self.linear2(F.relu(self.linear1(x)))
 
 
@@ -157,6 +160,7 @@ class PadShortcut(nn.Module):  # type: ignore[misc]
         self.side = (after - before) // 2
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps (n, after, h / stride, w / stride) of maps (n, before, h, w)."""
         thin = x[:, :, :: self.stride, :: self.stride]
         return F.pad(thin, (0, 0, 0, 0, self.side, self.side))
 
@@ -170,6 +174,7 @@ class ProductPool(nn.Module):  # type: ignore[misc]
         self.register_buffer("columns", _averages(before[1], after[1]).T.contiguous())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Means (n, c, *after) of maps (n, c, *before)."""
         return torch.matmul(torch.matmul(self.rows, x), self.columns)
 
 

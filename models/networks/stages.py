@@ -1,4 +1,4 @@
-"""A network cut at its stages: its first stages alone, and classifiers at the inputs of stages.
+"""Network cut at its stages: its first stages alone, and classifiers at the inputs of stages.
 
 torch is imported when a function here is called.
 """
@@ -17,7 +17,7 @@ from fedquilt.core import ModelError, Tensors
 class Stage:
     """Consecutive blocks."""
 
-    entrance: str  # its first layer, whose input is all that the stage hears
+    entrance: str  # first layer, whose input is the stage's only input
     width: int  # channels of that input
     names: tuple[str, ...]  # its tensors, running statistics too
 
@@ -25,13 +25,16 @@ class Stage:
 def first(
     module: Any, start: Tensors, looks: Sequence[Stage], answer: Callable[[list[Any], Any], Any], *, whole: bool
 ) -> Any:
-    """The network with the tensors of `start` only; what is said is made of what its stages hear.
+    """Network with the tensors of `start` only; its scores are computed from the inputs of stages.
 
     Args:
-        looks: the stages whose inputs are looked at, in order. Unless `whole`, the last of them and what
-            follows is not there: its input is where the forward pass ends.
-        answer: (what the looked-at stages hear, pooled to (n, width) each; the scores (n, classes), None
-            unless `whole`) -> the module's scores.
+        module: the whole network.
+        start: tensors of the part.
+        looks: stages whose inputs are read, in order. Unless `whole`, the last of them and all that follows are
+            left out: the forward pass ends at its input.
+        answer: (inputs of these stages, pooled to (n, width) each; the scores (n, classes), None unless `whole`) ->
+            the module's scores.
+        whole: keep the stages behind the last of `looks`.
 
     Raises:
         ModelError: names do not tell the order in which the network's layers are used.
@@ -50,7 +53,7 @@ def first(
             each.register_forward_pre_hook(lambda layer, inputs, path=path: called.add(path))
         elif not any(path == stage.entrance for stage in looks):
             _replace(module, path)
-        else:  # its input is looked at, it is never run
+        else:  # only its input is read, it is never run
             for leaf in [*dict(each.named_parameters(recurse=False)), *dict(each.named_buffers(recurse=False))]:
                 setattr(each, leaf, None)
     used, plain = {path for path in kept if path in inner and path}, _forward(module)
@@ -73,7 +76,7 @@ def first(
 
 
 def add_exits(module: Any, looks: Sequence[Stage], classes: int) -> Any:
-    """The network with a linear layer `exit.<i>` for what each stage hears."""
+    """Add to the network a linear layer `exit.<i>` for the input of each stage."""
     from torch import nn
 
     module.add_module("exit", nn.ModuleList(nn.Linear(each.width, classes) for each in looks))
@@ -81,11 +84,12 @@ def add_exits(module: Any, looks: Sequence[Stage], classes: int) -> Any:
 
 
 def exits(module: Any, looks: Sequence[Sequence[Any]], classes: int) -> Any:
-    """A network with a classifier before each of these stages: its scores are the mean of all classifiers' scores.
+    """Network with a classifier before each of these stages; its scores are the mean of all classifiers' scores.
 
     Args:
         module: the network without them.
-        looks: of each stage its first layer and how many channels that hears.
+        looks: first layer of each stage and the channels of its input.
+        classes: outputs of each classifier.
     """
     import torch
 
@@ -98,14 +102,14 @@ def exits(module: Any, looks: Sequence[Sequence[Any]], classes: int) -> Any:
 
 
 def _forward(module: Any) -> Callable[[Any], Any]:
-    """The forward pass as it is now: a sequence's would take what is added to it later for further layers."""
+    """Forward pass of now: a sequence's own would run modules that are added to it later."""
     from torch import nn
 
     return nn.Sequential(*module) if type(module) is nn.Sequential else module.forward
 
 
 class _Reached(Exception):
-    """The forward pass is where it ends."""
+    """Ends a forward pass early."""
 
 
 class _Look:
@@ -127,7 +131,7 @@ class _Look:
 
 
 def _pooled(layer: Any, x: Any) -> Any:
-    """What a layer hears, (n, channels, ...) or (n, ..., channels), as means (n, channels)."""
+    """Input of a layer, (n, channels, ...) or (n, ..., channels), as means (n, channels)."""
     from torch import nn
 
     # exactly these: torchvision's LayerNorm2d, a kind of LayerNorm, has its channels first

@@ -1,7 +1,7 @@
-"""Tables of the networks there are, for the [model] of a job: no torch, no numpy, and nothing is built.
+"""Tables of the available networks, for the [model] of a job: no torch, no numpy, and nothing is built.
 
-Images come as (channels, size, size), scaled to 0..1 and normalised as (x - mean) / std. `classes` counts a network's
-outputs where it predicts numbers or several labels (`task` of the job's data).
+Images come as (channels, size, size), scaled to 0..1 and normalised as (x - mean) / std. `classes` is the number of
+outputs also for networks that predict numbers or several labels (`task` of the job's data).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ def mlp(inputs: int, hidden: Sequence[int], classes: int) -> Table:
     Args:
         inputs: values of one example.
         hidden: widths of the hidden layers.
+        classes: outputs.
 
     Raises:
         JobError: `hidden` is one number instead of a list of them.
@@ -114,11 +115,15 @@ def torchvision(
     mean: Sequence[float] = (0.485, 0.456, 0.406),
     std: Sequence[float] = (0.229, 0.224, 0.225),
 ) -> Table:
-    """A network of torchvision's, "resnet18" say.
+    """A network of torchvision, such as "resnet18".
 
     Args:
+        architecture: name in torchvision.models.
+        classes: outputs; other than 1000 means a new head.
         weights: "DEFAULT" or another of torchvision's own, which torchvision downloads, or a file; None: random ones.
-        size: of the images that it gets; mean and std are ImageNet's.
+        size: of its images, in pixels.
+        mean: by channel; default ImageNet's.
+        std: by channel; default ImageNet's.
     """
     table: Table = {"name": f"torchvision/{architecture}", "classes": classes, "input": _input(3, size, mean, std)}
     if weights is None:
@@ -128,10 +133,11 @@ def torchvision(
 
 
 def module(name: str, /, **settings: Any) -> Table:
-    """A network of your own: "module:function", and what the function is given; it returns a torch.nn.Module.
+    """Network of your own: "module:function" and the function's arguments; it returns a torch.nn.Module.
 
     Args:
-        settings: with `inputs`, or with `channels` and `size`, or with `input`, what one example looks like.
+        name: "module:function", or an entry point.
+        settings: arguments, among them the shape of an example: `inputs`, `channels` and `size`, or `input`.
     """
     return {"name": name, **settings}
 

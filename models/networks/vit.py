@@ -1,4 +1,4 @@
-"""A small vision transformer for boards, and attention whose output projection is called as a layer. Imports torch.
+"""Small vision transformer for boards, with attention whose output projection is a called layer. Imports torch.
 
 Dosovitskiy et al., An Image is Worth 16x16 Words, ICLR 2021 (arXiv 2010.11929), section 3.1, with the mean over
 patches for the class token (Beyer et al., arXiv 2205.01580), so that a small one learns from few examples.
@@ -67,6 +67,7 @@ class Block(nn.Module):  # type: ignore[misc]
         self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Values (n, patches, width) of values (n, patches, width)."""
         x = x + self.attention(self.norm1(x))[0]
         return x + self.mlp(self.norm2(x))
 
@@ -87,6 +88,7 @@ class ViT(nn.Module):  # type: ignore[misc]
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores (n, classes) of images (n, channels, size, size)."""
         patches = self.embed(x).flatten(2).transpose(1, 2) + self.place  # (n, patches, width)
         return self.head(self.norm(self.blocks(patches)).mean(dim=1))
 
@@ -101,7 +103,7 @@ def vit(
     heads: int = 4,
     hidden: int = 0,
 ) -> nn.Module:
-    """A vision transformer; `hidden` neurons between the two linear layers of a block, 0: twice the width.
+    """Vision transformer; `hidden` neurons between the two linear layers of a block, 0: twice the width.
 
     ViT-Tiny/16 is patch 16, width 192, depth 12, heads 3, hidden 768.
     """

@@ -1,0 +1,1 @@
+"""Parts of networks: by width and depth, under masks, behind gates, or as adapters."""

@@ -1,7 +1,7 @@
-"""Sub-models by depth: the stages of a network, told from its tensors' names, and its first stages alone.
+"""Sub-models by depth: the stages of a network, found from its tensors' names, and its first stages alone.
 
 A stage is one or more consecutive blocks. Between two of them the network has one value, the input of the next one's
-first layer. Which layer comes first the trace of `fedquilt prepare` tells; it is checked when the network runs.
+first layer. The trace of `fedquilt prepare` gives the order of layers; it is checked when the network runs.
 numpy only; `models.networks.stages` builds networks from it.
 """
 
@@ -19,19 +19,19 @@ from fedquilt.models.networks.stages import Stage
 
 @dataclass(frozen=True)
 class Body:
-    """A network in stages, and the layer behind them that tells classes."""
+    """Network in stages, and the classifier behind them."""
 
     stages: tuple[Stage, ...]
     head: str
     head_names: tuple[str, ...]
-    features: int  # that the head hears
+    features: int  # inputs of the head
     classes: int
 
 
 def body(model: Tensors, count: int, calls: Sequence[str] = ()) -> Body:
-    """The network in so many stages, or as many as it has blocks.
+    """Split the network into `count` stages, or as many as it has blocks.
 
-    A block is what the first number in its layers' names tells ("layer1.0"), or a layer without one ("conv1"). A block
+    A block is given by the first number in its layers' names ("layer1.0"), or is a layer without one ("conv1"). A block
     without weights to hear anything with, a last normalisation or the embedding of places, goes with its neighbour.
 
     Raises:
@@ -61,7 +61,7 @@ def _block(layer: str) -> str:
 
 
 def _joined(model: Tensors, blocks: Sequence[list[str]]) -> list[list[str]]:
-    """Blocks with weights; one without goes behind the one before it, those at the front behind the first."""
+    """Blocks with weights; one without joins the block before it, those at the front join the first."""
     found: list[list[str]] = []
     front: list[str] = []
     for block in blocks:
@@ -74,15 +74,15 @@ def _joined(model: Tensors, blocks: Sequence[list[str]]) -> list[list[str]]:
 
 
 def _weights(model: Tensors, some: Sequence[str]) -> list[tuple[int, ...]]:
-    """Shapes of the weights that these layers hear something with: those of two dimensions or more."""
+    """Shapes of these layers' weights: tensors of two dimensions or more."""
     shapes = [model[f"{layer}.weight"].shape for layer in some if f"{layer}.weight" in model]
     return [shape for shape in shapes if len(shape) > 1]
 
 
 def _heard(model: Tensors, some: Sequence[str]) -> int:
-    """Channels that the first of these layers hears; a depthwise convolution has as many as it gives.
+    """Input channels of the first of these layers; a depthwise convolution has as many as outputs.
 
-    A first layer of single numbers, a gain say, hears what the first one with weights does.
+    A first layer of single numbers, such as a gain, has the inputs of the first one with weights.
     """
     shape = _weights(model, some)[0]
     return int(shape[1] if len(shape) == 2 or shape[1] > 1 else shape[0])

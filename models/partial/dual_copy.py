@@ -1,15 +1,15 @@
-"""A network in two copies: a frozen one says which units are on, the other one's values are trained. Imports torch.
+"""Network in two copies: a frozen one decides which units are on, the other one's values are trained. Imports torch.
 
 DualCopy, as FedSQ has it (arXiv 2604.02990, Definition 2 and section III-B): for every pointwise
 nonlinearity l behind the first trained tensor, alpha_l = 1[z_l > 0] is taken from the frozen structural
 copy (SK), and the trained quantitative copy (QK) has h_l = alpha_l * z_l in place of the nonlinearity.
-What lies before the first trained tensor is the same in both copies and runs once.
+Everything before the first trained tensor is the same in both copies and runs once.
 
 ReLU6 and leaky ReLU are piecewise linear as ReLU is, with another border or slope: these are kept, so
 that two equal copies are the network itself. GELU, SiLU, Hardswish, ELU and Mish are replaced by the
-binary gate, as the paper says: the copy is then another function than the network from the start.
-Sigmoid, tanh, softmax and PReLU are no gates and stay as they are, and so does a nonlinearity behind the
-last layer with weights: it is part of the head, which for new classes has nothing pre-trained to go by.
+binary gate, as in the paper: the copy is then another function than the network from the start.
+Sigmoid, tanh, softmax and PReLU are no gates and stay, and so does a nonlinearity behind the
+last layer with weights: it is part of the head, which for new classes has no pre-trained values.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 def gated(z: torch.Tensor, on: torch.Tensor, slope: float = 0.0) -> torch.Tensor:
-    """alpha * z; where it is off, slope * z."""
+    """Gated value alpha * z; slope * z where it is off."""
     return torch.where(on, z, slope * z if slope else 0.0)
 
 
 def capped(z: torch.Tensor, on: torch.Tensor, full: torch.Tensor, cap: float) -> torch.Tensor:
-    """alpha * z, but `cap` where the structural copy has reached it."""
+    """Gated value alpha * z, or `cap` where the structural copy has reached it."""
     return torch.where(full, cap, torch.where(on, z, 0.0))
 
 
 def chosen(z: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Max pooling that takes what the structural copy took. `indices` (n, c, h, w): places in each flattened map."""
+    """Max pooling at the structural copy's places. `indices` (n, c, h, w): places in each flattened map."""
     return z.flatten(2).gather(2, indices.flatten(2).long()).view(indices.shape)
 
 
 class DualCopy:
-    """How a network is taken apart for a schedule of trained modules. Holds operations, no weights.
+    """Division of a network for a schedule of trained modules. Holds operations, no weights.
 
     Args:
         network: a table (`fedquilt.models.networks.registry`).
-        trained: names of modules or tensors that are trained; the rest is frozen (the paper's sigma).
-        gates: "own" leaves the network its own nonlinearities: what FedAvg trains, with the same frozen part.
+        trained: names of modules or tensors that are trained; the others are frozen (the paper's sigma).
+        gates: "own" keeps the network's own nonlinearities: FedAvg on the same trained part.
         bn: whether batch norm behind the first trained tensor keeps the pre-trained statistics, or has its own.
-        pool: whether max pooling takes the largest of its own values, or what the structural copy takes.
+        pool: whether max pooling uses its own largest values, or the structural copy's places.
 
     Raises:
         ModelError: the network cannot be traced, or nothing of it is trained.
@@ -106,9 +106,9 @@ class DualCopy:
         )
         self._tail, self._look, self._look_scores = tail, frozen, whole
         self.names = tuple(tail.state_dict())
-        """Tensors of the part behind the first trained one: what the quantitative copy holds."""
+        """Tensors behind the first trained one: the quantitative copy's."""
         self.trained = tuple(name for name, _ in tail.named_parameters() if covers(trained, name))
-        """Of these, what gradients move."""
+        """Those of them that gradients update."""
         self.frozen_names = tuple(frozen.state_dict())
         """Tensors that the structural copy needs for gates and features."""
         self.all_names = tuple(whole.state_dict())
@@ -119,16 +119,16 @@ class DualCopy:
         return Pair(Part(self._look, copy.deepcopy(model)), Part(self._tail, model), self._keep_statistics)
 
     def tail(self, model: nn.Module, layout: gate_cache.Layout) -> nn.Module:
-        """The quantitative copy alone: rows that were looked up earlier in, scores out. Holds "qk.NAME"."""
+        """Quantitative copy alone: rows computed earlier in, scores out. Holds "qk.NAME"."""
         return Tail(layout, Part(self._tail, model), self._keep_statistics)
 
     def looker(self, model: nn.Module, sink: Callable[[gate_cache.Seen], None]) -> nn.Module:
-        """The frozen network: scores out, and to `sink` what the tail will want. Holds "frozen.NAME" of `all_names`."""
+        """Frozen network: scores out, and the tail's inputs to `sink`. Holds "frozen.NAME" of `all_names`."""
         counts = len(self._entries), len(self._pools)
         return Looker(Part(self._look_scores, model), counts, sink)
 
     def _boundary(self) -> list[fx.Node]:
-        """Values of the frozen part that the trained one takes, in the order they arise."""
+        """Values of the frozen part that the trained one reads, in the order they arise."""
         used = {source for node in self._late for source in node.all_input_nodes}
         return [
             node
@@ -190,7 +190,7 @@ class DualCopy:
 
 
 def planned(network: Mapping[str, Any], trained: Sequence[str], **options: str) -> DualCopy:
-    """A `DualCopy`, the same one again in later tasks of this process."""
+    """Make a `DualCopy`, cached for later tasks of this process."""
     return _planned(json.dumps([network, list(trained), options], sort_keys=True))
 
 
@@ -201,7 +201,7 @@ def _planned(settings: str) -> DualCopy:
 
 
 class Part(nn.Module):  # type: ignore[misc]
-    """Operations of a network over its own modules, under their own names.
+    """Operations of a network on its own modules, under their own names.
 
     A new GraphModule would compile them again, and torch keeps the source of every one: a process that is
     kept for many tasks would grow.
@@ -214,13 +214,14 @@ class Part(nn.Module):  # type: ignore[misc]
             if node.op == "call_module":
                 module = model.get_submodule(str(node.target))
                 if getattr(module, "inplace", False):
-                    module.inplace = False  # a gate looks at what went in
+                    module.inplace = False  # a gate reads the input
                 self._place(str(node.target), module)
             elif node.op == "get_attr":
                 owner, _, name = str(node.target).rpartition(".")
                 self._place(str(node.target), getattr(model.get_submodule(owner), name))
 
     def forward(self, *values: torch.Tensor) -> Any:
+        """Run the operations on the inputs, in the order of the graph."""
         return self._forward(self, *values)
 
     def _place(self, path: str, value: Any) -> None:
@@ -244,6 +245,7 @@ class _Trained(nn.Module):  # type: ignore[misc]
         self.qk, self._keep = qk, keep_statistics
 
     def train(self, mode: bool = True) -> nn.Module:
+        """Set training mode; batch norm that keeps its statistics stays in evaluation mode."""
         super().train(mode)
         for module in self.qk.modules():
             if self._keep and isinstance(module, NORMS) and module.track_running_stats:
@@ -259,35 +261,39 @@ class Pair(_Trained):
         self.frozen = frozen.requires_grad_(False)
 
     def train(self, mode: bool = True) -> nn.Module:
+        """Set training mode of QK; SK stays in evaluation mode."""
         super().train(mode)
         self.frozen.eval()
         return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores (n, classes) of examples (n, ...)."""
         with torch.no_grad():
             seen = self.frozen(x)
         return self.qk(*seen)
 
 
 class Tail(_Trained):
-    """QK on what SK has seen in the same examples earlier."""
+    """QK on cached outputs of SK for the same examples."""
 
     def __init__(self, layout: gate_cache.Layout, qk: nn.Module, keep_statistics: bool) -> None:
         super().__init__(qk, keep_statistics)
         self._layout = layout
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Scores (n, classes) of cached rows (n, row_bytes)."""
         return self.qk(*gate_cache.unpack(rows, self._layout))
 
 
 class Looker(nn.Module):  # type: ignore[misc]
-    """SK, whose features and gates are kept. In training mode (a trial run) nothing is kept."""
+    """SK, whose features and gates are passed to the sink. In training mode (a trial run) nothing is."""
 
     def __init__(self, frozen: nn.Module, counts: tuple[int, int], sink: Callable[[gate_cache.Seen], None]) -> None:
         super().__init__()
         self.frozen, self._counts, self._sink = frozen, counts, sink
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores of examples; in evaluation mode features and gates go to the sink."""
         *seen, scores = self.frozen(x)
         if not self.training:
             values, pools = self._counts
@@ -296,7 +302,7 @@ class Looker(nn.Module):  # type: ignore[misc]
 
 
 def _module(model: nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """The graph over the model's own modules, without those and operations it has no use for."""
+    """Graph over the model's own modules, without modules and operations it does not need."""
     made = fx.GraphModule(model, graph)
     made.graph.eliminate_dead_code()
     made.delete_all_unused_submodules()

@@ -1,4 +1,4 @@
-"""What a traced network is made of: gates, pools, and what lies behind the first trained tensor. Imports torch."""
+"""Parts of a traced network: gates, pools, and the operations behind the first trained tensor. Imports torch."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ RELU_CALLS = (F.relu, torch.relu, torch.relu_, F.relu_)
 
 
 def covers(trained: Sequence[str], name: str) -> bool:
-    """Whether a tensor belongs to one of these modules (or is one of these tensors)."""
+    """Whether a tensor belongs to one of these modules, or is one of these tensors."""
     return any(name == part or name.startswith(part + ".") for part in trained)
 
 
 @dataclass(frozen=True)
 class Gate:
+    """Piecewise linear nonlinearity: its slope below the gate and its cap above."""
+
     slope: float = 0.0  # of what is off
     cap: float | None = None  # of what is on; None: none
 
 
 def gate_of(traced: fx.GraphModule, node: fx.Node) -> Gate | None:
-    """What stands for this operation in the quantitative copy; None: it is no gating nonlinearity."""
+    """Gate in place of this operation in the quantitative copy; None: it is no gating nonlinearity."""
     if node.op == "call_module":
         module = traced.get_submodule(str(node.target))
         if isinstance(module, nn.ReLU6):
@@ -49,11 +51,12 @@ def gate_of(traced: fx.GraphModule, node: fx.Node) -> Gate | None:
 
 
 def pools(traced: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether an operation is a max pool."""
     return bool(pool_settings(traced, node))
 
 
 def pool_settings(traced: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
-    """The keywords of F.max_pool2d for a max pool; {}: it is none."""
+    """Keywords of F.max_pool2d for a max pool; {}: it is none."""
     if node.op == "call_module":
         module = traced.get_submodule(str(node.target))
         if not isinstance(module, nn.MaxPool2d):
@@ -67,11 +70,12 @@ def pool_settings(traced: fx.GraphModule, node: fx.Node) -> dict[str, Any]:
 
 
 def second(both: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Second of a pair, as an operation of the graph."""
     return both[1]
 
 
 def quiet(node: fx.Node) -> fx.Node:
-    """No nonlinearity in place: a gate looks at what went in."""
+    """Turn an in-place nonlinearity into one that keeps its input, which a gate reads."""
     if node.kwargs.get("inplace"):
         node.kwargs = {**node.kwargs, "inplace": False}
     if node.op == "call_method" and node.target == "relu_":
@@ -82,7 +86,7 @@ def quiet(node: fx.Node) -> fx.Node:
 
 
 def depending(traced: fx.GraphModule, trained: Sequence[str]) -> dict[fx.Node, None]:
-    """Operations that a trained tensor has a part in, in order."""
+    """Operations that depend on a trained tensor, in order."""
     late: dict[fx.Node, None] = {}
     for node in traced.graph.nodes:
         if node.op == "output":
@@ -93,7 +97,7 @@ def depending(traced: fx.GraphModule, trained: Sequence[str]) -> dict[fx.Node, N
 
 
 def before_weights(traced: fx.GraphModule) -> set[fx.Node]:
-    """Operations whose value goes on into a layer with weights."""
+    """Operations whose value is read by a layer with weights."""
     found: set[fx.Node] = set()
     for node in reversed(traced.graph.nodes):
         if node in found or uses(traced, node, None):
@@ -102,7 +106,7 @@ def before_weights(traced: fx.GraphModule) -> set[fx.Node]:
 
 
 def uses(traced: fx.GraphModule, node: fx.Node, trained: Sequence[str] | None) -> bool:
-    """Whether it has a tensor of the trained ones of its own; None: any."""
+    """Whether it has a tensor of its own among the trained ones; None: any."""
     if node.op == "get_attr":
         names = [str(node.target)]
     elif node.op == "call_module":
@@ -113,6 +117,11 @@ def uses(traced: fx.GraphModule, node: fx.Node, trained: Sequence[str] | None) -
 
 
 def trace(model: nn.Module, name: str) -> fx.GraphModule:
+    """Trace a network with torch.fx.
+
+    Raises:
+        ModelError: it branches on values, or has several outputs.
+    """
     try:
         traced = fx.symbolic_trace(model.eval())  # in training mode some give more than scores
     except Exception as error:  # whatever a user's forward() raises on a symbolic value

@@ -1,8 +1,8 @@
-"""What a frozen network has seen in examples, a row of bytes each, on disk: features, and gates in one bit each.
+"""Cached outputs of a frozen network for examples, a row of bytes each, on disk: features, and gates in one bit each.
 
-A row is the values that enter the trained part (float32 or float16), then the indices of max pools
+A row holds the values that enter the trained part (float32 or float16), then the indices of max pools
 (int32), then each mask in bits, least significant first, each part filled up to whole 4 or 1 bytes. The
-file is read row by row, never mapped: what the kernel keeps of it is no part of the process.
+file is read row by row, never mapped: the kernel's cache of it is no part of the process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedquilt.core import ModelError, StoreError
 if TYPE_CHECKING:
     import torch
 
-SPARE = 1.2  # times what a file takes has to be free on the disk
+SPARE = 1.2  # factor on a file's size that has to be free on the disk
 VERSION = 1
 
 
@@ -36,7 +36,7 @@ class Seen(NamedTuple):
 
 
 class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Shapes of what is in a row, without the batch, and what a value is stored in."""
+    """Shapes in a row, without the batch, and the type of stored values."""
 
     values: tuple[tuple[int, ...], ...]
     indices: tuple[tuple[int, ...], ...]
@@ -45,19 +45,22 @@ class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def value_bytes(self) -> int:
+        """Bytes of the values in a row."""
         return _filled((2 if self.half else 4) * sum(map(prod, self.values)))
 
     @property
     def index_bytes(self) -> int:
+        """Bytes of the pools' indices in a row."""
         return 4 * sum(map(prod, self.indices))
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of a row."""
         return _filled(self.value_bytes + self.index_bytes + sum(-(-prod(shape) // 8) for shape in self.masks))
 
 
 class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Beside a file of rows, written last: whose rows they are, and how to read them."""
+    """Description of a file of rows, written last: the key of their examples, and how to read them."""
 
     key: str
     rows: int
@@ -66,14 +69,14 @@ class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NoRoomError(Exception):
-    """The rows would be larger than they may be."""
+    """The rows would exceed their size limit."""
 
 
 def layout(seen: Seen, *, half: bool) -> Layout:
-    """The layout of rows of which this is a batch.
+    """Layout of rows for a batch like this.
 
     Raises:
-        ModelError: something is not one tensor with the examples first.
+        ModelError: a part is not one tensor with the examples first.
     """
     every = [*seen.values, *seen.indices, *seen.masks]
     count = {len(each) if hasattr(each, "shape") and len(each.shape) else 0 for each in every}
@@ -84,7 +87,7 @@ def layout(seen: Seen, *, half: bool) -> Layout:
 
 
 def pack(seen: Seen, like: Layout) -> np.ndarray:
-    """(n, row_bytes) uint8.
+    """Pack a batch as rows (n, row_bytes) uint8.
 
     Raises:
         ModelError: a value is too large for 16 bits.
@@ -131,7 +134,7 @@ def unpack(rows: torch.Tensor, like: Layout) -> list[torch.Tensor]:
 
 
 class Rows:
-    """Rows in a file, as `fedquilt.core.Examples` takes them: `rows[[3, 1]]` reads two."""
+    """Rows in a file, usable as `fedquilt.core.Examples`: `rows[[3, 1]]` reads two."""
 
     dtype = np.dtype(np.uint8)
 
@@ -155,11 +158,11 @@ class Rows:
 
 
 class Writer:
-    """Rows into `folder`/`name`.rows, whole or not at all; an older file of that name goes.
+    """Writes rows into `folder`/`name`.rows, whole or not at all; an older file of that name is removed.
 
     Args:
-        count: how many there will be.
-        most_bytes: no larger file is begun, nor one that would all but fill the disk.
+        count: number of rows to come.
+        most_bytes: largest file allowed; it must also leave some of the disk free.
     """
 
     def __init__(self, folder: Path, name: str, count: int, *, half: bool, most_bytes: int) -> None:
@@ -169,10 +172,10 @@ class Writer:
         self._part = folder / f"{name}.part"
 
     def put(self, seen: Seen) -> None:
-        """The next batch.
+        """Write the next batch.
 
         Raises:
-            NoRoomError: there is no room for all.
+            NoRoomError: there is no room for all rows.
             ModelError: as `layout` and `pack`.
         """
         try:
@@ -187,10 +190,10 @@ class Writer:
             raise NoRoomError(str(error)) from None
 
     def close(self, key: str) -> Kept:
-        """All have been put.
+        """Complete the file.
 
         Raises:
-            NoRoomError: it cannot be kept.
+            NoRoomError: it cannot be stored.
         """
         assert self._layout is not None
         kept = Kept(key, self._count, self._layout)
@@ -212,7 +215,7 @@ class Writer:
 
 
 def find(folder: Path, name: str, key: str, count: int) -> Kept | None:
-    """What was kept under this key, if it is all there."""
+    """Find the rows stored under this key, if they are complete."""
     try:
         kept = msgspec.json.decode((folder / f"{name}.json").read_bytes(), type=Kept)
         size = (folder / f"{name}.rows").stat().st_size
@@ -223,7 +226,7 @@ def find(folder: Path, name: str, key: str, count: int) -> Kept | None:
 
 
 def _put(rows: np.ndarray, at: int, values: np.ndarray) -> int:
-    """Write values (n, k) into the bytes from `at` on; where they end."""
+    """Write values (n, k) into the bytes from `at` on; returns their end."""
     raw = np.ascontiguousarray(values).view(np.uint8)
     rows[:, at : at + raw.shape[1]] = raw
     return at + raw.shape[1]

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside linear layers (LoRA): where they go, what they begin with, how they melt in. numpy.
+"""Low-rank adapters beside linear layers (LoRA): placement, initialisation and merging. numpy.
 
 Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (arXiv 2106.09685), section 4.1, here with
 A (in, r) and B (r, out), so that an adapted layer gives
@@ -23,21 +23,21 @@ from fedquilt.core import ModelError, Tensors
 SHARED = ("lora_a", "lora_b")
 OWN = ("own_a", "own_b")
 GATE = "gate"
-OWN_STD = 0.01  # of B_p at first: were it 0, the gate would have no gradient
+OWN_STD = 0.01  # of B_p at first: with 0 the gate would have no gradient
 
 
 class Spot(NamedTuple):
-    """A block, by its path in the network, and the linear layers in it that are adapted."""
+    """Block, by its path in the network, and the linear layers in it that are adapted."""
 
     block: str
     layers: tuple[str, ...]
 
 
 def spots(model: Tensors, calls: Sequence[str] = ()) -> tuple[Spot, ...]:
-    """What is adapted, told by names and shapes alone.
+    """Find the layers to adapt, by names and shapes alone.
 
-    In a transformer of each block the attention's output projection and the last linear layer (FedSDG,
-    section 3.4). In a network without attention every linear layer but the last of all is a block of its own.
+    In a transformer each block's attention output projection and last linear layer (FedSDG,
+    section 3.4). In a network without attention every linear layer except the last is a block of its own.
 
     Raises:
         ModelError: there is nothing to adapt.
@@ -60,35 +60,35 @@ def spots(model: Tensors, calls: Sequence[str] = ()) -> tuple[Spot, ...]:
 
 
 def by_layer(places: Sequence[Spot]) -> tuple[Spot, ...]:
-    """The same layers, each a block of its own."""
+    """Give each layer a block of its own."""
     return tuple(Spot(layer, (layer,)) for spot in places for layer in spot.layers)
 
 
 def given(places: Sequence[Sequence[object]]) -> tuple[Spot, ...]:
-    """Spots that have been through JSON."""
+    """Spots after a passage through JSON."""
     return tuple(Spot(str(block), tuple(map(str, names))) for block, names in places)  # type: ignore[call-overload]
 
 
 def shared(model: Tensors, places: Sequence[Spot], rank: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """The adapters that a federation begins with: A from N(0, 1/r), B = 0, so that the network is as it was."""
+    """First adapters of a federation: A from N(0, 1/r), B = 0, so that the network's scores are unchanged."""
     return _branch(model, places, rank, rng, SHARED, 0.0)
 
 
 def own(
     model: Tensors, places: Sequence[Spot], rank: int, rng: np.random.Generator, gate: float
 ) -> dict[str, np.ndarray]:
-    """A device's own branch at first: A_p from N(0, 1/r), B_p from N(0, OWN_STD^2), and every gate's logit."""
+    """First branch of a device: A_p from N(0, 1/r), B_p from N(0, OWN_STD^2), and every gate's logit."""
     gates = {f"{spot.block}.{GATE}": np.array(gate, np.float32) for spot in places}
     return {**_branch(model, places, rank, rng, OWN, OWN_STD), **gates}
 
 
 def openness(held: Tensors, places: Sequence[Spot]) -> list[float]:
-    """m = sigmoid(a) of every block's gate, 0..1 (FedSDG, Eq. 3)."""
+    """Openness m = sigmoid(a) of every block's gate, 0..1 (FedSDG, Eq. 3)."""
     return [float(1 / (1 + np.exp(-held[f"{spot.block}.{GATE}"].astype(np.float64)))) for spot in places]
 
 
 def merged(model: Tensors, adapters: Tensors, places: Sequence[Spot], scale: float) -> dict[str, np.ndarray]:
-    """The network's own tensors with W + s (A B)^T for W of every adapted layer: it gives the same scores alone."""
+    """Merge adapters into weights: W + s (A B)^T for every adapted layer, with the same scores."""
     found = dict(model)
     for spot in places:
         for layer in spot.layers:

@@ -1,4 +1,4 @@
-"""Linear layers with low-rank adapters, put into a network in the place of its own. Imports torch.
+"""Linear layers with low-rank adapters, inserted into a network. Imports torch.
 
 What they compute and how their tensors are named: `fedquilt.models.partial.lora`.
 """
@@ -22,13 +22,14 @@ class LoraLinear(nn.Module):  # type: ignore[misc]
     def __init__(self, linear: nn.Linear, rank: int, scale: float, *, own: bool) -> None:
         super().__init__()
         self.weight, self.bias, self.scale = linear.weight, linear.bias, scale
-        self.gated: tuple[nn.Module, ...] = ()  # the block that has the gate; in a tuple, it is no part of this layer
+        self.gated: tuple[nn.Module, ...] = ()  # the block with the gate; in a tuple, it is no part of this layer
         out, into = linear.weight.shape
         for a, b in (SHARED, OWN) if own else (SHARED,):
             self.register_parameter(a, nn.Parameter(torch.zeros(into, rank)))
             self.register_parameter(b, nn.Parameter(torch.zeros(rank, out)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Adapted values (..., out) of values (..., in)."""
         y = F.linear(x, self.weight, self.bias) + self.scale * (x @ self.lora_a @ self.lora_b)
         if self.gated:
             m = torch.sigmoid(self.gated[0].gate)
@@ -37,10 +38,10 @@ class LoraLinear(nn.Module):  # type: ignore[misc]
 
 
 def insert(module: nn.Module, places: Sequence[Spot], rank: int, scale: float, *, own: bool = False) -> nn.Module:
-    """The network with adapters at these places, all zero until they are filled; it changes the one it is given.
+    """Insert adapters at these places, all zero until they are filled; changes the given network.
 
     Raises:
-        ModelError: a place is no linear layer of the network, or its attention is of a kind that is not known.
+        ModelError: a place is no linear layer of the network, or its attention is of an unknown kind.
     """
     for name, each in list(module.named_modules()):
         if isinstance(each, nn.MultiheadAttention):

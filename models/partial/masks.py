@@ -1,7 +1,7 @@
-"""Neuron masks: which hidden neurons of a network are used, and which of its tensors' entries that covers.
+"""Neuron masks: which hidden neurons of a network are used, and which entries of its tensors they cover.
 
 A neuron is an output of a fully connected layer or a channel of a convolution. Neurons that an addition
-ties together, or that a normalisation or a depthwise convolution hands on, form one group with one mask.
+ties together, or that a normalisation or a depthwise convolution passes on, form one group with one mask.
 An entry of a weight is covered where both its output's and its input's neuron are, one of a bias or a
 normalisation where its neuron is: the subnetwork and nothing else. Inputs and scores are never masked.
 
@@ -22,7 +22,7 @@ from fedquilt.core import ModelError, Tensors, UpdateError
 
 @dataclass(frozen=True)
 class Follow:
-    """The groups along one tensor's first axis and along its second, one after another; (): none is masked."""
+    """Groups along one tensor's first axis and along its second, in order; (): none is masked."""
 
     shape: tuple[int, ...]
     out: tuple[str, ...] = ()
@@ -32,23 +32,23 @@ class Follow:
 
 @dataclass(frozen=True)
 class Plan:
-    """The groups of a network's neurons, in its own order, and what follows them.
+    """Groups of a network's neurons, in its own order, and the tensors that follow them.
 
     A mask of the network is one array of `neurons` entries, the groups one after another.
     """
 
     widths: dict[str, int]  # of each group that may be masked
     pinned: dict[str, int]  # of each that may not, though it stands beside one that may
-    follows: dict[str, Follow]  # by tensor; one that is not here is always covered
+    follows: dict[str, Follow]  # by tensor; others are always covered
 
     @property
     def neurons(self) -> int:
-        """h: how many neurons may be masked."""
+        """Number h of neurons that may be masked."""
         return sum(self.widths.values())
 
 
 def dense(layers: Mapping[str, tuple[int, int]]) -> Plan:
-    """The plan of a chain of fully connected layers, as `models.partial.trace` reads it of one.
+    """Plan of a chain of fully connected layers, as `models.partial.trace` makes it.
 
     Args:
         layers: (outputs, inputs) of each by its path, first to last; the last one's outputs are the scores.
@@ -67,7 +67,7 @@ def dense(layers: Mapping[str, tuple[int, int]]) -> Plan:
 
 
 def require(plan: Plan, model: Tensors) -> None:
-    """Raises ModelError unless the groups make the shapes that the plan gives, and the model's tensors have them."""
+    """Raise ModelError unless the groups make the shapes in the plan, and the model's tensors have them."""
     known = {**plan.pinned, **plan.widths}
     for name, follow in plan.follows.items():
         for axis, along, repeat in ((0, follow.out, 1), (1, follow.into, follow.repeat)):
@@ -82,15 +82,15 @@ def require(plan: Plan, model: Tensors) -> None:
 
 
 def to_array(plan: Plan) -> np.ndarray:
-    """The plan as bytes, uint8: a tensor that travels once."""
+    """Encode the plan as bytes, uint8: a tensor that travels once."""
     return np.frombuffer(msgspec.json.encode(plan), np.uint8)
 
 
 def from_array(given: np.ndarray) -> Plan:
-    """The plan again.
+    """Decode a plan.
 
     Raises:
-        ModelError: it is none.
+        ModelError: the bytes are no plan.
     """
     try:
         return msgspec.json.decode(given.tobytes(), type=Plan)
@@ -99,7 +99,7 @@ def from_array(given: np.ndarray) -> Plan:
 
 
 def part(plan: Plan, index: int, parts: int) -> np.ndarray:
-    """The neurons (h,) of part `index` when every group is split into so many parts: the parts' sum is one."""
+    """Neurons (h,) of part `index` when every group is split into `parts`: the parts' sum is one."""
     marks = []
     for width in plan.widths.values():
         mark = np.zeros(width, bool)
@@ -109,7 +109,7 @@ def part(plan: Plan, index: int, parts: int) -> np.ndarray:
 
 
 def groups(plan: Plan, neurons: np.ndarray) -> dict[str, np.ndarray]:
-    """The mask (h,) by group, the pinned ones all covered."""
+    """Mask (h,) by group, the pinned ones all covered."""
     found, first = {name: np.ones(width, bool) for name, width in plan.pinned.items()}, 0
     for name, width in plan.widths.items():
         found[name] = neurons[first : first + width].astype(bool)
@@ -118,7 +118,7 @@ def groups(plan: Plan, neurons: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def covered(plan: Plan, neurons: np.ndarray) -> dict[str, np.ndarray]:
-    """For each tensor that follows, which entries the mask (h,) covers: booleans in the tensor's shape."""
+    """Entries that the mask (h,) covers, for each tensor that follows: booleans in the tensor's shape."""
     by_group = groups(plan, neurons)
     found = {}
     for name, follow in plan.follows.items():
@@ -132,12 +132,12 @@ def covered(plan: Plan, neurons: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def take(model: Tensors, marks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What travels of a masked model: of a tensor that follows its covered entries (n,), all else whole."""
+    """Tensors of a masked model that travel: covered entries (n,) of tensors that follow, others whole."""
     return {name: array[marks[name]] if name in marks else array for name, array in model.items()}
 
 
 def put(sent: Tensors, marks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The masked model again, 0 where nothing is covered.
+    """Rebuild the masked model, 0 where nothing is covered.
 
     Raises:
         UpdateError: a tensor's size is not that of its mask.
@@ -156,15 +156,15 @@ def put(sent: Tensors, marks: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]
 
 
 def to_bits(neurons: np.ndarray) -> np.ndarray:
-    """The mask (h,) in ceil(h / 8) bytes, uint8."""
+    """Pack the mask (h,) into ceil(h / 8) bytes, uint8."""
     return np.packbits(neurons.astype(bool))
 
 
 def from_bits(bits: np.ndarray, count: int) -> np.ndarray:
-    """The mask (count,) again.
+    """Unpack the mask (count,).
 
     Raises:
-        UpdateError: not so many bits.
+        UpdateError: another number of bits.
     """
     if bits.dtype != np.uint8 or bits.shape != (-(-count // 8),):
         raise UpdateError(f"a mask of {count} neurons is {-(-count // 8)} bytes, here are {bits.dtype} {bits.shape}")

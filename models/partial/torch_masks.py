@@ -1,6 +1,6 @@
-"""Masks in a torch network's forward pass: what a masked neuron says is multiplied by 0. Imports torch.
+"""Masks in a torch network's forward pass: the outputs of masked neurons are multiplied by 0. Imports torch.
 
-What multiplies is the input of each layer that hears masked neurons: after activation, normalisation,
+The inputs of each layer that reads masked neurons are multiplied: after activation, normalisation,
 pooling and flattening, so that it is as if the activation itself were multiplied, whatever lies between.
 Weights are never multiplied in place.
 """
@@ -36,7 +36,7 @@ class Gates:
         self._norms: list[nn.Module] = []
 
     def steps(self, rate: float) -> tuple[Step, Step]:
-        """One on the scores, at `rate` times the weights' learning rate, then one on the weights."""
+        """Two steps: on the scores, at `rate` times the weights' learning rate, then on the weights."""
         scores = Step(
             rate=lambda name: rate if name == SCORES else 0.0,
             penalty=self._closeness if self._others is not None and self._diversity else None,
@@ -50,7 +50,7 @@ class Gates:
         return scores, weights
 
     def prepare(self, module: Any) -> Any:
-        """The network with scores of its own, and gates before every layer that hears masked neurons."""
+        """Network with scores of its own, and gates before every layer that reads masked neurons."""
         module.register_parameter(SCORES, nn.Parameter(torch.zeros(self._plan.neurons)))
         inner = dict(module.named_modules())
         for name, follow in self._plan.follows.items():
@@ -66,13 +66,13 @@ class Gates:
         return module
 
     def _begin(self, module: nn.Module, weights: bool) -> None:
-        """New draws for the step. One on the scores leaves the statistics of batch normalisation alone."""
+        """Draw masks for the step. One on the scores does not update the statistics of batch normalisation."""
         self._draws = torch.rand(self._plan.neurons)  # on the CPU: the same draws wherever the network is
         for each in self._norms:
             each.track_running_stats = weights
 
     def _sample(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """m = 1 where the draw is below theta; backwards the gradient reaches theta as if m were theta."""
+        """Mask m = 1 where the draw is below theta; backwards the gradient reaches theta as if m were theta."""
         theta = torch.sigmoid(getattr(module, SCORES))
         mask = (self._draws.to(theta.device) < theta).float() + (theta - theta.detach())  # exactly 0, but a gradient
         parts = torch.split(mask, list(self._plan.widths.values()))

@@ -179,11 +179,13 @@ def _shape(array: np.ndarray, place: tuple[np.ndarray | None, np.ndarray | None]
 
 
 def shrunk(module: Any, start: Tensors, *, scaled: bool) -> Any:
-    """The module with tensors of the shapes of `start`: the narrower network itself, not one with zeros.
+    """Module with tensors of the shapes of `start`: the narrower network itself, not one with zeros.
 
     Args:
-        scaled: what a narrower layer says is multiplied by its full width through its own
-            (HeteroFL's Scaler); never the layer that tells classes, whose width stays.
+        module: the whole network.
+        start: tensors of the part.
+        scaled: multiply a narrower layer's outputs by its full width through its own (HeteroFL's Scaler); never the
+            classifier's, whose width stays.
 
     Raises:
         ModelError: `start` is no cut of this network, or a layer of it cannot be cut.

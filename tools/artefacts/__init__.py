@@ -1,0 +1,1 @@
+"""Artefacts: what `fedquilt prepare` makes for a job, and what is made of its result."""

@@ -116,15 +116,16 @@ class Trial:
     def accepted(
         self, out: Path, meta: Mapping[str, Any], files: Mapping[str, bytes], say: Callable[[str], None]
     ) -> dict[str, bytes]:
-        """The graphs in 8 bits that a bundle may hold, by block.
+        """Quantised graphs that a bundle may hold, by block.
 
         Args:
             out: a folder with room for the bundle, while this runs.
-            meta, files: of the bundle with float32 blocks alone.
-            say: takes one line for each donor.
+            meta: of the bundle with float32 blocks alone.
+            files: of the same bundle.
+            say: called with one line for each donor.
 
         Raises:
-            DataError: the images are not such as the donors take.
+            DataError: the images do not fit the donors.
             StoreError: the folder cannot be written.
         """
         with _room(out) as folder:
@@ -214,7 +215,7 @@ def _examples(wanted: Images) -> Examples:
 
 
 class _Bench:
-    """This machine as a device, and a folder to work in. Ranges are taken from the last third of its images."""
+    """Runs a device's work on this machine, in a folder. Ranges are taken from the last third of its images."""
 
     def __init__(self, folder: Path, examples: Examples, images: int) -> None:
         self.folder, self.examples, self.images = folder, examples, images

@@ -153,6 +153,7 @@ def _mnist(folder: Path, split: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def main() -> int:
+    """Train the demo's donors from the command line."""
     arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     arguments.add_argument("--data", type=Path, required=True, help="folder of MNIST's *-ubyte files, or of its raw/")
     arguments.add_argument("--out", type=Path, required=True, help="folder for the weights and the bundle")

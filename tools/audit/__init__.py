@@ -108,12 +108,16 @@ def measure(
     size: int = 0,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """The audit of all rows on `count` examples; the pictures are under "pictures", (h, w, channels) in 0..1.
+    """Audit all rows on `count` examples; the pictures are under "pictures", (h, w, channels) in 0..1.
 
     Args:
         data: a file or folder of images, as a job's [data] path.
-        steps: of the attack at most.
-        size: pixels that images are scaled to; 0: as they are.
+        count: examples that are attacked.
+        steps: most steps of the attack.
+        noise: standard deviation of the noise added to gradients in the row that has it.
+        seed: of the examples and the attack.
+        size: pixels that images are scaled to; 0: unchanged.
+        say: called with one line for each row.
 
     Raises:
         DataError: no images, or not square ones.

@@ -48,11 +48,16 @@ def reconstruct(
     rng: np.random.Generator,
     steps: int,
 ) -> np.ndarray:
-    """x' (channels, h, w) in 0..1 with the least |grad' - grad|^2 over the tensors of `gradient` (Eq. 13).
+    """Reconstruct x' (channels, h, w) in 0..1 with the least |grad' - grad|^2 over the tensors of `gradient` (Eq. 13).
 
     Args:
+        network: its table.
+        start: tensors that the gradient was taken at.
+        gradient: of one example, by tensor.
         label: of the example, which the attacker knows.
-        steps: of L-BFGS at most.
+        shape: of the example, (channels, h, w).
+        rng: draws the first guess.
+        steps: most steps of L-BFGS.
     """
     model = registry.build(network).double()
     with torch.no_grad():

@@ -78,14 +78,17 @@ Player = Callable[[Sequence[Case]], Iterator[Finished]]
 
 
 def cases(job: Job, folder: Path, alphas: Sequence[str], seeds: Sequence[int], only: Sequence[str] = ()) -> list[Case]:
-    """One for each partition, seed and part.
+    """Make one case for each partition, seed and part.
 
     Args:
+        job: of stitching.
+        folder: its bundle.
         alphas: concentrations of Dirichlet partitions, or "iid"; (): the job's own partition.
-        only: of PARTS; (): all that these donors allow.
+        seeds: one run of each part with each.
+        only: names among PARTS; (): all that these donors allow.
 
     Raises:
-        JobError: not a job of stitching, without data, or names that are not known.
+        JobError: the job does not stitch or has no data, or a name is unknown.
     """
     if job.method != "fedstitch":
         raise JobError(f"job {job.name!r} is one of {job.method}: ablations are of fedstitch")

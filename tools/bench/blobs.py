@@ -52,6 +52,7 @@ class LossyLink:
         return getattr(self._link, name)
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
+        """Publish, but lose chunks with the given probability."""
         if topic.rpartition("/")[2].isdigit() and self._roll.random() < self._loss:
             self.lost += 1
         else:

@@ -60,15 +60,19 @@ class Laden:
         self.tasks: list[Work] = []
 
     def read(self, now_s: float) -> Reading:
+        """Empty: joules come from the profile alone."""
         return Reading()
 
     def hold(self, point: OperatingPoint) -> OperatingPoint:
+        """Hold the simulated board at a point."""
         return self._inner.hold(point)
 
     def release(self) -> None:
+        """Release the simulated board."""
         self._inner.release()
 
     def cost(self, work: Work, measured: Cost) -> Cost:
+        """Cost of the work times SCALE on the simulated board; finished tasks are noted."""
         if measured.duration_s > 0:
             self.tasks.append(work)
         heavy = Work(flops=work.flops * SCALE, read_bytes=work.read_bytes * SCALE)

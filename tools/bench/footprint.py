@@ -64,6 +64,7 @@ class Subject:
 
     @property
     def library(self) -> str:
+        """Prefix of the network's name, up to a slash."""
         return str(self.table["name"]).partition("/")[0]
 
     def training_bytes(self, examples: int) -> int:
@@ -78,6 +79,7 @@ class Subject:
         return footprint.FIRST_USE_BYTES["torch"] + above
 
     def scoring_bytes(self, examples: int) -> int:
+        """Predicted peak of scoring `examples` at once, with what onnxruntime loads at first use, in bytes."""
         return footprint.FIRST_USE_BYTES["onnx"] + footprint.scoring_bytes(*self.graph_bytes, examples)
 
 
@@ -86,11 +88,12 @@ def measure(
     batches: Sequence[int] = BATCHES,
     tight: Mapping[str, int] = TIGHT,
 ) -> dict[str, Any]:
-    """Predicted and true peaks, in MB above the bare process.
+    """Measure predicted and true peaks, in MB above the bare process.
 
     Args:
-        networks: of NETWORKS.
-        tight: network -> how many examples at once its budget holds, of mini-batches of the largest size.
+        networks: names among NETWORKS.
+        batches: sizes of mini-batches.
+        tight: network -> examples that its budget holds at once, for mini-batches of the largest size.
     """
     rows: list[dict[str, Any]] = []
     stepped: list[dict[str, Any]] = []

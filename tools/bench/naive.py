@@ -32,9 +32,14 @@ def output_score(
     """CKA of the candidate's outputs behind the path and in its donor, the junction fitted on other images.
 
     Args:
+        path: blocks chosen so far.
+        between: junction before each of them; None: none.
         own: the donor's blocks, up to the candidate.
-        scored: images (n, channels, size, size) that are scored; `fitted`: as many for the junction.
+        run: runs a block's graph.
+        scored: images (n, channels, size, size) that are scored.
+        fitted: as many images, for the junction.
         positions: of the candidate's input maps on `fitted`, counted over n * h * w.
+        ridge: strength of the junction's ridge penalty.
     """
     candidate = own[-1]
     here = stitched.forward(path, between, run, np.concatenate([scored, fitted]))

@@ -1,0 +1,1 @@
+"""Tools for one board: hold its clocks, measure it, record its profile."""

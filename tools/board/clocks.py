@@ -18,7 +18,7 @@ UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 
 
 def point(text: str) -> OperatingPoint:
-    """ "MAXQ", a mode of the board; or "cpu=1.2GHz,gpu=850MHz,emc=1600M"; or a mode first and then clocks.
+    """Parse "MAXQ", a mode of the board; or "cpu=1.2GHz,gpu=850MHz,emc=1600M"; or a mode first and then clocks.
 
     Raises:
         JobError: it is neither.

@@ -36,11 +36,17 @@ IDLE_STEP_S: Final = 0.5  # between its readings
 class Setter(Protocol):
     """What sets the clocks: `fedquilt.edge_agent.clocks.client.Clocks`, or a fake."""
 
-    def hold(self, point: OperatingPoint) -> OperatingPoint: ...
+    def hold(self, point: OperatingPoint) -> OperatingPoint:
+        """Hold the clocks at a point; returns the point the board reports."""
+        ...
 
-    def keepalive(self, now_s: float) -> None: ...
+    def keepalive(self, now_s: float) -> None:
+        """Signal that the holder is alive."""
+        ...
 
-    def release(self) -> None: ...
+    def release(self) -> None:
+        """Return the clocks to the board."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -89,11 +95,12 @@ def chosen(points: Sequence[OperatingPoint]) -> list[OperatingPoint]:
 
 
 def clocks_of(point: OperatingPoint) -> dict[str, float | None]:
+    """Clocks of a point by axis, in hertz."""
     return {axis: getattr(point, axis) for axis in laws.AXES}
 
 
 def highest(points: Sequence[OperatingPoint]) -> dict[str, float]:
-    """axis -> the highest clock among the points."""
+    """Highest clock among the points, by axis."""
     known = {axis: [hz for point in points if (hz := getattr(point, axis))] for axis in laws.AXES}
     return {axis: max(values) for axis, values in known.items() if values}
 

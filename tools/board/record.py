@@ -100,7 +100,7 @@ def main(
 
 
 def listed(clocks: Sequence[Clock]) -> Lists:
-    """axis -> what every clock of that kind can be set to, rising; an axis of which nothing is shared is left out."""
+    """Settings common to all clocks of a kind, by axis, rising; axes without any are left out."""
     found: Lists = {}
     for kind, axis in KINDS.items():
         each = [set(clock.listed_hz) for clock in clocks if clock.kind == kind and clock.listed_hz]

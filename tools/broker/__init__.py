@@ -50,6 +50,7 @@ class EmbeddedBroker:
 
     @property
     def url(self) -> str:
+        """URL of the broker, mqtt://host:port."""
         return f"mqtt://{self.host}:{self.port}"
 
     def start(self) -> EmbeddedBroker:

@@ -32,6 +32,7 @@ class Replayed(StreamReaderAdapter):  # type: ignore[misc]
         self._head = head
 
     async def read(self, n: int = -1) -> bytes:
+        """Read up to n bytes, those read ahead first; n < 0: to the end."""
         if not self._head:
             return await super().read(n)
         if n < 0:
@@ -48,10 +49,13 @@ class Subscriptions(dict[str, Any]):
         return iter(list(super().__iter__()))
 
     def items(self) -> Any:
+        """Copy of the items, as amqtt changes the mapping while it iterates."""
         return list(super().items())
 
 
 class MendedBroker(Broker):  # type: ignore[misc]
+    """Broker of amqtt with this file's corrections."""
+
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         self._subscriptions = Subscriptions()
@@ -63,6 +67,7 @@ class MendedBroker(Broker):  # type: ignore[misc]
         return int(self._servers["default"].instance.sockets[0].getsockname()[1])
 
     async def shutdown(self) -> None:
+        """Abort open connections, which amqtt would wait for, then shut down."""
         for writer in self._writers:
             writer.transport.abort()
         await super().shutdown()
@@ -70,6 +75,7 @@ class MendedBroker(Broker):  # type: ignore[misc]
     async def stream_connected(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener_name: str
     ) -> None:
+        """Refuse other protocol levels than MQTT 3.1.1 with a proper CONNACK, which amqtt does not send."""
         self._writers.add(writer)
         try:
             head = await reader.readexactly(HEAD)

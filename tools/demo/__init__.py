@@ -38,12 +38,13 @@ def demo(out: Path, format: str = "text", wordy: bool = False, show: bool = Fals
     """Run the federation, compare, and write the report, the network and the test digits into `out`.
 
     Args:
+        out: folder, created if missing.
         format: "text", or "json" for the result as one line.
-        wordy: print each round and what was decided in it.
+        wordy: print each round with its decisions.
         show: open the report in a browser.
 
     Returns:
-        0, or 8 if the run did not come through.
+        0, or 8 if the run has failed.
     """
     began_s = time.monotonic()
     # a folder for each run: what boards have cached from an earlier one would change what is measured

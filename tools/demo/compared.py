@@ -64,7 +64,11 @@ def compare(plan: Plan, artefact: Any, members: Sequence[Member], test: Examples
     """Measure everything that the stitched network `artefact` has to beat.
 
     Args:
-        rounds: that FedAvg gets: as many as the search took.
+        plan: of the simulated fleet.
+        artefact: result of the search.
+        members: devices with their examples.
+        test: examples that no device has.
+        rounds: rounds for FedAvg, as many as the search took.
     """
     opened = bundle.load(plan.bundle)
     folder = plan.bundle / "blobs"

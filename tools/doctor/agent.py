@@ -80,6 +80,7 @@ def check(
 
 
 def folder(home: Path) -> Finding:
+    """Check that the agent's home can be written."""
     place = existing(home)
     if not place.is_dir():
         return error("FQ302", f"the agent's home {home} cannot be made: {place} is a file", f"mv {place} {place}.old")
@@ -116,6 +117,7 @@ def room(home: Path, settings: AgentSettings, free: Free) -> Finding:
 
 
 def examples(settings: AgentSettings, path: Path) -> Finding | None:
+    """Check that the board's [data] can be read."""
     if not settings.data:
         return warning(
             "FQ309",
@@ -133,6 +135,7 @@ def examples(settings: AgentSettings, path: Path) -> Finding | None:
 
 
 def allowance(settings: AgentSettings, path: Path, memory_bytes: int) -> Finding:
+    """Check the budget against the board's memory."""
     wanted = settings.budget_bytes(memory_bytes)
     said = f"the budget is {wanted / 1e6:.0f} MB of {memory_bytes / 1e6:.0f} MB of memory"
     mend = f'budget = "{memory_bytes // 2 // 10**6}MB" in {path}'
@@ -161,6 +164,7 @@ def engines(budget_bytes: int, path: Path, versions: Mapping[str, str]) -> Findi
 
 
 def left(budget_bytes: int, available_bytes: int | None) -> Finding | None:
+    """Check the budget against the memory available now; None: nothing to report."""
     if available_bytes is None:
         return None
     if available_bytes < LEFT_SHARE * budget_bytes:
@@ -189,6 +193,7 @@ def unit(budget_bytes: int, written: Mapping[str, str] | None) -> Finding | None
 
 
 def helper(settings: AgentSettings, machine: Machine) -> Finding | None:
+    """Check that a clock helper runs if the agent's policy needs one; None: nothing to report."""
     if (
         not machine.tegra
         or settings.board != "auto"

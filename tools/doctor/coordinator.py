@@ -61,6 +61,7 @@ def unreadable(store: Store) -> list[Finding]:
 
 
 def room(place: Path, free: Free) -> Finding:
+    """Check the free space where the home is."""
     left = free(place)
     said = f"{left / 1e6:.0f} MB are free where {place} is"
     mend = f"sudo du -xh {place} | sort -h | tail"

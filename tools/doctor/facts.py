@@ -54,7 +54,7 @@ class Machine:
 
 
 def look(root: Path, clock_s: float, now_s: float) -> Machine:
-    """This machine, or one whose files are under `root`. `now_s` is a monotonic clock's."""
+    """Collect facts of the machine whose files are under `root`. `now_s` is of a monotonic clock."""
     own = root == ROOT
     release = re.search(r"# R(\d+)", sysfs.text(root / "etc/nv_tegra_release") or "")
     compatible = sysfs.lines(sysfs.device_tree(root) / "compatible")
@@ -91,7 +91,7 @@ def look(root: Path, clock_s: float, now_s: float) -> Machine:
 
 
 def size_bytes(text: str) -> int | None:
-    """systemd's "1536M"; None for "infinity" and what is no size."""
+    """Bytes of systemd's "1536M"; None for "infinity" and everything that is no size."""
     found = re.fullmatch(r"(\d+)([KMGT]?)", text.strip())
     return int(found[1]) * SIZES[found[2]] if found else None
 

@@ -35,10 +35,12 @@ class Finding(msgspec.Struct, frozen=True):
 
     @property
     def group(self) -> str:
+        """Heading of the finding's number."""
         return GROUPS[self.number[2]]
 
 
 def ok(number: str, sentence: str) -> Finding:
+    """Finding that all is well."""
     return Finding(number, "ok", sentence)
 
 
@@ -58,6 +60,7 @@ def there(found: Iterable[Finding | None]) -> list[Finding]:
 
 
 def worst(found: Iterable[Finding]) -> Severity:
+    """Most severe of these findings."""
     severities = {one.severity for one in found}
     return "error" if "error" in severities else "warning" if "warning" in severities else "ok"
 

@@ -12,6 +12,7 @@ Free = Callable[[Path], int]  # folder -> bytes free on its disk
 
 
 def free_bytes(folder: Path) -> int:
+    """Bytes free on the folder's file system."""
     return shutil.disk_usage(folder).free
 
 

@@ -26,6 +26,7 @@ def check(settings: AgentSettings, path: Path, clock_s: float) -> list[Finding]:
 
 
 def credentials(settings: AgentSettings, path: Path) -> Finding:
+    """Check that the broker's settings and credential files are usable."""
     try:
         broker = Broker.parse(**msgspec.structs.asdict(settings.broker))
     except FedquiltError as problem:
@@ -64,6 +65,7 @@ def identity(settings: AgentSettings, path: Path, clock_s: float) -> list[Findin
 
 
 def dates(held: certificate.Certificate, file: str, path: Path, clock_s: float) -> Finding:
+    """Check a certificate's validity by the machine's clock."""
     ends = day(held.ends_s)
     renew = f"sudo fedquilt enrol board {path}"
     if clock_s < held.begins_s:
@@ -80,6 +82,7 @@ def dates(held: certificate.Certificate, file: str, path: Path, clock_s: float) 
 
 
 def named(held: certificate.Certificate, settings: AgentSettings) -> Finding:
+    """Check that the certificate is for this device."""
     if held.name != settings.device:
         return error(
             "FQ307",
@@ -91,4 +94,5 @@ def named(held: certificate.Certificate, settings: AgentSettings) -> Finding:
 
 
 def day(clock_s: float) -> str:
+    """Day of a wall-clock time, UTC."""
     return time.strftime("%Y-%m-%d", time.gmtime(clock_s))

@@ -24,6 +24,7 @@ def check(machine: Machine) -> list[Finding]:
 
 
 def python(machine: Machine) -> Finding | None:
+    """Check the version of Python; None: unknown."""
     if machine.python is None:
         return None
     has = ".".join(map(str, machine.python))
@@ -43,6 +44,7 @@ def python(machine: Machine) -> Finding | None:
 
 
 def word(machine: Machine) -> Finding | None:
+    """Check that Python has 64 bits; None: it has."""
     if machine.bits == 64:
         return None
     return error(
@@ -53,6 +55,7 @@ def word(machine: Machine) -> Finding | None:
 
 
 def clock(machine: Machine) -> Finding:
+    """Check the clock."""
     shown = time.strftime("%Y-%m-%d %H:%M", time.gmtime(machine.clock_s))
     if machine.clock_s < WRITTEN_S:
         return error(
@@ -64,6 +67,7 @@ def clock(machine: Machine) -> Finding:
 
 
 def memory(machine: Machine) -> Finding:
+    """Check the size of the memory."""
     if machine.memory_bytes is None:
         return error(
             "FQ120",
@@ -75,6 +79,7 @@ def memory(machine: Machine) -> Finding:
 
 
 def swap(machine: Machine) -> Finding | None:
+    """Check the use of swap; None: nothing to report."""
     if not machine.swap_bytes or machine.swap_free_bytes is None:
         return None
     if machine.swap_free_bytes < SWAP_LEFT * machine.swap_bytes:
@@ -89,6 +94,7 @@ def swap(machine: Machine) -> Finding | None:
 
 
 def control_group(machine: Machine) -> Finding:
+    """Check that the kernel can limit a task's memory."""
     unit = machine.unit
     if machine.controllers is None:
         return ok("FQ140", "no cgroup v2: a task's memory is watched, not limited by the kernel")
@@ -111,6 +117,7 @@ def control_group(machine: Machine) -> Finding:
 
 
 def power_sensors(machine: Machine) -> Finding | None:
+    """Check that power can be measured; None: not expected on this board."""
     if machine.power_w is not None:
         return ok("FQ150", f"power: {machine.power_w:.2f} W")
     if not machine.tegra:
@@ -124,6 +131,7 @@ def power_sensors(machine: Machine) -> Finding | None:
 
 
 def heat(machine: Machine) -> Finding | None:
+    """Check the temperature; None: not measurable, as on many boards."""
     if machine.temperature_c is None:
         if not machine.tegra:
             return None
@@ -142,6 +150,7 @@ def heat(machine: Machine) -> Finding | None:
 
 
 def voltage(machine: Machine) -> Finding | None:
+    """Check the firmware's report of low voltage; None: none."""
     if not machine.undervoltage:
         return None
     return warning(
@@ -152,6 +161,7 @@ def voltage(machine: Machine) -> Finding | None:
 
 
 def power_mode(machine: Machine) -> Finding | None:
+    """Check the power mode of a Jetson; None: another board."""
     if not machine.tegra:
         return None
     if machine.mode is not None:
@@ -169,6 +179,7 @@ def power_mode(machine: Machine) -> Finding | None:
 
 
 def clock_helper(machine: Machine) -> Finding | None:
+    """Check the clock helper; None: there is none, which the agent's checks judge."""
     if machine.helper is None:
         return None  # whether one is wanted, the agent's settings say
     if isinstance(machine.helper, Status):

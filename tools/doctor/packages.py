@@ -56,6 +56,7 @@ def check(machine: Machine, packages: Packages) -> list[Finding]:
 
 
 def onnx(machine: Machine, packages: Packages) -> Finding | None:
+    """Check the installed onnxruntime; None: nothing to report."""
     plain, gpu = (packages.versions.get(name) for name in ("onnxruntime", "onnxruntime-gpu"))
     if plain is not None and gpu is not None:
         return warning(
@@ -77,6 +78,7 @@ def onnx(machine: Machine, packages: Packages) -> Finding | None:
 
 
 def torch(machine: Machine, packages: Packages) -> Finding | None:
+    """Check the installed torch; None: there is none."""
     version = packages.versions.get("torch")
     if version is None:
         return None
@@ -100,6 +102,7 @@ def torch(machine: Machine, packages: Packages) -> Finding | None:
 
 
 def vision(packages: Packages) -> Finding | None:
+    """Check that torchvision fits torch; None: one of them is missing."""
     version, torch = packages.versions.get("torchvision"), packages.versions.get("torch")
     if version is None or torch is None:
         return None

@@ -37,6 +37,7 @@ class Timer:
     until_s: float
 
     def left_s(self, most_s: float) -> float:
+        """Seconds left for a check, at most `most_s` and never 0."""
         return max(min(most_s, self.until_s - time.monotonic()), 0.05)
 
 

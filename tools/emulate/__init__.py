@@ -43,6 +43,7 @@ class Lone(Plan):
     """One board that has all the data, by a name of its own: what it draws at random goes by that."""
 
     def agents(self, run: str = "") -> list[dict[str, Any]]:
+        """Tables of the agents: this board's alone."""
         return [{**table, "device": DEVICE} for table in super().agents(run)]
 
 
@@ -73,17 +74,19 @@ class Steps:
 
 
 def main(out: Path, mirror: str | None, rounds: int | None, format: str, machine: Machine | None = None) -> int:
-    """Do it all; whatever it has started or registered has ended when this returns, or raises.
+    """Run the whole emulation; everything started or registered has ended when this returns or raises.
 
-    Returns 8 where the emulated board's scores are not this machine's.
+    Returns 8 if the emulated board's scores differ from this machine's.
 
     Args:
-        out: for the root file system, which a later call takes up again, and a folder for each run.
-        rounds: at most; None: until the search has come to its network.
-        machine: what is here; None: it is looked at.
+        out: folder of the root file system, which a later call reuses, and of each run.
+        mirror: of Debian; None: the one that apt uses here.
+        rounds: at most; None: until the search has found its network.
+        format: "text", or "json" for the result as one line.
+        machine: facts of this machine; None: looked up.
 
     Raises:
-        JobError: what is missing here; a step that failed.
+        JobError: a requirement is missing here; a step failed.
         LinkError: the broker or the agent does not come up.
         StoreError: the folder cannot be used.
     """

@@ -84,6 +84,7 @@ def _apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
 
 
 def table(beside: Beside) -> dict[str, object]:
+    """Comparison as a table."""
     return dataclasses.asdict(beside)
 
 

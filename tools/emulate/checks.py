@@ -62,6 +62,7 @@ class Checks:
         self.say(f"nothing more is tried on this board: {why}")
 
     def say(self, text: str) -> None:
+        """Print a line, unless quiet."""
         if not self.quiet:
             print(text, flush=True)
 

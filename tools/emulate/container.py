@@ -28,11 +28,13 @@ exec /lib/systemd/systemd"""
 
 
 def words(root: Path, tree: Path, name: str, groups: tuple[Path, ...] = ()) -> list[str]:
-    """The command that boots a root file system.
+    """Command that boots a root file system.
 
     Args:
-        tree: folder whose files are the container's /sys; what is written there is seen here.
-        groups: `cgroup.procs` files of the groups that it is to be in.
+        root: the root file system.
+        tree: folder whose files are the container's /sys; its writes are visible here.
+        name: of the container.
+        groups: `cgroup.procs` files of the groups that it is to join.
     """
     nspawn = [
         *("systemd-nspawn", "--quiet", "--directory", str(root), "--machine", name),

@@ -81,7 +81,7 @@ def own_groups(cgroup: str, mounted: Path = CGROUPS) -> list[Path]:
 
 @contextlib.contextmanager
 def in_groups() -> Iterator[None]:
-    """This process in groups of its own, so that a container's groups are beside it and can be removed afterwards."""
+    """Put this process into groups of its own, so that a container's groups are beside it and can be removed later."""
     before, name = own_groups(Path("/proc/self/cgroup").read_text()), f"{GROUP}{os.getpid()}"
     for group in before:
         for stale in group.glob(f"{GROUP}*"):

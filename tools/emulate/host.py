@@ -52,7 +52,7 @@ def run(words: Sequence[str], given: str = "") -> str:
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine, as far as it matters."""
+    """Facts of this machine that matter for the emulation."""
 
     name: str  # as `uname -m` says
     user: int
@@ -71,14 +71,15 @@ class Machine:
 
 
 def require(machine: Machine, made: bool, programs: Mapping[str, str] = PROGRAMS) -> None:
-    """Everything that is missing, in one error.
+    """Check all requirements, with one error for everything that is missing.
 
     Args:
-        made: whether the root file system is there already.
-        programs: that are needed, with Debian's packages of them.
+        machine: facts of this machine.
+        made: whether the root file system exists already.
+        programs: required programs -> Debian's packages of them.
 
     Raises:
-        JobError: something is, with the command that mends it.
+        JobError: something is missing; gives the command that installs it.
     """
     missing = []
     emulated = "qemu-aarch64-static" in programs

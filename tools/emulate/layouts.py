@@ -29,13 +29,15 @@ SAME: Final = 1e-6  # of readings that went over the wire as numbers
 
 
 def lay(layout: Layout, tree: Path, root: Path) -> Path:
-    """Make a board's files, and put those that are on its disk into a root file system.
+    """Make a board's files, and copy those on its disk into a root file system.
 
     Args:
-        tree: gets the whole board; made anew.
+        layout: of the board.
+        tree: receives the whole board; made anew.
+        root: root file system of the container.
 
     Returns:
-        The folder that is to be the board's /sys. As on a board, its debugfs is for root alone.
+        Folder for the container's /sys. As on a board, its debugfs is for root alone.
     """
     shutil.rmtree(tree, ignore_errors=True)
     plant(tree, *layout)

@@ -89,4 +89,5 @@ class Listener:
         return True
 
     def close(self) -> None:
+        """Close the link."""
         self._link.close()

@@ -72,11 +72,13 @@ def main(out: Path, mirror: str | None, boards: Sequence[Layout], format: str) -
     """Rehearse, in an enclosure; 0 when every check held, else 1.
 
     Args:
-        out: for the base system, which a later call takes up again, and a folder for each rehearsal.
-        boards: that are to come up; everything else is tried on the first of them.
+        out: folder of the base system, which a later call reuses, and of each rehearsal.
+        mirror: of Debian; None: the one that apt uses here.
+        boards: boards to boot; everything else is tried on the first of them.
+        format: "text", or "json" for the result as one line.
 
     Raises:
-        JobError: what is missing here; a step before the first check that failed.
+        JobError: a requirement is missing here; a step before the first check failed.
         StoreError: the folder cannot be used.
     """
     out = out.resolve()

@@ -349,7 +349,7 @@ class Rehearsal:
 
 
 def machine() -> str:
-    """This machine's architecture as Debian calls it.
+    """Name of this machine's architecture in Debian.
 
     Raises:
         JobError: flash has no target for it.
@@ -361,6 +361,7 @@ def machine() -> str:
 
 
 def base_folder(out: Path) -> Path:
+    """Folder of the base system for this machine's architecture."""
     return out / f"{guest.SUITE}-{machine()}-booted"
 
 

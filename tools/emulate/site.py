@@ -32,10 +32,12 @@ class Site:
 
     @property
     def url(self) -> str:
+        """URL of the broker."""
         return f"mqtts://{HOST}:{self.broker}"
 
     @property
     def log(self) -> Path:
+        """Path of the site's log."""
         return self.folder / "log.txt"
 
     def fedquilt(self, *words: str) -> None:
@@ -52,6 +54,7 @@ class Site:
             raise JobError(f"fedquilt {' '.join(words[:3])} ended with {done.returncode}: {last(self.log)}")
 
     def words(self, *words: str) -> list[str]:
+        """Command line of the `fedquilt` command with these words."""
         return [sys.executable, "-m", "fedquilt.cli", *words]
 
     def coordinator(self, home: str = "runs") -> list[str]:
@@ -91,6 +94,7 @@ class Site:
         return ["mosquitto", "-c", str(path)]
 
     def enrolment(self) -> list[str]:
+        """Command line of the enrolment endpoint."""
         return self.words("enrol", "serve", "--listen", HOST, "--host", HOST, "--port", str(self.endpoint))
 
 

@@ -44,6 +44,7 @@ class Service:
 
     @property
     def credentials_folder(self) -> str:
+        """Folder in which systemd puts the service's credentials."""
         return f"/run/credentials/{self.name}.service"
 
     @property
@@ -171,5 +172,6 @@ class Notices:
         return True
 
     def close(self) -> None:
+        """Close the socket and remove its file."""
         self._socket.close()
         self._path.unlink(missing_ok=True)

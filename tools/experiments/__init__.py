@@ -1,0 +1,1 @@
+"""Experiments: runs, comparisons, evaluations and the papers' tables."""

@@ -103,8 +103,9 @@ class Bench:
         What accuracy the junctions cost where there is nothing to be gained.
 
         Args:
-            job: a search; its parameters, seed and cohorts count, and no device is short of memory.
+            job: a search, of which parameters, seed and cohorts count; no device is short of memory.
             folder: the job's bundle.
+            members: devices with their examples.
 
         Raises:
             JobError: a run has failed; says why. So does the method below.

@@ -46,9 +46,11 @@ class Judge:
             self._evaluator.close()
 
     def look(self, simulation: Simulation, hands: Hands, *, shares: bool) -> Verdict:
-        """Evaluate the state that the simulation has now.
+        """Evaluate the simulation's present state.
 
         Args:
+            simulation: at the end of a round.
+            hands: carry out the evaluation.
             shares: evaluate on the devices' held-out shares too.
 
         Raises:

@@ -52,6 +52,7 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def settings(self) -> Job:
+        """Settings of the case's job."""
         return jobs.parse(msgspec.json.decode(self.job))
 
 
@@ -71,10 +72,13 @@ def cases(
     rounds: int | None = None,
     changes: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Case]:
-    """One for each seed and method, seed by seed, so that an interrupted comparison has whole rows.
+    """Make one case for each seed and method, seed by seed, so that an interrupted comparison has whole rows.
 
     Args:
-        names: of methods; (): the job's own and those of its [compare] tables.
+        job: with data and a fleet.
+        folder: its bundle.
+        names: methods; (): the job's own and those of its [compare] tables.
+        seeds: of the runs.
         rounds: of every run; None: the job's.
         changes: method -> parameters, over the job's [params] and [compare.METHOD].
 
@@ -164,9 +168,12 @@ def finished(
     *,
     abreast: bool = False,
 ) -> tuple[dict[Case, Run], list[str]]:
-    """The run of each case that did not fail, and a sentence for each that did. Finished ones lie in `out`/runs.
+    """Run of each case that succeeded, and a sentence for each that failed. Finished ones are kept in `out`/runs.
 
     Args:
+        todo: all cases.
+        out: folder of the comparison.
+        player: runs a case.
         say: prints a line that stays.
         show: prints a line that the next one replaces, after each round.
         abreast: play as many runs at a time as there are cores, each in a process that imports `player` by its name;

@@ -84,14 +84,18 @@ class Evaluator:
         self.close()
 
     def close(self) -> None:
+        """Remove the temporary folder."""
         self._cache.cleanup()
 
     def score(self, state: Any, rounds: int, sha256: str = "", *, budget_bytes: int = BUDGET_BYTES) -> Score | None:
-        """None: the method has nothing to test yet.
+        """Evaluate a state on the test set; None: the method has nothing to test yet.
 
         Args:
-            budget_bytes: of a device that has taken part in nothing: methods of sub-models send as much as it holds,
-                by default the whole network.
+            state: of the method.
+            rounds: completed before the state.
+            sha256: of the state.
+            budget_bytes: of a device that has taken part in nothing: methods of sub-models send as much as it holds, by
+                default the whole network.
         """
         if self.method.check is None:
             return self._stitched(state, rounds, sha256)

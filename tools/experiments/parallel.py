@@ -23,10 +23,11 @@ class ProcessError(FedquiltError):
 def spread(
     play: Callable[..., T], todo: Sequence[tuple[Any, ...]], workers: int | None = None
 ) -> Iterator[tuple[int, T]]:
-    """(index, `play(*todo[index])`) as each is finished. What one raises ends the others.
+    """Yield (index, `play(*todo[index])`) as each is finished. An exception in one ends the others.
 
     Args:
         play: a function of a module, since each process imports it anew.
+        todo: arguments of each call.
         workers: None: one for each core that this process may use.
 
     Raises:

@@ -51,6 +51,7 @@ class Kept(Generic[T]):
             return None
 
     def keep(self, key: str, run: T) -> None:
+        """Store a finished run under its key, whole or not at all."""
         part = self.folder / f"{key}.part"
         part.write_bytes(msgspec.json.format(msgspec.json.encode(run)))
         os.replace(part, self.folder / f"{key}.json")

@@ -73,12 +73,15 @@ def play(
     tested: bool = True,
     look: Look = lambda simulation, hands: {},
 ) -> Run:
-    """Make one run. `tell` hears how many rounds are done.
+    """Make one run.
 
     The global model is evaluated beside the rounds, every `check.every` of them and after the last: on all devices'
     held-out shares and on the test set.
 
     Args:
+        job: with the run's method and seed.
+        folder: its bundle.
+        tell: called with the number of finished rounds.
         workers: processes that carry the devices' work out; 0: this one does.
         pick: chooses among the devices of the job those that take part.
         away: so many of these, the last ones, are not online at first; `look` may let them come.
@@ -88,7 +91,7 @@ def play(
         look: told before the first round, after each and at the end; what it returns is kept in `Run.figures`.
 
     Raises:
-        FedquiltError: what its data, its bundle or the run raise; the run has failed.
+        FedquiltError: an error of its data, its bundle or the run, which has failed.
     """
     members, test = shares(job, folder)
     members, test = pick(members), test if tested else None

@@ -21,10 +21,13 @@ FILES: Final = {"energy_j": "energy", "seconds": "board-time", "real_s": "real-t
 
 
 def result(job: str, runs: Sequence[Run], target: float | None, failed: Sequence[str] = ()) -> dict[str, Any]:
-    """For programs: the table, and every run.
+    """Comparison for programs: the table, and every run.
 
     Args:
-        target: value of the main metric (accuracy: 0..1) to which costs are counted; None: none is.
+        job: name of the job.
+        runs: all that succeeded.
+        target: value of the main metric (accuracy: 0..1) to which costs are counted; None: no target.
+        failed: a sentence for each run that failed.
     """
     return {
         "job": job,
@@ -148,6 +151,7 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 
 def notes(result: dict[str, Any]) -> list[str]:
+    """Sentences below the table, on the metric and the counting of costs."""
     metric = metrics.KNOWN[result["metric"]]
     article = "an" if metric.title[0] in "aRM" and metric.title != "macro F1" else "a"
     counted = (

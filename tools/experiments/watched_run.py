@@ -43,19 +43,22 @@ def play(
     begun: Callable[[str], None] = lambda run: None,
     watch: Watch = lambda simulation: None,
 ) -> str:
-    """Run a job to its end, or go on with its unfinished run in that home; returns the run's id.
+    """Run a job to its end, or continue its unfinished run in that home; returns the run's id.
 
     With [check] beside = true, the global model is evaluated after every `check.every` rounds on all devices' held-out
     shares; with any [check], and after the last round, on the test set if the job has one. Neither costs a device
-    anything. What is found lies beside the log (`fedquilt.coordinator.views.scores`).
+    anything. The results are beside the log (`fedquilt.coordinator.views.scores`).
 
     Args:
+        job: with data and a fleet.
         folder: the job's bundle.
-        begun: told the run's id before its first round.
-        watch: told before the first round, after each, and at the end.
+        home: folder of the run.
+        workers: processes.
+        begun: called with the run's id before its first round.
+        watch: called before the first round, after each, and at the end.
 
     Raises:
-        FedquiltError: the job does not fit its bundle, data or fleet, or the run has failed; says why.
+        FedquiltError: the job does not fit its bundle, data or fleet, or the run has failed; gives the reason.
     """
     made = Plan(job, folder, home).require()
     preflight.first_state(job, made)

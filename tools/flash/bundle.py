@@ -44,16 +44,17 @@ class Board:
 
 
 def board(path: Path, device: str | None = None, token: Path | None = None) -> Board:
-    """One board's settings, from the agent.toml that its operator wrote and the files that are named in it.
+    """Settings of one board, from its operator's agent.toml and the files named there.
 
-    With a `url` under [enrol], a certificate and key that are not here are the board's to make.
+    With a `url` under [enrol], the board makes a missing certificate and key itself.
 
     Args:
-        device: another name than the file's: one file then does for many boards.
+        path: the agent.toml.
+        device: another name than the file's: one file can serve many boards.
         token: one-time enrolment token.
 
     Raises:
-        JobError: settings, a file or certificates that cannot be used, or would not be found on the board.
+        JobError: settings, a file or certificates are unusable, or would not be found on the board.
     """
     table = {**config.read(path), **({} if device is None else {"device": device}), "home": HOME}
     known = _parsed(path, table)

@@ -77,6 +77,7 @@ class Root:
         return self.real(path.parent) / path.name
 
     def did(self, what: str) -> bool:
+        """Count and print a change; False in a dry run, where it is not made."""
         self.changes += 1
         self.say(f"would {what}" if self.dry_run else what)
         return not self.dry_run
@@ -104,6 +105,7 @@ class Root:
         return True
 
     def link(self, name: str, to: str) -> bool:
+        """Make a symbolic link; returns whether it changed."""
         path = self.at(name)
         if path.is_symlink() and os.readlink(path) == to:
             return False
@@ -116,6 +118,7 @@ class Root:
         return True
 
     def remove(self, name: str) -> bool:
+        """Remove a file or folder; returns whether it existed."""
         path = self.at(name)
         if not path.is_symlink() and not path.exists():
             return False
@@ -127,6 +130,7 @@ class Root:
         return True
 
     def json(self, name: str) -> dict[str, Any]:
+        """Table in a JSON file; {}: none."""
         try:
             return json.loads(self.at(name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -351,6 +355,7 @@ def _systemctl(*arguments: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Install or remove the agent, by the words of the command line."""
     parser = argparse.ArgumentParser(prog="install.sh", description="Put fedquilt's agent onto this board.")
     parser.add_argument("--root", default="/", help="a mounted root file system instead of this board's")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done")

@@ -63,7 +63,7 @@ class Wheel:
 
 
 def own(folder: Path) -> Path:
-    """fedquilt itself as a wheel, from the files that run now: no build tool, and the same bytes each time.
+    """Wheel of fedquilt itself, from the running files: no build tool, and the same bytes each time.
 
     Raises:
         StoreError: the folder cannot be written.
@@ -135,15 +135,20 @@ def house(
     constraint: Path | None = None,
     refresh: bool = False,
 ) -> tuple[list[Path], str]:
-    """All wheels of an agent with these extras for a target, and the lock of their hashes, fedquilt's own first.
+    """Collect an agent's wheels with these extras for a target, fedquilt's own first, and the lock of their hashes.
 
-    The others are downloaded once, into `cache`, and so all boards of a fleet get the same ones.
+    The others are downloaded once, into `cache`, so that all boards of a fleet get the same ones.
 
     Args:
-        constraint: pip's constraints file: which versions are allowed of whatever is needed.
+        target: kind of board.
+        extras: of fedquilt.
+        cache: folder of downloads.
+        index: one more package index.
+        constraint: pip's constraints file with allowed versions.
+        refresh: look for newer packages.
 
     Raises:
-        JobError: an extra that fedquilt does not have; no such wheels; no such file of constraints.
+        JobError: an extra that fedquilt lacks; no such wheels; no such file of constraints.
         StoreError: the cache cannot be used.
     """
     allowed = _allowed(constraint)
@@ -185,6 +190,7 @@ def lock(wheels: Sequence[Path]) -> str:
 
 
 def sha256(path: Path) -> str:
+    """Hash (sha256) of a file in hex."""
     with path.open("rb") as file:
         digest = hashlib.sha256()
         while some := file.read(1 << 20):

@@ -100,6 +100,7 @@ class Authority:
 
     @property
     def crl_url(self) -> str | None:
+        """URL of the revocation list in its certificate; None: it names none."""
         try:
             points = self.cert.extensions.get_extension_for_class(x509.CRLDistributionPoints).value
         except x509.ExtensionNotFound:
@@ -219,8 +220,11 @@ class Authority:
         return ended
 
     def write_crl(self, now_s: float) -> Path:
-        """Write crl.pem: what is revoked and would still be valid. It ends with the authority, as a broker
-        that refused everybody because its copy is old would be the worse failure."""
+        """Write crl.pem: certificates that are revoked and would still be valid.
+
+        It expires with the authority: a broker that refused everybody because its copy is old would be the worse
+        failure.
+        """
         builder = (
             x509.CertificateRevocationListBuilder()
             .issuer_name(self.cert.subject)

@@ -176,6 +176,7 @@ class Endpoint(HTTPServer):
 
     @property
     def port(self) -> int:
+        """Port that it listens on."""
         return int(self.server_address[1])
 
     def _certify(self) -> None:
@@ -188,17 +189,21 @@ class Endpoint(HTTPServer):
         self._context.load_cert_chain(authority.folder / "enrolment.crt", authority.folder / "enrolment.key")
 
     def service_actions(self) -> None:
+        """Renew its own certificate when due."""
         if not 0 <= self._clock() - self._certified_s < RENEW_S:
             self._certify()
 
     def get_request(self) -> tuple[Any, Any]:
+        """Wrap a new connection in TLS; the handshake is left to its thread."""
         sock, address = super().get_request()
         return self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False), address
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether the client's address may send another request now."""
         return self._allowance.take(client_address[0], time.monotonic())
 
     def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log an error of a connection."""
         error = sys.exc_info()[1]
         if isinstance(error, OSError):  # TLS's errors and time-outs are some
             log.info("a connection of %s ended early: %s", client_address[0], mqtt_errors.why(error))

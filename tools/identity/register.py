@@ -1,5 +1,8 @@
-"""What an authority has signed and which tokens it has given out: one SQLite file, so that commands
-and the endpoint can work beside each other. A token is kept as its SHA-256 only."""
+"""Register of an authority's certificates and tokens: one SQLite file, shared by the commands and the endpoint.
+
+A token is stored only as its SHA-256.
+
+"""
 
 from __future__ import annotations
 
@@ -82,6 +85,7 @@ class Register:
             ) from None
 
     def close(self) -> None:
+        """Close the file."""
         self._db.close()
 
     @contextmanager
@@ -105,6 +109,7 @@ class Register:
     # -- certificates --
 
     def add(self, issued: Issued) -> None:
+        """Note an issued certificate."""
         self._db.execute("INSERT INTO certificate VALUES (?,?,?,?,?,?,?,?)", issued)
 
     def certificates(self, name: str | None = None) -> list[Issued]:
@@ -114,10 +119,12 @@ class Register:
         return [Issued(*row) for row in rows]
 
     def by_serial(self, serial: str) -> Issued | None:
+        """Find a certificate by its serial number; None: unknown."""
         row = self._db.execute("SELECT * FROM certificate WHERE serial = ?", (serial,)).fetchone()
         return None if row is None else Issued(*row)
 
     def revoke(self, serial: str, now_s: float) -> None:
+        """Mark a certificate as revoked."""
         self._db.execute("UPDATE certificate SET revoked_s = ? WHERE serial = ? AND revoked_s IS NULL", (now_s, serial))
 
     # -- tokens --
@@ -137,6 +144,7 @@ class Register:
         return token
 
     def tokens(self) -> list[Token]:
+        """All tokens, in the order of making."""
         rows = self._db.execute("SELECT pattern, made_s, ends_s, used_s, device, key_id FROM token ORDER BY made_s")
         return [Token(*row) for row in rows]
 

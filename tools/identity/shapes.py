@@ -1,4 +1,4 @@
-"""The parts of certificates, as the cryptography library wants them."""
+"""Parts of certificates, in the types of the cryptography library."""
 
 from __future__ import annotations
 
@@ -21,18 +21,22 @@ def pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def pem(cert: x509.Certificate) -> bytes:
+    """Certificate as PEM."""
     return cert.public_bytes(serialization.Encoding.PEM)
 
 
 def subject(name: str) -> x509.Name:
+    """Name with `name` as its common name."""
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
 def date(at_s: float) -> datetime.datetime:
+    """Time as the library's datetime in UTC, whole seconds."""
     return datetime.datetime.fromtimestamp(int(at_s), datetime.timezone.utc)
 
 
 def usage(signs_certificates: bool = False) -> x509.KeyUsage:
+    """Key usage of an authority's or of another certificate."""
     return x509.KeyUsage(
         digital_signature=not signs_certificates,
         content_commitment=False,
@@ -47,16 +51,23 @@ def usage(signs_certificates: bool = False) -> x509.KeyUsage:
 
 
 def authority_id(cert: x509.Certificate) -> x509.AuthorityKeyIdentifier:
+    """Identifier of the authority's key."""
     own = cert.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
     return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(own)
 
 
 def points(url: str) -> x509.CRLDistributionPoints:
+    """Extension with the URL of a revocation list."""
     name = x509.UniformResourceIdentifier(url)
     return x509.CRLDistributionPoints([x509.DistributionPoint([name], None, None, None)])
 
 
 def host(host: str) -> x509.GeneralName:
+    """Name or IP address of a host.
+
+    Raises:
+        JobError: it is neither.
+    """
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:

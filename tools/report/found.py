@@ -30,6 +30,7 @@ class Found:
 
     @property
     def checks(self) -> list[Point]:
+        """Points that have an evaluation."""
         return [point for point in self.points if point.personal is not None]
 
 

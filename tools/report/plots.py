@@ -71,6 +71,7 @@ class Plot:
 
     @property
     def height(self) -> float:
+        """Height of the plot in pixels, with title and keys."""
         return TITLE + LINE * len(_wrapped(self.keys)) + 6 + self.body + (BOTTOM if self.body else 0)
 
 
@@ -82,9 +83,7 @@ def lines(
 ) -> Plot:
     """Lines over common axes, x from 0; values that are not finite are left out.
 
-    Args:
-        level: height of a dotted horizontal line.
-        most: end of the upward axis, unless a value lies above.
+    `level` is the height of a dotted horizontal line, `most` the end of the upward axis, unless a value lies above.
     """
     found = [_finite(line) for line in found]
     across = [value for line in found for value in line.x]
@@ -127,10 +126,8 @@ def bars(
 ) -> Plot:
     """Horizontal bars, their parts end to end, their sums as figures; what is not known says so.
 
-    Args:
-        most: as of `lines`, of the axis across.
-        level: place of a dotted vertical line.
-        colours: one for each bar, for bars of a single part; (): all are alike.
+    `most` is the end of the axis across, as in `lines`, `level` the place of a dotted vertical line, and `colours`
+    has one for each bar of a single part; () makes all alike.
     """
     sums = [sum(part or 0.0 for part in bar.parts) for bar in found]
     if not found or not any(math.isfinite(total) and total > 0 for total in sums):
@@ -210,12 +207,10 @@ def svg(*found: Plot) -> str:
 
 
 def picture(width: float, height: float, summary: str, draw: Callable[[Any, Tip], None]) -> str:
-    """An SVG element of so many pixels that is no plot with axes.
+    """SVG element of `width` x `height` pixels that is no plot with axes.
 
-    Args:
-        summary: the picture in words, for who cannot see it.
-        draw: gets an axis in pixels from the upper left, without frame or ticks, and a function that gives an artist
-            a tooltip.
+    `summary` describes the picture for readers who cannot see it. `draw` is called with an axis in pixels from the
+    upper left, without frame or ticks, and a function that gives an artist a tooltip.
     """
 
     def fill(figure: Any, tip: Tip) -> None:

@@ -26,6 +26,7 @@ MOST_LINES = 1000  # of the log
 
 
 def tiles(found: Found) -> list[tuple[str, str]]:
+    """Figures at the top of the page: (value, caption)."""
     whole, tiles = found.account.whole, []
     if found.scores:
         tiles.append((_value(found.scores[-1].metric, found.scores[-1].value), f"{_title(found)} on the test set"))
@@ -338,6 +339,7 @@ def _value(metric: str, value: float) -> str:
 
 
 def seconds(value: float) -> str:
+    """Duration with a suitable unit."""
     scale, name = _seconds_unit(value)
     return f"{value / scale:.3g} {name}" if value / scale < 100 else f"{value / scale:.0f} {name}"
 

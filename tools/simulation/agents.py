@@ -66,6 +66,7 @@ class Plan:
 
     @property
     def size(self) -> int:
+        """Number of devices."""
         return self.devices or self.job.fleet.devices
 
     def folder(self, run: str, device: str) -> Path:
@@ -175,14 +176,17 @@ def really(
     wordy: bool = False,
     console: Console | None = None,
 ) -> tuple[str, str]:
-    """Agents as processes; a coordinator here unless it runs elsewhere. Returns (run, how it ended).
+    """Run agents as processes, with a coordinator here unless it runs elsewhere. Returns (run, its final status).
 
     Args:
+        plan: of the fleet.
         broker: the [broker] table of an agent.toml; None starts an embedded one.
-        console: prints what happens; None: a line for each round.
+        agents_only: the coordinator runs elsewhere.
+        wordy: print every fact.
+        console: prints the run; None: a line for each round.
 
     Raises:
-        JobError: every agent has ended, with the last words of one.
+        JobError: every agent has ended; quotes the last words of one.
     """
     with contextlib.ExitStack() as stack:
         if broker is None:

@@ -32,6 +32,7 @@ class Half(Generic[T]):
         self._begun: Any = None  # where its generator begins
 
     def __call__(self, engine: Any) -> T:
+        """Run the client half again from its beginning, with the same random draws."""
         if self._site is None:
             self._site = copy.copy(self._make())
             object.__setattr__(self._site, "engine", engine)  # it is frozen for the half
@@ -95,9 +96,10 @@ class Joint:
 
 
 def together(functions: Sequence[Callable[[Any], T]], engine: Any) -> list[tuple[T | Exception, bool]]:
-    """Each function called with an engine: what it returned or raised, and whether it could train with others.
+    """Call each function with an engine; returns its result or exception, and whether it could train with others.
 
     Args:
+        functions: each takes the engine.
         engine: one with `call` and `train_together` (`edge_agent.engines.torch_batched`), or any other,
             with which each is called once, one after the other.
     """

@@ -31,6 +31,7 @@ class Hands:
         self._carry, self._held = carry, held
 
     def __call__(self, asked: Sequence[tuple[Simulation, Order]]) -> Iterable[Outcome]:
+        """Carry out the orders, one outcome each."""
         return self._carry([order for _, order in asked])
 
     def evaluate(self, simulation: Simulation, devices: Iterable[str] = ()) -> dict[str, dict[str, float]]:
@@ -81,10 +82,14 @@ def in_process(
     together: bool = False,
     test: Examples | None = None,
 ) -> tuple[Hands, dict[str, int]]:
-    """Hands of this process; and of each member how many examples it holds out.
+    """Hands in this process; and the number of held-out examples of each member.
 
     Args:
-        engine: the one engine that all devices use, whatever their budgets; None: made for each budget.
+        members: devices with their examples.
+        load: finds a method by its name.
+        engine: one engine for all devices, whatever their budgets; None: made for each budget.
+        together: train several devices in one graph.
+        test: examples of `Hands.test`.
     """
     make = hands.make_engine if together else engines.make
     made, count = bench(members, load=load, engine=engine, test=test, make=make)

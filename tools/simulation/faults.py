@@ -87,13 +87,16 @@ class FragileLink:
 
     @property
     def session(self) -> int:
+        """Session of the inner link."""
         return self._link.session
 
     @property
     def connected(self) -> bool:
+        """Whether the inner link is connected."""
         return self._link.connected
 
     def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
+        """Publish, or crash before or after it with the given probability."""
         if self._roll.random() < self._crash / 2:
             raise Crash
         self._link.publish(topic, payload, retain=retain, reliable=reliable)
@@ -112,12 +115,15 @@ class Mortal:
 
     @property
     def finished(self) -> bool:
+        """Whether the endpoint has finished, and is not down."""
         return self._inner is not None and self._inner.finished
 
     def fds(self) -> Sequence[int]:
+        """None: everything is on virtual time."""
         return ()
 
     def step(self, now_s: float) -> float:
+        """Step the endpoint; after a crash it is started again once its down time is over."""
         if now_s < self._up_s:
             return self._up_s
         try:
@@ -191,6 +197,7 @@ class World:
                 self._store.close()
 
     def facts(self) -> list[AnyFact]:
+        """Facts of the job so far."""
         with Store(self.home / "coordinator") as store:
             return [fact for _, _, fact in store.facts(self.job)]
 

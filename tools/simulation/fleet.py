@@ -171,11 +171,13 @@ class SimulatedFleet:
                 self._schedule(device)
 
     def due_s(self, now_s: float) -> float:
+        """Time of the next device's event."""
         if self._heard:
             return now_s
         return self._due[0][0] if self._due else math.inf
 
     def send(self, device: str, task: Task, now_s: float) -> None:
+        """Give a device its task, with the blobs that it lacks."""
         if device in self._away:
             return  # it is sent again when the device appears
         received = wire.decode(wire.encode(task), Task)
@@ -184,18 +186,22 @@ class SimulatedFleet:
         self._feed(given, events.Arrived(received, missing), now_s)
 
     def withdraw(self, device: str) -> None:
+        """Withdraw a device's task."""
         if device in self._devices:
             self._feed(self._devices[device], events.Cleared(), self.now_s)
             self._devices[device].give_up()
 
     def be_patient(self, device: str) -> None:
-        pass  # nothing is lost on the way, so nothing is repeated
+        """Do nothing: no message is lost, so none is repeated."""
+        # nothing is lost on the way, so nothing is repeated
 
     def fetch(self, device: str, refs: Iterable[BlobRef]) -> None:
+        """Report the blobs as arrived: devices put them into this depot."""
         lost = [ref.sha256 for ref in refs if not self.depot.has(ref)]
         self._heard.append(Arrived(device, f"blob {lost[0][:12]} is gone from {self.depot.folder}" if lost else None))
 
     def answer(self, device: str, ack: wire.Ack) -> None:
+        """Give a device the answer to its update."""
         if device in self._away:
             return  # it offers an update that leaves private state again when it is back
         given = self._device(device)
@@ -203,10 +209,11 @@ class SimulatedFleet:
         self._feed(given, events.Acked((ack.job, ack.round), ack.accepted), self.now_s)
 
     def tell(self, job: Running) -> None:
-        pass  # nobody watches
+        """Do nothing: nobody observes."""
+        # nobody watches
 
     def close(self) -> None:
-        pass
+        """Do nothing: no connection is open."""
 
     # -- within --
 

@@ -51,9 +51,11 @@ class Bench(main.Bench):
         self._engines: dict[tuple[str, int], Any] = {}
 
     def method(self, name: str) -> Method:
+        """Find a method by name."""
         return self._methods(name)
 
     def engine(self, name: str, budget_bytes: int) -> Any:
+        """Engine for a budget; the oldest of more than ENGINES is closed."""
         key = (name, budget_bytes)
         if key not in self._engines:
             while len(self._engines) >= ENGINES:
@@ -62,6 +64,7 @@ class Bench(main.Bench):
         return self._engines[key]
 
     def examples(self, spec: Mapping[str, Any]) -> tuple[Examples, Examples]:
+        """Examples of a simulated device, by its share."""
         try:
             return self._shares(spec["share"])
         except KeyError:
@@ -78,6 +81,7 @@ class OneEngine(Bench):
         self._one = engine
 
     def engine(self, name: str, budget_bytes: int) -> Any:
+        """The one engine of all devices."""
         return self._one
 
 
@@ -89,6 +93,7 @@ class SharedFiles:
         self._held: dict[str, dict[str, np.ndarray]] = {}
 
     def __call__(self, path: Path, read: Callable[[Path], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        """Read a file once; later calls get the same read-only arrays."""
         key = str(path)
         if key not in self._held:
             while len(self._held) >= self._most:
@@ -101,9 +106,10 @@ class SharedFiles:
 
 
 def carry_out(asked: Sequence[tuple[main.Bench, Order]], together: bool = False) -> list[tuple[Outcome, bool]]:
-    """What each order comes to, and whether it was or could have been trained with others; raises nothing.
+    """Outcome of each order, and whether it was or could have been trained with others; raises nothing.
 
     Args:
+        asked: orders, each with the bench of its device.
         together: train those in one graph that the engine can (`edge_agent.engines.torch_batched`).
     """
     if not together:
@@ -160,12 +166,20 @@ def delivered(
     cache: Path | None = None,
     path: Callable[[BlobRef], Path] | None = None,
 ) -> tuple[Task, Site]:
-    """What a method's server half asks of one device, as its client half gets it: for one task beside any rounds.
+    """Task and site of a method's order for one device, beside any rounds.
 
     Args:
-        folder: where tensors of the order are written, by content; made if it is not there.
+        method: of the order.
+        order: as the server half made it.
+        member: device with its examples.
+        folder: receives the order's tensors, by content; made if missing.
+        engine: of the site.
+        actions: "work", "check" or both.
         cache: the folder that `Site.cache` makes when it is asked for; None: `folder`.
         number: of the round.
+        seed: of the task.
+        local: private state; None: none.
+        cache: folder of the job's cache; None: within `folder`.
         path: finds blobs that the order names; None: in `folder`.
     """
 

@@ -32,9 +32,11 @@ class Worker(Bench):
         self._files = SharedFiles()
 
     def answer(self, work: Work) -> list[Done]:
+        """Carry out the orders of a package of work."""
         return [Done(*each) for each in carry_out([(self, order) for order in work.orders], work.together)]
 
     def tensors(self, path: Path) -> dict[str, np.ndarray]:
+        """Tensors of a file, read once for several orders."""
         return self._files(path, tensors.read)
 
     def _share(self, device: str) -> tuple[Examples, Examples]:
@@ -68,6 +70,7 @@ def serve(orders: socket.socket, make: Callable[[Setup], Worker] = Worker) -> No
 
 
 def main() -> None:
+    """Fork the workers and serve each one's socket until the parent ends."""
     die_with(int(sys.argv[1]))
     importlib.import_module(f"fedquilt.edge_agent.engines.{_module(sys.argv[2])}")
     numbers = [int(number) for number in sys.argv[3:]]

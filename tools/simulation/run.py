@@ -88,20 +88,22 @@ def simulate(
     home: Path | None = None,
     away: Collection[str] = (),
 ) -> Outcomes:
-    """A whole run on a pool of workers. The same bits for any number of workers.
+    """Run a whole job on a pool of workers. The same bits for any number of workers.
 
     Args:
+        job: with its fleet.
+        folder: its bundle.
         workers: processes of the pool; 0: this process carries the devices' work out.
-        members: asked for once, one by one: examples that an iterator makes as it goes are never in memory at once.
+        members: iterated once: examples made by an iterator are never in memory all at once.
         together: train devices in one graph where the engine can: faster for small networks, and equal to the
             loop to float tolerance, not to the bit.
-        test: what `Hands.test` evaluates on.
-        observe: told before the first round, after each, and at the end.
-        home: where the run is kept, and goes on if it was interrupted; None: nowhere.
+        test: examples of `Hands.test`.
+        observe: called before the first round, after each, and at the end.
+        home: folder that keeps the run, which continues there if interrupted; None: not kept.
         away: members that are not online at first.
 
     Raises:
-        JobError: the run has failed; says why.
+        JobError: the run has failed; gives the reason.
         PoolError: a worker has ended.
     """
     began_s = time.perf_counter()

@@ -42,6 +42,8 @@ SEED = 1
 
 @dataclass(frozen=True)
 class Workload:
+    """Federation that every contestant trains: sizes, rounds and network."""
+
     name: str
     clients: int
     each: int  # examples of a client
@@ -74,16 +76,18 @@ def measure(
     workloads: Sequence[Workload] = (COMPUTE, OVERHEAD),
     processes: int | None = None,
 ) -> dict[str, Any]:
-    """Run all contestants on all workloads, in turns.
+    """Run all contestants on all workloads, in turn.
 
     Args:
         path: IDX images of 28x28, such as MNIST's `raw` folder.
-        beside: other simulators, of `others.OTHERS`; each runs once.
-        repeats: how often ours and the bare loops run.
+        beside: other simulators, names of `others.OTHERS`; each runs once.
+        repeats: runs of ours and of the bare loops.
+        workloads: federations to run.
+        processes: workers; None: one for each core that this process may use.
 
     Raises:
         DataError: no such images.
-        JobError: another simulator that there is not.
+        JobError: an unknown simulator.
     """
     for name in beside:
         others.named(name)

@@ -49,6 +49,7 @@ def helper(folder: str, start: list[torch.Tensor], total: list[torch.Tensor], pi
 
 
 def main() -> None:
+    """Run the bare loop on the command line's folder with its number of processes."""
     work, processes = arguments()
     loop, spawn = Loop(work), multiprocessing.get_context("spawn")
     start = [value.detach().clone().share_memory_() for value in work.network().parameters()]

@@ -31,6 +31,7 @@ class Timed(FedAvg):  # type: ignore[misc]
         self.start_s = 0.0
 
     def configure_train(self, *args: Any, **options: Any) -> Any:
+        """Note the start of the round."""
         if not self.began_s:
             self.start_s = since_start()
         self.began_s.append(time.perf_counter())

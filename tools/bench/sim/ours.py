@@ -40,6 +40,7 @@ def members(folder: Path, spec: dict[str, Any]) -> Iterator[Member]:
 
 
 def main() -> None:
+    """Run fedquilt's simulation on the command line's folder with its number of workers."""
     folder, workers = Path(sys.argv[1]), int(sys.argv[2])
     spec = json.loads((folder / "spec.json").read_text())
     test = Examples(np.load(folder / "test_x.npy"), np.load(folder / "test_y.npy"))

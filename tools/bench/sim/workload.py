@@ -1,5 +1,6 @@
-"""What every contestant of `fedquilt bench sim` is given, by nothing but numpy and torch: these scripts run in others'
-environments, where fedquilt is not installed.
+"""Workload of a contestant of `fedquilt bench sim`, read with numpy and torch alone.
+
+These scripts run in environments of other simulators, where fedquilt is not installed.
 
 A folder holds `spec.json`, examples in order of clients (`x.npy` (clients * n, 28, 28) uint8, `y.npy`), a test set,
 the weights to begin with (`start.npz`, by the names of torch) and who is asked in which round (`cohorts.npy`).
