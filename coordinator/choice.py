@@ -17,7 +17,10 @@ def decide(job: Running, registry: Registry, at_work: Collection[str], now_s: fl
     """Decide the next fact of a job; None: nothing to do now.
 
     Args:
+        job: the running one.
+        registry: of the fleet.
         at_work: devices that work on a task of the running round.
+        now_s: seconds of the coordinator's clock.
     """
     fleet = registry.seen(now_s)
 

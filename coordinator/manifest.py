@@ -26,7 +26,9 @@ def require_fit(update: Update, expected: Expected | None, wire: Encoding, most_
     """Check an update's bundles, sizes, and tensors as far as it tells them.
 
     Args:
-        expected: None: the method does not know it beforehand.
+        update: as the device announced it.
+        expected: tensors that the method folds; None: the method does not know them beforehand.
+        wire: codec of the job.
         most_mb: the job's `max_update_mb`; None: it follows from what is expected.
 
     Raises:

@@ -32,10 +32,11 @@ def average(updates: Iterable[Update]) -> dict[str, float]:
 
 
 def missing(updates: Iterable[Update], found: Mapping[str, float]) -> list[str]:
-    """Sentences on what devices have measured and a round's metrics have no value of, and why.
+    """Explain which metrics of the devices have no value in the round's metrics.
 
     Args:
-        found: what `average` made of the updates.
+        updates: of the round.
+        found: result of `average` for them.
     """
     measured = [(name, update) for update in updates for name in update.metrics if name not in found]
     counted = {name for name, update in measured if name != EXAMPLES and _weight(name, update)}

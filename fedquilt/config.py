@@ -113,7 +113,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def _explained(said: str, table: Any, kind: type, where: str) -> str:
-    """msgspec's sentence in plain words: the key and its value as they were written, and what can stand there."""
+    """Sentence of msgspec in plain words: the key and its value as written, and which values are possible."""
     path = match[1] if (match := _PATH.search(said)) else ""
     said = said[: match.start()] if match else said
     options = _there(kind, path)

@@ -116,7 +116,8 @@ def of_bytes(data: bytes | memoryview, size: FileSize | None = None) -> Graph:
     """Check a graph that is in memory.
 
     Args:
-        size: the bytes of a file beside it; None: it has none.
+        data: an ONNX file's bytes.
+        size: gives the bytes of a file beside the graph; None: there is no such file.
 
     Raises:
         ModelError: not permitted; says what in it.

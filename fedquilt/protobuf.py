@@ -49,6 +49,8 @@ class Reader:
         """Each field's values in order of appearance, by name; packed numbers stay the bytes they are.
 
         Args:
+            data: bytes of the message.
+            schema: fields that it may have.
             what: names the message in errors.
 
         Raises:

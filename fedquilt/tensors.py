@@ -40,6 +40,7 @@ class Shaped:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of such a tensor in memory."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

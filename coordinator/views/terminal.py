@@ -215,6 +215,10 @@ def tell(
     """Print a run's facts with their wall-clock times, and with `follow` later ones until it has ended.
 
     Args:
+        store: holds the run.
+        id: of the run.
+        follow: whether to wait for later facts.
+        json: whether each fact is printed as a line of JSON.
         watch: called after the present facts are printed; True: this is the last call.
 
     Raises:

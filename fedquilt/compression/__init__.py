@@ -156,11 +156,12 @@ def decode(wire: Encoding, sent: Tensors, base: Tensors) -> dict[str, np.ndarray
 
 
 def told(wire: Encoding, sent: Mapping[str, Shaped], like: Mapping[str, Any]) -> dict[str, Shaped]:
-    """Types and shapes that `decode` makes of tensors of these, so that a manifest can be checked.
+    """Types and shapes of the tensors that `decode` would make, for checking a manifest.
 
     Args:
-        sent: of what travels.
-        like: what is expected, as far as a codec does not tell a shape.
+        wire: codec of the job.
+        sent: types and shapes of the tensors as they travel.
+        like: expected tensors; their shapes are used where a codec does not send one.
 
     Raises:
         UpdateError: it is not what this codec makes; says which tensor.

@@ -75,6 +75,7 @@ def lines(found: Sequence[Finding], wide: int | None = None) -> list[str]:
     """For people: what is well in one sentence each, what is not with its mend, and the sum.
 
     Args:
+        found: of all checks.
         wide: the most columns of a sentence's lines; a mend stays in one line, so that it can be copied. None: those of
             the terminal; where there is none, every sentence is one line.
     """
