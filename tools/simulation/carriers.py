@@ -65,7 +65,7 @@ class Hands:
         return found
 
     def test(self, simulation: Simulation) -> dict[str, float] | None:
-        """What the check tells of the test set; None: the method has nothing to test yet."""
+        """Metrics of the method's check on the test set; None: the method has nothing to test yet."""
         return self.evaluate(simulation, [NEWCOMER]).get(NEWCOMER)
 
 
@@ -119,7 +119,7 @@ def bench(
     engine: Any = None,
     test: Examples | None = None,
 ) -> tuple[hands.Bench, dict[str, int]]:
-    """What members' orders are carried out with in this process; and of each how many examples it holds out."""
+    """Bench for members' orders in this process; and each member's number of held-out examples."""
     held = {member.device: member for member in members}
     count = {name: len(member.held) for name, member in held.items()}
     if test is not None:
