@@ -171,7 +171,7 @@ def _require_free(model: nn.Module, name: str) -> None:
 
 
 def _drawn(network: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """What `_model` gives of a network that numpy can make: the same, without torch."""
+    """Result of `_model` for a network that numpy can make: the same, without torch."""
     model, plan = drawn.weights(network, seed), masks.to_array(masks.dense(drawn.layers(network)))
     facts = {
         "network": network,
@@ -293,7 +293,7 @@ def _donor(
 
 
 def _names(block: str, counts: Sequence[int]) -> list[list[str]]:
-    """What the graphs of each stage are called: "<block>" alone, else "<block>.<stage>", and ".<tile>" of several."""
+    """Names of each stage's graphs: "<block>" alone, else "<block>.<stage>", and ".<tile>" of several."""
     if list(counts) == [1]:
         return [[block]]
     return [

@@ -82,7 +82,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a donor's blocks, the starting one apart: it is nobody's candidate."""
+    """Quantisation result per block; the stem is excluded because it is never a candidate."""
 
     accepted: Mapping[str, Tried]
     off: tuple[str, ...] = ()  # a CKA or a score changed by INT8_DELTA or more
@@ -164,7 +164,7 @@ def trial(job: Mapping[str, Any]) -> Trial:
 
 
 def file_of(block: str) -> str:
-    """What a block's graph in 8 bits is called in a bundle."""
+    """Name of a block's 8-bit graph in a bundle."""
     return f"{block}.int8.onnx"
 
 
@@ -272,7 +272,7 @@ def _tried(bench: _Bench, plain: Bundle, params: Params) -> dict[str, Tried]:
             maps = run.block(block, maps, n, 2 * n, outputs)
 
     def change(name: str) -> float:
-        """Of the CKA with any block whose matrix is of as many rows."""
+        """Largest change of the CKA with any block whose matrix has as many rows."""
         others = [gram for gram in grams.values() if gram.shape == grams[name].shape]
         return max(
             abs(
@@ -304,7 +304,7 @@ def _begun(run: Flow, stock: Stock, shown: Source) -> list[tuple[Block, Source]]
 
 
 def _fed(own: Source, begun: Iterable[tuple[Block, Source]], block: Block, params: Params) -> Iterator[np.ndarray]:
-    """What a block takes, a few examples at a time: of its own donor, and of junctions fitted to that."""
+    """Inputs of a block, a few examples at a time: from its own donor, and from junctions fitted to that."""
     yield from (part for _, part in block_runner.pieces(own))
     for before, maps in begun:
         if not stitched.compatible(before, block, params.max_upsampling) or stitched.continues(before, block):

@@ -22,7 +22,7 @@ from fedquilt.models.stitching.stitched import Block
 
 
 class _Ranges(quantization.CalibrationDataReader):  # type: ignore[misc]
-    """What a graph is shown."""
+    """Input of a graph."""
 
     def __init__(self, name: str, parts: Iterator[np.ndarray]) -> None:
         self._parts = ({name: part} for part in parts)
@@ -64,7 +64,7 @@ def quantized(block: Block, paths: Mapping[str, Path], fed: Iterator[np.ndarray]
 
 
 def _activation_bytes(model: onnx.ModelProto, shape: Sequence[int]) -> int:
-    """What one example's values hold at most, as they are: shapes of quantized operators cannot be inferred."""
+    """Largest size of one example's values, unquantised: shapes of quantized operators cannot be inferred."""
     values = [name for node in model.graph.node for name in node.output if name]
     seen = onnx.ModelProto()
     seen.CopyFrom(model)

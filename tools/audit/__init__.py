@@ -54,7 +54,7 @@ class Row:
 
 
 def rows(noise: float) -> list[Row]:
-    """What is compared. ParFed keeps one of LeNet's three convolutions, or all of them; of a ResNet's 20 it keeps 4."""
+    """Rows to compare. ParFed keeps one of LeNet's three convolutions, or all of them; of a ResNet's 20 it keeps 4."""
     return [
         Row("FedAvg", "fedavg", {}),
         Row(f"FedAvg, noise {noise:g}", "fedavg", {}, noise),

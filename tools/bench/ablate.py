@@ -53,7 +53,7 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """What the run depends on."""
+        """Inputs that the run depends on."""
         return run_cache.key(self.job, self.part.encode(), bundle=Path(self.folder), data=run_cache.paths(self.job))
 
     def __str__(self) -> str:
@@ -194,7 +194,7 @@ def searched(part: str, setting: Setting) -> list[dict[str, Any]]:
 
 
 def compared(part: str, setting: Setting) -> list[dict[str, Any]]:
-    """What a search has to beat."""
+    """Baselines of a search."""
     bench, job, folder = setting.bench, setting.job, setting.folder
     match part:
         case "alone":

@@ -1,4 +1,4 @@
-"""What an ablation plays: searches with one part changed, what they are compared with, and a row for each network."""
+"""Rows of an ablation: searches with one part changed, their baselines, and a row for each network."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Board:
 
 @dataclass
 class Tally:
-    """What a job came to."""
+    """Result of a job."""
 
     tasks: int = 0
     in_time: int = 0

@@ -128,7 +128,7 @@ def federate(policy: Policy, folder: Path, search: Mapping[str, int] = SEARCH) -
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """What a federation came to: joules until each round's deadline, as that is the same under every policy."""
+    """Result of a federation: joules until each round's deadline, as that is the same under every policy."""
     joules = dict.fromkeys(BOARDS, 0.0)
     in_time = tasks = 0
     for number, usages in run.rounds.items():

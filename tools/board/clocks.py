@@ -37,7 +37,7 @@ def point(text: str) -> OperatingPoint:
 
 
 def status(root: Path, socket: Path, format: str) -> int:
-    """What can be set here, how it is set, and who holds it; without a helper, as far as this user can see."""
+    """Clocks of this machine, their settings and their holder; without a helper, as far as this user can see."""
     clocks = Clocks.connect(socket)
     if clocks is not None:
         try:

@@ -34,7 +34,7 @@ IDLE_STEP_S: Final = 0.5  # between its readings
 
 
 class Setter(Protocol):
-    """What sets the clocks: `fedquilt.edge_agent.clocks.client.Clocks`, or a fake."""
+    """Client that sets the clocks: `fedquilt.edge_agent.clocks.client.Clocks`, or a fake."""
 
     def hold(self, point: OperatingPoint) -> OperatingPoint:
         """Hold the clocks at a point; returns the point the board reports."""
@@ -51,7 +51,7 @@ class Setter(Protocol):
 
 @dataclass(frozen=True)
 class Rig:
-    """What is measured, and with what."""
+    """Plan of a measurement."""
 
     work: Workload
     read: Callable[[float], Reading]

@@ -33,7 +33,7 @@ AllErrors: TypeAlias = tuple[fit.Errors | None, fit.Errors | None, fit.Errors | 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of the board without measuring."""
+    """Facts of the board that need no measurement."""
 
     board: str
     memory_bytes: int

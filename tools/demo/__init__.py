@@ -96,7 +96,7 @@ def demo(out: Path, format: str = "text", wordy: bool = False, show: bool = Fals
 
 
 def _opening(plan: agents.Plan, members: Sequence[Member], test: Examples) -> list[str]:
-    """What is about to happen, for who has not read the paper."""
+    """Introduction to the demo, for readers who do not know the paper."""
     donors = bundle.load(plan.bundle).meta["donors"]
     blocks = sum(len(donor["blocks"]) for donor in donors.values())
     sizes = [len(member.train) + len(member.held) for member in members]
@@ -202,7 +202,7 @@ def _page(
     members: Sequence[Member],
     drawn: Sequence[plots.Plot],
 ) -> dict[str, Any]:
-    """What the demo's page has beyond a run's report."""
+    """Additions of the demo's page to a run's report."""
 
     def percent(value: float) -> str:
         return f"{100 * value:.1f} %"

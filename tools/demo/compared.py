@@ -1,4 +1,4 @@
-"""What stands beside the demo's result: its donors, each board alone, and a network trained from scratch by FedAvg."""
+"""Comparison of the demo's result with its donors, each board alone, and a network trained from scratch by FedAvg."""
 
 from __future__ import annotations
 

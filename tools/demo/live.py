@@ -1,4 +1,4 @@
-"""What the demo prints while its rounds run: one line that is rewritten, or a line now and then in a file or pipe."""
+"""Progress of the demo: one line that is rewritten, or on a file or pipe a line now and then."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ Group = Callable[[], list[Finding]]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be examined: a board's agent, or a coordinator by its folder and broker, or neither: this machine."""
+    """Subject of the examination: a board's agent, a coordinator by its folder and broker, or this machine alone."""
 
     settings: Path | None = None
     home: Path | None = None

@@ -139,7 +139,7 @@ def _stuck(row: Row, store: Store) -> Finding | None:
 
 
 def _whole(store: Store) -> list[Finding]:
-    """What unfinished jobs and results are made of is there."""
+    """Check that the blobs of unfinished jobs and of results exist."""
     told = []
     for row in store.jobs():
         if row.status in ("queued", "running") and not (row.bundle / "bundle.json").is_file():

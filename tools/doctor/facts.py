@@ -1,4 +1,4 @@
-"""What a machine says of itself, read once: the checks in `machine` and `agent` only judge it."""
+"""Facts of a machine, read once: the checks in `machine` and `agent` only judge them."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _kib(meminfo: str, name: str) -> int | None:
 
 
 def _python(root: Path) -> tuple[int, int] | None:
-    """Of a root that does not run: fedquilt's own Python there, else the newest of the system's."""
+    """Python of a root that does not run: fedquilt's own there, else the newest of the system's."""
     for places in ("opt/fedquilt/current/lib/python3.*", "usr/bin/python3.*"):
         found = [re.fullmatch(r"python3\.(\d+)", path.name) for path in sysfs.glob(root, places)]
         minors = [int(one[1]) for one in found if one is not None]

@@ -1,4 +1,4 @@
-"""What an examination says: one finding for each check, with a number that stays, and the command that mends it."""
+"""Findings of an examination: one for each check, with a fixed number, and the command that mends it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def worst(found: Iterable[Finding]) -> Severity:
 
 
 def table(found: Sequence[Finding]) -> dict[str, Any]:
-    """What `--format json` prints: `severity` is the worst of all."""
+    """Object that `--format json` prints: `severity` is the worst of all."""
     rows = [{**msgspec.to_builtins(one), "group": one.group} for one in found]
     return {"severity": worst(found), "findings": rows}
 

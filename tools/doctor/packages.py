@@ -20,7 +20,7 @@ _LIBRARY: Final = re.compile(rb"lib(?:torch|c10)\w*\.so\b")
 
 @dataclass(frozen=True)
 class Packages:
-    """What is installed, as its files tell."""
+    """Installed packages, from their files."""
 
     versions: Mapping[str, str] = field(default_factory=dict)  # name in small letters, "-" for "_" -> version
     torch_cuda: str | None = None  # CUDA that torch was built with; None: without
@@ -30,7 +30,7 @@ class Packages:
 
 
 def look(paths: Sequence[Path]) -> Packages:
-    """What is installed in these folders; as in an import, the first counts."""
+    """Packages installed in these folders; as in an import, the first counts."""
     versions: dict[str, str] = {}
     vision_torch = None
     for one in metadata.distributions(path=[str(path) for path in paths]):

@@ -123,7 +123,7 @@ def _let_in(broker: Broker) -> str:
 
 
 def limits(broker: Broker, link: MqttLink) -> list[Finding]:
-    """What the broker takes at most, as it announced, beside what is set here."""
+    """Check the broker's announced packet limit against the setting here."""
     level = "5" if link.level == 5 else "3.1.1"
     told = [ok("FQ408", f"{broker} lets us in, by MQTT {level}")]
     most = link.max_payload

@@ -31,7 +31,7 @@ CHUNK: Final = 1024
 
 @dataclass(frozen=True)
 class Seen:
-    """What came of trying."""
+    """Result of trying."""
 
     level: int = 5  # of MQTT: only 5 says that it refuses
     coordinator: bool | None = None  # online by its own word; None: nothing heard of it

@@ -244,7 +244,7 @@ def _quietly(plan: Plan, home: Path) -> tuple[str, str]:
 
 
 def _versions(board: Guest, emulator: Path) -> dict[str, str]:
-    """Of the emulator, and of what ran in it."""
+    """Versions of the emulator, and of the programs in it."""
     python = "/opt/fedquilt/current/bin/python"
     code = "import numpy, onnxruntime, platform as p; print(p.machine(), p.python_version(), numpy.__version__, "
     machine, *found = board.run(python, "-c", f"{code} onnxruntime.__version__)").split()

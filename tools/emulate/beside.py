@@ -97,7 +97,7 @@ def agrees(result: Mapping[str, Any]) -> bool:
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
-    """What came of it, for people."""
+    """Result of the comparison, for people."""
     said = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     tasks, chosen = result["tasks_s"], result["chosen"]
     took = f": {min(tasks):.1f} to {max(tasks):.1f} s each" if tasks else ""

@@ -14,7 +14,7 @@ How = Literal["ok", "failed", "not here"]
 
 
 class NotHere(FedquiltError):
-    """What a check would show cannot be shown on this machine; the text says what is missing."""
+    """The check is impossible on this machine; the text says what is missing."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Checks:
         self.say(line(check))
 
     def give_up(self, why: str) -> None:
-        """What is left cannot be tried."""
+        """Report the remaining checks as not tried."""
         self.gave_up = why
         self.say(f"nothing more is tried on this board: {why}")
 

@@ -111,7 +111,7 @@ class Container:
             raise JobError(f"{command[0]} in {self.root} has not ended after {RUN_S:g} s") from None
 
     def fails(self, *command: str) -> str | None:
-        """What a command in it complains of; None: it succeeds."""
+        """Error output of a command in it; None: it succeeds."""
         done = self._done(*command)
         return (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else None
 
@@ -120,7 +120,7 @@ class Container:
         return properties(self.run("systemctl", "show", name))
 
     def journal(self, unit: str | None = None) -> str:
-        """What this boot's journal holds, of one unit or all."""
+        """Journal of this boot, of one unit or all."""
         of = [] if unit is None else ["--unit", unit]
         return self.run("journalctl", "--no-pager", "--boot", "--output=short-precise", *of)
 
@@ -160,7 +160,7 @@ def until(reached: Callable[[], bool], limit_s: float, alive: Callable[[], bool]
 
 
 def properties(shown: str) -> dict[str, str]:
-    """What `systemctl show` says, one KEY=VALUE in a line."""
+    """Output of `systemctl show`, one KEY=VALUE in a line."""
     return {key: value for key, equals, value in (line.partition("=") for line in shown.splitlines()) if equals}
 
 

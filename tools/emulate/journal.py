@@ -1,4 +1,4 @@
-"""What a unit's journal tells of it."""
+"""Messages in the journal of a unit."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def _replace(source: Path, target: Path) -> None:
 
 @dataclass(frozen=True)
 class Told:
-    """What a board's agent has to say."""
+    """Expected profile of a board's agent."""
 
     board: str
     points: tuple[OperatingPoint, ...]
@@ -76,7 +76,7 @@ class Told:
 
 
 class _Root:
-    """What a clock helper of a tree would answer; it sets nothing."""
+    """Status that a clock helper of a tree would answer; it sets nothing."""
 
     def __init__(self, tree: Path) -> None:
         self._tree = tree
@@ -94,7 +94,7 @@ class _Root:
 
 
 def expected(tree: Path) -> Told:
-    """What the board is when every file of it can be read, as root can: an agent must not know less."""
+    """Board as seen by root, who can read every file of it: an agent must not know less."""
     device = devices.make("auto", tree, connect=lambda: _Root(tree))
     reading = device.read(0.0)
     return Told(device.board, tuple(device.points), device.provenance, reading.power_w, reading.temperature_c)

@@ -1,4 +1,4 @@
-"""What a device says at the broker, heard beside the coordinator."""
+"""Listener to a device's messages at the broker, beside the coordinator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedquilt.transport.link import Link, Message
 
 @dataclass(frozen=True)
 class Heard:
-    """What was last said by one device."""
+    """Latest messages of one device."""
 
     presence: wire.Presence | None = None
     profile: Profile | None = None
@@ -27,7 +27,7 @@ class Heard:
         return self.presence.boot if self.presence is not None and self.presence.online else ""
 
     def after(self, message: Message, device: str) -> Heard:
-        """With one more message; others' and damaged ones change nothing."""
+        """State with one more message; others' and damaged ones change nothing."""
         try:
             route = wire.route(message.topic)
             if route.device != device or route.direction != "up":
@@ -74,7 +74,7 @@ class Listener:
             self._link = self._dialled()
 
     def listen(self, limit_s: float) -> Heard:
-        """What was said until now; waits for more, at most that long."""
+        """Messages so far; waits for more, at most that long."""
         self._link.wait(limit_s)
         for message in self._link.receive():
             self.heard = self.heard.after(message, self._device)

@@ -370,7 +370,7 @@ def _name(layout: Layout, between: str = " with JetPack ") -> str:
 
 
 def _facts(home: Path) -> list[Any]:
-    """What a run's coordinator has noted so far."""
+    """Facts that a run's coordinator has noted so far."""
     if not (home / "fedquilt.db").exists():
         return []
     with Store(home) as store:

@@ -58,7 +58,7 @@ class Site:
         return [sys.executable, "-m", "fedquilt.cli", *words]
 
     def coordinator(self, home: str = "runs") -> list[str]:
-        """What tells a coordinator's command about the broker."""
+        """Options of a coordinator's command for the broker."""
         files = [word for name, path in FILES.items() for word in (f"--{name}", path)]
         return ["--home", home, "--broker", self.url, *files]
 

@@ -28,7 +28,7 @@ STOP_S: Final = 30.0
 
 @dataclass(frozen=True)
 class Service:
-    """What is in a unit. Paths are of the root file system."""
+    """Content of a unit. Paths are of the root file system."""
 
     name: str
     command: tuple[str, ...]
@@ -143,7 +143,7 @@ def _own(path: Path, user: int, group: int, mode: int) -> None:
 
 
 class Notices:
-    """What a service tells of itself: systemd's end of sd_notify(3)."""
+    """Status messages of a service: systemd's end of sd_notify(3)."""
 
     def __init__(self, guest: Guest) -> None:
         self.inside = f"/{NOTIFY}"

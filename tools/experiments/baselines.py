@@ -127,7 +127,7 @@ class Bench:
         return fedstitch.result(last_of(wanted, folder, members, led, self.engine))
 
     def alone(self, job: Job, folder: Path, members: Iterable[Member]) -> list[Result]:
-        """What each of some devices stitches from its own examples; arguments as of `stitched_to_themselves`."""
+        """Networks that some devices stitch from their own examples only; arguments are those of `stitched_to_themselves`."""
         single = msgspec.structs.replace(job, cohort=Cohort())
         found = []
         for member in members:
@@ -155,7 +155,7 @@ def last_of(job: Job, folder: Path, members: Iterable[Member], method: Method, e
 
 
 def pooled(members: Sequence[Member]) -> Examples:
-    """What the devices have together, but for what they hold out."""
+    """Training examples of all devices together."""
     return Examples(
         np.concatenate([member.train.x for member in members]), np.concatenate([member.train.y for member in members])
     )

@@ -18,7 +18,7 @@ from fedquilt.tools.simulation.simulated_job import Simulation
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an evaluation found; None: there was nothing to evaluate on."""
+    """Results of an evaluation; None: there was nothing to evaluate on."""
 
     test: Score | None  # on the examples that no device has
     held: Held | None  # on the devices' held-out shares

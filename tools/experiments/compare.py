@@ -40,7 +40,7 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """What the run depends on."""
+        """Inputs that the run depends on."""
         parts = (str(FORMAT).encode(), self.job, run_cache.outside(self.job), *filter(None, [self.how]))
         return run_cache.key(*parts, bundle=Path(self.folder), data=run_cache.paths(self.job))
 

@@ -156,7 +156,7 @@ def _parameters(params: type) -> Iterable[Parameter]:
 
 
 def _comments(params: Any) -> dict[str, str]:
-    """What stands behind each field in the source."""
+    """Comment behind each field in the source."""
     found: dict[str, str] = {}
     current = None
     for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(params)).readline):

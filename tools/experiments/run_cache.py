@@ -57,7 +57,7 @@ class Kept(Generic[T]):
         os.replace(part, self.folder / f"{key}.json")
 
     def told(self, found: int, keys: Collection[str]) -> list[str]:
-        """What is said before the missing runs are made: how many are here, and how many here are not used."""
+        """Sentences before the missing runs are made: how many are here, and how many others are not used."""
         others = sum(path.stem not in keys for path in self.folder.glob("*.json"))
         lines = [f"{found} of {len(keys)} runs are in {self.folder} already"] if found else []
         if others and found < len(keys):
@@ -83,7 +83,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _About(msgspec.Struct, frozen=True):
-    """What a comparison's run tells of itself, whatever its version."""
+    """Description of a comparison's run, whatever its version."""
 
     method: str
     seed: int

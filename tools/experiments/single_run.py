@@ -162,7 +162,7 @@ def shares(job: Job, folder: Path) -> tuple[list[Member], Examples | None]:
 
 @dataclasses.dataclass
 class _Spent:
-    """What the rounds so far have taken."""
+    """Cost of the rounds so far."""
 
     rounds: int = 0
     seconds: float | None = 0.0

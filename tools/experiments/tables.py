@@ -1,4 +1,4 @@
-"""What a comparison came to: a table over seeds, what each method took to a target, plots and a page."""
+"""Results of a comparison: a table over seeds, each method's cost up to a target, plots and a page."""
 
 from __future__ import annotations
 
@@ -310,6 +310,6 @@ def _rounds(run: Run) -> int:
 
 
 class _Written(msgspec.Struct):
-    """What of compare.json says how large its table is."""
+    """Part of compare.json that gives the size of its table."""
 
     runs: list[Run]

@@ -35,7 +35,7 @@ SECRET: Final = frozenset({"etc/device.key", "etc/password", "etc/token"})
 
 @dataclass(frozen=True)
 class Board:
-    """What goes to /etc/fedquilt of one board, by name, and what its units have to know."""
+    """Files for /etc/fedquilt of one board, by name, and the facts that its units need."""
 
     device: str
     files: Mapping[str, bytes]

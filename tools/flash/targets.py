@@ -33,7 +33,7 @@ class Target:
         )
 
     def environment(self) -> dict[str, str]:
-        """What markers are evaluated in (PEP 508)."""
+        """Environment in which markers are evaluated (PEP 508)."""
         return {
             "implementation_name": "cpython",
             "implementation_version": f"{self.python}.0",

@@ -38,7 +38,7 @@ STAMP: Final = (2020, 1, 1, 0, 0, 0)  # of every file in our own wheel: the same
 
 @dataclass(frozen=True)
 class Wheel:
-    """What a wheel says of itself."""
+    """Metadata of a wheel."""
 
     name: str  # canonical
     version: str
@@ -199,7 +199,7 @@ def sha256(path: Path) -> str:
 
 
 def _kept(folder: Path, asked: str) -> list[Path] | None:
-    """What an earlier call downloaded for the same question, if it is all there and whole."""
+    """Wheels that an earlier call downloaded for the same question, if all are there and whole."""
     try:
         first, *lines = (folder / "kept.txt").read_text().splitlines()
     except (OSError, ValueError):

@@ -1,1 +1,1 @@
-"""Who may join a fleet: its certificate authority, enrolment, and the broker's configuration."""
+"""Identities of a fleet: its certificate authority, enrolment, and the broker's configuration."""

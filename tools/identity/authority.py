@@ -255,7 +255,7 @@ class Authority:
 
 
 def state(issued: Issued, now_s: float) -> str:
-    """What a certificate is worth now, in words."""
+    """State of a certificate now, in words."""
     if issued.revoked_s is not None:
         return f"revoked {stamp(issued.revoked_s)}"
     return f"{'expired' if issued.ends_s <= now_s else 'valid until'} {stamp(issued.ends_s)}"

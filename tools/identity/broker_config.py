@@ -71,7 +71,7 @@ pattern read {root}/coord/state
 
 
 def emqx(port: int, folder: str, crl: bool) -> str:
-    """What is appended to emqx.conf; `crl`: certificates say where the revocation list is fetched."""
+    """Text to append to emqx.conf; `crl`: certificates name the address of the revocation list."""
     return f"""# made by `fedquilt broker config --for emqx`
 listeners.ssl.default {{
   bind = "0.0.0.0:{port}"

@@ -1,4 +1,4 @@
-"""Who gets a certificate: the decisions of enrolment and renewal, without a network."""
+"""Decisions of enrolment and renewal, without a network."""
 
 from __future__ import annotations
 

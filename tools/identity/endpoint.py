@@ -121,7 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, "application/x-pem-file", (self.server.desk.authority.folder / "crl.pem").read_bytes())
 
     def _serial(self) -> str | None:
-        """Of the client's certificate; the handshake has checked its chain, its use and its dates."""
+        """Serial number of the client's certificate, checked by the handshake; None: it sent none."""
         der = self.connection.getpeercert(binary_form=True)
         return None if der is None else f"{x509.load_der_x509_certificate(der).serial_number:x}"
 

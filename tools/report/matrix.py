@@ -1,4 +1,4 @@
-"""What became of every device in every round, as the cells of a table: a colour each, the reason as its tooltip."""
+"""Fate of every device in every round, as the cells of a table: a colour each, the reason as its tooltip."""
 
 from __future__ import annotations
 

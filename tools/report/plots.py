@@ -245,7 +245,7 @@ def figure(width: float, height: float) -> Any:
 
 
 def _rendered(width: float, height: float, summary: str, draw: Callable[[Any, Tip], None]) -> str:
-    """What `draw` puts on a figure, as an SVG element with a label for screen readers."""
+    """SVG element of what `draw` puts on a figure, with a label for screen readers."""
     file, tips = io.BytesIO(), dict[str, str]()
 
     def tip(artist: Any, text: str) -> None:

@@ -167,7 +167,7 @@ def time(found: Found) -> Section | None:
 
 
 def devices(found: Found) -> Section | None:
-    """What each device took: energy and memory as plots, all of it as a table."""
+    """Cost of each device: energy and memory as plots, all of it as a table."""
     known = found.account.devices
     if not known:
         return None
@@ -218,7 +218,7 @@ def _energy(of: Ledger) -> tuple[float | None, float | None, float | None]:
 
 
 def _peak(of: Ledger) -> tuple[float | None, float | None]:
-    """Of the process before its task, and what the task took besides."""
+    """Memory in MB: of the process before its task, and of the task itself; None: unknown."""
     if of.peak_bytes is None:
         return (None, None)
     base = min(of.base_bytes or 0, of.peak_bytes)
@@ -226,7 +226,7 @@ def _peak(of: Ledger) -> tuple[float | None, float | None]:
 
 
 def bytes(found: Found) -> Section | None:
-    """What was sent in each round."""
+    """Bytes of each round."""
     per_round = found.account.rounds
     if not per_round:
         return None
@@ -260,7 +260,7 @@ class Told(NamedTuple):
 
 
 def log(found: Found) -> Told:
-    """What happened: in brief, and fact by fact."""
+    """Events of the run: in brief, and fact by fact."""
     brief, whole, teller = [], [], Teller()
     state = Rounds(Plan.of(found.row.job))
     for at, fact in found.facts:
@@ -318,7 +318,7 @@ def _spread(items: Sequence[T], most: int) -> list[T]:
 
 
 def _round(found: Found, number: int) -> str:
-    """What a round is called; after the last one there may be an evaluation."""
+    """Name of a round; after the last one there may be an evaluation."""
     done = found.points[-1].rounds if found.points else number + 1
     return f"round {number}" if number < done else "evaluation"
 

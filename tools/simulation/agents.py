@@ -104,7 +104,7 @@ class Plan:
         return agents
 
     def _plugins(self) -> list[str]:
-        """What of other packages the job runs: simulated boards allow that, as this machine is theirs."""
+        """Packages that the job needs: simulated boards allow them, as this machine is theirs."""
         found = plugins.allowing("method", self.job.method, methods.names())
         for table in (self.job.model, *(donor.get("network", {}) for donor in self.job.donors)):
             for name in registry.outside(table):
@@ -318,7 +318,7 @@ def _how_far(run: str, server: Server, agents: Sequence[Agent]) -> str:
 
 
 def _tidy(plan: Plan, run: str) -> None:
-    """Of a run that is over, boards keep their logs and what is private to them: no blobs."""
+    """Delete the blobs of a run that is over; boards keep their logs and private state."""
     for table in plan.agents(run):
         for name in ("blobs", "cache", "outbox", "scratch"):
             if (folder := Path(table["home"]) / name).is_dir():

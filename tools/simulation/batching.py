@@ -68,7 +68,7 @@ class Joint:
         self._at = 0
 
     def give(self, reply: Any, generator: Any) -> None:
-        """What the call that the half waits for came to, and where its generator is now."""
+        """Result of the call that the half waits for, and the state of its generator."""
         self._given.append((reply, generator))
 
     def __getattr__(self, name: str) -> Any:

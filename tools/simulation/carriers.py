@@ -52,7 +52,7 @@ class Hands:
         return found
 
     def test(self, simulation: Simulation) -> dict[str, float] | None:
-        """What the check tells of the test set; None: the method has nothing to test yet."""
+        """Metrics of the method's check on the test set; None: the method has nothing to test yet."""
         return self.evaluate(simulation, [NEWCOMER]).get(NEWCOMER)
 
 
@@ -108,7 +108,7 @@ def bench(
     test: Examples | None = None,
     make: Callable[[str, int], Any] = engines.make,
 ) -> tuple[hands.Bench, dict[str, int]]:
-    """What members' orders are carried out with in this process; and of each how many examples it holds out."""
+    """Bench for members' orders in this process; and each member's number of held-out examples."""
     held = {member.device: member for member in members}
     count = {name: len(member.held) for name, member in held.items()}
     if test is not None:

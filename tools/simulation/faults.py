@@ -53,7 +53,7 @@ class BrokenError(FedquiltError):
 
 @dataclass(frozen=True)
 class Scenario:
-    """What goes wrong, and on whose watch; probabilities are per message, crashes per published message."""
+    """Faults and their victims; probabilities are per message, crashes per published message."""
 
     faults: Faults = Faults()
     crash: float = 0.0

@@ -150,7 +150,7 @@ class SimulatedFleet:
         return self._device(device).order(task, self.specs[device].means.budget_bytes, 0, spare=True)
 
     def profile(self, device: str) -> Profile:
-        """What a device says of itself."""
+        """Profile of a device."""
         return messages.profile(device, self._device(device).board, self.specs[device].means)
 
     # -- the executor --
@@ -349,7 +349,7 @@ class _Device:
             self._fleet.depot.give_up(*self._places.popitem())
 
     def keep(self, update: Update, blobs: Mapping[str, bytes]) -> bool:
-        """What the task has written becomes the coordinator's; private state waits for its answer."""
+        """Hand the task's output to the coordinator; private state waits for its answer."""
         made = f"{self._fleet.out}/{self._prefix}"
         for ref in update.bundles.values():
             place = self._places.pop(ref, None)

@@ -59,7 +59,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What a worker is told first."""
+    """First message to a worker."""
 
     examples: str  # the file
     shares: dict[str, Share]
@@ -73,7 +73,7 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True):
-    """What came of an order, and whether it was or could have been trained with others."""
+    """Outcome of an order, and whether it was or could have been trained with others."""
 
     outcome: Outcome
     joint: bool
@@ -153,12 +153,12 @@ class Pool:
 
     @property
     def pid(self) -> int:
-        """Of the first worker, whose children the others are."""
+        """Process id of the first worker, whose children the others are."""
         assert self._process is not None
         return self._process.pid
 
     def carry_out(self, orders: Sequence[Order]) -> Iterator[tuple[Order, Outcome]]:
-        """What comes of the orders, in their order, as soon as it is there."""
+        """Outcomes of the orders, in their order, each as soon as it is there."""
         if not orders:
             return
         if not self._joint:  # whether more go together is not known, or was not so when asked last

@@ -68,7 +68,7 @@ def states(
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What a run came to."""
+    """Outcomes of a run."""
 
     rounds: tuple[Round, ...]
     artefact: Artefact

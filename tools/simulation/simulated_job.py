@@ -177,7 +177,7 @@ class Simulation:
         self._began_s = time.perf_counter()
 
     def worked(self, device: str, outcome: Outcome) -> None:
-        """What an order came to."""
+        """Outcome of an order."""
         task = self.fleet.at_work(device)
         if self.running is not None and task is not None and outcome.blobs:
             self._foresee(self.running, device, task, outcome)
@@ -216,7 +216,7 @@ class Simulation:
             yield Spec(name, lambda board=board: make(board), means, {"share": name}, Rule(fleet.policy))  # type: ignore[misc]
 
     def _means(self, budget_bytes: int) -> events.Means:
-        """What a simulated device has: this process's code is its own, that of other packages too."""
+        """Plug-ins of a simulated device: those of this process, as they share their code."""
         return events.Means(budget_bytes, (self.engine,), (self.job.method,), plugins=self._plugins)
 
     def _observe(self, job: Running, fact: AnyFact) -> None:

@@ -109,7 +109,7 @@ class TaskProcess:
         return outcome, {name: tensors.read(out / ref.sha256) for name, ref in outcome.bundles.items()}
 
     def ask(self, order: protocol.Order) -> protocol.Outcome:
-        """What an order comes to with this device's data."""
+        """Outcome of an order with this device's data."""
         assert self._child is not None
         return self._answer(self._child, msgspec.json.encode(msgspec.structs.replace(order, data=self._data)) + b"\n")
 
