@@ -17,6 +17,13 @@ Deviations, each because the paper's letter cannot run, or measures something el
   output, with a junction fitted on other images than are scored: in-sample, wide blocks always score 1.
 - Junctions are centred ridge regressions with bias, solved from sums over devices (Eq. 3 is singular
   with fewer rows than channels, and the paper does not say who has the data to solve it).
+- Votes are about where and to what a donor is left: a path ends as its last donor goes on, since a donor's own next
+  block takes no junction. So whole donors are finished networks before the first vote, and a search that is cut short
+  hands out one of these rather than a stem. Picks, winners and finalists take turns among donors: by scores alone, a
+  donor with a block left out goes before all that is stitched of several.
+- Beside CKA, an output can be scored by what the end of the path says of the labels (criterion).
+- A device is rewarded from the median rank of those it votes with, which together keep their weight: the paper
+  publishes no threshold, a fixed one rewards nearly all, and then being asked is what counts.
 - The result is a linear head over several taps: pooled maps at some depths of some donors and at the ends of finished
   networks, chosen and solved in closed form from the devices' sums (`fedquilt.models.stitching.joint_head`; cf. Fed3R,
   arXiv 2406.01116). Every donor with a new head and every finished network alone are candidates beside it, and what
@@ -26,9 +33,16 @@ Deviations, each because the paper's letter cannot run, or measures something el
 - The network is chosen on the devices' held-out examples, never on a test set.
 - Beyond the paper: what a junction leaves of a device that it was not solved from is told, and counts in the
   path's score with residual = "weigh"; paths whose score falls under stop_below are given up.
-mode = "paper" goes back on these where it can run: see PAPER. Its scores too are taken on images that
-the junction was not fitted on. The deadline and the energy coordinator belong to coordinator
-and agent: [cohort] deadline = "paper", slack.
+mode = "paper" goes back on these where it can run, whatever [params] say beside it: see PAPER. What cannot run there:
+- Scores on the images that the junction was fitted on: all wide blocks would score 1. They are taken on others.
+- Eq. 3, whose inverse does not exist with fewer rows than channels: the least-norm solution takes its place. Who solves
+  it is not said, and the server has no data: winners' junctions are solved centrally, from the sums of all that fit.
+- Terminating blocks of donors whose classes nobody has aligned with the labels.
+- Algorithm 1 to the letter: it returns inside its loop, and its set of paths never shrinks. A path is expanded once.
+- Weights after each of the five sub-rounds, and two votes of a device in one sum: both are settled when a vote closes.
+- Its constants, which are not published (theta 0.6, alpha and beta 0.1, epsilon 0.3 falling), and a choice among the 22
+  networks without held-out shares.
+The deadline and the energy coordinator belong to coordinator and agent: [cohort] deadline = "paper", slack.
 """
 
 from __future__ import annotations

@@ -32,13 +32,19 @@ from fedquilt.models.stitching.stitched import Block, Stock
 def score_order(state: State, device: DeviceView) -> Order:
     params, net = state.params, state.current
     assert net is not None
+    completes = params.criterion != "cka" and search.completes(params)
     blocks = _family(state.stock, net.path, state.pool)
+    run = {name: [name] for name in state.pool}  # for each candidate, what is run to score its output
+    if completes:  # the labels judge what comes out at the end
+        run = {name: _rest(state.stock, name) for name in state.pool}
+        blocks |= {name: state.stock.blocks[name] for names in run.values() for name in names}
     ask = scoring.ScoreAsk(
         **_common(state, blocks),
         path=net.path,
         pool=state.pool,
         score_at=params.score_at,
         criterion=params.criterion,
+        completes=completes,
         estimator=params.estimator,
         maps=params.maps,
         samples=params.samples,
@@ -61,7 +67,7 @@ def score_order(state: State, device: DeviceView) -> Order:
         runs += [(block, images) for block in family if block.id not in _only_compared(state)]
     if params.score_at != "input":
         tried = min(params.screen / len(state.pool), 1.0) if params.score_at == "hybrid" else 1.0
-        runs += [(blocks[name], n * tried) for name in state.pool]
+        runs += [(blocks[name], n * tried) for names in run.values() for name in names]
     matrices = (
         0
         if params.score_at == "input"
@@ -155,6 +161,13 @@ def _only_compared(state: State) -> set[str]:
 def groups(state: State, path: Sequence[str]) -> tuple[tuple[int, ...], ...] | None:
     """Which classes of a path's terminating block are which label."""
     return state.stock.donors[state.stock.blocks[path[-1]].donor].align
+
+
+def _rest(stock: Stock, name: str) -> list[str]:
+    """A block, and what its donor goes on with up to the terminating block."""
+    block = stock.blocks[name]
+    later = stock.donors[block.donor].blocks[block.index + 1 :]
+    return [name, *(other for other in later if stock.blocks[other].kind != "end")]
 
 
 def _family(stock: Stock, path: Iterable[str], candidates: Iterable[str]) -> dict[str, Block]:

@@ -47,6 +47,7 @@ class ScoreAsk(Ask):
     pool: tuple[str, ...]
     score_at: ScoreAt
     criterion: Criterion  # of outputs
+    completes: bool  # the labels judge what the candidate's donor makes of its output, up to the terminating block
     estimator: cka.Estimator
     maps: cka.Maps
     samples: int
@@ -169,9 +170,18 @@ class _Scorer:
         """The score of what a candidate puts out for the first so many examples."""
         if not self._by_labels:
             return self._compare(block, self._gram(outputs, examples), _gram_name(block))
-        found = self._merit(outputs, examples)
+        maps: Source = outputs
+        for following in self._rest(block):
+            maps = self._flow.block(following, maps, 0, examples)
+        found = self._merit(maps, examples)
         own = stitched.continues(self._path[-1], block)
         return found._replace(value=found.value * self._ask.native_factor) if own else found
+
+    def _rest(self, block: Block) -> list[Block]:
+        """What the candidate's donor goes on with up to its terminating block, where a path ends as its donor does."""
+        own = [each for each in self._ask.blocks.values() if each.donor == block.donor and each.kind != "end"]
+        later = [each for each in own if self._ask.completes and each.index > block.index]
+        return sorted(later, key=lambda each: each.index)
 
     def _merit(self, maps: Source, examples: int) -> cka.Score:
         """What the pooled maps of the first so many examples say of their labels."""

@@ -43,7 +43,9 @@ class Params:
     space_margin: Positive = 2.0  # standard errors beyond which a shallower block is dropped; 0: the paper's letter
     stop_below: Share = 0.0  # paths whose product of scores is lower are given up; 0: never. Not in the paper
     # scores
-    criterion: scoring.Criterion = "cka"  # what an output is scored by: likeness to the donor's own, or the labels
+    criterion: scoring.Criterion = (
+        "cka"  # of outputs: likeness to the donor's own, or what the path's end says of labels
+    )
     samples: Annotated[int, Meta(ge=4)] = 64  # images scored on, and as many for the junctions of output scores
     score_at: scoring.ScoreAt = "hybrid"
     screen: Count = 8  # with "hybrid": blocks that are scored by their output

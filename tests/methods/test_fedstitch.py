@@ -429,7 +429,8 @@ def test_parameters_that_cannot_be_used_are_refused_at_once() -> None:
 # -- beyond the paper -----------------------------------------------------------------------------
 
 
-def test_the_fit_tells_what_its_junctions_leave_of_a_device_left_out() -> None:
+@pytest.mark.parametrize("mode", ["default", "paper"])
+def test_the_fit_tells_what_its_junctions_leave_of_a_device_left_out(mode: str) -> None:
     """Solved from all sums in the devices' order, to the bit; the residual is that of leaving one device out."""
     fits: dict[int, dict[str, Contribution]] = {}
 
@@ -438,7 +439,7 @@ def test_the_fit_tells_what_its_junctions_leave_of_a_device_left_out() -> None:
             fits.setdefault(state.turn, {})[update.device] = update
         return METHOD.fold(state, total, update)
 
-    run = played(replace(METHOD, fold=fold))
+    run = played(replace(METHOD, fold=fold), mode=mode)
     assert fits
     seen = 0
     for before, after in itertools.pairwise(run):
@@ -626,6 +627,21 @@ def test_paper_mode_is_the_papers_letter() -> None:
     assert {name: getattr(params, name) for name in fedstitch.PAPER} == fedstitch.PAPER
     junctions = play(mode="paper")[-1].junctions.values()
     assert all(not junction["bias"].any() for junction in junctions)
+
+
+def test_paper_mode_holds_five_rounds_for_each_vote_and_finishes_22_networks() -> None:
+    """Though the first round brings all devices. Every block is voted on, at random paths, from starting blocks."""
+    run = play(mode="paper")
+    last = run[-1]
+    assert sum(state.phase == "score" for state in run) == 5 * last.expansions
+    assert 22 <= len(last.finished) <= 24  # up to three come of the last vote
+    assert len(last.finalists) == 22
+    assert run[0].finished == ()
+    assert run[0].frontier == tuple(net for net in search.beginnings(last.stock) if net != run[0].current)
+    pools = [(state.current.path[-1], state.pool) for state in run if state.phase == "score"]
+    assert any(name.endswith(".1") and own == name[:-1] + "0" for own, pool in pools for name in pool)
+    explored = [line for state in run for line in METHOD.explain(state) if line.startswith("picked at random: ")]
+    assert explored
 
 
 def test_exploration_fades_with_the_expansions() -> None:

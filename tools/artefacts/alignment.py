@@ -43,6 +43,7 @@ def groups(
         names: where the class names are: a file with one a line, in the order of the classes, with commas between
             synonyms; or "imagenet" for torchvision's list. None: only numbers can be given.
         classes: how many the donor has.
+        labels: of the job.
         say: told what was found by names, a line for each label: chance likeness ("hot dog") is for people to see.
 
     Raises:
@@ -51,13 +52,13 @@ def groups(
         DataError: the list of names cannot be read.
         ModelError: a class that the donor does not have, or one that would mean two labels.
     """
-    if isinstance(align, str) and align != "names":
+    if align == "names":
+        found = _by_names(labels, _names(names, classes))
+    elif isinstance(align, str):
         if align not in KNOWN:
             known = ", ".join([*KNOWN, "names"])
             raise JobError(f"align {align!r} is unknown; there are: {known}")
-        align = KNOWN[align](classes)
-    if align == "names":
-        found = _by_names(labels, _names(names, classes))
+        found = [list(group) for group in KNOWN[align](classes)]
     elif isinstance(align, Mapping):
         found = _by_table(align, labels, names, classes)
     else:
@@ -132,7 +133,7 @@ def _by_table(
             for synonym in name.split(","):
                 by_name.setdefault(" ".join(_words(synonym)), set()).add(number)
 
-    def number(label: str, given: int | str) -> int:
+    def numbered(label: str, given: int | str) -> int:
         if isinstance(given, int):
             return given
         found = sorted(by_name.get(" ".join(_words(given)), ()))
@@ -141,7 +142,7 @@ def _by_table(
             raise JobError(f"align of {label!r}: {given!r} {which}: give the number of the class")
         return found[0]
 
-    return [[number(label, given) for given in table[label]] for label in labels]
+    return [[numbered(label, given) for given in table[label]] for label in labels]
 
 
 def _words(text: str) -> list[str]:

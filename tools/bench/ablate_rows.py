@@ -43,11 +43,16 @@ BASE = {
     "space_optimizer": True,
     "native_continuation": "allow",
     "join": True,
+    "criterion": "cka",
+    "completion": True,
 }
 VARIANTS = {
     "default": Variant("stitched, default"),
     "no-optimizer": Variant("  no space optimizer", {"space_optimizer": False}),
     "plain-vote": Variant("  plain voting", {"weighted": False}),
+    "labels": Variant("  outputs judged by the labels' CKA", {"criterion": "labels"}),
+    "residual": Variant("  outputs judged by a ridge to labels", {"criterion": "residual"}),
+    "all-blocks": Variant("  every block voted on", {"completion": False}),
     "input": Variant("  scored at input", {"score_at": "input"}),
     "output": Variant("  scored at output", {"score_at": "output"}),
     "no-native": Variant("  native next block excluded", {"native_continuation": "exclude"}),

@@ -127,7 +127,7 @@ class Bench:
         return fedstitch.result(last_of(wanted, folder, members, led, self.engine))
 
     def alone(self, job: Job, folder: Path, members: Iterable[Member]) -> list[Result]:
-        """Networks that some devices stitch from their own examples only; arguments are those of `stitched_to_themselves`."""
+        """Networks that some devices stitch from their own examples only; arguments as of `stitched_to_themselves`."""
         single = msgspec.structs.replace(job, cohort=Cohort())
         found = []
         for member in members:

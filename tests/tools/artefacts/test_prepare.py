@@ -210,11 +210,11 @@ def test_classes_are_aligned_by_their_names_or_by_a_table(tmp_path: Path, align:
     [
         ({"align": "names"}, "donor 'p': align goes by class names: say where these are with `classes`"),
         ({"align": "names", "classes": "none.txt"}, "classes = .*none.txt.* cannot be read"),
-        ({"align": "names", "classes": "imagenet"}, "classes = 'imagenet' holds 1000 names, and the donor has 8 classes"),
+        ({"align": "names", "classes": "imagenet"}, "'imagenet' holds 1000 names, and the donor has 8 classes"),
         ({"align": "names", "classes": "FILE"}, "no class has the name 'deer': give `align` as a table"),
         ({"align": {"cat": [0], "dog": [1]}}, "align lacks 'deer', and the job's labels are cat, dog, deer"),
         ({"align": {"cat": [0], "dog": [1], "deer": [], "ox": []}}, "align has 'ox', and the job's labels are"),
-        ({"align": {"cat": ["crane"], "dog": [], "deer": []}, "classes": "FILE"}, "'crane' is the name of classes 6 and 7"),
+        ({"align": {"cat": ["crane"], "dog": [], "deer": []}, "classes": "FILE"}, "is the name of classes 6 and 7"),
         ({"align": {"cat": ["puma"], "dog": [], "deer": []}, "classes": "FILE"}, "'puma' is no class's name: give the"),
         ({"align": {"cat": ["tabby"], "dog": [], "deer": []}}, "say where these are with `classes`"),
         ({"align": {"cat": [0], "dog": [0], "deer": []}}, "class 0, which is there twice, for 'cat' and 'dog'"),
