@@ -40,7 +40,8 @@ UNITS = masks.Plan(
     },
 )
 TRAINING = {"epochs": 2, "batch": 16, "lr": 0.1}
-SEARCH = {"rounds": 3, "subrounds": 1, "expansions": 2, "samples": 12, "fit_samples": 12, "head_samples": 12, "depth": 4}
+SAMPLES = ("samples", "fit_samples", "head_samples")
+SEARCH = {"rounds": 3, "subrounds": 1, "expansions": 2, "depth": 4, **dict.fromkeys(SAMPLES, 12)}
 
 
 class Outcome(NamedTuple):
