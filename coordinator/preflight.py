@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from fedquilt import methods, plugins
@@ -45,8 +46,8 @@ def needs(job: settings.Job, made: Bundle) -> dict[str, str]:
 def require_made_for(job: settings.Job, made: Bundle) -> None:
     """Check that a bundle was prepared from this job, or from one with the same network, inputs and donors.
 
-    Compared are the network of [model], what goes into it ([input], or `input` of [model]), and [[donors]] with the
-    job's labels. A key that the job leaves out may have any value in the bundle.
+    Compared are the network of [model], what goes into it ([input], or `input` of [model]), the names of [[donors]],
+    and the labels. A key that the job leaves out may have any value in the bundle.
 
     Raises:
         JobError: the bundle was visibly prepared from other tables; says which.
@@ -62,12 +63,22 @@ def require_made_for(job: settings.Job, made: Bundle) -> None:
     if job.donors:
         names = [donor.get("name") for donor in job.donors]
         odd += ["[[donors]]"] if names != list(made.meta.get("donors", {})) else []
-        odd += ["labels"] if list(job.labels) != made.meta.get("labels") else []
+    if job.labels and "labels" in made.meta:
+        odd += _odd_labels(job.labels, made.meta["labels"])
     if odd:
         raise JobError(
             f"the bundle was prepared from another job than this ({' and '.join(odd)} differ): "
             "make it anew with `fedquilt prepare`"
         )
+
+
+def _odd_labels(wanted: Sequence[str], given: Sequence[str]) -> list[str]:
+    """Where the job's labels first differ from the bundle's, in words; [] where they are the same in the same order."""
+    for number, (ours, theirs) in enumerate(itertools.zip_longest(wanted, given)):
+        if ours != theirs:
+            told = ["none" if each is None else repr(each) for each in (ours, theirs)]
+            return [f"labels (label {number} is {told[0]} in the job and {told[1]} in the bundle)"]
+    return []
 
 
 def _plain(value: Any) -> Any:

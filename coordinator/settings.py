@@ -191,7 +191,7 @@ def params(job: Job) -> Any:
 
 
 def anchored(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """A job's table with paths of data, sources, vocabulary, test, int8, donors and weights made absolute."""
+    """A job's table with paths of data, sources, vocabulary, test, int8, donors, weights and classes made absolute."""
 
     def anchor(entry: Any) -> Any:
         if isinstance(entry, list):
@@ -201,7 +201,7 @@ def anchored(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         return {
             key: str((folder / value).resolve())
             if isinstance(value, str)
-            and (key in ("path", "vocabulary") or (key == "weights" and (folder / value).exists()))
+            and (key in ("path", "vocabulary") or (key in ("weights", "classes") and (folder / value).exists()))
             else (anchor(value) if key in ("sources", "text") else value)
             for key, value in entry.items()
         }

@@ -105,7 +105,9 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
         raise ModelError(f"the bundle lacks {', '.join(missing[:3])}: prepare it anew")
     if params.head == "aligned" and not any(donor.align for donor in stock.donors.values()):
         raise JobError("head = 'aligned', but no donor says which classes are which label: give a donor `align`")
-    state = search.advance(State(params, seed, stock, dict(bundle.files), search.beginnings(stock)))
+    if params.criterion != "cka" and params.score_at == "input":
+        raise JobError(f"criterion = '{params.criterion}' judges outputs: let score_at be 'hybrid' or 'output'")
+    state = search.begun(params, seed, stock, dict(bundle.files))
     if state.current is None and params.expansions:
         raise ModelError("no block may follow any starting block: raise max_upsampling, or take other donors")
     return state
@@ -145,6 +147,7 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
                 state.params.k,
                 search.epsilon(state),
                 search.coin(state, update.device),
+                state.params.spread,
             )
             return replace(so_far, ballots={**so_far.ballots, update.device: given})
         case "validate":

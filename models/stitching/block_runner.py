@@ -118,23 +118,6 @@ class Kept:
             self._flow.shelf.keep(kept_name(path, self._rows, "path"), maps, spare=True)
 
 
-class Shared:
-    """Outputs that several of some paths begin with, for as long as they go through the same images."""
-
-    def __init__(self, paths: Iterable[Sequence[Block]]) -> None:
-        every = [tuple(block.id for block in path[: i + 1]) for path in paths for i in range(len(path))]
-        self._wanted = {ids for ids in every if every.count(ids) > 1}
-        self._made: dict[tuple[str, ...], Stack] = {}
-
-    def find(self, path: Sequence[Block]) -> Stack | None:
-        return self._made.get(tuple(block.id for block in path))
-
-    def keep(self, path: Sequence[Block], maps: Stack) -> None:
-        ids = tuple(block.id for block in path)
-        if ids in self._wanted:
-            self._made[ids] = maps
-
-
 class Prepared:
     """Stored examples as networks take them (`fedquilt.data.inputs.prepare`), made as they are asked for."""
 

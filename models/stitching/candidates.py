@@ -123,7 +123,7 @@ def restored(kept: Stored | None) -> Sums | None:
 def solved(state: State, sums: Sums) -> tuple[Candidate, ...]:
     """All candidates with their heads, the one with the least criterion first."""
     made = _Solver(joint_head.standardised(sums), layout(state))
-    wanted = [(tap,) for tap in _alone(state, made)]
+    wanted: list[tuple[int, ...]] = [(tap,) for tap in _alone(state, made)]
     if state.params.join:
         wanted = [*_joint(state, made), *wanted]
     found = {frozenset(taps): _candidate(state, made, taps) for taps in wanted}

@@ -101,7 +101,7 @@ def part(z: np.ndarray, y: np.ndarray, labels: int) -> Part:
     for label in np.flatnonzero(counts):
         means[label] = z[y == label].mean(axis=0)
     z -= z.mean(axis=0)
-    return Part(counts, means, np.linalg.qr(z, mode="r"))
+    return Part(counts, means, np.asarray(np.linalg.qr(z, mode="r")))
 
 
 def to_tensors(given: Part, exact: bool = False) -> dict[str, np.ndarray]:
@@ -169,7 +169,8 @@ def merge(sums: Sequence[Sums], parts: Sequence[Part]) -> Sums:
     totals = sum(each.totals for each in sums) + sum(each.counts[:, None] * each.means for each in parts)
     counts, totals = np.asarray(counts), np.asarray(totals)
     mean, rows = totals.sum(axis=0) / counts.sum(), [each.factor for each in parts]
-    rows += [np.sqrt(each.n) * (each.mean - mean)[None] for each in (*sums, *parts)]
+    every: list[Sums | Part] = [*sums, *parts]
+    rows += [np.sqrt(each.n) * (each.mean - mean)[None] for each in every]
     stacked = np.concatenate(rows)
     scatter = stacked.T @ stacked
     for one in sums:

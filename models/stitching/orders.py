@@ -38,6 +38,7 @@ def score_order(state: State, device: DeviceView) -> Order:
         path=net.path,
         pool=state.pool,
         score_at=params.score_at,
+        criterion=params.criterion,
         estimator=params.estimator,
         maps=params.maps,
         samples=params.samples,
@@ -49,6 +50,7 @@ def score_order(state: State, device: DeviceView) -> Order:
         bias=params.bias,
         native_factor=1 - params.native_penalty if params.native_continuation == "penalise" else 1.0,
         k=params.k,
+        spread=params.spread,
         epsilon=search.epsilon(state),
         coin=search.coin(state, device.device),
     )

@@ -1,6 +1,7 @@
-"""How a device scores blocks as the next one of a path: CKA, on its own images, by forward passes only.
+"""How a device scores blocks as the next one of a path, on its own images, by forward passes only.
 
-FedStitch (arXiv 2409.07202), section 3.2. `score` takes what was asked and a Site, and returns an Answer.
+FedStitch (arXiv 2409.07202), section 3.2, scores by CKA: likeness to the donor's own. Outputs may be scored by what
+they say of the labels instead. `score` takes what was asked and a Site, and returns an Answer.
 
 The images that are scored on are drawn once for each device and job, and nothing on them is computed
 twice. In `Site.local` is the Gram matrix of each donor block's output (16 KB for 64 images). In
@@ -20,12 +21,13 @@ import numpy as np
 from fedquilt import tensors
 from fedquilt.core import Answer, DataError, Site, Tensors
 from fedquilt.data import inputs
-from fedquilt.models.stitching import block_runner, cka, least_squares, stitched, vote
+from fedquilt.models.stitching import block_runner, cka, label_scores, least_squares, stitched, vote
 from fedquilt.models.stitching.activations import InMemory, Part, Source, Stack
 from fedquilt.models.stitching.block_runner import Flow
 from fedquilt.models.stitching.stitched import Block
 
 ScoreAt = Literal["input", "output", "hybrid"]
+Criterion = Literal["cka", "labels", "residual"]  # likeness to the donor's own; `label_scores.alignment`; `.explained`
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class ScoreAsk(Ask):
     path: tuple[str, ...]
     pool: tuple[str, ...]
     score_at: ScoreAt
+    criterion: Criterion  # of outputs
     estimator: cka.Estimator
     maps: cka.Maps
     samples: int
@@ -55,6 +58,7 @@ class ScoreAsk(Ask):
     bias: bool
     native_factor: float  # what the score of the donor's own next block is multiplied by
     k: int
+    spread: bool
     epsilon: float
     coin: int
 
@@ -65,8 +69,8 @@ def score(ask: ScoreAsk, site: Site) -> Answer:
     Input score: the path's maps against those that the candidate's own donor feeds it; no junction
     and no run of the candidate. Output score: a junction is fitted on other images than are scored
     (on the same ones every wide block would interpolate and score 1), and the candidate's output is
-    compared with its donor's. Hybrid: the input score screens, the best few get the output score.
-    Level 1 are blocks whose output was scored on all images. A candidate may run in 8 bits for its output
+    compared with its donor's, or judged by the labels. Hybrid: the input score screens, the best few get the
+    output score. Level 1 are blocks whose output was scored on all images. A candidate may run in 8 bits for its output
     score (`Block.scored`); paths, and what it is compared with, are always of float32.
 
     Raises:
@@ -75,7 +79,7 @@ def score(ask: ScoreAsk, site: Site) -> Answer:
     scorer = _Scorer(ask, site)
     found, level = scorer.input_scores(), np.zeros(len(ask.pool), np.int64)
     screen = np.array([each.value for each in found])
-    tried = vote.ranking(screen, level, ask.pool)
+    tried = vote.greedy(screen, level, ask.pool, len(ask.pool), ask.spread)
     values = screen.copy()
     if ask.score_at != "input":
         tried = tried if ask.score_at == "output" else tried[: ask.screen]
@@ -84,7 +88,7 @@ def score(ask: ScoreAsk, site: Site) -> Answer:
                 screen[j] = values[j] = early.value
             if full is not None:
                 found[j], values[j], level[j] = full, full.value, 1
-    picks, explored = vote.choose(values, level, ask.pool, ask.k, ask.epsilon, ask.coin)
+    picks, explored = vote.choose(values, level, ask.pool, ask.k, ask.epsilon, ask.coin, ask.spread)
     scores = {"screen": screen, "score": values, "level": level, "picks": np.array(picks, np.int64)}
     metrics = {
         "turn": float(ask.turn),
@@ -105,7 +109,7 @@ class _Scorer:
         self._ask, self._site = ask, site
         self._path = [ask.blocks[name] for name in ask.path]
         self._pool = [ask.blocks[name] for name in ask.pool]
-        self._fits = ask.score_at != "input"
+        self._fits, self._by_labels = ask.score_at != "input", ask.criterion != "cka"
         shares = 2 if self._fits else 1
         if len(site.train) < cka.MIN_IMAGES * shares:
             need = cka.MIN_IMAGES * shares
@@ -146,19 +150,34 @@ class _Scorer:
 
     def _output_score(self, block: Block, junction: Tensors | None, floor: float) -> tuple[cka.Score, cka.Score | None]:
         if junction is None and stitched.is_native(self._path):
-            exact = cka.Score(self._ask.native_factor, True)  # the donor's own output: CKA of equal matrices is 1
-            return exact, exact
+            exact = self.local[_merit_name(block, self._ask.criterion)][0] if self._by_labels else 1.0
+            own = cka.Score(exact * self._ask.native_factor, True)  # the donor's own output: CKA of equal matrices is 1
+            return own, own
         source = block_runner.joined(self._output(), junction, block)
         outputs = self._flow.shelf.make((self.count, *block.out_shape))
-        first = self._ask.early if self._ask.early < self.count else 0
+        first = self._ask.early if self._ask.early < self.count and not self._by_labels else 0
         if first:
             self._flow.block(block.scored, source, 0, first, outputs)
-            early = self._compare(block, self._gram(outputs, first), _gram_name(block))
+            early = self._judged(block, outputs, first)
             if early.value < floor:
                 return early, None
         self._flow.block(block.scored, source, first, self.count, outputs)
-        full = self._compare(block, self._gram(outputs, self.count), _gram_name(block))
+        full = self._judged(block, outputs, self.count)
         return (early if first else full), full
+
+    def _judged(self, block: Block, outputs: Stack, examples: int) -> cka.Score:
+        """The score of what a candidate puts out for the first so many examples."""
+        if not self._by_labels:
+            return self._compare(block, self._gram(outputs, examples), _gram_name(block))
+        found = self._merit(outputs, examples)
+        own = stitched.continues(self._path[-1], block)
+        return found._replace(value=found.value * self._ask.native_factor) if own else found
+
+    def _merit(self, maps: Source, examples: int) -> cka.Score:
+        """What the pooled maps of the first so many examples say of their labels."""
+        parts = (cka.rows(part, "gap") for _, part in block_runner.pieces(Part(maps, 0, examples)))
+        judge = label_scores.alignment if self._ask.criterion == "labels" else label_scores.explained
+        return judge(np.concatenate(list(parts)), self._site.train.y[self._rows[:examples]])
 
     def _compare(self, block: Block, here: np.ndarray, reference: str) -> cka.Score:
         there = self.local[reference][: len(here), : len(here)]
@@ -183,6 +202,9 @@ class _Scorer:
                 maps = self._flow.block(block, maps, 0, len(self._rows) if feeds else self.count)
                 if _gram_name(block) not in self.local:
                     self.local[_gram_name(block)] = self._gram(maps, self.count)
+                if self._by_labels:
+                    merit = _merit_name(block, self._ask.criterion)
+                    self.local[merit] = np.array([self._merit(maps, self.count).value])
                 if feeds:
                     positions = self._positions(block.out_shape)
                     self._flow.reserve(8 * len(positions) * block.out_shape[0])
@@ -191,6 +213,7 @@ class _Scorer:
 
     def _is_known(self, block: Block, feeds: bool) -> bool:
         known = _gram_name(block) in self.local
+        known = known and (not self._by_labels or _merit_name(block, self._ask.criterion) in self.local)
         return known and not (self._fits and feeds and self._target(block) is None)
 
     def _target(self, block: Block) -> Stack | None:
@@ -262,6 +285,10 @@ def gram(maps: Stack, examples: int, how: cka.Maps) -> np.ndarray:
 
 def _gram_name(block: Block, offset: int = 0) -> str:
     return f"gram.{block.donor}.{block.index + offset}"
+
+
+def _merit_name(block: Block, criterion: Criterion) -> str:
+    return f"{criterion}.{block.donor}.{block.index}"
 
 
 def drawn(site: Site) -> dict[str, np.ndarray]:

@@ -14,13 +14,14 @@ from types import MappingProxyType
 import numpy as np
 
 from fedquilt import tensors
-from fedquilt.core import derive_seed
+from fedquilt.core import BlobRef, derive_seed
 from fedquilt.models.stitching import candidates, stitched, vote
 from fedquilt.models.stitching.search_state import Finalist, Net, Params, State, describe
-from fedquilt.models.stitching.stitched import Stock
+from fedquilt.models.stitching.stitched import Block, Stock
 from fedquilt.models.stitching.vote import Ballot, Winner
 
 STEP = 0.9  # what a path is expected to keep of its score over a tenth of a donor
+WANTED = 10  # distinct finalists; with fewer, or of one donor only, the log says why
 
 # -- which block may follow -----------------------------------------------------------------------
 
@@ -32,14 +33,40 @@ def beginnings(stock: Stock) -> tuple[Net, ...]:
     return tuple(Net((name,), pool, 1.0) for name in starts)
 
 
+def begun(params: Params, seed: int, stock: Stock, files: dict[str, BlobRef]) -> State:
+    """The state before the first vote: the starting blocks, and with `completion` how each donor goes on from them.
+
+    So the donors themselves are finished networks from the beginning, and nothing is voted on to know it.
+    """
+    if params.depth is None:
+        params = replace(params, depth=max(len(donor.blocks) for donor in stock.donors.values()))
+    state = State(params, seed, stock, dict(files), ())
+    for net in beginnings(stock):
+        state = _joined(state, net)
+    return advance(state)
+
+
+def depth(params: Params) -> int:
+    """D_max: blocks of a path at most."""
+    assert params.depth is not None, "the state before the first vote knows it"
+    return params.depth
+
+
+def completes(params: Params) -> bool:
+    """Whether a path ends as its last donor goes on."""
+    return params.completion and params.native_continuation == "allow"
+
+
 def offered(net: Net, stock: Stock, params: Params, ends_only: bool = False) -> tuple[str, ...]:
     """The blocks of a net's pool that may come next, sorted.
 
     No block twice; maps to maps, within the limit of upsampling; nothing but terminating blocks at the
     last place of the path; with aligned heads, only terminating blocks whose classes are aligned.
+    Where paths end as their last donor goes on: only what that could be done after, and not what the last
+    block's donor goes on with; and where a head takes the place of terminating blocks, none of these.
     """
-    last = stock.blocks[net.path[-1]]
-    ends_only = ends_only or len(net.path) >= params.depth - 1
+    last, most = stock.blocks[net.path[-1]], params.depth or len(stock.blocks)
+    ends_only = ends_only or len(net.path) >= most - 1
 
     def fits(name: str) -> bool:
         block = stock.blocks[name]
@@ -47,6 +74,12 @@ def offered(net: Net, stock: Stock, params: Params, ends_only: bool = False) -> 
             return False
         if name in net.path or (ends_only and block.kind != "end"):
             return False
+        if completes(params) and not ends_only:
+            rest = stock.donors[block.donor].blocks[block.index :]
+            if (block.kind == "end" and params.head == "ridge") or stitched.continues(last, block):
+                return False
+            if len(net.path) + len(rest) > most or not set(rest).isdisjoint(net.path):
+                return False
         if params.native_continuation == "exclude" and stitched.continues(last, block):
             return False
         return stitched.compatible(last, block, params.max_upsampling)
@@ -54,22 +87,43 @@ def offered(net: Net, stock: Stock, params: Params, ends_only: bool = False) -> 
     return tuple(name for name in net.pool if fits(name))
 
 
-def pick(state: State) -> Net:
-    """The next net to expand: that which promises most (the longer one first), or any.
+def pick(state: State, spent: bool = False) -> Net:
+    """The next net to expand: that which promises most, or any; with the budget spent, the longest.
 
-    What it promises is its score times STEP for each tenth of its last donor that is still to come: by the
-    score alone short paths always go first, and little is ever finished; by blocks, donors cut into many.
+    What it promises is its score times STEP for each tenth of a donor that has not been run: by the score alone
+    short paths always go first, and little is ever finished. A block counts for its share of its own donor, so
+    that donors cut into many are no slower, and blocks that were skipped were not run. Where paths end as their
+    last donor goes on nothing is left to be run: the best score comes first, and among equal ones (the donors'
+    own beginnings all score 1) the donors take turns, each first half-way, then at its quarters, and so on.
     """
-    if state.params.order == "best":
+    params, blocks, donors = state.params, state.stock.blocks, state.stock.donors
+    if params.order == "random" and not spent:
+        ordered = sorted(state.frontier, key=lambda net: net.path)
+        return ordered[int(tensors.rng("frontier", state.seed, state.turn).integers(len(ordered)))]
 
-        def promise(net: Net) -> float:
-            last = state.stock.blocks[net.path[-1]]
-            whole = len(state.stock.donors[last.donor].blocks) - 1
-            return net.score * STEP ** (10 * (whole - last.index) / whole)
+    def left(net: Net) -> float:
+        run = (blocks[name] for name in net.path[1:])
+        return max(1 - sum(1 / (len(donors[block.donor].blocks) - 1) for block in run), 0.0)
 
-        return min(state.frontier, key=lambda net: (-promise(net), -len(net.path), net.path))
-    ordered = sorted(state.frontier, key=lambda net: net.path)
-    return ordered[int(tensors.rng("frontier", state.seed, state.turn).integers(len(ordered)))]
+    def place(net: Net) -> tuple[float, ...]:
+        last = blocks[net.path[-1]]
+        return _halved(last.index, len(donors[last.donor].blocks) - 1) if completes(params) else (-len(net.path),)
+
+    def promise(net: Net) -> float:
+        return net.score if completes(params) else net.score * STEP ** (10 * left(net))
+
+    if spent:
+        return min(state.frontier, key=lambda net: (-len(net.path), -net.score, net.path))
+    return min(state.frontier, key=lambda net: (-promise(net), *place(net), net.path))
+
+
+def _halved(index: int, whole: int) -> tuple[int, int]:
+    """When 0 <= index < whole is come to if a range is halved again and again: in which round, and where in it."""
+    low, high, rounds = 0, whole, 0
+    while (middle := (low + high) // 2) != index:
+        low, high = (low, middle) if index < middle else (middle + 1, high)
+        rounds += 1
+    return rounds, index
 
 
 # -- one expansion --------------------------------------------------------------------------------
@@ -81,20 +135,23 @@ def advance(state: State) -> State:
     When the budget is spent and nothing is finished, partial networks are given terminating blocks only.
     """
     params = state.params
-    spent = state.expansions >= params.expansions or len(state.finished) >= params.finished
+    made = sum(not stitched.is_native(_blocks(state, net)) for net in state.finished)
+    spent = state.expansions >= params.expansions or made >= params.finished
     if not params.expansions and params.head == "ridge":
         state = replace(state, frontier=())  # nothing is searched for: donors alone are joined
     state = _taken_back(state, spent)
     while state.frontier and not (spent and state.finished):
-        net = pick(state)
+        net = pick(state, spent)
         state = replace(state, frontier=tuple(other for other in state.frontier if other != net))
         pool = offered(net, state.stock, params, ends_only=spent)
         if pool:
             return replace(state, phase="score", current=net, pool=pool, ballots={}, subround=0)
         state = _taken_back(state, spent)
+    left = len(state.frontier)
     state = replace(state, current=None, pool=(), frontier=(), given_up=(), ballots={})
-    chosen = tuple(distinct(state))[: params.finalists]
-    state = replace(state, finalists=chosen, junctions=_used(state.junctions, chosen), subround=0)
+    chosen, notes = finalists(state, left)
+    junctions = _used(state.junctions, chosen)
+    state = replace(state, finalists=chosen, junctions=junctions, subround=0, log=(*state.log, *notes))
     return candidates.begun(state)
 
 
@@ -110,6 +167,10 @@ def _taken_back(state: State, spent: bool) -> State:
     return replace(state, frontier=(best,), given_up=tuple(net for net in state.given_up if net != best), log=log)
 
 
+def _blocks(state: State, net: Net) -> list[Block]:
+    return [state.stock.blocks[name] for name in net.path]
+
+
 def is_finished(state: State, net: Net) -> bool:
     """Whether its last block is a terminating one."""
     return state.stock.blocks[net.path[-1]].kind == "end"
@@ -122,6 +183,33 @@ def distinct(state: State) -> list[Finalist]:
         same = net.path[:-1] if state.params.head == "ridge" else net.path  # a head makes the last block idle
         found.setdefault(same, Finalist(net.path, net.score, residuals=net.residuals))
     return list(found.values())
+
+
+def finalists(state: State, left: int) -> tuple[tuple[Finalist, ...], tuple[str, ...]]:
+    """The finished networks to validate, and why they are so few: the best of each set of donors in turns.
+
+    By scores alone a donor with a block or two left out goes before all that is stitched of several.
+
+    `left` is how many paths might still have been gone on with.
+    """
+    found, params = distinct(state), state.params
+    sets = [{state.stock.blocks[name].donor for name in finalist.path[:-1]} for finalist in found]
+    turns = vote.in_turns(range(len(found)), [" ".join(sorted(each)) for each in sets])
+    chosen = tuple(found[j] for j in turns)[: params.finalists]
+    used = set().union(*(sets[j] for j in turns[: params.finalists]))
+    few, alike = len(chosen) < min(WANTED, params.finalists), len(used) < 2 and bool(chosen)
+    if not few and not alike:
+        return chosen, ()
+    what = f"{len(chosen)} distinct networks are validated" if few else "all networks validated are"
+    if left:
+        why = f"the budget was spent ({state.expansions} expansions, {len(state.finished)} networks finished): "
+        why += "raise `expansions` or `finished`"
+    elif len(state.stock.donors) < 2:
+        why = "there is one donor, and no other way through it: give another donor"
+    else:
+        why = "no other block fits: raise `max_upsampling` or `depth`, or take other donors"
+    donors = f", of {' and '.join(sorted(used))} alone" if alike else ""
+    return chosen, (f"only {what}{donors}: {why}" if few else f"{what}{donors[1:]}: {why}",)
 
 
 def epsilon(state: State) -> float:
@@ -145,7 +233,7 @@ def add_ballots(state: State, ballots: Mapping[str, Ballot]) -> State:
     fresh = ballots.keys() - state.ballots.keys()
     voted = {**state.ballots, **ballots}
     known = vote.joined(state.weights, sorted(ballots))
-    complete = not fresh or (state.saturated and voted.keys() == known.keys())
+    complete = state.params.close_early and (not fresh or (state.saturated and voted.keys() == known.keys()))
     state = replace(
         state, ballots=voted, weights=known, subround=state.subround + 1, saturated=state.saturated or not fresh
     )
@@ -159,11 +247,14 @@ def close_vote(state: State) -> State:
     """Judge the devices by each other, take the K winners, and drop what is too shallow for this path."""
     params, net = state.params, state.current
     assert net is not None
-    rise = 1 + len(net.path) / params.depth
-    ranks = vote.cross_ranks(state.ballots, state.pool, params.k) if params.weighted else {}
-    weights = vote.reweigh(state.weights, ranks, params.theta, params.alpha * rise, min(params.beta * rise, 1.0))
+    rise = 1 + len(net.path) / depth(params)
+    ranks: dict[str, float] = {}
+    if params.weighted:
+        ranks = vote.cross_ranks(state.ballots, state.pool, params.k, params.spread, params.judged)
+    reward, penalty = params.alpha * rise, min(params.beta * rise, 1.0)
+    weights = vote.reweigh(state.weights, ranks, params.theta, reward, penalty, params.normalise)
     counted = weights if params.weighted else dict.fromkeys(weights, 1.0)
-    winners = vote.tally(state.ballots, counted, state.pool, params.k)
+    winners = vote.tally(state.ballots, counted, state.pool, params.k, params.spread)
     dropped: set[str] = set()
     if params.space_optimizer:
         blocks = [state.stock.blocks[name] for name in state.pool]
@@ -196,28 +287,49 @@ def grow(
 
     `fitted` by the junction's name, `residuals` by the winner's. A child that scores too low is given up.
     """
-    net = state.current
+    net, winners = state.current, state.winners
     assert net is not None
     kept = tuple(name for name in net.pool if name not in state.dropped)
-    frontier, finished, given_up, notes = list(state.frontier), list(state.finished), list(state.given_up), []
-    for winner in state.winners:
+    state = replace(state, winners=(), dropped=())
+    notes: list[str] = []
+    for winner in winners:
         left = residuals.get(winner.block)
-        score = net.score * max(winner.score, 0.0) * _kept_share(state.params, left)
+        before = net.score if state.params.criterion == "cka" else 1.0  # labels judge the whole path, not its last step
+        score = before * max(winner.score, 0.0) * _kept_share(state.params, left)
         pool = tuple(name for name in kept if name != winner.block)
         child = Net((*net.path, winner.block), pool, score, (*net.residuals, left))
         if score < state.params.stop_below:
-            given_up.append(child)
+            state = replace(state, given_up=(*state.given_up, child))
             notes.append(f"given up {describe(child.path)}: score {score:.3f} is below {state.params.stop_below:g}")
-        elif is_finished(state, child):
-            finished.append(child)
-            notes.append(f"finished {describe(child.path)}, score {score:.3f}")
-        else:
-            frontier.append(child)
-    if finished:
-        given_up = []
-    junctions = _used({**state.junctions, **fitted}, [*frontier, *finished, *given_up])
-    state = replace(state, frontier=tuple(frontier), finished=tuple(finished), given_up=tuple(given_up))
-    return advance(replace(state, junctions=junctions, winners=(), dropped=(), log=(*state.log, *notes)))
+            continue
+        before_it = len(state.finished)
+        state = _joined(state, child)
+        notes += [f"finished {describe(each.path)}, score {score:.3f}" for each in state.finished[before_it:]]
+    if state.finished:
+        state = replace(state, given_up=())
+    nets = [*state.frontier, *state.finished, *state.given_up]
+    return advance(replace(state, junctions=_used({**state.junctions, **fitted}, nets), log=(*state.log, *notes)))
+
+
+def _joined(state: State, net: Net) -> State:
+    """The state with a new path on the frontier, or among the finished ones; and where it `completes`, with all that
+    its last donor goes on to.
+
+    Going on takes no junction, and so neither a vote nor anything off the score.
+    """
+    if is_finished(state, net):
+        return replace(state, finished=(*state.finished, net))
+    last, params = state.stock.blocks[net.path[-1]], state.params
+    donor = state.stock.donors[last.donor]
+    rest = donor.blocks[last.index + 1 :]
+    if not completes(params) or len(net.path) + len(rest) > depth(params):
+        return replace(state, frontier=(*state.frontier, net))
+    made = [net]
+    for name in rest:
+        pool = tuple(other for other in made[-1].pool if other != name)
+        made.append(Net((*made[-1].path, name), pool, net.score, (*made[-1].residuals, None)))
+    ended = (made.pop(),) if params.head == "ridge" or donor.align is not None else (made.pop(),)[:0]
+    return replace(state, frontier=(*state.frontier, *made), finished=(*state.finished, *ended))
 
 
 def _kept_share(params: Params, residual: float | None) -> float:

@@ -29,10 +29,12 @@ class Params:
     mode: Literal["default", "paper"] = "default"  # "paper": PAPER overrides what follows
     # the search
     k: Count = 3  # K: blocks each device picks, and winners of a vote
-    depth: Annotated[int, Meta(ge=2)] = 10  # D_max: blocks of a path at most
-    subrounds: Count = 5  # rounds whose votes are summed; fewer once they bring no new device
+    depth: Annotated[int, Meta(ge=2)] | None = None  # D_max: blocks of a path at most; none: as the longest donor has
+    subrounds: Count = 5  # rounds whose votes are summed
+    close_early: bool = True  # fewer sub-rounds once they bring no new device
     expansions: Annotated[int, Meta(ge=0)] = 24  # partial networks expanded at most; 0: donors are joined, not stitched
-    finished: Count = 22  # networks finished at most
+    finished: Count = 22  # networks finished at most, beside the donors
+    completion: bool = True  # a path ends as its last donor goes on, and only junctions are voted on; False: all blocks
     order: Literal["best", "random"] = "best"  # which partial network is next
     native_continuation: Literal["allow", "penalise", "exclude"] = "allow"  # a donor's own next block
     native_penalty: Share = 0.1  # with "penalise": what its score loses
@@ -41,6 +43,7 @@ class Params:
     space_margin: Positive = 2.0  # standard errors beyond which a shallower block is dropped; 0: the paper's letter
     stop_below: Share = 0.0  # paths whose product of scores is lower are given up; 0: never. Not in the paper
     # scores
+    criterion: scoring.Criterion = "cka"  # what an output is scored by: likeness to the donor's own, or the labels
     samples: Annotated[int, Meta(ge=4)] = 64  # images scored on, and as many for the junctions of output scores
     score_at: scoring.ScoreAt = "hybrid"
     screen: Count = 8  # with "hybrid": blocks that are scored by their output
@@ -51,7 +54,10 @@ class Params:
     maps: cka.Maps = "flatten"
     # votes
     weighted: bool = True  # False: plain voting
-    theta: Share = 0.6  # theta: mean percentile of a device's picks on the others that is rewarded
+    spread: bool = True  # a device's picks, and the winners, take each donor's best before any donor's second
+    theta: Share | Literal["median"] = "median"  # theta: mean percentile of a device's picks on others that is rewarded
+    normalise: Literal["cohort", "all"] = "cohort"  # whose weights make room; "all": being asked is worth weight
+    judged: Literal["greedy", "picks"] = "greedy"  # "picks": of a device that explored the random ones
     alpha: Positive = 0.1  # alpha: reward, times 1 + depth / D_max
     beta: Annotated[float, Meta(ge=0, le=0.5)] = 0.1  # beta: penalty, times 1 + depth / D_max
     explore: Share = 0.3  # epsilon of the first expansion
@@ -69,18 +75,36 @@ class Params:
     head_samples: Count = 1000  # images each device gives to the head
     head_rounds: Count = 100  # rounds that devices are heard in, for the head and again to validate; fewer once all are
     random_features: Annotated[int, Meta(ge=0)] = 0  # project each tap onto so many before they are sent; 0: all
-    finalists: Count = 8  # finished networks that are candidates, the best-scoring first
+    finalists: Count = 12  # finished networks that are candidates, the best-scoring first
 
 
 PAPER: Mapping[str, Any] = {
+    "close_early": False,
+    "expansions": 100,
+    "finished": 22,
+    "subrounds": 5,
+    "k": 3,
+    "completion": False,
     "order": "random",
+    "native_continuation": "allow",
+    "space_optimizer": True,
     "space_margin": 0.0,
+    "stop_below": 0.0,
+    "criterion": "cka",
+    "samples": 64,
     "score_at": "output",
     "early": 0,
     "estimator": "biased",
+    "weighted": True,
+    "spread": False,
+    "theta": 0.6,
+    "normalise": "all",
+    "judged": "picks",
     "ridge": 0.0,
     "bias": False,
+    "residual": "report",
     "head": "aligned",
+    "finalists": 22,
 }
 
 Phase = Literal["score", "fit", "gather", "validate", "done"]

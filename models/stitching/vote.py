@@ -5,20 +5,26 @@ weighted aggregator" is an epsilon-greedy choice on the devices and multiplicati
 paper publishes no constants and no definition of the rank; ours are in the functions below.
 
 Deviations: a device that explored is judged by its greedy picks (else exploration is punished as
-skewed data); with fewer than three others there is no judgement; picks are recomputed from the scores
-and the task's own coin, so that a device cannot vote for what its scores do not say.
+skewed data); it is rewarded where its rank is no worse than the median of those judged with it (a fixed
+threshold is under or over nearly all of them, so that no weight moves beside another); what the devices
+of one vote weigh together stays as it was (else being asked counts as merit); picks can be spread over
+donors; with fewer than three others there is no judgement; picks are recomputed from the scores and the
+task's own coin, so that a device cannot vote for what its scores do not say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from fedquilt import tensors
 from fedquilt.core import Tensors, UpdateError
 from fedquilt.models.stitching.stitched import Block
+
+Theta = float | Literal["median"]
 
 MIN_OTHERS = 3  # devices that must be there to judge one
 WEIGHTS = (0.2, 5.0)  # least and largest weight, as multiples of an equal share
@@ -58,19 +64,39 @@ def ranking(score: np.ndarray, level: np.ndarray, pool: Sequence[str]) -> list[i
     return sorted(range(len(pool)), key=lambda j: (-level[j], -score[j], pool[j]))
 
 
+def in_turns(ordered: Iterable[int], kinds: Sequence[str]) -> list[int]:
+    """The same positions with their kinds taking turns: the first of each kind, then the second of each, and so on."""
+    turns: dict[str, int] = {}
+    placed = []
+    for place, j in enumerate(ordered):
+        placed.append((turns.setdefault(kinds[j], 0), place, j))
+        turns[kinds[j]] += 1
+    return [j for _, _, j in sorted(placed)]
+
+
+def _donors(pool: Sequence[str]) -> list[str]:
+    return [name.rpartition(".")[0] for name in pool]
+
+
+def greedy(score: np.ndarray, level: np.ndarray, pool: Sequence[str], k: int, spread: bool = False) -> list[int]:
+    """The K best positions; with `spread` no donor has a second one before every donor has one, if K allows."""
+    ordered = ranking(score, level, pool)
+    return (in_turns(ordered, _donors(pool)) if spread else ordered)[:k]
+
+
 def choose(
-    score: np.ndarray, level: np.ndarray, pool: Sequence[str], k: int, epsilon: float, seed: int
+    score: np.ndarray, level: np.ndarray, pool: Sequence[str], k: int, epsilon: float, seed: int, spread: bool = False
 ) -> tuple[list[int], bool]:
     """A device's K picks, and whether it explored: the coin is the seed's, so either side can toss it."""
     coin = tensors.rng("explore", seed)
     k = min(k, len(pool))
     if coin.random() < epsilon:
         return sorted(int(j) for j in coin.choice(len(pool), size=k, replace=False)), True
-    return ranking(score, level, pool)[:k], False
+    return greedy(score, level, pool, k, spread), False
 
 
-def ballot(given: Tensors, pool: Sequence[str], k: int, epsilon: float, seed: int) -> Ballot:
-    """The ballot in what a device sent.
+def ballot(given: Tensors, pool: Sequence[str], k: int, epsilon: float, seed: int, spread: bool = False) -> Ballot:
+    """The ballot in what a device sent; `k`, `epsilon`, `seed` and `spread` are those it was told to choose by.
 
     Raises:
         UpdateError: blocks without a score, scores that are not finite or out of [-1, 1], or picks
@@ -87,7 +113,7 @@ def ballot(given: Tensors, pool: Sequence[str], k: int, epsilon: float, seed: in
     screen, score, level, picks = (given[name] for name in ("screen", "score", "level", "picks"))
     if not np.isin(level, (0, 1)).all():
         raise UpdateError("scores: 'level' holds values other than 0 and 1")
-    wanted, explored = choose(score, level, pool, k, epsilon, seed)
+    wanted, explored = choose(score, level, pool, k, epsilon, seed, spread)
     if picks.tolist() != wanted:
         raise UpdateError(f"scores: picks {picks.tolist()} do not follow from the scores, which say {wanted}")
     return Ballot(screen, score, level, picks, explored)
@@ -102,27 +128,49 @@ def percentiles(given: Ballot) -> np.ndarray:
 # -- all devices ----------------------------------------------------------------------------------
 
 
-def cross_ranks(ballots: Mapping[str, Ballot], pool: Sequence[str], k: int) -> dict[str, float]:
-    """r_i: the mean percentile, on all other devices, of device i's K greedy picks. {} with too few others."""
+def cross_ranks(
+    ballots: Mapping[str, Ballot],
+    pool: Sequence[str],
+    k: int,
+    spread: bool = False,
+    judged: Literal["greedy", "picks"] = "greedy",
+) -> dict[str, float]:
+    """r_i: the mean percentile, on all other devices, of device i's K greedy picks. {} with too few others.
+
+    With `judged` "picks", the paper's letter, it is that of the picks it sent: of one that explored the random ones.
+    """
     if len(ballots) <= MIN_OTHERS:
         return {}
     seen = {device: percentiles(given) for device, given in ballots.items()}
     ranks = {}
     for device, given in sorted(ballots.items()):
-        best = ranking(given.score, given.level, pool)[:k]
+        best = list(given.picks) if judged == "picks" else greedy(given.score, given.level, pool, k, spread)
         ranks[device] = float(np.mean([seen[other][best].mean() for other in sorted(seen) if other != device]))
     return ranks
 
 
 def reweigh(
-    weights: Mapping[str, float], ranks: Mapping[str, float], theta: float, alpha: float, beta: float
+    weights: Mapping[str, float],
+    ranks: Mapping[str, float],
+    theta: Theta,
+    alpha: float,
+    beta: float,
+    normalise: Literal["cohort", "all"] = "cohort",
 ) -> dict[str, float]:
-    """New weights: (1 + alpha) where r_i >= theta, else (1 - beta); they sum to 1 within WEIGHTS / N."""
-    raised = {
-        device: weight * (1.0 if device not in ranks else 1 + alpha if ranks[device] >= theta else 1 - beta)
-        for device, weight in weights.items()
-    }
-    return _normalised(raised)
+    """New weights: (1 + alpha) where r_i >= theta, else (1 - beta); they sum to 1 within WEIGHTS / N.
+
+    Args:
+        theta: a rank in [0, 1], or "median": that of the devices in `ranks`.
+        normalise: whose weights make room. "cohort": those of the devices in `ranks`, whose sum stays (but for
+            WEIGHTS); "all", the paper's letter: everybody's, so that a device gains on those that were not asked.
+    """
+    if not ranks:
+        return _normalised(weights)
+    limit = float(np.median(list(ranks.values()))) if theta == "median" else theta
+    moved = {device: weights[device] * (1 + alpha if rank >= limit else 1 - beta) for device, rank in ranks.items()}
+    before, after = (sum(group[device] for device in sorted(ranks)) for group in (weights, moved))
+    share = before / after if normalise == "cohort" else 1.0
+    return _normalised({**weights, **{device: weight * share for device, weight in moved.items()}})
 
 
 def joined(weights: Mapping[str, float], devices: Sequence[str]) -> dict[str, float]:
@@ -148,10 +196,13 @@ def _normalised(weights: Mapping[str, float]) -> dict[str, float]:
     return {name: float(weight) for name, weight in zip(names, clipped, strict=True)}
 
 
-def tally(ballots: Mapping[str, Ballot], weights: Mapping[str, float], pool: Sequence[str], k: int) -> list[Winner]:
+def tally(
+    ballots: Mapping[str, Ballot], weights: Mapping[str, float], pool: Sequence[str], k: int, spread: bool = False
+) -> list[Winner]:
     """The K blocks with the most votes; each of a device's picks gets its weight.
 
-    Ties go to the higher weighted mean of the score that every device gave, then to the block id.
+    Ties go to the higher weighted mean of the score that every device gave, then to the block id. With `spread`
+    no donor wins a second time before every donor that was voted for has won, if K allows.
     """
     votes, voters = np.zeros(len(pool)), np.zeros(len(pool), int)
     means, total = np.zeros(len(pool)), sum(weights[device] for device in sorted(ballots))
@@ -162,7 +213,8 @@ def tally(ballots: Mapping[str, Ballot], weights: Mapping[str, float], pool: Seq
     chosen = [j for j in range(len(pool)) if voters[j]]
     grain = RELATIVE * total  # sums of the same weights in another order are a tie
     chosen.sort(key=lambda j: (-round(float(votes[j]) / grain), -means[j], pool[j]))
-    return [Winner(pool[j], float(votes[j]), _mean_score(ballots, weights, j), int(voters[j])) for j in chosen[:k]]
+    elected = (in_turns(chosen, _donors(pool)) if spread else chosen)[:k]
+    return [Winner(pool[j], float(votes[j]), _mean_score(ballots, weights, j), int(voters[j])) for j in elected]
 
 
 def _mean_score(ballots: Mapping[str, Ballot], weights: Mapping[str, float], j: int) -> float:

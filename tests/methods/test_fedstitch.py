@@ -174,13 +174,28 @@ def test_the_artefact_does_what_was_validated(changes: dict[str, Any]) -> None:
 
 
 def test_paths_that_were_cut_short_still_yield_a_network() -> None:
-    """Stopped before validation, the result is the best-scoring finished network, without a head."""
-    state = next(state for state in FULL if state.finished)
-    found = METHOD.result(state)
-    assert found.meta["head"] is None
-    assert found.meta["taps"] == [list(max(state.finished, key=lambda net: net.score).path)]
+    """Stopped before validation, the result is the best-scoring finished network, without a head: a whole donor."""
+    donors = [list(donor.blocks) for donor in FULL[0].stock.donors.values()]
+    for state in (FULL[0], next(state for state in FULL if len(state.finished) > 3)):
+        found = METHOD.result(state)
+        assert found.meta["head"] is None
+        assert found.meta["taps"] in [[donor] for donor in donors]
     with pytest.raises(ModelError, match="no network is finished"):
-        METHOD.result(FULL[0])
+        METHOD.result(play(native_continuation="exclude")[0])
+
+
+def test_a_search_whose_budget_runs_out_ends_no_stem() -> None:
+    """After one vote on every block: the longest path is ended, and a whole donor is there where paths go on."""
+    for changes in (
+        {"completion": False},
+        {"native_continuation": "exclude"},
+        {"order": "random", "completion": False},
+    ):
+        last = play(expansions=1, **changes)[-1]
+        assert last.finalists
+        assert all(len(finalist.path) > 2 for finalist in last.finalists), changes
+    whole = {donor.blocks for donor in FULL[0].stock.donors.values()}
+    assert whole <= {finalist.path for finalist in play(expansions=1)[-1].finalists}
 
 
 # -- scores ---------------------------------------------------------------------------------------
@@ -189,7 +204,7 @@ def test_paths_that_were_cut_short_still_yield_a_network() -> None:
 def score_answers(**changes: Any) -> tuple[State, dict[str, np.ndarray], dict[str, float]]:
     """What one device answers when the path is ash.0 > ash.1."""
     bundle, _ = build()
-    state = METHOD.init(bundle, Params(**{**SMALL, **changes}), 3)
+    state = METHOD.init(bundle, Params(**{**SMALL, "completion": False, "spread": False, **changes}), 3)
     net = Net(("ash.0", "ash.1"), search.beginnings(state.stock)[0].pool, 1.0)
     state = replace(state, current=net, pool=search.offered(net, state.stock, state.params))
     seen: list[Contribution] = []
@@ -334,7 +349,7 @@ def test_a_hopeless_candidate_is_dropped_after_a_few_images(tmp_path: Path) -> N
 def test_a_task_brings_only_the_files_it_needs() -> None:
     """Scored by their input, terminating blocks are never run, hence not sent; references cost the first time only."""
     bundle, _ = build()
-    state = METHOD.init(bundle, Params(**{**SMALL, "score_at": "input"}), 3)
+    state = METHOD.init(bundle, Params(**{**SMALL, "score_at": "input", "completion": False}), 3)
     order = METHOD.send(state, DeviceView("dev-0", None))
     assert order is not None
     assert order.work.flops > 0
@@ -451,7 +466,8 @@ def test_the_result_names_the_worst_junction_of_each_network() -> None:
     """A donor's own succession has none; a head replaces the junction before the last block."""
     last = FULL[-1]
     told = {tuple(map(tuple, each["taps"])): each["residual"] for each in METHOD.result(last).meta["search"]}
-    native = [taps for taps in told if all(len({name.split(".")[0] for name in path}) == 1 for path in taps)]
+    blocks = last.stock.blocks
+    native = [taps for taps in told if all(stitched.is_native([blocks[name] for name in path]) for path in taps)]
     assert native
     assert all(told[taps] is None for taps in native)
     stitched_ones = 0
@@ -475,9 +491,9 @@ def test_of_a_single_device_nothing_can_be_left_out() -> None:
 
 
 def voted(*winners: vote.Winner, **changes: Any) -> State:
-    """The path ash.0, score 0.9, after a vote, with nothing else on the frontier."""
+    """The path ash.0, score 0.9, after a vote on every block, with nothing else on the frontier."""
     bundle, _ = build()
-    state = METHOD.init(bundle, Params(**{**SMALL, **changes}), 3)
+    state = METHOD.init(bundle, Params(**{**SMALL, "completion": False, **changes}), 3)
     net = Net(("ash.0",), search.beginnings(state.stock)[0].pool, 0.9)
     return replace(state, current=net, frontier=(), winners=winners)
 
@@ -515,7 +531,7 @@ def test_the_best_of_what_was_given_up_is_kept_rather_than_nothing() -> None:
     ended = search.grow(voted(partial, end, stop_below=0.6), {})
     assert [net.path for net in ended.finished] == [("ash.0", "fir.2")]
     assert ended.phase == "gather"
-    assert METHOD.explain(ended)[-1] == "taken back, as nothing else is left: ash.0 > fir.2"
+    assert "taken back, as nothing else is left: ash.0 > fir.2" in METHOD.explain(ended)
     going = search.grow(voted(poor, partial, stop_below=0.6), {})
     assert going.current is not None
     assert going.current.path == ("ash.0", "elm.1")
@@ -552,8 +568,8 @@ def test_with_the_budget_spent_a_finished_network_that_was_given_up_ends_the_sea
 
 def test_stopping_early_costs_fewer_rounds_and_still_gives_a_network() -> None:
     """Nothing but a donor's own succession reaches 1, and that is excluded: all is given up, one is taken back."""
-    hasty = play(stop_below=1.0, native_continuation="exclude")
-    patient = play(native_continuation="exclude")
+    hasty = play(stop_below=1.0, native_continuation="exclude", spread=False)
+    patient = play(native_continuation="exclude", spread=False)
     assert len(hasty) < len(patient)
     assert METHOD.result(hasty[-1]).meta["taps"]
     lines = [line for state in hasty for line in METHOD.explain(state)]
@@ -667,14 +683,102 @@ def test_blocks_are_typed_all_the_way() -> None:
     assert ask.blocks["ash.1"].in_shape == (4, 8, 8)
 
 
+def picked(*nets: tuple[tuple[str, ...], float], **changes: Any) -> tuple[str, ...]:
+    """The path that is next of some with their scores."""
+    params = replace(FULL[0].params, **{"completion": False, **changes})
+    frontier = tuple(Net(path, (), score) for path, score in nets)
+    return search.pick(replace(FULL[0], params=params, frontier=frontier)).path
+
+
 def test_the_next_path_is_the_one_that_promises_most() -> None:
     """0.6 half-way through a donor before 0.9 at a beginning; how many blocks a donor is cut into is no matter."""
-    first = FULL[0]
-
-    def picked(*nets: tuple[tuple[str, ...], float]) -> tuple[str, ...]:
-        return search.pick(replace(first, frontier=tuple(Net(path, (), score) for path, score in nets))).path
-
     assert picked((("ash.0",), 0.9), (("elm.0", "elm.1"), 0.6)) == ("elm.0", "elm.1")
     assert picked((("ash.0",), 0.9), (("elm.0", "elm.1"), 0.5)) == ("ash.0",)
     assert picked((("ash.0",), 0.51), (("elm.0",), 0.5)) == ("ash.0",)  # of four blocks and of three
     assert picked((("ash.0",), 0.5), (("elm.0",), 0.51)) == ("elm.0",)
+
+
+def test_a_path_promises_no_more_for_blocks_that_it_left_out() -> None:
+    """The donor's own next block at score 1 before the one after it at 0.97: neither has run more than the other."""
+    assert picked((("ash.0", "ash.2"), 0.97), (("ash.0", "ash.1"), 1.0)) == ("ash.0", "ash.1")
+    assert picked((("ash.0", "elm.1"), 0.97), (("ash.0", "ash.1"), 1.0)) == ("ash.0", "elm.1")  # half a donor, a third
+
+
+def test_donors_are_left_at_their_middle_first_and_in_turns() -> None:
+    """Of equal scores; a better score comes before all of them."""
+    whole = [("ash.0", "ash.1", "ash.2"), ("ash.0", "ash.1"), ("ash.0",), ("elm.0", "elm.1"), ("elm.0",)]
+    left, found = [(path, 1.0) for path in whole], []
+    while left:
+        found.append(picked(*left, completion=True))
+        left.remove((found[-1], 1.0))
+    assert found == [("ash.0", "ash.1"), ("elm.0", "elm.1"), ("ash.0",), ("elm.0",), ("ash.0", "ash.1", "ash.2")]
+    assert picked(*((path, 1.0) for path in whole[1:]), (whole[0], 1.1), completion=True) == whole[0]
+
+
+def test_a_search_finds_ten_networks_of_several_donors_or_says_why_not() -> None:
+    """In eight votes, most of the networks with blocks of two donors; too few are told with the reason."""
+    last = FULL[-1]
+    paths = {finalist.path[:-1] for finalist in last.finalists}
+    assert len(paths) >= 10
+    assert sum(len({name.split(".")[0] for name in path}) > 1 for path in paths) >= 5
+    assert not any(line.startswith(("only ", "all networks")) for state in FULL for line in METHOD.explain(state))
+    told = lambda **changes: [line for state in play(**changes) for line in METHOD.explain(state)]  # noqa: E731
+    assert any(
+        "only 5 distinct networks are validated: the budget was spent (1 ex" in each for each in told(expansions=1)
+    )
+    narrow = told(max_upsampling=1.0, depth=4, k=1, completion=False)
+    assert any(line.startswith("only ") and " are validated" in line for line in narrow)
+
+
+def test_a_path_ends_as_its_last_donor_goes_on_with_no_vote_and_no_junction() -> None:
+    """ash.0 > elm.1 is finished by elm.2, which is its native end; its maps are offered what another donor has."""
+    grown = search.grow(voted(vote.Winner("fir.1", 1.0, 0.5, 1), completion=True), {})
+    assert ("ash.0", "fir.1", "fir.2") in [net.path for net in grown.finished]
+    ended = next(net for net in grown.finished if net.path == ("ash.0", "fir.1", "fir.2"))
+    assert (ended.score, ended.residuals) == (0.45, (None, None))
+    started = FULL[0]
+    assert {net.path for net in started.finished} == {donor.blocks for donor in started.stock.donors.values()}
+    blocks = started.stock.blocks
+    for state in FULL:
+        if state.phase == "score":
+            own = blocks[state.current.path[-1]]
+            assert not any(stitched.continues(own, blocks[name]) for name in state.pool)
+            assert not any(blocks[name].kind == "end" for name in state.pool)
+
+
+def test_the_depth_follows_the_donors() -> None:
+    """As many blocks as the longest donor has, so that each of them fits; a number in the job stands."""
+    bundle, _ = build()
+    free = {name: value for name, value in SMALL.items() if name != "depth"}
+    assert METHOD.init(bundle, Params(**free), 3).params.depth == 4
+    assert METHOD.init(bundle, Params(**free, depth=7), 3).params.depth == 7
+    shallow = METHOD.init(bundle, Params(**free, depth=3), 3)
+    assert {net.path[0] for net in shallow.finished} == {"elm.0", "fir.0"}
+
+
+# -- label-aware scores ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("criterion", ["labels", "residual"])
+def test_outputs_can_be_judged_by_the_labels(criterion: str) -> None:
+    """A whole search ends in a network; the donor's own next block scores what its own output says of the labels."""
+    last = play(criterion=criterion)[-1]
+    assert METHOD.done(last)
+    assert max(each["accuracy"] for each in METHOD.result(last).meta["search"]) > 0.8
+    state, scores, _ = score_answers(criterion=criterion, score_at="output")
+    own = scores["score"][state.pool.index("ash.2")]
+    assert 0 < own < 1
+    _, again, _ = score_answers(criterion=criterion, score_at="hybrid")
+    assert again["score"][state.pool.index("ash.2")] == own
+    assert (again["screen"] == score_answers(score_at="hybrid")[1]["screen"]).all()
+    _, less, _ = score_answers(
+        criterion=criterion, score_at="output", native_continuation="penalise", native_penalty=0.25
+    )
+    assert less["score"][state.pool.index("ash.2")] == pytest.approx(0.75 * own)
+
+
+def test_labels_judge_no_inputs() -> None:
+    """All blocks would score the same: what the path puts out."""
+    bundle, _ = build()
+    with pytest.raises(JobError, match="criterion = 'labels' judges outputs: let score_at be"):
+        METHOD.init(bundle, Params(criterion="labels", score_at="input"), 0)

@@ -16,18 +16,16 @@ import msgspec
 from fedquilt import bundle, config, footprint, tensors, units
 from fedquilt.coordinator import preflight
 from fedquilt.coordinator.settings import NOT_NETWORK, Job
-from fedquilt.core import Bundle, JobError, ModelError, Name
+from fedquilt.core import Bundle, FedquiltError, JobError, ModelError, Name
 from fedquilt.data import examples, fitting, inputs
 from fedquilt.data.images import Input
 from fedquilt.data.spec import DataSpec
 from fedquilt.models.networks import drawn, registry
 from fedquilt.models.partial import masks
-from fedquilt.tools.artefacts import frozen_part
+from fedquilt.tools.artefacts import alignment, frozen_part
 
 if TYPE_CHECKING:
     from fedquilt.tools.artefacts.quantize import Trial
-
-Align = str | tuple[tuple[int, ...], ...]
 
 
 class Donor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,27 +36,8 @@ class Donor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: str | None = None  # a file, or a name of torchvision's ("DEFAULT"); none: random from `seed`
     seed: int = 0
     cuts: tuple[str, ...] = ()  # modules after which to cut; none: by rule
-    align: Align | None = None  # for each label the donor's classes that mean it, or one of ALIGNMENTS
-
-
-# ImageNet-1K has no deer (hartebeest, impala and gazelle stand in) and one horse (sorrel)
-_IMAGENET_CIFAR10: tuple[tuple[int, ...], ...] = (
-    (404, 895),  # airplane
-    (436, 468, 511, 609, 627, 656, 661, 751, 817),  # automobile
-    (*range(7, 25), *range(80, 101), *range(127, 147)),  # bird
-    tuple(range(281, 286)),  # cat
-    tuple(range(351, 354)),  # deer
-    tuple(range(151, 269)),  # dog
-    tuple(range(30, 33)),  # frog
-    (339,),  # horse
-    (403, 484, 510, 554, 625, 628, 724, 780, 814, 871, 914),  # ship
-    (555, 569, 675, 717, 864, 867),  # truck
-)
-
-ALIGNMENTS: Mapping[str, Callable[[int], tuple[tuple[int, ...], ...]]] = {
-    "identity": lambda classes: tuple((i,) for i in range(classes)),  # class i means label i
-    "imagenet-cifar10": lambda classes: _IMAGENET_CIFAR10,
-}
+    align: alignment.Align | None = None  # for each label the donor's classes that mean it: `alignment.groups`
+    classes: str | None = None  # with names in `align`: a file of the classes' names, one a line; or "imagenet"
 
 
 def prepare(job: Mapping[str, Any], out: Path, say: Callable[[str], None] = lambda line: None) -> Bundle:
@@ -226,7 +205,7 @@ def _stock(
         raise JobError(f"two donors are called {twice[0]!r}: give each its own name")
     meta: dict[str, Any] = {"input": msgspec.to_builtins(wanted), "labels": labels, "donors": {}, "blocks": {}}
     for donor in donors:
-        facts, blocks = _donor(donor, wanted, labels, files)
+        facts, blocks = _donor(donor, wanted, labels, files, say)
         meta["donors"][donor.name] = facts
         meta["blocks"] |= blocks
         size = sum(block["weight_bytes"] for block in blocks.values())
@@ -242,7 +221,11 @@ def _stock(
 
 
 def _donor(
-    donor: Donor, wanted: Input | inputs.Values, labels: Sequence[str], files: dict[str, bytes]
+    donor: Donor,
+    wanted: Input | inputs.Values,
+    labels: Sequence[str],
+    files: dict[str, bytes],
+    say: Callable[[str], None],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     from fedquilt.models.stitching import blocks  # torch and onnx
 
@@ -254,7 +237,11 @@ def _donor(
     classes = parts[-1].out_shape[0]
     facts: dict[str, Any] = {"blocks": [part.id for part in parts], "classes": classes}
     if donor.align is not None:
-        facts["align"] = _align(donor, classes, labels)
+        tell: Callable[[str], None] = lambda line: say(f"donor {donor.name}: {line}")  # noqa: E731
+        try:
+            facts["align"] = alignment.groups(donor.align, donor.classes, classes, labels, tell)
+        except FedquiltError as error:
+            raise type(error)(f"donor {donor.name!r}: {error}") from None
     table = {}
     for part in parts:
         stages = blocks.export(part)
@@ -288,22 +275,3 @@ def _names(block: str, counts: Sequence[int]) -> list[list[str]]:
         [f"{block}.{stage}"] if count == 1 else [f"{block}.{stage}.{tile}" for tile in range(count)]
         for stage, count in enumerate(counts)
     ]
-
-
-def _align(donor: Donor, classes: int, labels: Sequence[str]) -> list[list[int]]:
-    groups = donor.align
-    if isinstance(groups, str):
-        if groups not in ALIGNMENTS:
-            raise JobError(f"donor {donor.name!r}: align {groups!r} is unknown; there are: {', '.join(ALIGNMENTS)}")
-        groups = ALIGNMENTS[groups](classes)
-    assert groups is not None
-    if len(groups) != len(labels):
-        raise JobError(f"donor {donor.name!r}: align is for {len(groups)} labels, the job has {len(labels)}")
-    given = [number for group in groups for number in group]
-    odd = [number for number in given if not 0 <= number < classes or given.count(number) > 1]
-    if odd:
-        raise ModelError(
-            f"donor {donor.name!r}: align names class {odd[0]}, which "
-            + ("is there twice" if 0 <= odd[0] < classes else f"the donor does not have (it has {classes})")
-        )
-    return [list(group) for group in groups]

@@ -336,7 +336,7 @@ class Choice(NamedTuple):
 def _choices(bench: _Bench, plain: Bundle, quick: Bundle, params: Params) -> Iterator[Choice]:
     """Every block that may follow is scored by its output after the beginnings of each donor, on all images."""
     before, after = (METHOD.init(made, params, 0) for made in (plain, quick))
-    everywhere = replace(before.params, score_at="output", early=0)
+    everywhere = replace(before.params, score_at="output", early=0, completion=False)
     member = bench.member()
     local: Tensors = {}
 

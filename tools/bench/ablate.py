@@ -207,10 +207,7 @@ def compared(part: str, setting: Setting) -> list[dict[str, Any]]:
         case "self-stitched":
             return _named("{}, stitched to itself", bench.stitched_to_themselves(job, folder, setting.members))
         case _:
-            rows = _named("{}, new head", bench.heads_alike(job, folder, setting.members))
-            if job.cohort.size:
-                rows += _named("{}, new head of all devices", bench.heads(jobs.params(job).head_ridge))
-            return rows
+            return _named("{}, new head", bench.heads())
 
 
 def _named(label: str, results: Iterable[Result]) -> list[dict[str, Any]]:

@@ -42,6 +42,7 @@ BASE = {
     "weighted": True,
     "space_optimizer": True,
     "native_continuation": "allow",
+    "join": True,
 }
 VARIANTS = {
     "default": Variant("stitched, default"),
@@ -50,6 +51,8 @@ VARIANTS = {
     "input": Variant("  scored at input", {"score_at": "input"}),
     "output": Variant("  scored at output", {"score_at": "output"}),
     "no-native": Variant("  native next block excluded", {"native_continuation": "exclude"}),
+    "no-join": Variant("  each network with its own head", {"join": False}),
+    "no-search": Variant("  nothing stitched", {"expansions": 0}),
     "no-memo": Variant("  nothing kept between tasks", double=forgetful),
     "paper": Variant("  the paper's letter", {"mode": "paper"}),
 }

@@ -22,7 +22,7 @@ import numpy as np
 from fedquilt.core import Bundle, DeviceView, ModelError
 from fedquilt.edge_agent.task import budget
 from fedquilt.methods.fedstitch import METHOD
-from fedquilt.models.stitching import search, stitched
+from fedquilt.models.stitching import candidates, search, stitched
 from fedquilt.models.stitching.search_state import Finalist, Net, Params, State
 from fedquilt.models.stitching.vote import Winner
 from fedquilt.tools.bench.stitch import IMAGES, donors, examples, finder
@@ -65,7 +65,7 @@ def _peaks(tasks: Sequence[Mapping[str, Any]], what: str) -> list[float]:
 
 def _asks(made: Bundle) -> Iterator[tuple[str, State]]:
     """The search at its hungriest moments."""
-    state = METHOD.init(made, Params(score_at="output", samples=IMAGES, fit_samples=IMAGES), 0)
+    state = METHOD.init(made, Params(score_at="output", completion=False, samples=IMAGES, fit_samples=IMAGES), 0)
     pool = search.beginnings(state.stock)[0].pool
     for path in (("vgg16.0",), ("vgg16.0", "densenet121.2", "resnet50.4")):
         net = Net(path, tuple(name for name in pool if name not in path), 1.0)
@@ -75,8 +75,9 @@ def _asks(made: Bundle) -> Iterator[tuple[str, State]]:
         strange = [name for name in offered if not name.startswith("vgg16")][:: len(offered) // 3][:3]
         winners = tuple(Winner(name, 1.0, 1.0, 1) for name in strange)
         yield f"sums for {len(winners)} junctions after {path[-1]}", replace(here, phase="fit", winners=winners)
-    body = (*path, "resnet50.5")
-    yield f"sums for a head after {path[-1]}", replace(here, phase="head", finalists=(Finalist(body, 1.0),))
+    ended = replace(here, finalists=(Finalist((*path, "resnet50.5"), 1.0),))
+    gathering = candidates.begun(ended)
+    yield f"moments at {len(gathering.taps)} taps of all donors", gathering
 
 
 def _random_junctions(state: State, path: Sequence[str]) -> dict[str, dict[str, np.ndarray]]:

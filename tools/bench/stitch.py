@@ -115,7 +115,13 @@ def walk(made: Bundle, find: Callable[[str], Path], scratch: Path, longest: int 
     shrinks by the paper's rule.
     """
     params = Params(
-        native_continuation="exclude", samples=IMAGES, fit_samples=2 * IMAGES, explore=0.0, explore_floor=0.0
+        native_continuation="exclude",
+        depth=DEPTH,
+        spread=False,
+        samples=IMAGES,
+        fit_samples=2 * IMAGES,
+        explore=0.0,
+        explore_floor=0.0,
     )
     state = METHOD.init(made, params, 0)
     path_of = {ref: find(name) for name, ref in made.files.items()}.__getitem__

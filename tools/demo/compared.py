@@ -13,7 +13,6 @@ import numpy as np
 
 from fedquilt import bundle, tensors
 from fedquilt.coordinator.settings import Check, Cohort, Job
-from fedquilt.coordinator.settings import params as params_of
 from fedquilt.core import Examples, FedquiltError
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.engines import numpy_engine
@@ -82,10 +81,9 @@ def compare(plan: Plan, artefact: Any, members: Sequence[Member], test: Examples
         private = bench(member.held)
         accuracies = common.accuracy_of(own), private.accuracy_of(own), private.accuracy_of(artefact)
         devices.append(Device(member.device, len(member.train), len(member.held), *accuracies))
-    ridge = params_of(plan.job).head_ridge
     return Compared(
         [Network(row.name, row.accuracy) for row in common.unmodified()],
-        [Network(row.name, row.accuracy) for row in common.heads(ridge)],
+        [Network(row.name, row.accuracy) for row in common.heads()],
         devices,
         from_scratch(plan.job, rounds),
     )

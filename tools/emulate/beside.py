@@ -28,7 +28,7 @@ class Beside:
     only: int  # those that one of them alone has
     score: float | None  # between scores of the same network
     junction: float | None  # between weights of the same junction
-    chosen: tuple[str, ...]  # the network that the first has come to; () while none is finished
+    chosen: tuple[tuple[str, ...], ...]  # paths of the network that the first has come to; () while none is finished
     same: bool  # whether the other has come to the same
 
 
@@ -74,8 +74,9 @@ def scores(state: State) -> dict[tuple[str, ...], float]:
     return {**{net.path: net.score for net in nets}, **{net.path: net.score for net in state.finalists}}
 
 
-def chosen(state: State) -> tuple[str, ...]:
-    return state.finalists[state.chosen].path if state.phase == "done" and state.finalists else ()
+def chosen(state: State) -> tuple[tuple[str, ...], ...]:
+    """The paths of the network that a finished search has come to, side by side; () while it is not finished."""
+    return state.candidates[state.chosen].paths if state.phase == "done" and state.candidates else ()
 
 
 def _apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
@@ -109,7 +110,8 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     if result["junction"] is not None:
         told.append(f"  weights of junctions differ by {result['junction']:.1e} at most")
     if chosen:
-        told.append(f"  chosen: {' > '.join(chosen)}; by the other {'too' if result['same'] else 'not'}")
+        paths = " + ".join(" > ".join(path) for path in chosen)
+        told.append(f"  chosen: {paths}; by the other {'too' if result['same'] else 'not'}")
     if not agrees(result):
         told.append(f"  they do not agree: {TOLERANCE:g} is allowed between scores, and there has to be one")
     return [*told, f"logs: {result['folder']}"]

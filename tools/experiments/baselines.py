@@ -21,7 +21,7 @@ from fedquilt.coordinator.settings import Cohort, Job
 from fedquilt.core import Bundle, Examples, Method, Runner
 from fedquilt.data import inputs
 from fedquilt.methods import fedstitch
-from fedquilt.models.stitching import least_squares, search, stitched
+from fedquilt.models.stitching import joint_head, search, stitched
 from fedquilt.models.stitching.search_state import Net, Params, State
 from fedquilt.models.stitching.stitched import Block
 from fedquilt.models.stitching.vote import Winner
@@ -82,8 +82,8 @@ class Bench:
             found.append(Result(name, self._accuracy(stitched.align(logits, donor.align))))
         return found
 
-    def heads(self, ridge: float) -> list[Result]:
-        """Each donor's body with a new closed-form head: what the devices' sums would give, exactly."""
+    def heads(self) -> list[Result]:
+        """Each donor's body with a new head, solved as FedStitch solves them from the sums of all devices."""
         found = []
         for name, donor in self.stock.donors.items():
             path = [self.stock.blocks[block] for block in donor.blocks[:-1]]
@@ -91,31 +91,23 @@ class Bench:
             def features(x: np.ndarray, path: list[Block] = path) -> np.ndarray:
                 return stitched.gap(self._plain(path, x))
 
-            labels = np.eye(len(self.stock.labels))[self.train.y]
-            sums = least_squares.moments(self._batched(self.train, features), labels)
-            weights, bias = least_squares.solve(sums, ridge)
-            found.append(Result(name, self._accuracy(self._batched(self.test, features) @ weights.T + bias)))
+            own = joint_head.part(self._batched(self.train, features), self.train.y, len(self.stock.labels))
+            given = joint_head.standardised(joint_head.merge([], [own]))
+            head = joint_head.discriminant(given, joint_head.strength(given).ridge)
+            found.append(Result(name, self._accuracy(self._batched(self.test, features) @ head.weights.T + head.bias)))
         return found
 
-    def heads_alike(self, job: Job, folder: Path, members: Sequence[Member]) -> list[Result]:
-        """Each donor with a new head solved as a stitched network's is: from the devices that its rounds reach.
+    def stitched_to_themselves(self, job: Job, folder: Path, members: Sequence[Member]) -> list[Result]:
+        """Each donor's blocks in order with a junction at every boundary, as if the next block were a stranger's.
+
+        What accuracy the junctions cost where there is nothing to be gained.
 
         Args:
             job: a search; its parameters, seed and cohorts count, and no device is short of memory.
             folder: the job's bundle.
 
         Raises:
-            JobError: a run has failed; says why. So do the two methods below.
-        """
-        return [
-            Result(name, self.accuracy_of(self._along(along(donor.blocks), donor.blocks, job, folder, members)))
-            for name, donor in self.stock.donors.items()
-        ]
-
-    def stitched_to_themselves(self, job: Job, folder: Path, members: Sequence[Member]) -> list[Result]:
-        """Each donor's blocks in order with a junction at every boundary, as if the next block were a stranger's.
-
-        What accuracy the junctions cost where there is nothing to be gained. Arguments are those of `heads_alike`.
+            JobError: a run has failed; says why. So does the method below.
         """
         found = []
         for name in self.stock.donors:
@@ -129,12 +121,12 @@ class Bench:
         """The artefact of a search that a method leads along a path."""
         params = replace(settings.params(job), mode="default", head="ridge", depth=len(path) + 1)
         params = replace(params, max_upsampling=sys.float_info.max)
-        params = replace(params, native_continuation="allow", residual="report", stop_below=0.0)
+        params = replace(params, native_continuation="allow", completion=False, residual="report", stop_below=0.0)
         wanted = msgspec.structs.replace(job, params=asdict(params))
         return fedstitch.result(last_of(wanted, folder, members, led, self.engine))
 
     def alone(self, job: Job, folder: Path, members: Iterable[Member]) -> list[Result]:
-        """What each of some devices stitches from its own examples only; arguments are those of `heads_alike`."""
+        """What each of some devices stitches from its own examples; arguments as of `stitched_to_themselves`."""
         single = msgspec.structs.replace(job, cohort=Cohort())
         found = []
         for member in members:
@@ -169,7 +161,7 @@ def pooled(members: Sequence[Member]) -> Examples:
 
 
 def along(path: Sequence[str]) -> Method:
-    """FedStitch without a search: the junctions of one path are solved block by block, then its head."""
+    """FedStitch without a search: the junctions of one path are solved block by block, then its head alone."""
 
     def forced(state: State) -> State:
         while state.phase == "score":
@@ -183,7 +175,8 @@ def along(path: Sequence[str]) -> Method:
 
     def init(bundle: Bundle, params: Params, seed: int) -> State:
         start = Net(tuple(path[:1]), tuple(path[1:]), 1.0)
-        return forced(replace(fedstitch.init(bundle, params, seed), frontier=(), current=start))
+        alone = replace(params, join=False)
+        return forced(replace(fedstitch.init(bundle, alone, seed), frontier=(), current=start))
 
     return replace(fedstitch.METHOD, init=init, step=lambda state, total: forced(fedstitch.step(state, total)))
 

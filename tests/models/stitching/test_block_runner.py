@@ -100,18 +100,6 @@ def test_a_path_begins_where_it_is_known_and_is_kept_for_later(tmp_path: Path) -
     assert len(runner.runs) == 3
 
 
-def test_paths_that_begin_alike_share_what_they_begin_with(tmp_path: Path) -> None:
-    """Of a.0 > a.1 and a.0 > a.2, a.0 runs once; what only one path has is not held."""
-    a, b, c = (block(i, (f"plus{i}",)) for i in range(3))
-    run, runner, _ = flowing(tmp_path, 64)
-    shared = block_runner.Shared([[a, b], [a, c]])
-    for path in ([a, b], [a, c]):
-        run.along(path, [None, None], InMemory.of(X), shared)
-    assert [name for name, _ in runner.runs] == ["plus0", "plus1", "plus2"]
-    assert shared.find([a]) is not None
-    assert shared.find([a, b]) is None
-
-
 @pytest.mark.parametrize("size", [3, 6, 12])
 def test_maps_are_joined_and_resized_as_they_are_asked_for(size: int) -> None:
     """Any few of them are those of the whole, whether maps shrink, stay or grow."""

@@ -256,9 +256,7 @@ def test_joining_taps_step_by_step_gives_the_criterion_of_solving_each_set() -> 
     for count, criterion in enumerate(found.criteria, 1):
         alone = joint_head.strength(given.of(layout.columns(found.taps[:count])), [0.1])
         assert criterion == pytest.approx(alone.criterion, rel=1e-9)
-    best = min(
-        (joint_head.strength(given.of(layout.columns([3, tap])), [0.1]).criterion, tap) for tap in (0, 1, 2, 4)
-    )
+    best = min((joint_head.strength(given.of(layout.columns([3, tap])), [0.1]).criterion, tap) for tap in (0, 1, 2, 4))
     assert found.taps[1] == best[1]
 
 

@@ -80,6 +80,52 @@ def test_weights_stay_within_a_fifth_and_five_times_an_equal_share() -> None:
     assert sum(weights.values()) == pytest.approx(1.0, abs=1e-9)
 
 
+def test_the_median_moves_weights_where_all_ranks_are_high() -> None:
+    """Ranks of 0.7 to 0.9 are all above 0.6, which moves nobody beside another; half of them are above the median."""
+    weights, ranks = dict.fromkeys("abcd", 0.25), dict(zip("abcd", (0.7, 0.75, 0.85, 0.9), strict=True))
+    assert vote.reweigh(weights, ranks, 0.6, 0.1, 0.1) == pytest.approx(weights)
+    moved = vote.reweigh(weights, ranks, "median", 0.1, 0.1)
+    assert moved == pytest.approx({"a": 0.225, "b": 0.225, "c": 0.275, "d": 0.275})
+    alike = dict.fromkeys("abcd", 0.8)
+    assert vote.reweigh(weights, alike, "median", 0.1, 0.1) == pytest.approx(weights)
+
+
+def test_being_asked_is_not_merit() -> None:
+    """The devices of a vote weigh together what they did; the paper's letter takes it off all the others."""
+    weights, ranks = dict.fromkeys("abcdefghij", 0.1), {"a": 0.9, "b": 0.8, "c": 0.9, "d": 0.7}
+    for theta in ("median", 0.6, 0.85):
+        after = vote.reweigh(weights, ranks, theta, 0.1, 0.1)  # type: ignore[arg-type]
+        assert sum(after[name] for name in "abcd") == pytest.approx(0.4)
+        assert all(after[name] == pytest.approx(0.1) for name in "efghij")
+    for _ in range(20):
+        weights = vote.reweigh(weights, dict.fromkeys("abcd", 0.9), 0.6, 0.1, 0.1)
+    assert weights == pytest.approx(dict.fromkeys("abcdefghij", 0.1))
+    letter = vote.reweigh(weights, dict.fromkeys("abcd", 0.9), 0.6, 0.1, 0.1, "all")
+    assert letter["a"] > 0.1 > letter["e"]
+
+
+def test_the_papers_letter_judges_the_random_picks_of_those_that_explored() -> None:
+    """b.1 and b.2 are what the others score 1/2 and 1/4."""
+    same = ballot(0.9, 0.8, 0.2, 0.1)
+    explorer = ballot(0.9, 0.8, 0.2, 0.1, picks=(2, 3), explored=True)
+    ranks = vote.cross_ranks({"d1": same, "d2": same, "d3": same, "d4": explorer}, POOL, 2, judged="picks")
+    assert ranks["d4"] == pytest.approx((0.5 + 0.25) / 2)
+    assert ranks["d1"] == pytest.approx((1 + 0.75) / 2)
+
+
+def test_spread_picks_and_winners_take_each_donors_best_first() -> None:
+    """a.1 and a.2 lead; the second pick and the second winner are of donor b."""
+    score, level = np.array([0.9, 0.8, 0.1, 0.2]), np.zeros(4, np.int64)
+    assert vote.greedy(score, level, POOL, 2) == [0, 1]
+    assert vote.greedy(score, level, POOL, 2, spread=True) == [0, 3]
+    assert vote.greedy(score, level, POOL, 4, spread=True) == [0, 3, 1, 2]
+    assert vote.choose(score, level, POOL, 2, 0.0, 1, spread=True) == ([0, 3], False)
+    ballots = {f"d{i}": ballot(0.9, 0.8, 0.1, 0.2, picks=(0, 1)) for i in range(3)}
+    ballots["d3"] = ballot(0.9, 0.8, 0.1, 0.2, picks=(0, 3))
+    winners = vote.tally(ballots, dict.fromkeys(ballots, 0.25), POOL, 2, spread=True)
+    assert [winner.block for winner in winners] == ["a.1", "b.2"]
+
+
 def test_newcomers_get_an_equal_share() -> None:
     """Two of weight 1/2 and one newcomer are three of 1/3."""
     assert vote.joined({"a": 0.5, "b": 0.5}, ["b", "c"]) == pytest.approx(dict.fromkeys("abc", 1 / 3))

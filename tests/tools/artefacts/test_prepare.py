@@ -12,7 +12,7 @@ import pytest
 from fedquilt import bundle, tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.preflight import require_made_for
-from fedquilt.core import JobError, ModelError
+from fedquilt.core import FedquiltError, JobError, ModelError
 
 pytest.importorskip("torch", reason="preparing cuts torch networks")
 pytest.importorskip("onnx")
@@ -88,6 +88,25 @@ def test_another_input_table_than_the_bundles_is_refused(tmp_path: Path) -> None
         require_made_for(msgspec.structs.replace(own, input={"channels": 1, "size": 8, "mean": [0.4]}), made)
 
 
+@pytest.mark.parametrize("leaves_out", [(), ("donors",), ("donors", "input")])
+def test_labels_other_than_the_bundles_are_refused_by_name(tmp_path: Path, leaves_out: tuple[str, ...]) -> None:
+    """Votes and heads are for the bundle's labels, whether or not the job says which donors they are of."""
+    table = job({"name": "p", "network": PLAIN})
+    made = prepare(table, tmp_path)
+    kept = {key: value for key, value in table.items() if key not in leaves_out}
+
+    def require(*labels: str) -> None:
+        require_made_for(settings.parse({"name": "a", "method": "fedstitch", **kept, "labels": labels}), made)
+
+    require("a", "b", "c")
+    with pytest.raises(JobError, match=r"labels \(label 1 is 'c' in the job and 'b' in the bundle\) differ.*prepare"):
+        require("a", "c", "b")
+    with pytest.raises(JobError, match=r"label 2 is none in the job and 'c' in the bundle"):
+        require("a", "b")
+    with pytest.raises(JobError, match=r"label 3 is 'd' in the job and none in the bundle"):
+        require("a", "b", "c", "d")
+
+
 @pytest.mark.parametrize("tile_bytes", [blocks.TILE_BYTES, 300])
 def test_a_bundle_of_donors_is_a_stock_whose_blocks_run_where_they_lie(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tile_bytes: int
@@ -160,6 +179,56 @@ def test_imagenet_is_aligned_with_cifar10_by_its_own_ids(tmp_path: Path) -> None
     groups = made.meta["donors"]["s"]["align"]
     assert [len(group) for group in groups] == [2, 9, 59, 5, 3, 118, 3, 1, 11, 6]
     assert groups[7] == [339]
+
+
+NAMES = "tabby, tabby cat\nhot-dog\nTiger_Cat\ncatamaran\nfire truck\nTrucks\ncrane, bird\ncrane\n"
+
+
+@pytest.mark.parametrize(
+    ("align", "wanted"),
+    [
+        ("names", [[0, 2], [1], [4, 5]]),
+        ({"cat": [0, "tiger cat"], "dog": [], "truck": ["truck", 4]}, [[0, 2], [], [5, 4]]),
+        ({"cat": [3], "dog": [1], "truck": [7]}, [[3], [1], [7]]),
+    ],
+)
+def test_classes_are_aligned_by_their_names_or_by_a_table(tmp_path: Path, align: Any, wanted: Any) -> None:
+    """Whole words at the end of a name, in small letters and singular; what was found is told."""
+    (tmp_path / "names.txt").write_text(NAMES)
+    network = {"name": "plain", "channels": 1, "classes": 8}
+    table = {**job({"name": "p", "network": network, "align": align}), "labels": ["cat", "dog", "truck"]}
+    told: list[str] = []
+    table["donors"][0]["classes"] = "names.txt"
+    parsed = settings.anchored(table, tmp_path)
+    made = prepare(parsed, tmp_path / "out", told.append)
+    assert made.meta["donors"]["p"]["align"] == wanted
+    assert ("donor p: cat: 0 tabby, tabby cat; 2 Tiger_Cat" in told) == (align == "names")
+
+
+@pytest.mark.parametrize(
+    ("donor", "message"),
+    [
+        ({"align": "names"}, "donor 'p': align goes by class names: say where these are with `classes`"),
+        ({"align": "names", "classes": "none.txt"}, "classes = .*none.txt.* cannot be read"),
+        ({"align": "names", "classes": "imagenet"}, "classes = 'imagenet' holds 1000 names, and the donor has 8 classes"),
+        ({"align": "names", "classes": "FILE"}, "no class has the name 'deer': give `align` as a table"),
+        ({"align": {"cat": [0], "dog": [1]}}, "align lacks 'deer', and the job's labels are cat, dog, deer"),
+        ({"align": {"cat": [0], "dog": [1], "deer": [], "ox": []}}, "align has 'ox', and the job's labels are"),
+        ({"align": {"cat": ["crane"], "dog": [], "deer": []}, "classes": "FILE"}, "'crane' is the name of classes 6 and 7"),
+        ({"align": {"cat": ["puma"], "dog": [], "deer": []}, "classes": "FILE"}, "'puma' is no class's name: give the"),
+        ({"align": {"cat": ["tabby"], "dog": [], "deer": []}}, "say where these are with `classes`"),
+        ({"align": {"cat": [0], "dog": [0], "deer": []}}, "class 0, which is there twice, for 'cat' and 'dog'"),
+    ],
+)  # fmt: skip
+def test_an_alignment_that_cannot_be_is_refused_by_name(tmp_path: Path, donor: dict[str, Any], message: str) -> None:
+    """The donor, the label or class, and what would do."""
+    (tmp_path / "names.txt").write_text(NAMES)
+    network = {"name": "plain", "channels": 1, "classes": 8}
+    donor = {"name": "p", "network": network, **donor}
+    if donor.get("classes") == "FILE":
+        donor["classes"] = str(tmp_path / "names.txt")
+    with pytest.raises(FedquiltError, match=message):
+        prepare({**job(donor), "labels": ["cat", "dog", "deer"]}, tmp_path / "out")
 
 
 def test_a_users_own_network_is_a_donor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

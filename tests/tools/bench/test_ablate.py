@@ -117,8 +117,8 @@ def test_every_variant_is_a_whole_search_with_an_account(part: str, setting: Cal
     """It ends with a tested network, and says what a device's round took."""
     (found,) = ablate.searched(part, setting(2))
     assert 0.3 < found["accuracy"] <= 1
-    assert found["rounds"] >= 4
-    assert found["scored"] >= found["rounds"] / 2
+    assert found["rounds"] >= 4 or part == "no-search"
+    assert found["scored"] >= found["rounds"] / 2 or part == "no-search"
     assert min(found["task_s"], found["down_bytes"], found["up_bytes"]) > 0
     assert " > " in found["path"]
 
@@ -126,7 +126,7 @@ def test_every_variant_is_a_whole_search_with_an_account(part: str, setting: Cal
 ACCOUNT = ("accuracy", "rounds", "down_bytes", "up_bytes", "scored", "path")
 
 
-@pytest.mark.parametrize("part", ["input", "output", "no-native", "paper"])
+@pytest.mark.parametrize("part", ["input", "output", "no-native", "no-join", "no-search", "paper"])
 def test_a_variant_is_another_search(part: str, setting: Callable[..., Setting]) -> None:
     """What it changes shows in its account."""
     given = setting(screen=1)
@@ -146,13 +146,13 @@ def test_without_what_is_kept_the_network_is_the_same_and_more_is_run(setting: C
 
 
 def test_comparisons_name_their_donor(setting: Callable[..., Setting]) -> None:
-    """With cohorts smaller than the fleet, heads are there twice: as a stitched network's, and of all devices."""
+    """However many devices are asked in a round, a donor's new head is that of all of them."""
     whole, some = setting(), setting(2)
     assert [each["name"] for each in ablate.compared("unmodified", whole)] == ["ash, unmodified", "elm, unmodified"]
     assert [each["name"] for each in ablate.compared("heads", whole)] == [
         f"{d}, new head" for d in ("ash", "elm", "fir")
     ]
-    assert len(ablate.compared("heads", some)) == 6
+    assert ablate.compared("heads", some) == ablate.compared("heads", whole)
     mean, best = ablate.compared("alone", whole)
     assert (mean["name"], best["name"]) == ("one device alone, mean", "one device alone, best of 4")
     assert mean["accuracy"] <= best["accuracy"]

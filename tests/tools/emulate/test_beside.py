@@ -62,7 +62,7 @@ def test_a_run_beside_itself_differs_in_nothing(stored: Stored) -> None:
     last = SEARCH[-1]
     assert (found.rounds, found.tasks_s) == (len(SEARCH), (0.5, 2.0))
     assert (found.paths, found.only, found.score, found.junction) == (len(beside.scores(last)), 0, 0.0, 0.0)
-    assert found.chosen == last.finalists[last.chosen].path
+    assert found.chosen == last.candidates[last.chosen].paths
     assert found.same
 
 
@@ -87,7 +87,7 @@ def test_other_numbers_are_told_by_their_largest_difference(stored: Stored) -> N
 def test_another_network_chosen_is_told(stored: Stored) -> None:
     """Networks that one of them alone has are counted."""
     last = SEARCH[-1]
-    other = replace(last, chosen=(last.chosen + 1) % len(last.finalists), frontier=(), finished=(), current=None)
+    other = replace(last, chosen=(last.chosen + 1) % len(last.candidates), frontier=(), finished=(), current=None)
     found = beside.compare(stored([last]), stored([other]))
     assert not found.same
     assert found.paths == len({finalist.path for finalist in last.finalists})

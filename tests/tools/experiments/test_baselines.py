@@ -87,7 +87,7 @@ def test_a_donor_stitched_to_itself_is_about_as_good_as_with_a_new_head(tmp_path
     """Its junctions are fitted on maps that equal their targets; both heads are of all devices' images."""
     made = bench(tmp_path)
     stitched = made.stitched_to_themselves(JOB, tmp_path, members())
-    heads = made.heads(PARAMS.head_ridge)
+    heads = made.heads()
     assert [each.name for each in stitched] == [each.name for each in heads] == list(DONORS)
     assert all(each.accuracy > 0.6 for each in heads)
     for one, other in zip(stitched, heads, strict=True):
@@ -117,16 +117,16 @@ def test_a_path_that_is_given_is_taken_with_junctions_where_blocks_are_strangers
     bundle, runner = build()
     led, params = along(["ash.0", "ash.1", "fir.1", "fir.2"]), {**SMALL, "depth": 5}
     run = play("fedstitch", bundle, members(), params, engine=runner, method=led, rounds=1000)
-    assert [state.phase for state in run] == ["fit", "head", "validate", "done"]
+    assert [state.phase for state in run] == ["fit", "gather", "validate", "done"]
 
 
-def test_a_head_solved_as_a_stitched_networks_is_that_of_all_where_all_are_asked(tmp_path: Path) -> None:
-    """The devices' sums give what the pooled images give; with one device a round it is another head."""
+def test_a_donors_new_head_is_that_of_a_job_in_which_devices_are_asked_one_by_one(tmp_path: Path) -> None:
+    """The devices' sums give what the pooled images give, however few are asked in a round."""
     made = bench(tmp_path)
-    pooled = [each.accuracy for each in made.heads(PARAMS.head_ridge)]
-    assert [each.accuracy for each in made.heads_alike(JOB, tmp_path, members())] == pooled
-    few = made.heads_alike(job("fedstitch", SMALL, seed=3, cohort={"size": 1}), tmp_path, members())
-    assert [each.accuracy for each in few] != pooled
+    for each in made.heads():
+        led, one = along(made.stock.donors[each.name].blocks), {"size": 1}
+        run = play("fedstitch", made.bundle, members(), SMALL, engine=made.engine, method=led, cohort=one, rounds=99)
+        assert made.accuracy_of(METHOD.result(run[-1])) == each.accuracy
 
 
 def test_donors_are_tested_as_they_are(tmp_path: Path) -> None:
