@@ -120,7 +120,9 @@ def scene(name: str) -> Scene:
     method = methods.load(plain)
     if "onnx" in method.engines:
         bundle, runner = build()
-        return Scene(plain, method, bundle, runner, members(), SMALL, rounds=1000)  # ends by itself
+        there = {field.name for field in fields(method.params)}
+        small = {key: value for key, value in SMALL.items() if key in there}
+        return Scene(plain, method, bundle, runner, members(), small, rounds=1000)  # ends by itself
     if "numpy" in method.engines:
         engine: Any = NumpyEngine(AMPLE, base_bytes=0)
     else:

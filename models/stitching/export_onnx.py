@@ -176,6 +176,9 @@ class _Graph:
             pooled = self.node("GlobalAveragePool", [value], f"{name}/pooled") if len(shape) > 1 else value
             features[i] = self.node("Flatten", [pooled], f"{name}/features", axis=1)
         joined = self.node("Concat", features, "head/features", axis=1) if len(features) > 1 else features[0]
+        if "hidden" in head:
+            hidden = self.constant("head/hidden", _float(head["hidden"]))
+            joined = self.node("Relu", [self.node("Gemm", [joined, hidden], "head/drawn", transB=1)], "head/rectified")
         weights = self.constant("head/weights", _float(head["weights"]))
         bias = self.constant("head/bias", _float(head["bias"]))
         return self.node("Gemm", [joined, weights, bias], "head/scores", transB=1)

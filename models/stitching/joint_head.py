@@ -104,20 +104,22 @@ def part(z: np.ndarray, y: np.ndarray, labels: int) -> Part:
     return Part(counts, means, np.asarray(np.linalg.qr(z, mode="r")))
 
 
-def to_tensors(given: Part) -> dict[str, np.ndarray]:
+def to_tensors(given: Part, exact: bool = False) -> dict[str, np.ndarray]:
     """A part as it is sent: the mean; how far the means of the classes that are there lie from it; the factor.
 
-    What is centred is sent as float32, which loses nothing even where the mean is large.
+    What is centred is sent as float32, which loses nothing even where the mean is large, unless the sums are to be
+    `exact`.
     """
+    kind = np.float64 if exact else np.float32
     rows, width = given.factor.shape
     mean = given.mean
-    packed = np.empty(_size(rows, width), np.float32)
+    packed = np.empty(_size(rows, width), kind)
     for row, place in _upper(rows, width):
         packed[place] = given.factor[row, row:]
     return {
         "counts": given.counts,
         "mean": mean,
-        "means": (given.means[given.counts > 0] - mean).astype(np.float32),
+        "means": (given.means[given.counts > 0] - mean).astype(kind),
         "factor": packed,
         "rows": np.array([rows], np.int64),
     }
@@ -126,8 +128,8 @@ def to_tensors(given: Part) -> dict[str, np.ndarray]:
 # -- on the coordinator ---------------------------------------------------------------------------
 
 
-def from_tensors(given: Tensors, labels: int, width: int) -> Part:
-    """The part that a device has sent.
+def from_tensors(given: Tensors, labels: int, width: int, exact: bool = False) -> Part:
+    """The part that a device has sent; `exact` as in `to_tensors`.
 
     Raises:
         UpdateError: tensors of other shapes; counts, means or a factor that no examples can have.
@@ -143,7 +145,7 @@ def from_tensors(given: Tensors, labels: int, width: int) -> Part:
         raise UpdateError(f"moments: a factor of {rows} rows from {counts.sum()} examples of {width} features")
     present = counts > 0
     shapes = {"means": (int(present.sum()), width), "factor": (_size(rows, width),)}
-    _require({name: given[name] for name in shapes}, shapes, np.float32)
+    _require({name: given[name] for name in shapes}, shapes, np.float64 if exact else np.float32)
     _require({"mean": given["mean"]}, {"mean": (width,)}, np.float64)
     for name in ("mean", *shapes):
         if np.abs(given[name]).max(initial=0.0) > LARGEST:

@@ -108,8 +108,22 @@ def gather_order(state: State) -> Order:
         projection_seed=candidates.projection_seed(state),
     )
     n, runs = params.head_samples, [(blocks[ids[-1]], params.head_samples) for ids in stitched.prefixes(state.taps)]
-    matrices = joint_head.factor_bytes(min(n, taps.LEAST_ROWS), sum(ask.widths))
-    return _order(state, ask, state.taps, _cost(runs, matrices, n))
+    return _order(state, ask, state.taps, _cost(runs, moments_bytes(ask), n))
+
+
+def moments_order(ask: taps.GatherAsk, files: Mapping[str, BlobRef]) -> Order:
+    """Ask for the moments of all of a device's images at taps of unmodified donors."""
+    blocks = [ask.blocks[ids[-1]] for ids in stitched.prefixes(ask.paths)]
+    once = _cost([(block, 1.0) for block in blocks], moments_bytes(ask), 0)
+    work = msgspec.structs.replace(once, flops=0.0, flops_per_example=once.flops)
+    bundles = {name: files[name] for block in blocks for name in block.files}
+    return Order({"phase": "gather", **msgspec.to_builtins(ask)}, bundles, work)
+
+
+def moments_bytes(ask: taps.GatherAsk) -> int:
+    """Memory that the moments of so few images take that every device can send them."""
+    rows = taps.LEAST_ROWS if ask.samples is None else min(ask.samples, taps.LEAST_ROWS)
+    return joint_head.factor_bytes(rows, sum(ask.widths))
 
 
 def count_order(state: State) -> Order:

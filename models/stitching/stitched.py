@@ -227,7 +227,8 @@ class Network:
         taps: block ids of each path, in the order of the head's columns.
         junctions: by `junction_name`; each {"weights": (c_out, c_in), "bias": (c_out,)}. Neighbours of one donor
             have none.
-        head: {"weights": (labels, d), "bias": (labels,)} on the taps' pooled maps side by side, d channels in all.
+        head: {"weights": (labels, d), "bias": (labels,)} on the taps' pooled maps side by side, d channels in all. With
+            {"hidden": (m, d)} they are multiplied by that and go through a ReLU first, and weights are (labels, m).
             None: the only tap is a donor's own classifier, and `align` says which of its classes are which label.
         align: the classes of each label; None: `head` is given.
     """
@@ -242,7 +243,8 @@ def to_artefact(network: Network, stock: Stock) -> tuple[dict[str, Any], dict[st
     """A network as an artefact's meta (JSON) and tensors; `from_artefact` reads them.
 
     Junctions that no tap passes are left out. Meta: "taps", "junctions" {name: {"in_shape", "out_shape", and the names
-    of the tensors "weights" and "bias"}}, "head" {"weights", "bias"} or None, "align", "labels" and "input".
+    of the tensors "weights" and "bias"}}, "head" {"weights", "bias", and "hidden" if it has that} or None, "align",
+    "labels" and "input".
     """
     arrays: dict[str, np.ndarray] = {}
     junctions: dict[str, dict[str, Any]] = {}
@@ -255,7 +257,7 @@ def to_artefact(network: Network, stock: Stock) -> tuple[dict[str, Any], dict[st
             junctions[name] = {"in_shape": before.out_shape, "out_shape": after.in_shape, **names}
     head = None
     if network.head is not None:
-        head = {part: f"head.{part}" for part in ("weights", "bias")}
+        head = {part: f"head.{part}" for part in network.head}
         arrays |= {head[part]: network.head[part] for part in head}
     meta = {
         "taps": network.taps,
@@ -280,7 +282,7 @@ def from_artefact(meta: Mapping[str, Any], arrays: Tensors) -> Network:
         junctions={
             name: {part: arrays[entry[part]] for part in parts} for name, entry in dict(meta["junctions"]).items()
         },
-        head=None if meta["head"] is None else {part: arrays[meta["head"][part]] for part in parts},
+        head=None if meta["head"] is None else {part: arrays[name] for part, name in meta["head"].items()},
         align=None if meta["align"] is None else tuple(tuple(group) for group in meta["align"]),
     )
     require_labels(network)
@@ -340,28 +342,11 @@ def classify(network: Network, blocks: Mapping[str, Block], run: Run, x: np.ndar
     outputs = ends(network, blocks, run, x)
     if network.head is not None:
         z = np.concatenate([gap(each) for each in outputs], axis=1)
+        if "hidden" in network.head:
+            z = np.maximum(z @ network.head["hidden"].T, 0.0)
         return z @ network.head["weights"].T + network.head["bias"]
     assert network.align is not None
     return align(outputs[0], network.align)
-
-
-def full_head(weights: np.ndarray, bias: np.ndarray, classes: Sequence[int], labels: int) -> dict[str, np.ndarray]:
-    """A head of all labels from one of the classes that somebody has examples of.
-
-    A class that nobody has gets weights of 0 and a bias of -inf: its score is -inf, as that of a label without classes
-    in `align`, so that it never wins, in any runtime and however low the other scores are.
-
-    Args:
-        weights: (classes, d); `bias`: (classes,).
-        classes: the label of each row, each below `labels`.
-
-    Returns:
-        {"weights": (labels, d), "bias": (labels,)}, float32.
-    """
-    whole = {"weights": np.zeros((labels, weights.shape[1]), np.float32), "bias": np.full(labels, -np.inf, np.float32)}
-    whole["weights"][list(classes)] = weights
-    whole["bias"][list(classes)] = bias
-    return whole
 
 
 def describe(taps: Sequence[Sequence[str]]) -> str:

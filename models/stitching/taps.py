@@ -28,10 +28,12 @@ class GatherAsk(Ask):
     """Moments of the pooled ends of `paths`, side by side."""
 
     paths: tuple[Path, ...]
-    widths: tuple[int, ...]  # features of each; fewer than it has: projected onto so many random ones
+    widths: tuple[int, ...]  # features of each; other than it has: projected onto so many random ones
     labels: int
-    samples: int
+    samples: int | None  # images; None: all
     projection_seed: int
+    relu: bool = False  # what is projected goes through a ReLU
+    exact: bool = False  # moments are sent as float64
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,14 @@ def gather(ask: GatherAsk, site: Site) -> Answer:
         last = first + len(rows)
         for tap, part in _pooled(run, ask, ask.paths, block_runner.Prepared(site.train.x[rows], ask.input), site):
             column = sum(ask.widths[:tap])
-            if ask.widths[tap] < part.shape[1]:
+            if ask.widths[tap] != part.shape[1] or ask.relu:
                 part = part @ stitched.random_features(part.shape[1], ask.widths[tap], ask.projection_seed)
+            if ask.relu:
+                part = np.maximum(part, 0.0)
             z[first:last, column : column + ask.widths[tap]] = part
         first = last
     run.reserve(joint_head.factor_bytes(*z.shape))
-    found = joint_head.to_tensors(joint_head.part(z, site.train.y[chosen], ask.labels))
+    found = joint_head.to_tensors(joint_head.part(z, site.train.y[chosen], ask.labels), ask.exact)
     metrics = {"turn": float(ask.turn), "short": float(len(chosen) < len(wanted))}
     return Answer({"moments": found}, float(len(chosen)), metrics, local)
 

@@ -21,6 +21,7 @@ from federation import (
     job_of,
     networks_of,
     require_whole,
+    rounds_of,
     states,
     undisturbed,
 )
@@ -67,9 +68,9 @@ def require_same_bits(federation: Federation, method: str, network: str, folder:
             assert not store.jobs()
         return
     found = federation.resumed(plan)
-    require_whole(found)
+    require_whole(found, rounds_of(method))
     calm = undisturbed(plan, folder / "calm")
-    require_whole(calm)
+    require_whole(calm, rounds_of(method))
     assert states(found) == states(calm)
 
 

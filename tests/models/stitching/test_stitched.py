@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -189,14 +191,15 @@ def test_a_network_whose_outputs_mean_nothing_is_refused(network: stitched.Netwo
         stitched.from_artefact(meta, {"w": HEAD["weights"], "b": HEAD["bias"]})
 
 
-def test_a_class_without_a_row_scores_less_than_any_other() -> None:
-    """Rows go to their labels; the label between them has no weights and -inf."""
-    head = stitched.full_head(np.array([[1.0, 2], [3, 4]]), np.array([-1e30, 6]), [0, 2], 3)
-    assert head["weights"].tolist() == [[1, 2], [0, 0], [3, 4]]
-    assert head["bias"].tolist() == [np.float32(-1e30), -np.inf, 6]
-    scores = np.array([[-1e6, -1e6]]) @ head["weights"].T + head["bias"]
-    assert scores.argmin() == 1
-    assert not np.isnan(scores).any()
+def test_features_may_be_drawn_before_the_head() -> None:
+    """hidden: (3, 12); what is negative behind it counts as 0."""
+    hidden, head = RNG.normal(size=(3, 12)), {"weights": RNG.normal(size=(2, 3)), "bias": np.zeros(2)}
+    x = RNG.normal(size=(4, 1, 8, 8)).astype(np.float32)
+    maps = stitched.ends(JOINED, STOCK.blocks, made([]), x)
+    features = np.maximum(np.concatenate([stitched.gap(each) for each in maps], axis=1) @ hidden.T, 0)
+    network = replace(JOINED, head={**head, "hidden": hidden})
+    scores = stitched.classify(stitched.from_artefact(*stitched.to_artefact(network, STOCK)), STOCK.blocks, made([]), x)
+    np.testing.assert_allclose(scores, features @ head["weights"].T, rtol=1e-6)
 
 
 def test_paths_are_told_in_full_and_several_in_short() -> None:

@@ -40,7 +40,8 @@ UNITS = masks.Plan(
     },
 )
 TRAINING = {"epochs": 2, "batch": 16, "lr": 0.1}
-SEARCH = {"subrounds": 1, "expansions": 2, "samples": 12, "fit_samples": 12, "head_samples": 12, "depth": 4}
+SAMPLES = ("samples", "fit_samples", "head_samples")
+SEARCH = {"rounds": 3, "subrounds": 1, "expansions": 2, "depth": 4, **dict.fromkeys(SAMPLES, 12)}
 
 
 class Outcome(NamedTuple):
@@ -78,7 +79,7 @@ def plan(name: str, place: Path) -> agents.Plan:
     method = methods.load(name)
     known = {field.name for field in fields(method.params)}
     stitches = "onnx" in method.engines
-    params = SEARCH if stitches else {key: value for key, value in TRAINING.items() if key in known}
+    params = {key: value for key, value in (SEARCH if stitches else TRAINING).items() if key in known}
     made = demo.HERE / "bundle"
     if not stitches:
         made = place / "bundle"

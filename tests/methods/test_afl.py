@@ -1,0 +1,187 @@
+"""AFL over toy donors: one round, exact, whatever the split."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedquilt.core import Contribution, DeviceView, Examples, JobError, ModelError, UpdateError
+from fedquilt.data import inputs
+from fedquilt.methods.afl import METHOD, Params, State
+from fedquilt.models.stitching import joint_head, stitched
+from fedquilt.testing.toys import build, members, play
+from fedquilt.tools.simulation import Member
+
+POOLED = Examples(*(np.concatenate([getattr(each.train, part) for each in members()]) for part in ("x", "y")))
+PATHS = {"ash": ("ash.0", "ash.1", "ash.2"), "elm": ("elm.0", "elm.1")}
+
+
+def played(devices: list[Member] | None = None, *, rounds: int = 100, cohort: int = 0, **params: Any) -> list[State]:
+    bundle, runner = build()
+    members_ = members() if devices is None else devices
+    table = {"cohort": {"size": cohort}}
+    return play("afl", bundle, members_, params, engine=runner, method=METHOD, seed=3, rounds=rounds, **table)
+
+
+def features(x: np.ndarray, path: tuple[str, ...] = PATHS["ash"]) -> np.ndarray:
+    """Pooled last maps of a donor's body, float32 as the devices hold them."""
+    bundle, runner = build()
+    maps = inputs.prepare(x, bundle.meta["input"])
+    for name in path:
+        maps = runner.run(Path(f"{name}.onnx"), maps)
+    return np.asarray(stitched.gap(maps).astype(np.float32).astype(np.float64))
+
+
+def central(z: np.ndarray, y: np.ndarray, ridge: float) -> np.ndarray:
+    """(labels, d): ridge regression of one-hot labels on z without bias, as one stacked least-squares problem."""
+    d = z.shape[1]
+    lam = ridge * (z**2).sum() / d
+    rows = np.concatenate([z, np.sqrt(lam) * np.eye(d)])
+    return np.asarray(np.linalg.lstsq(rows, np.concatenate([np.eye(3)[y], np.zeros((d, 3))]), rcond=None)[0].T)
+
+
+def split(parts: list[np.ndarray]) -> list[Member]:
+    """The pooled examples dealt out anew."""
+    none = Examples(POOLED.x[:0], POOLED.y[:0])
+    return [Member(f"dev-{i:02}", Examples(POOLED.x[rows], POOLED.y[rows]), none) for i, rows in enumerate(parts)]
+
+
+@pytest.mark.parametrize("ridge", [0.0, 1e-3, 1.0])
+@pytest.mark.parametrize("donor", ["ash", "elm"])
+def test_one_round_equals_the_central_solution(donor: str, ridge: float) -> None:
+    """To 1e-6 of the largest weight."""
+    first, last = played(donor=donor, ridge=ridge)
+    assert (METHOD.done(first), METHOD.done(last)) == (False, True)
+    head = stitched.from_artefact(*(lambda a: (a.meta, a.tensors))(METHOD.result(last))).head
+    assert head is not None
+    wanted = central(features(POOLED.x, PATHS[donor]), POOLED.y, ridge)
+    np.testing.assert_allclose(head["weights"], wanted, rtol=0, atol=1e-6 * np.abs(wanted).max())
+    assert not head["bias"].any()
+
+
+SPLITS = {
+    "one device": [np.arange(len(POOLED))],
+    "one example each": [np.array([i]) for i in range(len(POOLED))],
+    "by label": [np.flatnonzero(POOLED.y == label) for label in range(3)],
+    "uneven": np.split(np.arange(len(POOLED)), [2, 5, 100]),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("params", [{"ridge": 1e-3}, {"gcv": True}, {"random_features": 20, "ridge": 1e-3}], ids=str)
+def test_the_split_and_the_order_of_devices_do_not_matter(name: str, params: dict[str, Any]) -> None:
+    """All examples on one device, one on each, one label on each, or a few here and most there: 1e-6 of each other."""
+    parts = SPLITS[name]
+    *_, wanted = played(**params)
+    *_, found = played(split(parts), **params)
+    renamed = [replace(each, device=f"dev-{99 - i:02}") for i, each in enumerate(split(parts))]
+    *_, turned = played(renamed, **params)
+    for other in (found, turned):
+        for part, array in wanted.head.items():
+            np.testing.assert_allclose(other.head[part], array, rtol=0, atol=1e-6 * np.abs(array).max())
+
+
+def test_the_papers_aggregation_gives_the_same() -> None:
+    """Local solutions with gamma, merged pairwise, and gamma taken off again, in float64 by its formulas."""
+    *_, last = played()
+    gamma, solved, inner = 1.0, [], []
+    for each in members():
+        z = features(each.train.x)
+        inner.append(z.T @ z + gamma * np.eye(z.shape[1]))
+        solved.append(np.linalg.solve(inner[-1], z.T @ np.eye(3)[each.train.y]))
+    w, c = solved[0], inner[0]
+    for other, own in zip(solved[1:], inner[1:], strict=True):
+        eye, both = np.eye(len(c)), np.linalg.inv(c + own)
+        ours = eye - np.linalg.inv(c) @ own + np.linalg.inv(c) @ own @ both @ own
+        theirs = eye - np.linalg.inv(own) @ c + np.linalg.inv(own) @ c @ both @ c
+        w, c = ours @ w + theirs @ other, c + own
+    cleaned = w + len(inner) * gamma * np.linalg.inv(c - len(inner) * gamma * np.eye(len(c))) @ w
+    np.testing.assert_allclose(last.head["weights"], cleaned.T, rtol=0, atol=1e-6 * np.abs(cleaned).max())
+
+
+def test_cross_validation_chooses_a_ridge_of_standardised_features() -> None:
+    """The head is the centred ridge solution of the strength that leaves the least criterion, computed row by row."""
+    *_, last = played(gcv=True)
+    z = features(POOLED.x)
+    varies = z.std(axis=0) > 1e-6
+    s, t = (z[:, varies] - z[:, varies].mean(axis=0)) / z[:, varies].std(axis=0), np.eye(3)[POOLED.y]
+    tried = []
+    for ridge in joint_head.STRENGTHS:
+        hat = s @ np.linalg.solve(s.T @ s + len(s) * ridge * np.eye(s.shape[1]), s.T)
+        rest = t - t.mean(axis=0) - hat @ (t - t.mean(axis=0))
+        tried.append(((rest**2).sum() / (1 - (np.trace(hat) + 1) / len(s)) ** 2, -ridge))
+    ridge = -min(tried)[1]
+    inner = s.T @ s + len(s) * ridge * np.eye(s.shape[1])
+    wanted = s @ np.linalg.solve(inner, s.T @ (t - t.mean(axis=0))) + t.mean(axis=0)
+    np.testing.assert_allclose(z @ last.head["weights"].T + last.head["bias"], wanted, atol=1e-5)
+
+
+def test_random_features_are_in_the_result() -> None:
+    """Scores by the artefact alone are those of ridge on the drawn features, behind the ReLU."""
+    *_, last = played(random_features=20, ridge=1e-3)
+    found = METHOD.result(last)
+    bundle, runner = build()
+    x = inputs.prepare(POOLED.x, found.meta["input"])
+    run = lambda block, maps: runner.run(Path(block.stages[0][0]), maps)  # noqa: E731
+    network = stitched.from_artefact(found.meta, found.tensors)
+    scores = stitched.classify(network, stitched.stock(bundle.meta).blocks, run, x)
+    assert network.head is not None
+    drawn = np.maximum(features(POOLED.x) @ network.head["hidden"].T, 0)
+    np.testing.assert_allclose(scores, drawn @ central(drawn, POOLED.y, 1e-3).T, atol=1e-4)
+    assert (scores.argmax(axis=1) == POOLED.y).mean() > 0.8
+
+
+def test_rounds_hear_each_device_once() -> None:
+    """One of four in a round: after four rounds the head is that of all; the default ends after the first."""
+    *_, whole = played(ridge=1e-3)
+    several = played(ridge=1e-3, rounds=100, cohort=1)
+    assert len(several) == 2
+    assert len(several[-1].heard) == 1
+    bundle, runner = build()
+    table: dict[str, Any] = {"cohort": {"size": 1}, "rounds": 100}
+    run = play("afl", bundle, members(), {"ridge": 1e-3, "rounds": 9}, engine=runner, method=METHOD, seed=3, **table)
+    assert METHOD.done(run[-1])
+    assert len(run[-1].heard) == 4
+    np.testing.assert_allclose(run[-1].head["weights"], whole.head["weights"], atol=1e-6)
+    early = METHOD.result(run[2]).tensors["head.weights"]  # of two devices so far
+    assert early.shape == whole.head["weights"].shape
+    assert not np.allclose(early, whole.head["weights"], atol=1e-3)
+
+
+def test_a_class_that_nobody_has_is_never_predicted() -> None:
+    """The log names it, and its score is below every other's."""
+    some = [
+        replace(each, train=Examples(each.train.x[each.train.y != 1], each.train.y[each.train.y != 1]))
+        for each in members()
+    ]
+    *_, last = played(some, ridge=1e-3)
+    assert any("nobody has examples of b" in line for line in METHOD.explain(last))
+    scores = -1e4 * features(POOLED.x) @ np.abs(last.head["weights"].T) + last.head["bias"]
+    assert (scores.argmin(axis=1) == 1).all()
+
+
+def test_what_cannot_begin_or_be_folded_says_why() -> None:
+    """No such donor, two ways to a ridge, nobody heard; an update of another round, or with moments that cannot be."""
+    bundle, _ = build()
+    with pytest.raises(JobError, match="no donor 'oak'; it has ash, elm, fir"):
+        METHOD.init(bundle, Params(donor="oak"), 0)
+    with pytest.raises(JobError, match="gcv = true chooses the ridge"):
+        METHOD.init(bundle, Params(ridge=0.1, gcv=True), 0)
+    state = METHOD.init(bundle, Params(), 0)
+    with pytest.raises(ModelError, match="no device has sent"):
+        METHOD.result(state)
+    part = joint_head.part(features(POOLED.x), POOLED.y, 3)
+    good = Contribution("a", 0, 1.0, {"turn": 0.0}, {"moments": joint_head.to_tensors(part, exact=True)})
+    assert METHOD.fold(state, None, good).devices == ("a",)
+    with pytest.raises(UpdateError, match="answers turn 1"):
+        METHOD.fold(state, None, replace(good, metrics={"turn": 1.0}))
+    with pytest.raises(UpdateError, match="moments"):
+        METHOD.fold(state, None, replace(good, bundles={"moments": joint_head.to_tensors(part)}))
+    order = METHOD.send(state, DeviceView("a", None))
+    assert order is not None
+    assert set(order.bundles) == {"ash.0.onnx", "ash.1.onnx", "ash.2.onnx"}
+    assert (order.work.flops, order.work.flops_per_example) == (0, 3000)
