@@ -65,7 +65,7 @@ def cells(
     Raises:
         FedquiltError: a job of the table is wrong, or a bundle cannot be made.
     """
-    found: list[tuple[str, str, Mapping[str, Any], Pretrain | None, Row, float | None]] = []
+    found: list[tuple[str, str, dict[str, Any], Pretrain | None, Row, float | None]] = []
     for seed in seeds:
         for column in columns:
             points = grid.columns[column]
