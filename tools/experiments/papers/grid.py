@@ -203,7 +203,8 @@ class Table:
             found = config.convert(raw, Grid, "the table")
             if not self.code:  # which may tell other values
                 _require("value", {value.partition("@")[0] for value in found.values}, VALUES)
-                befores = [found.pretrain, *(each.pretrain for each in (*found.rows.values(), *found.points))]
+                befores = [found.pretrain, *(row.pretrain for row in found.rows.values())]
+                befores += [point.pretrain for point in found.points]
                 named = [found.run, *(row.play for row in found.rows.values()), *(each.by for each in befores if each)]
                 for function in filter(None, named):
                     raise JobError(
