@@ -21,13 +21,12 @@ from fedquilt.core import JobError
 from fedquilt.tools.experiments.papers import cells, grid, results
 from fedquilt.tools.experiments.papers.grid import Table
 
-HERE: Final = Path(__file__).parent
 KEPT: Final = Path("fedquilt-compare")
 
 
 def tables() -> dict[str, Table]:
     """The papers' tables, in order of names."""
-    return dict(sorted((name, table) for file in HERE.glob("*.toml") for name, table in grid.tables(file).items()))
+    return dict(sorted((name, table) for file in grid.HERE.glob("*.toml") for name, table in grid.tables(file).items()))
 
 
 def find(name: str, known: Mapping[str, Table]) -> Table:
@@ -116,22 +115,16 @@ def run(
     found = table.filled(folder)
     chosen, wanted = tuple(seeds or found.seeds), [name for name in there if name in (columns or there)]
     if found.run:
-        made = getattr(cells.module(code_of(table)), found.run)(table.name, found, chosen, rounds, out, say)
+        made = getattr(cells.module(table.code), found.run)(table.name, found, chosen, rounds, out, say)
         return {**made, "about": found.about}
-    todo = cells.cells(found, code_of(table), str(table.file), chosen, rounds, wanted, out)
+    todo = cells.cells(found, table.code, str(table.file), chosen, rounds, wanted, out)
     runs = cells.played_all([cell.case for cell in todo], out, say)
     return {**results.result(table.name, found, todo, runs, chosen, rounds), "about": found.about}
 
 
-def code_of(table: Table) -> str:
-    """The name of a paper's module that belongs to a table; "": there is none."""
-    own = table.file.parent == HERE and (HERE / f"{table.file.stem}.py").exists()
-    return table.file.stem if own else ""
-
-
 def lines(table: Table, result: Mapping[str, Any]) -> list[str]:
     """A result for people."""
-    own: Callable[[Mapping[str, Any]], list[str]] | None = getattr(cells.module(code_of(table)), "lines", None)
+    own: Callable[[Mapping[str, Any]], list[str]] | None = getattr(cells.module(table.code), "lines", None)
     return results.lines(table.grid, result) if own is None else own(result)
 
 
@@ -158,7 +151,7 @@ def main(
         print(msgspec.json.encode(rows).decode() if format == "json" else "\n".join(listed(rows)))
         return 0
     table = find(name, known)
-    draw: Any = getattr(cells.module(code_of(table)), "picture", None)
+    draw: Any = getattr(cells.module(table.code), "picture", None)
     if picture is not None and draw is None:
         raise JobError(f"{name} has no picture: leave --picture out")
     result = run(table, seeds=seeds, rounds=rounds, folder=folder, columns=columns, out=kept, say=_say)

@@ -23,6 +23,7 @@ from fedquilt.coordinator import settings
 from fedquilt.core import DataError, JobError
 from fedquilt.tools.experiments.single_run import Mark
 
+HERE: Final = Path(__file__).parent
 DIGITS: Final = Path(__file__).resolve().parents[2] / "demo" / "digits.npz"
 MARKED: Final = re.compile(r"\A\$(\w+)(?:/(.+))?\Z")
 VALUES: Final = ("rounds_to", *Mark.__struct_fields__)  # of any run; see `cells.value_of`
@@ -125,6 +126,11 @@ class Grid(Struct, frozen=True):
         return {", ".join(name for name, _ in each): tuple(point for _, point in each) for each in found}
 
     @property
+    def points(self) -> list[Point]:
+        """The points of all axes."""
+        return [point for axis in self.axes.values() for point in axis.values()]
+
+    @property
     def tested(self) -> bool:
         """Whether a value is wanted that comes from the test set."""
         return any(value.partition("@")[0] in ("test", "rounds_to") for value in self.values)
@@ -183,14 +189,27 @@ class Table:
             )
 
     @property
+    def code(self) -> str:
+        """The name of the module of the papers that belongs to the table; "": none."""
+        own = self.file.parent == HERE and self.file.with_suffix(".py").exists()
+        return self.file.stem if own else ""
+
+    @property
     def takes_data(self) -> bool:
         return any(mark != "digits" for mark in _marks(self.raw))
 
     def _read(self, raw: Any) -> Grid:
         with config.naming(f"{self.file}, table {self.name}"):
             found = config.convert(raw, Grid, "the table")
-            if not self.file.with_suffix(".py").exists():  # else its code may tell others
+            if not self.code:  # which may tell other values
                 _require("value", {value.partition("@")[0] for value in found.values}, VALUES)
+                befores = [found.pretrain, *(row.pretrain for row in found.rows.values())]
+                befores += [point.pretrain for point in found.points]
+                named = [found.run, *(row.play for row in found.rows.values()), *(each.by for each in befores if each)]
+                for function in filter(None, named):
+                    raise JobError(
+                        f"{function!r} names a function, and only the papers' tables have code: leave it out"
+                    )
             for value in found.values:
                 if "@" in value and not value.partition("@")[2].isdigit():
                     raise JobError(f"value {value!r}: a number of rounds is wanted after @")

@@ -77,6 +77,7 @@ def test_tables_of_one_file_share_what_stands_outside_of_them(tmp_path: Path) ->
         ("[axes.rate.mid]\npaper.plein.test = [1.0]", r"row of the paper's numbers in 'mid, iid': there is no 'plein'"),
         ("[[show]]\nvalue = 'tset'\ntitle = 'x'", r"value: there is no 'tset'; there are: .*did you mean 'test'\?"),
         ("[[show]]\nvalue = 'test@x'\ntitle = 'x'", r"value 'test@x': a number of rounds is wanted after @"),
+        ("[rows.odd]\nplay = 'alone'", r"'alone' names a function, and only the papers' tables have code"),
         ("[rows.odd]\nlike = 'none'", r"made\.toml: odd: like = 'none': there is no such table beside it"),
         ("[rows.a]\nlike = 'b'\n[rows.b]\nlike = 'a'", r"like = 'a'"),
     ],

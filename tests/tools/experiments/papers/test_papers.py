@@ -65,7 +65,7 @@ def test_the_papers_tables_are_right_and_each_of_their_jobs_is_too(tmp_path: Pat
         found = table.filled(tmp_path if table.takes_data else None)
         assert found.about.strip().partition("\n")[0].endswith((".", "?", ":")), name
         wanted = [row.play for row in found.rows.values()] + [found.run, (found.pretrain or grid.Pretrain({})).by]
-        assert all(hasattr(cells.module(papers.code_of(table)), each) for each in wanted if each)
+        assert all(hasattr(cells.module(table.code), each) for each in wanted if each)
         for points in found.columns.values():
             for row in found.rows.values():
                 if found.job:
