@@ -28,7 +28,6 @@ from fedquilt.coordinator.facts import (
     Ended,
     Reopened,
     Resumed,
-    Rounds,
     failed,
 )
 from fedquilt.coordinator.fleet import GRACE_S, Registry
@@ -102,7 +101,8 @@ class Server:
         for job in self._news.values():  # once a step: a step may bring hundreds of facts
             self._executor.tell(job)
         self._news.clear()
-        return min(self._executor.due_s(now_s), self._poll_s + self._every_s, self._deadline_s())
+        deadline_s = rounds.next_s(self.active.rounds) if self.active else math.inf
+        return min(self._executor.due_s(now_s), self._poll_s + self._every_s, deadline_s)
 
     def goodbye(self) -> None:
         """Say that the coordinator goes; what is open stays open and is continued at the next start."""
@@ -131,16 +131,14 @@ class Server:
                 ask = job.ask(device, self.registry.profile_of(device)) if job and not message.accepted else Ask()
                 self._happened(admission.Claimed(device, message, ask), now_s)
             case Update():
-                status = self._store.status(message.job) if self._foreign(message) else "running"
+                ours = self.active is not None and message.job == self.active.id
+                status = "running" if ours else self._store.status(message.job)
                 most_bytes = self.active.job.max_update_mb << 20 if self.active else 0
                 self._happened(admission.Offered(device, message, status, most_bytes), now_s)
             case wire.Telemetry():
                 self.registry.telemetry(device, message, now_s)
             case _:
                 pass  # progress is for whoever watches
-
-    def _foreign(self, update: Update) -> bool:
-        return self.active is None or update.job != self.active.id
 
     def _happened(self, event: admission.Event, now_s: float) -> None:
         """Let an event count: facts first, then what is to be done."""
@@ -172,7 +170,8 @@ class Server:
             case Examine(device, update):
                 self._examine(device, update, now_s)
             case Answer(device, update, accepted, reason):
-                self._answer(device, update, accepted, reason)
+                named = {"job": update.job, "round": update.round, "attempt": update.attempt}
+                self._executor.answer(device, wire.Ack(**named, accepted=accepted, reason=reason[:1000]))
             case Discard(update):
                 self._discard(update)
 
@@ -189,12 +188,6 @@ class Server:
             taken, reason = None, str(error) if isinstance(error, UpdateError) else f"{type(error).__name__}: {error}"
         self._happened(admission.Examined(device, update, taken, reason, job.ask(device, profile)), now_s)
 
-    def _answer(self, device: str, update: Update, accepted: bool, reason: str) -> None:
-        ack = wire.Ack(
-            job=update.job, round=update.round, attempt=update.attempt, accepted=accepted, reason=reason[:1000]
-        )
-        self._executor.answer(device, ack)
-
     def _discard(self, update: Update) -> None:
         """Drop the blobs of an update that nothing else is made of."""
         job = self.active
@@ -210,8 +203,7 @@ class Server:
             return
         profile = self.registry.profile_of(device)
         if profile is None:  # after a restart: which engine it has is in its profile, with which it is sent
-            self._unsent.add(device)
-            return None
+            return self._unsent.add(device)
         engine = next((name for name in job.engines if name in profile.engines), job.engines[0])
         try:
             task = job.task(device, engine, profile, now_s)
@@ -379,7 +371,9 @@ class Server:
                 for device in sorted(before.asked):
                     self._act(Withdraw(device), now_s)
             case Committed():
-                spent = self._spent(job, before)
+                # only the committed round needed its updates, what it sent and the state it began with
+                begun = {before.state.sha256} if before.state else set()
+                spent = blobs(before.answered.values()) | job.sent() | begun
                 job.committed()
                 others = self._store.held(but=job.id)  # other jobs may have the same content
                 for sha256 in spent - job.pinned() - others:
@@ -387,10 +381,6 @@ class Server:
             case _:
                 pass
         self._tell()
-
-    def _spent(self, job: Running, before: Rounds) -> set[str]:
-        """Blobs that only the committed round needed: its updates, what it sent, the state it began with."""
-        return blobs(before.answered.values()) | job.sent() | ({before.state.sha256} if before.state else set())
 
     def _leave(self) -> None:
         assert self.active is not None
@@ -402,9 +392,6 @@ class Server:
 
     def _able(self, now_s: float) -> dict[str, str]:
         return self.registry.able(self.active.engines, now_s) if self.active else {}
-
-    def _deadline_s(self) -> float:
-        return rounds.next_s(self.active.rounds) if self.active else math.inf
 
     def _tell(self) -> None:
         """Have the running job told at the end of this step."""

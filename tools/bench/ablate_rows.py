@@ -22,7 +22,7 @@ def forgetful(method: Method) -> Method:
     def work(task: Task, site: Site) -> Answer:
         local: Tensors = {name: array for name, array in site.local.items() if name == "drawn"}
         with tempfile.TemporaryDirectory(prefix="fedquilt-") as cache:
-            return method.work(task, replace(site, local=local, cache=Path(cache)))
+            return method.work(task, replace(site, local=local, cache_at=Path(cache)))
 
     return replace(method, work=work)
 

@@ -221,7 +221,7 @@ def _forget_paths(cache: Path) -> None:
 def _timed(
     each: Round, way: ScoreAt, engine: OnnxEngine, cache: Path, local: Tensors
 ) -> tuple[float, np.ndarray, Tensors]:
-    site = replace(each.site, engine=engine, cache=cache, local=local)
+    site = replace(each.site, engine=engine, cache_at=cache, local=local)
     began_s = time.perf_counter()
     answer = scoring.score(replace(each.ask, score_at=way, early=0), site)
     return time.perf_counter() - began_s, answer.bundles["scores"]["score"], answer.local
