@@ -170,8 +170,8 @@ class Server:
             case Examine(device, update):
                 self._examine(device, update, now_s)
             case Answer(device, update, accepted, reason):
-                named = {"job": update.job, "round": update.round, "attempt": update.attempt}
-                self._executor.answer(device, wire.Ack(**named, accepted=accepted, reason=reason[:1000]))
+                ack = wire.Ack(update.job, update.round, update.attempt, accepted, reason[:1000])
+                self._executor.answer(device, ack)
             case Discard(update):
                 self._discard(update)
 
