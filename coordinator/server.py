@@ -115,7 +115,8 @@ class Server:
         for job in self._news.values():  # once a step: a step may bring hundreds of facts
             self._executor.tell(job)
         self._news.clear()
-        return min(self._executor.due_s(now_s), self._poll_s + self._every_s, self._deadline_s())
+        deadline_s = rounds.next_s(self.active.rounds) if self.active else math.inf
+        return min(self._executor.due_s(now_s), self._poll_s + self._every_s, deadline_s)
 
     def goodbye(self) -> None:
         """Announce the end of the coordinator; open tasks stay open and continue at the next start."""
@@ -144,7 +145,8 @@ class Server:
                 ask = job.ask(device, self.registry.profile_of(device)) if job and not message.accepted else Ask()
                 self._happened(admission.Claimed(device, message, ask), now_s)
             case Update():
-                status = self._store.status(message.job) if self._foreign(message) else "running"
+                ours = self.active is not None and message.job == self.active.id
+                status = "running" if ours else self._store.status(message.job)
                 unfit = self.active.unfit(message) if self.active else ""
                 told = msgspec.structs.replace(message, layouts={}) if message.layouts else message
                 self._happened(admission.Offered(device, told, status, unfit), now_s)
@@ -152,9 +154,6 @@ class Server:
                 self.registry.telemetry(device, message, now_s)
             case _:
                 pass  # progress is for observers only
-
-    def _foreign(self, update: Update) -> bool:
-        return self.active is None or update.job != self.active.id
 
     def _happened(self, event: admission.Event, now_s: float) -> None:
         """Apply an event: facts first, then actions."""
@@ -191,7 +190,8 @@ class Server:
             case Examine(device, update):
                 self._examine(device, update, now_s)
             case Answer(device, update, accepted, reason):
-                self._answer(device, update, accepted, reason)
+                ack = wire.Ack(update.job, update.round, update.attempt, accepted, reason[:1000])
+                self._executor.answer(device, ack)
             case Discard(update):
                 self._discard(update)
 
@@ -213,12 +213,6 @@ class Server:
         assert self.active is not None
         self._happened(self.active.examined(device, update, self.registry.profile_of(device), now_s), now_s)
 
-    def _answer(self, device: str, update: Update, accepted: bool, reason: str) -> None:
-        ack = wire.Ack(
-            job=update.job, round=update.round, attempt=update.attempt, accepted=accepted, reason=reason[:1000]
-        )
-        self._executor.answer(device, ack)
-
     def _discard(self, update: Update) -> None:
         """Drop the blobs of an update that have no other use."""
         job = self.active
@@ -234,8 +228,7 @@ class Server:
             return
         profile = self.registry.profile_of(device)
         if profile is None:  # after a restart: the profile names its engine, and the task is sent when it arrives
-            self._unsent.add(device)
-            return None
+            return self._unsent.add(device)
         engine = next((name for name in job.engines if name in profile.engines), job.engines[0])
         try:
             task = job.task(device, engine, profile, now_s)
@@ -400,9 +393,6 @@ class Server:
 
     def _able(self, now_s: float) -> dict[str, str]:
         return self.registry.able(self.active.engines, now_s) if self.active else {}
-
-    def _deadline_s(self) -> float:
-        return rounds.next_s(self.active.rounds) if self.active else math.inf
 
     def _tell(self) -> None:
         """Publish the running job's state at the end of this step."""

@@ -22,28 +22,10 @@ from typing import IO, Final, Literal, NamedTuple
 import msgspec
 
 from fedquilt.blobs.store import Depot
+from fedquilt.coordinator import store_tables
 from fedquilt.coordinator.facts import AnyFact, Ended
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import JobError, StoreError
-
-VERSION = 1  # of the tables
-
-_SCHEMA = """
-create table if not exists jobs (
-    id text primary key, settings text not null, bundle text not null, status text not null, created real not null,
-    origin text not null default 'run', epoch integer not null default 0);
-create table if not exists facts (
-    seq integer primary key, job text not null references jobs(id), at real not null, body text not null);
-create index if not exists facts_by_job on facts(job, seq);
-create table if not exists counters (name text primary key, value integer not null);
--- what can be asked of facts: a damaged one says nothing
-create view if not exists sound as
-    select seq, job, case when json_valid(body) then body else '{}' end as body from facts;
-"""
-_ADDED = {  # columns of `jobs` that version 0 lacked
-    "origin": "alter table jobs add column origin text not null default 'run'",
-    "epoch": "alter table jobs add column epoch integer not null default 0",
-}
 
 UNENDED: Final = ("queued", "running", "stopping")  # its coordinator, if any, may be working on the run
 Origin = Literal["run", "fleet", "simulation"]
@@ -93,8 +75,8 @@ class Store:
             try:
                 self._db.execute("pragma journal_mode=wal")
                 self._db.execute(f"pragma synchronous={'full' if durable else 'off'}")
-                self._bring_up_to_date()
-            except BaseException:  # also if the tables are of a later version
+                store_tables.bring_up_to_date(self._db, home)
+            except BaseException:  # also that the tables are of a later version
                 self._db.close()
                 raise
         self.depot = Depot(home / "blobs", durable=durable)
@@ -112,32 +94,6 @@ class Store:
         self._db.close()
         if self._lock is not None:
             self._lock.close()
-
-    def _bring_up_to_date(self) -> None:
-        """Create the tables, or add to those of an earlier version the columns they lack.
-
-        Raises:
-            StoreError: they are of a later version.
-        """
-        found = int(self._db.execute("pragma user_version").fetchone()[0])
-        if found > VERSION:
-            raise StoreError(
-                f"{self.home} was written by a newer fedquilt (tables of version {found}, this one knows {VERSION}): "
-                "install that version, or give another --home"
-            )
-        if found == VERSION:
-            return
-        self._db.executescript(_SCHEMA)
-        self._db.execute("begin immediate")
-        there = {row[1] for row in self._db.execute("pragma table_info(jobs)")}
-        for column, change in _ADDED.items():
-            if column not in there:
-                self._db.execute(change)
-        for (id,) in self._db.execute("select id from jobs").fetchall():
-            if (self.home / "agents" / id).is_dir():  # only boards of a simulated fleet leave this folder
-                self._db.execute("update jobs set origin = 'fleet' where id = ?", (id,))
-        self._db.execute(f"pragma user_version = {VERSION}")
-        self._db.execute("commit")
 
     def lock(self) -> bool:
         """Become the only coordinator of this folder; False: another runs here. Ends with the process."""

@@ -36,7 +36,7 @@ ABLATIONS = "Ablations: of stitch, whole searches with and without parts of the 
     "--only",
     many=True,
     metavar="NAME",
-    help="Some searches and comparisons; an unknown one lists all.",
+    help="Some searches and comparisons; of sim, W1 or W2. An unknown one lists all.",
     group=ABLATIONS,
 )
 @option(
@@ -57,7 +57,8 @@ def bench(what: str, ablate: Path | None, format: str, **given: Any) -> int:
         ("ablate", what == "stitch", "`bench stitch`"),
         ("data", what == "sim", "`bench sim`"),
         ("beside", what == "sim", "`bench sim`"),
-        *((name, ablating, "`bench stitch --ablate`") for name in ("bundle", "alpha", "seeds", "only", "out")),
+        ("only", ablating or what == "sim", "`bench stitch --ablate` and `bench sim`"),
+        *((name, ablating, "`bench stitch --ablate`") for name in ("bundle", "alpha", "seeds", "out")),
     ):
         if {**given, "ablate": ablate}[name] is not None and not allowed:
             raise JobError(f"--{'with' if name == 'beside' else name} is an option of {where}: leave it out here")
@@ -67,7 +68,10 @@ def bench(what: str, ablate: Path | None, format: str, **given: Any) -> int:
         return tool.main(what, format, given["size"] or ())
     if given["data"] is None:
         raise JobError("bench sim wants --data: a folder of IDX images of 28x28, such as MNIST's raw folder")
-    return tool.main("sim", format, given={"path": given["data"], "beside": given["beside"] or ()})
+    from fedquilt.tools.bench import sim
+
+    some = {"path": given["data"], "beside": given["beside"] or (), "workloads": sim.chosen(given["only"] or ())}
+    return tool.main("sim", format, given=some)
 
 
 def _ablate(job: Path, format: str, given: dict[str, Any]) -> int:

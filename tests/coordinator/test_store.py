@@ -15,7 +15,8 @@ import pytest
 
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.facts import AnyFact, Asked, Committed, Ended, Started, Surveyed
-from fedquilt.coordinator.store import VERSION, Row, Store, Unreadable
+from fedquilt.coordinator.store import Row, Store, Unreadable
+from fedquilt.coordinator.store_tables import VERSION
 from fedquilt.coordinator.views import log
 from fedquilt.core import BlobRef, JobError, StoreError
 

@@ -36,7 +36,10 @@ def images(tmp_path: Path) -> Path:
 def test_ours_and_the_bare_loop_take_the_same_steps(images: Path) -> None:
     """They end as good as each other, far above chance; the figures are of this run."""
     pytest.importorskip("torch")
-    result = sim.measure(images, repeats=1, workloads=(TINY,), processes=2)
+    said: list[str] = []
+    result = sim.measure(images, repeats=1, workloads=(TINY,), processes=2, say=said.append)
+    names = ("fedquilt", "bare loop, 2 processes", "bare loop, 1 process", "")
+    assert said == [f"overhead, turn 1 of 1: {name}" if name else "" for name in names]
     told = result["workloads"]["overhead"]
     assert set(told) == {"ours", "bare_n", "bare_1"}
     for each in told.values():
@@ -58,6 +61,14 @@ def test_images_that_do_not_do_are_refused(images: Path) -> None:
         sim.lay_out(replace(TINY, clients=15), images, images / "out")
     with pytest.raises(DataError):
         sim.lay_out(TINY, images / "nowhere", images / "out")
+
+
+def test_one_workload_can_be_run_by_itself() -> None:
+    """By the names that the documentation calls them by; an unknown one lists them."""
+    assert [work.name for work in sim.chosen(())] == ["compute", "overhead"]
+    assert [work.name for work in sim.chosen(("W2",))] == ["overhead"]
+    with pytest.raises(JobError, match="no workload 'w3' for --only: there are W1, W2"):
+        sim.chosen(("w3",))
 
 
 def test_a_simulator_that_nobody_knows_is_refused_before_anything_runs(images: Path) -> None:

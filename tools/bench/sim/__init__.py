@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ import psutil
 
 from fedquilt import bundle, tensors
 from fedquilt.coordinator import cohort
-from fedquilt.core import DataError, FedquiltError
+from fedquilt.core import DataError, FedquiltError, JobError
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
 from fedquilt.tools.bench.sim import others
@@ -69,12 +69,36 @@ class Contestant:
     processes: int
 
 
+NAMES = {"W1": COMPUTE, "W2": OVERHEAD}
+
+
+def chosen(only: Sequence[str]) -> Sequence[Workload]:
+    """The workloads of these names, all without any: W1 is `compute`, W2 is `overhead`.
+
+    Raises:
+        JobError: there is no such workload.
+    """
+    for name in only:
+        if name not in NAMES:
+            raise JobError(f"bench sim has no workload {name!r} for --only: there are {', '.join(NAMES)}")
+    return [work for name, work in NAMES.items() if name in only or not only]
+
+
+def say(line: str) -> None:
+    """Tell how far the bench is, on a terminal in a line that the next one replaces; "" ends that."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+    elif line:
+        print(line, file=sys.stderr, flush=True)
+
+
 def measure(
     path: Path | str,
     beside: Sequence[str] = (),
     repeats: int = 3,
     workloads: Sequence[Workload] = (COMPUTE, OVERHEAD),
     processes: int | None = None,
+    say: Callable[[str], None] = say,
 ) -> dict[str, Any]:
     """Run all contestants on all workloads, in turn.
 
@@ -84,6 +108,7 @@ def measure(
         repeats: runs of ours and of the bare loops.
         workloads: federations to run.
         processes: workers; None: one for each core that this process may use.
+        say: called before each run with its name, and with "" after the last.
 
     Raises:
         DataError: no such images.
@@ -109,8 +134,10 @@ def measure(
             for turn in range(repeats):
                 for each in contestants:
                     if turn == 0 or each.name in ("ours", *BARE):
+                        say(f"{work.name}, turn {turn + 1} of {repeats}: {each.title}")
                         runs[each.name].append(_run(each, folder, work))
             found["workloads"][work.name] = _summary(work, runs, contestants)
+    say("")
     found["figures"] = _figures(found)
     return found
 
