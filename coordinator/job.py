@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt import bundle, compression, tensors, tiers
-from fedquilt.coordinator import checks, folding, manifest, stop
+from fedquilt.coordinator import checks, folding, manifest, plausible, stop
 from fedquilt.coordinator.admission import Examined
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.eligibility import Seen, Wants
@@ -198,13 +198,19 @@ class Running:
         Raises:
             StoreError: the store cannot be read or written.
         """
+        ask, odd = self.ask(device, profile), ""
+        waited_s = now_s - self.rounds.asked_s.get(device, now_s)
+        limit_s = plausible.time_s(waited_s, self.job.cohort.deadline_s, self.rounds.attempt + 1)
         try:
-            taken, reason = self.taken(update, profile), ""
+            believed, odd = plausible.bounded(update, ask, limit_s)
+            if "work" in self.rounds.actions:
+                plausible.require_weight(update, ask, limit_s)
+            taken, reason = self.taken(believed, profile), ""
         except StoreError:
             raise
         except Exception as error:  # whatever a device sends, it is the device's update that is refused
             taken, reason = None, str(error) if isinstance(error, UpdateError) else f"{type(error).__name__}: {error}"
-        return Examined(device, update, taken, reason, self.ask(device, profile))
+        return Examined(device, update, taken, reason, ask, odd)
 
     def taken(self, update: Update, profile: Profile | None) -> Update:
         """The update as it is kept: with a codec, its tensors are decoded here and nowhere else.
