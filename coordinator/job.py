@@ -48,6 +48,7 @@ from fedquilt.core import (
 from fedquilt.tiers import Member
 
 READ_BYTES: Final = 32 << 20  # of a round's updates, read once for both their examination and the commit
+WHOLE_BYTES: Final = 1 << 20  # of tensors that are encoded as a whole before they are stored
 HELD: Final = 2  # tasks whose tensors are kept, so that what many devices get is encoded once
 
 
@@ -235,7 +236,7 @@ class Running:
             next_one = self._in_order(update.device)
             total = self._half.fold(self.state, self._folding.total if next_one else None, given)
         if self.job.wire.codec != "raw":
-            refs = {name: self._store.depot.stow(tensors.encode(bundle)) for name, bundle in plain.items()}
+            refs = {name: self._stowed(bundle) for name, bundle in plain.items()}
             update = msgspec.structs.replace(update, bundles=refs, bases={})
         if not next_one:
             return self._kept(update, given)
@@ -260,6 +261,11 @@ class Running:
                 tensors.require_finite(bundle)
             total = self._half.fold(self.state, self._folding.total, given)
             self._folding.take(given.device, (given.weight, given.metrics, bundles), total)
+
+    def _stowed(self, bundle: Tensors) -> BlobRef:
+        if tensors.total_bytes([bundle]) <= WHOLE_BYTES:
+            return self._store.depot.stow(tensors.encode(bundle))
+        return self._store.depot.put_by(lambda path: tensors.write(path, bundle))
 
     def _in_order(self, device: str) -> bool:
         """Whether all devices before this one that have been asked have answered, and are folded."""
@@ -291,7 +297,7 @@ class Running:
         path = self._store.depot.path(sha256) if sha256 in asked | self.sent() else None
         if path is None:
             raise UpdateError(f"bundle {name!r} has moved from {sha256[:12]}, which this round has not sent")
-        return tensors.read(path)
+        return tensors.Floats(path)  # one tensor at a time, as it is decoded
 
     def commit(self, now_s: float) -> Committed:
         """Fold the round's updates in sorted order of devices and store what comes of it."""
