@@ -71,6 +71,7 @@ class Examined(msgspec.Struct, frozen=True):
     taken: Update | None
     reason: str = ""
     ask: Ask = field(default_factory=Ask)
+    odd: str = ""  # what its device claims and cannot be, which is not in `taken`
 
 
 Event: TypeAlias = Appeared | Flooded | Claimed | Offered | Arrived | Examined

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt import bundle, compression, tensors, tiers
-from fedquilt.coordinator import checks, folding, manifest, stop
+from fedquilt.coordinator import checks, folding, manifest, plausible, stop
 from fedquilt.coordinator.admission import Examined
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.eligibility import Seen, Wants
@@ -48,6 +48,7 @@ from fedquilt.core import (
 from fedquilt.tiers import Member
 
 READ_BYTES: Final = 32 << 20  # updates of a round that stay in memory after their examination, for the commit
+WHOLE_BYTES: Final = 1 << 20  # tensors up to this are encoded as a whole before they are stored
 HELD: Final = 2  # tasks whose encoded tensors are kept, so that blobs common to many devices are encoded once
 
 
@@ -218,13 +219,19 @@ class Running:
         Raises:
             StoreError: the store cannot be read or written.
         """
+        ask, odd = self.ask(device, profile), ""
+        waited_s = now_s - self.rounds.asked_s.get(device, now_s)
+        limit_s = plausible.time_s(waited_s, self.job.cohort.deadline_s, self.rounds.attempt + 1)
         try:
-            taken, reason = self.taken(update, profile), ""
+            believed, odd = plausible.bounded(update, ask, limit_s)
+            if "work" in self.rounds.actions:
+                plausible.require_weight(update, ask, limit_s)
+            taken, reason = self.taken(believed, profile), ""
         except StoreError:
             raise
         except Exception as error:  # whatever a device sends, it is the device's update that is refused
             taken, reason = None, str(error) if isinstance(error, UpdateError) else f"{type(error).__name__}: {error}"
-        return Examined(device, update, taken, reason, self.ask(device, profile))
+        return Examined(device, update, taken, reason, ask, odd)
 
     def taken(self, update: Update, profile: Profile | None) -> Update:
         """The update as it is stored: with a codec, its tensors are decoded here and nowhere else.
@@ -249,7 +256,7 @@ class Running:
             next_one = self._in_order(update.device)
             total = self._half.fold(self.state, self._folding.total if next_one else None, given)
         if self.job.wire.codec != "raw":
-            refs = {name: self._store.depot.stow(tensors.encode(bundle)) for name, bundle in plain.items()}
+            refs = {name: self._stowed(bundle) for name, bundle in plain.items()}
             update = msgspec.structs.replace(update, bundles=refs, bases={})
         if not next_one:
             return self._kept(update, given)
@@ -274,6 +281,11 @@ class Running:
                 tensors.require_finite(bundle)
             total = self._half.fold(self.state, self._folding.total, given)
             self._folding.take(given.device, (given.weight, given.metrics, bundles), total)
+
+    def _stowed(self, bundle: Tensors) -> BlobRef:
+        if tensors.total_bytes([bundle]) <= WHOLE_BYTES:
+            return self._store.depot.stow(tensors.encode(bundle))
+        return self._store.depot.put_by(lambda path: tensors.write(path, bundle))
 
     def _in_order(self, device: str) -> bool:
         """Whether all devices asked that sort before this one have answered and are folded."""
@@ -305,7 +317,7 @@ class Running:
         path = self._store.depot.path(sha256) if sha256 in asked | self.sent() else None
         if path is None:
             raise UpdateError(f"bundle {name!r} has moved from {sha256[:12]}, which this round has not sent")
-        return tensors.read(path)
+        return tensors.Floats(path)  # one tensor at a time, as it is decoded
 
     def commit(self, now_s: float) -> Committed:
         """Fold the round's updates in sorted order of devices and store the result."""

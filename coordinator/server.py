@@ -211,7 +211,10 @@ class Server:
     def _examine(self, device: str, update: Update, now_s: float) -> None:
         """Read an update, and let count what it holds."""
         assert self.active is not None
-        self._happened(self.active.examined(device, update, self.registry.profile_of(device), now_s), now_s)
+        examined = self.active.examined(device, update, self.registry.profile_of(device), now_s)
+        if examined.odd:
+            log.warning("%s claims what cannot be: %s", device, examined.odd)
+        self._happened(examined, now_s)
 
     def _discard(self, update: Update) -> None:
         """Drop the blobs of an update that have no other use."""

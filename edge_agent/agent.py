@@ -32,7 +32,7 @@ from fedquilt.edge_agent.duty import Duty
 from fedquilt.edge_agent.events import Acked, Arrived, Cleared, Connected, Failed, Fetched, Key
 from fedquilt.edge_agent.settings import AgentSettings, size_bytes
 from fedquilt.edge_agent.state import Local
-from fedquilt.edge_agent.task import budget
+from fedquilt.edge_agent.task import budget, confine
 from fedquilt.edge_agent.task.protocol import Order
 from fedquilt.edge_agent.task.worker import ChildWorker, Worker
 from fedquilt.transport import link as links
@@ -309,7 +309,8 @@ def _means(budget_bytes: int, allowed: tuple[str, ...] | None) -> events.Means:
     """Engines and methods on this machine, as far as agent.toml allows those of other packages."""
     with plugins.restricted(allowed):
         known = (*methods.names(), *methods.outside(), *(name for name in allowed or () if ":" in name))
-        return events.Means(budget_bytes, engines.available(), known, plugins=plugins.modules())
+        found = plugins.modules()
+    return events.Means(budget_bytes, engines.available(), known, plugins=found, confined=confine.possible())
 
 
 # -- a real one -----------------------------------------------------------------------------------
@@ -333,7 +334,8 @@ def run_agent(settings: AgentSettings) -> None:
     lock = Local(Path(settings.home)).lock()
     client = f"fedquilt-{settings.fleet}-{settings.device}"
     link = MqttLink(broker, client, (presence, wire.encode(wire.Presence(online=False, boot=boot))))
-    agent = Agent(link, settings, board, ChildWorker(settings.warm_s), boot)
+    worker = ChildWorker(settings.warm_s, confine.command(Path(settings.home).absolute()))
+    agent = Agent(link, settings, board, worker, boot)
     stopped: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda signum, frame: stopped.append(signum))

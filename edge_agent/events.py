@@ -128,6 +128,7 @@ class Means(msgspec.Struct, frozen=True):
     methods: tuple[str, ...]
     codecs: tuple[str, ...] = CODECS
     plugins: Mapping[str, str] = field(default_factory=dict)  # of other packages: `fedquilt.plugins.modules`
+    confined: tuple[str, ...] | None = None  # what a task's process gives up: `task.confine`; None: it has none
 
 
 class Open(msgspec.Struct, frozen=True):

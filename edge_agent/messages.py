@@ -25,12 +25,17 @@ def profile(device: str, board: Device, means: Means) -> Profile:
         memory_bytes=board.memory_bytes,
         budget_bytes=means.budget_bytes,
         engines=means.engines,
-        versions={**_versions(means.engines), **means.plugins},
+        versions={**_versions(means.engines), **_confined(means), **means.plugins},
         points=board.points,
         idle_w=board.idle_w,
         provenance=board.provenance,
         codecs=means.codecs,
     )
+
+
+def _confined(means: Means) -> dict[str, str]:
+    """What a task's process gives up here, so that an operator sees where it gives up nothing."""
+    return {} if means.confined is None else {"tasks without": ", ".join(means.confined) or "nothing"}
 
 
 def telemetry(reading: Reading) -> Telemetry | None:

@@ -315,7 +315,7 @@ def _place(error: Exception) -> str:
 
 def main() -> None:
     """Take orders until stdin ends."""
-    die_with(int(sys.argv[1]))
+    die_with(int(sys.argv[-1]))
     with contextlib.suppress(OSError):  # short of memory, the kernel should take this process and not another
         Path("/proc/self/oom_score_adj").write_text("500")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the daemon

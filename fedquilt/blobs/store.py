@@ -148,6 +148,15 @@ class Depot:
             self.take_over(ref, self.lay_by(ref, payload))
         return ref
 
+    def put_by(self, write: Callable[[Path], None]) -> BlobRef:
+        """Store what `write` puts into a file: for what is too large to be held as bytes beside what it is made of."""
+        with self._doing("store a blob"), self._temporary() as path:
+            write(Path(path))
+            ref = BlobRef(sha256=files.digest(path, sync=self._durable), size=os.stat(path).st_size)
+            if not self.has(ref):
+                self._place(path, ref.sha256)
+        return ref
+
     def lay_by(self, ref: BlobRef, payload: bytes) -> int:
         """Write a small blob of known digest without naming it yet; returns its place. Not for a durable depot."""
         assert self._pack is not None

@@ -147,7 +147,8 @@ def decode(wire: Encoding, sent: Tensors, base: Tensors) -> dict[str, np.ndarray
         start = _start(base, name, None if not coder.alone else parts[coder.parts[0]].shape)
         if start is None and not coder.alone:
             raise UpdateError(f"tensor {name!r} was sent by {wire.codec}, but there is none that it moved from")
-        origin = np.zeros(parts[coder.parts[0]].shape, np.float32) if start is None else start
+        # one zero stands for all of them: an update may not make the coordinator hold twice what it tells
+        origin = np.broadcast_to(np.float32(0), parts[coder.parts[0]].shape) if start is None else start
         try:
             plain[name] = coder.take([parts[part] for part in coder.parts], origin, wire.keep)
         except UpdateError as error:

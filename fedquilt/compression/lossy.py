@@ -65,7 +65,10 @@ def _unhalved(parts: Sequence[np.ndarray], start: np.ndarray, keep: float) -> np
     (halves,) = parts
     if halves.dtype != np.float16:
         raise UpdateError(f"part fp16: {halves.dtype}, wanted float16")
-    return start + halves.astype(np.float32)
+    found, flat = np.empty(start.shape, np.float32), halves.reshape(-1)
+    for block in _blocks(flat.size):
+        found.reshape(-1)[block] = start.reshape(-1)[block] + flat[block].astype(np.float32)
+    return found
 
 
 def _halves(parts: Sequence[Shaped], shape: tuple[int, ...], keep: float) -> tuple[int, ...] | None:
@@ -95,8 +98,12 @@ def _unstepped(parts: Sequence[np.ndarray], start: np.ndarray, keep: float) -> n
         )
     if not 0 <= step[0] < np.inf:
         raise UpdateError(f"part step: {step[0]:g}, wanted a number of at least 0")
+    found, flat = np.empty(start.shape, np.float32), counts.reshape(-1)
     with np.errstate(over="ignore"):
-        return _finite(start + counts.astype(np.float32) * step, f"its step is {step[0]:g}")
+        for block in _blocks(flat.size):
+            moved = start.reshape(-1)[block] + flat[block].astype(np.float32) * step
+            found.reshape(-1)[block] = _finite(moved, f"its step is {step[0]:g}")
+    return found
 
 
 def _steps(parts: Sequence[Shaped], shape: tuple[int, ...], keep: float) -> tuple[int, ...] | None:

@@ -113,6 +113,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
 
 
 def send(state: State, device: DeviceView) -> Order | None:
+    """Ask a device for its sums, once."""
     if done(state) or device.device in state.heard:
         return None
     ask = taps.GatherAsk(
@@ -164,6 +165,7 @@ def step(state: State, total: Sum | None) -> State:
 
 
 def done(state: State) -> bool:
+    """Whether the head is solved."""
     return bool(state.head)
 
 
@@ -227,6 +229,7 @@ def _seed(state: State) -> int:
 
 
 def work(task: Task, site: Site) -> Answer:
+    """Sums of the pooled features at the donor's tap, and of the labels."""
     return taps.gather(msgspec.convert(task.params, taps.GatherAsk), site)
 
 

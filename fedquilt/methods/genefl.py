@@ -47,13 +47,11 @@ from fedquilt.core import (
     Contribution,
     DeviceView,
     Examples,
-    Expected,
     Order,
     Site,
     Task,
     Tensors,
     UpdateError,
-    expects,
 )
 from fedquilt.layers import calls, head, layers
 from fedquilt.methods import fedavg
@@ -250,16 +248,6 @@ def _elastic(task: Task, site: Site, before: Tensors, received: Tensors, bound: 
 # -- on the coordinator ---------------------------------------------------------------------------
 
 
-def taken(state: State) -> Expected | None:
-    """A device's layers, or its fingerprint, as large as everybody's; None: nobody has sent one yet."""
-    other = next(iter((*state.centres, *state.fingerprints.values())), None)
-    if other is None:
-        return None
-    layers = {name: array for layer in state.shared for name, array in state.first[layer].items()}
-    return Expected({"gene": layers, "fingerprint": {"u": other}}, whole=False)
-
-
-@expects(taken)
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     """Add a learnGene to its cluster's sums, or keep a fingerprint."""
     so_far = so_far or Sum({}, {}, {})

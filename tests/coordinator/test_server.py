@@ -393,6 +393,56 @@ def test_a_board_that_floods_is_set_aside_by_name_and_the_round_goes_on(
     stage.store.close()
 
 
+@pytest.mark.parametrize(
+    ("usage", "said"),
+    [
+        ({"energy_j": 1e24, "wall_s": 1e9}, "1e+24 J"),
+        ({"energy_j": 1.0, "idle_j": 1e9}, "1e+09 J"),
+        ({"down_bytes": 1 << 50}, "down_bytes of 1125899906842624"),
+        ({"up_bytes": 1 << 50}, "up_bytes of 1125899906842624"),
+    ],
+)
+def test_a_claim_of_joules_or_bytes_that_cannot_be_ends_no_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, usage: dict[str, Any], said: str
+) -> None:
+    """What the board has worked out counts, what it claims to have taken does not; the log names it."""
+    stage = Stage(tmp_path, rounds=2, stop={"max_joules": 1e6, "max_bytes": 10_000_000})
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    a.answer(ones(1.0), usage=Usage(**usage))
+    b.answer(ones(3.0), usage=Usage(energy_j=100.0, wall_s=1.0))
+    stage.play()
+    assert [fact.update.device for fact in stage.told(Answered)] == ["a", "b"]
+    assert len(stage.told(Asked)) == 2  # the second round has begun
+    assert not stage.told(Ended)
+    assert "a claims what cannot be" in caplog.text
+    assert said in caplog.text
+    assert "b claims" not in caplog.text
+    stage.store.close()
+
+
+def test_a_device_counts_as_no_more_examples_than_it_can_have_worked_through(tmp_path: Path) -> None:
+    """24 FLOPs an example, 1e6 a second as its profile says, two deadlines of 30 s and a minute: 5e6, and ten times."""
+    stage = Stage(tmp_path, cohort={"deadline_s": 30.0, "attempts": 1, "max_examples": 10**9})
+    a, b = stage.hand("a"), stage.hand("b")
+    slow = Profile(
+        device="a",
+        board="hand",
+        memory_bytes=1 << 30,
+        budget_bytes=1 << 29,
+        engines=("numpy",),
+        versions={},
+        points=(OperatingPoint(name="p", flops_per_s=1e6),),
+    )
+    a.say("profile", slow, retain=True)
+    stage.play()
+    a.answer(ones(5.0), weight=5.1e7, usage=Usage(examples=51_000_000))
+    b.answer(ones(2.0), weight=30.0, usage=Usage(examples=30))
+    stage.play()
+    assert "a wants to count as 5.1e+07 examples, and at 1e+06 FLOP/s" in stage.told(Rejected)[0].reason
+    stage.store.close()
+
+
 def test_a_device_cannot_speak_for_another(stage: Stage) -> None:
     """The topic, which the broker's access list guards, says who it is."""
     a, _ = stage.hand("a"), stage.hand("b")

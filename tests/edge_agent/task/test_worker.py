@@ -23,7 +23,7 @@ from fedquilt.core import Cost, Encoding, Task, Work
 from fedquilt.edge_agent.devices import make
 from fedquilt.edge_agent.devices.simulated import SimulatedDevice
 from fedquilt.edge_agent.state import PRIVATE
-from fedquilt.edge_agent.task import budget, worker
+from fedquilt.edge_agent.task import budget, confine, worker
 from fedquilt.edge_agent.task.process import Child
 from fedquilt.edge_agent.task.protocol import Loaded, Order, Outcome, Progressed
 from fedquilt.edge_agent.task.worker import COMMAND, ChildWorker, InlineWorker, Worker
@@ -197,6 +197,16 @@ def test_a_child_trains_checks_and_says_what_it_took(place: Place) -> None:
     assert outcome.peak_bytes is not None
     assert 20 << 20 < outcome.base_bytes <= outcome.peak_bytes < 200 << 20
     assert outcome.wall_s > 0
+
+
+def test_a_confined_child_does_the_same_work_and_its_layouts_are_told(place: Place) -> None:
+    """As an agent starts it: what it gives up, no task needs."""
+    with child() as worker, child(confine.command(place.folder)) as confined:
+        free, held = carried_out(worker, place.order()), carried_out(confined, place.order())
+    assert (held.code, held.reason) == ("ok", "")
+    assert held.bundles == free.bundles
+    assert held.base_bytes is not None
+    assert held.layouts == {"model": {"1.bias": "f4:2", "1.weight": "f4:2,4"}}
 
 
 def test_the_same_task_gives_the_same_bits_in_a_warm_child_and_inline(place: Place) -> None:

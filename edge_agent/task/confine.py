@@ -1,0 +1,154 @@
+"""What a task's process gives up before it begins, where the kernel can: the network, and writing outside its folders.
+
+A task runs what others made: a graph, a network, data. Should one of them take over the process, it can then send
+nothing to anybody but through its answer, read no other process's memory, and change nothing but the agent's folder.
+Nothing of it is a requirement: where the kernel has no seccomp or no Landlock, the task runs without.
+
+Both hold for the thread that asks for them and for what it starts later: so before any library starts threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import struct
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 22, 38, 2
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # of Landlock; the same on all architectures
+VERSION_FLAG, PATH_BENEATH = 1, 1
+LEAST_LANDLOCK: Final = 2  # the first that lets files be renamed from one permitted folder to another
+TRUNCATE_LANDLOCK: Final = 3
+WRITES: Final = 1 << 1 | sum(1 << bit for bit in range(4, 14))  # writing, and making, removing and moving of any kind
+TRUNCATES: Final = 1 << 14
+
+EPERM, UNIX, NETLINK = 1, 1, 16
+LOAD, EQUAL, GREATER_OR_EQUAL, RETURN = 0x20, 0x15, 0x35, 0x06  # of classic BPF, on 32-bit words
+ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | EPERM
+NUMBER_AT, ARCHITECTURE_AT, ARGUMENT_AT = 0, 4, 16  # in struct seccomp_data; little-endian
+
+
+class Calls(NamedTuple):
+    """Numbers of system calls of one architecture."""
+
+    architecture: int
+    socket: int
+    refused: Sequence[int]  # ptrace, process_vm_readv, process_vm_writev, io_uring_setup, pidfd_getfd
+
+
+CALLS: Final = {
+    "x86_64": Calls(0xC000003E, 41, (101, 310, 311, 425, 438)),
+    "aarch64": Calls(0xC00000B7, 198, (117, 270, 271, 425, 438)),
+}
+
+
+def command(home: Path) -> tuple[str, ...]:
+    """The command of a task's process that may write below `home` alone."""
+    return (sys.executable, "-m", "fedquilt.edge_agent.task.start", str(home))
+
+
+def confine(writable: Iterable[Path]) -> tuple[str, ...]:
+    """Give up what this process can, for good: "files", "network", as far as the kernel has done it.
+
+    Args:
+        writable: folders below which it may still write; those that are not there are left out.
+    """
+    if _prctl(PR_SET_NO_NEW_PRIVS, 1):
+        return ()
+    return tuple(name for name, done in (("files", _files(writable)), ("network", _network())) if done)
+
+
+def possible() -> tuple[str, ...]:
+    """What `confine` would give up here, as far as the kernel says it; nothing is given up by asking."""
+    files = _landlock() >= LEAST_LANDLOCK
+    network = platform.machine() in CALLS and os.path.exists("/proc/sys/kernel/seccomp/actions_avail")
+    return tuple(name for name, there in (("files", files), ("network", network)) if there)
+
+
+def folders(home: Path) -> list[Path]:
+    """Where a task writes: the agent's folder, temporary files, devices (a GPU's), and its own entries in /proc."""
+    import tempfile  # of no use to the agent, which imports this module as well
+
+    return [home, Path(tempfile.gettempdir()), Path("/dev"), Path("/proc"), Path.home() / ".nv"]
+
+
+def _files(writable: Iterable[Path]) -> bool:
+    version = _landlock()
+    if version < LEAST_LANDLOCK:
+        return False
+    handled = WRITES | (TRUNCATES if version >= TRUNCATE_LANDLOCK else 0)
+    rules = _call(CREATE_RULESET, struct.pack("=Q", handled), 8, 0)
+    if rules < 0:
+        return False
+    try:
+        for folder in writable:
+            try:
+                place = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+            except OSError:
+                continue
+            try:
+                if _call(ADD_RULE, rules, PATH_BENEATH, struct.pack("=Qi", handled, place), 0):
+                    return False
+            finally:
+                os.close(place)
+        return _call(RESTRICT_SELF, rules, 0) == 0
+    finally:
+        os.close(rules)
+
+
+def _network() -> bool:
+    calls = CALLS.get(platform.machine())
+    if calls is None or sys.byteorder != "little":
+        return False
+    program = _filter(calls)
+    code = ctypes.create_string_buffer(b"".join(program))
+    whole = struct.pack("@HP", len(program), ctypes.addressof(code))
+    return _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.create_string_buffer(whole)) == 0
+
+
+def _filter(calls: Calls) -> list[bytes]:
+    """Sockets but for local ones and questions to the kernel, and calls that reach other processes, are refused."""
+    tests = [
+        (LOAD, ARCHITECTURE_AT, None),
+        (EQUAL, calls.architecture, "next or refuse"),
+        (LOAD, NUMBER_AT, None),
+        (GREATER_OR_EQUAL, 0x40000000, "refuse"),  # the x32 numbers of x86-64
+        *((EQUAL, number, "refuse") for number in calls.refused),
+        (EQUAL, calls.socket, "next or allow"),
+        (LOAD, ARGUMENT_AT, None),
+        (EQUAL, UNIX, "allow"),
+        (EQUAL, NETLINK, "allow"),
+    ]
+    refuse, allow = len(tests), len(tests) + 1
+    program = []
+    for at, (code, number, then) in enumerate(tests):
+        to_refuse, to_allow = refuse - at - 1, allow - at - 1
+        jumps = {
+            None: (0, 0),
+            "refuse": (to_refuse, 0),
+            "allow": (to_allow, 0),
+            "next or refuse": (0, to_refuse),
+            "next or allow": (0, to_allow),
+        }[then]
+        program.append(struct.pack("=HBBI", code, *jumps, number))
+    return [*program, struct.pack("=HBBI", RETURN, 0, 0, REFUSE), struct.pack("=HBBI", RETURN, 0, 0, ALLOW)]
+
+
+def _landlock() -> int:
+    """The version of Landlock that the kernel has; below 1: none, or it is switched off."""
+    return _call(CREATE_RULESET, None, 0, VERSION_FLAG)
+
+
+def _call(number: int, *arguments: int | bytes | None) -> int:
+    passed = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
+    return int(ctypes.CDLL(None).syscall(ctypes.c_long(number), *passed))
+
+
+def _prctl(option: int, argument: int, pointer: object = 0) -> int:
+    zero = ctypes.c_ulong(0)
+    third = zero if pointer == 0 else pointer
+    return int(ctypes.CDLL(None).prctl(ctypes.c_int(option), ctypes.c_ulong(argument), third, zero, zero))

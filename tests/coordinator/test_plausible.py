@@ -1,0 +1,76 @@
+"""What a board can have done: never less than what an honest one does."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedquilt import profiles
+from fedquilt.coordinator import plausible
+from fedquilt.coordinator.deadline import Ask
+from fedquilt.core import BlobRef, OperatingPoint, Profile, Update, Usage, Work
+
+PROFILE = Profile(device="a", board="b", memory_bytes=2, budget_bytes=1, engines=("numpy",), versions={})
+
+
+def of(*watts: float | None, idle_w: float | None = None) -> Profile:
+    points = tuple(OperatingPoint(name=f"{i}", busy_w=each, flops_per_s=1e9) for i, each in enumerate(watts))
+    return Profile(
+        device="a", board="b", memory_bytes=2, budget_bytes=1, engines=(), versions={}, points=points, idle_w=idle_w
+    )
+
+
+def update(**usage: float) -> Update:
+    return Update(
+        job="j",
+        round=0,
+        attempt=0,
+        device="a",
+        weight=1.0,
+        bundles={"m": BlobRef(sha256="0" * 64, size=50), "n": BlobRef(sha256="0" * 64, size=50)},
+        metrics={},
+        usage=Usage(**usage),
+    )
+
+
+@pytest.mark.parametrize(
+    ("profile", "watts"),
+    [
+        (None, 1000.0),
+        (of(), 1000.0),
+        (of(15.0, None, 60.0), 180.0),
+        (of(5.0), 100.0),
+        (of(1e24), 3000.0),
+        (of(idle_w=50.0), 150.0),
+    ],
+)
+def test_a_board_takes_no_more_than_three_times_what_its_profile_says(profile: Profile | None, watts: float) -> None:
+    """At least 100 W are believed, and never more than 3000."""
+    assert plausible.most_w(profile) == watts
+
+
+def test_what_an_honest_board_claims_stays_as_it_is() -> None:
+    """Each claim just within its bound; the same object comes back."""
+    ask, limit_s = Ask(Work(), of(60.0), 1000), plausible.time_s(10.0, 30.0, 1)
+    assert limit_s == 120.0
+    given = update(wall_s=120.0, energy_j=180.0 * 120, idle_j=600.0, down_bytes=2000 + (1 << 20), up_bytes=50)
+    assert plausible.bounded(given, ask, limit_s) == (given, "")
+    assert plausible.bounded(given, ask, limit_s)[0] is given
+
+
+def test_what_cannot_be_is_left_out_or_taken_for_the_most_that_can() -> None:
+    """Joules that are wrong say nothing; bytes and seconds are bounded."""
+    found, odd = plausible.bounded(
+        update(wall_s=1e9, energy_j=1e24, idle_j=1.0, energy_error_j=1.0, down_bytes=10**9, up_bytes=51), Ask(), 120.0
+    )
+    usage = found.usage
+    assert (usage.wall_s, usage.energy_j, usage.idle_j, usage.energy_error_j) == (120.0, None, None, None)
+    assert (usage.down_bytes, usage.up_bytes) == (1 << 20, 50)
+    assert odd.count(";") == 3
+
+
+@pytest.mark.parametrize("name", profiles.names())
+def test_every_board_that_ships_is_believed_at_its_busiest(name: str) -> None:
+    """A task that takes all of the longest time at the highest watts of the board's own table."""
+    watts = [point.busy_w.value for point in profiles.load(name).points if point.busy_w is not None]
+    if watts:
+        assert max(watts) <= plausible.most_w(of(*watts))

@@ -1,0 +1,111 @@
+"""What a task's process can no longer do once it is confined, and what it still can: in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedquilt.edge_agent import messages
+from fedquilt.edge_agent.devices.simulated import SimulatedDevice
+from fedquilt.edge_agent.events import Means
+from fedquilt.edge_agent.task import confine
+
+PROGRAM = """
+import ctypes, json, os, pathlib, socket, sys
+from fedquilt.edge_agent.task import confine
+
+home, outside = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
+done = confine.confine([home, pathlib.Path("/dev"), pathlib.Path("/proc"), home / "absent"])
+refused = []
+
+def tried(name, what):
+    try:
+        what()
+    except OSError:
+        refused.append(name)
+
+tried("write", lambda: outside.write_text("changed"))
+tried("truncate", lambda: os.truncate(outside, 0))
+tried("remove", outside.unlink)
+tried("make", lambda: (outside.parent / "new").mkdir())
+tried("move in", lambda: os.rename(outside, home / "moved"))
+for family in ("AF_INET", "AF_INET6", "AF_PACKET"):
+    tried(family, lambda: socket.socket(getattr(socket, family), socket.SOCK_STREAM))
+libc = ctypes.CDLL(None, use_errno=True)
+
+def traced():
+    if libc.ptrace(16, os.getppid(), 0, 0) < 0:
+        raise OSError(ctypes.get_errno())
+
+tried("trace", traced)
+(home / "a").write_text("x")
+(home / "b").mkdir()
+os.replace(home / "a", home / "b" / "a")
+open("/proc/self/oom_score_adj", "w").write("500")
+open("/dev/null", "w").write("x")
+socket.socket(socket.AF_UNIX).close()
+print(json.dumps([list(done), refused, outside.read_text()]))
+"""
+FILES = ["write", "truncate", "remove", "make", "move in"]
+NETWORK = ["AF_INET", "AF_INET6", "AF_PACKET", "trace"]
+
+
+@pytest.mark.skipif(not confine.possible(), reason="this kernel has neither Landlock nor seccomp")
+def test_a_confined_process_reaches_no_network_and_changes_nothing_outside_its_folder(tmp_path: Path) -> None:
+    """Reading goes on, and so does writing below its folders, also from one of them to another."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "outside").write_text("as it was")
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "home"), str(tmp_path / "outside")]
+    done, refused, outside = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert tuple(done) == confine.possible()
+    assert outside == "as it was"
+    assert set(refused) >= set(FILES if "files" in done else []) | set(NETWORK if "network" in done else [])
+
+
+def test_where_the_kernel_has_neither_a_task_runs_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An older kernel, or another architecture: nothing is given up, and nothing is raised."""
+    monkeypatch.setattr(confine, "_prctl", lambda *given: -1)
+    assert confine.confine([tmp_path]) == ()
+    monkeypatch.setattr(confine, "_prctl", lambda *given: 0)
+    monkeypatch.setattr(confine, "_call", lambda *given: -1)
+    monkeypatch.setattr(confine.platform, "machine", lambda: "riscv64")
+    assert confine.confine([tmp_path]) == ()
+    assert confine.possible() == ()
+
+
+@pytest.mark.parametrize("machine", confine.CALLS)
+def test_the_filter_lets_each_call_through_but_those_that_are_refused(machine: str) -> None:
+    """Played through by hand, as the kernel would: other architectures' numbers are refused as a whole."""
+    calls = confine.CALLS[machine]
+    program = [struct.unpack("=HBBI", each) for each in confine._filter(calls)]
+
+    def ruled(number: int, argument: int = 0, architecture: int = calls.architecture) -> int:
+        data, held, at = {0: number, 4: architecture, 16: argument}, 0, 0
+        while True:
+            code, yes, no, value = program[at]
+            if code == confine.RETURN:
+                return int(value)
+            if code == confine.LOAD:
+                held, step = data[value], 0
+            else:
+                step = yes if (held == value if code == confine.EQUAL else held >= value) else no
+            at += 1 + step
+
+    assert ruled(0) == ruled(calls.socket, confine.UNIX) == ruled(calls.socket, confine.NETLINK) == confine.ALLOW
+    assert ruled(calls.socket, 2) == ruled(calls.socket, 10) == ruled(calls.socket, 17) == confine.REFUSE
+    assert {ruled(number) for number in calls.refused} == {confine.REFUSE}
+    assert ruled(0, architecture=0x40000003) == ruled(0x40000000 + 41, 1) == confine.REFUSE
+
+
+@pytest.mark.parametrize(
+    ("confined", "told"), [(("files", "network"), "files, network"), ((), "nothing"), (None, None)]
+)
+def test_a_boards_profile_tells_what_its_tasks_give_up(confined: tuple[str, ...] | None, told: str | None) -> None:
+    """Where the kernel has neither, an operator can see it; a simulated board has no process to confine."""
+    means = Means(1, ("numpy",), (), confined=confined)
+    assert messages.profile("a", SimulatedDevice.named("jetson-tx2"), means).versions.get("tasks without") == told
