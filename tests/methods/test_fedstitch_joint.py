@@ -159,6 +159,19 @@ def test_a_class_that_nobody_has_is_named_and_never_wins() -> None:
         z = ends(run[-1], candidate.paths, [member.held for member in members(4)])
         scores = 1e6 * z @ candidate.head["weights"].T + candidate.head["bias"]
         assert (scores.argmax(axis=1) != 2).all()
+    found = METHOD.result(run[-1])
+    assert found.tensors["head.bias"][2] == -np.inf
+    assert np.isfinite(found.tensors["head.weights"]).all()
+
+
+def test_a_single_example_gives_a_head() -> None:
+    """Of its class, without a criterion: no state ever holds what is not finite."""
+    member = members(1)[0]
+    one = Member(member.device, Examples(member.train.x[:1], member.train.y[:1]), member.held)
+    last = played([one], expansions=0)[-1]
+    assert METHOD.done(last)
+    assert {each.criterion for each in last.candidates} == {None}
+    assert all(each.right == (member.held.y == member.train.y[0]).sum() for each in last.candidates)
 
 
 def test_heads_of_random_features_take_the_taps_themselves() -> None:
