@@ -170,13 +170,19 @@ def _alone(state: State, made: _Solver) -> list[int]:
 
 
 def _joint(state: State, made: _Solver) -> list[tuple[int, ...]]:
-    """Sets of several taps: the best of all, its beginnings, the best unstitched ones, and the best of each donor."""
+    """Sets of several taps: the best of all, its beginnings, the best of each donor, and one to tell stitching's worth.
+
+    That is the best set without stitched taps where the best of all has some, else the best of all and a stitched one.
+    """
     every, donors = range(len(state.taps)), _by_donor(state)
     own = sorted(tap for taps in donors.values() for tap in taps)
     best = made.joined(every)
     sets = [best, best[: (len(best) + 1) // 2], best[:2]]
-    if len(own) < len(every):
+    strange = sorted(set(every) - set(own), key=lambda tap: (made.strength(tap).criterion, tap))
+    if set(best) & set(strange):
         sets.append(made.joined(own))
+    elif strange:
+        sets.append((*best, strange[0]))  # so that what stitching would add to it can be told
     if len(donors) > 1:
         sets += [made.joined(taps) for taps in donors.values()]
     return [taps for taps in sets if len(taps) > 1]

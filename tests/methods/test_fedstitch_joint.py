@@ -233,6 +233,27 @@ def test_the_story_tells_what_joining_and_stitching_add() -> None:
     assert candidates.gains(state) == pytest.approx({"joined": 0.15, "stitched": -0.015})
 
 
+def test_there_are_always_joined_taps_with_and_without_a_stitched_one() -> None:
+    """So what stitching adds is told beside like networks, whether or not the criterion wants stitched taps."""
+    state = next(state for state in FULL if state.phase == "validate")
+    native = [all(candidates.is_native(state.stock, path) for path in each.paths) for each in state.candidates]
+    joined = {flag for flag, each in zip(native, state.candidates, strict=True) if each.kind == "joined"}
+    assert joined == {True, False}
+    sums = joint_head.merge([], [joint_head.part(np.random.default_rng(0).normal(size=(200, 8)), SIGNS, LABELS)])
+    bare = replace(FULL[0], taps=(("ash.0",), ("ash.0", "elm.1")), finalists=())
+    wide = replace(bare, stock=replace(bare.stock, blocks={**bare.stock.blocks, "elm.1": narrow(bare, "elm.1", 4)}))
+    kinds = [(each.kind, len(each.paths)) for each in candidates.solved(wide, sums)]
+    assert sorted(kinds) == [("donor", 1), ("joined", 2), ("stitched", 1)]
+
+
+SIGNS = np.arange(200) % LABELS
+
+
+def narrow(state: State, name: str, channels: int) -> stitched.Block:
+    """A block with other channels."""
+    return replace(state.stock.blocks[name], out_shape=(channels, 4, 4))
+
+
 def test_a_job_that_joins_nothing_has_each_finished_network_alone() -> None:
     """join = false: what joining adds can be told from two runs."""
     last = played(join=False)[-1]
