@@ -53,7 +53,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
-from fedquilt import tensors
+from fedquilt import profiles, tensors
 from fedquilt.core import (
     Answer,
     Artefact,
@@ -121,6 +121,10 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
         raise JobError("head = 'aligned', but no donor says which classes are which label: give a donor `align`")
     if params.criterion != "cka" and params.score_at == "input":
         raise JobError(f"criterion = '{params.criterion}' judges outputs: let score_at be 'hybrid' or 'output'")
+    if params.price_ms and not params.board:
+        raise JobError("[params] price_ms weighs milliseconds: say of which board, by a profile's name in `board`")
+    if params.board:
+        profiles.load(params.board)
     state = search.begun(params, seed, stock, dict(bundle.files))
     if state.current is None and params.expansions:
         raise ModelError("no block may follow any starting block: raise max_upsampling, or take other donors")
@@ -218,7 +222,7 @@ def result(state: State) -> Artefact:
     if best is None:
         raise ModelError("no network is finished: raise the job's rounds, or [params] expansions or max_upsampling")
     meta, arrays = stitched.to_artefact(candidates.handed_out(state, best), state.stock)
-    told = [candidates.summary(state, each) for each in state.candidates]
+    told = candidates.summaries(state)
     return Artefact("stitched", {**meta, "search": told, "gains": candidates.gains(state)}, arrays)
 
 

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from fedquilt.core import derive_seed
-from fedquilt.models.stitching import joint_head, stitched
+from fedquilt.models.stitching import front, joint_head, stitched
+from fedquilt.models.stitching.front import Cost
 from fedquilt.models.stitching.joint_head import Layout, Standard, Strength, Sums
 from fedquilt.models.stitching.search_state import Candidate, Finalist, Params, State, Stored, describe
 from fedquilt.models.stitching.stitched import Stock
@@ -238,13 +239,34 @@ def accuracy(state: State, candidate: Candidate) -> float | None:
 
 
 def merit(state: State, candidate: Candidate) -> tuple[float, ...]:
-    """Compares candidates by right answers on held-out examples, the fewer blocks first among equals.
+    """Compares candidates by right answers on held-out examples less their price, the fewer blocks first among equals.
 
     Where nothing is held out, by the criterion of generalised cross-validation, then by the score.
     """
     size, criterion = len(stitched.prefixes(candidate.paths)), _criterion(candidate)
-    by_examples = (candidate.right, -size) if state.examples else ()
+    by_examples = (candidate.right - price(state, candidate) * state.examples / 100, -size) if state.examples else ()
     return (*by_examples, -criterion, candidate.score or 0.0, -size)
+
+
+def cost(state: State, candidate: Candidate) -> Cost:
+    """Of one example."""
+    return front.cost(state.stock, candidate.paths, len(state.stock.labels) if candidate.head else 0)
+
+
+def price(state: State, candidate: Candidate) -> float:
+    """Points of accuracy that its costs are worth to the job."""
+    params, own = state.params, cost(state, candidate)
+    points = params.price_mflop * own.flops / 1e6 + params.price_mb * own.weight_bytes / 1e6
+    if params.price_ms:
+        points += params.price_ms * (front.milliseconds(own.flops, own.read_bytes, params.board) or 0.0)
+    return points
+
+
+def on_front(state: State) -> list[bool]:
+    """Of each candidate: whether none is as accurate on held-out examples and as cheap, and better in one of them."""
+    costs = [cost(state, each) for each in state.candidates]
+    prices = [(own.flops, own.read_bytes, own.weight_bytes) for own in costs]
+    return front.undominated([accuracy(state, each) for each in state.candidates], prices)
 
 
 def _criterion(candidate: Candidate) -> float:
@@ -284,7 +306,7 @@ def _sides(state: State) -> dict[str, tuple[Candidate | None, Candidate | None]]
 def told(state: State) -> list[str]:
     """The validation in sentences: every candidate, what was chosen, and what joining and stitching add."""
     ordered = sorted(state.candidates, key=lambda each: merit(state, each), reverse=True)
-    lines = [f"{name(state, each)}: {_percent(state, each)}" for each in ordered]
+    lines = [f"{name(state, each)}: {_percent(state, each)}{_costs(state, each)}" for each in ordered]
     lines.append(f"chosen: {name(state, ordered[0])}")
     if not state.examples:
         return lines
@@ -307,14 +329,27 @@ def handed_out(state: State, candidate: Candidate) -> stitched.Network:
     if not candidate.head:
         donor = state.stock.donors[state.stock.blocks[candidate.paths[0][-1]].donor]
         return stitched.Network(candidate.paths, state.junctions, align=donor.align)
-    weights, bias = candidate.head["weights"], candidate.head["bias"]
-    present = np.flatnonzero(bias > np.float32(joint_head.NEVER)).tolist()
-    head = stitched.full_head(weights[present], bias[present], present, len(state.stock.labels))
+    never = candidate.head["bias"] <= np.float32(joint_head.NEVER)
+    head = {**candidate.head, "bias": np.where(never, np.float32(-np.inf), candidate.head["bias"])}
     return stitched.Network(candidate.paths, state.junctions, head=head)
 
 
+def _costs(state: State, candidate: Candidate) -> str:
+    own, board = cost(state, candidate), state.params.board
+    took = front.milliseconds(own.flops, own.read_bytes, board) if board else None
+    there = "" if took is None else f", {took:.3g} ms on {board}"
+    return f", {own.flops / 1e6:.3g} MFLOP, {own.weight_bytes / 1e6:.3g} MB{there}"
+
+
+def summaries(state: State) -> list[dict[str, Any]]:
+    """What a result tells of each candidate; costs are of one example, "front" is `on_front`."""
+    pairs = zip(state.candidates, on_front(state), strict=True)
+    return [{**summary(state, each), "front": best} for each, best in pairs]
+
+
 def summary(state: State, candidate: Candidate) -> dict[str, Any]:
-    """What a result tells of a candidate."""
+    """What a result tells of a candidate by itself."""
+    own = cost(state, candidate)
     return {
         "kind": candidate.kind,
         "taps": [list(path) for path in candidate.paths],
@@ -324,6 +359,9 @@ def summary(state: State, candidate: Candidate) -> dict[str, Any]:
         "ridge": candidate.ridge,
         "score": candidate.score,
         "residual": candidate.residual,
+        "flops": own.flops,
+        "read_bytes": own.read_bytes,
+        "weight_bytes": own.weight_bytes,
     }
 
 

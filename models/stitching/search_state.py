@@ -78,6 +78,11 @@ class Params:
     head_rounds: Count = 100  # rounds that devices are heard in, for the head and again to validate; fewer once all are
     random_features: Annotated[int, Meta(ge=0)] = 0  # project each tap onto so many before they are sent; 0: all
     finalists: Count = 12  # finished networks that are candidates, the best-scoring first
+    # points of accuracy that a candidate has to bring for each MFLOP, MB of weights and ms of an example that it costs
+    price_mflop: Positive = 0.0
+    price_mb: Positive = 0.0
+    price_ms: Positive = 0.0
+    board: str = ""  # whose milliseconds count: a profile's name
 
 
 PAPER: Mapping[str, Any] = {

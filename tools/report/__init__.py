@@ -13,12 +13,12 @@ from typing import Any
 import fedquilt
 from fedquilt import disk
 from fedquilt.coordinator.store import Store
-from fedquilt.tools.report import matrix, page, sections
+from fedquilt.tools.report import front, matrix, page, sections
 from fedquilt.tools.report.found import Found, gather
 
 
 def main(store: Store, run: str, out: Path | None) -> Path:
-    """Write a run's page and return its path.
+    """Write a run's page and return its path; print what a stitching job's candidates cost and how accurate they are.
 
     Raises:
         StoreError: there is no such run, or the file cannot be written.
@@ -26,6 +26,8 @@ def main(store: Store, run: str, out: Path | None) -> Path:
     found = gather(store, run)
     file = out or Path(f"{found.row.id}.html")
     disk.write(file, html(found))
+    for line in front.lines(found.candidates, found.row.job):
+        print(line)
     return file
 
 
@@ -42,6 +44,7 @@ def html(found: Found, template: str = "run.html", **more: Any) -> str:
         time=sections.time(found),
         devices=sections.devices(found),
         bytes=sections.bytes(found),
+        front=front.section(found.candidates, row.job),
         matrix=matrix.matrix(found.parts) if found.parts else None,
         reasons=sections.reasons(found),
         partition=page.markup(found.partition) if found.partition else None,

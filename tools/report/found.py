@@ -12,6 +12,7 @@ from fedquilt.coordinator.views import costs, progress, scores, why
 from fedquilt.coordinator.views.costs import Account
 from fedquilt.coordinator.views.progress import Dated, Point
 from fedquilt.core import FedquiltError
+from fedquilt.tools.report import front
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Found:
     parts: Mapping[int, Mapping[str, why.Part]]
     scores: tuple[scores.Score, ...]
     partition: str  # SVG; "": the data is not at hand
+    candidates: front.Candidates = ()  # of a stitching job's result
 
     @property
     def checks(self) -> list[Point]:
@@ -54,6 +56,7 @@ def gather(store: Store, run: str) -> Found:
         parts,
         scores.read(store.home, row).scores,
         _partition(row, {device for devices in parts.values() for device in devices}),
+        front.candidates(store, row.id),
     )
 
 

@@ -1,0 +1,77 @@
+"""What a network costs to run, beside its accuracy: FLOPs, bytes, and milliseconds on a board. numpy-free.
+
+The costs are those of one example. They follow from the blocks, so no device measures them; milliseconds follow from a
+board's profile (`fedquilt.cost_model`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from fedquilt import cost_model, profiles
+from fedquilt.core import Work
+from fedquilt.models.stitching import stitched
+from fedquilt.models.stitching.stitched import Stock
+
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one example: operations (a multiply-add is 2), traffic to memory, and the weights of the network."""
+
+    flops: float
+    read_bytes: float
+    weight_bytes: float
+
+
+def cost(stock: Stock, paths: Sequence[Path], labels: int) -> Cost:
+    """The cost of paths side by side under a head of so many labels; with 0 labels, of a path as it is.
+
+    What paths begin with alike is run once. Traffic is that of weights and of what goes into and comes out of blocks.
+    """
+    flops = weights = maps = 0.0
+    for ids in stitched.prefixes(paths):
+        block = stock.blocks[ids[-1]]
+        flops += block.flops
+        maps += 4.0 * (prod(block.in_shape) + prod(block.out_shape))
+        before = stock.blocks[ids[-2]] if len(ids) > 1 else None
+        if before is not None and not stitched.continues(before, block):
+            size = before.out_shape[0] * block.in_shape[0]
+            flops += 2.0 * size * min(prod(before.out_shape[1:]), prod(block.in_shape[1:]))
+            weights += 4.0 * (size + block.in_shape[0])
+    weights += sum(stock.blocks[name].weight_bytes for name in {name for path in paths for name in path})
+    if labels:
+        width = sum(stock.blocks[path[-1]].out_shape[0] for path in paths)
+        flops += 2.0 * width * labels
+        weights += 4.0 * labels * (width + 1)
+    return Cost(flops, maps + weights, weights)
+
+
+def milliseconds(flops: float, read_bytes: float, board: str) -> float | None:
+    """How long one example takes on a board at the first operating point of its profile; None: its speed is not known.
+
+    Raises:
+        JobError: there is no such profile.
+    """
+    points = profiles.load(board).operating_points()
+    seconds = cost_model.seconds(Work(flops=flops, read_bytes=read_bytes), points[0]) if points else None
+    return None if seconds is None else 1e3 * seconds
+
+
+def undominated(gain: Sequence[float | None], prices: Sequence[Sequence[float]]) -> list[bool]:
+    """Which of some candidates no other beats: at least as good everywhere, and better in gain or in a price.
+
+    Args:
+        gain: more is better; None: not known, and never on the front.
+        prices: less is better; as many numbers for each candidate.
+    """
+
+    def beats(one: int, other: int) -> bool:
+        ours, theirs = (-(gain[one] or 0.0), *prices[one]), (-(gain[other] or 0.0), *prices[other])
+        return ours != theirs and all(a <= b for a, b in zip(ours, theirs, strict=True))
+
+    known = [i for i, each in enumerate(gain) if each is not None]
+    return [i in known and not any(beats(j, i) for j in known) for i in range(len(gain))]

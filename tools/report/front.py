@@ -1,0 +1,109 @@
+"""What the candidates of a stitching job cost to run and how accurate they are: a section of a run's page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedquilt import columns, methods, profiles
+from fedquilt.coordinator.settings import Job
+from fedquilt.coordinator.store import Store
+from fedquilt.core import FedquiltError
+from fedquilt.models.stitching import front, stitched
+from fedquilt.tools.report import plots
+from fedquilt.tools.report.page import Section, Table, drawn
+
+Candidates = Sequence[Mapping[str, Any]]
+
+LONGEST = 70  # letters of a candidate's paths
+
+
+def candidates(store: Store, run: str) -> Candidates:
+    """What the run's result tells of its candidates; (): it has no result yet, or is no stitching job."""
+    from fedquilt.tools.artefacts import export
+
+    try:
+        if "onnx" not in methods.load(store.job(run).job.method).engines:
+            return ()  # it trains a network
+        found = export.artefact(store, run).meta.get("search", ())
+    except FedquiltError:
+        return ()
+    return [each for each in found if each.get("flops") and each.get("accuracy") is not None]
+
+
+def boards(job: Job) -> list[str]:
+    """The boards whose milliseconds are shown: that which the job weighs by, and those of its fleet."""
+    named = (job.params.get("board"), *job.fleet.boards)
+    known = [str(name).partition(":")[0] for name in named if name]
+    return [name for name in dict.fromkeys(known) if name in profiles.names()]
+
+
+def section(found: Candidates, job: Job) -> Section | None:
+    """A plot of accuracy over MFLOP, with the front as a line, and a table; None: there are no candidates."""
+    if not found:
+        return None
+    note = (
+        "Costs are of one example, milliseconds those of the board's first operating point, from its profile. On the "
+        "front are candidates that no other beats: none is as accurate on held-out examples and as cheap, and better "
+        "in one of the two."
+    )
+    return Section((), drawn(_plot(found)), [note], Table(*table(found, job)))
+
+
+def table(found: Candidates, job: Job) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows, the most accurate first."""
+    named = boards(job)
+    head = ["candidate", "kind", "accuracy", "MFLOP", "weights, MB", *(f"ms, {board}" for board in named), "front"]
+    rows = []
+    for each in sorted(found, key=lambda each: (-each["accuracy"], each["flops"])):
+        took = [front.milliseconds(each["flops"], each["read_bytes"], board) for board in named]
+        rows.append(
+            [
+                _name(each),
+                str(each["kind"]),
+                f"{100 * each['accuracy']:.1f} %",
+                f"{each['flops'] / 1e6:.3g}",
+                f"{each['weight_bytes'] / 1e6:.3g}",
+                *("" if ms is None else f"{ms:.3g}" for ms in took),
+                "front" if each["front"] else "",
+            ]
+        )
+    return head, rows
+
+
+def lines(found: Candidates, job: Job) -> list[str]:
+    """The table as text; nothing without candidates."""
+    if not found:
+        return []
+    head, rows = table(found, job)
+    return columns.table([head, *rows], "<<" + ">" * (len(head) - 3) + "<")
+
+
+def _plot(found: Candidates) -> plots.Plot:
+    best = sorted((each for each in found if each["front"]), key=lambda each: each["flops"])
+
+    def place(each: Mapping[str, Any]) -> tuple[float, float]:
+        return each["flops"] / 1e6, 100 * each["accuracy"]
+
+    def draw(axis: Any, tip: plots.Tip) -> None:
+        rising = [place(each) for each in best]
+        axis.plot([x for x, _ in rising], [y for _, y in rising], color=plots.COLOURS[0], linewidth=1.8)
+        kinds = list(dict.fromkeys(str(each["kind"]) for each in found))
+        for each in found:
+            x, y = place(each)
+            ink = plots.COLOURS[kinds.index(str(each["kind"])) % len(plots.COLOURS)]
+            size = 8 if each["front"] else 4.5
+            (dot,) = axis.plot([x], [y], "o", color=ink, markersize=size, clip_on=False)
+            tip(dot, f"{_name(each)} ({each['kind']}): {y:.1f} % at {x:.3g} MFLOP")
+        axis.set_xlim(left=0.0)
+        axis.set_xlabel("MFLOP of one example")
+        axis.set_ylabel("accuracy on held-out examples, %")
+
+    told = "; ".join(f"{_name(each)} {place(each)[1]:.1f} % at {place(each)[0]:.3g} MFLOP" for each in best)
+    return plots.Plot("Accuracy by cost", f"Accuracy by cost; on the front: {told}", draw, plots.BODY)
+
+
+def _name(candidate: Mapping[str, Any]) -> str:
+    """The candidate's paths, cut where they are long."""
+    name = stitched.describe(candidate["taps"])
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."
