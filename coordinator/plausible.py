@@ -24,11 +24,12 @@ SPARE_BYTES: Final = 1 << 20
 
 
 def time_s(waited_s: float, deadline_s: float, attempts: int) -> float:
-    """For how long a board can have been at a task.
+    """Longest time in seconds that a board can have worked on a task.
 
     Args:
         waited_s: since it was asked, as far as this process knows.
-        deadline_s: of an attempt, of which there have been so many.
+        deadline_s: of an attempt.
+        attempts: number of attempts so far.
     """
     return 2 * max(waited_s, deadline_s * attempts) + SPARE_S
 
@@ -44,7 +45,9 @@ def bounded(update: Update, ask: Ask, limit_s: float) -> tuple[Update, str]:
     """The update without claims that cannot be, and a sentence about them; "": all of them can be.
 
     Args:
-        limit_s: for how long its board can have been at it.
+        update: as the board sent it.
+        ask: what the board was asked.
+        limit_s: longest time in seconds that its board can have worked on it.
     """
     usage, odd = update.usage, []
     if usage.wall_s > limit_s:

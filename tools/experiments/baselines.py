@@ -122,7 +122,7 @@ class Bench:
         """The artefact of a search that a method leads along a path."""
         params = replace(settings.params(job), mode="default", head="ridge", depth=len(path) + 1)
         params = replace(params, max_upsampling=sys.float_info.max)
-        params = replace(params, native_continuation="allow", completion=False, residual="report", stop_below=0.0)
+        params = replace(params, native_continuation="allow", residual="report", stop_below=0.0)
         wanted = msgspec.structs.replace(job, params=asdict(params))
         return fedstitch.result(last_of(wanted, folder, members, led, self.engine))
 
@@ -176,7 +176,7 @@ def along(path: Sequence[str]) -> Method:
 
     def init(bundle: Bundle, params: Params, seed: int) -> State:
         start = Net(tuple(path[:1]), tuple(path[1:]), 1.0)
-        alone = replace(params, join=False)
+        alone = replace(params, join=False, completion=False)  # else the donors would be finished beside it
         return forced(replace(fedstitch.init(bundle, alone, seed), frontier=(), current=start))
 
     return replace(fedstitch.METHOD, init=init, step=lambda state, total: forced(fedstitch.step(state, total)))
