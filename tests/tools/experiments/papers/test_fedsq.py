@@ -9,18 +9,15 @@ import pytest
 
 pytest.importorskip("torch", reason="networks are pre-trained and federated")
 
-from fedquilt.testing.toys import pictures
 from fedquilt.tools.experiments import papers
 from fedquilt.tools.experiments.papers.grid import merged
 
 
 def test_all_three_begin_with_the_same_pretrained_network_and_go_apart(tmp_path: Path) -> None:
-    """Pre-trained on drawn pictures of 28 pixels, federated on the digits; one bundle, made once."""
+    """Pre-trained on the digits that are federated then; one bundle, made once."""
     table = papers.tables()["fedsq"]
-    drawn = {
-        "pretrain": {"data": {"path": str(pictures(tmp_path / "drawn.npz", 28)), "limit": 60}, "fit": {"epochs": 1}}
-    }
-    table = replace(table, raw=merged(table.raw, drawn))
+    over = {"pretrain": {"data": {"path": "$digits"}, "fit": {"epochs": 1}}}
+    table = replace(table, raw=merged(table.raw, over))
     result = papers.run(table, seeds=[1], rounds=2, columns=["cnn, iid"], out=tmp_path)
     rows = result["columns"]["cnn, iid"]
     assert rows.keys() == {"fedavg", "fedprox", "fedsq"}
