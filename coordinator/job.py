@@ -85,7 +85,7 @@ class Running:
         self._seeded: Callable[[object], int] | None = None  # of the running round: a device's seed
         self._examples: dict[str, int] = {}  # device -> number of its examples, as reported
         for _, _, fact in store.facts(self.id):
-            self._apply(fact, now_s)
+            self._note(fact, apply(self.rounds, fact, now_s))
         if self.rounds.state is None:  # the job is new, or was stopped before it had begun
             self._initialise(now_s)
         else:
@@ -314,7 +314,7 @@ class Running:
             return None
         order = self._order(update.device, profile)
         asked = {self._blob(value).sha256 for value in order.bundles.values()} if order else set()  # after a restart
-        path = self._store.depot.path(sha256) if sha256 in asked | self.sent() else None
+        path = self._store.depot.path(sha256) if sha256 in asked | self._sent else None
         if path is None:
             raise UpdateError(f"bundle {name!r} has moved from {sha256[:12]}, which this round has not sent")
         return tensors.Floats(path)  # one tensor at a time, as it is decoded
@@ -370,9 +370,6 @@ class Running:
     def _half(self) -> Method | Settle:
         """The part of the method that the running round's tasks belong to."""
         return self.method.settle if self.rounds.settling and self.method.settle else self.method
-
-    def _apply(self, fact: AnyFact, now_s: float) -> None:
-        self._note(fact, apply(self.rounds, fact, now_s))
 
     def _note(self, fact: AnyFact, after: Rounds) -> None:
         if isinstance(fact, Answered) and fact.update.usage.examples is not None:

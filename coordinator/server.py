@@ -275,7 +275,7 @@ class Server:
         job = self.active
         if job is None:
             return {}
-        if not rounds.idle(job.rounds, self._able(now_s).keys()):
+        if not rounds.idle(job.rounds, self.registry.able(job.engines, now_s).keys()):
             self._busy_s = now_s
         return {job.id: now_s - self._busy_s}
 
@@ -347,7 +347,7 @@ class Server:
         when their wills were published, get the same grace as with a coordinator that has been running all along.
         """
         asked = set(job.rounds.asked)
-        return asked if now_s < self._opened_s + GRACE_S else asked & self._able(now_s).keys()
+        return asked if now_s < self._opened_s + GRACE_S else asked & self.registry.able(job.engines, now_s).keys()
 
     def _fail(self, error: Exception, now_s: float) -> None:
         """Handle an error: one in the method's own code ends its job, not the coordinator; a full disk ends both."""
@@ -393,9 +393,6 @@ class Server:
             self.finished = True
         self.active = None
         self._poll_s = -math.inf
-
-    def _able(self, now_s: float) -> dict[str, str]:
-        return self.registry.able(self.active.engines, now_s) if self.active else {}
 
     def _tell(self) -> None:
         """Publish the running job's state at the end of this step."""

@@ -156,19 +156,15 @@ def send(state: State, device: DeviceView) -> Order | None:
     taken = state.genes[cluster] if newcomer else tuple(told)
     parts = {layer: told[layer] if layer in taken else held for layer, held in state.first.items()}
     bundles: dict[str, Tensors] = {PREFIX + layer: part for layer, part in parts.items()}
-    order = fedavg.order(_plain(state), {**bundles, "statistics": state.statistics}, anchors=2)
+    model = {name: array for part in state.first.values() for name, array in part.items()} | state.statistics
+    plain = fedavg.State(state.params, state.network, model, state.flops, state.example_bytes)  # for size and cost
+    order = fedavg.order(plain, {**bundles, "statistics": state.statistics}, anchors=2)
     bound = [] if newcomer else list(taken)
     asked = {"ask": "train", "all": list(parts), "bound": bound, "shared": list(state.shared), "layers": state.size}
     work = order.work
     if bound and state.params["elastic"]:
         work = msgspec.structs.replace(work, flops=work.flops + 3 * state.flops * state.params["fisher_samples"])
     return Order({**order.params, **asked}, order.bundles, work)
-
-
-def _plain(state: State) -> fedavg.State:
-    """FedAvg's state, from which an order's size and cost are computed."""
-    model = {name: array for part in state.first.values() for name, array in part.items()}
-    return fedavg.State(state.params, state.network, {**model, **state.statistics}, state.flops, state.example_bytes)
 
 
 def work(task: Task, site: Site) -> Answer:
