@@ -207,13 +207,7 @@ def result(state: State) -> Artefact:
     best = candidates.best(state, state.candidates)
     if best is None:
         raise ModelError("no network is finished: raise the job's rounds, or [params] expansions or max_upsampling")
-    network = stitched.Network(
-        taps=best.paths,
-        junctions=state.junctions,
-        head=best.head or None,
-        align=None if best.head else orders.groups(state, best.paths[0]),
-    )
-    meta, arrays = stitched.to_artefact(network, state.stock)
+    meta, arrays = stitched.to_artefact(candidates.handed_out(state, best), state.stock)
     told = candidates.summaries(state)
     return Artefact("stitched", {**meta, "search": told, "gains": candidates.gains(state)}, arrays)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from math import sqrt
+from math import isfinite, sqrt
 from typing import Any
 
 import numpy as np
@@ -171,13 +171,19 @@ def _alone(state: State, made: _Solver) -> list[int]:
 
 
 def _joint(state: State, made: _Solver) -> list[tuple[int, ...]]:
-    """Sets of several taps: the best of all, its beginnings, the best unstitched ones, and the best of each donor."""
+    """Sets of several taps: the best of all, its beginnings, the best of each donor, and one to tell stitching's worth.
+
+    That is the best set without stitched taps where the best of all has some, else the best of all and a stitched one.
+    """
     every, donors = range(len(state.taps)), _by_donor(state)
     own = sorted(tap for taps in donors.values() for tap in taps)
     best = made.joined(every)
     sets = [best, best[: (len(best) + 1) // 2], best[:2]]
-    if len(own) < len(every):
+    strange = sorted(set(every) - set(own), key=lambda tap: (made.strength(tap).criterion, tap))
+    if set(best) & set(strange):
         sets.append(made.joined(own))
+    elif strange:
+        sets.append((*best, strange[0]))  # so that what stitching would add to it can be told
     if len(donors) > 1:
         sets += [made.joined(taps) for taps in donors.values()]
     return [taps for taps in sets if len(taps) > 1]
@@ -214,7 +220,7 @@ def _candidate(state: State, made: _Solver, taps: Sequence[int]) -> Candidate:
         paths,
         arrays,
         chosen.ridge,
-        chosen.criterion,
+        chosen.criterion if isfinite(chosen.criterion) else None,
         score=one.score if one else None,
         residual=_worst([each for finalist in ends for each in finalist.residuals[:-1]]),  # a head replaces the last
     )
@@ -329,6 +335,17 @@ def summaries(state: State) -> list[dict[str, Any]]:
     """What a result tells of each candidate; costs are of one example, "front" is `on_front`."""
     pairs = zip(state.candidates, on_front(state), strict=True)
     return [{**summary(state, each), "front": best} for each, best in pairs]
+
+
+def handed_out(state: State, candidate: Candidate) -> stitched.Network:
+    """A candidate as a network by itself. Classes that nobody has score -inf in it, in any runtime."""
+    if not candidate.head:
+        donor = state.stock.donors[state.stock.blocks[candidate.paths[0][-1]].donor]
+        return stitched.Network(candidate.paths, state.junctions, align=donor.align)
+    weights, bias = candidate.head["weights"], candidate.head["bias"]
+    present = np.flatnonzero(bias > np.float32(joint_head.NEVER)).tolist()
+    head = stitched.full_head(weights[present], bias[present], present, len(state.stock.labels))
+    return stitched.Network(candidate.paths, state.junctions, head=head)
 
 
 def summary(state: State, candidate: Candidate) -> dict[str, Any]:

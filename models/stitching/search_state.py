@@ -143,7 +143,8 @@ class Candidate:
             "aligned": one finished network with its terminating block.
         paths: each from a starting block to a tap; of an aligned network to its terminating block.
         head: "weights" (labels, d) and "bias" (labels,) on the taps' pooled maps side by side; {}: aligned.
-        ridge: strength that generalised cross-validation has chosen for the head, and its criterion (less is better).
+        ridge: strength that generalised cross-validation has chosen for the head.
+        criterion: what that comes to, less is better; None: of too few examples there is none.
         score: of the finished network, the product of its blocks' scores.
         residual: of its junctions, the worst that is known.
         right: answers on held-out examples (`State.examples`).

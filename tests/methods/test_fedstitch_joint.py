@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fedquilt import tensors
-from fedquilt.core import BlobRef, Contribution, DeviceView, Examples, ModelError, UpdateError
+from fedquilt.core import BlobRef, Contribution, DeviceView, Examples, UpdateError
 from fedquilt.data import images
 from fedquilt.methods.fedstitch import METHOD, Params, State
 from fedquilt.models.stitching import candidates, joint_head, stitched, taps
@@ -159,6 +159,19 @@ def test_a_class_that_nobody_has_is_named_and_never_wins() -> None:
         z = ends(run[-1], candidate.paths, [member.held for member in members(4)])
         scores = 1e6 * z @ candidate.head["weights"].T + candidate.head["bias"]
         assert (scores.argmax(axis=1) != 2).all()
+    found = METHOD.result(run[-1])
+    assert found.tensors["head.bias"][2] == -np.inf
+    assert np.isfinite(found.tensors["head.weights"]).all()
+
+
+def test_a_single_example_gives_a_head() -> None:
+    """Of its class, without a criterion: no state ever holds what is not finite."""
+    member = members(1)[0]
+    one = Member(member.device, Examples(member.train.x[:1], member.train.y[:1]), member.held)
+    last = played([one], expansions=0)[-1]
+    assert METHOD.done(last)
+    assert {each.criterion for each in last.candidates} == {None}
+    assert all(each.right == (member.held.y == member.train.y[0]).sum() for each in last.candidates)
 
 
 def test_heads_of_random_features_take_the_taps_themselves() -> None:
@@ -213,11 +226,32 @@ def test_the_story_tells_what_joining_and_stitching_add() -> None:
         ),
     )
     lines = candidates.told(state)
-    assert lines[0] == "head on ash.0 + elm.0: 75.0 % on 200 held-out"
+    assert lines[0] == "head on ash.0 + elm.0: 75.0 % on 200 held-out, 0.00205 MFLOP, 0.00032 MB"
     assert any(line.startswith("joining taps adds 15.0 points on 200 held-out examples") for line in lines)
     assert any(line.startswith("stitching does not pay: -1.5 points") for line in lines)
     assert lines[-1].endswith("head on ash.0 + (ash.0 > elm.1) beside head on ash.0 + elm.0")
     assert candidates.gains(state) == pytest.approx({"joined": 0.15, "stitched": -0.015})
+
+
+def test_there_are_always_joined_taps_with_and_without_a_stitched_one() -> None:
+    """So what stitching adds is told beside like networks, whether or not the criterion wants stitched taps."""
+    state = next(state for state in FULL if state.phase == "validate")
+    native = [all(candidates.is_native(state.stock, path) for path in each.paths) for each in state.candidates]
+    joined = {flag for flag, each in zip(native, state.candidates, strict=True) if each.kind == "joined"}
+    assert joined == {True, False}
+    sums = joint_head.merge([], [joint_head.part(np.random.default_rng(0).normal(size=(200, 8)), SIGNS, LABELS)])
+    bare = replace(FULL[0], taps=(("ash.0",), ("ash.0", "elm.1")), finalists=())
+    wide = replace(bare, stock=replace(bare.stock, blocks={**bare.stock.blocks, "elm.1": narrow(bare, "elm.1", 4)}))
+    kinds = [(each.kind, len(each.paths)) for each in candidates.solved(wide, sums)]
+    assert sorted(kinds) == [("donor", 1), ("joined", 2), ("stitched", 1)]
+
+
+SIGNS = np.arange(200) % LABELS
+
+
+def narrow(state: State, name: str, channels: int) -> stitched.Block:
+    """A block with other channels."""
+    return replace(state.stock.blocks[name], out_shape=(channels, 4, 4))
 
 
 def test_a_job_that_joins_nothing_has_each_finished_network_alone() -> None:
@@ -238,9 +272,8 @@ def test_a_job_that_is_cut_short_hands_out_what_it_can() -> None:
     assert len(found.meta["taps"]) > 1
     validating = next(state for state in run if state.phase == "validate" and state.heard)
     assert METHOD.result(validating).meta["head"]
-    bare = played(cohort=3, expansions=0)[0]
-    with pytest.raises(ModelError, match="no network is finished"):
-        METHOD.result(bare)
+    bare = METHOD.result(played(cohort=3, expansions=0)[0])
+    assert bare.meta["head"] is None  # nothing is gathered: a donor as it is
 
 
 # -- taps -----------------------------------------------------------------------------------------

@@ -202,7 +202,7 @@ def test_only_tasks_that_score_outputs_get_and_run_8_bits(both: tuple[Path, Path
 
     search()
     assert phases["score"] & quick
-    assert set(phases) == {"score", "fit", "head", "validate"}
+    assert set(phases) == {"score", "fit", "gather", "validate"}
     for phase, ran in phases.items():
         assert ran <= sent[phase]
         assert phase == "score" or not sent[phase] & quick
