@@ -229,8 +229,10 @@ def _donor(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     from fedquilt.models.stitching import blocks  # torch and onnx
 
-    images = isinstance(wanted, Input)
-    shape = (wanted.channels, wanted.size, wanted.size) if images else registry.input_shape(donor.network)
+    if isinstance(wanted, Input):
+        shape: tuple[int, ...] = (wanted.channels, wanted.size, wanted.size)
+    else:
+        shape = registry.input_shape(donor.network)
     model = registry.load(donor.network, donor.weights, seed=donor.seed)
     architecture = str(donor.network.get("name", "")).removeprefix("torchvision/")
     parts = blocks.split(model, donor.name, shape, cuts=donor.cuts, architecture=architecture)
