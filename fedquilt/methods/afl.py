@@ -178,12 +178,18 @@ def result(state: State) -> Artefact:
     if not done(state) and state.gathered is None:
         raise ModelError("no device has sent its moments yet: there is no head")
     head = state.head or _solved(state)
+    weights, bias = head["weights"], head["bias"]
+    present = np.flatnonzero(bias > np.float32(joint_head.NEVER)).tolist()
+    head = {**head, **stitched.full_head(weights[present], bias[present], present, len(bias))}
     meta, arrays = stitched.to_artefact(stitched.Network((state.path,), {}, head), state.stock)
     return Artefact("stitched", meta, arrays)
 
 
 def solved(params: Params, sums: Sums) -> dict[str, np.ndarray]:
-    """The head from the sums of all devices: {"weights": (labels, d), "bias": (labels,)}, float64."""
+    """The head from the sums of all devices: {"weights": (labels, d), "bias": (labels,)}, float64.
+
+    What a state holds is finite: the bias of a class without examples is `joint_head.NEVER`.
+    """
     if params.gcv:
         given = joint_head.standardised(sums)
         inner = given.correlation.copy()

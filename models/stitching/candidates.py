@@ -329,8 +329,9 @@ def handed_out(state: State, candidate: Candidate) -> stitched.Network:
     if not candidate.head:
         donor = state.stock.donors[state.stock.blocks[candidate.paths[0][-1]].donor]
         return stitched.Network(candidate.paths, state.junctions, align=donor.align)
-    never = candidate.head["bias"] <= np.float32(joint_head.NEVER)
-    head = {**candidate.head, "bias": np.where(never, np.float32(-np.inf), candidate.head["bias"])}
+    weights, bias = candidate.head["weights"], candidate.head["bias"]
+    present = np.flatnonzero(bias > np.float32(joint_head.NEVER)).tolist()
+    head = stitched.full_head(weights[present], bias[present], present, len(state.stock.labels))
     return stitched.Network(candidate.paths, state.junctions, head=head)
 
 

@@ -349,6 +349,25 @@ def classify(network: Network, blocks: Mapping[str, Block], run: Run, x: np.ndar
     return align(outputs[0], network.align)
 
 
+def full_head(weights: np.ndarray, bias: np.ndarray, classes: Sequence[int], labels: int) -> dict[str, np.ndarray]:
+    """A head of all labels from one of the classes that somebody has examples of.
+
+    A class that nobody has gets weights of 0 and a bias of -inf: its score is -inf, as that of a label without classes
+    in `align`, so that it never wins, in any runtime and however low the other scores are.
+
+    Args:
+        weights: (classes, d); `bias`: (classes,).
+        classes: the label of each row, each below `labels`.
+
+    Returns:
+        {"weights": (labels, d), "bias": (labels,)}, float32.
+    """
+    whole = {"weights": np.zeros((labels, weights.shape[1]), np.float32), "bias": np.full(labels, -np.inf, np.float32)}
+    whole["weights"][list(classes)] = weights
+    whole["bias"][list(classes)] = bias
+    return whole
+
+
 def describe(taps: Sequence[Sequence[str]]) -> str:
     """The paths of a network for people; of several taps, runs of one donor's blocks are shortened to their ends."""
     if len(taps) == 1:

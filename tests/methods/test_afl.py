@@ -162,6 +162,7 @@ def test_a_class_that_nobody_has_is_never_predicted() -> None:
     assert any("nobody has examples of b" in line for line in METHOD.explain(last))
     scores = -1e4 * features(POOLED.x) @ np.abs(last.head["weights"].T) + last.head["bias"]
     assert (scores.argmin(axis=1) == 1).all()
+    assert np.isneginf(METHOD.result(last).tensors["head.bias"]).tolist() == [False, True, False]
 
 
 def test_what_cannot_begin_or_be_folded_says_why() -> None:
