@@ -48,8 +48,8 @@ from fedquilt.core import (
     UpdateError,
     derive_seed,
 )
-from fedquilt.models.stitching import candidates, joint_head, least_squares, orders, stitched, taps
-from fedquilt.models.stitching.joint_head import Pending, Sums
+from fedquilt.models.stitching import candidates, class_moments, joint_head, least_squares, orders, stitched, taps
+from fedquilt.models.stitching.class_moments import Pending, Sums
 from fedquilt.models.stitching.search_state import Stored
 from fedquilt.models.stitching.stitched import Stock
 
@@ -143,7 +143,7 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     if update.device in state.heard:
         return so_far
     given = update.bundles.get("moments", {})
-    part = joint_head.from_tensors(given, len(state.stock.labels), _width(state), exact=True)
+    part = class_moments.from_tensors(given, len(state.stock.labels), _width(state), exact=True)
     return Sum(
         so_far.pending.plus(part),
         tuple(sorted({*so_far.devices, update.device})),

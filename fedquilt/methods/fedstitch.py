@@ -70,8 +70,8 @@ from fedquilt.core import (
 )
 from fedquilt.models.stitching import (
     candidates,
+    class_moments,
     device_statistics,
-    joint_head,
     least_squares,
     orders,
     scoring,
@@ -80,7 +80,7 @@ from fedquilt.models.stitching import (
     taps,
     vote,
 )
-from fedquilt.models.stitching.joint_head import Pending
+from fedquilt.models.stitching.class_moments import Pending
 from fedquilt.models.stitching.least_squares import Gathered
 from fedquilt.models.stitching.search_state import PAPER, Candidate, Params, State, describe
 from fedquilt.models.stitching.vote import Ballot
@@ -173,7 +173,7 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
             return replace(so_far, counts={k: v + so_far.counts.get(k, 0) for k, v in counts.items()})
         case "gather":
             width = sum(candidates.layout(state).widths)
-            part = joint_head.from_tensors(update.bundles.get("moments", {}), len(state.stock.labels), width)
+            part = class_moments.from_tensors(update.bundles.get("moments", {}), len(state.stock.labels), width)
             short = so_far.short + (update.metrics.get("short", 0.0) > 0)
             return replace(so_far, pending=so_far.pending.plus(part), short=short)
     new = [least_squares.from_tensors(update.bundles.get(f"moments.{i}", {}), *s) for i, s in enumerate(_shapes(state))]

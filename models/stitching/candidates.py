@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 
 from fedquilt.core import derive_seed
-from fedquilt.models.stitching import front, joint_head, stitched
+from fedquilt.models.stitching import class_moments, front, joint_head, stitched
+from fedquilt.models.stitching.class_moments import Sums
 from fedquilt.models.stitching.front import Cost
-from fedquilt.models.stitching.joint_head import Layout, Standard, Strength, Sums
+from fedquilt.models.stitching.joint_head import Layout, Standard, Strength
 from fedquilt.models.stitching.search_state import Candidate, Finalist, Params, State, Stored, describe
 from fedquilt.models.stitching.stitched import Stock
 
@@ -109,13 +110,13 @@ def aligned(finalist: Finalist) -> Candidate:
 
 
 def stored(sums: Sums) -> Stored:
-    return Stored(sums.counts, sums.totals, joint_head.halved(sums.scatter))
+    return Stored(sums.counts, sums.totals, class_moments.halved(sums.scatter))
 
 
 def restored(kept: Stored | None) -> Sums | None:
     if kept is None:
         return None
-    return Sums(kept.counts, kept.totals, joint_head.whole(kept.half, kept.totals.shape[1]))
+    return Sums(kept.counts, kept.totals, class_moments.whole(kept.half, kept.totals.shape[1]))
 
 
 # -- solving --------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from fedquilt import footprint
 from fedquilt.core import BlobRef, DeviceView, Order, Tensors, Work
 from fedquilt.models.stitching import (
     candidates,
+    class_moments,
     device_statistics,
-    joint_head,
     least_squares,
     scoring,
     search,
@@ -123,7 +123,7 @@ def moments_order(ask: taps.GatherAsk, files: Mapping[str, BlobRef]) -> Order:
 def moments_bytes(ask: taps.GatherAsk) -> int:
     """Memory that the moments of so few images take that every device can send them."""
     rows = taps.LEAST_ROWS if ask.samples is None else min(ask.samples, taps.LEAST_ROWS)
-    return joint_head.factor_bytes(rows, sum(ask.widths))
+    return class_moments.factor_bytes(rows, sum(ask.widths))
 
 
 def count_order(state: State) -> Order:

@@ -164,7 +164,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Stored:
-    """`joint_head.Sums` as a state keeps them: of the symmetric matrix one half."""
+    """`class_moments.Sums` as a state keeps them: of the symmetric matrix one half."""
 
     counts: np.ndarray
     totals: np.ndarray

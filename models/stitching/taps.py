@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedquilt.core import Answer, Site
-from fedquilt.models.stitching import block_runner, device_statistics, joint_head, scoring, stitched
+from fedquilt.models.stitching import block_runner, class_moments, device_statistics, scoring, stitched
 from fedquilt.models.stitching.activations import Source
 from fedquilt.models.stitching.block_runner import Flow
 from fedquilt.models.stitching.scoring import Ask
@@ -47,7 +47,7 @@ class CountAsk(Ask):
 
 
 def gather(ask: GatherAsk, site: Site) -> Answer:
-    """Bundle "moments": `joint_head.Part` of the device's own images, as many as were asked for or memory allows.
+    """Bundle "moments": `class_moments.Part` of the device's own images, as many as were asked for or memory allows.
 
     The metric "short" is 1 where memory allowed fewer than were asked for and there are.
 
@@ -71,8 +71,8 @@ def gather(ask: GatherAsk, site: Site) -> Answer:
                 part = np.maximum(part, 0.0)
             z[first:last, column : column + ask.widths[tap]] = part
         first = last
-    run.reserve(joint_head.factor_bytes(*z.shape))
-    found = joint_head.to_tensors(joint_head.part(z, site.train.y[chosen], ask.labels), ask.exact)
+    run.reserve(class_moments.factor_bytes(*z.shape))
+    found = class_moments.to_tensors(class_moments.part(z, site.train.y[chosen], ask.labels), ask.exact)
     metrics = {"turn": float(ask.turn), "short": float(len(chosen) < len(wanted))}
     return Answer({"moments": found}, float(len(chosen)), metrics, local)
 
@@ -103,7 +103,7 @@ def count(ask: CountAsk, site: Site) -> Answer:
 
 def _rows(site: Site, width: int) -> int:
     """How many images' features fit into the room for matrices."""
-    return max(int(site.engine.room_bytes / ROOM / joint_head.factor_bytes(1, width)), LEAST_ROWS)
+    return max(int(site.engine.room_bytes / ROOM / class_moments.factor_bytes(1, width)), LEAST_ROWS)
 
 
 def _flops(ask: GatherAsk | CountAsk) -> float:

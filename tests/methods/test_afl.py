@@ -12,7 +12,7 @@ import pytest
 from fedquilt.core import Contribution, DeviceView, Examples, JobError, ModelError, UpdateError
 from fedquilt.data import inputs
 from fedquilt.methods.afl import METHOD, Params, State
-from fedquilt.models.stitching import joint_head, stitched
+from fedquilt.models.stitching import class_moments, joint_head, stitched
 from fedquilt.testing.toys import build, members, play
 from fedquilt.tools.simulation import Member
 
@@ -175,13 +175,13 @@ def test_what_cannot_begin_or_be_folded_says_why() -> None:
     state = METHOD.init(bundle, Params(), 0)
     with pytest.raises(ModelError, match="no device has sent"):
         METHOD.result(state)
-    part = joint_head.part(features(POOLED.x), POOLED.y, 3)
-    good = Contribution("a", 0, 1.0, {"turn": 0.0}, {"moments": joint_head.to_tensors(part, exact=True)})
+    part = class_moments.part(features(POOLED.x), POOLED.y, 3)
+    good = Contribution("a", 0, 1.0, {"turn": 0.0}, {"moments": class_moments.to_tensors(part, exact=True)})
     assert METHOD.fold(state, None, good).devices == ("a",)
     with pytest.raises(UpdateError, match="answers turn 1"):
         METHOD.fold(state, None, replace(good, metrics={"turn": 1.0}))
     with pytest.raises(UpdateError, match="moments"):
-        METHOD.fold(state, None, replace(good, bundles={"moments": joint_head.to_tensors(part)}))
+        METHOD.fold(state, None, replace(good, bundles={"moments": class_moments.to_tensors(part)}))
     order = METHOD.send(state, DeviceView("a", None))
     assert order is not None
     assert set(order.bundles) == {"ash.0.onnx", "ash.1.onnx", "ash.2.onnx"}

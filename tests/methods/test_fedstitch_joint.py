@@ -13,7 +13,7 @@ from fedquilt import tensors
 from fedquilt.core import BlobRef, Contribution, DeviceView, Examples, UpdateError
 from fedquilt.data import images
 from fedquilt.methods.fedstitch import METHOD, Params, State
-from fedquilt.models.stitching import candidates, joint_head, stitched, taps
+from fedquilt.models.stitching import candidates, class_moments, joint_head, stitched, taps
 from fedquilt.models.stitching.search_state import Candidate, Finalist
 from fedquilt.testing.toys import SMALL, FakeRunner, build, given, members, play
 from fedquilt.tools.simulation import Member
@@ -69,7 +69,7 @@ def test_every_head_is_that_of_the_pooled_images_of_all_devices(cohort: int) -> 
     assert kinds == {"joined", "donor", "stitched"}
     for candidate in last.candidates:
         z = ends(last, candidate.paths, [member.train for member in devices])
-        central = joint_head.standardised(joint_head.merge([], [joint_head.part(z, y, LABELS)]))
+        central = joint_head.standardised(class_moments.merge([], [class_moments.part(z, y, LABELS)]))
         assert joint_head.strength(central).ridge == candidate.ridge
         assert candidate.criterion == pytest.approx(joint_head.strength(central).criterion, rel=1e-5)
         head = joint_head.discriminant(central, candidate.ridge or 0.0)
@@ -239,7 +239,7 @@ def test_there_are_always_joined_taps_with_and_without_a_stitched_one() -> None:
     native = [all(candidates.is_native(state.stock, path) for path in each.paths) for each in state.candidates]
     joined = {flag for flag, each in zip(native, state.candidates, strict=True) if each.kind == "joined"}
     assert joined == {True, False}
-    sums = joint_head.merge([], [joint_head.part(np.random.default_rng(0).normal(size=(200, 8)), SIGNS, LABELS)])
+    sums = class_moments.merge([], [class_moments.part(np.random.default_rng(0).normal(size=(200, 8)), SIGNS, LABELS)])
     bare = replace(FULL[0], taps=(("ash.0",), ("ash.0", "elm.1")), finalists=())
     wide = replace(bare, stock=replace(bare.stock, blocks={**bare.stock.blocks, "elm.1": narrow(bare, "elm.1", 4)}))
     kinds = [(each.kind, len(each.paths)) for each in candidates.solved(wide, sums)]
@@ -324,7 +324,7 @@ def test_a_board_with_little_memory_gives_fewer_images() -> None:
     state, task, site = gathering()
     whole = METHOD.work(task, site)
     assert (whole.weight, whole.metrics["short"]) == (45.0, 0.0)
-    site.engine.room_bytes = taps.ROOM * joint_head.factor_bytes(40, sum(candidates.layout(state).widths))
+    site.engine.room_bytes = taps.ROOM * class_moments.factor_bytes(40, sum(candidates.layout(state).widths))
     tight = METHOD.work(task, site)
     assert (tight.weight, tight.metrics["short"]) == (40.0, 1.0)
     site.engine.room_bytes = 1
@@ -338,14 +338,14 @@ def test_the_orders_memory_counts_the_moments() -> None:
     """Matrices of many features are larger than the toy donors' maps."""
     _, task, _ = gathering()
     width = 38
-    assert task.work.peak_bytes >= joint_head.factor_bytes(taps.LEAST_ROWS, width)
+    assert task.work.peak_bytes >= class_moments.factor_bytes(taps.LEAST_ROWS, width)
     bundle, _ = build()
     state = METHOD.init(bundle, Params(**{**SMALL, "expansions": 0}), 3)
     wide = replace(state.stock.blocks["ash.2"], out_shape=(1 << 20, 4, 4))
     state = replace(state, stock=replace(state.stock, blocks={**state.stock.blocks, "ash.2": wide}))
     order = METHOD.send(state, DeviceView("dev-0", None))
     assert order is not None
-    assert order.work.peak_bytes >= joint_head.factor_bytes(taps.LEAST_ROWS, 1 << 20)
+    assert order.work.peak_bytes >= class_moments.factor_bytes(taps.LEAST_ROWS, 1 << 20)
 
 
 def test_a_device_sends_a_factor_and_no_matrix_of_features_by_features() -> None:

@@ -21,7 +21,7 @@ from fedquilt.coordinator.settings import Cohort, Job
 from fedquilt.core import Bundle, Examples, Method, Runner
 from fedquilt.data import inputs
 from fedquilt.methods import fedstitch
-from fedquilt.models.stitching import joint_head, search, stitched
+from fedquilt.models.stitching import class_moments, joint_head, search, stitched
 from fedquilt.models.stitching.search_state import Net, Params, State
 from fedquilt.models.stitching.stitched import Block
 from fedquilt.models.stitching.vote import Winner
@@ -91,8 +91,8 @@ class Bench:
             def features(x: np.ndarray, path: list[Block] = path) -> np.ndarray:
                 return stitched.gap(self._plain(path, x))
 
-            own = joint_head.part(self._batched(self.train, features), self.train.y, len(self.stock.labels))
-            given = joint_head.standardised(joint_head.merge([], [own]))
+            own = class_moments.part(self._batched(self.train, features), self.train.y, len(self.stock.labels))
+            given = joint_head.standardised(class_moments.merge([], [own]))
             head = joint_head.discriminant(given, joint_head.strength(given).ridge)
             found.append(Result(name, self._accuracy(self._batched(self.test, features) @ head.weights.T + head.bias)))
         return found

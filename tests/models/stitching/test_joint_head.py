@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from fedquilt.core import UpdateError
-from fedquilt.models.stitching import joint_head
-from fedquilt.models.stitching.joint_head import NEVER, Layout, Part, Standard, Sums
+from fedquilt.models.stitching import class_moments, joint_head
+from fedquilt.models.stitching.class_moments import Part, Sums
+from fedquilt.models.stitching.joint_head import NEVER, Layout, Standard
 
 CLASSES = 4
 
@@ -33,7 +34,7 @@ def shares(z: np.ndarray, y: np.ndarray, devices: int, seed: int = 1) -> list[Pa
     """The parts of devices among which the examples are shared unevenly, most of them sorted by class."""
     order = np.argsort(y + np.random.default_rng(seed).uniform(0, 1.5, len(y)))
     cuts = np.sort(np.random.default_rng(seed).choice(np.arange(1, len(y)), devices - 1, replace=False))
-    return [joint_head.part(z[rows], y[rows], CLASSES) for rows in np.split(order, cuts)]
+    return [class_moments.part(z[rows], y[rows], CLASSES) for rows in np.split(order, cuts)]
 
 
 def near(one: np.ndarray, other: np.ndarray, share: float = 1e-8) -> bool:
@@ -47,7 +48,7 @@ def near(one: np.ndarray, other: np.ndarray, share: float = 1e-8) -> bool:
 def test_merged_parts_are_the_sums_of_all_examples(devices: int) -> None:
     """Counts, class sums and second moments are those of the pooled examples, however these are split."""
     z, y = data()
-    found, wanted = joint_head.merge([], shares(z, y, devices)), central(z, y)
+    found, wanted = class_moments.merge([], shares(z, y, devices)), central(z, y)
     assert np.array_equal(found.counts, wanted.counts)
     assert near(found.totals, wanted.totals)
     assert near(found.scatter, wanted.scatter)
@@ -57,10 +58,10 @@ def test_merging_in_steps_and_in_another_order_gives_the_same_sums() -> None:
     """Means 1,000 standard deviations from 0 cancel nothing."""
     z, y = data()
     parts = shares(z, y, 9)
-    at_once, pending = joint_head.merge([], parts), joint_head.Pending()
-    stepwise = joint_head.merge([], parts[-1:])
+    at_once, pending = class_moments.merge([], parts), class_moments.Pending()
+    stepwise = class_moments.merge([], parts[-1:])
     for each in parts[-2:3:-1]:
-        stepwise = joint_head.merge([stepwise], [each])
+        stepwise = class_moments.merge([stepwise], [each])
     for each in parts[:4]:
         pending = pending.plus(each)
     stepwise = pending.with_stored(stepwise)
@@ -72,7 +73,7 @@ def test_merging_in_steps_and_in_another_order_gives_the_same_sums() -> None:
 def test_the_factor_is_exact_and_has_no_more_rows_than_it_needs(n: int) -> None:
     """R'R equals the centred second moments; R has min(n, d) rows and nothing under its diagonal."""
     z, y = data(n)
-    found = joint_head.part(z, y, CLASSES).factor
+    found = class_moments.part(z, y, CLASSES).factor
     assert found.shape == (min(n, 12), 12)
     assert np.allclose(found, np.triu(found), atol=0)
     wanted = (z - z.mean(axis=0)).T @ (z - z.mean(axis=0))
@@ -83,11 +84,11 @@ def test_what_is_sent_is_what_is_read() -> None:
     """A part as float32: classes that are not there have no row, and the factor comes as a trapezoid."""
     z, y = data(9)
     y[:] = y % 2
-    sent = joint_head.part(z, y, CLASSES)
-    wire = joint_head.to_tensors(sent)
+    sent = class_moments.part(z, y, CLASSES)
+    wire = class_moments.to_tensors(sent)
     assert wire["means"].shape == (2, 12)
     assert wire["factor"].shape == (9 * 12 - 9 * 8 // 2,)
-    found = joint_head.from_tensors(wire, CLASSES, 12)
+    found = class_moments.from_tensors(wire, CLASSES, 12)
     assert np.array_equal(found.counts, sent.counts)
     assert np.allclose(found.means, sent.means, rtol=1e-6)
     assert np.allclose(found.factor, sent.factor, rtol=1e-6, atol=1e-12)
@@ -96,14 +97,14 @@ def test_what_is_sent_is_what_is_read() -> None:
 def test_half_of_a_symmetric_matrix_is_enough() -> None:
     """Taken apart and put together again."""
     matrix = central(*data()).scatter
-    assert np.array_equal(joint_head.whole(joint_head.halved(matrix), 12), np.triu(matrix) + np.triu(matrix, 1).T)
+    assert np.array_equal(class_moments.whole(class_moments.halved(matrix), 12), np.triu(matrix) + np.triu(matrix, 1).T)
 
 
 # -- the strength of a ridge ----------------------------------------------------------------------
 
 
 def standard(z: np.ndarray, y: np.ndarray) -> Standard:
-    return joint_head.standardised(joint_head.merge([], [joint_head.part(z, y, CLASSES)]))
+    return joint_head.standardised(class_moments.merge([], [class_moments.part(z, y, CLASSES)]))
 
 
 def criterion_by_hat(z: np.ndarray, y: np.ndarray, ridge: float) -> float:
@@ -188,10 +189,10 @@ def test_order_and_split_of_devices_do_not_change_the_head(devices: int) -> None
     """As it is sent, and as it is reckoned: scores agree to 1e-6 of the largest, with means far from 0."""
     z, y = data(400, 30)
     alone = scores(joint_head.discriminant(standard(z, y), 0.1), z)
-    parts = [joint_head.from_tensors(joint_head.to_tensors(each), CLASSES, 30) for each in shares(z, y, devices)]
+    parts = [class_moments.from_tensors(class_moments.to_tensors(each), CLASSES, 30) for each in shares(z, y, devices)]
     exact = shares(z, y, devices + 3, 8)
     for order in (parts, parts[::-1], exact):
-        found = scores(joint_head.discriminant(joint_head.standardised(joint_head.merge([], order)), 0.1), z)
+        found = scores(joint_head.discriminant(joint_head.standardised(class_moments.merge([], order)), 0.1), z)
         assert np.abs(found - alone).max() <= 1e-6 * np.abs(alone).max()
 
 
@@ -278,7 +279,7 @@ def test_a_single_tap_is_a_set() -> None:
 
 
 def sent() -> dict[str, np.ndarray]:
-    return joint_head.to_tensors(joint_head.part(*data(40), CLASSES))
+    return class_moments.to_tensors(class_moments.part(*data(40), CLASSES))
 
 
 @pytest.mark.parametrize(
@@ -307,8 +308,8 @@ def test_moments_that_no_examples_have_are_refused(changes: dict, why: str) -> N
     given = sent()
     spoilt = {**given, **{name: change(given[name]) for name, change in changes.items()}}
     with pytest.raises(UpdateError, match=why):
-        joint_head.from_tensors(spoilt, CLASSES, 12)
-    joint_head.from_tensors(given, CLASSES, 12)
+        class_moments.from_tensors(spoilt, CLASSES, 12)
+    class_moments.from_tensors(given, CLASSES, 12)
 
 
 def test_moments_without_a_part_are_refused() -> None:
@@ -316,7 +317,7 @@ def test_moments_without_a_part_are_refused() -> None:
     given = sent()
     for name in given:
         with pytest.raises(UpdateError, match=f"{name} missing"):
-            joint_head.from_tensors({key: value for key, value in given.items() if key != name}, CLASSES, 12)
+            class_moments.from_tensors({key: value for key, value in given.items() if key != name}, CLASSES, 12)
 
 
 @pytest.mark.parametrize("n", [2, 3, 40, 300])
@@ -325,15 +326,15 @@ def test_honest_moments_are_never_refused(n: int) -> None:
     for seed in range(5):
         z, y = data(n, 12, seed)
         z = np.hstack([z, z[:, :3] + 1e-4, np.full((n, 1), 7.7)]).astype(np.float32)
-        joint_head.from_tensors(joint_head.to_tensors(joint_head.part(z, y, CLASSES)), CLASSES, 16)
+        class_moments.from_tensors(class_moments.to_tensors(class_moments.part(z, y, CLASSES)), CLASSES, 16)
 
 
 def test_a_part_is_not_changed_by_being_merged() -> None:
     """Values are folded more than once where updates are read ahead."""
-    part = joint_head.part(*data(20), CLASSES)
+    part = class_moments.part(*data(20), CLASSES)
     before = replace(part, means=part.means.copy(), factor=part.factor.copy(), counts=part.counts.copy())
-    sums = joint_head.merge([], [part])
-    joint_head.merge([sums], [part])
+    sums = class_moments.merge([], [part])
+    class_moments.merge([sums], [part])
     assert np.array_equal(part.means, before.means)
     assert np.array_equal(part.factor, before.factor)
-    assert np.array_equal(sums.scatter, joint_head.merge([], [part]).scatter)
+    assert np.array_equal(sums.scatter, class_moments.merge([], [part]).scatter)

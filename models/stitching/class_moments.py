@@ -1,0 +1,241 @@
+"""Sums over devices from which a linear head on frozen features is solved, exact for any split. numpy only.
+
+A device sends a `Part`: how many examples it has of each class, their mean features, and a factor R of the centred
+second moments (R'R = sum of (z - mean)(z - mean)'), which has min(examples, d) rows. `merge` adds parts exactly, and
+`fedquilt.models.stitching.joint_head` solves heads from the sums.
+
+Privacy: the factor of a device with few examples spans what its activations span. Parts should not outlive the round
+in which they came; only their sum over devices is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fedquilt import tensors
+from fedquilt.core import Tensors, UpdateError
+from fedquilt.tensors import Shaped
+
+LARGEST = 1e9  # a feature or a factor beyond this is no pooled map
+NEGATIVE = 1e-3  # share of the largest eigenvalue that may be missing to a positive semi-definite matrix
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one device's examples come to.
+
+    Attributes:
+        counts: (labels,) examples of each class, int64.
+        means: (labels, d) mean features of each class, float64; zeros where there are no examples.
+        factor: (rows, d) upper trapezoid R with R'R = sum of (z - mean)(z - mean)', about the device's own mean.
+    """
+
+    counts: np.ndarray
+    means: np.ndarray
+    factor: np.ndarray
+
+    @property
+    def n(self) -> float:
+        return float(self.counts.sum())
+
+    @property
+    def mean(self) -> np.ndarray:
+        """(d,) of all the device's examples."""
+        return np.asarray(self.counts @ self.means / self.n)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What any number of devices' examples come to, float64.
+
+    Attributes:
+        counts: (labels,) examples of each class.
+        totals: (labels, d) sums of features over each class.
+        scatter: (d, d) sum of (z - mean)(z - mean)', about the mean of all examples.
+    """
+
+    counts: np.ndarray
+    totals: np.ndarray
+    scatter: np.ndarray
+
+    @property
+    def n(self) -> float:
+        return float(self.counts.sum())
+
+    @property
+    def mean(self) -> np.ndarray:
+        """(d,) of all examples."""
+        return np.asarray(self.totals.sum(axis=0) / self.n)
+
+
+# -- on a device ----------------------------------------------------------------------------------
+
+
+def factor_bytes(rows: int, width: int) -> int:
+    """Memory that `part` takes for so many examples and features: float32 features, and three float64 copies."""
+    return 32 * rows * width
+
+
+def part(z: np.ndarray, y: np.ndarray, labels: int) -> Part:
+    """A device's part from features z (n, d) and classes y (n,), n >= 1. No matrix is larger than z."""
+    z = z.astype(np.float64)
+    counts = np.bincount(y, minlength=labels).astype(np.int64)
+    means = np.zeros((labels, z.shape[1]))
+    for label in np.flatnonzero(counts):
+        means[label] = z[y == label].mean(axis=0)
+    z -= z.mean(axis=0)
+    return Part(counts, means, np.asarray(np.linalg.qr(z, mode="r")))
+
+
+def to_tensors(given: Part, exact: bool = False) -> dict[str, np.ndarray]:
+    """A part as it is sent: the mean; how far the means of the classes that are there lie from it; the factor.
+
+    What is centred is sent as float32, which loses nothing even where the mean is large, unless the sums are to be
+    `exact`.
+    """
+    kind = np.float64 if exact else np.float32
+    rows, width = given.factor.shape
+    mean = given.mean
+    packed = np.empty(_size(rows, width), kind)
+    for row, place in _upper(rows, width):
+        packed[place] = given.factor[row, row:]
+    return {
+        "counts": given.counts,
+        "mean": mean,
+        "means": (given.means[given.counts > 0] - mean).astype(kind),
+        "factor": packed,
+        "rows": np.array([rows], np.int64),
+    }
+
+
+# -- on the coordinator ---------------------------------------------------------------------------
+
+
+def from_tensors(given: Tensors, labels: int, width: int, exact: bool = False) -> Part:
+    """The part that a device has sent; `exact` as in `to_tensors`.
+
+    Raises:
+        UpdateError: tensors of other shapes; counts, means or a factor that no examples can have.
+    """
+    wanted = ("counts", "mean", "means", "factor", "rows")
+    if missing := sorted(set(wanted) - given.keys()):
+        raise UpdateError(f"moments: {', '.join(missing)} missing: update the agent")
+    _require({"counts": given["counts"], "rows": given["rows"]}, {"counts": (labels,), "rows": (1,)}, np.int64)
+    counts, rows = given["counts"], int(given["rows"][0])
+    if not counts.any():
+        raise UpdateError("moments: counts of examples that are all 0")
+    if not 1 <= rows <= min(int(counts.sum()), width):
+        raise UpdateError(f"moments: a factor of {rows} rows from {counts.sum()} examples of {width} features")
+    present = counts > 0
+    shapes = {"means": (int(present.sum()), width), "factor": (_size(rows, width),)}
+    _require({name: given[name] for name in shapes}, shapes, np.float64 if exact else np.float32)
+    _require({"mean": given["mean"]}, {"mean": (width,)}, np.float64)
+    for name in ("mean", *shapes):
+        if np.abs(given[name]).max(initial=0.0) > LARGEST:
+            raise UpdateError(f"moments: {name} beyond {LARGEST:g}, which no pooled maps reach")
+    means = np.zeros((labels, width))
+    means[present] = given["mean"] + given["means"]
+    factor = np.zeros((rows, width))
+    for row, place in _upper(rows, width):
+        factor[row, row:] = given["factor"][place]
+    found = Part(counts.astype(np.int64), means, factor)
+    _require_possible(found)
+    return found
+
+
+def merge(sums: Sequence[Sums], parts: Sequence[Part]) -> Sums:
+    """The sums of all examples together: what one device would have that has them all.
+
+    Second moments are taken about the common mean, to which all others are shifted: nothing large cancels.
+    """
+    counts = sum(each.counts for each in sums) + sum(each.counts.astype(np.float64) for each in parts)
+    totals = sum(each.totals for each in sums) + sum(each.counts[:, None] * each.means for each in parts)
+    counts, totals = np.asarray(counts), np.asarray(totals)
+    mean, rows = totals.sum(axis=0) / counts.sum(), [each.factor for each in parts]
+    every: list[Sums | Part] = [*sums, *parts]
+    rows += [np.sqrt(each.n) * (each.mean - mean)[None] for each in every]
+    stacked = np.concatenate(rows)
+    scatter = stacked.T @ stacked
+    for one in sums:
+        scatter += one.scatter
+    return Sums(counts, totals, scatter)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Parts of one round as they come: merged whenever they have more rows than the sums would."""
+
+    sums: Sums | None = None
+    parts: tuple[Part, ...] = ()
+
+    def plus(self, part: Part) -> Pending:
+        parts = (*self.parts, part)
+        if sum(len(each.factor) for each in parts) > part.means.shape[1]:
+            return Pending(merge([self.sums] if self.sums else [], parts))
+        return replace(self, parts=parts)
+
+    def with_stored(self, before: Sums | None) -> Sums:
+        """The sums of these parts and of all that came in earlier rounds."""
+        return merge([each for each in (before, self.sums) if each], self.parts)
+
+
+def halved(matrix: np.ndarray) -> np.ndarray:
+    """The upper half of a symmetric matrix (d, d) as one row, as it is stored."""
+    half = np.empty(_size(*matrix.shape), matrix.dtype)
+    for row, place in _upper(*matrix.shape):
+        half[place] = matrix[row, row:]
+    return half
+
+
+def whole(half: np.ndarray, width: int) -> np.ndarray:
+    """The symmetric matrix (width, width) that `halved` took apart."""
+    matrix = np.empty((width, width), half.dtype)
+    for row, place in _upper(width, width):
+        matrix[row, row:] = matrix[row:, row] = half[place]
+    return matrix
+
+
+# -- checks and packing ---------------------------------------------------------------------------
+
+
+def _require_possible(given: Part) -> None:
+    """Refuse class means that lie further apart than the factor says examples do.
+
+    What is left of the second moments within classes is then not positive semi-definite. Both are of few rows, so the
+    eigenvalues are those of a matrix of rows + classes, never of d x d.
+    """
+    apart = np.sqrt(given.counts)[:, None] * (given.means - given.mean)
+    apart = apart[given.counts > 0]
+    both = np.concatenate([given.factor, apart])
+    values, vectors = np.linalg.eigh(both @ both.T)
+    root = vectors * np.sqrt(np.maximum(values, 0.0))
+    signs = np.concatenate([np.ones(len(given.factor)), -np.ones(len(apart))])
+    inner = np.linalg.eigvalsh(root.T @ (signs[:, None] * root))
+    if inner[0] < -NEGATIVE * max(float(values[-1]), np.finfo(np.float64).tiny):
+        raise UpdateError(
+            "moments: class means that differ by more than the second moments allow: within classes these are not "
+            "positive semi-definite"
+        )
+
+
+def _require(given: Tensors, shapes: dict[str, tuple[int, ...]], kind: type) -> None:
+    try:
+        tensors.require_same(given, {name: Shaped(shape, np.dtype(kind)) for name, shape in shapes.items()})
+    except UpdateError as error:
+        raise UpdateError(f"moments: {error}") from None
+
+
+def _size(rows: int, width: int) -> int:
+    """Numbers in an upper trapezoid."""
+    return rows * width - rows * (rows - 1) // 2
+
+
+def _upper(rows: int, width: int) -> Iterator[tuple[int, slice]]:
+    """Each row of an upper trapezoid, and where its part from the diagonal on lies among the numbers that are sent."""
+    start = 0
+    for row in range(rows):
+        yield row, slice(start, start + width - row)
+        start += width - row
