@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, TypeAlias
 
 from fedquilt import wire
@@ -67,6 +68,13 @@ class Executor(Protocol):
 
     def tell(self, job: Running) -> None:
         """Publish the state of the job's round, for observers."""
+        ...
+
+    def tended(self) -> AbstractContextManager[None]:
+        """While its body computes for long: keep up whatever ties the devices to this coordinator.
+
+        The body must not use the executor.
+        """
         ...
 
     def close(self) -> None:
@@ -172,6 +180,10 @@ class OverLink:
             note=state.reason[:1000],
         )
         self._publish(self._topics.job(job.id), message, retain=True)
+
+    def tended(self) -> AbstractContextManager[None]:
+        """Have the link keep its connection alive."""
+        return self._link.tended()
 
     def close(self) -> None:
         """Publish that the coordinator is offline, and close the link."""

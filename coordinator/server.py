@@ -110,11 +110,16 @@ class Server:
         actions, self._later = self._later, None
         for action in actions:
             self._do(action, now_s)
-        while self._advance(now_s):
-            pass
+        committed = False
+        while not committed:
+            committed = self.active is not None and self.active.rounds.phase == "closing"
+            if not self._advance(now_s):
+                break
         for job in self._news.values():  # once a step: a step may bring hundreds of facts
             self._executor.tell(job)
         self._news.clear()
+        if committed:
+            return now_s  # that may have taken long: what follows is decided by the time that it is then
         deadline_s = rounds.next_s(self.active.rounds) if self.active else math.inf
         return min(self._executor.due_s(now_s), self._poll_s + self._every_s, deadline_s)
 
@@ -327,7 +332,8 @@ class Server:
             return False
         try:
             if job.rounds.phase == "closing":
-                fact: AnyFact | None = job.commit(now_s)
+                with self._executor.tended():  # a method may compute for longer than a broker waits for a word
+                    fact: AnyFact | None = job.commit(now_s)
             elif job.rounds.phase in ("done", "failed", "stopped"):
                 self._leave()
                 return True

@@ -1,6 +1,6 @@
 """Links between coordinator and devices.
 
-`Link` is the only view of the network on either side. It never blocks and starts no thread:
+`Link` is the only view of the network on either side. It never blocks and, but for `tended`, starts no thread:
 `publish` queues, `receive` returns arrived messages, `wait` sleeps. `fedquilt.transport.mqtt.MqttLink` is for
 real brokers; `MemoryLink` is a broker of a few dictionaries on virtual time, with seeded faults,
 on which a whole federation runs in one process.
@@ -13,6 +13,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -68,6 +69,10 @@ class Link(Protocol):
 
     def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
         """Sleep until something arrives, one of `fds` is readable, or the time is up."""
+        ...
+
+    def tended(self) -> AbstractContextManager[None]:
+        """While its body computes for long: keep the connection alive. The body must not use the link."""
         ...
 
     def close(self) -> None:
@@ -272,6 +277,10 @@ class MemoryLink:
             RuntimeError: always.
         """
         raise RuntimeError("virtual time does not wait: drive a MemoryBroker with `simulate`")
+
+    def tended(self) -> AbstractContextManager[None]:
+        """Virtual time stands still while something computes."""
+        return nullcontext()
 
     def close(self) -> None:
         """Disconnect without a last will."""

@@ -1,7 +1,7 @@
 """`MqttLink`: a `Link` over an MQTT broker. Only this module and `mqtt_client` import paho.
 
-One thread, the caller's: paho is driven through its external-loop calls inside `wait`, and nothing
-here ever blocks but the resolver. MQTT 5 is tried first and 3.1.1 is used if a broker refuses it;
+One thread at a time: paho is driven through its external-loop calls inside `wait`, in the caller's thread, and nothing
+here ever blocks but the resolver. A caller that computes for long hands the link to a thread of its own, by `tended`. MQTT 5 is tried first and 3.1.1 is used if a broker refuses it;
 nothing depends on which, except the packet limit that only MQTT 5 announces.
 
 Messages wait in our queue, not in paho's: paho 2.2 obeys neither the broker's packet limit nor its
@@ -11,12 +11,14 @@ is given a few at a time and a fresh client serves each connection; `fedquilt.tr
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import select
 import socket
+import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Final
 
 import paho.mqtt.client as paho
@@ -36,6 +38,7 @@ RELIABLE_WINDOW: Final = 20  # QoS-1 messages in flight, if the broker's Receive
 INBOX_BYTES: Final = 1024 * KIB  # received ahead of the caller; further messages wait in the broker
 SMALLEST_CEILING: Final = 16 * KIB
 LINGER_S: Final = 5.0
+TENDED: Final = 20  # looks at the connection in `keepalive_s` while the caller computes
 
 
 class MqttLink:
@@ -141,7 +144,7 @@ class MqttLink:
     def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
         """Sleep until something arrives, the connection changes, half of `backlog` has left, or as `Link` says.
 
-        The connection is kept alive only while this runs: call it at least every `keepalive_s`.
+        The connection is kept alive only while this runs or is `tended`: call it at least every `keepalive_s`.
         """
         until = time.monotonic() + max(timeout_s, 0.0)
         before = (self.session, self.connected, self.problem)
@@ -153,6 +156,28 @@ class MqttLink:
                 return
             if before != (self.session, self.connected, self.problem):
                 return
+
+    @contextlib.contextmanager
+    def tended(self) -> Iterator[None]:
+        """Hand the link to a thread that answers the broker while the body computes, however long that takes.
+
+        A connection that is lost meanwhile is made again by the next `wait`. The body must not use the link. It has to
+        let go of the interpreter's lock now and then, as numpy does and as any Python code does.
+        """
+        done = threading.Event()
+        every_s = self.broker.keepalive_s / TENDED
+
+        def tend() -> None:
+            while self.connected and not done.wait(every_s):
+                self._turn(0.0, ())
+
+        thread = threading.Thread(target=tend, name="keep-alive", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     def close(self) -> None:
         """Send queued messages within a few seconds, then disconnect."""

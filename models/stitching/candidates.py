@@ -140,9 +140,15 @@ class _Solver:
         self._known: dict[tuple[int, ...], Strength] = {}
 
     def strength(self, *taps: int) -> Strength:
+        """Of one tap the best of all that are tried; of several, from the strongest that one of them has alone."""
         ordered = tuple(sorted(taps))
         if ordered not in self._known:
-            self._known[ordered] = joint_head.strength(self.given.of(self.places.columns(ordered)))
+            given = self.given.of(self.places.columns(ordered))
+            if len(ordered) == 1:
+                self._known[ordered] = joint_head.strength(given)
+            else:
+                start = max(self.strength(tap).ridge for tap in ordered)
+                self._known[ordered] = joint_head.strength_from(given, start)
         return self._known[ordered]
 
     def joined(self, among: Iterable[int]) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ GAIN = 1e-3  # a further tap has to lower the criterion by this share
 FROM = 14  # best single taps that are joined
 WIDEST = 3072  # features that are joined at most: the time that solving takes grows with their cube
 NEVER = -1e30  # bias of a class without examples: finite, and below every score
+HALVED = 128  # a triangular matrix is inverted by halves down to this size
 CONSTANT = 1e-5  # a standard deviation below this share of the mean is rounding
 
 
@@ -115,6 +116,51 @@ def strength(given: Standard, tried: Sequence[float] = STRENGTHS) -> Strength:
     return min(found, key=lambda each: (each.criterion, -each.ridge))
 
 
+def strength_from(given: Standard, start: float, tried: Sequence[float] = STRENGTHS) -> Strength:
+    """A ridge whose criterion neither the next weaker nor the next stronger one betters, downhill from `start`.
+
+    Each ridge on the way is solved by Cholesky's factor, a small part of what the eigenvectors for `strength` take: for
+    sets of many features, where a good start is known.
+    """
+    known: dict[int, tuple[float, float]] = {}
+
+    def at(place: int) -> tuple[float, float]:
+        if not 0 <= place < len(tried):
+            return np.inf, 0.0
+        if place not in known:
+            known[place] = (_solved_criterion(given, tried[place]), -tried[place])
+        return known[place]
+
+    place = min(range(len(tried)), key=lambda each: abs(np.log(tried[each] / start)))
+    while (best := min((place, place + 1, place - 1), key=at)) != place:
+        place = best
+    return Strength(tried[place], at(place)[0])
+
+
+def _solved_criterion(given: Standard, ridge: float) -> float:
+    """The criterion of one ridge."""
+    both = given.correlation.copy()
+    both[np.diag_indices(len(both))] += ridge
+    inverse = _triangular_inverse(np.linalg.cholesky(both))
+    half = inverse @ given.cross
+    weights = inverse.T @ half
+    explained, squares = float(np.vdot(half, half)), float(np.vdot(weights, weights))
+    return _reckoned(given, len(both), explained, squares, float(np.vdot(inverse, inverse)), ridge)
+
+
+def _triangular_inverse(lower: np.ndarray) -> np.ndarray:
+    """The inverse of a lower triangular matrix, by halves: numpy has none of its own that leaves the zeros out."""
+    size = len(lower)
+    if size <= HALVED:
+        return np.linalg.inv(lower)
+    cut = size // 2
+    found = np.zeros_like(lower)
+    found[:cut, :cut] = _triangular_inverse(lower[:cut, :cut])
+    found[cut:, cut:] = _triangular_inverse(lower[cut:, cut:])
+    found[cut:, :cut] = -found[cut:, cut:] @ (lower[cut:, :cut] @ found[:cut, :cut])
+    return found
+
+
 def discriminant(given: Standard, ridge: float) -> Head:
     """The linear discriminant that takes all classes for equally frequent, with a ridge on the variance within classes.
 
@@ -159,92 +205,129 @@ class Joined:
     criteria: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class _Taken:
+    """A set of taps whose ridge is solved."""
+
+    columns: np.ndarray  # (d,)
+    weights: np.ndarray  # (d, labels)
+    trace: float  # of the inverse of the set's block of the correlation, with the ridge on its diagonal
+    explained: float  # sum over features and labels of cross * weights
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A tap that may still join: what it and the set taken say of each other."""
+
+    tap: int
+    columns: np.ndarray  # (c,)
+    solved: np.ndarray  # (d, c) its features regressed on those taken
+    left: np.ndarray  # (c, c) what that leaves of its block of the correlation, with the ridge on the diagonal
+    square: np.ndarray  # (c, c) solved' solved
+    cross: np.ndarray  # (c, labels) what the set leaves of its covariance with the labels
+
+
 def forward(
     given: Standard, layout: Layout, start: int, among: Sequence[int], ridge: float, widest: int = WIDEST
 ) -> Joined:
     """Greedy choice of taps: the one that lowers the criterion most joins, as long as one lowers it by GAIN.
 
-    What a tap would add follows from the block of the matrix that it shares with those taken (a Schur complement), so
-    that no set is solved anew.
+    What a tap would add follows from the block of the matrix that it shares with those taken (a Schur complement). That
+    is brought up to date whenever a tap joins, so that no set is solved anew and each pair of taps is looked at once.
 
     Args:
+        given: sums of all taps.
+        layout: the taps' places.
         start: the first tap.
         among: the others to choose from.
         ridge: the strength, the same throughout.
         widest: features of the set at most.
     """
-    left = [tap for tap in among if tap != start]
-    own = layout.columns([start])
-    rest = layout.columns(left) if left else np.empty(0, np.int64)
-    inverse = np.linalg.inv(given.correlation[np.ix_(own, own)] + ridge * np.eye(len(own)))
-    solved = inverse @ given.correlation[np.ix_(own, rest)]  # of the features taken, for those that are left
-    weights, trace = inverse @ given.cross[own], float(np.trace(inverse))
-    taken, criteria = [start], [_reckoned(given, own, weights, trace, ridge)]
-    while left:
-        places = _places(layout, left)
-        known = [
-            (_joins(given, own, rest[at], solved[:, at], weights, trace, ridge), tap)
-            for tap, at in zip(left, places, strict=True)
-            if layout.width([*taken, tap]) <= widest
-        ]
-        if not known:
-            break
-        best, tap = min(known)
-        if not best < criteria[-1] * (1 - GAIN):
-            break
-        at = places[left.index(tap)]
-        columns, before = rest[at], solved[:, at]
-        mine = _complement(given, own, columns, before, ridge)
-        step = mine @ (given.cross[columns] - before.T @ given.cross[own])
-        weights = np.concatenate([weights - before @ step, step])
-        trace += float(np.trace(mine)) + float(((before @ mine) * before).sum())
-        others = np.setdiff1d(np.arange(len(rest)), at)
-        between = given.correlation[np.ix_(columns, rest[others])]
-        share = mine @ (between - given.correlation[np.ix_(columns, own)] @ solved[:, others])
-        solved = np.concatenate([solved[:, others] - before @ share, share])
-        own, rest = np.concatenate([own, columns]), rest[others]
+    nothing, labels = np.empty(0, np.int64), given.cross.shape[1]
+    so_far = _Taken(nothing, np.empty((0, labels)), 0.0, 0.0)
+    first, *others = (_begun(given, layout, tap, ridge) for tap in dict.fromkeys([start, *among]))
+    taken, criteria, best = [first.tap], [_joins(given, so_far, first, ridge)], first
+    while True:
+        so_far, others = _with(given, so_far, best, others, layout.width(taken), widest)
+        known = [(_joins(given, so_far, each, ridge), each.tap, place) for place, each in enumerate(others)]
+        if not known or not min(known)[0] < criteria[-1] * (1 - GAIN):
+            return Joined(ridge, tuple(taken), tuple(criteria))
+        criterion, tap, place = min(known)
+        best = others.pop(place)
         taken.append(tap)
-        left.remove(tap)
-        criteria.append(best)
-    return Joined(ridge, tuple(taken), tuple(criteria))
+        criteria.append(criterion)
 
 
-def _joins(
-    given: Standard,
-    own: np.ndarray,
-    columns: np.ndarray,
-    before: np.ndarray,
-    weights: np.ndarray,
-    trace: float,
-    ridge: float,
-) -> float:
-    """The criterion of the features `own` and `columns` together."""
-    mine = _complement(given, own, columns, before, ridge)
-    step = mine @ (given.cross[columns] - before.T @ given.cross[own])
-    more = float(np.trace(mine)) + float(((before @ mine) * before).sum())
-    both = np.concatenate([weights - before @ step, step])
-    return _reckoned(given, np.concatenate([own, columns]), both, trace + more, ridge)
+def _begun(given: Standard, layout: Layout, tap: int, ridge: float) -> _Open:
+    """A tap beside the empty set."""
+    columns = layout.columns([tap])
+    block = given.correlation[np.ix_(columns, columns)]
+    block[np.diag_indices(len(block))] += ridge
+    return _Open(tap, columns, np.empty((0, len(columns))), block, np.zeros_like(block), given.cross[columns])
 
 
-def _complement(given: Standard, own: np.ndarray, columns: np.ndarray, before: np.ndarray, ridge: float) -> np.ndarray:
-    """The inverse of what `own` leaves of the block of `columns`."""
-    inner = given.correlation[np.ix_(columns, columns)] - given.correlation[np.ix_(columns, own)] @ before
-    inner[np.diag_indices(len(inner))] += ridge
-    return np.linalg.inv(inner)
+def _joins(given: Standard, so_far: _Taken, tap: _Open, ridge: float) -> float:
+    """The criterion of the set taken and a tap together."""
+    inverse = np.linalg.inv(tap.left)
+    step = inverse @ tap.cross
+    weights = so_far.weights - tap.solved @ step
+    trace = so_far.trace + float(np.trace(inverse)) + float(np.vdot(inverse, tap.square))
+    explained = so_far.explained + float(np.vdot(tap.cross, step))
+    squares = float(np.vdot(weights, weights)) + float(np.vdot(step, step))
+    return _reckoned(given, len(so_far.columns) + len(step), explained, squares, trace, ridge)
 
 
-def _reckoned(given: Standard, columns: np.ndarray, weights: np.ndarray, trace: float, ridge: float) -> float:
-    """The criterion of a ridge whose weights (d, labels) and trace of the inverse are known."""
-    rss = given.spread - float(np.vdot(given.cross[columns], weights)) - ridge * float(np.vdot(weights, weights))
-    return _criterion(rss, len(columns) - ridge * trace + 1, given.n)
+def _with(
+    given: Standard, so_far: _Taken, tap: _Open, others: Sequence[_Open], width: int, widest: int
+) -> tuple[_Taken, list[_Open]]:
+    """The set taken once a tap has joined it, and the others beside that, but for those too wide to follow.
+
+    Args:
+        given: sums of all taps.
+        so_far: the set before.
+        tap: which joins it.
+        others: still to choose from.
+        width: features of the set with the tap.
+        widest: features of a set at most.
+    """
+    inverse = np.linalg.inv(tap.left)
+    step = inverse @ tap.cross
+    after = _Taken(
+        np.concatenate([so_far.columns, tap.columns]),
+        np.concatenate([so_far.weights - tap.solved @ step, step]),
+        so_far.trace + float(np.trace(inverse)) + float(np.vdot(inverse, tap.square)),
+        so_far.explained + float(np.vdot(tap.cross, step)),
+    )
+    found = []
+    for each in others:
+        if width + len(each.columns) > widest:
+            continue
+        between = given.correlation[np.ix_(tap.columns, each.columns)]
+        between -= tap.solved.T @ given.correlation[np.ix_(so_far.columns, each.columns)]
+        share = inverse @ between
+        both = share.T @ (tap.solved.T @ each.solved)
+        square = each.square - both - both.T + share.T @ (tap.square @ share + share)
+        solved = np.concatenate([each.solved - tap.solved @ share, share])
+        left, cross = each.left - between.T @ share, each.cross - between.T @ step
+        found.append(_Open(each.tap, each.columns, solved, left, square, cross))
+    return after, found
+
+
+def _reckoned(given: Standard, width: int, explained: float, squares: float, trace: float, ridge: float) -> float:
+    """The criterion of a ridge on so many features.
+
+    Args:
+        given: sums.
+        width: features.
+        explained: sum over features and labels of cross * weights.
+        squares: sum of squared weights.
+        trace: of the inverse of the correlation with the ridge on its diagonal.
+        ridge: the strength.
+    """
+    rss = given.spread - explained - ridge * squares
+    return _criterion(rss, width - ridge * trace + 1, given.n)
 
 
 def _criterion(rss: float, freedom: float, n: float) -> float:
     left = 1 - freedom / n
     return max(rss, 0.0) / left**2 if left > 1e-9 else np.inf
-
-
-def _places(layout: Layout, taps: Sequence[int]) -> list[np.ndarray]:
-    """Where each of some taps lies among the features of all of them."""
-    ends = np.cumsum([layout.widths[tap] for tap in taps])
-    return [np.arange(end - layout.widths[tap], end) for tap, end in zip(taps, ends, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,9 @@ class Returning:
 
     def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
         raise NotImplementedError
+
+    def tended(self) -> AbstractContextManager[None]:
+        return self._link.tended()
 
     def close(self) -> None:
         self._link.close()

@@ -162,6 +162,54 @@ def test_updates_are_averaged_and_the_job_ends(stage: Stage) -> None:
     assert a.tasks[-1] is None  # the retained task is taken back
 
 
+def test_a_round_that_follows_a_long_computation_has_its_whole_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The method computes for 100 s; the next round's 30 s begin after that, not before."""
+    stage = Stage(tmp_path, rounds=2)
+    commit = Running.commit
+
+    def slowly(job: Running, now_s: float) -> Committed:
+        stage.broker.now_s += 100.0
+        return commit(job, now_s)
+
+    monkeypatch.setattr(Running, "commit", slowly)
+    hand = stage.hand("a")
+    stage.play()
+    for _ in range(2):
+        hand.answer(ones())
+        stage.play()  # past the commit, which ends it early
+        stage.play()
+    assert [fact.round for fact in stage.told(Committed)] == [0, 1]
+    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    stage.store.close()
+
+
+def test_the_executor_keeps_up_its_connection_while_a_method_computes(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And has its link back when something is to be sent."""
+    told, commit = [], Running.commit
+
+    @contextlib.contextmanager
+    def tended() -> Iterator[None]:
+        told.append("tended")
+        yield
+        told.append("back")
+
+    def noted(job: Running, now_s: float) -> Committed:
+        told.append("computes")
+        return commit(job, now_s)
+
+    monkeypatch.setattr(stage.executor, "tended", tended)
+    monkeypatch.setattr(Running, "commit", noted)
+    hand = stage.hand("a")
+    stage.play()
+    hand.answer(ones())
+    stage.play()
+    assert told == ["tended", "computes", "back"]
+
+
 def test_updates_are_folded_in_the_order_of_devices_not_of_arrival(stage: Stage) -> None:
     """1e19 - 1e19 + 1 is 1, but 1e19 + 1 - 1e19 is 0 in float64: the mean of a, b, c is a third, as c came before b."""
     hands = {name: stage.hand(name) for name in "abc"}

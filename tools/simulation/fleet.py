@@ -16,6 +16,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -190,6 +191,10 @@ class SimulatedFleet:
         if device in self._devices:
             self._feed(self._devices[device], events.Cleared(), self.now_s)
             self._devices[device].give_up()
+
+    def tended(self) -> AbstractContextManager[None]:
+        """Nothing to keep up: virtual time stands still meanwhile."""
+        return nullcontext()
 
     def be_patient(self, device: str) -> None:
         """Do nothing: no message is lost, so none is repeated."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import random
@@ -117,6 +118,30 @@ def test_mqtt_5_is_used_where_it_is_spoken_and_3_1_1_elsewhere(
     stage.until(lambda: modern.connected and old.connected)
     assert (modern.level, modern.max_payload) == (5, 1024 * KIB)
     assert (old.level, old.max_payload) == (4, 121 * KIB)
+
+
+@pytest.mark.parametrize("tended", [True, False])
+def test_a_client_that_computes_for_long_is_kept_only_if_it_is_tended(
+    mosquitto: Callable[..., Mosquitto], stage: Stage, tended: bool
+) -> None:
+    """The broker itself says when that was long: it has given up another client that came later and was neglected."""
+    broker = Broker.parse(mosquitto().url)
+    watch = stage.join(broker, "watch", "will/+")
+    short = dataclasses.replace(broker, keepalive_s=1)
+    busy = stage.join(short, "busy", will=("will/busy", b"busy is lost"))
+    stage.until(lambda: watch.connected and busy.connected)
+    other = stage.join(short, "other", will=("will/other", b"other is lost"))
+    stage.until(lambda: other.connected)
+    stage.links = [watch]  # nobody drives the two any more
+    with busy.tended() if tended else contextlib.nullcontext():
+        stage.until(lambda: b"other is lost" in stage.payloads("watch"))
+    stage.links = [watch, busy]
+    watch.publish("will/end", b"end")
+    stage.until(lambda: b"end" in stage.payloads("watch"))
+    assert (b"busy is lost" in stage.payloads("watch")) is not tended
+    stage.until(lambda: busy.connected)
+    assert (busy.session == 1) is tended
+    stage.links.append(other)
 
 
 # -- losing the connection ------------------------------------------------------------------------
