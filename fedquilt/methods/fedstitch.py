@@ -132,6 +132,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
 
 
 def send(state: State, device: DeviceView) -> Order | None:
+    """The order for one device in the current phase; None: nothing to ask of it."""
     match state.phase:
         case "score":
             return orders.score_order(state, device)
@@ -184,6 +185,7 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
 
 
 def step(state: State, total: Sum | None) -> State:
+    """Close a round: take in its sums and, when the phase is complete, enter the next one; None: nobody answered."""
     if total is None:
         if state.phase == "score" and state.ballots:
             return replace(search.close_vote(state), turn=state.turn + 1)
@@ -204,11 +206,12 @@ def step(state: State, total: Sum | None) -> State:
 
 
 def result(state: State) -> Artefact:
-    """The chosen network (`stitched.to_artefact`), under "search" what is known of every candidate, and under "gains"
-    what joining and stitching add.
+    """The chosen network (`stitched.to_artefact`).
 
-    Of a job that was cut short it is the candidate that generalised cross-validation likes best, solved from what has
-    been gathered; before that, the finished network with the best score, with its donor's classifier.
+    The artefact's meta also holds "search", a summary of every candidate, and "gains", what joining and what stitching
+    add to the accuracy. A job cut short while gathering returns the candidate with the least generalised
+    cross-validation criterion, solved from the sums so far; one cut short earlier returns the finished network with the
+    best score and its donor's classifier.
 
     Raises:
         ModelError: nothing was gathered, and no network was finished.
@@ -279,10 +282,12 @@ def _counted(state: State, counts: Mapping[str, np.ndarray]) -> State:
 def _all_heard(state: State, known: tuple[str, ...]) -> bool:
     """Whether the phase is over without another round.
 
-    How many devices there are is not known. Those of the search are all where it has noticed that, or where one round
-    brought them all at once; else a round in which nobody is left tells. Those that were gathered from are all.
+    The number of devices is unknown. The devices of the search count as all devices if a sub-round of the search
+    brought no new one (`State.saturated`), or if the first round of this phase heard every one of them; otherwise the
+    phase ends with a round in which nobody is left to ask. While validating, the devices gathered from are all devices.
 
     Args:
+        state: after this round's answers were added to `seen` and `heard`.
         known: devices that had answered before this round.
     """
     if state.subround >= state.params.head_rounds:
@@ -334,6 +339,12 @@ def _counts(update: Contribution, nets: int) -> dict[str, np.ndarray]:
 
 
 def work(task: Task, site: Site) -> Answer:
+    """Carry out one phase's task on a device, by forward passes only.
+
+    Raises:
+        ModelError: the task's phase is unknown to this version of the agent.
+        DataError: too few examples, or labels that the job does not have.
+    """
     match task.params["phase"]:
         case "score":
             return scoring.score(msgspec.convert(task.params, scoring.ScoreAsk), site)

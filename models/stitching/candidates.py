@@ -90,14 +90,17 @@ def width(stock: Stock, params: Params, path: Path) -> int:
 
 
 def layout(state: State) -> Layout:
+    """Where each gathered tap's features lie among all."""
     return Layout(tuple(width(state.stock, state.params, path) for path in state.taps))
 
 
 def is_native(stock: Stock, path: Path) -> bool:
+    """Whether a path is the beginning of one donor, unchanged."""
     return stitched.is_native([stock.blocks[name] for name in path])
 
 
 def projection_seed(state: State) -> int:
+    """Seed of the random projection of wide taps, the same on every device."""
     return derive_seed("features", state.seed)
 
 
@@ -110,10 +113,12 @@ def aligned(finalist: Finalist) -> Candidate:
 
 
 def stored(sums: Sums) -> Stored:
+    """Pack sums for the state; `restored` is the inverse."""
     return Stored(sums.counts, sums.totals, class_moments.halved(sums.scatter))
 
 
 def restored(kept: Stored | None) -> Sums | None:
+    """Unpack the sums of a state; None where nothing was gathered."""
     if kept is None:
         return None
     return Sums(kept.counts, kept.totals, class_moments.whole(kept.half, kept.totals.shape[1]))
@@ -275,6 +280,7 @@ def _criterion(candidate: Candidate) -> float:
 
 
 def best(state: State, among: Sequence[Candidate]) -> Candidate | None:
+    """The candidate with the highest `merit`; None of none."""
     return max(among, key=lambda each: merit(state, each), default=None)
 
 
@@ -368,6 +374,7 @@ def summary(state: State, candidate: Candidate) -> dict[str, Any]:
 
 
 def name(state: State, candidate: Candidate) -> str:
+    """A candidate in words, for the log."""
     if candidate.kind == "aligned":
         return describe(candidate.paths[0])
     return f"head on {' + '.join(named(state.stock, path) for path in candidate.paths)}"

@@ -39,6 +39,7 @@ class Part:
 
     @property
     def n(self) -> float:
+        """Number of examples on the device."""
         return float(self.counts.sum())
 
     @property
@@ -63,6 +64,7 @@ class Sums:
 
     @property
     def n(self) -> float:
+        """Number of examples on all devices."""
         return float(self.counts.sum())
 
     @property
@@ -172,6 +174,7 @@ class Pending:
     parts: tuple[Part, ...] = ()
 
     def plus(self, part: Part) -> Pending:
+        """Add one device's part."""
         parts = (*self.parts, part)
         if sum(len(each.factor) for each in parts) > part.means.shape[1]:
             return Pending(merge([self.sums] if self.sums else [], parts))

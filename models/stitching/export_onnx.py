@@ -100,10 +100,13 @@ class _Graph:
         return name
 
     def stage(self, value: str, graphs: Sequence[onnx.GraphProto], prefix: str, home: str) -> str:
-        """A stage of a donor's block: one graph, or tiles whose outputs lie side by side.
+        """Add a stage of a donor's block: one graph, or tiles whose outputs lie side by side.
 
         Args:
-            prefix: of the names of what it computes; `home`: of its weights, the same wherever the block stands.
+            value: name of the stage's input.
+            graphs: the stage's graph, or its tiles in order.
+            prefix: of the names of computed values, unique in the file.
+            home: prefix of the names of weights, the same wherever the block stands.
         """
         if len(graphs) == 1:
             return self._part(value, graphs[0], prefix, home)
@@ -163,10 +166,11 @@ class _Graph:
         return self.node("Conv", [value, weights, bias], f"{name}/projected")
 
     def head(self, taps: Sequence[tuple[str, Sequence[int]]], head: Tensors) -> str:
-        """A linear layer on the taps' pooled maps side by side; what is no map is taken as it is.
+        """Add a linear layer on the taps' pooled maps side by side; a tap that is a vector is not pooled.
 
         Args:
-            taps: the value and its shape without batch of each.
+            taps: name and shape (without batch) of each tap's value.
+            head: tensors as of `fedquilt.models.stitching.stitched.Network.head`.
         """
         features = [""] * len(taps)
         # ONNX Runtime takes the last of a node's inputs in the file first: so the first tap is pooled, and its maps
@@ -184,7 +188,7 @@ class _Graph:
         return self.node("Gemm", [joined, weights, bias], "head/scores", transB=1)
 
     def align(self, logits: str, groups: Sequence[Sequence[int]] | None) -> str:
-        """logsumexp of a donor's logits over each label's classes; a label without classes never wins."""
+        """Add the logsumexp of a donor's logits over each label's classes; a label without classes scores -inf."""
         assert groups  # `require_labels`
         parts = []
         for label, group in enumerate(groups):

@@ -14,11 +14,15 @@ from onnx import numpy_helper
 
 
 def fold(graph: onnx.GraphProto, weights: np.ndarray, bias: np.ndarray) -> onnx.GraphProto | None:
-    """The graph that takes the unprojected map; None: it cannot be folded, or would cost more.
+    """Fold a projection into a graph; None if that is not exact, or would cost more than an explicit projection.
 
     Args:
-        graph: from one input, maps (n, q, h, w) or (n, q, l).
-        weights: of the projection (q, p), `bias`: (q,).
+        graph: takes one input, maps (n, q, h, w) or (n, q, l).
+        weights: of the projection, (q, p).
+        bias: of the projection, (q,).
+
+    Returns:
+        The graph that takes the unprojected maps, with p channels.
     """
     first = _only_taker(graph)
     if first is None:

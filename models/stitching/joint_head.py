@@ -147,6 +147,7 @@ class Layout:
         return np.concatenate([np.arange(starts[tap], starts[tap + 1]) for tap in taps])
 
     def width(self, taps: Sequence[int]) -> int:
+        """Number of features of some taps together."""
         return sum(self.widths[tap] for tap in taps)
 
 
@@ -162,16 +163,18 @@ class Joined:
 def forward(
     given: Standard, layout: Layout, start: int, among: Sequence[int], ridge: float, widest: int = WIDEST
 ) -> Joined:
-    """Greedy choice of taps: the one that lowers the criterion most joins, as long as one lowers it by GAIN.
+    """Choose taps greedily: add the one that lowers the criterion most, as long as one lowers it by the share GAIN.
 
-    What a tap would add follows from the block of the matrix that it shares with those taken (a Schur complement), so
-    that no set is solved anew.
+    The gain of a tap follows from the block of the matrix that it shares with the taps taken (a Schur complement), so
+    that no set is solved from scratch.
 
     Args:
+        given: standardised sums of all taps.
+        layout: where each tap's features lie in them.
         start: the first tap.
-        among: the others to choose from.
-        ridge: the strength, the same throughout.
-        widest: features of the set at most.
+        among: the taps to choose from; `start` may be among them.
+        ridge: strength, the same for all sets.
+        widest: limit on the features of the set.
     """
     left = [tap for tap in among if tap != start]
     own = layout.columns([start])

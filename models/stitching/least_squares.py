@@ -280,7 +280,7 @@ def _upper(p: int) -> Iterator[tuple[int, slice]]:
 
 
 def _add(total: np.ndarray, part: np.ndarray, share: float, dx: np.ndarray, dy: np.ndarray) -> None:
-    """total += part + share * dx dy', in place and by blocks of rows."""
+    """Add part + share * dx dy' to `total`, in place and by blocks of rows."""
     for first in range(0, len(total), BLOCK):
         rows = slice(first, first + BLOCK)
         step = np.outer(dx[rows], dy)

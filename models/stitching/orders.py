@@ -30,6 +30,7 @@ from fedquilt.models.stitching.stitched import Block, Stock
 
 
 def score_order(state: State, device: DeviceView) -> Order:
+    """Ask one device to score the pool as the next block of the current path."""
     params, net = state.params, state.current
     assert net is not None
     completes = params.criterion != "cka" and search.completes(params)
@@ -77,6 +78,7 @@ def score_order(state: State, device: DeviceView) -> Order:
 
 
 def fit_order(state: State) -> Order:
+    """Ask for the sums that the winners' junctions are solved from."""
     params, net = state.params, state.current
     assert net is not None
     wanted = search.projected(state)

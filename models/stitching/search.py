@@ -312,10 +312,10 @@ def grow(
 
 
 def _joined(state: State, net: Net) -> State:
-    """The state with a new path on the frontier, or among the finished ones; and where it `completes`, with all that
-    its last donor goes on to.
+    """Add a new path to the frontier, or to the finished networks if its last block is a terminating one.
 
-    Going on takes no junction, and so neither a vote nor anything off the score.
+    Where the search `completes` paths, all continuations by the last block's donor are added too: they need no
+    junction, hence no vote, and keep the path's score.
     """
     if is_finished(state, net):
         return replace(state, finished=(*state.finished, net))

@@ -206,4 +206,5 @@ class State:
 
 
 def describe(path: tuple[str, ...]) -> str:
+    """A path in words, for the log."""
     return " > ".join(path)

@@ -48,6 +48,7 @@ class Block:
 
     @property
     def id(self) -> str:
+        """Name of the block in paths and bundles, "donor.index"."""
         return f"{self.donor}.{self.index}"
 
     @property
@@ -331,6 +332,7 @@ def classify(network: Network, blocks: Mapping[str, Block], run: Run, x: np.ndar
     """Scores (n, labels) of a finished network: a linear head on the taps' pooled maps, or aligned logits.
 
     Args:
+        network: what to run.
         blocks: of the stock, by id.
         run: runs one block.
         x: prepared images (n, channels, size, size).
@@ -350,14 +352,16 @@ def classify(network: Network, blocks: Mapping[str, Block], run: Run, x: np.ndar
 
 
 def full_head(weights: np.ndarray, bias: np.ndarray, classes: Sequence[int], labels: int) -> dict[str, np.ndarray]:
-    """A head of all labels from one of the classes that somebody has examples of.
+    """Extend a head of the classes that somebody has examples of to all labels.
 
-    A class that nobody has gets weights of 0 and a bias of -inf: its score is -inf, as that of a label without classes
-    in `align`, so that it never wins, in any runtime and however low the other scores are.
+    A class that nobody has gets weights of 0 and a bias of -inf: it scores -inf, like a label without classes in
+    `align`, so that it never wins, in any runtime and however low the other scores are.
 
     Args:
-        weights: (classes, d); `bias`: (classes,).
+        weights: (classes, d).
+        bias: (classes,).
         classes: the label of each row, each below `labels`.
+        labels: number of labels of the job.
 
     Returns:
         {"weights": (labels, d), "bias": (labels,)}, float32.

@@ -34,15 +34,17 @@ class Linear:
 
     @property
     def inputs(self) -> int:
+        """Length of x."""
         return int(self.weights.dims[0 if self.transposed else 1])
 
     @property
     def outputs(self) -> int:
+        """Length of y, the number of rows of W."""
         return int(self.weights.dims[1 if self.transposed else 0])
 
     @property
     def row_bytes(self) -> int:
-        """Of what makes one output."""
+        """Bytes of weights and bias for one output."""
         return FLOAT_BYTES * (self.inputs + (self.bias is not None))
 
 

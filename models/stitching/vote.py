@@ -157,12 +157,17 @@ def reweigh(
     beta: float,
     normalise: Literal["cohort", "all"] = "cohort",
 ) -> dict[str, float]:
-    """New weights: (1 + alpha) where r_i >= theta, else (1 - beta); they sum to 1 within WEIGHTS / N.
+    """Multiply weights by 1 + alpha where the rank reaches theta, else by 1 - beta; sum 1, each within WEIGHTS / N.
 
     Args:
-        theta: a rank in [0, 1], or "median": that of the devices in `ranks`.
-        normalise: whose weights make room. "cohort": those of the devices in `ranks`, whose sum stays (but for
-            WEIGHTS); "all", the paper's letter: everybody's, so that a device gains on those that were not asked.
+        weights: of every device seen, sum 1.
+        ranks: `cross_ranks` of the devices judged in this vote; {}: weights are only normalised.
+        theta: a rank in [0, 1], or "median": the median of `ranks`.
+        alpha: reward.
+        beta: penalty.
+        normalise: the weights that are rescaled. "cohort": those of the devices in `ranks`, which together keep their
+            weight (but for the limits WEIGHTS). "all", as in the paper: those of all devices, so that a device asked
+            can gain weight at the expense of devices not asked.
     """
     if not ranks:
         return _normalised(weights)

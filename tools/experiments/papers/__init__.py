@@ -92,14 +92,16 @@ def run(
     out: Path = KEPT,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """One table's result, with what its file says of it as "about".
+    """Run a table, and return its result with the file's description under "about".
 
     Args:
+        table: one of `tables`, or of the user's own file.
         seeds: None: the table's own.
-        rounds: fewer than the table's; None: as many. Claims are checked only then.
-        folder: data; a table that wants some says so.
-        columns: these alone; None: all.
+        rounds: of every run; None: the table's own, the only case in which claims are judged.
+        folder: the data that `Table.takes_data` asks for.
+        columns: names of the columns to run; None: all.
         out: where finished runs are kept; they are not repeated.
+        say: takes lines about the progress.
 
     Raises:
         JobError: an unknown column, data for a table that wants none, or a run has failed.

@@ -18,11 +18,13 @@ from fedquilt.tools.report import figures
 def claim(
     values: Sequence[float], unit: str, *, at_least: float | None = None, at_most: float | None = None
 ) -> dict[str, Any]:
-    """What seeds show of a claim, each by its own value: a paired difference, or a ratio.
+    """Judge a claim about the mean over seeds of a paired difference or a ratio.
 
     Args:
         values: one for each seed.
-        at_least, at_most: what is claimed of their mean; one of the two.
+        unit: of the values, for the text.
+        at_least: lower limit claimed of the mean; None: `at_most` is claimed.
+        at_most: upper limit claimed of the mean.
 
     Returns:
         "value", the mean; "low" and "high", its 95 % interval, None with one seed; "verdict": "holds", "not shown",

@@ -141,10 +141,13 @@ class Grid(Struct, frozen=True):
         return list(dict.fromkeys([*(show.value for show in self.show), *(claim.value for claim in self.claims)]))
 
     def job_of(self, points: Iterable[Point], row: Row, seed: int, rounds: int | None) -> dict[str, Any]:
-        """The table of one run's job.
+        """The job of one run, as a table.
 
         Args:
-            rounds: in place of the grid's; None: as many as it says.
+            points: one of each axis, applied in this order.
+            row: applied after the points.
+            seed: of the job and its data.
+            rounds: in place of the grid's, unless the row's are `fixed`; None: the grid's own.
         """
         found = self.job
         for point in points:
@@ -196,6 +199,7 @@ class Table:
 
     @property
     def takes_data(self) -> bool:
+        """Whether a path of the table has a mark that `--data` has to fill."""
         return any(mark != "digits" for mark in _marks(self.raw))
 
     def _read(self, raw: Any) -> Grid:

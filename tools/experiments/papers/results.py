@@ -19,10 +19,19 @@ from fedquilt.tools.experiments.single_run import Run
 def result(
     name: str, grid: Grid, cells: Sequence[Cell], runs: Mapping[Case, Run], seeds: Sequence[int], rounds: int | None
 ) -> dict[str, Any]:
-    """For programs: "columns": column -> row -> "values" (one for each seed), the "paper"'s, and every run.
+    """A table's result for programs.
 
     Args:
-        rounds: fewer than the grid's; None: as many. Claims are judged only then.
+        name: of the table.
+        grid: the table.
+        cells: the cells that were run.
+        runs: the run of each cell's case.
+        seeds: that were run, in the order of the values.
+        rounds: as asked for; None: the grid's own, the only case in which claims are judged.
+
+    Returns:
+        "columns": column -> row -> "values" (one for each seed), "paper" and "runs"; "figures": the judged claims;
+        "told": the comparisons that are reported without a claim; "table" and "seeds".
     """
     found: dict[str, dict[str, Any]] = {}
     for cell in cells:
