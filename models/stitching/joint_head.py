@@ -1,14 +1,15 @@
 """One linear head over several taps of frozen networks, in closed form from sums over devices. numpy only.
 
-A tap is a place whose pooled maps are features; the taps' features side by side are a vector z of d numbers for each
-example. From the sums of all devices (`fedquilt.models.stitching.class_moments`) follows, for any subset of taps,
-without asking a device again:
-- the strength of a ridge by generalised cross-validation (Golub, Heath and Wahba, Technometrics 1979);
-- the criterion of that ridge, which taps are chosen by (`forward`);
-- the head itself: a linear discriminant that gives every class the same weight, however many examples it has.
+A tap is a place in a network whose pooled maps are features; the features of all taps side by side are a vector z of
+d numbers for each example. The sums of all devices (`fedquilt.models.stitching.class_moments`) determine for any subset
+of taps, without another task for a device:
 
-Features are standardised with the pooled variance of all examples. Strengths are relative: 1 adds to each feature as
-much variance as it has.
+- the strength of the ridge, by generalised cross-validation (Golub, Heath and Wahba, Technometrics 1979);
+- the criterion of that ridge, by which taps are chosen (`forward`);
+- the head: a linear discriminant that gives every class the same weight, whatever its number of examples.
+
+Features are standardised with the pooled variance of all examples. A strength of 1 adds as much variance to each
+feature as it has.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ import numpy as np
 from fedquilt.models.stitching.class_moments import Sums
 
 STRENGTHS = tuple(float(each) for each in np.round(10.0 ** np.arange(-4, 3.01, 0.25), 8))  # tried for a head
-GAIN = 1e-3  # a further tap has to lower the criterion by this share
-FROM = 14  # best single taps that are joined
-WIDEST = 3072  # features that are joined at most: the time that solving takes grows with their cube
-NEVER = -1e30  # bias of a class without examples: finite, and below every score
-CONSTANT = 1e-5  # a standard deviation below this share of the mean is rounding
+GAIN = 1e-3  # share by which a further tap has to lower the criterion
+FROM = 14  # number of best single taps from which sets are chosen
+WIDEST = 3072  # most features of a set: the time for solving grows with their cube
+NEVER = -1e30  # bias of a class without examples: finite, and below every other score
+CONSTANT = 1e-5  # a standard deviation below this share of the mean counts as rounding
 
 
 @dataclass(frozen=True)
 class Standard:
-    """Sums with every feature at mean 0 and variance 1. Features that do not vary are 0 throughout.
+    """Sums with every feature at mean 0 and variance 1. A feature that does not vary is 0 for all examples.
 
     Attributes:
-        n: examples.
-        shares: (labels,) of the examples.
-        means: (labels, d) of the classes; zeros where there are no examples.
-        correlation: (d, d).
-        spread: variance of the labels as one-hot vectors.
-        mean: (d,) of the features as they come.
-        inverse: (d,) 1 / standard deviation of the features as they come; 0: does not vary.
+        n: number of examples.
+        shares: (labels,) share of each class.
+        means: (labels, d) standardised means of the classes; zeros for a class without examples.
+        correlation: (d, d) correlations of the features.
+        spread: variance of the one-hot labels.
+        mean: (d,) means of the original features.
+        inverse: (d,) 1 / standard deviation of the original features; 0: the feature does not vary.
     """
 
     n: float
@@ -52,11 +53,11 @@ class Standard:
 
     @property
     def cross(self) -> np.ndarray:
-        """(d, labels) covariance of features and one-hot labels."""
+        """Covariance (d, labels) of standardised features and one-hot labels."""
         return np.asarray((self.means * self.shares[:, None]).T)
 
     def of(self, columns: np.ndarray) -> Standard:
-        """Of some features only."""
+        """Restrict the sums to some features, by their indices."""
         return Standard(
             self.n,
             self.shares,
@@ -70,7 +71,7 @@ class Standard:
 
 @dataclass(frozen=True)
 class Strength:
-    """How strong a ridge is best, and the criterion that it comes to: less is better."""
+    """The best strength of a ridge, and its criterion, of which less is better."""
 
     ridge: float
     criterion: float
@@ -78,7 +79,7 @@ class Strength:
 
 @dataclass(frozen=True)
 class Head:
-    """Scores are weights @ z + bias, of features as they come; float64."""
+    """A linear head: scores are weights @ z + bias, for original features z; float64."""
 
     weights: np.ndarray  # (labels, d)
     bias: np.ndarray  # (labels,)
@@ -100,9 +101,9 @@ def standardised(sums: Sums) -> Standard:
 
 
 def strength(given: Standard, tried: Sequence[float] = STRENGTHS) -> Strength:
-    """The ridge with the least generalised cross-validation criterion, of one-hot labels on features.
+    """The ridge with the least generalised cross-validation criterion, for a regression of one-hot labels on features.
 
-    The criterion is (rss / n) / (1 - df / n)^2, infinite where there are no degrees of freedom left.
+    The criterion is (rss / n) / (1 - df / n)^2, infinite if no degrees of freedom are left.
     """
     values, vectors = np.linalg.eigh(given.correlation)
     values = np.maximum(values, 0.0)
@@ -116,9 +117,9 @@ def strength(given: Standard, tried: Sequence[float] = STRENGTHS) -> Strength:
 
 
 def discriminant(given: Standard, ridge: float) -> Head:
-    """The linear discriminant that takes all classes for equally frequent, with a ridge on the variance within classes.
+    """A linear discriminant for equally frequent classes, with a ridge on the variance within classes.
 
-    A class without examples has no direction, and a bias that never wins: NEVER.
+    A class without examples gets weights of 0 and the bias NEVER, so that it never wins.
     """
     present = np.flatnonzero(given.shares > 0)
     means = given.means[present]
@@ -137,12 +138,12 @@ def discriminant(given: Standard, ridge: float) -> Head:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each tap's features lie among all: `widths` of the taps, in order."""
+    """Places of the taps' features in z, from the `widths` of the taps in order."""
 
     widths: tuple[int, ...]
 
     def columns(self, taps: Sequence[int]) -> np.ndarray:
-        """The features of some taps, in their order."""
+        """Indices of the features of some taps, in the order of `taps`."""
         starts = np.concatenate([[0], np.cumsum(self.widths)])
         return np.concatenate([np.arange(starts[tap], starts[tap + 1]) for tap in taps])
 
@@ -153,7 +154,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Joined:
-    """Taps in the order in which they were taken, each with the criterion that it brought the set to."""
+    """Chosen taps in the order in which they were added, with the criterion of the set after each."""
 
     ridge: float
     taps: tuple[int, ...]
@@ -180,7 +181,7 @@ def forward(
     own = layout.columns([start])
     rest = layout.columns(left) if left else np.empty(0, np.int64)
     inverse = np.linalg.inv(given.correlation[np.ix_(own, own)] + ridge * np.eye(len(own)))
-    solved = inverse @ given.correlation[np.ix_(own, rest)]  # of the features taken, for those that are left
+    solved = inverse @ given.correlation[np.ix_(own, rest)]  # regression of the features left on those taken
     weights, trace = inverse @ given.cross[own], float(np.trace(inverse))
     taken, criteria = [start], [_reckoned(given, own, weights, trace, ridge)]
     while left:
@@ -221,7 +222,7 @@ def _joins(
     trace: float,
     ridge: float,
 ) -> float:
-    """The criterion of the features `own` and `columns` together."""
+    """Criterion of the features `own` and `columns` together."""
     mine = _complement(given, own, columns, before, ridge)
     step = mine @ (given.cross[columns] - before.T @ given.cross[own])
     more = float(np.trace(mine)) + float(((before @ mine) * before).sum())
@@ -230,14 +231,14 @@ def _joins(
 
 
 def _complement(given: Standard, own: np.ndarray, columns: np.ndarray, before: np.ndarray, ridge: float) -> np.ndarray:
-    """The inverse of what `own` leaves of the block of `columns`."""
+    """Inverse of the Schur complement of `own` in the matrix of `own` and `columns`, ridge included."""
     inner = given.correlation[np.ix_(columns, columns)] - given.correlation[np.ix_(columns, own)] @ before
     inner[np.diag_indices(len(inner))] += ridge
     return np.linalg.inv(inner)
 
 
 def _reckoned(given: Standard, columns: np.ndarray, weights: np.ndarray, trace: float, ridge: float) -> float:
-    """The criterion of a ridge whose weights (d, labels) and trace of the inverse are known."""
+    """Criterion of a ridge, from its weights (d, labels) and the trace of its inverse."""
     rss = given.spread - float(np.vdot(given.cross[columns], weights)) - ridge * float(np.vdot(weights, weights))
     return _criterion(rss, len(columns) - ridge * trace + 1, given.n)
 
@@ -248,6 +249,6 @@ def _criterion(rss: float, freedom: float, n: float) -> float:
 
 
 def _places(layout: Layout, taps: Sequence[int]) -> list[np.ndarray]:
-    """Where each of some taps lies among the features of all of them."""
+    """Indices of each tap's features when only the features of `taps` lie side by side."""
     ends = np.cumsum([layout.widths[tap] for tap in taps])
     return [np.arange(end - layout.widths[tap], end) for tap, end in zip(taps, ends, strict=True)]
