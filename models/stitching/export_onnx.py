@@ -262,7 +262,7 @@ def load(block: str, path: Path) -> onnx.ModelProto:
 
 
 def _fetch(tensor: onnx.TensorProto, folder: Path) -> None:
-    """Load a tensor's external bytes into a checked graph; onnx itself refuses the hard links of a store."""
+    """Load a tensor's external bytes into a checked graph; onnx itself refuses files that a store has linked."""
     where = {entry.key: entry.value for entry in tensor.external_data}
     with (folder / where["location"]).open("rb") as data:
         data.seek(int(where.get("offset", "0")))

@@ -1,8 +1,8 @@
-"""Claims over seeds, each judged by its interval.
+"""Claims over seeds, each judged by a confidence interval.
 
-The mean of what each seed shows, a difference of two runs that differ in nothing else, say, is told with the range that
-holds it with 95 % (Student's t). A claim holds if the whole range is on the claimed side, and is not shown if the range
-reaches across.
+Each seed gives one value, such as the difference of two runs that differ in nothing else. The interval is the 95 %
+confidence interval of the values' mean (Student's t). A claim holds if the whole interval is on the claimed side, and
+is not shown if the interval crosses the limit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def claim(
 
 
 def told(found: Mapping[str, Any]) -> str:
-    """A claim's mean, interval and verdict in a few words; of a difference with its sign."""
+    """A claim's mean, interval and verdict in a few words; values compared with 0 have a sign."""
     sign = "+" if found.get("at_least") == 0 else ""
     mean, unit = f"{found['value']:{sign}.2f}", f" {found['unit']}" if found["unit"] else ""
     if found["low"] is None:
@@ -54,7 +54,7 @@ def told(found: Mapping[str, Any]) -> str:
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
-    """The figures of a result, one a line: claims over seeds with their intervals, others as a bench's."""
+    """The figures of a result, one a line: claims with their intervals, others as in benches."""
     found = []
     for name, each in result["figures"].items():
         if "verdict" not in each:
