@@ -4,44 +4,51 @@ Paper: Zhan et al., Heterogeneity-Aware Coordination for Federated Learning via 
 Blocks, IWQoS 2024 (arXiv 2409.07202), sections 3 and 4, Algorithm 1. Compatibility and junctions follow
 Teerapittayanon et al., StitchNet (arXiv 2301.01947).
 
-A job goes through phases, kept in the state:
-    score     devices score the pool of one partial network and vote, for some sub-rounds
-    fit       devices send the sums that the winners' junctions are solved from; back to score
-    gather    devices send sums of what donors and finished networks make of their images, at every tap
-    validate  devices count right answers of each candidate on their held-out examples; the best is chosen
-In the last two every device is heard once, for as many rounds as that takes.
+A job runs through phases, kept in the state:
 
-Deviations, each because the paper's letter cannot run, or measures something else:
-- CKA is the unbiased estimator: at 64 images the biased one says 0.5 to 1 of independent noise.
-- Scores: every block is screened by its input (no junction needed), the best few are scored by their
-  output, with a junction fitted on other images than are scored: in-sample, wide blocks always score 1.
-- Junctions are centred ridge regressions with bias, solved from sums over devices (Eq. 3 is singular
-  with fewer rows than channels, and the paper does not say who has the data to solve it).
-- Votes are about where and to what a donor is left: a path ends as its last donor goes on, since a donor's own next
-  block takes no junction. So whole donors are finished networks before the first vote, and a search that is cut short
-  hands out one of these rather than a stem. Picks, winners and finalists take turns among donors: by scores alone, a
-  donor with a block left out goes before all that is stitched of several.
-- Beside CKA, an output can be scored by what the end of the path says of the labels (criterion).
-- A device is rewarded from the median rank of those it votes with, which together keep their weight: the paper
-  publishes no threshold, a fixed one rewards nearly all, and then being asked is what counts.
+- score: devices score the blocks that may follow one partial network, and vote, for some sub-rounds.
+- fit: devices send the sums from which the winners' junctions are solved; then the next network is scored.
+- gather: devices send moments of their images' features at every tap of donors and finished networks.
+- validate: devices count each candidate's right answers on their held-out examples; the best is chosen.
+
+Gather and validate take as many rounds as hearing every device once takes.
+
+Deviations, where the paper's letter cannot run or measures something else:
+
+- CKA uses the unbiased estimator: on 64 images the biased one gives 0.5 to 1 for independent noise.
+- Every block is screened by its input, which needs no junction; only the best few are scored by their output. Their
+  junctions are fitted on other images than are scored: on the same images wide blocks always score 1.
+- Junctions are centred ridge regressions with bias, solved from sums over devices. Eq. 3 is singular with fewer rows
+  than channels, and the paper does not say who has the data to solve it.
+- Votes decide only where a path leaves a donor, and for which block: the last donor's remaining blocks, which need no
+  junction, complete every path. So whole donors are finished networks before the first vote, and a search that is cut
+  short returns one of them rather than a stem.
+- Picks, winners and finalists take turns among donors: ranked by scores alone, a donor with one block left out comes
+  before every network stitched from several.
+- Outputs can also be scored by what the end of the path says of the labels (`criterion`).
+- A device is rewarded if its rank reaches the median of the devices in the same vote, which together keep their
+  weight. The paper publishes no threshold; a fixed one rewards nearly all devices, so that being asked is what counts.
 - The result is a linear head over several taps: pooled maps at some depths of some donors and at the ends of finished
   networks, chosen and solved in closed form from the devices' sums (`fedquilt.models.stitching.joint_head`; cf. Fed3R,
-  arXiv 2406.01116). Every donor with a new head and every finished network alone are candidates beside it, and what
-  joining and what stitching adds is told. With expansions = 0 nothing is stitched: a job of a few rounds.
-- Devices that explore are judged by their greedy picks; a device's second vote replaces its first.
-- Of the search space optimizer's cuts only those beyond the spread between devices are made.
+  arXiv 2406.01116). Every donor with a new head and every finished network alone are candidates too, and the log tells
+  what joining and what stitching adds. With `expansions = 0` nothing is stitched, and the job takes a few rounds.
+- A device that explores is judged by its greedy picks; its second vote on a network replaces its first.
+- The search-space optimizer drops a block only if the gap of the scores exceeds the spread between devices.
 - The network is chosen on the devices' held-out examples, never on a test set.
-- Beyond the paper: what a junction leaves of a device that it was not solved from is told, and counts in the
-  path's score with residual = "weigh"; paths whose score falls under stop_below are given up.
-mode = "paper" goes back on these where it can run, whatever [params] say beside it: see PAPER. What cannot run there:
-- Scores on the images that the junction was fitted on: all wide blocks would score 1. They are taken on others.
-- Eq. 3, whose inverse does not exist with fewer rows than channels: the least-norm solution takes its place. Who solves
-  it is not said, and the server has no data: winners' junctions are solved centrally, from the sums of all that fit.
-- Terminating blocks of donors whose classes nobody has aligned with the labels.
-- Algorithm 1 to the letter: it returns inside its loop, and its set of paths never shrinks. A path is expanded once.
-- Weights after each of the five sub-rounds, and two votes of a device in one sum: both are settled when a vote closes.
-- Its constants, which are not published (theta 0.6, alpha and beta 0.1, epsilon 0.3 falling), and a choice among the 22
-  networks without held-out shares.
+- Beyond the paper: the log tells a junction's error on devices that it was not solved from, which lowers the path's
+  score with `residual = "weigh"`; paths with a score below `stop_below` are given up.
+
+`mode = "paper"` undoes these where it can, whatever else [params] says: see PAPER. Deviations that remain there:
+
+- Scores are taken on other images than the junction was fitted on, as on the same ones all wide blocks would score 1.
+- Eq. 3, whose inverse does not exist with fewer rows than channels, is solved for the least norm. The paper does not
+  say who solves it, and its server has no data: the coordinator solves it from the sums of all devices asked to fit.
+- A donor's terminating block is offered only if its classes are aligned with the labels.
+- A path is expanded once: to the letter, Algorithm 1 returns inside its loop, and its set of paths never shrinks.
+- Weights, and which of a device's votes counts, are settled when a vote closes: not after each of the five sub-rounds.
+- Unpublished constants are ours (theta 0.6, alpha and beta 0.1, epsilon 0.3 falling), and so is the choice among the
+  22 networks, on held-out shares.
+
 The deadline and the energy coordinator belong to coordinator and agent: [cohort] deadline = "paper", slack.
 """
 
@@ -85,19 +92,19 @@ from fedquilt.models.stitching.least_squares import Gathered
 from fedquilt.models.stitching.search_state import PAPER, Candidate, Params, State, describe
 from fedquilt.models.stitching.vote import Ballot
 
-GROUPS_BYTES = 256 << 20  # held for the residuals of a round's junctions; larger devices' sums share a group
+GROUPS_BYTES = 256 << 20  # sums of single devices held for residuals; beyond it, devices' sums are merged in groups
 
 
 @dataclass(frozen=True)
 class Sum:
-    """A round's accumulator; which part is filled follows from the phase."""
+    """A round's accumulator; the phase decides which fields are filled."""
 
-    ballots: Mapping[str, Ballot]  # device -> its votes
-    moments: tuple[Gathered, ...]  # of each junction
-    counts: Mapping[str, np.ndarray]  # "examples" (1,), "right" (candidates,)
-    pending: Pending = Pending()  # of all taps
-    devices: tuple[str, ...] = ()  # whose answers these are, sorted
-    short: int = 0  # of these: had no memory for the moments of as many images as were asked for
+    ballots: Mapping[str, Ballot]  # score: device -> its votes
+    moments: tuple[Gathered, ...]  # fit: the sums for each junction
+    counts: Mapping[str, np.ndarray]  # validate: "examples" (1,), "right" (candidates,)
+    pending: Pending = Pending()  # gather: moments of all taps
+    devices: tuple[str, ...] = ()  # devices whose answers were taken, sorted
+    short: int = 0  # gather: number of devices whose memory did not hold moments of all wanted images
 
 
 # -- server ---------------------------------------------------------------------------------------
@@ -132,6 +139,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
 
 
 def send(state: State, device: DeviceView) -> Order | None:
+    """The order for one device in the current phase; None: nothing to ask of it."""
     match state.phase:
         case "score":
             return orders.score_order(state, device)
@@ -140,15 +148,15 @@ def send(state: State, device: DeviceView) -> Order | None:
         case "done":
             return None
     if device.device in state.heard:
-        return None  # somebody else is asked instead
+        return None  # the coordinator asks another device instead
     return orders.gather_order(state) if state.phase == "gather" else orders.count_order(state)
 
 
 def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
-    """Take one device's answer.
+    """Add one device's answer to the round's accumulator; None: the first of the round.
 
     Raises:
-        UpdateError: it answers another step of the search, or is not what was asked for.
+        UpdateError: the answer belongs to another step of the search, or is not what was asked for.
     """
     turn = update.metrics.get("turn")
     if turn != state.turn:
@@ -184,10 +192,11 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
 
 
 def step(state: State, total: Sum | None) -> State:
+    """Close a round: take in its sums and, when the phase is complete, enter the next one; None: nobody answered."""
     if total is None:
         if state.phase == "score" and state.ballots:
             return replace(search.close_vote(state), turn=state.turn + 1)
-        if state.phase in ("gather", "validate") and state.heard:  # nobody is left to be heard
+        if state.phase in ("gather", "validate") and state.heard:  # no device is left to ask
             return replace(_closed(state), turn=state.turn + 1)
         return replace(state, log=())
     known = state.seen
@@ -204,11 +213,12 @@ def step(state: State, total: Sum | None) -> State:
 
 
 def result(state: State) -> Artefact:
-    """The chosen network (`stitched.to_artefact`), under "search" what is known of every candidate, and under "gains"
-    what joining and stitching add.
+    """The chosen network (`stitched.to_artefact`).
 
-    Of a job that was cut short it is the candidate that generalised cross-validation likes best, solved from what has
-    been gathered; before that, the finished network with the best score, with its donor's classifier.
+    The artefact's meta also holds "search", a summary of every candidate, and "gains", what joining and what stitching
+    add to the accuracy. A job cut short while gathering returns the candidate with the least generalised
+    cross-validation criterion, solved from the sums so far; one cut short earlier returns the finished network with the
+    best score and its donor's classifier.
 
     Raises:
         ModelError: nothing was gathered, and no network was finished.
@@ -251,7 +261,7 @@ def _fitted(state: State, sums: tuple[Gathered, ...]) -> State:
 
 
 def _residual(block: str, sums: Gathered, ridge: float) -> tuple[float | None, str]:
-    """What a junction leaves of the variance of groups of devices that it was not solved from; and a sentence."""
+    """Leave-one-group-out residual variance of a junction (None: unknown), with a sentence for the log."""
     left, variances = least_squares.left_out(sums.groups, ridge), [group.yy for group in sums.groups]
     if not left or not any(variances):
         return None, f"to {block}: what it leaves of a device that it was not solved from is not known"
@@ -279,10 +289,12 @@ def _counted(state: State, counts: Mapping[str, np.ndarray]) -> State:
 def _all_heard(state: State, known: tuple[str, ...]) -> bool:
     """Whether the phase is over without another round.
 
-    How many devices there are is not known. Those of the search are all where it has noticed that, or where one round
-    brought them all at once; else a round in which nobody is left tells. Those that were gathered from are all.
+    The number of devices is unknown. The devices of the search count as all devices if a sub-round of the search
+    brought no new one (`State.saturated`), or if the first round of this phase heard every one of them; otherwise the
+    phase ends with a round in which nobody is left to ask. While validating, the devices gathered from are all devices.
 
     Args:
+        state: after this round's answers were added to `seen` and `heard`.
         known: devices that had answered before this round.
     """
     if state.subround >= state.params.head_rounds:
@@ -292,7 +304,7 @@ def _all_heard(state: State, known: tuple[str, ...]) -> bool:
 
 
 def _closed(state: State) -> State:
-    """Go on from a phase in which every device was heard."""
+    """Close a phase in which every device was heard: solve candidates after gather, choose one after validate."""
     if state.phase == "validate":
         best = max(range(len(state.candidates)), key=lambda i: candidates.merit(state, state.candidates[i]))
         return replace(state, phase="done", chosen=best, log=tuple(candidates.told(state)))
@@ -334,6 +346,12 @@ def _counts(update: Contribution, nets: int) -> dict[str, np.ndarray]:
 
 
 def work(task: Task, site: Site) -> Answer:
+    """Carry out one phase's task on a device, by forward passes only.
+
+    Raises:
+        ModelError: the task's phase is unknown to this version of the agent.
+        DataError: too few examples, or labels that the job does not have.
+    """
     match task.params["phase"]:
         case "score":
             return scoring.score(msgspec.convert(task.params, scoring.ScoreAsk), site)
@@ -361,6 +379,6 @@ METHOD = Method(
     result=result,
     done=lambda state: state.phase == "done",
     explain=lambda state: state.log,
-    tasks=("classes",),  # donors are classifiers, and votes are for classes
-    exact=True,  # moments are solved for, votes are counted
+    tasks=("classes",),  # donors are classifiers
+    exact=True,  # linear systems are solved from the moments, and votes are counted
 )

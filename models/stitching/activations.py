@@ -1,9 +1,8 @@
-"""Values of many examples, one shape each, in memory or in a file: maps that are larger than a board's memory.
+"""Activations of many examples, in memory or in a file, for maps larger than a board's memory.
 
-Everything here hands out a few examples at a time (`rows`), or a few features of all of them
-(`columns`, which a Gram matrix is summed from). A file is read and written, never mapped: what the
-kernel keeps of it is no part of the process and goes when memory is short, and most files are
-gone before they ever reach the disk.
+All classes hand out a few examples at a time (`rows`), or a few features of all examples (`columns`, from which a Gram
+matrix is summed). Files are read and written, never mapped: the kernel's page cache does not count as the process's
+memory and is reclaimed under pressure, and most files are deleted before they reach the disk.
 """
 
 from __future__ import annotations
@@ -26,20 +25,22 @@ from fedquilt.disk import doing
 
 log = logging.getLogger("fedquilt.agent")
 
-PART = "part-"  # begins the name of a file that means nothing to anyone else
+PART = "part-"  # prefix of temporary files
 MEND = "free some space, or raise the budget so that it stays in memory"
-SPARE = ".spare"  # ends the name of a file that makes room for newer ones
+SPARE = ".spare"  # suffix of files that may be deleted to make room for newer ones
 
 
 class Source(Protocol):
-    """Examples in order; `shape` is (n, ...)."""
+    """Examples in a fixed order, read a few at a time."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Number of examples, then the shape of one."""
+        ...
 
     @property
     def example_bytes(self) -> int:
-        """What handing out one example takes beside the example."""
+        """Temporary memory for reading one example, in bytes, beside the example itself."""
         ...
 
     def rows(self, first: int, last: int) -> np.ndarray:
@@ -55,23 +56,25 @@ class Stack(Source, Protocol):
     """
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Size of all examples as float32, in bytes."""
+        ...
 
     def columns(self, first: int, last: int, examples: int) -> np.ndarray:
-        """Features [first, last) of the first so many examples: (examples, last - first) float32, a new array."""
+        """Features [first, last) of the first `examples` examples: (examples, last - first) float32, a new array."""
         ...
 
     def put(self, values: np.ndarray) -> None:
-        """The next examples."""
+        """Append the next examples, (k, ...)."""
         ...
 
     def save(self, path: Path) -> None:
-        """Keep it as this file, whole or not at all."""
+        """Write the stack to this file, atomically."""
         ...
 
 
 class InMemory:
-    """A stack of the arrays that were put, none of them copied."""
+    """A stack in memory: a list of the arrays that were put, without copying them."""
 
     example_bytes = 0
 
@@ -81,11 +84,13 @@ class InMemory:
 
     @classmethod
     def of(cls, array: np.ndarray) -> InMemory:
+        """A complete stack around one array, (n, ...)."""
         made = cls(array.shape)
         made.put(array)
         return made
 
     def rows(self, first: int, last: int) -> np.ndarray:
+        """Examples [first, last); a view where they lie in one of the arrays put."""
         found, start = [], 0
         for part in self._parts:
             if start < last and first < start + len(part):
@@ -94,6 +99,7 @@ class InMemory:
         return found[0] if len(found) == 1 else np.concatenate(found)
 
     def columns(self, first: int, last: int, examples: int) -> np.ndarray:
+        """Features [first, last) of the first `examples` examples, copied."""
         found, start = [], 0
         for part in self._parts:
             if start < examples:
@@ -102,9 +108,11 @@ class InMemory:
         return np.concatenate(found)
 
     def put(self, values: np.ndarray) -> None:
+        """Append the next examples; the array must not change afterwards."""
         self._parts.append(values)
 
     def save(self, path: Path) -> None:
+        """Copy the stack to this file, atomically."""
         copy = InFile(self.shape, path.parent)
         for part in self._parts:
             copy.put(part)
@@ -112,7 +120,7 @@ class InMemory:
 
 
 class InFile:
-    """A stack in a file, which goes with it unless it is saved."""
+    """A stack in a temporary file, deleted with the object unless it is saved."""
 
     example_bytes = 0
 
@@ -125,7 +133,7 @@ class InFile:
 
     @classmethod
     def open(cls, path: Path, shape: tuple[int, ...]) -> InFile | None:
-        """What `save` wrote; None: there is none of that shape."""
+        """Open the file that `save` wrote; None if there is none or its size does not match the shape."""
         try:
             file = os.open(path, os.O_RDONLY)
         except OSError:
@@ -136,21 +144,24 @@ class InFile:
         if os.fstat(file).st_size != found.nbytes:
             return None
         with contextlib.suppress(OSError):
-            os.utime(file)  # used now
+            os.utime(file)  # marks the file as recently used
         return found
 
     def rows(self, first: int, last: int) -> np.ndarray:
+        """Examples [first, last), read by one contiguous read."""
         found = np.empty((last - first, *self.shape[1:]), np.float32)
         self._read(found, first * self._width)
         return found
 
     def columns(self, first: int, last: int, examples: int) -> np.ndarray:
+        """Features [first, last) of the first `examples` examples, by one read for each example."""
         found = np.empty((examples, last - first), np.float32)
         for i in range(examples):
             self._read(found[i], i * self._width + 4 * first)
         return found
 
     def put(self, values: np.ndarray) -> None:
+        """Append the next examples to the file."""
         view = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8).data
         with doing(f"write {self._path}", MEND):
             done = 0
@@ -159,6 +170,7 @@ class InFile:
         self._end += len(view)
 
     def save(self, path: Path) -> None:
+        """Rename the temporary file to this path."""
         assert self._path is not None
         with doing(f"keep {path}", MEND):
             os.replace(self._path, path)
@@ -182,17 +194,24 @@ class InFile:
 
 
 class Mapped:
-    """Each example of another source through a function of some examples."""
+    """Another source's examples passed through a function when they are read.
+
+    Args:
+        source: the examples to map.
+        function: takes and returns a batch of examples.
+        shape: of one result, without batch.
+        example_bytes: temporary memory of the function for one example, in bytes.
+    """
 
     def __init__(
         self, source: Source, function: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...], example_bytes: int
     ) -> None:
-        """`shape` is that of one result."""
         self._source, self._function = source, function
         self.shape = (source.shape[0], *shape)
         self.example_bytes = example_bytes
 
     def rows(self, first: int, last: int) -> np.ndarray:
+        """Results for examples [first, last), computed anew at each call."""
         return self._function(self._source.rows(first, last))
 
 
@@ -205,22 +224,22 @@ class Part:
         self.example_bytes = source.example_bytes
 
     def rows(self, first: int, last: int) -> np.ndarray:
+        """Examples [first, last) of this part."""
         return self._source.rows(self._first + first, self._first + last)
 
 
 class Shelf:
-    """Makes stacks: in memory as long as those that live hold no more than so many bytes, else in files.
+    """Factory of stacks, in memory up to a limit and in files beyond it, and a cache of stacks by name.
 
-    What is kept by name may be gone at any later time.
+    A stack kept by name may have been deleted by the time it is looked for.
+
+    Args:
+        folder: used by this job alone; files that an interrupted task left there are removed.
+        memory_bytes: limit of all living stacks in memory together.
+        kept_bytes: limit of all spare stacks kept by name; stacks that cannot be spared are not counted.
     """
 
     def __init__(self, folder: Path, memory_bytes: int, kept_bytes: int) -> None:
-        """
-        Args:
-            folder: of this job alone; what an interrupted task left there is removed.
-            memory_bytes: of all stacks in memory.
-            kept_bytes: of all files that are kept by name, except those marked to stay.
-        """
         self._folder, self._memory_bytes, self._kept_bytes = folder, memory_bytes, kept_bytes
         self._made = weakref.WeakSet[InMemory]()
         with doing(f"use {folder}", MEND):
@@ -229,7 +248,7 @@ class Shelf:
                 left.unlink(missing_ok=True)
 
     def make(self, shape: tuple[int, ...]) -> Stack:
-        """A new stack."""
+        """A new, empty stack for values of this shape, (n, ...)."""
         if sum(stack.nbytes for stack in self._made) + 4 * prod(shape) > self._memory_bytes:
             return InFile(shape, self._folder)
         stack = InMemory(shape)
@@ -237,10 +256,10 @@ class Shelf:
         return stack
 
     def keep(self, name: str, stack: Stack, *, spare: bool) -> None:
-        """Keep values for later tasks; `spare` ones if there is room, and until newer ones need theirs.
+        """Keep a stack for later tasks; a `spare` one only if there is room, and until newer ones need it.
 
         Raises:
-            StoreError: the disk is full or fails, and the values cannot be spared.
+            StoreError: the disk is full or fails, and the stack is not spare.
         """
         if not spare:
             stack.save(self._folder / name)
@@ -252,11 +271,11 @@ class Shelf:
             log.warning("%s is not kept: %s", self._folder / name, error)
 
     def find(self, name: str, shape: tuple[int, ...]) -> InFile | None:
-        """What is kept under a name; None: nothing of that shape."""
+        """The stack kept under a name; None if there is none of that shape."""
         return InFile.open(self._folder / name, shape) or InFile.open(self._folder / (name + SPARE), shape)
 
     def _make_room(self, size: int) -> bool:
-        """Drop the longest unused spare values; whether so many bytes more may be kept."""
+        """Delete the least recently used spare stacks until `size` more bytes fit; False if they never fit."""
         entries = sorted((path.stat().st_mtime_ns, path) for path in self._folder.glob(f"*{SPARE}"))
         over = sum(path.stat().st_size for _, path in entries) + size - self._kept_bytes
         if size > self._kept_bytes:

@@ -1,7 +1,7 @@
 """Blocks run over stacks of maps: one graph at a time, a few examples at a time, within a task's memory.
 
-A block runs on all examples before the next one does, so that its weights are loaded once. What lies
-between two blocks is in memory where there is room for it, else in a file (`fedquilt.models.stitching.activations`).
+Each block runs on all examples before the next one starts, so that its weights are loaded once. The maps between two
+blocks are held in memory if there is room, otherwise in a file (`fedquilt.models.stitching.activations`).
 """
 
 from __future__ import annotations
@@ -20,45 +20,50 @@ from fedquilt.models.stitching import stitched
 from fedquilt.models.stitching.activations import InMemory, Mapped, Shelf, Source, Stack
 from fedquilt.models.stitching.stitched import Block
 
-STACKS = 6  # one part in so many of the room is for stacks in memory
-KEPT_MOST_BYTES = 256 << 20  # of path outputs kept for later tasks; at most half of the budget
-PIECE_BYTES = 2 << 20  # of maps at hand where no graph says how many
+STACKS = 6  # stacks in memory get one sixth of the room
+KEPT_MOST_BYTES = 256 << 20  # path outputs kept on disk for later tasks, never more than half of the budget
+PIECE_BYTES = 2 << 20  # maps read at a time where no graph sets the batch size
 
 Between = Sequence[Tensors | None]
 
 
 class Outputs(Protocol):
-    """What is known of the outputs of paths on the same images."""
+    """A cache of the outputs of paths on one set of images."""
 
-    def find(self, path: Sequence[Block]) -> Stack | None: ...
+    def find(self, path: Sequence[Block]) -> Stack | None:
+        """The output of a path's last block; None if it is not cached."""
+        ...
 
-    def keep(self, path: Sequence[Block], maps: Stack) -> None: ...
+    def keep(self, path: Sequence[Block], maps: Stack) -> None:
+        """Offer a path's output to the cache, which may ignore it."""
+        ...
 
 
 class Flow:
-    """Runs a task's blocks, and says how far the task is; raises when it is cancelled."""
+    """Runner of one task's blocks that reports the task's progress; raises when the task is cancelled.
+
+    Args:
+        site: the device's engine, files and cache.
+        blocks: all blocks that may run; they decide how much memory is left for stacks.
+        flops: estimate for the whole task, for the reported progress.
+    """
 
     def __init__(self, site: Site, blocks: Iterable[Block], flops: float) -> None:
-        """
-        Args:
-            blocks: all that may run.
-            flops: of the whole task, for its progress.
-        """
         self._site, self._flops, self._done = site, max(flops, 1.0), 0.0
         room, blocks = site.engine.room_bytes, list(blocks)
         largest = max(block.resident_bytes + block.activation_bytes for block in blocks)
-        largest += 4 * max(prod(block.out_shape) for block in blocks)  # one example at hand, to be resized for it
+        largest += 4 * max(prod(block.out_shape) for block in blocks)  # and one example that is resized for it
         self._stacks_bytes = int(max(min(room // STACKS, room - largest), 0))
         self.shelf = Shelf(site.cache, self._stacks_bytes, min(site.budget_bytes // 2, KEPT_MOST_BYTES))
 
     def reserve(self, size: int) -> None:
-        """Make room for matrices of so many bytes beside the stacks."""
+        """Have the engine free memory for matrices of `size` bytes beside the stacks."""
         self._site.engine.make_room(size + self._stacks_bytes)
 
     def block(
         self, block: Block, source: Source, first: int = 0, last: int | None = None, into: Stack | None = None
     ) -> Stack:
-        """A block's output for examples [first, last); `into` holds that of those before `first`."""
+        """A block's output for examples [first, last), appended to `into`, which holds those before `first`."""
         last = source.shape[0] if last is None else last
         made = into or self.shelf.make((last, *block.out_shape))
         *inner, final = block.stages
@@ -69,11 +74,11 @@ class Flow:
             source, shift = InMemory.of(np.concatenate(parts)), first
         for y in self._stage(final, source, first - shift, last - shift, flops):
             made.put(y)
-            del y  # else it lies beside the next one's run
+            del y  # before the next batch runs, to free its memory
         return made
 
     def along(self, path: Sequence[Block], between: Between, source: Source, known: Outputs) -> Stack:
-        """The output of a path's last block, from the longest beginning of the path that is known."""
+        """The output of a path's last block, computed from the longest prefix of the path that is cached."""
         begin, maps = len(path), known.find(path)
         while maps is None and begin > 0:
             begin -= 1
@@ -85,7 +90,7 @@ class Flow:
         return maps
 
     def _stage(self, stage: Sequence[str], source: Source, first: int, last: int, flops: float) -> Iterator[np.ndarray]:
-        """Outputs, some examples at a time; tiles run one after the other on all of them."""
+        """Yield a stage's outputs a few examples at a time; tiles run on all examples, one after the other."""
         if len(stage) == 1:
             yield from self._pieces(stage[0], source, first, last, flops)
             return
@@ -103,23 +108,30 @@ class Flow:
 
 
 class Kept:
-    """Outputs of paths on some images, from one task to the next."""
+    """Outputs of paths on some of a device's images, kept on disk from one task to the next.
+
+    Args:
+        flow: whose shelf the outputs are kept on.
+        rows: indices of the images, part of the cache key.
+        length: paths of other lengths are not kept.
+    """
 
     def __init__(self, flow: Flow, rows: np.ndarray, length: int) -> None:
-        """`length`: of the paths whose outputs are worth keeping."""
         self._flow, self._rows, self._length = flow, rows, length
 
     def find(self, path: Sequence[Block]) -> Stack | None:
+        """The output that an earlier task kept; None if it is gone."""
         shape = (len(self._rows), *path[-1].out_shape)
         return self._flow.shelf.find(kept_name(path, self._rows, "path"), shape)
 
     def keep(self, path: Sequence[Block], maps: Stack) -> None:
+        """Keep the output of a path of the wanted length, if there is room on the disk."""
         if len(path) == self._length:
             self._flow.shelf.keep(kept_name(path, self._rows, "path"), maps, spare=True)
 
 
 class Prepared:
-    """Stored examples as networks take them (`fedquilt.data.inputs.prepare`), made as they are asked for."""
+    """Stored examples prepared for a network (`fedquilt.data.inputs.prepare`) when they are read."""
 
     def __init__(self, x: np.ndarray, wanted: inputs.Table) -> None:
         self._x, self._wanted = x, wanted
@@ -127,17 +139,18 @@ class Prepared:
         self.example_bytes = 4 * prod(self.shape[1:])
 
     def rows(self, first: int, last: int) -> np.ndarray:
+        """Prepared examples [first, last), float32."""
         return inputs.prepare(self._x[first:last], self._wanted)
 
 
 def kept_name(path: Sequence[Block], rows: np.ndarray, what: str) -> str:
-    """What something about a path on some of a device's examples is kept under."""
+    """Cache key of a value: `what` it is, the path, and the indices of the examples."""
     digest = hashlib.sha256("/".join(block.id for block in path).encode() + b"\0" + rows.tobytes())
     return f"{what}.{digest.hexdigest()[:16]}"
 
 
 def joined(maps: Source, junction: Tensors | None, block: Block) -> Source:
-    """Maps as `block` takes them, made as they are asked for."""
+    """Maps resized and projected for `block` when they are read; without a junction, the maps themselves."""
     if junction is None:
         return maps
     beside = 4 * (prod(maps.shape[1:]) + max(maps.shape[1], block.in_shape[0]) * prod(block.in_shape[1:]))
@@ -145,7 +158,7 @@ def joined(maps: Source, junction: Tensors | None, block: Block) -> Source:
 
 
 def resized(maps: Source, *sizes: int) -> Source:
-    """Maps of another size, made as they are asked for."""
+    """Maps resized to other sizes when they are read."""
     if maps.shape[2:] == sizes:
         return maps
     larger = prod(max(pair) for pair in zip(sizes, maps.shape[2:], strict=True))
@@ -154,14 +167,14 @@ def resized(maps: Source, *sizes: int) -> Source:
 
 
 def pieces(source: Source) -> Iterator[tuple[int, np.ndarray]]:
-    """All of a source, some PIECE_BYTES at a time, and where each begins."""
+    """Yield a whole source in pieces of about PIECE_BYTES, each with the index of its first example."""
     size = max(PIECE_BYTES // max(4 * prod(source.shape[1:]) + source.example_bytes, 1), 1)
     for start in range(0, source.shape[0], size):
         yield start, source.rows(start, min(start + size, source.shape[0]))
 
 
 def sample(maps: Source, positions: np.ndarray) -> np.ndarray:
-    """Channels at some positions (r,) of those of all n examples, in ascending order: (r, c) float32."""
+    """Channel vectors (r, c), float32, at some positions (r,), ascending, counted through all examples' maps."""
     _, c, *sizes = maps.shape
     area = prod(sizes)
     found = np.empty((len(positions), c), np.float32)
@@ -174,7 +187,7 @@ def sample(maps: Source, positions: np.ndarray) -> np.ndarray:
 
 
 def positions(n: int, shape: Sequence[int], wanted: int) -> np.ndarray:
-    """Some of the positions of n maps (c, ...), one of each stretch: the same for all of that shape."""
+    """Positions of n maps (c, ...), one drawn from each of `wanted` equal stretches; a function of the arguments."""
     total = n * prod(shape[1:])
     wanted = min(wanted, total)
     draw = tensors.rng("positions", total).random(wanted)

@@ -1,10 +1,10 @@
 """A donor network cut into blocks, each of which becomes an ONNX graph of its own. Imports torch.
 
-The network is traced (torch.fx) into a list of operations, and a block is what lies between two
-cuts. So running the blocks in order is the network, operation by operation. Average pool and
-flatten are at the head of the terminating block: all others map maps to maps, and any may follow any
-(FedStitch, arXiv 2409.07202, section 4.1). For torchvision's alexnet, densenet121, mobilenet_v2,
-resnet50 and vgg16 the rule of `fedquilt.models.stitching.cut_points` gives the paper's 6, 6, 20, 6 and 14 blocks.
+The network is traced (torch.fx) into a list of operations, and a block is the operations between two cuts, so running
+the blocks in order runs the network, operation by operation. Average pool and flatten belong to the terminating block:
+every other block takes maps to maps, and any may follow any (FedStitch, arXiv 2409.07202, section 4.1). For
+torchvision's alexnet, densenet121, mobilenet_v2, resnet50 and vgg16 the rule of `fedquilt.models.stitching.cut_points`
+gives the paper's 6, 6, 20, 6 and 14 blocks.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from fedquilt.models.stitching import tiled_linear
 
 IR_VERSION = 8
 INLINE_BYTES = 16 * 1024  # a block with fewer bytes of weights is one file
-SMALL_BYTES = 1024  # tensors that stay in the graph: the shapes among them must
-ALIGNMENT = 64  # of tensors in the data file: a cache line
-TILE_BYTES = 32_000_000  # a linear layer with more is cut into tiles of its rows
+SMALL_BYTES = 1024  # smaller tensors stay in the graph, where shape inference needs those that are shapes
+ALIGNMENT = 64  # bytes, of tensors in the data file: a cache line
+TILE_BYTES = 32_000_000  # a linear layer with more weights is cut into tiles of its rows
 MEND = "replace that operation in the network"
 
 Kind = Literal["start", "middle", "end"]
@@ -52,31 +52,41 @@ class Block:
 
     @property
     def id(self) -> str:
+        """Name of the block in paths and bundles, "donor.index"."""
         return f"{self.donor}.{self.index}"
 
 
 @dataclass(frozen=True)
 class Graph:
-    """ONNX from "x" to "y". `data` are its weights, which the graph calls by their sha256; None: all inside."""
+    """One ONNX graph from "x" to "y".
+
+    Attributes:
+        graph: the serialised model.
+        data: external weights, which the graph refers to by their sha256; None if all weights are in the graph.
+        weight_bytes: size of all weights.
+        activation_bytes: the most that is alive at once for one example, input and output included; 0: not known.
+    """
 
     graph: bytes
     data: bytes | None
     weight_bytes: int
-    activation_bytes: int  # per example: the most that is alive at once, input and output included; 0: not known
+    activation_bytes: int
 
 
 def split(
     model: nn.Module, donor: str, shape: tuple[int, ...], *, cuts: Sequence[str] = (), architecture: str = ""
 ) -> list[Block]:
-    """The blocks of a classifier, in order; the first is "start", the last "end".
+    """Split a classifier into blocks, in order; the first is of kind "start", the last "end".
 
     Args:
+        model: the classifier, which is switched to evaluation mode.
+        donor: its name in the job, the prefix of its blocks' ids.
         shape: of one example: (channels, size, size) of an image, (steps, channels) of a time series.
-        cuts: modules after which to cut, in the order they run; none: by rule.
-        architecture: torchvision's name of it, if it is one of torchvision's.
+        cuts: names of modules after which to cut, in the order they run; none: by `cut_points.by_rule`.
+        architecture: torchvision's name for the network, if it is one of torchvision's.
 
     Raises:
-        ModelError: the network cannot be traced, or not be cut there; names the module and the mend.
+        ModelError: the network cannot be traced, or cannot be cut there; names the module and the mend.
     """
     model = model.eval()
     traced = _trace(model, donor, shape)
@@ -97,11 +107,10 @@ def split(
 
 
 def export(block: Block) -> tuple[tuple[Graph, ...], ...]:
-    """The block as ONNX, batch free: stages of graphs (`stitched.Block`); the same block, the same bytes.
+    """Export a block to ONNX with a free batch size: stages of graphs (`stitched.Block`), reproducible to the byte.
 
-    Most are one stage of one graph; a linear layer of more than TILE_BYTES is a stage of tiles where the
-    graph can be cut there. What an engine must know of a graph is in its metadata: "activation_bytes"
-    and "weight_bytes".
+    Most blocks are one stage of one graph. A linear layer of more than TILE_BYTES becomes a stage of tiles, if the
+    graph can be cut around it. Each graph's metadata holds "activation_bytes" and "weight_bytes" for the engine.
 
     Raises:
         ModelError: an operation that ONNX cannot express, or that no board would run (`fedquilt.graph_check`).
@@ -122,7 +131,7 @@ def _onnx(block: Block) -> onnx.ModelProto:
 
 
 def _drop_aliases(graph: onnx.GraphProto) -> None:
-    """Where tensors are equal, torch keeps one and writes Identity for the others; let their users read that one."""
+    """Remove the Identity nodes that torch writes for equal tensors; their users read the one tensor it keeps."""
     tensors = {tensor.name for tensor in graph.initializer}
     aliases = [node for node in graph.node if node.op_type == "Identity" and node.input[0] in tensors]
     names = {node.output[0]: node.input[0] for node in aliases}
@@ -149,7 +158,7 @@ def _graph(model: onnx.ModelProto) -> Graph:
 
 
 def _trace(model: nn.Module, donor: str, shape: tuple[int, ...]) -> fx.GraphModule:
-    """The network as operations, each knowing the shape of its value for a batch of 2."""
+    """Trace a network into operations, each annotated with the shape of its value for a batch of 2."""
     try:
         traced = fx.symbolic_trace(model).eval()
     except Exception as error:  # whatever a user's forward() raises on a symbolic value
@@ -187,7 +196,7 @@ def _replace_odd_pools(traced: fx.GraphModule) -> None:
 
 
 def _block(traced: fx.GraphModule, donor: str, index: int, kind: Kind, nodes: list[fx.Node]) -> Block:
-    """`nodes`: the value that comes in, then the operations of the block."""
+    """Build a block from `nodes`: the incoming value, then the block's operations."""
     graph = fx.Graph()
     copies = {nodes[0]: graph.placeholder("x")}
     used = {source for node in nodes[1:] for source in node.all_input_nodes}
@@ -205,7 +214,7 @@ def _block(traced: fx.GraphModule, donor: str, index: int, kind: Kind, nodes: li
 
 
 def _move_weights(model: onnx.ModelProto) -> bytes:
-    """Take the large tensors out of the graph, in order, into the bytes returned."""
+    """Move the large tensors out of the graph, in order, into the bytes returned."""
     data = io.BytesIO()
     moved = []
     for tensor in model.graph.initializer:

@@ -1,13 +1,15 @@
-"""The networks that may be handed out once the search is over: which taps are gathered, and what is made of them.
+"""Candidates for the result after the search: the taps to gather, and the networks solved from them.
 
-A tap is the end of a path: of a donor's own beginning at any depth, or of a finished network before its terminating
-block. Devices send sums of all taps once; every candidate is solved from sub-matrices of these, so that trying one
-costs them nothing (`fedquilt.models.stitching.joint_head`). Candidates are
-    joined    the sets of taps that generalised cross-validation likes best, of all donors, of each, and without what
-              was stitched
-    donor     each unmodified donor at its best depth and at its last one, with a new head
-    stitched  each finished network alone, with a new head
-and are compared on held-out examples. So the result falls behind the best donor by validation noise at most.
+A tap is the end of a path: a donor's own beginning at any depth, or a finished network before its terminating block.
+Devices send the sums of all taps once, and every candidate is solved from sub-matrices of these sums, so that another
+candidate costs the devices nothing (`fedquilt.models.stitching.joint_head`). Kinds of candidates:
+
+- joined: sets of taps with the least criterion of generalised cross-validation, among all taps, among each donor's, and
+  among those without stitching;
+- donor: each unmodified donor at its best depth and at its last one, with a new head;
+- stitched: each finished network alone, with a new head.
+
+Candidates are compared on held-out examples, so that the result is worse than the best donor by validation noise only.
 """
 
 from __future__ import annotations
@@ -29,16 +31,16 @@ from fedquilt.models.stitching.stitched import Stock
 
 Path = tuple[str, ...]
 
-SHALLOW = 0.5  # of a donor's depth: taps before it step down first
-APART = 3.0  # strengths that differ by a larger factor may choose other taps
-KEPT = 2  # finished networks that keep their tap as long as a donor's deep one can step down
+SHALLOW = 0.5  # share of a donor's depth; shallower taps are left out first
+APART = 3.0  # factor between two strengths beyond which taps are chosen again
+KEPT = 2  # finished networks whose taps are left out last, after the donors' deep ones
 
 
 # -- which taps -----------------------------------------------------------------------------------
 
 
 def begun(state: State) -> State:
-    """What follows the search: taps are gathered, or aligned networks validated; "done" where there is neither."""
+    """The state after the search: gathering taps, validating aligned networks, or "done" if there are neither."""
     if state.params.head == "aligned":
         found = tuple(aligned(finalist) for finalist in state.finalists)
         return replace(state, phase="validate" if found else "done", candidates=found)
@@ -47,7 +49,7 @@ def begun(state: State) -> State:
 
 
 def chosen_taps(state: State) -> tuple[tuple[Path, ...], list[str]]:
-    """The taps to gather, and why some are not; at most `Params.features` wide, but for each donor's last."""
+    """The taps to gather, with notes on those left out: `Params.features` wide at most, but with each donor's last."""
     params, stock = state.params, state.stock
     bodies = list(dict.fromkeys(finalist.path[:-1] for finalist in state.finalists))
     if not params.join:
@@ -57,7 +59,7 @@ def chosen_taps(state: State) -> tuple[tuple[Path, ...], list[str]]:
     last = [path for path in own if depth(stock, path) == 1]
     down = sorted((path for path in own if path not in last), key=lambda path: (depth(stock, path), path))
     shallow = [path for path in down if depth(stock, path) < SHALLOW]
-    first = [*shallow, *made[KEPT:][::-1], *down[len(shallow) :], *made[:KEPT][::-1]]  # the first goes first
+    first = [*shallow, *made[KEPT:][::-1], *down[len(shallow) :], *made[:KEPT][::-1]]  # in the order of leaving out
     gone: list[Path] = []
     while first and sum(width(stock, params, path) for path in (*last, *first)) > params.features:
         gone.append(first.pop(0))
@@ -71,38 +73,41 @@ def chosen_taps(state: State) -> tuple[tuple[Path, ...], list[str]]:
 
 
 def native_taps(stock: Stock, donor: str) -> list[Path]:
-    """A donor's own beginnings, up to the last block before its classifier, that end in maps; the last one anyway."""
+    """A donor's own beginnings that end in maps, and the one that ends at the last block before its classifier."""
     blocks = stock.donors[donor].blocks[:-1]
     paths = [blocks[: i + 1] for i in range(len(blocks))]
     return [path for path in paths if len(stock.blocks[path[-1]].out_shape) > 1 or path == paths[-1]]
 
 
 def depth(stock: Stock, path: Path) -> float:
-    """How far through its donor a path's last block lies: 1 is the last before the classifier."""
+    """Depth of a path's last block in its donor: 1 is the last block before the classifier."""
     last = stock.blocks[path[-1]]
     return (last.index + 1) / (len(stock.donors[last.donor].blocks) - 1)
 
 
 def width(stock: Stock, params: Params, path: Path) -> int:
-    """Features of a tap as they are sent."""
+    """Number of features that a device sends of a tap."""
     channels = stock.blocks[path[-1]].out_shape[0]
     return min(channels, params.random_features or channels)
 
 
 def layout(state: State) -> Layout:
+    """Where each gathered tap's features lie among all."""
     return Layout(tuple(width(state.stock, state.params, path) for path in state.taps))
 
 
 def is_native(stock: Stock, path: Path) -> bool:
+    """Whether a path is the beginning of one donor, unchanged."""
     return stitched.is_native([stock.blocks[name] for name in path])
 
 
 def projection_seed(state: State) -> int:
+    """Seed of the random projection of wide taps, the same on every device."""
     return derive_seed("features", state.seed)
 
 
 def aligned(finalist: Finalist) -> Candidate:
-    """A finished network as it is, with its last donor's classifier."""
+    """A finished network with its last donor's classifier, as a candidate."""
     return Candidate("aligned", (finalist.path,), score=finalist.score, residual=_worst(finalist.residuals))
 
 
@@ -110,10 +115,12 @@ def aligned(finalist: Finalist) -> Candidate:
 
 
 def stored(sums: Sums) -> Stored:
+    """Pack sums for the state; `restored` is the inverse."""
     return Stored(sums.counts, sums.totals, class_moments.halved(sums.scatter))
 
 
 def restored(kept: Stored | None) -> Sums | None:
+    """Unpack the sums of a state; None where nothing was gathered."""
     if kept is None:
         return None
     return Sums(kept.counts, kept.totals, class_moments.whole(kept.half, kept.totals.shape[1]))
@@ -123,7 +130,7 @@ def restored(kept: Stored | None) -> Sums | None:
 
 
 def solved(state: State, sums: Sums) -> tuple[Candidate, ...]:
-    """All candidates with their heads, the one with the least criterion first."""
+    """Solve the heads of all candidates; the one with the least criterion comes first."""
     made = _Solver(joint_head.standardised(sums), layout(state))
     wanted: list[tuple[int, ...]] = [(tap,) for tap in _alone(state, made)]
     if state.params.join:
@@ -133,7 +140,7 @@ def solved(state: State, sums: Sums) -> tuple[Candidate, ...]:
 
 
 class _Solver:
-    """Strengths of sets of taps, each found once."""
+    """Cached ridge strengths of sets of taps."""
 
     def __init__(self, given: Standard, places: Layout) -> None:
         self.given, self.places = given, places
@@ -152,9 +159,10 @@ class _Solver:
         return self._known[ordered]
 
     def joined(self, among: Iterable[int]) -> tuple[int, ...]:
-        """The set of taps that the criterion likes best, in the order in which they join.
+        """Choose the set of taps with the least criterion, in the order in which they are added.
 
-        They are chosen with the strength that the best of them has alone, and once more if several want another one.
+        Taps are chosen with the best strength of the best single tap, and again with the set's own strength if the two
+        differ by more than the factor APART; the better set is returned.
         """
         near = sorted(among, key=lambda tap: (self.strength(tap).criterion, tap))[: joint_head.FROM]
         ridge = self.strength(near[0]).ridge
@@ -167,7 +175,7 @@ class _Solver:
 
 
 def _alone(state: State, made: _Solver) -> list[int]:
-    """Taps that are candidates by themselves: of each donor the best and the last, and what was stitched."""
+    """Taps that are candidates alone: each donor's best and last, and all stitched ones."""
     stock, taps = state.stock, state.taps
     if not state.params.join:
         return list(range(len(taps)))
@@ -178,9 +186,10 @@ def _alone(state: State, made: _Solver) -> list[int]:
 
 
 def _joint(state: State, made: _Solver) -> list[tuple[int, ...]]:
-    """Sets of several taps: the best of all, its beginnings, the best of each donor, and one to tell stitching's worth.
+    """Sets of several taps: the best of all, its first half and first two, the best of each donor, and a control.
 
-    That is the best set without stitched taps where the best of all has some, else the best of all and a stitched one.
+    The control tells what stitching adds: the best set without stitched taps if the best of all has some, else the best
+    of all with the best stitched tap.
     """
     every, donors = range(len(state.taps)), _by_donor(state)
     own = sorted(tap for taps in donors.values() for tap in taps)
@@ -190,14 +199,14 @@ def _joint(state: State, made: _Solver) -> list[tuple[int, ...]]:
     if set(best) & set(strange):
         sets.append(made.joined(own))
     elif strange:
-        sets.append((*best, strange[0]))  # so that what stitching would add to it can be told
+        sets.append((*best, strange[0]))  # the control
     if len(donors) > 1:
         sets += [made.joined(taps) for taps in donors.values()]
     return [taps for taps in sets if len(taps) > 1]
 
 
 def _by_donor(state: State) -> dict[str, list[int]]:
-    """The unmodified taps of each donor."""
+    """Donor -> its own taps, unmodified."""
     found: dict[str, list[int]] = {}
     for tap, path in enumerate(state.taps):
         if is_native(state.stock, path):
@@ -206,7 +215,7 @@ def _by_donor(state: State) -> dict[str, list[int]]:
 
 
 def _candidate(state: State, made: _Solver, taps: Sequence[int]) -> Candidate:
-    """The head of some taps."""
+    """Solve the head of some taps."""
     chosen = made.strength(*taps)
     head = joint_head.discriminant(made.given.of(made.places.columns(taps)), chosen.ridge)
     paths = tuple(state.taps[tap] for tap in taps)
@@ -241,14 +250,14 @@ def _worst(residuals: Sequence[float | None]) -> float | None:
 
 
 def accuracy(state: State, candidate: Candidate) -> float | None:
-    """On held-out examples; None: nothing was held out."""
+    """Share of right answers on held-out examples; None: nothing was held out."""
     return candidate.right / state.examples if state.examples else None
 
 
 def merit(state: State, candidate: Candidate) -> tuple[float, ...]:
-    """Compares candidates by right answers on held-out examples less their price, the fewer blocks first among equals.
+    """Sort key of a candidate, larger is better: right answers on held-out examples less its price, then fewer blocks.
 
-    Where nothing is held out, by the criterion of generalised cross-validation, then by the score.
+    If nothing is held out, the criterion of generalised cross-validation decides, then the score.
     """
     size, criterion = len(stitched.prefixes(candidate.paths)), _criterion(candidate)
     by_examples = (candidate.right - price(state, candidate) * state.examples / 100, -size) if state.examples else ()
@@ -256,12 +265,12 @@ def merit(state: State, candidate: Candidate) -> tuple[float, ...]:
 
 
 def cost(state: State, candidate: Candidate) -> Cost:
-    """Of one example."""
+    """Cost of one example."""
     return front.cost(state.stock, candidate.paths, len(state.stock.labels) if candidate.head else 0)
 
 
 def price(state: State, candidate: Candidate) -> float:
-    """Points of accuracy that its costs are worth to the job."""
+    """Price of a candidate's costs in points of accuracy, by the job's parameters."""
     params, own = state.params, cost(state, candidate)
     points = params.price_mflop * own.flops / 1e6 + params.price_mb * own.weight_bytes / 1e6
     if params.price_ms:
@@ -270,7 +279,7 @@ def price(state: State, candidate: Candidate) -> float:
 
 
 def on_front(state: State) -> list[bool]:
-    """Of each candidate: whether none is as accurate on held-out examples and as cheap, and better in one of them."""
+    """Whether each candidate is on the front: none is at least as accurate and as cheap, and better in one of these."""
     costs = [cost(state, each) for each in state.candidates]
     prices = [(own.flops, own.read_bytes, own.weight_bytes) for own in costs]
     return front.undominated([accuracy(state, each) for each in state.candidates], prices)
@@ -281,14 +290,15 @@ def _criterion(candidate: Candidate) -> float:
 
 
 def best(state: State, among: Sequence[Candidate]) -> Candidate | None:
+    """The candidate with the highest `merit`; None of none."""
     return max(among, key=lambda each: merit(state, each), default=None)
 
 
 def gains(state: State) -> dict[str, float | None]:
-    """What joining taps and what stitching adds to the accuracy on held-out examples, as shares; None: not known.
+    """Gain in accuracy on held-out examples by joining taps and by stitching, as shares; None: unknown.
 
-    "joined" is the best set of several taps beside the best single tap; "stitched" the best network with a stitched
-    path in it beside the best without one.
+    "joined" compares the best set of several taps with the best single tap, "stitched" the best network with a stitched
+    path with the best one without.
     """
     found: dict[str, float | None] = {}
     for name, (one, other) in _sides(state).items():
@@ -298,7 +308,7 @@ def gains(state: State) -> dict[str, float | None]:
 
 
 def _sides(state: State) -> dict[str, tuple[Candidate | None, Candidate | None]]:
-    """For joining and for stitching: the best candidate that does it, and the best that does not."""
+    """The best candidate with and the best one without joining, and likewise with and without stitching."""
     known = [each for each in state.candidates if each.kind != "aligned"]
 
     def sides(does: Callable[[Candidate], bool]) -> tuple[Candidate | None, Candidate | None]:
@@ -311,7 +321,7 @@ def _sides(state: State) -> dict[str, tuple[Candidate | None, Candidate | None]]
 
 
 def told(state: State) -> list[str]:
-    """The validation in sentences: every candidate, what was chosen, and what joining and stitching add."""
+    """The validation in sentences: every candidate, the chosen one, and the gains of joining and stitching."""
     ordered = sorted(state.candidates, key=lambda each: merit(state, each), reverse=True)
     lines = [f"{name(state, each)}: {_percent(state, each)}{_costs(state, each)}" for each in ordered]
     lines.append(f"chosen: {name(state, ordered[0])}")
@@ -332,7 +342,7 @@ def told(state: State) -> list[str]:
 
 
 def handed_out(state: State, candidate: Candidate) -> stitched.Network:
-    """A candidate as a network by itself. Classes that nobody has score -inf in it, in any runtime."""
+    """A candidate as a network of its own, in which classes without examples score -inf in any runtime."""
     if not candidate.head:
         donor = state.stock.donors[state.stock.blocks[candidate.paths[0][-1]].donor]
         return stitched.Network(candidate.paths, state.junctions, align=donor.align)
@@ -350,13 +360,13 @@ def _costs(state: State, candidate: Candidate) -> str:
 
 
 def summaries(state: State) -> list[dict[str, Any]]:
-    """What a result tells of each candidate; costs are of one example, "front" is `on_front`."""
+    """The `summary` of each candidate, with `on_front` under "front"."""
     pairs = zip(state.candidates, on_front(state), strict=True)
     return [{**summary(state, each), "front": best} for each, best in pairs]
 
 
 def summary(state: State, candidate: Candidate) -> dict[str, Any]:
-    """What a result tells of a candidate by itself."""
+    """One candidate's entry in the result; "flops", "read_bytes" and "weight_bytes" are costs of one example."""
     own = cost(state, candidate)
     return {
         "kind": candidate.kind,
@@ -374,13 +384,14 @@ def summary(state: State, candidate: Candidate) -> dict[str, Any]:
 
 
 def name(state: State, candidate: Candidate) -> str:
+    """A candidate in words, for the log."""
     if candidate.kind == "aligned":
         return describe(candidate.paths[0])
     return f"head on {' + '.join(named(state.stock, path) for path in candidate.paths)}"
 
 
 def named(stock: Stock, path: Path) -> str:
-    """A tap in words: an unmodified donor's by its last block."""
+    """A tap in words: the last block of an unmodified donor, or the whole path."""
     return path[-1] if is_native(stock, path) else f"({describe(path)})"
 
 

@@ -1,13 +1,12 @@
-"""Linear centred kernel alignment (CKA): how alike two sets of activations are, on the same images.
+"""Linear centred kernel alignment (CKA): the likeness of two sets of activations on the same images.
 
-Source: Kornblith et al., Similarity of Neural Network Representations Revisited, ICML 2019, which
-FedStitch (arXiv 2409.07202) scores blocks by; the FedStitch paper's Eq. 2 is garbled, what is meant
-is HSIC(X, Y) = ||Yc' Xc||_F^2 with centred columns, equal to <Kc, Lc> on the centred Gram matrices.
+Source: Kornblith et al., Similarity of Neural Network Representations Revisited, ICML 2019, by which FedStitch (arXiv
+2409.07202) scores blocks. The FedStitch paper's Eq. 2 is garbled; the formula meant is HSIC(X, Y) = ||Yc' Xc||_F^2 with
+centred columns, which equals <Kc, Lc> on the centred Gram matrices.
 
-The Gram form is used throughout: n images cost n x n numbers whatever the width of the layer, so the
-Gram matrix of each donor block is computed once and kept. Features are streamed in chunks, are centred
-before the product, and chunks are summed in float64: a Gram matrix of float32 features at a large
-offset, centred afterwards, has lost what was to be measured.
+The Gram form is used throughout: n images take n x n numbers whatever the width of the layer, so that the Gram matrix
+of each donor block is computed once and cached. Features are read in chunks and centred before the product, and the
+products are summed in float64: centring the Gram matrix of float32 features with a large offset loses the signal.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ class Score(NamedTuple):
 def gram(activations: np.ndarray, maps: Maps = "flatten") -> np.ndarray:
     """The Gram matrix of column-centred features: (n, n) float64, or (n * GRID^2)^2 for "position".
 
-    `activations` is (n, c, h, w), (n, c, l) or (n, features). How maps become a matrix is part of the score:
-    "flatten" takes each example as one row of all its features, "gap" averages over positions first
-    (c features), "position" takes the cells of a GRID x GRID average (of a series GRID cells) as rows of c features.
+    `activations` is (n, c, h, w), (n, c, l) or (n, features). `maps` says how maps become rows: "flatten" makes each
+    example one row of all its features, "gap" averages over positions first (c features), "position" makes each cell of
+    a GRID x GRID average (for a series, of GRID cells) a row of c features.
     """
     x = rows(activations, maps)
     return gram_of(lambda first, last: x[:, first:last].copy(), *x.shape)
 
 
 def gram_of(columns: Callable[[int, int], np.ndarray], n: int, features: int) -> np.ndarray:
-    """The Gram matrix (n, n) of features that are read a few at a time.
+    """The Gram matrix (n, n), float64, of column-centred features that are read a few at a time.
 
-    `columns(first, last)` is (n, last - first), a new array each time: it is centred in its place.
+    `columns(first, last)` returns a new array (n, last - first), which is centred in place.
     """
     total = np.zeros((n, n))
     for start in range(0, features, CHUNK):
@@ -59,21 +58,21 @@ def gram_of(columns: Callable[[int, int], np.ndarray], n: int, features: int) ->
 
 
 def hsic(k: np.ndarray, l: np.ndarray, estimator: Estimator = "unbiased") -> float:  # noqa: E741
-    """HSIC of two Gram matrices (n, n), up to a factor that depends on n alone.
+    """HSIC of two Gram matrices (n, n), up to a factor that depends on n only.
 
-    "biased" is <HKH, HLH>. "unbiased" (Song et al., 2012) is the inner product of the U-centred
-    matrices (Szekely and Rizzo, 2014), which keeps it an inner product: HSIC(K, K) is never negative
-    and |CKA| never exceeds 1. Neither changes when a constant is added to the features.
+    "biased" is <HKH, HLH>. "unbiased" (Song et al., 2012) is the inner product of the U-centred matrices (Szekely and
+    Rizzo, 2014), so that HSIC(K, K) is never negative and |CKA| never exceeds 1. Neither changes if a constant is added
+    to the features.
     """
     centre = _u_centred if estimator == "unbiased" else _centred
     return float(np.vdot(centre(k), centre(l)))
 
 
 def cka(k: np.ndarray, l: np.ndarray, estimator: Estimator = "unbiased") -> Score:  # noqa: E741
-    """CKA of two Gram matrices of the same images, 1 for equal matrices.
+    """CKA of two Gram matrices of the same images; 1 for equal matrices.
 
-    The biased estimator says 0.5 to 1 of independent noise once features outnumber images; the
-    unbiased one says about 0. Features that do not vary score 0 and are flagged, never NaN.
+    For independent noise the biased estimator gives 0.5 to 1 if features outnumber images, and the unbiased one about
+    0. Features that do not vary score 0 and are flagged, never NaN.
 
     Raises:
         ValueError: the matrices differ in size, or there are fewer than MIN_IMAGES images.
@@ -90,7 +89,7 @@ def cka(k: np.ndarray, l: np.ndarray, estimator: Estimator = "unbiased") -> Scor
 
 
 def rows(activations: np.ndarray, maps: Maps) -> np.ndarray:
-    """What is compared, as a matrix: see `gram`."""
+    """Turn activations into the matrix whose rows are compared, as `gram` describes."""
     if activations.ndim == 2 or maps == "flatten":
         return activations.reshape(len(activations), -1)
     if maps == "gap":
@@ -125,6 +124,6 @@ def _u_centred(k: np.ndarray) -> np.ndarray:
 
 
 def _is_rounding(norm: float, k: np.ndarray) -> bool:
-    """Whether an HSIC(K, K) is nothing but what rounding left of a matrix without variation."""
+    """Whether HSIC(K, K) is only the rounding error of a matrix without variation."""
     eps = np.finfo(k.dtype).eps
     return norm <= float(eps * len(k)) ** 2 * float(np.vdot(k, k).real)

@@ -1,11 +1,11 @@
-"""Sums over devices from which a linear head on frozen features is solved, exact for any split. numpy only.
+"""Sums over devices that determine a linear head on frozen features, exact for any split of the examples. numpy only.
 
-A device sends a `Part`: how many examples it has of each class, their mean features, and a factor R of the centred
-second moments (R'R = sum of (z - mean)(z - mean)'), which has min(examples, d) rows. `merge` adds parts exactly, and
+A device sends a `Part`: the number of its examples of each class, their mean features, and a factor R of the centred
+second moments (R'R = sum of (z - mean)(z - mean)') with min(examples, d) rows. `merge` adds parts exactly, and
 `fedquilt.models.stitching.joint_head` solves heads from the sums.
 
-Privacy: the factor of a device with few examples spans what its activations span. Parts should not outlive the round
-in which they came; only their sum over devices is stored.
+Privacy: the factor of a device with few examples reveals the span of its activations. Parts should not outlive the
+round in which they were sent; only their sum over devices is stored.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from fedquilt import tensors
 from fedquilt.core import Tensors, UpdateError
 from fedquilt.tensors import Shaped
 
-LARGEST = 1e9  # a feature or a factor beyond this is no pooled map
-NEGATIVE = 1e-3  # share of the largest eigenvalue that may be missing to a positive semi-definite matrix
+LARGEST = 1e9  # limit of means and factors, which no pooled map reaches
+NEGATIVE = 1e-3  # most negative eigenvalue taken for rounding, as a share of the largest
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one device's examples come to.
+    """The sums of one device's examples.
 
     Attributes:
-        counts: (labels,) examples of each class, int64.
+        counts: (labels,) number of examples of each class, int64.
         means: (labels, d) mean features of each class, float64; zeros where there are no examples.
         factor: (rows, d) upper trapezoid R with R'R = sum of (z - mean)(z - mean)', about the device's own mean.
     """
@@ -39,20 +39,21 @@ class Part:
 
     @property
     def n(self) -> float:
+        """Number of examples on the device."""
         return float(self.counts.sum())
 
     @property
     def mean(self) -> np.ndarray:
-        """(d,) of all the device's examples."""
+        """Mean features (d,) of all examples on the device."""
         return np.asarray(self.counts @ self.means / self.n)
 
 
 @dataclass(frozen=True)
 class Sums:
-    """What any number of devices' examples come to, float64.
+    """The sums of the examples of any number of devices, float64.
 
     Attributes:
-        counts: (labels,) examples of each class.
+        counts: (labels,) number of examples of each class.
         totals: (labels, d) sums of features over each class.
         scatter: (d, d) sum of (z - mean)(z - mean)', about the mean of all examples.
     """
@@ -63,11 +64,12 @@ class Sums:
 
     @property
     def n(self) -> float:
+        """Number of examples on all devices."""
         return float(self.counts.sum())
 
     @property
     def mean(self) -> np.ndarray:
-        """(d,) of all examples."""
+        """Mean features (d,) of all examples."""
         return np.asarray(self.totals.sum(axis=0) / self.n)
 
 
@@ -75,12 +77,12 @@ class Sums:
 
 
 def factor_bytes(rows: int, width: int) -> int:
-    """Memory that `part` takes for so many examples and features: float32 features, and three float64 copies."""
+    """Memory of `part` for `rows` examples of `width` features: float32 features and three float64 copies."""
     return 32 * rows * width
 
 
 def part(z: np.ndarray, y: np.ndarray, labels: int) -> Part:
-    """A device's part from features z (n, d) and classes y (n,), n >= 1. No matrix is larger than z."""
+    """Compute a device's part from features z (n, d) and classes y (n,), n >= 1. No matrix is larger than z."""
     z = z.astype(np.float64)
     counts = np.bincount(y, minlength=labels).astype(np.int64)
     means = np.zeros((labels, z.shape[1]))
@@ -91,10 +93,9 @@ def part(z: np.ndarray, y: np.ndarray, labels: int) -> Part:
 
 
 def to_tensors(given: Part, exact: bool = False) -> dict[str, np.ndarray]:
-    """A part as it is sent: the mean; how far the means of the classes that are there lie from it; the factor.
+    """Pack a part for sending: the mean, the offsets of the present classes' means from it, and the factor.
 
-    What is centred is sent as float32, which loses nothing even where the mean is large, unless the sums are to be
-    `exact`.
+    Centred values are sent as float32, which is accurate even if the mean is large, or as float64 if `exact`.
     """
     kind = np.float64 if exact else np.float32
     rows, width = given.factor.shape
@@ -115,10 +116,16 @@ def to_tensors(given: Part, exact: bool = False) -> dict[str, np.ndarray]:
 
 
 def from_tensors(given: Tensors, labels: int, width: int, exact: bool = False) -> Part:
-    """The part that a device has sent; `exact` as in `to_tensors`.
+    """Check and unpack the part that a device sent.
+
+    Args:
+        given: the device's tensors.
+        labels: number of labels of the job.
+        width: number of features d.
+        exact: as in `to_tensors`.
 
     Raises:
-        UpdateError: tensors of other shapes; counts, means or a factor that no examples can have.
+        UpdateError: tensors are missing or have other shapes, or no examples can have such counts, means or factor.
     """
     wanted = ("counts", "mean", "means", "factor", "rows")
     if missing := sorted(set(wanted) - given.keys()):
@@ -147,9 +154,9 @@ def from_tensors(given: Tensors, labels: int, width: int, exact: bool = False) -
 
 
 def merge(sums: Sequence[Sums], parts: Sequence[Part]) -> Sums:
-    """The sums of all examples together: what one device would have that has them all.
+    """Merge sums and parts into the sums of all their examples, as if one device had them all.
 
-    Second moments are taken about the common mean, to which all others are shifted: nothing large cancels.
+    All second moments are shifted to the common mean before they are added, so that no large numbers cancel.
     """
     counts = sum(each.counts for each in sums) + sum(each.counts.astype(np.float64) for each in parts)
     totals = sum(each.totals for each in sums) + sum(each.counts[:, None] * each.means for each in parts)
@@ -166,24 +173,25 @@ def merge(sums: Sequence[Sums], parts: Sequence[Part]) -> Sums:
 
 @dataclass(frozen=True)
 class Pending:
-    """Parts of one round as they come: merged whenever they have more rows than the sums would."""
+    """Parts received in one round, merged whenever their factors have more rows than the sums' matrix."""
 
     sums: Sums | None = None
     parts: tuple[Part, ...] = ()
 
     def plus(self, part: Part) -> Pending:
+        """Add one device's part."""
         parts = (*self.parts, part)
         if sum(len(each.factor) for each in parts) > part.means.shape[1]:
             return Pending(merge([self.sums] if self.sums else [], parts))
         return replace(self, parts=parts)
 
     def with_stored(self, before: Sums | None) -> Sums:
-        """The sums of these parts and of all that came in earlier rounds."""
+        """Merge these parts with the sums of earlier rounds."""
         return merge([each for each in (before, self.sums) if each], self.parts)
 
 
 def halved(matrix: np.ndarray) -> np.ndarray:
-    """The upper half of a symmetric matrix (d, d) as one row, as it is stored."""
+    """Pack the upper half of a symmetric matrix (d, d) into a vector of d (d + 1) / 2."""
     half = np.empty(_size(*matrix.shape), matrix.dtype)
     for row, place in _upper(*matrix.shape):
         half[place] = matrix[row, row:]
@@ -191,7 +199,7 @@ def halved(matrix: np.ndarray) -> np.ndarray:
 
 
 def whole(half: np.ndarray, width: int) -> np.ndarray:
-    """The symmetric matrix (width, width) that `halved` took apart."""
+    """Unpack the symmetric matrix (width, width) that `halved` packed."""
     matrix = np.empty((width, width), half.dtype)
     for row, place in _upper(width, width):
         matrix[row, row:] = matrix[row:, row] = half[place]
@@ -202,10 +210,13 @@ def whole(half: np.ndarray, width: int) -> np.ndarray:
 
 
 def _require_possible(given: Part) -> None:
-    """Refuse class means that lie further apart than the factor says examples do.
+    """Refuse class means that lie further apart than the factor allows.
 
-    What is left of the second moments within classes is then not positive semi-definite. Both are of few rows, so the
-    eigenvalues are those of a matrix of rows + classes, never of d x d.
+    The second moments within classes would not be positive semi-definite. Both matrices have few rows, so that the
+    eigenvalues are computed from a matrix of rows + classes, never from d x d.
+
+    Raises:
+        UpdateError: no examples have such means and such a factor.
     """
     apart = np.sqrt(given.counts)[:, None] * (given.means - given.mean)
     apart = apart[given.counts > 0]
@@ -229,12 +240,12 @@ def _require(given: Tensors, shapes: dict[str, tuple[int, ...]], kind: type) -> 
 
 
 def _size(rows: int, width: int) -> int:
-    """Numbers in an upper trapezoid."""
+    """Number of entries of an upper trapezoid."""
     return rows * width - rows * (rows - 1) // 2
 
 
 def _upper(rows: int, width: int) -> Iterator[tuple[int, slice]]:
-    """Each row of an upper trapezoid, and where its part from the diagonal on lies among the numbers that are sent."""
+    """Yield each row of an upper trapezoid with the place of its part from the diagonal on in the packed vector."""
     start = 0
     for row in range(rows):
         yield row, slice(start, start + width - row)

@@ -1,9 +1,9 @@
-"""Where a traced network may be cut, and where it should be. Imports torch.
+"""Places where a traced network can be cut, and the rule that chooses among them. Imports torch.
 
-A cut is allowed after an operation whose value is the only one that goes on and is a stack of maps: of images square
-ones (n, c, h, h), of time series (n, c, l). (Maps that are not square under a square image are channels-last: to a
-block of another network they would be noise. Whether values of a series are channels-last cannot be seen in their
-shape: they are maps from a convolution on, up to a transposition.)
+A cut is allowed after an operation if no other value is used later and its value is a stack of maps: square ones
+(n, c, h, h) for images, (n, c, l) for time series. Maps that are not square for a square image are channels-last, and
+noise to a block of another network. The shape of a series' values does not show whether they are channels-last: they
+count as maps from a convolution on, up to the next transposition.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAPS = "square maps (n, c, h, h), or of maps (n, c, l) between convolutions alon
 POOLS = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AvgPool1d, nn.AvgPool2d, small.ProductPool)
 POOLING = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.avg_pool1d, F.avg_pool2d)
 
-# where the natural part is more than one module: a dense block and the transition after it
+# last modules of parts that consist of several modules: a dense block and the transition after it
 _PARTS: Mapping[str, tuple[str, ...]] = {
     "densenet": ("features.pool0", "features.transition1", "features.transition2", "features.transition3"),
 }
@@ -31,18 +31,18 @@ _PARTS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a traced network, in the order they run."""
+    """One operation of a traced network."""
 
-    name: str  # of its value in the trace
-    part: str  # the part of the network it belongs to: a child of the trunk, or of the network; "" for neither
-    owner: str  # the innermost module it belongs to
-    whole: bool  # its value is all that goes on, and is maps: a cut is allowed
+    name: str  # name of its value in the trace
+    part: str  # part of the network that it belongs to, a child of the trunk or of the network; "": neither
+    owner: str  # innermost module that it belongs to
+    whole: bool  # a cut is allowed after it: its value is maps, and the only one used later
     weighs: bool  # it has weights
     pools: bool  # it averages over the map
 
 
 def operations(model: nn.Module, traced: fx.GraphModule) -> list[Operation]:
-    """What `traced` (of `model`, shapes propagated) does, in order; the first is the input."""
+    """The operations of `traced` (from `model`, with shapes propagated) in order; the first is the input."""
     nodes = [node for node in traced.graph.nodes if node.op != "output"]
     place = {node: i for i, node in enumerate(nodes)}
     until = {node: max((place.get(user, len(nodes)) for user in node.users), default=-1) for node in nodes}
@@ -50,7 +50,7 @@ def operations(model: nn.Module, traced: fx.GraphModule) -> list[Operation]:
     found, alive, channels_first = [], set[fx.Node](), False
     for i, node in enumerate(nodes):
         alive = {other for other in alive if until[other] > i}
-        if node.op != "get_attr":  # a constant goes wherever it is used
+        if node.op != "get_attr":  # a constant is copied to every block that uses it
             alive.add(node)
         module = traced.get_submodule(str(node.target)) if node.op == "call_module" else None
         if isinstance(module, nn.Conv1d) or _transposes(node):
@@ -70,10 +70,10 @@ def operations(model: nn.Module, traced: fx.GraphModule) -> list[Operation]:
 
 
 def named(found: Sequence[Operation], donor: str, cuts: Sequence[str]) -> list[str]:
-    """The operations after which to cut, for names of modules in the order in which they run.
+    """Names of the operations after which to cut, for modules named in the order in which they run.
 
     Raises:
-        ModelError: an unknown module, or one after which the network cannot be cut.
+        ModelError: a module is unknown or out of order, or the network cannot be cut after it.
     """
     ends: list[int] = []
     for cut in cuts:
@@ -93,7 +93,7 @@ def named(found: Sequence[Operation], donor: str, cuts: Sequence[str]) -> list[s
 
 
 def by_rule(model: nn.Module, found: Sequence[Operation], donor: str, architecture: str = "") -> list[str]:
-    """The operations after which to cut: before every part with a convolution, and before the classifier's pool.
+    """Names of the operations before every part with a convolution, and before the classifier's pool.
 
     Raises:
         ModelError: the network has no such places.
@@ -106,7 +106,7 @@ def by_rule(model: nn.Module, found: Sequence[Operation], donor: str, architectu
 
 
 def trunk_of(model: nn.Module) -> str:
-    """The innermost sequence that holds nine tenths of the convolutions; its children are the network's parts."""
+    """Name of the innermost Sequential with nine tenths of the convolutions; its children are the network's parts."""
     name, module = "", model
     while True:
         total = _convolutions(module)
@@ -122,13 +122,13 @@ def trunk_of(model: nn.Module) -> str:
 
 
 def shape_of(node: object) -> tuple[int, ...]:
-    """Of the node's value, batch first; () if it is not one tensor."""
+    """Shape of the node's value, batch first; () if it is not one tensor."""
     meta = node.meta.get("tensor_meta") if isinstance(node, fx.Node) else None
     return () if meta is None or not hasattr(meta, "shape") else tuple(meta.shape)
 
 
 def owner_of(node: fx.Node) -> str:
-    """The innermost module that this operation is part of; "" for the network itself."""
+    """Name of the innermost module that the operation belongs to; "" for the network itself."""
     stack = node.meta.get("nn_module_stack") or {"": None}
     return str([*stack][-1])
 
@@ -141,7 +141,7 @@ def _part(owner: str, trunk: str) -> str:
 
 def _before_convolutions(model: nn.Module, found: Sequence[Operation]) -> list[str]:
     ends: list[str] = []
-    seen = False  # a convolution
+    seen = False  # whether a convolution came before
     for before, op in pairwise(found):
         if op.part and op.part != before.part and _convolutions(model.get_submodule(op.part)):
             if seen and before.whole:
@@ -151,13 +151,13 @@ def _before_convolutions(model: nn.Module, found: Sequence[Operation]) -> list[s
 
 
 def _head(found: Sequence[Operation], donor: str) -> int:
-    """The last operation before the terminating block."""
+    """Index of the last operation before the terminating block."""
     last = max((i for i, op in enumerate(found) if op.weighs), default=0)
-    first = last  # of the part that ends in the last weights: all of a classifier's layers
+    first = last  # all layers of the part with the last weights belong to the classifier
     while first > 0 and found[first - 1].part == found[last].part != "":
         first -= 1
     start = max((i for i in range(first) if found[i].whole), default=0)
-    for i in range(start, 0, -1):  # a pool in front of it belongs to it
+    for i in range(start, 0, -1):  # a pool before the classifier belongs to it
         if found[i].weighs:
             break
         if found[i].pools and found[i - 1].whole:

@@ -1,7 +1,7 @@
-"""What a device sums up for the junctions of a stitching job.
+"""Moments for the junctions of a stitching job, computed by a device.
 
-FedStitch (arXiv 2409.07202), section 3, on the device: forward passes only. Each function takes what was
-asked and a Site, and returns an Answer. The sums of several devices add (`fedquilt.models.stitching.least_squares`).
+FedStitch (arXiv 2409.07202), section 3, on the device: forward passes only. The moments of several devices add up
+(`fedquilt.models.stitching.least_squares`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fedquilt.models.stitching.activations import Source
 from fedquilt.models.stitching.block_runner import Flow
 from fedquilt.models.stitching.scoring import Ask
 
-WAVE = 128  # images that go through a path together
+WAVE = 128  # images that run through a path together
 
 
 @dataclass(frozen=True)
 class FitAsk(Ask):
-    """Sums for the junctions from `path` to each of `winners`."""
+    """Compute the moments for the junctions from `path` to each of `winners`."""
 
     path: tuple[str, ...]
     winners: tuple[str, ...]
@@ -32,10 +32,13 @@ class FitAsk(Ask):
 
 
 def fit(ask: FitAsk, site: Site) -> Answer:
-    """Bundles "moments.<i>": for the i-th winner, the sums that its junction is solved from.
+    """Compute the moments from which the winners' junctions are solved.
+
+    Returns:
+        Bundles "moments.<i>": the tensors of `least_squares.Moments` for the i-th winner.
 
     Raises:
-        DataError: no examples.
+        DataError: there are no examples.
     """
     path = [ask.blocks[name] for name in ask.path]
     between = stitched.junctions(path, site.load)
@@ -45,7 +48,7 @@ def fit(ask: FitAsk, site: Site) -> Answer:
     flops = sum(block.flops for block in path) + sum(block.flops for chain, _ in chains for block in chain[:-1])
     run = Flow(site, ask.blocks.values(), len(chosen) * flops)
     found: dict[str, Tensors] = {}
-    for chain, wanted in chains:  # one donor's sums at a time: of 2048 channels each winner's are 34 MB
+    for chain, wanted in chains:  # one donor at a time: a winner's sums of 2048 channels are 34 MB
         sums: dict[str, least_squares.Moments] = {}
         for rows in waves(site, chosen):
             shown = block_runner.Prepared(site.train.x[rows], ask.input)
@@ -72,10 +75,10 @@ def _answer(ask: Ask, found: Sequence[Tensors], examples: int, local: Tensors) -
 
 
 def waves(site: Site, rows: np.ndarray) -> Iterator[np.ndarray]:
-    """Some of a device's examples, so many at a time as go through a path together.
+    """Yield the indices of a device's examples, WAVE at a time.
 
     Raises:
-        DataError: there are none.
+        DataError: there are no examples.
     """
     if not len(rows):
         raise DataError(f"{site.device} has no examples")
@@ -87,7 +90,7 @@ def require_labels(y: np.ndarray, labels: int, device: str) -> None:
     """Refuse labels that the job does not have.
 
     Raises:
-        DataError: says which there are.
+        DataError: a label is out of range; names the labels that there are.
     """
     if len(y) and (y.min() < 0 or y.max() >= labels):
         raise DataError(f"{device} has labels from {y.min()} to {y.max()}; the job's labels are 0 to {labels - 1}")

@@ -1,11 +1,11 @@
 """A stitched network as one ONNX file that runs anywhere ONNX does. Imports onnx.
 
 Input "x": prepared examples (n, ...) float32 (`fedquilt.data.inputs.prepare`), images as (n, channels, size, size).
-Output "scores": (n, labels), the largest wins. Paths lie side by side, and what they begin with alike is there once,
-as are the weights of a block that stands in several of them. Between blocks lie the junctions of
-`fedquilt.models.stitching.stitched`: two constant products that resize, and a 1x1 convolution, in the order in which
-the agents do them. The taps are pooled, laid side by side and given to one linear layer. Labels, what preparing the
-examples takes and the paths are in the file's metadata, as JSON under "labels", "input" and "taps".
+Output "scores": (n, labels), of which the largest wins. Paths lie side by side; their common beginnings, and the
+weights of a block in several paths, are stored once. A junction (`fedquilt.models.stitching.stitched`) consists of two
+constant products that resize and a 1x1 convolution, in the same order as on the agents. The taps are pooled,
+concatenated and passed to one linear layer. The file's metadata holds the labels, the parameters for preparing examples
+and the paths, as JSON under "labels", "input" and "taps".
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from fedquilt.models.stitching.stitched import Block, from_artefact, grows, junc
 
 OPSET = 17  # of the blocks' graphs
 IR_VERSION = 8
-LARGEST_BYTES = 2**31 - 1  # of one protobuf file
+LARGEST_BYTES = 2**31 - 1  # limit of a protobuf file
 
 
 def stitched(meta: Mapping[str, Any], arrays: Tensors, blocks: Mapping[str, Block], files: Mapping[str, Path]) -> bytes:
-    """The ONNX file of a stitched network.
+    """Export a stitched network to ONNX, as the bytes of the file.
 
     Args:
         meta: of the artefact (`fedquilt.methods.fedstitch.result`).
         arrays: the artefact's tensors.
         blocks: of the bundle's stock.
-        files: the bundle's files by name; the weights that graphs call lie beside them.
+        files: the bundle's files by name; the graphs' external weights lie beside them.
 
     Raises:
-        ModelError: a block's file is missing or is no such graph, or the network says nothing about labels.
+        ModelError: a block's file is missing or not usable, the network has no label scores, or it exceeds 2 GB.
     """
     network = from_artefact(meta, arrays)
     made, order = _Graph(), prefixes(network.taps)
@@ -84,7 +84,7 @@ def stitched(meta: Mapping[str, Any], arrays: Tensors, blocks: Mapping[str, Bloc
 
 
 class _Graph:
-    """Nodes and weights as they are added. Every method returns the name of the value it makes."""
+    """Builder of the graph's nodes and weights. Methods return the name of the value that they add."""
 
     def __init__(self) -> None:
         self.nodes: list[onnx.NodeProto] = []
@@ -100,10 +100,13 @@ class _Graph:
         return name
 
     def stage(self, value: str, graphs: Sequence[onnx.GraphProto], prefix: str, home: str) -> str:
-        """A stage of a donor's block: one graph, or tiles whose outputs lie side by side.
+        """Add a stage of a donor's block: one graph, or tiles whose outputs lie side by side.
 
         Args:
-            prefix: of the names of what it computes; `home`: of its weights, the same wherever the block stands.
+            value: name of the stage's input.
+            graphs: the stage's graph, or its tiles in order.
+            prefix: of the names of computed values, unique in the file.
+            home: prefix of the names of weights, the same wherever the block stands.
         """
         if len(graphs) == 1:
             return self._part(value, graphs[0], prefix, home)
@@ -111,12 +114,12 @@ class _Graph:
         return self.node("Concat", parts, f"{prefix}joined", axis=1)
 
     def _part(self, value: str, graph: onnx.GraphProto, prefix: str, home: str) -> str:
-        """A graph that takes `value`. Weights of a block that stands in several paths are in the file once."""
+        """Add a graph that takes `value`; equal weights of a block in several paths are stored once."""
         names = {graph.input[0].name: value}
         for tensor in graph.initializer:
             named, digest = f"{home}{tensor.name}", hashlib.sha256(tensor.raw_data).digest()
             if self._known.get(named, digest) != digest:
-                named = f"{prefix}{tensor.name}"  # a junction is folded into it, here or where the block was before
+                named = f"{prefix}{tensor.name}"  # a junction was folded into this or an earlier use
             names[tensor.name] = named
             if named not in self._known:
                 self._known[named] = digest
@@ -135,9 +138,16 @@ class _Graph:
         stage: list[onnx.GraphProto],
         name: str,
     ) -> tuple[str, list[onnx.GraphProto]]:
-        """Maps (n, c, ...) as `stitched.join` makes them for the next block, and its stage that takes them.
+        """Add a junction, as `stitched.join` computes it; returns the value and the stage that takes it.
 
-        Where the projection can be folded into the stage, the value is not projected.
+        If the projection can be folded into the stage, the value is only resized, and the stage is replaced.
+
+        Args:
+            value: name of the maps (n, c, ...) to connect.
+            junction: "weights" and "bias".
+            shapes: of the maps before and after, without batch.
+            stage: the graphs that take the maps.
+            name: prefix of the names of new values.
         """
         before, after = shapes
         if grows(before, after):
@@ -163,14 +173,15 @@ class _Graph:
         return self.node("Conv", [value, weights, bias], f"{name}/projected")
 
     def head(self, taps: Sequence[tuple[str, Sequence[int]]], head: Tensors) -> str:
-        """A linear layer on the taps' pooled maps side by side; what is no map is taken as it is.
+        """Add a linear layer on the taps' pooled maps side by side; a tap that is a vector is not pooled.
 
         Args:
-            taps: the value and its shape without batch of each.
+            taps: name and shape (without batch) of each tap's value.
+            head: tensors as of `fedquilt.models.stitching.stitched.Network.head`.
         """
         features = [""] * len(taps)
-        # ONNX Runtime takes the last of a node's inputs in the file first: so the first tap is pooled, and its maps
-        # are dropped, before the second is computed
+        # ONNX Runtime computes the last of a node's inputs in the file first. In this order the first tap is pooled,
+        # and its maps are freed, before the second is computed.
         for i, (value, shape) in reversed([*enumerate(taps)]):
             name = f"head/{i}"
             pooled = self.node("GlobalAveragePool", [value], f"{name}/pooled") if len(shape) > 1 else value
@@ -184,7 +195,7 @@ class _Graph:
         return self.node("Gemm", [joined, weights, bias], "head/scores", transB=1)
 
     def align(self, logits: str, groups: Sequence[Sequence[int]] | None) -> str:
-        """logsumexp of a donor's logits over each label's classes; a label without classes never wins."""
+        """Add the logsumexp of a donor's logits over each label's classes; a label without classes scores -inf."""
         assert groups  # `require_labels`
         parts = []
         for label, group in enumerate(groups):
@@ -202,7 +213,7 @@ class _Graph:
 
 
 def _renamed(node: onnx.NodeProto, names: Mapping[str, str], prefix: str) -> onnx.NodeProto:
-    """A node whose values have other names: those of `names`, and the others behind a prefix."""
+    """Copy a node with its values renamed by `names`, or with a prefix where they are not in it."""
     made = onnx.NodeProto()
     made.CopyFrom(node)
     made.name = f"{prefix}{node.name}"
@@ -224,17 +235,17 @@ def _float(array: np.ndarray) -> np.ndarray:
 def _read(
     block: str, blocks: Mapping[str, Block], files: Mapping[str, Path]
 ) -> tuple[tuple[onnx.ModelProto, ...], ...]:
-    """The graphs of a block by stage."""
+    """Load the graphs of a block, by stage."""
     if block not in blocks or not files.keys() >= {name for stage in blocks[block].stages for name in stage}:
         raise ModelError(f"the bundle has no block {block!r}: it is not the one that this network was stitched from")
     return tuple(tuple(load(block, files[name]) for name in stage) for stage in blocks[block].stages)
 
 
 def load(block: str, path: Path) -> onnx.ModelProto:
-    """A graph of a block with its weights, which may lie beside it.
+    """Load a graph of a block with its weights, internal or in the file beside it.
 
     Raises:
-        ModelError: it cannot be read, is no such graph, or holds what `fedquilt.graph_check` does not permit.
+        ModelError: the file cannot be read, is no graph of `fedquilt prepare`, or `fedquilt.graph_check` refuses it.
     """
     try:
         graph_check.of_file(path)
@@ -242,7 +253,7 @@ def load(block: str, path: Path) -> onnx.ModelProto:
         for tensor in model.graph.initializer:
             if tensor.data_location == TensorProto.EXTERNAL:
                 _fetch(tensor, path.parent)
-    except Exception as error:  # protobuf and the file system each have their own
+    except Exception as error:  # protobuf and the file system raise their own kinds
         raise ModelError(f"block {block!r} cannot be read from {path}: {error}; prepare the bundle anew") from None
     opsets = [opset.version for opset in model.opset_import]
     if opsets != [OPSET] or len(model.graph.input) != 1 or len(model.graph.output) != 1:
@@ -251,7 +262,7 @@ def load(block: str, path: Path) -> onnx.ModelProto:
 
 
 def _fetch(tensor: onnx.TensorProto, folder: Path) -> None:
-    """Bring a tensor's bytes into a checked graph. Not by onnx itself: it refuses files that a store has linked in."""
+    """Load a tensor's external bytes into a checked graph; onnx itself refuses files that a store has linked."""
     where = {entry.key: entry.value for entry in tensor.external_data}
     with (folder / where["location"]).open("rb") as data:
         data.seek(int(where.get("offset", "0")))

@@ -1,9 +1,9 @@
-"""A junction's projection folded into the convolution that takes it, where that is exact and cheaper. Imports onnx.
+"""Junctions folded into the convolution after them, where that is exact and cheaper. Imports onnx.
 
-(W, b) after (A, a) is (W A, b + W a) as long as no border is padded: zeros around the projected map are
-not the projection of zeros, unless a is zero. So only convolutions without padding are folded into:
-those of one position that expand MobileNetV2's blocks and squeeze SqueezeNet's, say. Blocks whose input
-goes to more than one operation (residual, dense) keep an explicit projection.
+A convolution (W, b) after a projection (A, a) equals the convolution (W A, b + W a), unless it pads the map: zeros
+around the projected map are not the projection of zeros if a is not zero. So only convolutions without padding are
+folded, such as the 1x1 convolutions that expand MobileNetV2's blocks and squeeze SqueezeNet's. Blocks whose input goes
+to more than one operation (residual, dense) keep an explicit projection.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ from onnx import numpy_helper
 
 
 def fold(graph: onnx.GraphProto, weights: np.ndarray, bias: np.ndarray) -> onnx.GraphProto | None:
-    """The graph that takes the unprojected map; None: it cannot be folded, or would cost more.
+    """Fold a projection into a graph; None if that is not exact, or would cost more than an explicit projection.
 
     Args:
-        graph: from one input, maps (n, q, h, w) or (n, q, l).
-        weights: of the projection (q, p), `bias`: (q,).
+        graph: takes one input, maps (n, q, h, w) or (n, q, l).
+        weights: of the projection, (q, p).
+        bias: of the projection, (q,).
+
+    Returns:
+        The graph that takes the unprojected maps, with p channels.
     """
     first = _only_taker(graph)
     if first is None:
@@ -49,7 +53,7 @@ def fold(graph: onnx.GraphProto, weights: np.ndarray, bias: np.ndarray) -> onnx.
 
 
 def _only_taker(graph: onnx.GraphProto) -> onnx.NodeProto | None:
-    """The convolution with known weights that alone takes the graph's input."""
+    """The convolution with constant weights that is the only user of the graph's input; None if there is none."""
     takers = [node for node in graph.node if graph.input[0].name in node.input]
     known = {tensor.name for tensor in graph.initializer}
     if len(takers) != 1 or takers[0].op_type != "Conv" or not {*takers[0].input[1:]} <= known:

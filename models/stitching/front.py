@@ -1,6 +1,6 @@
-"""What a network costs to run, beside its accuracy: FLOPs, bytes, and milliseconds on a board. numpy-free.
+"""Costs of running a network, and the front of accuracy against cost. numpy-free.
 
-The costs are those of one example. They follow from the blocks, so no device measures them; milliseconds follow from a
+Costs are those of one example. They follow from the blocks, so that no device measures them; milliseconds follow from a
 board's profile (`fedquilt.cost_model`).
 """
 
@@ -20,7 +20,7 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one example: operations (a multiply-add is 2), traffic to memory, and the weights of the network."""
+    """FLOPs (a multiply-add is 2) and memory traffic of one example, and the bytes of the network's weights."""
 
     flops: float
     read_bytes: float
@@ -28,9 +28,9 @@ class Cost:
 
 
 def cost(stock: Stock, paths: Sequence[Path], labels: int) -> Cost:
-    """The cost of paths side by side under a head of so many labels; with 0 labels, of a path as it is.
+    """The cost of paths side by side under a head of `labels` labels; with 0 labels, without a head.
 
-    What paths begin with alike is run once. Traffic is that of weights and of what goes into and comes out of blocks.
+    Common beginnings of paths run once. Traffic counts weights, and the inputs and outputs of blocks.
     """
     flops = weights = maps = 0.0
     for ids in stitched.prefixes(paths):
@@ -51,7 +51,7 @@ def cost(stock: Stock, paths: Sequence[Path], labels: int) -> Cost:
 
 
 def milliseconds(flops: float, read_bytes: float, board: str) -> float | None:
-    """How long one example takes on a board at the first operating point of its profile; None: its speed is not known.
+    """Milliseconds of one example on a board, at the first operating point of its profile; None: its speed is unknown.
 
     Raises:
         JobError: there is no such profile.
@@ -62,11 +62,11 @@ def milliseconds(flops: float, read_bytes: float, board: str) -> float | None:
 
 
 def undominated(gain: Sequence[float | None], prices: Sequence[Sequence[float]]) -> list[bool]:
-    """Which of some candidates no other beats: at least as good everywhere, and better in gain or in a price.
+    """Whether each candidate is on the front: no other is as good in gain and all prices, and better in one of them.
 
     Args:
-        gain: more is better; None: not known, and never on the front.
-        prices: less is better; as many numbers for each candidate.
+        gain: of each candidate, more is better; None: unknown, and never on the front.
+        prices: of each candidate, less is better; the same number of prices for all.
     """
 
     def beats(one: int, other: int) -> bool:

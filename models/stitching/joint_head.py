@@ -1,14 +1,15 @@
 """One linear head over several taps of frozen networks, in closed form from sums over devices. numpy only.
 
-A tap is a place whose pooled maps are features; the taps' features side by side are a vector z of d numbers for each
-example. From the sums of all devices (`fedquilt.models.stitching.class_moments`) follows, for any subset of taps,
-without asking a device again:
-- the strength of a ridge by generalised cross-validation (Golub, Heath and Wahba, Technometrics 1979);
-- the criterion of that ridge, which taps are chosen by (`forward`);
-- the head itself: a linear discriminant that gives every class the same weight, however many examples it has.
+A tap is a place in a network whose pooled maps are features; the features of all taps side by side are a vector z of
+d numbers for each example. The sums of all devices (`fedquilt.models.stitching.class_moments`) determine for any subset
+of taps, without another task for a device:
 
-Features are standardised with the pooled variance of all examples. Strengths are relative: 1 adds to each feature as
-much variance as it has.
+- the strength of the ridge, by generalised cross-validation (Golub, Heath and Wahba, Technometrics 1979);
+- the criterion of that ridge, by which taps are chosen (`forward`);
+- the head: a linear discriminant that gives every class the same weight, whatever its number of examples.
+
+Features are standardised with the pooled variance of all examples. A strength of 1 adds as much variance to each
+feature as it has.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ CONSTANT = 1e-5  # a standard deviation below this share of the mean is rounding
 
 @dataclass(frozen=True)
 class Standard:
-    """Sums with every feature at mean 0 and variance 1. Features that do not vary are 0 throughout.
+    """Sums with every feature at mean 0 and variance 1. A feature that does not vary is 0 for all examples.
 
     Attributes:
-        n: examples.
-        shares: (labels,) of the examples.
-        means: (labels, d) of the classes; zeros where there are no examples.
-        correlation: (d, d).
-        spread: variance of the labels as one-hot vectors.
-        mean: (d,) of the features as they come.
-        inverse: (d,) 1 / standard deviation of the features as they come; 0: does not vary.
+        n: number of examples.
+        shares: (labels,) share of each class.
+        means: (labels, d) standardised means of the classes; zeros for a class without examples.
+        correlation: (d, d) correlations of the features.
+        spread: variance of the one-hot labels.
+        mean: (d,) means of the original features.
+        inverse: (d,) 1 / standard deviation of the original features; 0: the feature does not vary.
     """
 
     n: float
@@ -53,11 +54,11 @@ class Standard:
 
     @property
     def cross(self) -> np.ndarray:
-        """(d, labels) covariance of features and one-hot labels."""
+        """Covariance (d, labels) of standardised features and one-hot labels."""
         return np.asarray((self.means * self.shares[:, None]).T)
 
     def of(self, columns: np.ndarray) -> Standard:
-        """Of some features only."""
+        """Restrict the sums to some features, by their indices."""
         return Standard(
             self.n,
             self.shares,
@@ -71,7 +72,7 @@ class Standard:
 
 @dataclass(frozen=True)
 class Strength:
-    """How strong a ridge is best, and the criterion that it comes to: less is better."""
+    """The best strength of a ridge, and its criterion, of which less is better."""
 
     ridge: float
     criterion: float
@@ -79,7 +80,7 @@ class Strength:
 
 @dataclass(frozen=True)
 class Head:
-    """Scores are weights @ z + bias, of features as they come; float64."""
+    """A linear head: scores are weights @ z + bias, for original features z; float64."""
 
     weights: np.ndarray  # (labels, d)
     bias: np.ndarray  # (labels,)
@@ -101,9 +102,9 @@ def standardised(sums: Sums) -> Standard:
 
 
 def strength(given: Standard, tried: Sequence[float] = STRENGTHS) -> Strength:
-    """The ridge with the least generalised cross-validation criterion, of one-hot labels on features.
+    """The ridge with the least generalised cross-validation criterion, for a regression of one-hot labels on features.
 
-    The criterion is (rss / n) / (1 - df / n)^2, infinite where there are no degrees of freedom left.
+    The criterion is (rss / n) / (1 - df / n)^2, infinite if no degrees of freedom are left.
     """
     values, vectors = np.linalg.eigh(given.correlation)
     values = np.maximum(values, 0.0)
@@ -162,9 +163,9 @@ def _triangular_inverse(lower: np.ndarray) -> np.ndarray:
 
 
 def discriminant(given: Standard, ridge: float) -> Head:
-    """The linear discriminant that takes all classes for equally frequent, with a ridge on the variance within classes.
+    """A linear discriminant for equally frequent classes, with a ridge on the variance within classes.
 
-    A class without examples has no direction, and a bias that never wins: NEVER.
+    A class without examples gets weights of 0 and the bias NEVER, so that it never wins.
     """
     present = np.flatnonzero(given.shares > 0)
     means = given.means[present]
@@ -183,22 +184,23 @@ def discriminant(given: Standard, ridge: float) -> Head:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each tap's features lie among all: `widths` of the taps, in order."""
+    """Places of the taps' features in z, from the `widths` of the taps in order."""
 
     widths: tuple[int, ...]
 
     def columns(self, taps: Sequence[int]) -> np.ndarray:
-        """The features of some taps, in their order."""
+        """Indices of the features of some taps, in the order of `taps`."""
         starts = np.concatenate([[0], np.cumsum(self.widths)])
         return np.concatenate([np.arange(starts[tap], starts[tap + 1]) for tap in taps])
 
     def width(self, taps: Sequence[int]) -> int:
+        """Number of features of some taps together."""
         return sum(self.widths[tap] for tap in taps)
 
 
 @dataclass(frozen=True)
 class Joined:
-    """Taps in the order in which they were taken, each with the criterion that it brought the set to."""
+    """Chosen taps in the order in which they were added, with the criterion of the set after each."""
 
     ridge: float
     taps: tuple[int, ...]
@@ -230,7 +232,7 @@ class _Open:
 def forward(
     given: Standard, layout: Layout, start: int, among: Sequence[int], ridge: float, widest: int = WIDEST
 ) -> Joined:
-    """Greedy choice of taps: the one that lowers the criterion most joins, as long as one lowers it by GAIN.
+    """Choose taps greedily: add the one that lowers the criterion most, as long as one lowers it by the share GAIN.
 
     What a tap would add follows from the block of the matrix that it shares with those taken (a Schur complement). That
     is brought up to date whenever a tap joins, so that no set is solved anew and each pair of taps is looked at once.
@@ -239,9 +241,9 @@ def forward(
         given: sums of all taps.
         layout: the taps' places.
         start: the first tap.
-        among: the others to choose from.
-        ridge: the strength, the same throughout.
-        widest: features of the set at most.
+        among: the taps to choose from; `start` may be among them.
+        ridge: strength, the same for all sets.
+        widest: limit on the features of the set.
     """
     nothing, labels = np.empty(0, np.int64), given.cross.shape[1]
     so_far = _Taken(nothing, np.empty((0, labels)), 0.0, 0.0)

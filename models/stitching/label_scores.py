@@ -1,7 +1,7 @@
-"""How much a block's output says of the labels of the images that it was run on: scores of its pooled maps. numpy only.
+"""Scores of a block's pooled output by what it says of the images' labels. numpy only.
 
-Likeness to the donor's own output (`fedquilt.models.stitching.cka`) is 1 for every donor left as it is, at any depth:
-it cannot tell a block that helps a classifier from one that does not. Both scores here can, from the same few images.
+Likeness to the donor's own output (`fedquilt.models.stitching.cka`) is 1 for every unmodified donor, at any depth, and
+does not tell blocks that help a classifier from others. Both scores here do, from the same few images.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ STRENGTHS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # of the ridge, as multiples of th
 
 
 def alignment(features: np.ndarray, y: np.ndarray) -> Score:
-    """Unbiased CKA of features (n, d) and one-hot labels (n,): about 0 where they are independent, at most 1.
+    """Unbiased CKA of features (n, d) and labels y (n,) as one-hot vectors: about 0 if independent, 1 at most.
 
     Labels or features that do not vary score 0 and are flagged.
     """
@@ -23,11 +23,12 @@ def alignment(features: np.ndarray, y: np.ndarray) -> Score:
 
 
 def explained(features: np.ndarray, y: np.ndarray) -> Score:
-    """The share of the one-hot labels' variance that a ridge on the features explains, as it would on other images.
+    """Estimated share of the one-hot labels' variance that a ridge on the features explains on other images.
 
-    1 - GCV / GCV of the mean alone, at the best of STRENGTHS, where GCV is the generalised cross-validation error
-    rss / (n - df)^2 (Golub, Heath and Wahba, 1979), from the Gram matrix of the standardised features.
-    In [-1, 1], about 0 where they are independent. Labels or features that do not vary score 0 and are flagged.
+    The score is 1 - GCV / GCV of the mean alone, at the best of STRENGTHS, where GCV is the generalised
+    cross-validation error rss / (n - df)^2 (Golub, Heath and Wahba, 1979), computed from the Gram matrix of the
+    standardised features. It lies in [-1, 1] and is about 0 if features and labels are independent. Labels or features
+    that do not vary score 0 and are flagged.
     """
     x = features.astype(np.float64)
     x -= x.mean(axis=0)
@@ -41,7 +42,7 @@ def explained(features: np.ndarray, y: np.ndarray) -> Score:
     x = x[:, alive] / spread[alive]
     values, vectors = np.linalg.eigh(x @ x.T)
     values = np.maximum(values, 0.0)
-    power = ((vectors.T @ labels) ** 2).sum(axis=1)  # of the labels along each direction
+    power = ((vectors.T @ labels) ** 2).sum(axis=1)  # of the labels along each eigenvector
     errors = []
     for strength in STRENGTHS:
         left = (lam := strength * float(values.sum()) / n) / (values + lam)

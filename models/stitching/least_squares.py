@@ -1,17 +1,15 @@
-"""Least squares across devices: sums that add, and the one solution that they determine.
+"""Least squares across devices: moments that add up, and the solution that they determine. numpy only.
 
-A junction between two blocks, and a classifier on top, are both y = W x + b fitted by ridge
-regression. It needs only the count, the means and the centred second moments of its rows; these
-merge exactly (Chan et al., 1979), so that what the coordinator solves from many devices equals the fit
-on their pooled rows. FedStitch (arXiv 2409.07202) does not say who fits its Eq. 3, whose inverse is
-singular whenever there are fewer rows than channels.
+A junction between two blocks is y = W x + b, fitted by ridge regression. The fit needs only the count, the means and
+the centred second moments of its rows. These merge exactly (Chan et al., 1979), so that the coordinator's solution
+equals the fit on the pooled rows of all devices. FedStitch (arXiv 2409.07202) does not say who fits its Eq. 3, whose
+matrix is singular whenever there are fewer rows than channels.
 
-The sums also tell how well a solution does on rows that it was not solved from: `left_out` solves from
-all devices but one and asks that one, which costs the devices nothing and no example is seen twice.
+The moments also tell how good a solution is on other rows: `left_out` solves from all devices but one and measures the
+error on that one, without another task for any device.
 
-Privacy: the moments of one device with fewer rows than channels nearly reveal the span of its
-activations. A few are held apart while a round is folded, and dropped with it; only sums over several
-devices should ever be stored.
+Privacy: the moments of one device with fewer rows than channels nearly reveal the span of its activations. A few are
+held separately while a round is folded, and dropped afterwards; only sums over several devices should be stored.
 """
 
 from __future__ import annotations
@@ -27,24 +25,24 @@ from fedquilt.core import Tensors, UpdateError
 from fedquilt.tensors import Shaped
 
 RIDGE = 1e-4  # lambda as a share of the mean variance of a channel
-ROWS = 1 << 14  # rows taken at a time
-BLOCK = 256  # rows or columns of a matrix done at a time: no second matrix is held meanwhile
+ROWS = 1 << 14  # rows processed at a time
+BLOCK = 256  # rows or columns of a matrix updated at a time, so that no second matrix is needed
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Of n rows x (p,) and y (q,), float64. Uncentred moments (no bias) have zero means."""
+    """Moments of n rows x (p,) and y (q,), float64. Uncentred moments (no bias) have zero means."""
 
     n: float
     mean_x: np.ndarray  # (p,)
     mean_y: np.ndarray  # (q,)
     xx: np.ndarray  # (p, p) sum of (x - mean_x)(x - mean_x)'
-    xy: np.ndarray  # (p, q)
+    xy: np.ndarray  # (p, q) sum of (x - mean_x)(y - mean_y)'
     yy: float  # sum of |y - mean_y|^2
 
     @property
     def nbytes(self) -> int:
-        """What the matrices hold."""
+        """Size of the matrices."""
         return self.xx.nbytes + self.xy.nbytes
 
 
@@ -54,7 +52,7 @@ def moments(x: np.ndarray, y: np.ndarray, centred: bool = True) -> Moments:
 
 
 def merge(parts: Sequence[Moments]) -> Moments:
-    """The moments of all rows together."""
+    """Moments of the rows of all parts together."""
     first, *others = parts
     if not others:
         return first
@@ -72,7 +70,7 @@ def merge(parts: Sequence[Moments]) -> Moments:
 
 
 def add(sums: Moments | None, x: np.ndarray, y: np.ndarray, centred: bool = True) -> Moments:
-    """`merge` of sums and the moments of more rows, in the place of `sums`, which must not be used afterwards."""
+    """Add more rows to moments (None: none yet) in place; `sums` must not be used afterwards."""
     p, q = x.shape[1], y.shape[1]
     sums = sums or Moments(0.0, np.zeros(p), np.zeros(q), np.zeros((p, p)), np.zeros((p, q)), 0.0)
     x, y = x.astype(np.float64), y.astype(np.float64)
@@ -91,7 +89,7 @@ def add(sums: Moments | None, x: np.ndarray, y: np.ndarray, centred: bool = True
 
 
 def add_maps(sums: Moments | None, x: np.ndarray, y: np.ndarray, centred: bool = True) -> Moments:
-    """`add` of maps x (n, p, ...) and y (n, q, ...), alike in further axes: one row for each example and position."""
+    """Add maps x (n, p, ...) and y (n, q, ...) of the same size in place, one row for each example and position."""
     for a, b in _chunks(x, y):
         sums = add(sums, a, b, centred)
     assert sums is not None, "no maps"
@@ -99,11 +97,10 @@ def add_maps(sums: Moments | None, x: np.ndarray, y: np.ndarray, centred: bool =
 
 
 def solve(sums: Moments, ridge: float = RIDGE) -> tuple[np.ndarray, np.ndarray]:
-    """W (q, p) and b (q,), float64, of the least mean |W x + b - y|^2 + lam |W|^2.
+    """Solve for W (q, p) and b (q,), float64, with the least sum of |W x + b - y|^2 plus lam |W|^2.
 
-    lam = ridge * trace / p is relative to the variance of x, so that dead and duplicate channels
-    stay harmless. ridge = 0 takes the solution of least norm, by the eigenvalues that stand out from
-    rounding.
+    lam = ridge * trace(xx) / p is relative to the variance of x, so that dead and duplicate channels are harmless.
+    With ridge = 0 the solution has the least norm, using only eigenvalues larger than rounding errors.
     """
     p = len(sums.mean_x)
     if ridge > 0:
@@ -120,24 +117,27 @@ def solve(sums: Moments, ridge: float = RIDGE) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fit_bytes(channels: int, positions: int) -> int:
-    """What a `Fit` of so many channels on so many rows holds at most, both of its forms considered."""
+    """Peak memory of a `Fit` of `channels` channels on `positions` rows, whichever form it takes."""
     side = min(channels, positions)
     return 24 * side * side + 12 * positions * channels + 8 * BLOCK * (3 * positions + 2 * channels)
 
 
 def moments_bytes(channels: int) -> int:
-    """What sums of so many channels hold while they grow and are sent."""
+    """Memory of moments of `channels` channels while they grow and are sent."""
     return 16 * channels * channels
 
 
 class Fit:
-    """`solve` for rows at hand, with one inverse for any number of targets, some columns of them at a time.
+    """Ridge regression on rows in memory (see `solve`), with one inverse for any number of targets.
 
-    Of its two equal forms the cheaper is taken: with fewer rows than channels the dual inverts n x n
-    instead of p x p, and ridge = 0 takes the singular value decomposition, whose cut-off is max(n, p) * eps.
+    The cheaper of two equivalent forms is used: with fewer rows than channels the dual inverts an n x n matrix instead
+    of a p x p one. With ridge = 0 the pseudo-inverse comes from a singular value decomposition that cuts off at
+    max(n, p) * eps.
 
     Args:
-        x: (n, p).
+        x: rows, (n, p).
+        ridge: relative to the mean variance of a channel.
+        centred: False: no bias.
     """
 
     def __init__(self, x: np.ndarray, ridge: float = RIDGE, centred: bool = True) -> None:
@@ -157,7 +157,7 @@ class Fit:
             self._inverse = np.linalg.pinv(x, rcond=max(x.shape) * np.finfo(np.float64).eps)
 
     def weights(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """W (q, p) and b (q,), float64, of y (n, q)."""
+        """W (q, p) and b (q,), float64, for targets y (n, q)."""
         mean = y.mean(axis=0, dtype=np.float64) * self._centred
         y = y - mean
         if self._x is None:
@@ -169,21 +169,21 @@ class Fit:
         return found.T, mean - found.T @ self._mean
 
 
-# -- how well it does elsewhere -------------------------------------------------------------------
+# -- errors on other rows -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """The moments of many devices: all of them merged, and some groups of them apart."""
+    """Moments of many devices, merged over all devices and over groups of devices."""
 
     total: Moments
-    groups: tuple[Moments, ...]  # (): too large to be held apart
+    groups: tuple[Moments, ...]  # (): too large to be held separately
 
 
 def gather(so_far: Gathered | None, new: Moments, most: int) -> Gathered:
-    """With one device more. Each is a group of its own until there are `most`, then the smallest takes it in.
+    """Add a device's moments, as a group of its own up to `most` groups, then merged into the smallest group.
 
-    The total is what merging all devices in this order gives, to the last bit. Fewer than two groups are none.
+    The total is the same to the last bit as merging all devices in this order. With `most` below 2 there are no groups.
     """
     if so_far is None:
         return Gathered(new, (new,) if most > 1 else ())
@@ -197,10 +197,10 @@ def gather(so_far: Gathered | None, new: Moments, most: int) -> Gathered:
 
 
 def residual(w: np.ndarray, b: np.ndarray, sums: Moments) -> float:
-    """The share of y's variance that W x + b leaves on the rows of `sums`: 1 - R^2.
+    """Share of y's variance that W x + b does not explain on the rows of `sums`: 1 - R^2.
 
-    0 is a perfect fit, 1 is no better than the rows' own mean of y, which a fit from elsewhere may
-    well fall short of. Of uncentred moments the mean is zero, and so must b be. Where y does not vary: 1.
+    0 is a perfect fit and 1 is as good as the rows' own mean of y; a fit from other rows may be worse than 1. Uncentred
+    moments have zero means, and need b = 0. The share is 1 if y does not vary.
     """
     offset = sums.mean_y - w @ sums.mean_x - b
     explained = 2 * np.einsum("qp,pq->", w, sums.xy) - np.einsum("qp,qp->", w @ sums.xx, w)
@@ -209,9 +209,9 @@ def residual(w: np.ndarray, b: np.ndarray, sums: Moments) -> float:
 
 
 def left_out(parts: Sequence[Moments], ridge: float = RIDGE) -> list[float]:
-    """Of each part: `residual` of what all the others solve to. Of a single part there is none: [].
+    """Leave-one-out `residual` of each part, for the solution from all other parts; [] for a single part.
 
-    Parts are merged in halves, so that n of them take n log n merges and hold log n sums.
+    Parts are merged by recursive halving: n parts take n log n merges, and log n sums are held at a time.
     """
 
     def without(others: list[Moments], some: Sequence[Moments]) -> list[float]:
@@ -227,9 +227,9 @@ def left_out(parts: Sequence[Moments], ridge: float = RIDGE) -> list[float]:
 
 
 def to_tensors(sums: Moments, exact: bool) -> dict[str, np.ndarray]:
-    """The moments as they are sent: half of the symmetric matrix, and float32 unless `exact`.
+    """Pack moments for sending: half of the symmetric matrix, in float32 unless `exact`.
 
-    Centred, they lose nothing that a ridge would not; without a ridge small eigenvalues matter.
+    Rounding centred moments to float32 loses less than a ridge does; without a ridge small eigenvalues matter.
     """
     kind = np.float64 if exact else np.float32
     p = len(sums.xx)
@@ -247,10 +247,10 @@ def to_tensors(sums: Moments, exact: bool) -> dict[str, np.ndarray]:
 
 
 def from_tensors(given: Tensors, p: int, q: int) -> Moments:
-    """The moments in what a device sent.
+    """Check and unpack the moments that a device sent.
 
     Raises:
-        UpdateError: names, shapes or values that are no moments of p and q channels.
+        UpdateError: names, shapes or values that cannot be moments of p and q channels.
     """
     shapes = {"n": (1,), "mean_x": (p,), "mean_y": (q,), "xx": (p * (p + 1) // 2,), "xy": (p, q), "yy": (1,)}
     if missing := sorted(shapes.keys() - given.keys()):
@@ -272,7 +272,7 @@ def from_tensors(given: Tensors, p: int, q: int) -> Moments:
 
 
 def _upper(p: int) -> Iterator[tuple[int, slice]]:
-    """Each row of a symmetric matrix, and where its part from the diagonal on lies in the half that is sent."""
+    """Yield each row of a symmetric matrix with the place of its part from the diagonal on in the packed half."""
     start = 0
     for row in range(p):
         yield row, slice(start, start + p - row)
@@ -280,7 +280,7 @@ def _upper(p: int) -> Iterator[tuple[int, slice]]:
 
 
 def _add(total: np.ndarray, part: np.ndarray, share: float, dx: np.ndarray, dy: np.ndarray) -> None:
-    """total += part + share * dx dy', in place and by blocks of rows."""
+    """Add part + share * dx dy' to `total`, in place and by blocks of rows."""
     for first in range(0, len(total), BLOCK):
         rows = slice(first, first + BLOCK)
         step = np.outer(dx[rows], dy)
@@ -294,7 +294,7 @@ def _double(array: np.ndarray) -> np.ndarray:
 
 
 def _rows(maps: np.ndarray) -> np.ndarray:
-    """(n * positions, c), a channel's values side by side in memory: sums over rows run along it."""
+    """Maps as rows (n * positions, c), with each channel contiguous in memory, which speeds up sums over rows."""
     return np.moveaxis(maps, 1, 0).reshape(maps.shape[1], -1).T
 
 

@@ -1,7 +1,7 @@
-"""What the coordinator asks of a device in each phase of a stitching job, and what that costs.
+"""Orders to a device in each phase of a stitching job, with their estimated costs.
 
-A task names blocks; only the files of those blocks go with it, and the junctions of the paths. Blobs
-are known by their content, so naming a block again costs nothing.
+A task names blocks, and only the files of these blocks and the junctions of its paths are sent with it. Blobs are
+addressed by their content, so that naming a block again costs nothing.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from fedquilt.models.stitching.stitched import Block, Stock
 
 
 def score_order(state: State, device: DeviceView) -> Order:
+    """Ask one device to score the pool as the next block of the current path."""
     params, net = state.params, state.current
     assert net is not None
     completes = params.criterion != "cka" and search.completes(params)
     blocks = _family(state.stock, net.path, state.pool)
-    run = {name: [name] for name in state.pool}  # for each candidate, what is run to score its output
-    if completes:  # the labels judge what comes out at the end
+    run = {name: [name] for name in state.pool}  # candidate -> blocks that run to score its output
+    if completes:  # the labels judge the output at the end of the donor
         run = {name: _rest(state.stock, name) for name in state.pool}
         blocks |= {name: state.stock.blocks[name] for names in run.values() for name in names}
     ask = scoring.ScoreAsk(
@@ -62,7 +63,7 @@ def score_order(state: State, device: DeviceView) -> Order:
     )
     n, images = params.samples, params.samples * (1 if params.score_at == "input" else 2)
     runs: list[tuple[Block, float]] = [(blocks[name], images) for name in net.path]
-    if not device.rounds:  # what the device then knows of the donors
+    if not device.rounds:  # later tasks find the donors' results in the cache
         family = _family(state.stock, (), state.pool).values()
         runs += [(block, images) for block in family if block.id not in _only_compared(state)]
     if params.score_at != "input":
@@ -77,6 +78,7 @@ def score_order(state: State, device: DeviceView) -> Order:
 
 
 def fit_order(state: State) -> Order:
+    """Ask for the sums that the winners' junctions are solved from."""
     params, net = state.params, state.current
     assert net is not None
     wanted = search.projected(state)
@@ -96,7 +98,7 @@ def fit_order(state: State) -> Order:
 
 
 def gather_order(state: State) -> Order:
-    """Ask for the moments of all taps."""
+    """Ask for the moments of a device's images at all taps."""
     params = state.params
     blocks = {name: state.stock.blocks[name] for path in state.taps for name in path}
     ask = taps.GatherAsk(
@@ -121,13 +123,13 @@ def moments_order(ask: taps.GatherAsk, files: Mapping[str, BlobRef]) -> Order:
 
 
 def moments_bytes(ask: taps.GatherAsk) -> int:
-    """Memory that the moments of so few images take that every device can send them."""
+    """Memory of the moments of the fewest images that every device sends."""
     rows = taps.LEAST_ROWS if ask.samples is None else min(ask.samples, taps.LEAST_ROWS)
     return class_moments.factor_bytes(rows, sum(ask.widths))
 
 
 def count_order(state: State) -> Order:
-    """Ask how many held-out examples each candidate has right."""
+    """Ask for each candidate's number of right answers on held-out examples."""
     paths = tuple(dict.fromkeys(path for candidate in state.candidates for path in candidate.paths))
     blocks = {name: state.stock.blocks[name] for path in paths for name in path}
     ask = taps.CountAsk(
@@ -162,7 +164,7 @@ def _order(state: State, ask: scoring.Ask, paths: Iterable[tuple[str, ...]], wor
 
 
 def _only_compared(state: State) -> set[str]:
-    """Blocks of the pool that no device runs: scored by input, what a donor's deepest candidate puts out is idle."""
+    """Ids of blocks that no device runs: the deepest candidate of each donor, where only inputs are scored."""
     assert state.current is not None
     if state.params.score_at != "input":
         return set()
@@ -173,19 +175,19 @@ def _only_compared(state: State) -> set[str]:
 
 
 def groups(state: State, path: Sequence[str]) -> tuple[tuple[int, ...], ...] | None:
-    """Which classes of a path's terminating block are which label."""
+    """The classes of each label in a path's terminating block; None: not aligned."""
     return state.stock.donors[state.stock.blocks[path[-1]].donor].align
 
 
 def _rest(stock: Stock, name: str) -> list[str]:
-    """A block, and what its donor goes on with up to the terminating block."""
+    """A block and its donor's later blocks, without the terminating block."""
     block = stock.blocks[name]
     later = stock.donors[block.donor].blocks[block.index + 1 :]
     return [name, *(other for other in later if stock.blocks[other].kind != "end")]
 
 
 def _family(stock: Stock, path: Iterable[str], candidates: Iterable[str]) -> dict[str, Block]:
-    """The path's blocks, the candidates, and what comes before those in their donors: what a device runs."""
+    """The blocks that a device runs: the path's, the candidates, and those before the candidates in their donors."""
     names = set(path)
     for name in candidates:
         block = stock.blocks[name]
@@ -194,10 +196,10 @@ def _family(stock: Stock, path: Iterable[str], candidates: Iterable[str]) -> dic
 
 
 def _cost(runs: Iterable[tuple[Block, float]], matrices_bytes: int, examples: int) -> Work:
-    """What it takes to run each block on so many images, beside the matrices of a fit.
+    """Work of running each block on a number of images, with the matrices of a fit.
 
-    The peak is what the hungriest block holds for one image, weights included: with more room an engine takes
-    more images at once, and keeps weights and maps.
+    The peak is the largest memory of one block for one image, weights included; an engine with more room runs more
+    images at once, and keeps weights and maps.
     """
     flops = read = peak = 0.0
     for block, images in runs:

@@ -1,12 +1,12 @@
-"""How a device scores blocks as the next one of a path, on its own images, by forward passes only.
+"""Scores of blocks as the next one of a path, on a device's own images, by forward passes only.
 
-FedStitch (arXiv 2409.07202), section 3.2, scores by CKA: likeness to the donor's own. Outputs may be scored by what
-they say of the labels instead. `score` takes what was asked and a Site, and returns an Answer.
+FedStitch (arXiv 2409.07202), section 3.2, scores by CKA: likeness to the donor's own activations. Outputs can be scored
+by what they say of the labels instead.
 
-The images that are scored on are drawn once for each device and job, and nothing on them is computed
-twice. In `Site.local` is the Gram matrix of each donor block's output (16 KB for 64 images). In
-`Site.cache` are the targets of junctions, some positions of what each donor block takes, and the outputs
-of the paths that were scored last: the next task begins there. What is gone is computed again.
+The images are drawn once for each device and job, and their results are cached. `Site.local` holds the Gram matrix of
+each donor block's output (16 KB for 64 images). `Site.cache` holds the targets of junctions, which are some positions
+of each donor block's output, and the outputs of the paths scored last, from which the next task continues. Missing
+entries are computed again.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from fedquilt.models.stitching.block_runner import Flow
 from fedquilt.models.stitching.stitched import Block
 
 ScoreAt = Literal["input", "output", "hybrid"]
-Criterion = Literal["cka", "labels", "residual"]  # likeness to the donor's own; `label_scores.alignment`; `.explained`
+Criterion = Literal["cka", "labels", "residual"]  # CKA; `label_scores.alignment`; `label_scores.explained`
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What every task says: where the search stands, and the blocks it names."""
+    """Fields of every task."""
 
-    turn: int
+    turn: int  # of the search; the answer repeats it
     input: inputs.Table
-    blocks: dict[str, Block]
+    blocks: dict[str, Block]  # by id, all that the task may run
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,17 @@ class ScoreAsk(Ask):
     pool: tuple[str, ...]
     score_at: ScoreAt
     criterion: Criterion  # of outputs
-    completes: bool  # the labels judge what the candidate's donor makes of its output, up to the terminating block
+    completes: bool  # labels judge the output after the candidate's donor has run on to its terminating block
     estimator: cka.Estimator
     maps: cka.Maps
     samples: int
     screen: int
-    early: int  # images after which a candidate that is hopeless is dropped; 0: never
-    early_margin: float  # how far below the K-th best it has to be for that
-    positions: int  # that a junction is fitted on
+    early: int  # images after which a hopeless candidate is dropped; 0: never
+    early_margin: float  # a candidate is hopeless this far below the K-th best
+    positions: int  # positions of maps that a junction is fitted on
     ridge: float
     bias: bool
-    native_factor: float  # what the score of the donor's own next block is multiplied by
+    native_factor: float  # factor of the score of the donor's own next block
     k: int
     spread: bool
     epsilon: float
@@ -65,14 +65,18 @@ class ScoreAsk(Ask):
 
 
 def score(ask: ScoreAsk, site: Site) -> Answer:
-    """Bundle "scores": the tensors of a `vote.Ballot`, in the order of the pool.
+    """Score a pool of blocks.
 
-    Input score: the path's maps against those that the candidate's own donor feeds it; no junction
-    and no run of the candidate. Output score: a junction is fitted on other images than are scored
-    (on the same ones every wide block would interpolate and score 1), and the candidate's output is
-    compared with its donor's, or judged by the labels. Hybrid: the input score screens, the best few get the
-    output score. Level 1 are blocks whose output was scored on all images. A candidate may run in 8 bits for its output
-    score (`Block.scored`); paths, and what it is compared with, are always of float32.
+    The input score compares the path's maps with those that the candidate's own donor feeds it, without a junction and
+    without running the candidate. The output score fits a junction on other images than are scored (on the same images
+    every wide block interpolates and scores 1) and compares the candidate's output with its donor's, or judges it by
+    the labels. In mode "hybrid" the input score screens, and the best few get the output score. A candidate may run in
+    8 bits for its output score (`Block.scored`); paths and references always run in float32.
+
+    Returns:
+        Bundle "scores": the tensors of a `vote.Ballot` in the order of the pool, with level 1 for blocks whose output
+        was scored on all images. Metrics: "turn", "score" (the best), "explored" and "doubtful" (number of scores
+        without any variation to compare).
 
     Raises:
         DataError: too few examples.
@@ -101,9 +105,9 @@ def score(ask: ScoreAsk, site: Site) -> Answer:
 
 
 class _Scorer:
-    """The images of one score task, and all that is known about blocks on them.
+    """The images of one score task, and the cached results of blocks on them.
 
-    The first `count` images are scored; on as many others junctions are fitted, unless only inputs are scored.
+    The first `count` images are scored. Junctions are fitted on as many others, unless only inputs are scored.
     """
 
     def __init__(self, ask: ScoreAsk, site: Site) -> None:
@@ -127,14 +131,14 @@ class _Scorer:
     # -- scores --
 
     def input_scores(self) -> list[cka.Score]:
-        """Of every block of the pool; a path that is one donor's own needs no run at all."""
+        """Input scores of all blocks of the pool; a path that is one donor's own beginning is not run."""
         known = _gram_name(self._path[-1])
         native = stitched.is_native(self._path) and known in self.local
         here = self.local[known] if native else self._gram(self._output(), self.count)
         return [self._compare(block, here, _gram_name(block, -1)) for block in self._pool]
 
     def output_scores(self, candidates: Iterable[int]) -> Iterator[tuple[cka.Score, cka.Score | None]]:
-        """Of some blocks of the pool, best first: on the first few images, and on all unless dropped by then."""
+        """Yield output scores of some blocks, best first: on the first few images, and on all or None if dropped."""
         blocks = [self._pool[j] for j in candidates]
         junctions = self._junctions(blocks)
         best: list[float] = []
@@ -152,7 +156,7 @@ class _Scorer:
     def _output_score(self, block: Block, junction: Tensors | None, floor: float) -> tuple[cka.Score, cka.Score | None]:
         if junction is None and stitched.is_native(self._path):
             exact = self.local[_merit_name(block, self._ask.criterion)][0] if self._by_labels else 1.0
-            own = cka.Score(exact * self._ask.native_factor, True)  # the donor's own output: CKA of equal matrices is 1
+            own = cka.Score(exact * self._ask.native_factor, True)  # CKA of equal matrices is 1
             return own, own
         source = block_runner.joined(self._output(), junction, block)
         outputs = self._flow.shelf.make((self.count, *block.out_shape))
@@ -167,7 +171,7 @@ class _Scorer:
         return (early if first else full), full
 
     def _judged(self, block: Block, outputs: Stack, examples: int) -> cka.Score:
-        """The score of what a candidate puts out for the first so many examples."""
+        """The output score of a candidate on the first `examples` images."""
         if not self._by_labels:
             return self._compare(block, self._gram(outputs, examples), _gram_name(block))
         maps: Source = outputs
@@ -178,13 +182,13 @@ class _Scorer:
         return found._replace(value=found.value * self._ask.native_factor) if own else found
 
     def _rest(self, block: Block) -> list[Block]:
-        """What the candidate's donor goes on with up to its terminating block, where a path ends as its donor does."""
+        """The donor's blocks from a candidate to its terminating block; [] unless the task `completes` paths."""
         own = [each for each in self._ask.blocks.values() if each.donor == block.donor and each.kind != "end"]
         later = [each for each in own if self._ask.completes and each.index > block.index]
         return sorted(later, key=lambda each: each.index)
 
     def _merit(self, maps: Source, examples: int) -> cka.Score:
-        """What the pooled maps of the first so many examples say of their labels."""
+        """The label score of the pooled maps of the first `examples` images."""
         parts = (cka.rows(part, "gap") for _, part in block_runner.pieces(Part(maps, 0, examples)))
         judge = label_scores.alignment if self._ask.criterion == "labels" else label_scores.explained
         return judge(np.concatenate(list(parts)), self._site.train.y[self._rows[:examples]])
@@ -198,17 +202,17 @@ class _Scorer:
     def _gram(self, maps: Stack, examples: int) -> np.ndarray:
         return gram(maps, examples, self._ask.maps).astype(np.float32)
 
-    # -- what is known --
+    # -- cached results --
 
     def _know_donors(self) -> None:
-        """Run the donors of the pool, each on its own, as far as anything about them is not known yet."""
+        """Run each donor of the pool up to its deepest block without cached results."""
         for chain, _ in chains(self._ask.blocks, self._pool):
             if not self._fits:
-                chain = chain[:-1]  # what the deepest candidate puts out is compared with nothing
+                chain = chain[:-1]  # input scores do not use the deepest candidate's output
             unknown = [i for i, block in enumerate(chain) if not self._is_known(block, block is not chain[-1])]
             maps: Source = self._shown
             for block in chain[: unknown[-1] + 1] if unknown else ():
-                feeds = self._fits and block is not chain[-1]  # a candidate takes what this block puts out
+                feeds = self._fits and block is not chain[-1]  # a candidate takes this block's output
                 maps = self._flow.block(block, maps, 0, len(self._rows) if feeds else self.count)
                 if _gram_name(block) not in self.local:
                     self.local[_gram_name(block)] = self._gram(maps, self.count)
@@ -227,7 +231,7 @@ class _Scorer:
         return known and not (self._fits and feeds and self._target(block) is None)
 
     def _target(self, block: Block) -> Stack | None:
-        """What a block puts out, at some positions: (positions, channels)."""
+        """A donor block's output at some positions, (positions, channels), for junctions; None if not cached."""
         shape = (len(self._positions(block.out_shape)), block.out_shape[0])
         return self._flow.shelf.find(self._target_name(block), shape)
 
@@ -241,14 +245,14 @@ class _Scorer:
         return Part(maps, self.count, 2 * self.count)
 
     def _output(self) -> Stack:
-        """What the path puts out; kept for the tasks to come."""
+        """The path's output, cached for later tasks."""
         if self._maps is None:
             kept = block_runner.Kept(self._flow, self._rows, len(self._path))
             self._maps = self._flow.along(self._path, self._between, self._shown, kept)
         return self._maps
 
     def _junctions(self, blocks: Sequence[Block]) -> dict[str, tuple[Stack, np.ndarray]]:
-        """Weights and bias for each block that needs a junction; of those that take maps of one size, in one fit."""
+        """Weights and bias for each block that needs a junction, with one fit for all that take maps of one size."""
         found: dict[str, tuple[Stack, np.ndarray]] = {}
         strange = [block for block in blocks if not stitched.continues(self._path[-1], block)]
         self._flow.reserve(least_squares.fit_bytes(self._path[-1].out_shape[0], self._ask.positions))
@@ -260,11 +264,11 @@ class _Scorer:
             for block in strange:
                 if block.in_shape[1:] == size:
                     found[block.id] = self._junction(fit, block)
-            del x, fit  # before the next ones are made
+            del x, fit  # frees their memory before the next fit
         return found
 
     def _junction(self, fit: least_squares.Fit, block: Block) -> tuple[Stack, np.ndarray]:
-        """Its weights and bias, made from some of the block's channels at a time."""
+        """A junction's weights and bias, solved for a few of the block's channels at a time."""
         target = self._target(self._ask.blocks[f"{block.donor}.{block.index - 1}"])
         assert target is not None
         rows, channels = target.shape
@@ -276,7 +280,7 @@ class _Scorer:
         return weights, bias
 
     def _flops(self) -> float:
-        """About what the task takes."""
+        """Estimate of the task's FLOPs, for its progress."""
         ask, n = self._ask, len(self._rows)
         own = {block.id: block.flops for chain, _ in chains(ask.blocks, self._pool) for block in chain}
         tried = {"input": 0, "hybrid": min(ask.screen, len(ask.pool)), "output": len(ask.pool)}[ask.score_at]
@@ -286,7 +290,7 @@ class _Scorer:
 
 
 def gram(maps: Stack, examples: int, how: cka.Maps) -> np.ndarray:
-    """The Gram matrix (float64) of the first so many examples, read some features or some examples at a time."""
+    """Gram matrix, float64, of the first `examples` examples, read a few features or examples at a time."""
     if how == "flatten" or len(maps.shape) == 2:
         features = prod(maps.shape[1:])
         return cka.gram_of(lambda first, last: maps.columns(first, last, examples), examples, features)
@@ -302,20 +306,20 @@ def _merit_name(block: Block, criterion: Criterion) -> str:
 
 
 def drawn(site: Site) -> dict[str, np.ndarray]:
-    """The private state, begun anew when the device's examples have changed in number."""
+    """The device's private state, started afresh if the number of its examples has changed."""
     if "drawn" in site.local and site.local["drawn"][0] == len(site.train):
         return dict(site.local)
     return {"drawn": np.array([len(site.train), site.rng.integers(1 << 62)])}
 
 
 def order(local: Tensors) -> np.ndarray:
-    """All of the device's examples, in the order in which this job takes them."""
+    """Indices of all of the device's examples, in the order in which this job uses them."""
     examples, seed = (int(value) for value in local["drawn"])
     return tensors.rng("drawn", seed).permutation(examples)
 
 
 def chains(blocks: dict[str, Block], candidates: Iterable[Block]) -> Iterator[tuple[list[Block], set[str]]]:
-    """For each donor of the candidates: its own path up to the deepest, and which of it are candidates."""
+    """Yield for each donor its path up to the deepest candidate, and the ids of its candidates."""
     by_donor: dict[str, list[Block]] = {}
     for block in candidates:
         by_donor.setdefault(block.donor, []).append(block)

@@ -1,8 +1,8 @@
-"""The search over paths, on the coordinator: every step of it.
+"""Steps of the search over paths, on the coordinator.
 
-FedStitch (arXiv 2409.07202), section 3 and Algorithm 1: a frontier of partial networks, each with the
-pool of blocks that it may still take. Pure functions of values; `fedquilt.methods.fedstitch` says where
-they differ from the paper, and calls them.
+FedStitch (arXiv 2409.07202), section 3 and Algorithm 1: a frontier of partial networks, each with a pool of blocks that
+may still join it. All functions are pure; `fedquilt.methods.fedstitch` calls them, and its docstring tells where they
+differ from the paper.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from fedquilt.models.stitching.search_state import Finalist, Net, Params, State,
 from fedquilt.models.stitching.stitched import Block, Stock
 from fedquilt.models.stitching.vote import Ballot, Winner
 
-STEP = 0.9  # what a path is expected to keep of its score over a tenth of a donor
+STEP = 0.9  # expected factor of a path's score over a tenth of a donor
 WANTED = 10  # distinct finalists; with fewer, or of one donor only, the log says why
 
 # -- which block may follow -----------------------------------------------------------------------
 
 
 def beginnings(stock: Stock) -> tuple[Net, ...]:
-    """One net for each donor: its starting block, and every block but the starting ones to choose from."""
+    """A partial network for each donor: its starting block, with all blocks but the starting ones in the pool."""
     pool = tuple(sorted(name for name, block in stock.blocks.items() if block.kind != "start"))
     starts = sorted(name for name, block in stock.blocks.items() if block.kind == "start")
     return tuple(Net((name,), pool, 1.0) for name in starts)
 
 
 def begun(params: Params, seed: int, stock: Stock, files: dict[str, BlobRef]) -> State:
-    """The state before the first vote: the starting blocks, and with `completion` how each donor goes on from them.
+    """The state before the first vote: the starting blocks and, with `completion`, each donor's own path from them.
 
-    So the donors themselves are finished networks from the beginning, and nothing is voted on to know it.
+    The donors themselves are thus finished networks without any vote.
     """
     if params.depth is None:
         params = replace(params, depth=max(len(donor.blocks) for donor in stock.donors.values()))
@@ -47,23 +47,23 @@ def begun(params: Params, seed: int, stock: Stock, files: dict[str, BlobRef]) ->
 
 
 def depth(params: Params) -> int:
-    """D_max: blocks of a path at most."""
+    """D_max: the most blocks that a path may have."""
     assert params.depth is not None, "the state before the first vote knows it"
     return params.depth
 
 
 def completes(params: Params) -> bool:
-    """Whether a path ends as its last donor goes on."""
+    """Whether the last donor's remaining blocks complete every path."""
     return params.completion and params.native_continuation == "allow"
 
 
 def offered(net: Net, stock: Stock, params: Params, ends_only: bool = False) -> tuple[str, ...]:
-    """The blocks of a net's pool that may come next, sorted.
+    """The blocks of a partial network's pool that may come next, sorted.
 
-    No block twice; maps to maps, within the limit of upsampling; nothing but terminating blocks at the
-    last place of the path; with aligned heads, only terminating blocks whose classes are aligned.
-    Where paths end as their last donor goes on: only what that could be done after, and not what the last
-    block's donor goes on with; and where a head takes the place of terminating blocks, none of these.
+    No block comes twice, the block must take the maps within the limit of upsampling, and the last place of a path is
+    for terminating blocks. With aligned heads, a terminating block needs classes that are aligned with the labels.
+    Where donors complete paths (`completes`), the rest of the block's donor must fit too, the donor's own next block
+    needs no vote, and terminating blocks are left out where a head replaces them.
     """
     last, most = stock.blocks[net.path[-1]], params.depth or len(stock.blocks)
     ends_only = ends_only or len(net.path) >= most - 1
@@ -88,13 +88,13 @@ def offered(net: Net, stock: Stock, params: Params, ends_only: bool = False) -> 
 
 
 def pick(state: State, spent: bool = False) -> Net:
-    """The next net to expand: that which promises most, or any; with the budget spent, the longest.
+    """Choose the partial network to expand next: the most promising or a random one; the longest once `spent`.
 
-    What it promises is its score times STEP for each tenth of a donor that has not been run: by the score alone
-    short paths always go first, and little is ever finished. A block counts for its share of its own donor, so
-    that donors cut into many are no slower, and blocks that were skipped were not run. Where paths end as their
-    last donor goes on nothing is left to be run: the best score comes first, and among equal ones (the donors'
-    own beginnings all score 1) the donors take turns, each first half-way, then at its quarters, and so on.
+    The promise is the score times STEP for each tenth of a donor not yet run: by score alone short paths always come
+    first, and few are ever finished. A block counts as its share of its own donor, so that donors cut into many blocks
+    are no slower; skipped blocks count as not run. Where donors complete paths (`completes`) nothing is left to run,
+    and the best score comes first. Among equal scores (the donors' own beginnings all score 1) donors take turns, each
+    first at its middle, then at its quarters, and so on.
     """
     params, blocks, donors = state.params, state.stock.blocks, state.stock.donors
     if params.order == "random" and not spent:
@@ -118,7 +118,7 @@ def pick(state: State, spent: bool = False) -> Net:
 
 
 def _halved(index: int, whole: int) -> tuple[int, int]:
-    """When 0 <= index < whole is come to if a range is halved again and again: in which round, and where in it."""
+    """Rank of `index` when [0, whole) is halved again and again: (round in which it is a middle, index)."""
     low, high, rounds = 0, whole, 0
     while (middle := (low + high) // 2) != index:
         low, high = (low, middle) if index < middle else (middle + 1, high)
@@ -130,15 +130,15 @@ def _halved(index: int, whole: int) -> tuple[int, int]:
 
 
 def advance(state: State) -> State:
-    """Expand the next partial network; with the budget spent or nothing left, go on to the finished ones.
+    """Offer blocks to the next partial network; with the budget spent or nothing left, pass on to the finished ones.
 
-    When the budget is spent and nothing is finished, partial networks are given terminating blocks only.
+    If the budget is spent and nothing is finished, partial networks are offered terminating blocks only.
     """
     params = state.params
     made = sum(not stitched.is_native(_blocks(state, net)) for net in state.finished)
     spent = state.expansions >= params.expansions or made >= params.finished
     if not params.expansions and params.head == "ridge":
-        state = replace(state, frontier=())  # nothing is searched for: donors alone are joined
+        state = replace(state, frontier=())  # without a search only donors are joined
     state = _taken_back(state, spent)
     while state.frontier and not (spent and state.finished):
         net = pick(state, spent)
@@ -156,7 +156,7 @@ def advance(state: State) -> State:
 
 
 def _taken_back(state: State, spent: bool) -> State:
-    """Rather than ending without a network, take the best that was given up, finished ones first."""
+    """Take back the best network given up, finished ones first, if the search would otherwise end without one."""
     ended = [net for net in state.given_up if is_finished(state, net)]
     if state.finished or not state.given_up or (state.frontier and not (spent and ended)):
         return state
@@ -177,20 +177,23 @@ def is_finished(state: State, net: Net) -> bool:
 
 
 def distinct(state: State) -> list[Finalist]:
-    """The finished networks, best-scoring first; of those that a head makes equal, one."""
+    """The finished networks, best-scoring first; one of those that are equal under a head."""
     found: dict[tuple[str, ...], Finalist] = {}
     for net in sorted(state.finished, key=lambda net: (-net.score, len(net.path), net.path)):
-        same = net.path[:-1] if state.params.head == "ridge" else net.path  # a head makes the last block idle
+        same = net.path[:-1] if state.params.head == "ridge" else net.path  # a head replaces the last block
         found.setdefault(same, Finalist(net.path, net.score, residuals=net.residuals))
     return list(found.values())
 
 
 def finalists(state: State, left: int) -> tuple[tuple[Finalist, ...], tuple[str, ...]]:
-    """The finished networks to validate, and why they are so few: the best of each set of donors in turns.
+    """Choose the finished networks to validate, and explain in the log why they are few.
 
-    By scores alone a donor with a block or two left out goes before all that is stitched of several.
+    Sets of donors take turns, each with its best network first: by scores alone a donor with a block or two left out
+    comes before every network stitched from several.
 
-    `left` is how many paths might still have been gone on with.
+    Args:
+        state: after the search.
+        left: number of partial networks that could still have been expanded.
     """
     found, params = distinct(state), state.params
     sets = [{state.stock.blocks[name].donor for name in finalist.path[:-1]} for finalist in found]
@@ -213,20 +216,20 @@ def finalists(state: State, left: int) -> tuple[tuple[Finalist, ...], tuple[str,
 
 
 def epsilon(state: State) -> float:
-    """How often a device explores in this expansion."""
+    """Probability that a device explores in this expansion."""
     params = state.params
     return max(params.explore_floor, params.explore * params.explore_decay**state.expansions)
 
 
 def coin(state: State, device: str) -> int:
-    """The seed of a device's choice in this turn: both sides can draw from it."""
+    """Seed of a device's choice in this turn, known to both sides."""
     return derive_seed("coin", state.seed, state.turn, device)
 
 
 def add_ballots(state: State, ballots: Mapping[str, Ballot]) -> State:
-    """One sub-round's votes; the vote closes after the last one, or once every device has voted.
+    """Add a sub-round's ballots; close the vote after the last sub-round, or once every device has voted.
 
-    How many devices there are is not known; but when a sub-round brings no new one, the known ones are all.
+    The number of devices is unknown; once a sub-round brings no new device, the known ones count as all.
     """
     net = state.current
     assert net is not None
@@ -244,7 +247,7 @@ def add_ballots(state: State, ballots: Mapping[str, Ballot]) -> State:
 
 
 def close_vote(state: State) -> State:
-    """Judge the devices by each other, take the K winners, and drop what is too shallow for this path."""
+    """Close a vote: reweigh devices by their agreement, take the K winners, and drop blocks that are too shallow."""
     params, net = state.params, state.current
     assert net is not None
     rise = 1 + len(net.path) / depth(params)
@@ -283,9 +286,14 @@ def grow(
     fitted: Mapping[str, dict[str, np.ndarray]],
     residuals: Mapping[str, float | None] = MappingProxyType({}),
 ) -> State:
-    """Stitch the winners to the current path: finished networks are put aside, the others join the frontier.
+    """Stitch the winners to the current path; the paths join the frontier or the finished networks.
 
-    `fitted` by the junction's name, `residuals` by the winner's. A child that scores too low is given up.
+    A path with a score below `stop_below` is given up.
+
+    Args:
+        state: after a vote.
+        fitted: new junctions by their names.
+        residuals: of the junctions by the winner's block id.
     """
     net, winners = state.current, state.winners
     assert net is not None
@@ -294,7 +302,7 @@ def grow(
     notes: list[str] = []
     for winner in winners:
         left = residuals.get(winner.block)
-        before = net.score if state.params.criterion == "cka" else 1.0  # labels judge the whole path, not its last step
+        before = net.score if state.params.criterion == "cka" else 1.0  # labels judge the whole path already
         score = before * max(winner.score, 0.0) * _kept_share(state.params, left)
         pool = tuple(name for name in kept if name != winner.block)
         child = Net((*net.path, winner.block), pool, score, (*net.residuals, left))
@@ -312,10 +320,10 @@ def grow(
 
 
 def _joined(state: State, net: Net) -> State:
-    """The state with a new path on the frontier, or among the finished ones; and where it `completes`, with all that
-    its last donor goes on to.
+    """Add a new path to the frontier, or to the finished networks if its last block is a terminating one.
 
-    Going on takes no junction, and so neither a vote nor anything off the score.
+    Where the search `completes` paths, all continuations by the last block's donor are added too: they need no
+    junction, hence no vote, and keep the path's score.
     """
     if is_finished(state, net):
         return replace(state, finished=(*state.finished, net))
@@ -333,7 +341,7 @@ def _joined(state: State, net: Net) -> State:
 
 
 def _kept_share(params: Params, residual: float | None) -> float:
-    """What a junction's residual leaves of a path's score."""
+    """Factor of a path's score for a junction's residual."""
     return max(1 - residual, 0.0) if params.residual == "weigh" and residual is not None else 1.0
 
 

@@ -1,9 +1,8 @@
-"""Blocks, the junctions between them, and what comes out of a stitched path. numpy only.
+"""Blocks, junctions between them, and the outputs of stitched paths. numpy only.
 
-A path is a sequence of blocks of several donors (FedStitch, arXiv 2409.07202, section 3). Between two
-that are not neighbours in one donor lies a junction: maps are resized to what the next block takes,
-then projected, position by position, onto its channels (a 1x1 convolution with bias). Maps of images are (c, h, w),
-those of time series (c, l).
+A path is a sequence of blocks of several donors (FedStitch, arXiv 2409.07202, section 3). A junction connects two
+blocks that are not neighbours in one donor: maps are resized for the next block, and projected onto its channels
+position by position (a 1x1 convolution with bias). Maps of images are (c, h, w), maps of time series (c, l).
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ Run = Callable[["Block", np.ndarray], np.ndarray]  # a block on its input, float
 
 @dataclass(frozen=True)
 class Block:
-    """One piece of a donor: its ONNX graphs, and what it costs per example. Shapes are without batch.
+    """One piece of a donor: its ONNX graphs and its costs per example. Shapes are without batch.
 
-    Graphs run stage by stage. Those of one stage take the same input, and their outputs lie side by side
-    along axis 1: so a linear layer that is larger than a board's memory is there as tiles of its rows.
+    Graphs run stage by stage. The graphs of one stage take the same input, and their outputs are concatenated along
+    axis 1: a linear layer larger than a board's memory is stored as tiles of its rows.
     """
 
     donor: str
     index: int
     kind: Literal["start", "middle", "end"]
-    stages: tuple[tuple[str, ...], ...]  # of graphs: file names in the bundle
-    data: tuple[str, ...]  # files of weights that the graphs call
+    stages: tuple[tuple[str, ...], ...]  # file names of graphs in the bundle
+    data: tuple[str, ...]  # files of the graphs' external weights
     in_shape: tuple[int, ...]
     out_shape: tuple[int, ...]
     flops: float
@@ -48,16 +47,17 @@ class Block:
 
     @property
     def id(self) -> str:
+        """Name of the block in paths and bundles, "donor.index"."""
         return f"{self.donor}.{self.index}"
 
     @property
     def files(self) -> tuple[str, ...]:
-        """What running it takes, by name in the bundle."""
+        """Names in the bundle of all files needed to run the block."""
         return (*itertools.chain.from_iterable(self.stages), *self.data)
 
     @property
     def scored(self) -> Block:
-        """The block as it runs to have its output scored: in 8 bits where that was accepted."""
+        """The block as it runs for its output score: in 8 bits where that was accepted."""
         return self if self.int8 is None else replace(self, stages=((self.int8,),), data=())
 
 
@@ -72,7 +72,7 @@ class Donor:
 
 @dataclass(frozen=True)
 class Stock:
-    """What there is to stitch: the `meta` of a job bundle."""
+    """Donors and blocks to stitch from: the `meta` of a job bundle."""
 
     input: inputs.Table
     labels: tuple[str, ...]
@@ -81,10 +81,10 @@ class Stock:
 
 
 def stock(meta: Mapping[str, Any]) -> Stock:
-    """The stock in a bundle's meta.
+    """Read the stock from a bundle's meta.
 
     Raises:
-        ModelError: it is no bundle of blocks, or its blocks contradict its donors.
+        ModelError: the bundle holds no donor blocks, or its blocks contradict its donors.
     """
     try:
         known = {name: meta[name] for name in ("input", "labels", "donors", "blocks")}
@@ -109,7 +109,7 @@ def stock(meta: Mapping[str, Any]) -> Stock:
 
 
 def continues(before: Block, after: Block) -> bool:
-    """Whether `after` is the donor's own next block: no junction is needed."""
+    """Whether `after` is the donor's own next block, so that no junction is needed."""
     return after.donor == before.donor and after.index == before.index + 1
 
 
@@ -119,7 +119,7 @@ def is_native(path: Sequence[Block]) -> bool:
 
 
 def compatible(before: Block, after: Block, max_upsampling: float = 2.0) -> bool:
-    """Whether maps can be taken from one block to the other: both have as many axes, and grow by no more than asked."""
+    """Whether a junction can connect two blocks: maps with as many axes, enlarged by `max_upsampling` at most."""
     if after.kind == "start" or len(before.out_shape) != len(after.in_shape) or len(after.in_shape) < 2:
         return False
     return all(
@@ -131,15 +131,15 @@ def compatible(before: Block, after: Block, max_upsampling: float = 2.0) -> bool
 
 
 def junction_name(path: Sequence[str]) -> str:
-    """The name of the junction in front of a path's last block: a path has one set of junctions."""
+    """Name of the junction in front of a path's last block; it depends on the whole path."""
     return "junction." + hashlib.sha256("/".join(path).encode()).hexdigest()[:16]
 
 
 def join(maps: np.ndarray, junction: Tensors | None, block: Block) -> np.ndarray:
-    """Maps (n, c, h, w) or (n, c, l) as `block` takes them: resized and projected. None: they are its own.
+    """Resize and project maps (n, c, h, w) or (n, c, l) for `block`; without a junction they are returned as they are.
 
-    `junction` is {"weights": (c_out, c_in), "bias": (c_out,)}, float32. Both are linear and rows of a
-    resize sum to one, so they may change places: the projection is done where there are fewer positions.
+    `junction` is {"weights": (c_out, c_in), "bias": (c_out,)}, float32. Resizing and projecting commute, since both are
+    linear and the rows of a resize sum to one: the projection runs where there are fewer positions.
     """
     if junction is None:
         return maps
@@ -150,7 +150,7 @@ def join(maps: np.ndarray, junction: Tensors | None, block: Block) -> np.ndarray
 
 
 def grows(before: Sequence[int], after: Sequence[int]) -> bool:
-    """Whether maps (c, h, w) or (c, l) are enlarged on the way."""
+    """Whether a junction enlarges maps (c, h, w) or (c, l)."""
     return math.prod(before[1:]) < math.prod(after[1:])
 
 
@@ -162,7 +162,7 @@ def _projected(maps: np.ndarray, junction: Tensors) -> np.ndarray:
 
 
 def junctions(path: Sequence[Block], load: Callable[[str], Tensors]) -> list[Tensors | None]:
-    """For each block of a path, the junction in front of it; `load` finds one by its name."""
+    """The junction in front of each block of a path, None where none is needed; `load` finds one by its name."""
     ids = [block.id for block in path]
     found: list[Tensors | None] = [None]
     for i in range(1, len(path)):
@@ -171,7 +171,7 @@ def junctions(path: Sequence[Block], load: Callable[[str], Tensors]) -> list[Ten
 
 
 def run_block(block: Block, run: Callable[[str, np.ndarray], np.ndarray], x: np.ndarray) -> np.ndarray:
-    """A block on its input; `run` runs one graph by its file name."""
+    """Run a block; `run` runs one graph by its file name."""
     for stage in block.stages:
         parts = [run(graph, x) for graph in stage]
         x = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
@@ -194,9 +194,9 @@ def gap(maps: np.ndarray) -> np.ndarray:
 
 
 def align(logits: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndarray:
-    """A donor's logits (n, classes) as scores of our labels (n, labels): logsumexp over each label's classes.
+    """Turn a donor's logits (n, classes) into scores (n, labels): logsumexp over each label's classes.
 
-    A label without classes never wins.
+    A label without classes scores -inf, so that it never wins.
     """
     scores = np.full((len(logits), len(groups)), -np.inf)
     for label, group in enumerate(groups):
@@ -208,7 +208,7 @@ def align(logits: np.ndarray, groups: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def random_features(width: int, wanted: int, seed: int) -> np.ndarray:
-    """(width, wanted) Gaussian projection that keeps lengths on average: the same on every device."""
+    """Gaussian projection (width, wanted) that preserves lengths on average; a function of the arguments."""
     draw = np.random.Generator(np.random.PCG64(seed)).standard_normal((width, wanted))
     return draw / np.sqrt(wanted)
 
@@ -218,18 +218,17 @@ def random_features(width: int, wanted: int, seed: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Network:
-    """A finished network: paths through blocks side by side, and what turns their ends into scores of labels.
+    """A finished network: paths side by side, and a head or an alignment that turns their ends into label scores.
 
-    Each path ends in a tap. Paths that begin alike share those blocks, which run once. A network without branches has
-    one tap.
+    Each path ends in a tap. Blocks of a common beginning of paths run once. A network without branches has one tap.
 
     Attributes:
         taps: block ids of each path, in the order of the head's columns.
-        junctions: by `junction_name`; each {"weights": (c_out, c_in), "bias": (c_out,)}. Neighbours of one donor
-            have none.
+        junctions: by `junction_name`; each {"weights": (c_out, c_in), "bias": (c_out,)}. Neighbours in one donor have
+            none.
         head: {"weights": (labels, d), "bias": (labels,)} on the taps' pooled maps side by side, d channels in all. With
-            {"hidden": (m, d)} they are multiplied by that and go through a ReLU first, and weights are (labels, m).
-            None: the only tap is a donor's own classifier, and `align` says which of its classes are which label.
+            {"hidden": (m, d)} the maps are first multiplied by it and passed through a ReLU, and weights are
+            (labels, m). None: the only tap is a donor's own classifier, and `align` maps its classes to labels.
         align: the classes of each label; None: `head` is given.
     """
 
@@ -240,11 +239,11 @@ class Network:
 
 
 def to_artefact(network: Network, stock: Stock) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """A network as an artefact's meta (JSON) and tensors; `from_artefact` reads them.
+    """Convert a network to an artefact's meta (JSON) and tensors; `from_artefact` is the inverse.
 
     Junctions that no tap passes are left out. Meta: "taps", "junctions" {name: {"in_shape", "out_shape", and the names
-    of the tensors "weights" and "bias"}}, "head" {"weights", "bias", and "hidden" if it has that} or None, "align",
-    "labels" and "input".
+    of the tensors "weights" and "bias"}}, "head" {tensor names of "weights", "bias" and, if any, "hidden"} or None,
+    "align", "labels" and "input".
     """
     arrays: dict[str, np.ndarray] = {}
     junctions: dict[str, dict[str, Any]] = {}
@@ -271,10 +270,10 @@ def to_artefact(network: Network, stock: Stock) -> tuple[dict[str, Any], dict[st
 
 
 def from_artefact(meta: Mapping[str, Any], arrays: Tensors) -> Network:
-    """The network of an artefact.
+    """Read a network from an artefact.
 
     Raises:
-        ModelError: it has no taps, or nothing that turns their ends into labels.
+        ModelError: the network has no taps, or nothing turns their ends into label scores.
     """
     parts = ("weights", "bias")
     network = Network(
@@ -290,10 +289,10 @@ def from_artefact(meta: Mapping[str, Any], arrays: Tensors) -> Network:
 
 
 def require_labels(network: Network) -> None:
-    """Refuse a network whose outputs mean nothing.
+    """Refuse a network whose outputs are no label scores.
 
     Raises:
-        ModelError: it has no taps, neither a head nor an alignment, or an alignment of several taps.
+        ModelError: the network has no taps, neither a head nor an alignment, or an alignment of several taps.
     """
     if not network.taps or not all(network.taps):
         raise ModelError("the stitched network has no taps, or one without blocks: nothing to run")
@@ -304,15 +303,15 @@ def require_labels(network: Network) -> None:
 
 
 def prefixes(taps: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Every beginning of the taps' paths once, a path's shorter ones first: what has to run, in an order that can."""
+    """Every prefix of the taps' paths once, shorter ones of a path first: an order in which the blocks can run."""
     every = (tuple(tap[: i + 1]) for tap in taps for i in range(len(tap)))
     return list(dict.fromkeys(every))
 
 
 def ends(network: Network, blocks: Mapping[str, Block], run: Run, x: np.ndarray) -> list[np.ndarray]:
-    """The output of each tap's last block for prepared images x (n, channels, size, size); shared beginnings run once.
+    """The output of each tap's last block for prepared images x (n, channels, size, size).
 
-    Maps are dropped once nothing needs them any more.
+    Shared beginnings run once, and maps are freed after their last use.
     """
     order = prefixes(network.taps)
     takers = Counter(ids[:-1] for ids in order)
@@ -328,9 +327,10 @@ def ends(network: Network, blocks: Mapping[str, Block], run: Run, x: np.ndarray)
 
 
 def classify(network: Network, blocks: Mapping[str, Block], run: Run, x: np.ndarray) -> np.ndarray:
-    """Scores (n, labels) of a finished network: a linear head on the taps' pooled maps, or aligned logits.
+    """Run a finished network: scores (n, labels) of a head on the taps' pooled maps, or of aligned logits.
 
     Args:
+        network: what to run.
         blocks: of the stock, by id.
         run: runs one block.
         x: prepared images (n, channels, size, size).
@@ -350,14 +350,16 @@ def classify(network: Network, blocks: Mapping[str, Block], run: Run, x: np.ndar
 
 
 def full_head(weights: np.ndarray, bias: np.ndarray, classes: Sequence[int], labels: int) -> dict[str, np.ndarray]:
-    """A head of all labels from one of the classes that somebody has examples of.
+    """Extend a head of the classes that somebody has examples of to all labels.
 
-    A class that nobody has gets weights of 0 and a bias of -inf: its score is -inf, as that of a label without classes
-    in `align`, so that it never wins, in any runtime and however low the other scores are.
+    A class that nobody has gets weights of 0 and a bias of -inf: it scores -inf, like a label without classes in
+    `align`, so that it never wins, in any runtime and however low the other scores are.
 
     Args:
-        weights: (classes, d); `bias`: (classes,).
+        weights: (classes, d).
+        bias: (classes,).
         classes: the label of each row, each below `labels`.
+        labels: number of labels of the job.
 
     Returns:
         {"weights": (labels, d), "bias": (labels,)}, float32.
@@ -369,14 +371,14 @@ def full_head(weights: np.ndarray, bias: np.ndarray, classes: Sequence[int], lab
 
 
 def describe(taps: Sequence[Sequence[str]]) -> str:
-    """The paths of a network for people; of several taps, runs of one donor's blocks are shortened to their ends."""
+    """The paths of a network in words; with several taps, runs of one donor's blocks are shortened to their ends."""
     if len(taps) == 1:
         return " > ".join(taps[0])
     return " + ".join(" > ".join(_runs(tap)) for tap in taps)
 
 
 def _runs(path: Sequence[str]) -> Iterator[str]:
-    """A path's blocks, three or more of a donor in a row as "donor.first-last"."""
+    """Yield a path's blocks, with three or more of a donor in a row as "donor.first-last"."""
     place = 0
     while place < len(path):
         donor, _, first = path[place].rpartition(".")

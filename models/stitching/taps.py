@@ -1,7 +1,6 @@
-"""What a device sums up and counts at the taps of networks: moments for heads, and right answers of candidates.
+"""Moments for heads and right answers of candidates, computed by a device at the taps of networks.
 
-FedStitch (arXiv 2409.07202), section 3, on the device: forward passes only. Each function takes what was asked and a
-Site, and returns an Answer. Whatever several paths begin with runs once for them all.
+FedStitch (arXiv 2409.07202), section 3, on the device: forward passes only. Common beginnings of paths run once.
 """
 
 from __future__ import annotations
@@ -17,42 +16,44 @@ from fedquilt.models.stitching.activations import Source
 from fedquilt.models.stitching.block_runner import Flow
 from fedquilt.models.stitching.scoring import Ask
 
-LEAST_ROWS = 32  # images that moments are of, however little memory there is
-ROOM = 4  # one part in so many of the memory may be matrices of moments
+LEAST_ROWS = 32  # fewest images for moments, however little memory there is
+ROOM = 4  # matrices of moments get a quarter of the engine's room
 
 Path = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class GatherAsk(Ask):
-    """Moments of the pooled ends of `paths`, side by side."""
+    """Compute the moments of the pooled ends of `paths`, side by side."""
 
     paths: tuple[Path, ...]
-    widths: tuple[int, ...]  # features of each; other than it has: projected onto so many random ones
+    widths: tuple[int, ...]  # features of each; a tap of another width is projected onto random features
     labels: int
-    samples: int | None  # images; None: all
+    samples: int | None  # number of images; None: all
     projection_seed: int
-    relu: bool = False  # what is projected goes through a ReLU
-    exact: bool = False  # moments are sent as float64
+    relu: bool = False  # project every tap, and pass the result through a ReLU
+    exact: bool = False  # send moments as float64
 
 
 @dataclass(frozen=True)
 class CountAsk(Ask):
-    """Right answers of candidates on held-out examples. Each has the pooled ends of some of `paths` side by side."""
+    """Count right answers of candidates, each on the pooled ends of some of `paths`, on held-out examples."""
 
     paths: tuple[Path, ...]
-    candidates: tuple[tuple[int, ...], ...]  # which of the paths
-    align: tuple[tuple[tuple[int, ...], ...] | None, ...]  # which of its outputs are which label; None: it has a head
+    candidates: tuple[tuple[int, ...], ...]  # indices of each candidate's paths
+    align: tuple[tuple[tuple[int, ...], ...] | None, ...]  # classes of each label; None: it has a head
     labels: int
 
 
 def gather(ask: GatherAsk, site: Site) -> Answer:
-    """Bundle "moments": `class_moments.Part` of the device's own images, as many as were asked for or memory allows.
+    """Compute the moments of the device's own images, as many as asked for or as memory allows.
 
-    The metric "short" is 1 where memory allowed fewer than were asked for and there are.
+    Returns:
+        Bundle "moments": the tensors of a `class_moments.Part`. Metric "short": 1 if memory allowed fewer images than
+        were asked for and are there.
 
     Raises:
-        DataError: no examples, or labels outside those of the job.
+        DataError: there are no examples, or labels that the job does not have.
     """
     device_statistics.require_labels(site.train.y, ask.labels, site.device)
     local = scoring.drawn(site)
@@ -78,10 +79,13 @@ def gather(ask: GatherAsk, site: Site) -> Answer:
 
 
 def count(ask: CountAsk, site: Site) -> Answer:
-    """Bundle "counts": held-out "examples" (1,), and "right" (candidates,) answers of each candidate.
+    """Count the right answers of each candidate on the device's held-out examples.
+
+    Returns:
+        Bundle "counts": "examples" (1,), the number of held-out examples, and "right" (candidates,), int64.
 
     Raises:
-        DataError: labels outside those of the job.
+        DataError: there are labels that the job does not have.
     """
     device_statistics.require_labels(site.held.y, ask.labels, site.device)
     run = Flow(site, ask.blocks.values(), len(site.held) * _flops(ask))
@@ -102,20 +106,20 @@ def count(ask: CountAsk, site: Site) -> Answer:
 
 
 def _rows(site: Site, width: int) -> int:
-    """How many images' features fit into the room for matrices."""
+    """Number of images whose features fit into the room for matrices, LEAST_ROWS at least."""
     return max(int(site.engine.room_bytes / ROOM / class_moments.factor_bytes(1, width)), LEAST_ROWS)
 
 
 def _flops(ask: GatherAsk | CountAsk) -> float:
-    """Of one image through all paths."""
+    """FLOPs of one image through all paths."""
     return sum(ask.blocks[ids[-1]].flops for ids in stitched.prefixes(ask.paths))
 
 
 def _pooled(run: Flow, ask: Ask, paths: Sequence[Path], shown: Source, site: Site) -> Iterator[tuple[int, np.ndarray]]:
-    """Each path's number and its pooled end (n, channels), depth first.
+    """Yield each path's index and its pooled end (n, channels), depth first.
 
-    Every beginning runs once, and its maps go as soon as whatever follows it has begun; shorter branches go first, so
-    that the last one runs with no other maps beside it.
+    Common beginnings run once, and their maps are freed as soon as the last branch after them starts. Shorter branches
+    run first, so that the longest one runs without other maps in memory.
     """
     numbers = {path: i for i, path in enumerate(paths)}
     order = stitched.prefixes(paths)

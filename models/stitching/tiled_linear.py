@@ -1,8 +1,8 @@
-"""Linear layers that are larger than a board's memory, as tiles of their rows. Imports onnx.
+"""Linear layers larger than a board's memory, split into tiles of their rows. Imports onnx.
 
-Such a layer (the first of VGG-16's classifier has 411 MB) takes each weight once per micro-batch, so its
-rows may as well be loaded and dropped a part at a time. A graph is cut around the layer, where nothing
-but its input, and then its output, goes on.
+Such a layer (the first of VGG-16's classifier has 411 MB) reads each weight once per micro-batch, so a tile of its rows
+can be loaded, used and dropped at a time. A graph can be cut around the layer if its output is the only value that is
+used afterwards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 FLOAT_BYTES = 4
 IN_PLACE = {"Relu", "Clip", "LeakyRelu", "Sigmoid", "HardSigmoid", "HardSwish", "Tanh"}
 
-Shapes = Mapping[str, Sequence[int]]  # of values by name; the batch is 0
+Shapes = Mapping[str, Sequence[int]]  # by names of values; the batch size is 0
 
 
 @dataclass(frozen=True)
@@ -34,24 +34,26 @@ class Linear:
 
     @property
     def inputs(self) -> int:
+        """Length of x."""
         return int(self.weights.dims[0 if self.transposed else 1])
 
     @property
     def outputs(self) -> int:
+        """Length of y, the number of rows of W."""
         return int(self.weights.dims[1 if self.transposed else 0])
 
     @property
     def row_bytes(self) -> int:
-        """Of what makes one output."""
+        """Bytes of weights and bias for one output."""
         return FLOAT_BYTES * (self.inputs + (self.bias is not None))
 
 
 def stages(model: onnx.ModelProto, tile_bytes: int) -> list[list[onnx.ModelProto]]:
-    """A model from "x" to "y" as stages of models, each from "x" to "y" too.
+    """Split a model from "x" to "y" into stages of models, each from "x" to "y" too.
 
-    Stages run in order; the models of one stage take the same input, and their outputs lie side by side
-    along axis 1. A tile holds at most `tile_bytes` of weights, or one row. A model without so large a
-    layer, or that cannot be cut around it, is one stage of itself.
+    Stages run in order; the models of one stage take the same input, and their outputs are concatenated along axis 1.
+    A tile holds at most `tile_bytes` of weights, or one row. A model without a larger linear layer, or that cannot be
+    cut around it, stays one stage.
     """
     graph = model.graph
     made: list[list[onnx.ModelProto]] = []
@@ -69,16 +71,16 @@ def stages(model: onnx.ModelProto, tile_bytes: int) -> list[list[onnx.ModelProto
 
 
 def activation_bytes(model: onnx.ModelProto) -> int | None:
-    """float32 bytes of one example's values that are alive together, at most; None: a shape is not known."""
+    """Peak bytes of one example's float32 values alive at the same time; None: a shape is unknown."""
     sizes = {name: FLOAT_BYTES * math.prod(shape[1:]) for name, shape in _shapes(model).items()}
     return alive_bytes(model.graph, sizes)
 
 
 def alive_bytes(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> int | None:
-    """Bytes of values that are alive together, at most, by the size of each; None: a size is not known.
+    """Peak bytes of values alive at the same time, given the size of each; None: a size is unknown.
 
-    The input is alive throughout: it belongs to the caller. An activation function takes the place of
-    what it is applied to: ONNX Runtime fuses it with a convolution, and runs others in place.
+    The input stays alive throughout, as it belongs to the caller. An activation function reuses its input's memory:
+    ONNX Runtime fuses it with a convolution, or runs it in place.
     """
     until = {name: place for place, node in enumerate(graph.node) for name in node.input}
     until |= {graph.input[0].name: len(graph.node), graph.output[0].name: len(graph.node)}
@@ -98,13 +100,13 @@ def alive_bytes(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> int | None:
 
 
 def _large(model: onnx.ModelProto, tile_bytes: int) -> list[Linear]:
-    """The layers with more than that, in order, around which the graph can be cut: past which no value goes."""
+    """Linear layers with more than `tile_bytes`, in order, around which the graph can be cut."""
     graph = model.graph
     tensors = {tensor.name: tensor for tensor in graph.initializer if tensor.data_type == TensorProto.FLOAT}
     if sum(FLOAT_BYTES * math.prod(tensor.dims) for tensor in tensors.values()) <= tile_bytes:
         return []
     if any(attribute.HasField("g") for node in graph.node for attribute in node.attribute):
-        return []  # what a subgraph uses of the values around it is not among its node's inputs
+        return []  # a subgraph may use outer values that are not among its node's inputs
     shapes = _shapes(model)
     found = [_linear(place, node, tensors, shapes) for place, node in enumerate(graph.node)]
     return [
@@ -117,7 +119,7 @@ def _large(model: onnx.ModelProto, tile_bytes: int) -> list[Linear]:
 
 
 def _linear(place: int, node: onnx.NodeProto, tensors: Mapping[str, onnx.TensorProto], shapes: Shapes) -> Linear | None:
-    """A product of one vector per example with a constant matrix. What is added after a MatMul stays a node."""
+    """Read a node as a product of vectors with a constant matrix; None if it is none. An Add after MatMul stays."""
     if node.op_type not in ("Gemm", "MatMul") or node.input[1] not in tensors:
         return None
     said = {one.name: helper.get_attribute_value(one) for one in node.attribute}
@@ -134,14 +136,14 @@ def _linear(place: int, node: onnx.NodeProto, tensors: Mapping[str, onnx.TensorP
 
 
 def _crossing(graph: onnx.GraphProto, place: int) -> set[str]:
-    """The values that are there before a node and used by it or later."""
+    """Values computed before a node and used by it or later."""
     before = {graph.input[0].name, *(name for node in graph.node[:place] for name in node.output)}
     after = {graph.output[0].name, *(name for node in graph.node[place:] for name in node.input)}
     return before & after
 
 
 def _shapes(model: onnx.ModelProto) -> dict[str, list[int]]:
-    """Of the values whose rank is known, and all dimensions but the batch."""
+    """Shapes of the values of which all dimensions but the batch are known."""
     graph = onnx.shape_inference.infer_shapes(model).graph
     shapes = {}
     for value in (*graph.input, *graph.value_info, *graph.output):
@@ -151,13 +153,13 @@ def _shapes(model: onnx.ModelProto) -> dict[str, list[int]]:
     return shapes
 
 
-# -- what is cut ----------------------------------------------------------------------------------
+# -- cutting --------------------------------------------------------------------------------------
 
 
 def _part(
     model: onnx.ModelProto, first: int, end: int, x: onnx.ValueInfoProto, y: onnx.ValueInfoProto
 ) -> onnx.ModelProto:
-    """The nodes from `first` up to but not including `end`, with the weights they use."""
+    """A model of the nodes [first, end), with the weights they use."""
     names = {x.name: "x", y.name: "y"}
     nodes = []
     for node in model.graph.node[first:end]:
@@ -171,7 +173,7 @@ def _part(
 
 
 def _tiles(model: onnx.ModelProto, linear: Linear, tile_bytes: int) -> list[onnx.ModelProto]:
-    """Gemm after Gemm, whose numbers of rows differ by one at most."""
+    """A model for each tile, one Gemm; the tiles' numbers of rows differ by one at most."""
     count = math.ceil(linear.outputs / max(tile_bytes // linear.row_bytes, 1))
     matrix = numpy_helper.to_array(linear.weights)
     matrix = matrix.T if linear.transposed else matrix  # (outputs, inputs)

@@ -1,15 +1,18 @@
-"""The coordinator's arithmetic: whose judgement counts how much, and which blocks win.
+"""Votes on blocks: the devices' weights, and the blocks that win. numpy only.
 
-Source: FedStitch (arXiv 2409.07202), sections 4.2 and 4.3, Algorithm 1 lines 14 to 26. The "RL
-weighted aggregator" is an epsilon-greedy choice on the devices and multiplicative weights here. The
-paper publishes no constants and no definition of the rank; ours are in the functions below.
+Source: FedStitch (arXiv 2409.07202), sections 4.2 and 4.3, Algorithm 1 lines 14 to 26. The paper's "RL weighted
+aggregator" is an epsilon-greedy choice on the devices and multiplicative weights here. The paper publishes neither
+constants nor a definition of the rank; ours are in the functions below.
 
-Deviations: a device that explored is judged by its greedy picks (else exploration is punished as
-skewed data); it is rewarded where its rank is no worse than the median of those judged with it (a fixed
-threshold is under or over nearly all of them, so that no weight moves beside another); what the devices
-of one vote weigh together stays as it was (else being asked counts as merit); picks can be spread over
-donors; with fewer than three others there is no judgement; picks are recomputed from the scores and the
-task's own coin, so that a device cannot vote for what its scores do not say.
+Deviations:
+
+- A device that explored is judged by its greedy picks; otherwise exploration is punished as if its data were skewed.
+- A device is rewarded if its rank reaches the median of the devices judged with it. A fixed threshold is below or above
+  nearly all ranks, so that no weight moves relative to another.
+- The devices of one vote keep their total weight; otherwise being asked counts as merit.
+- Picks can be spread over donors.
+- With fewer than three others a device is not judged.
+- Picks are recomputed from the scores and the task's coin, so that a device cannot vote against its own scores.
 """
 
 from __future__ import annotations
@@ -26,46 +29,46 @@ from fedquilt.models.stitching.stitched import Block
 
 Theta = float | Literal["median"]
 
-MIN_OTHERS = 3  # devices that must be there to judge one
-WEIGHTS = (0.2, 5.0)  # least and largest weight, as multiples of an equal share
-RELATIVE = 1e-9  # scores that differ by less are equal
+MIN_OTHERS = 3  # other devices needed to judge one
+WEIGHTS = (0.2, 5.0)  # least and largest weight of a device, as multiples of an equal share
+RELATIVE = 1e-9  # sums of votes that differ by a smaller share of the total are equal
 
 
 @dataclass(frozen=True)
 class Ballot:
     """One device's scores of a pool of b blocks.
 
-    Where scoring has two stages, `level` is 1 for blocks that reached the second; scores of different
-    levels are never compared: level 1 ranks above level 0.
+    With scoring in two stages, `level` is 1 for blocks that reached the second stage. Scores of different levels are
+    never compared: level 1 ranks above level 0.
     """
 
-    screen: np.ndarray  # (b,) float64: the score that every block got
-    score: np.ndarray  # (b,) float64: the score at the block's own level
-    level: np.ndarray  # (b,) int64
+    screen: np.ndarray  # (b,) float64: score of the first stage, which every block has
+    score: np.ndarray  # (b,) float64: score at the block's own level
+    level: np.ndarray  # (b,) int64: 0 or 1
     picks: np.ndarray  # (k,) int64: positions in the pool
-    explored: bool
+    explored: bool  # the picks were drawn at random
 
 
 @dataclass(frozen=True)
 class Winner:
-    """A block that was voted for."""
+    """A block that won a vote."""
 
     block: str
-    votes: float
-    score: float  # weighted mean at the highest level that any device scored it
-    voters: int
+    votes: float  # total weight of its voters
+    score: float  # weighted mean at the highest level at which any device scored it
+    voters: int  # number of devices that picked it
 
 
 # -- one device -----------------------------------------------------------------------------------
 
 
 def ranking(score: np.ndarray, level: np.ndarray, pool: Sequence[str]) -> list[int]:
-    """Positions in the pool, best first; equal scores by block id."""
+    """Positions in the pool, best first; equal scores are ordered by block id."""
     return sorted(range(len(pool)), key=lambda j: (-level[j], -score[j], pool[j]))
 
 
 def in_turns(ordered: Iterable[int], kinds: Sequence[str]) -> list[int]:
-    """The same positions with their kinds taking turns: the first of each kind, then the second of each, and so on."""
+    """Reorder positions so that their kinds take turns: the first of each kind, then the second of each, and so on."""
     turns: dict[str, int] = {}
     placed = []
     for place, j in enumerate(ordered):
@@ -79,7 +82,7 @@ def _donors(pool: Sequence[str]) -> list[str]:
 
 
 def greedy(score: np.ndarray, level: np.ndarray, pool: Sequence[str], k: int, spread: bool = False) -> list[int]:
-    """The K best positions; with `spread` no donor has a second one before every donor has one, if K allows."""
+    """The K best positions in the pool; with `spread`, donors take turns."""
     ordered = ranking(score, level, pool)
     return (in_turns(ordered, _donors(pool)) if spread else ordered)[:k]
 
@@ -87,7 +90,7 @@ def greedy(score: np.ndarray, level: np.ndarray, pool: Sequence[str], k: int, sp
 def choose(
     score: np.ndarray, level: np.ndarray, pool: Sequence[str], k: int, epsilon: float, seed: int, spread: bool = False
 ) -> tuple[list[int], bool]:
-    """A device's K picks, and whether it explored: the coin is the seed's, so either side can toss it."""
+    """A device's K picks, and whether it explored; a function of the seed, so that either side can compute it."""
     coin = tensors.rng("explore", seed)
     k = min(k, len(pool))
     if coin.random() < epsilon:
@@ -96,11 +99,19 @@ def choose(
 
 
 def ballot(given: Tensors, pool: Sequence[str], k: int, epsilon: float, seed: int, spread: bool = False) -> Ballot:
-    """The ballot in what a device sent; `k`, `epsilon`, `seed` and `spread` are those it was told to choose by.
+    """Check and read the ballot that a device sent.
+
+    Args:
+        given: the device's tensors.
+        pool: the block ids that it was to score.
+        k: number of picks, as in its task; likewise the arguments that follow.
+        epsilon: probability of exploring.
+        seed: of its choice.
+        spread: whether donors take turns in its picks.
 
     Raises:
-        UpdateError: blocks without a score, scores that are not finite or out of [-1, 1], or picks
-            that do not follow from the scores and the coin.
+        UpdateError: a block has no score, a score is not finite or not in [-1, 1], or the picks do not follow from the
+            scores and the seed.
     """
     for name, kind in (("screen", np.float64), ("score", np.float64), ("level", np.int64), ("picks", np.int64)):
         array = given.get(name)
@@ -120,7 +131,7 @@ def ballot(given: Tensors, pool: Sequence[str], k: int, epsilon: float, seed: in
 
 
 def percentiles(given: Ballot) -> np.ndarray:
-    """Of each block: the share of the pool that scores no better, in (0, 1]."""
+    """Percentile of each block, (b,): the share of the pool that scores no better, in (0, 1]."""
     merit = given.score + 4.0 * given.level  # scores lie in [-1, 1]: levels never mix
     return (merit[None, :] <= merit[:, None]).mean(axis=1)
 
@@ -135,9 +146,9 @@ def cross_ranks(
     spread: bool = False,
     judged: Literal["greedy", "picks"] = "greedy",
 ) -> dict[str, float]:
-    """r_i: the mean percentile, on all other devices, of device i's K greedy picks. {} with too few others.
+    """Rank r_i of each device: mean percentile of its K greedy picks on all other devices. {}: too few devices.
 
-    With `judged` "picks", the paper's letter, it is that of the picks it sent: of one that explored the random ones.
+    With `judged` "picks", as in the paper, the picks that the device sent count, which are random if it explored.
     """
     if len(ballots) <= MIN_OTHERS:
         return {}
@@ -157,12 +168,17 @@ def reweigh(
     beta: float,
     normalise: Literal["cohort", "all"] = "cohort",
 ) -> dict[str, float]:
-    """New weights: (1 + alpha) where r_i >= theta, else (1 - beta); they sum to 1 within WEIGHTS / N.
+    """Multiply weights by 1 + alpha where the rank reaches theta, else by 1 - beta; sum 1, each within WEIGHTS / N.
 
     Args:
-        theta: a rank in [0, 1], or "median": that of the devices in `ranks`.
-        normalise: whose weights make room. "cohort": those of the devices in `ranks`, whose sum stays (but for
-            WEIGHTS); "all", the paper's letter: everybody's, so that a device gains on those that were not asked.
+        weights: of every device seen, sum 1.
+        ranks: `cross_ranks` of the devices judged in this vote; {}: weights are only normalised.
+        theta: a rank in [0, 1], or "median": the median of `ranks`.
+        alpha: reward.
+        beta: penalty.
+        normalise: the weights that are rescaled. "cohort": those of the devices in `ranks`, which together keep their
+            weight (but for the limits WEIGHTS). "all", as in the paper: those of all devices, so that a device asked
+            can gain weight at the expense of devices not asked.
     """
     if not ranks:
         return _normalised(weights)
@@ -174,14 +190,14 @@ def reweigh(
 
 
 def joined(weights: Mapping[str, float], devices: Sequence[str]) -> dict[str, float]:
-    """The weights with newcomers at an equal share."""
+    """Add newcomers with the mean weight, and normalise."""
     new = [device for device in devices if device not in weights]
     mean = sum(weights.values()) / len(weights) if weights else 1.0
     return _normalised({**weights, **dict.fromkeys(new, mean)})
 
 
 def _normalised(weights: Mapping[str, float]) -> dict[str, float]:
-    """The multiple of the weights that sums to 1 after clipping to WEIGHTS / N, found by bisection."""
+    """Scale weights so that they sum to 1 after clipping to WEIGHTS / N, by bisection."""
     names = sorted(weights)
     share = np.array([weights[name] for name in names])
     low, high = (bound / len(names) for bound in WEIGHTS)
@@ -199,10 +215,10 @@ def _normalised(weights: Mapping[str, float]) -> dict[str, float]:
 def tally(
     ballots: Mapping[str, Ballot], weights: Mapping[str, float], pool: Sequence[str], k: int, spread: bool = False
 ) -> list[Winner]:
-    """The K blocks with the most votes; each of a device's picks gets its weight.
+    """The K blocks with the most votes; a device votes for each of its picks with its weight.
 
-    Ties go to the higher weighted mean of the score that every device gave, then to the block id. With `spread`
-    no donor wins a second time before every donor that was voted for has won, if K allows.
+    Ties go to the higher weighted mean of the first stage's scores, then to the smaller block id. With `spread`, the
+    donors that were voted for take turns.
     """
     votes, voters = np.zeros(len(pool)), np.zeros(len(pool), int)
     means, total = np.zeros(len(pool)), sum(weights[device] for device in sorted(ballots))
@@ -224,10 +240,10 @@ def _mean_score(ballots: Mapping[str, Ballot], weights: Mapping[str, float], j: 
 
 
 def too_shallow(ballots: Mapping[str, Ballot], blocks: Sequence[Block], margin: float) -> set[str]:
-    """Blocks that this path and its children need not consider again (the search-space optimizer).
+    """Ids of blocks that this path and its children need not consider again (the search-space optimizer).
 
-    Of each donor, those strictly shallower than its best-scoring block, where the gap of the scores exceeds
-    `margin` standard errors across devices; margin 0 is the paper's letter. Terminating blocks always stay.
+    A block is dropped if it is strictly shallower than its donor's best-scoring block and the gap of the scores exceeds
+    `margin` standard errors across devices; margin 0 drops all of these, as the paper does. Terminating blocks stay.
     """
     scores = np.array([ballots[device].screen for device in sorted(ballots)])  # (devices, blocks)
     dropped = set()
@@ -246,5 +262,5 @@ def _exceeds(gap: np.ndarray, margin: float) -> bool:
     if margin == 0:
         return True
     if len(gap) < 2:
-        return False  # one device says nothing of the spread between devices
+        return False  # the spread between devices is unknown
     return bool(gap.mean() > margin * gap.std(ddof=1) / np.sqrt(len(gap)))

@@ -1,8 +1,8 @@
-"""`fedquilt reproduce`: tables of the papers run again here, the paper's numbers beside ours, and grids of a user.
+"""`fedquilt reproduce`: the papers' tables with our numbers beside the papers', and grids of a user's own.
 
-A table is a grid of jobs in TOML (`grid`), run by the machinery of `fedquilt compare`. What it needs besides is in a
-module of the same name: `look` and functions that play a row (`cells.play`), the function that `run` of the grid
-names, `lines(result)`, and `picture(result)`, which draws the result as SVG.
+A table is a grid of jobs in TOML (`grid`), run by the machinery of `fedquilt compare`. Code for a table is in a module
+of the same name: `look` and functions that play a row (`cells.play`), the function named by the grid's `run`,
+`lines(result)` for the text, and `picture(result)` for an SVG.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ KEPT: Final = Path("fedquilt-compare")
 
 
 def tables() -> dict[str, Table]:
-    """The papers' tables, in order of names."""
+    """The papers' tables by name, sorted."""
     return dict(sorted((name, table) for file in grid.HERE.glob("*.toml") for name, table in grid.tables(file).items()))
 
 
 def find(name: str, known: Mapping[str, Table]) -> Table:
-    """A paper's table, or that in a file.
+    """Find a paper's table by its name, or read the table in a file NAME.toml.
 
     Raises:
-        JobError: there is no such table, or the file cannot be used.
+        JobError: there is no such table, or the file cannot be read or holds several tables.
     """
     if name in known:
         return known[name]
@@ -46,7 +46,7 @@ def find(name: str, known: Mapping[str, Table]) -> Table:
 
 
 def catalogue(known: Mapping[str, Table]) -> list[dict[str, Any]]:
-    """What there is, and whether it can take a folder of data."""
+    """Name and title of each table, and whether it takes a folder of data."""
     return [
         {"table": name, "about": table.grid.about.partition("\n")[0], "takes_data": table.takes_data}
         for name, table in known.items()
@@ -54,14 +54,14 @@ def catalogue(known: Mapping[str, Table]) -> list[dict[str, Any]]:
 
 
 def methods_of(table: Table) -> tuple[str, ...]:
-    """The methods that a table runs."""
+    """Methods that a table runs."""
     found = table.grid
     jobs = [found.job_of(points, row, 0, None) for points in found.columns.values() for row in found.rows.values()]
     return found.covers or tuple(dict.fromkeys(job["method"] for job in jobs))
 
 
 def covering(method: str, known: Mapping[str, Table]) -> list[tuple[str, str]]:
-    """(command, page of docs/) of every table that runs the method."""
+    """Command and page of docs/ of every table that runs the method."""
     return [
         (f"fedquilt reproduce {name}" + " --data FOLDER" * table.takes_data, table.grid.page)
         for name, table in known.items()
@@ -70,7 +70,7 @@ def covering(method: str, known: Mapping[str, Table]) -> list[tuple[str, str]]:
 
 
 def listed(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The catalogue for people, by papers."""
+    """The catalogue as text, grouped by title."""
     found: dict[str, list[str]] = {}
     for row in rows:
         found.setdefault(row["about"], []).append(row["table"] + " (--data FOLDER)" * row["takes_data"])
@@ -92,18 +92,20 @@ def run(
     out: Path = KEPT,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """One table's result, with what its file says of it as "about".
+    """Run a table, and return its result with the file's description under "about".
 
     Args:
+        table: one of `tables`, or of the user's own file.
         seeds: None: the table's own.
-        rounds: fewer than the table's; None: as many. Claims are checked only then.
-        folder: data; a table that wants some says so.
-        columns: these alone; None: all.
+        rounds: of every run; None: the table's own, the only case in which claims are judged.
+        folder: the data that `Table.takes_data` asks for.
+        columns: names of the columns to run; None: all.
         out: where finished runs are kept; they are not repeated.
+        say: takes lines about the progress.
 
     Raises:
-        JobError: an unknown column, data for a table that wants none, or a run has failed.
-        FedquiltError: what making the runs' bundles raises.
+        JobError: a column is unknown, the table takes no data, or a run has failed.
+        FedquiltError: a bundle cannot be made.
     """
     if folder is not None and not table.takes_data:
         raise JobError(f"{table.name} makes its own data: leave --data out")
@@ -123,7 +125,7 @@ def run(
 
 
 def lines(table: Table, result: Mapping[str, Any]) -> list[str]:
-    """A result for people."""
+    """A table's result as text, by its own code if that has `lines`."""
     own: Callable[[Mapping[str, Any]], list[str]] | None = getattr(cells.module(table.code), "lines", None)
     return results.lines(table.grid, result) if own is None else own(result)
 
@@ -140,10 +142,13 @@ def main(
     kept: Path = KEPT,
     format: str,
 ) -> int:
-    """List the tables, or run one and print it; 1 when one of its claims did not come out.
+    """List the tables, or run one and print its result.
+
+    Returns:
+        1 if one of the table's claims does not hold, else 0.
 
     Raises:
-        JobError: a picture is wanted of a table that has none.
+        JobError: a picture is asked of a table that has none; also what `find` and `run` raise.
     """
     known = tables()
     if name is None:

@@ -1,4 +1,4 @@
-"""The runs of a grid: what each begins with, how it is played by the machinery of `fedquilt compare`, what it tells."""
+"""Runs of a grid: their starting weights, their execution by the machinery of `fedquilt compare`, and their values."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from fedquilt.tools.experiments.single_run import play as play_job
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, engine_of
 
-WEIGHTS: Final = ("weights", "weights_classes")  # keys of [model] that the bundle has taken up
+WEIGHTS: Final = ("weights", "weights_classes")  # keys of [model] that are used up when the bundle is made
 
 
 class How(msgspec.Struct, frozen=True):
-    """What of a cell's run its job does not say."""
+    """Settings of a cell's run that are not in its job."""
 
     code: str  # the table's own module; "": none
     row: Row
@@ -42,7 +42,7 @@ class How(msgspec.Struct, frozen=True):
     device: str
 
     def pick(self, members: list[Member]) -> list[Member]:
-        """The devices that take part, as the grid calls them."""
+        """Select and name the devices that take part."""
         if self.device:
             members = [Member(f"{self.device}-{i:02}", each.train, each.held) for i, each in enumerate(members)]
         return members[slice(*self.row.members)] if self.row.members else members
@@ -60,7 +60,9 @@ class Cell(NamedTuple):
 def cells(
     grid: Grid, code: str, where: str, seeds: Sequence[int], rounds: int | None, columns: Sequence[str], out: Path
 ) -> list[Cell]:
-    """All runs of a table, seed by seed, so that an interrupted one has whole rows; their bundles are made in `out`.
+    """List all runs of a table, and make their bundles in `out`.
+
+    Runs are ordered by seed, so that an interrupted table is complete for the first seeds.
 
     Raises:
         FedquiltError: a job of the table is wrong, or a bundle cannot be made.
@@ -87,11 +89,11 @@ def cells(
     return made
 
 
-# -- what runs begin with -------------------------------------------------------------------------
+# -- bundles --------------------------------------------------------------------------------------
 
 
 def starts(code: str, wanted: Sequence[tuple[Mapping[str, Any], Pretrain | None]], out: Path) -> list[Path]:
-    """The bundles of jobs with what is trained before; those that are in `out`/starts already are not made again."""
+    """Make the jobs' bundles, with pretraining where asked for; those in `out`/starts already are reused."""
     todo: dict[Path, tuple[Any, ...]] = {}
     found = []
     for job, before in wanted:
@@ -100,7 +102,7 @@ def starts(code: str, wanted: Sequence[tuple[Mapping[str, Any], Pretrain | None]
             table["model"] = {"seed": job["seed"], **table["model"]}
         if before is not None:
             before = msgspec.structs.replace(before, data={"seed": job["seed"], **before.data})
-        measured = table.get("int8") or table.get("input", {}).get("standardise")  # on the job's own data
+        measured = table.get("int8") or table.get("input", {}).get("standardise")  # uses the job's own data
         of = [table.get(part) for part in (*NETWORK, *(["data"] if measured else []))]
         key: list[Any] = [of, msgspec.to_builtins(before), job["seed"] if before else 0]
         key += [run_cache.code(), *(run_cache.content(Path(file)) for file in _files(key))]
@@ -114,7 +116,7 @@ def starts(code: str, wanted: Sequence[tuple[Mapping[str, Any], Pretrain | None]
 
 
 def start(code: str, table: dict[str, Any], before: Pretrain | None, folder: Path) -> None:
-    """Make the bundle of a job in `folder`/bundle, with weights that are trained before where that is wanted."""
+    """Make the bundle of a job in `folder`/bundle, with pretrained weights if asked for."""
     folder.mkdir(parents=True, exist_ok=True)
     if before is not None:
         _one_thread()
@@ -125,7 +127,7 @@ def start(code: str, table: dict[str, Any], before: Pretrain | None, folder: Pat
 
 
 def pretrained(code: str, job: Mapping[str, Any], wanted: Pretrain) -> Tensors:
-    """The weights of a network after training on examples that no device has."""
+    """Train a network on examples of its own, before any round, and return its weights."""
     from fedquilt.edge_agent.engines.torch_engine import TorchEngine
     from fedquilt.models.networks import registry
 
@@ -153,7 +155,7 @@ def pretrained(code: str, job: Mapping[str, Any], wanted: Pretrain) -> Tensors:
 
 
 def _files(value: Any) -> list[str]:
-    """The files and folders that a table names."""
+    """Files and folders that a table names."""
     if isinstance(value, Mapping):
         own = [str(value[key]) for key in ("path", "weights") if isinstance(value.get(key), str)]
         return [*own, *(file for each in value.values() for file in _files(each))]
@@ -161,20 +163,21 @@ def _files(value: Any) -> list[str]:
 
 
 def _one_thread() -> None:
-    importlib.import_module("fedquilt.edge_agent.engines.torch_engine")  # before torch: it says how threads wait
+    importlib.import_module("fedquilt.edge_agent.engines.torch_engine")  # before torch: it sets how threads wait
     import torch
 
-    torch.set_num_threads(1)  # others run beside it
+    torch.set_num_threads(1)  # one run per core
 
 
 # -- runs -----------------------------------------------------------------------------------------
 
 
 def play(case: Case, tell: compare.Tell) -> Run:
-    """Play one run, with what the table's own code looks at, or by its function of the row's `play`.
+    """Play one run, by the row's `play` function if it names one.
 
-    The code may have `look(folder, how, simulation, hands)`, told before the first round, after each and at the end,
-    which returns values of the run; functions for `play` take (job, folder, how) and return a `Run`.
+    The table's code may have `look(folder, how, simulation, hands)`, which is called before the first round, after each
+    round and at the end, and returns values for the run's `figures`. A `play` function takes (job, folder, how) and
+    returns a `Run`.
 
     Raises:
         FedquiltError: the run has failed.
@@ -190,7 +193,7 @@ def play(case: Case, tell: compare.Tell) -> Run:
 
 
 def played(job: Job, folder: Path, how: How, tell: compare.Tell = lambda done: None, **changes: Any) -> Run:
-    """A run as a grid's are played; `changes` are of the arguments of `single_run.play`."""
+    """Play a run with the grid's settings; `changes` replace arguments of `single_run.play`."""
     look = getattr(module(how.code), "look", None)
     options: dict[str, Any] = {"pick": how.pick, "away": how.row.away, "together": how.together}
     options |= {"first": how.first, "tested": how.tested}
@@ -200,14 +203,15 @@ def played(job: Job, folder: Path, how: How, tell: compare.Tell = lambda done: N
 
 
 def module(name: str) -> ModuleType | None:
-    """The code of a table; None: it has none."""
+    """Import the code of a table; None for the name ""."""
     return importlib.import_module(f"{__package__}.{name}") if name else None
 
 
 def value_of(run: Run, name: str, target: float | None = None) -> Any:
-    """A value of a run: of its `figures`, else of its last evaluation; "test@3" is the one after 3 rounds.
+    """A value of a run by its name: from its `figures`, else from its last evaluation; None: unknown.
 
-    "rounds_to" counts the rounds to the first evaluation at the target; None: never.
+    "test@3" is the value of "test" after 3 rounds. "rounds_to" counts the rounds to the first evaluation that reaches
+    the target; None: never.
     """
     if name in run.figures:
         return run.figures[name]
@@ -220,10 +224,10 @@ def value_of(run: Run, name: str, target: float | None = None) -> Any:
 
 
 def played_all(todo: Sequence[Case], out: Path, say: Callable[[str], None]) -> dict[Case, Run]:
-    """The runs of all cases, as many at a time as there are cores; finished ones lie in `out`/runs.
+    """Play all cases, as many at a time as there are cores; runs finished earlier are read from `out`/runs.
 
     Raises:
-        JobError: a run has failed; says which and why. The others are kept.
+        JobError: a run has failed; names it and the reason. The other runs are kept.
     """
     found, failed = compare.finished(todo, out, play, say, say, abreast=True)
     if failed:

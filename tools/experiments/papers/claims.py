@@ -1,8 +1,8 @@
-"""Claims over seeds, each judged by its interval.
+"""Claims over seeds, each judged by a confidence interval.
 
-The mean of what each seed shows, a difference of two runs that differ in nothing else, say, is told with the range that
-holds it with 95 % (Student's t). A claim holds if the whole range is on the claimed side, and is not shown if the range
-reaches across.
+Each seed gives one value, such as the difference of two runs that differ in nothing else. The interval is the 95 %
+confidence interval of the values' mean (Student's t). A claim holds if the whole interval is on the claimed side, and
+is not shown if the interval crosses the limit.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from fedquilt.tools.report import figures
 def claim(
     values: Sequence[float], unit: str, *, at_least: float | None = None, at_most: float | None = None
 ) -> dict[str, Any]:
-    """What seeds show of a claim, each by its own value: a paired difference, or a ratio.
+    """Judge a claim about the mean over seeds of a paired difference or a ratio.
 
     Args:
         values: one for each seed.
-        at_least, at_most: what is claimed of their mean; one of the two.
+        unit: of the values, for the text.
+        at_least: lower limit claimed of the mean; None: `at_most` is claimed.
+        at_most: upper limit claimed of the mean.
 
     Returns:
         "value", the mean; "low" and "high", its 95 % interval, None with one seed; "verdict": "holds", "not shown",
@@ -43,7 +45,7 @@ def claim(
 
 
 def told(found: Mapping[str, Any]) -> str:
-    """A claim's mean, interval and verdict in a few words; of a difference with its sign."""
+    """A claim's mean, interval and verdict in a few words; values compared with 0 have a sign."""
     sign = "+" if found.get("at_least") == 0 else ""
     mean, unit = f"{found['value']:{sign}.2f}", f" {found['unit']}" if found["unit"] else ""
     if found["low"] is None:
@@ -52,7 +54,7 @@ def told(found: Mapping[str, Any]) -> str:
 
 
 def lines(result: Mapping[str, Any]) -> list[str]:
-    """The figures of a result, one a line: claims over seeds with their intervals, others as a bench's."""
+    """The figures of a result, one a line: claims with their intervals, others as in benches."""
     found = []
     for name, each in result["figures"].items():
         if "verdict" not in each:

@@ -1,4 +1,4 @@
-"""What fedsdg.toml cannot say: the gates of FedSDG's devices, jobs of single devices, and the picture of the gates."""
+"""Code of fedsdg.toml: the gates of FedSDG's devices, jobs of single devices, and the picture of the gates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedquilt.tools.simulation.simulated_job import Simulation
 
 
 def look(folder: Path, how: How, simulation: Simulation, hands: Hands) -> dict[str, Any]:
-    """After the last round: sizes, what went up as a percentage of the shared part, and each device's gates."""
+    """After the last round: sizes in bytes, uploads as a percentage of the shared part, and each device's gates."""
     if not simulation.finished:
         return {}
     tasks = sum(len(each.devices) for each in simulation.rounds)
@@ -37,7 +37,7 @@ def look(folder: Path, how: How, simulation: Simulation, hands: Hands) -> dict[s
 
 
 def alone(job: Job, folder: Path, how: How) -> Run:
-    """A job of each device's own: accuracy over all examples that they hold out."""
+    """Run a job for each device alone; the accuracy is over all devices' held-out examples."""
     members = how.pick(single_run.shares(job, folder)[0])
     runs = [played(job, folder, how, pick=lambda every, i=i: how.pick(every)[i : i + 1]) for i in range(len(members))]
     right = sum((run.marks[-1].held or 0.0) * len(member.held) for run, member in zip(runs, members, strict=True))
@@ -54,7 +54,7 @@ def alone(job: Job, folder: Path, how: How) -> Run:
 
 
 def picture(result: Mapping[str, Any]) -> str:
-    """Every device's gate in each block after the last round, all seeds and concentrations, as SVG."""
+    """Draw every device's gate in each block after the last round, for all seeds and concentrations, as SVG."""
     runs = [run for rows in result["columns"].values() for run in rows["fedsdg"]["runs"]]
     gates = [values for run in runs for values in run["figures"]["gates"].values()]
     rows = [plots.Dots(f"block {index}", values) for index, values in enumerate(zip(*gates, strict=True))]

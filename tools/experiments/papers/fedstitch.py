@@ -1,4 +1,4 @@
-"""What fedstitch.toml cannot say: costs of the rounds run here and of the paper's schedule, and a task's memory."""
+"""Code of fedstitch.toml: costs of the rounds run here and of the paper's schedule, and the memory of tasks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fedquilt.tools.report.figures import at_least
 
 __all__ = ["alone", "lines", "picture", "searched", "trained", "unfolded", "whole"]  # named by fedstitch.toml
 
-PAPER: Final = {"speed-up": 8.12, "memory": 79.5, "energy": 89.41}  # at most: times, %, %
-PAPER_BATCH: Final = 128  # that memory is measured with, and that decides who can take part
-WIDTHS: Final = (7, 13, 7, 8, 9, 9, 6, 13, 11, 9, 10)  # of columns, in letters
+PAPER: Final = {"speed-up": 8.12, "memory": 79.5, "energy": 89.41}  # the paper's largest savings: times as fast, %, %
+PAPER_BATCH: Final = 128  # batch size for the memory of tasks, and hence for who takes part
+WIDTHS: Final = (7, 13, 7, 8, 9, 9, 6, 13, 11, 9, 10)  # of columns, in characters
 OURS: Final = "FedStitch"
 
 
 def whole(
     table: str, grid: Grid, seeds: Sequence[int], rounds: int | None, out: Path, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The result of a table; its claims are checked with the default number of rounds."""
+    """Run a table and return its result; claims are judged with the default number of rounds only."""
     todo = cells.cells(grid, "fedstitch", table, seeds, rounds, [""], out)
     found = cells.played_all([cell.case for cell in todo], out, say)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in grid.rows}
@@ -44,7 +44,7 @@ def whole(
 
 
 def _peaks(cell: Cell, say: Callable[[str], None]) -> dict[str, list[int | None]]:
-    """Budget -> the peak of a task there, None where it does not fit, for each of the fleet's budgets."""
+    """Budget -> peak memory of a task, in bytes, once per device with that budget; None: the task does not fit."""
     given, folder = cell.case.settings, Path(cell.case.folder)
     if "epochs" in given.params:
         given = msgspec.structs.replace(given, params={**given.params, "epochs": 1, "batch": PAPER_BATCH})
@@ -55,7 +55,7 @@ def _peaks(cell: Cell, say: Callable[[str], None]) -> dict[str, list[int | None]
     return {budget: [known[budget]] * budgets.count(budget) for budget in known}
 
 
-# -- what it came to ------------------------------------------------------------------------------
+# -- results --------------------------------------------------------------------------------------
 
 
 def _row(
@@ -64,7 +64,10 @@ def _row(
     ours: Sequence[Mapping[str, Any]],
     paper: Sequence[float] | None,
 ) -> dict[str, Any]:
-    """Means over the runs; "sd" of the accuracy. "to_equal" is None if their mean never came to that of FedStitch."""
+    """Means over the runs of a row, with "sd" of the accuracy.
+
+    "to_equal" is the boards' time in seconds until the mean accuracy reaches FedStitch's; None: never.
+    """
     last = [run["marks"][-1] for run in runs]
     devices = [peak for each in peaks.values() for peak in each]
     known = [peak for peak in devices if peak is not None]
@@ -93,7 +96,7 @@ def _row(
 
 
 def _curve(runs: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """Seconds of the boards and accuracy, means over seeds, at each evaluation that all have."""
+    """The boards' seconds and the accuracy, as means over runs, at each evaluation that all runs have."""
     count = min(len(run["marks"]) for run in runs)
     marks = [[run["marks"][index] for run in runs] for index in range(count)]
     return [
@@ -103,7 +106,7 @@ def _curve(runs: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
 
 
 def ratios(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Training method -> how many times FedStitch's time it takes, and % of memory and energy that FedStitch saves."""
+    """Training method -> its time as a multiple of FedStitch's, and % of memory and energy that FedStitch saves."""
     ours = rows[OURS]
     return {
         name: {
@@ -118,9 +121,9 @@ def ratios(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]
 
 
 def _figures(rows: Mapping[str, Mapping[str, Any]], runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """What is claimed, beside the method that FedStitch gains least on: costs by their intervals over the seeds.
+    """Judge the claims against the method over which FedStitch gains least, costs by their intervals over seeds.
 
-    Memory was measured with one seed. Where nobody is as good nothing is said of that.
+    Memory is measured with one seed. The claim about equal accuracy is left out if no method reaches it.
     """
     found, ours = ratios(rows), rows[OURS]["seconds"]
     equal = [rows[name]["to_equal"] / ours for name in found if rows[name]["to_equal"] is not None]
@@ -129,7 +132,7 @@ def _figures(rows: Mapping[str, Mapping[str, Any]], runs: Mapping[str, Sequence[
         return min(each[what] for each in found.values())
 
     def over_seeds(what: str, ratio: Callable[[float, float], float]) -> list[float]:
-        """`ratio(planned, ours)` of each seed, of the method for which it is least in the mean."""
+        """`ratio(planned, ours)` for each seed, for the method with the least mean."""
         mine = by_seed(runs[OURS], lambda run: run["marks"][-1][what])
         plans = [by_seed(runs[name], lambda run: run["planned"][what]) for name in found]
         each = [[ratio(plan[seed], mine[seed]) for seed in mine] for plan in plans]
@@ -147,13 +150,13 @@ def _figures(rows: Mapping[str, Mapping[str, Any]], runs: Mapping[str, Sequence[
 
 
 def by_seed(runs: Sequence[Mapping[str, Any]], value: Callable[[Mapping[str, Any]], float]) -> dict[int, float]:
-    """Seed -> the mean of its runs' values: more than one where devices are alone."""
+    """Seed -> mean of its runs' values; a seed has several runs where devices are alone."""
     seeds = dict.fromkeys(run["seed"] for run in runs)
     return {seed: statistics.fmean(value(run) for run in runs if run["seed"] == seed) for seed in seeds}
 
 
 def ahead(runs: Mapping[str, Sequence[Mapping[str, Any]]], name: str) -> dict[str, Any]:
-    """FedStitch's points of accuracy over another row, as a claim."""
+    """FedStitch's accuracy less another row's, in points, as a claim."""
     mine, theirs = (by_seed(runs[each], lambda run: 100 * run["marks"][-1]["test"]) for each in (OURS, name))
     return claims.claim([mine[seed] - theirs[seed] for seed in mine], "points", at_least=0.0)
 
@@ -191,7 +194,7 @@ def _cells(name: str, *cells: str) -> str:
 
 
 def picture(result: Mapping[str, Any]) -> str:
-    """Fig. 4 to 6 in small: accuracy by the boards' time, memory and joules."""
+    """Draw small versions of Fig. 4 to 6 as SVG: accuracy by the boards' time, memory and joules."""
     rows = result["rows"]
     curves = [
         plots.Line(name, *zip(*((s, 100 * accuracy) for s, accuracy in _curve(result["runs"][name])), strict=True))

@@ -1,4 +1,4 @@
-"""The runs behind fedstitch.toml: searches, training with the paper's schedule beside it, and a task's memory."""
+"""Runs of fedstitch.toml: searches, training with the costs of the paper's schedule, and the memory of tasks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from fedquilt.tools.simulation.scratch import Scratch
 from fedquilt.tools.simulation.simulated_job import ROOM_BYTES, Round, Simulation
 from fedquilt.tools.simulation.task_process import TaskProcess
 
-EPOCHS: Final = 10  # of each of the paper's rounds
-SEARCHERS: Final = 2  # devices that search alone
+EPOCHS: Final = 10  # epochs in each of the paper's rounds
+SEARCHERS: Final = 2  # number of devices that search alone
 
 
 def unfolded(job: Mapping[str, Any], seen: Examples) -> Tensors:
-    """A donor's weights, with statistics of the images `seen` in its normalisations if they were folded away."""
+    """A donor's weights; batch normalisations that were folded away are restored with statistics of `seen`."""
     import torch
 
     from fedquilt.models.networks import registry
@@ -45,12 +45,12 @@ def unfolded(job: Mapping[str, Any], seen: Examples) -> Tensors:
 
 
 def searched(job: Job, folder: Path, how: How) -> Run:
-    """FedStitch on all devices."""
+    """Run FedStitch on all devices."""
     return played(job, folder, how, workers=1, together=True)
 
 
 def alone(job: Job, folder: Path, how: How) -> Run:
-    """FedStitch on some devices, each by itself: their runs are in `figures`."""
+    """Run FedStitch on SEARCHERS devices, each alone; `figures` holds their runs under "alone"."""
     every = [member.device for member in single_run.shares(job, folder)[0]]
     names = cohort.sample(job.seed, 0, every, SEARCHERS)
     runs = [
@@ -61,7 +61,7 @@ def alone(job: Job, folder: Path, how: How) -> Run:
 
 
 def trained(job: Job, folder: Path, how: How) -> Run:
-    """A method that trains, and in `figures` what the paper's schedule of it takes."""
+    """Run a training method; `figures` holds the costs of its paper's schedule under "planned"."""
     run = played(job, folder, how, workers=1)
     rounds = int(how.row.paper["rounds"][0])
     planned = msgspec.structs.replace(job, rounds=rounds, params={**job.params, "epochs": EPOCHS})
@@ -69,15 +69,15 @@ def trained(job: Job, folder: Path, how: How) -> Run:
 
 
 def schedule(given: Job, folder: Path) -> dict[str, float]:
-    """Seconds and joules of a whole job on its boards, each round of which is played; only the arithmetic is left out.
+    """Simulated seconds and joules of a whole job, with all rounds played but without training.
 
-    What a task takes on a simulated board follows from its work and the number of examples, never from values. So the
-    coordinator's rounds come and go as they would, with who is asked, who declines and what is sent, and no weight is
-    moved. It is no statement about accuracy.
+    The cost of a task on a simulated board depends on its work and the number of examples, never on values. So the
+    coordinator asks devices, devices decline, and bytes are sent as in a real run, while the weights stay as they are.
+    The run says nothing about accuracy.
 
     Raises:
-        JobError: the run has failed; says why.
-        ModelError: a board does not tell its joules.
+        JobError: the run has failed; names the reason.
+        ModelError: a board's profile has no power, so that its joules are unknown.
     """
     from fedquilt.edge_agent.engines.torch_engine import TorchEngine
 
@@ -101,7 +101,7 @@ def schedule(given: Job, folder: Path) -> dict[str, float]:
 
 
 class Still:
-    """An engine that looks at one example, and whose training leaves the weights as they are."""
+    """An engine that trains without any step, and evaluates the first example only."""
 
     def __init__(self, engine: Trainer) -> None:
         self.name, self._engine = engine.name, engine
@@ -117,24 +117,27 @@ class Still:
         hooks: Hooks = Hooks(),
         progress: Callable[[float], None] = lambda fraction: None,
     ) -> tuple[Tensors, dict[str, float]]:
-        """See `fedquilt.core.Trainer`; no step is taken."""
+        """Return the weights unchanged; see `fedquilt.core.Trainer`."""
         return dict(start), {"loss": 0.0, "steps": 0.0}
 
     def evaluate(
         self, network: Mapping[str, Any], model: Tensors, examples: Examples, *, hooks: Hooks = Hooks()
     ) -> dict[str, float]:
-        """See `fedquilt.core.Trainer`; of the first example alone."""
+        """Evaluate the first example only; see `fedquilt.core.Trainer`."""
         return self._engine.evaluate(network, model, Examples(examples.x[:1], examples.y[:1]), hooks=hooks)
 
 
 def peak_bytes(folder: Path, given: Job, budget: str) -> int | None:
-    """The most that the task process of a device holds, whose budget is this: a round of training, a whole search.
+    """Peak memory, in bytes, of a device's task process under a budget, over a round of training or a whole search.
 
-    It is alone in its job, with the first share of the examples, and its orders are carried out by the agent's own
-    task process. None: it declines, since its budget does not hold the work.
+    The device is alone in its job, with the first share of the examples, and the agent's own task process carries out
+    its orders.
+
+    Returns:
+        None if the device declines, since its budget does not hold the work.
 
     Raises:
-        ModelError: a task failed, or this kernel tells no peaks.
+        ModelError: a task failed, or the kernel does not report peaks.
     """
     alone = msgspec.structs.replace(
         given,

@@ -1,4 +1,4 @@
-"""What genefl.toml cannot say: newcomers in a running job, and the bytes that follow from an architecture."""
+"""Code of genefl.toml: newcomers in a running job, and uploads computed from an architecture."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedquilt.tools.simulation.simulated_job import Simulation
 
 
 def look(folder: Path, how: How, simulation: Simulation, hands: Hands) -> dict[str, Any]:
-    """Let newcomers into GENE-FL's last two rounds; tell what known devices and newcomers come to."""
+    """Let newcomers into GENE-FL's last two rounds; returns accuracies of known devices and newcomers, and sizes."""
     if not how.row.away:
         return {}
     new, left = list(simulation.members)[-how.row.away :], simulation.job.rounds - len(simulation.rounds)
@@ -45,13 +45,13 @@ def look(folder: Path, how: How, simulation: Simulation, hands: Hands) -> dict[s
 
 
 def scratch(job: Job, folder: Path, how: How) -> Run:
-    """Newcomers who train from the weights in the bundle, each alone."""
+    """Train newcomers from the weights in the bundle, each alone."""
     run = played(job, folder, how)
     return msgspec.structs.replace(run, marks=(), figures={"newcomers": run.marks[-1].mean})
 
 
 def whole(job: Job, folder: Path, how: How) -> Run:
-    """Newcomers who train from what FedAvg comes to on the known devices, which is found out first."""
+    """Run FedAvg on the known devices, then train newcomers from its result, each alone."""
     last: list[dict[str, Any]] = []
 
     def model(simulation: Simulation, hands: Hands) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def whole(job: Job, folder: Path, how: How) -> Run:
 def sizes(
     table: str, grid: Grid, seeds: Sequence[int], rounds: int | None, out: Path, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The result of "genefl-bytes", of torchvision's ResNet18: nothing is run."""
+    """The result of "genefl-bytes", computed from torchvision's ResNet18 without any run."""
     from fedquilt.models.networks import registry  # torch
 
     model, wider = (registry.build({"name": "torchvision/resnet18", "classes": classes}) for classes in (10, 100))

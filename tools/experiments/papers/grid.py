@@ -1,10 +1,10 @@
-"""A table of runs as data: a TOML file with the jobs, what is shown of their runs, a paper's numbers and the claims.
+"""Tables of runs in TOML: the jobs, the values shown, a paper's numbers and the claims.
 
-A file holds one table, named like the file, or several: what stands outside of `[tables.NAME]` is common to them. Each
-run is the job in `[job]`, changed by one point of each of the `axes`, changed by one of the `rows`, with one seed. A
-table with `like = NAME` begins with what the one of that name beside it has. In
-paths "$mnist", "$cifar" and "$weights/NAME" stand for what lies in the folder of `--data`, "$digits" for the UCI
-digits that come with fedquilt. A file of Python beside it with the same name has what TOML cannot say (`cells.play`).
+A file holds one table, named like the file, or several, which share everything outside of `[tables.NAME]`. Each run is
+the job in `[job]`, changed by one point of each of the `axes`, then by one of the `rows`, with one seed. A TOML table
+with `like = NAME` starts from the entries of its sibling of that name. In paths "$mnist", "$cifar" and "$weights/NAME"
+stand for files in the folder of `--data`, and "$digits" for the UCI digits that come with fedquilt. The papers' tables
+may have code in a Python file of the same name (`cells.play`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedquilt.tools.experiments.single_run import Mark
 HERE: Final = Path(__file__).parent
 DIGITS: Final = Path(__file__).resolve().parents[2] / "demo" / "digits.npz"
 MARKED: Final = re.compile(r"\A\$(\w+)(?:/(.+))?\Z")
-VALUES: Final = ("rounds_to", *Mark.__struct_fields__)  # of any run; see `cells.value_of`
+VALUES: Final = ("rounds_to", *Mark.__struct_fields__)  # values that any run has; see `cells.value_of`
 NETWORK: Final = ("model", "input", "labels", "donors", "schedule", "int8")  # keys of a job that make its bundle
 
 
@@ -35,68 +35,68 @@ class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Pretrain(Struct, frozen=True):
-    """Training of the network before any round, which gives the weights that all devices begin with."""
+    """Training of the network before any round, for the weights with which all devices start."""
 
-    data: dict[str, Any]  # as [data] of a job; drawn by the run's seed unless it has one
+    data: dict[str, Any]  # as [data] of a job, with the run's seed unless it has its own
     fit: dict[str, Any] = {}  # fields of `fedquilt.core.Fit`
-    below: int = 0  # classes below this number alone; 0: all
-    draw: tuple[str, ...] = ()  # words that go before the seed into what draws mini-batches
-    new_head: bool = False  # draw the last dense layer anew afterwards
-    by: str = ""  # the function of the table's own code that does it; "": by steps of the optimizer
+    below: int = 0  # train on classes below this number only; 0: on all
+    draw: tuple[str, ...] = ()  # words that, with the seed, determine the mini-batches
+    new_head: bool = False  # reinitialise the last dense layer afterwards
+    by: str = ""  # function of the table's own code that computes the weights; "": training
 
 
 class Point(Struct, frozen=True):
-    """What one point of an axis changes."""
+    """Changes made by one point of an axis."""
 
-    job: dict[str, Any] = {}  # over [job], table by table
+    job: dict[str, Any] = {}  # merged over [job]
     shares: dict[str, float] = {}  # parameter -> its value as a share of the job's rounds
     pretrain: Pretrain | None = None
-    target: float | None = None  # of the main metric, to which the value "rounds_to" counts
+    target: float | None = None  # metric that ends the value "rounds_to"
     about: str = ""
     paper: dict[str, dict[str, tuple[float, ...]]] = {}  # row -> value -> mean and deviation; (): never
 
 
 class Row(Struct, frozen=True):
-    """One row of the table: what its jobs change."""
+    """One row of the table: the changes to its jobs."""
 
-    job: dict[str, Any] = {}  # over [job] and the axes' points
+    job: dict[str, Any] = {}  # merged over [job] and the axes' points
     pretrain: Pretrain | None = None
-    fixed: bool = False  # its rounds stay as they are when fewer are wanted of the table
+    fixed: bool = False  # keep its number of rounds whatever `--rounds` says
     more: int = 0  # rounds on top of the table's
     members: tuple[int, ...] = ()  # first and one past the last of the devices that take part; (): all
-    away: int = 0  # so many of these, the last ones, are not online at first
-    play: str = ""  # the function of the table's own code that plays it; "": as any job is played
-    paper: dict[str, tuple[float, ...]] = {}
+    away: int = 0  # number of these, the last ones, that are offline at first
+    play: str = ""  # function of the table's own code that plays it; "": as any job is played
+    paper: dict[str, tuple[float, ...]] = {}  # value -> mean and deviation
 
 
 class Show(Struct, frozen=True):
     """One column of the text."""
 
-    value: str  # as of `cells.value_of`
+    value: str  # a name for `cells.value_of`
     title: str
     scale: float = 1.0
     digits: int = 1
-    each: bool = False  # the value of every seed in place of mean and deviation
+    each: bool = False  # show the value of every seed instead of mean and deviation
 
 
 class Claim(Struct, frozen=True):
-    """A statement about each column, judged by its interval over the seeds."""
+    """A statement about each column, judged by its confidence interval over the seeds."""
 
-    name: str  # {column} and {row} in it stand for their names
-    value: str
-    row: str = ""  # "": each but the one it is compared with
-    over: str = ""  # the value of this row is taken off
-    of: str = ""  # the value is told as a share of this row's, in percent
-    columns: tuple[str, ...] = ()  # these alone; (): all
+    name: str  # {column} and {row} are replaced by their names
+    value: str  # a name for `cells.value_of`
+    row: str = ""  # row that it is about; "": every row but the one it is compared with
+    over: str = ""  # row whose value is subtracted
+    of: str = ""  # row whose value is 100 %
+    columns: tuple[str, ...] = ()  # columns that it is about; (): all
     worst: bool = False  # one claim for all columns together, about the largest value of each seed
     scale: float = 1.0
     unit: str = ""
     at_least: float | None = None
     at_most: float | None = None
-    told: bool = False  # not claimed: how it came out is printed, and decides nothing
+    told: bool = False  # print the comparison without claiming anything
 
     def rows(self, every: Iterable[str]) -> list[str]:
-        """The rows that it is about, then the one that they are compared with."""
+        """The rows that the claim is about, then the row that they are compared with, if any."""
         other = self.over or self.of
         return [*([self.row] if self.row else [row for row in every if row != other]), *([other] if other else [])]
 
@@ -104,7 +104,7 @@ class Claim(Struct, frozen=True):
 class Grid(Struct, frozen=True):
     """One table."""
 
-    about: str  # how it is done, and what differs from the paper; its first line is its title in the list
+    about: str  # description, with differences from the paper; the first line is the title in the list
     job: dict[str, Any] = {}
     rows: dict[str, Row] = {}
     axes: dict[str, dict[str, Point]] = {}
@@ -112,39 +112,42 @@ class Grid(Struct, frozen=True):
     show: tuple[Show, ...] = (Show("test", "accuracy %", 100.0), Show("up_bytes", "MB up", 1e-6))
     claims: tuple[Claim, ...] = ()
     pretrain: Pretrain | None = None
-    together: bool = True  # devices of a small network are trained in one graph
-    first: bool = False  # the test set is evaluated before the first round too: the value "test@0"
-    device: str = ""  # what devices are called, "dev" for dev-00; what they draw depends on it; "": by their boards
-    covers: tuple[str, ...] = ()  # methods; (): those of its jobs
-    run: str = ""  # the function of its own code that gives its result; "": its cells are run
-    page: str = ""  # of docs/, where what came out stands
+    together: bool = True  # train the devices of a small network in one graph
+    first: bool = False  # evaluate on the test set before the first round too, as the value "test@0"
+    device: str = ""  # prefix of the devices' names, on which their random draws depend; "": names of their boards
+    covers: tuple[str, ...] = ()  # methods whose pages name the table; (): those of its jobs
+    run: str = ""  # function of its own code that returns its result; "": its cells are run
+    page: str = ""  # page of docs/ with the figures
 
     @property
     def columns(self) -> dict[str, tuple[Point, ...]]:
-        """Name -> the points of the axes, in order; "" is the one column of a table without axes."""
+        """Name of each column -> a point of each axis, in order; a table without axes has one column ""."""
         found = itertools.product(*(axis.items() for axis in self.axes.values()))
         return {", ".join(name for name, _ in each): tuple(point for _, point in each) for each in found}
 
     @property
     def points(self) -> list[Point]:
-        """The points of all axes."""
+        """Points of all axes."""
         return [point for axis in self.axes.values() for point in axis.values()]
 
     @property
     def tested(self) -> bool:
-        """Whether a value is wanted that comes from the test set."""
+        """Whether a value needs evaluations on the test set."""
         return any(value.partition("@")[0] in ("test", "rounds_to") for value in self.values)
 
     @property
     def values(self) -> list[str]:
-        """The values of runs that are shown or claimed."""
+        """Names of the values that are shown or claimed, each once."""
         return list(dict.fromkeys([*(show.value for show in self.show), *(claim.value for claim in self.claims)]))
 
     def job_of(self, points: Iterable[Point], row: Row, seed: int, rounds: int | None) -> dict[str, Any]:
-        """The table of one run's job.
+        """The job of one run, as a table.
 
         Args:
-            rounds: in place of the grid's; None: as many as it says.
+            points: one of each axis, applied in this order.
+            row: applied after the points.
+            seed: of the job and its data.
+            rounds: in place of the grid's, unless the row's are `fixed`; None: the grid's own.
         """
         found = self.job
         for point in points:
@@ -158,7 +161,7 @@ class Grid(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Table:
-    """A table that can be run, as its file has it."""
+    """A table as its file has it."""
 
     name: str
     file: Path
@@ -166,7 +169,7 @@ class Table:
 
     @property
     def grid(self) -> Grid:
-        """The table with marks in its paths.
+        """The checked table, with marks left in its paths.
 
         Raises:
             JobError: a key is wrong; names file, key and mend.
@@ -174,14 +177,14 @@ class Table:
         return self._read(self.raw)
 
     def filled(self, data: Path | None) -> Grid:
-        """The table with its paths.
+        """The checked table, with the marks in its paths replaced.
 
         Args:
-            data: the folder that the marks stand for.
+            data: the folder of `--data`; None: not given.
 
         Raises:
             JobError: a key is wrong, or a mark is unknown.
-            DataError: what a mark stands for is not in the folder, or no folder is given.
+            DataError: a mark's files are not in the folder, or no folder is given.
         """
         with config.naming(str(self.file)):
             return self._read(
@@ -190,18 +193,19 @@ class Table:
 
     @property
     def code(self) -> str:
-        """The name of the module of the papers that belongs to the table; "": none."""
+        """Name of the module with the code of one of the papers' tables; "": none."""
         own = self.file.parent == HERE and self.file.with_suffix(".py").exists()
         return self.file.stem if own else ""
 
     @property
     def takes_data(self) -> bool:
+        """Whether a path of the table has a mark that `--data` has to fill."""
         return any(mark != "digits" for mark in _marks(self.raw))
 
     def _read(self, raw: Any) -> Grid:
         with config.naming(f"{self.file}, table {self.name}"):
             found = config.convert(raw, Grid, "the table")
-            if not self.code:  # which may tell other values
+            if not self.code:  # a table's code may define other values
                 _require("value", {value.partition("@")[0] for value in found.values}, VALUES)
                 befores = [found.pretrain, *(row.pretrain for row in found.rows.values())]
                 befores += [point.pretrain for point in found.points]
@@ -230,10 +234,10 @@ def _require(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
 
 
 def tables(file: Path) -> dict[str, Table]:
-    """The tables in a file, by name.
+    """Read the tables in a file, by name.
 
     Raises:
-        JobError: it cannot be read, or is not TOML.
+        JobError: the file cannot be read, is not TOML, or has a `like` without its table.
     """
     with config.naming(str(file)):
         common = _alike(config.read(file))
@@ -244,7 +248,7 @@ def tables(file: Path) -> dict[str, Table]:
 
 
 def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Both tables in one; where both have a key its value is the second's, unless it is a table in both."""
+    """Merge two tables; `over` wins where both have a key, and tables in both are merged in turn."""
     found = dict(under)
     for key, value in over.items():
         known = found.get(key)
@@ -253,7 +257,7 @@ def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _alike(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A table in which each entry with `like = NAME` is that of this name beside it, changed by what else it says."""
+    """Resolve `like = NAME`: each such entry is merged over its sibling of that name."""
     found = {key: _alike(value) if isinstance(value, Mapping) else value for key, value in table.items()}
 
     def whole(key: str, seen: tuple[str, ...] = ()) -> Any:
@@ -271,11 +275,17 @@ def _alike(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def place(table: str, mark: str, rest: str, data: Path | None) -> dict[str, str]:
-    """What a mark in a path stands for: "path", and what else the table with that path then has.
+    """Keys that replace a mark in a path: "path", and other keys of the table with that path.
+
+    Args:
+        table: name of the table, for the error.
+        mark: without "$".
+        rest: part of the path after the mark.
+        data: the folder of `--data`; None: not given.
 
     Raises:
         JobError: the mark is unknown.
-        DataError: it is not in the folder `data`, or that is None.
+        DataError: the mark's files are not in the folder, or no folder is given.
     """
     if mark == "digits":
         return {"path": str(DIGITS)}
@@ -288,7 +298,7 @@ def place(table: str, mark: str, rest: str, data: Path | None) -> dict[str, str]
 
 
 def mnist(data: Path) -> dict[str, str]:
-    """The folder of MNIST's files: `data` itself, or where torchvision puts them below it."""
+    """MNIST as keys of a [data] table: the folder `data`, or torchvision's folder below it."""
     nested = data / "MNIST" / "raw"
     found = nested if nested.is_dir() else data
     if not any(found.glob("*images?idx3-ubyte*")):
@@ -300,7 +310,7 @@ def mnist(data: Path) -> dict[str, str]:
 
 
 def cifar(data: Path) -> dict[str, str]:
-    """CIFAR-10 as keys of a [data] table: a cifar10*.npz, or as torchvision puts it."""
+    """CIFAR-10 as keys of a [data] table: a file cifar10*.npz, or torchvision's folder."""
     files = sorted(data.glob("cifar10*.npz"))
     if not files and not (data / "cifar-10-batches-py").is_dir():
         raise DataError(f"there is no CIFAR-10 in {data}: cifar10.npz, or torchvision's folder cifar-10-batches-py")
@@ -308,7 +318,7 @@ def cifar(data: Path) -> dict[str, str]:
 
 
 def weights(data: Path, architecture: str) -> dict[str, str]:
-    """The file of one of torchvision's networks' ImageNet weights."""
+    """The file with the ImageNet weights of one of torchvision's networks, under "path"."""
     files = sorted((data / "weights").glob(f"{architecture}*.pt*"))
     if not files:
         raise DataError(f"no {architecture}*.pt in {data / 'weights'}: put torchvision's weights there")
@@ -316,7 +326,7 @@ def weights(data: Path, architecture: str) -> dict[str, str]:
 
 
 def _filled(value: Any, known: Any, folder: Path) -> Any:
-    """A table with its marks replaced, and other relative paths of jobs taken from the folder."""
+    """Replace a table's marks, and resolve its other relative paths against the folder."""
     if isinstance(value, list):
         return [_filled(each, known, folder) for each in value]
     if not isinstance(value, Mapping):

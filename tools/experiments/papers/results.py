@@ -1,4 +1,4 @@
-"""What a grid's runs came to: values by column, row and seed, the claims, and the table as text."""
+"""Results of a grid's runs: values by column, row and seed, the claims, and the table as text."""
 
 from __future__ import annotations
 
@@ -19,10 +19,19 @@ from fedquilt.tools.experiments.single_run import Run
 def result(
     name: str, grid: Grid, cells: Sequence[Cell], runs: Mapping[Case, Run], seeds: Sequence[int], rounds: int | None
 ) -> dict[str, Any]:
-    """For programs: "columns": column -> row -> "values" (one for each seed), the "paper"'s, and every run.
+    """A table's result for programs.
 
     Args:
-        rounds: fewer than the grid's; None: as many. Claims are judged only then.
+        name: of the table.
+        grid: the table.
+        cells: the cells that were run.
+        runs: the run of each cell's case.
+        seeds: that were run, in the order of the values.
+        rounds: as asked for; None: the grid's own, the only case in which claims are judged.
+
+    Returns:
+        "columns": column -> row -> "values" (one for each seed), "paper" and "runs"; "figures": the judged claims;
+        "told": the comparisons that are reported without a claim; "table" and "seeds".
     """
     found: dict[str, dict[str, Any]] = {}
     for cell in cells:
@@ -52,7 +61,7 @@ def result(
 
 
 def judgements(grid: Grid, found: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[Claim, dict[str, Any]]]:
-    """Each claim for each of its rows and columns, or for all columns together, and how it came out."""
+    """Judge each claim for each of its rows and columns, or for all columns together; by the claims' names."""
     judged = {}
     for claim in grid.claims:
         other = claim.over or claim.of
@@ -72,9 +81,9 @@ def judgements(grid: Grid, found: Mapping[str, Mapping[str, Any]]) -> dict[str, 
 
 
 def shown(claim: Claim, row: Mapping[str, Any], other: Mapping[str, Any] | None) -> list[float]:
-    """What each seed shows of a claim in one column; none where a run does not tell the value.
+    """A claim's value for each seed in one column; [] if a run lacks the value.
 
-    A target that was never reached counts as one round more than there are.
+    A target that was never reached counts as one round more than were run.
     """
 
     def of(row: Mapping[str, Any]) -> list[float | None]:
@@ -89,11 +98,11 @@ def shown(claim: Claim, row: Mapping[str, Any], other: Mapping[str, Any] | None)
     return [100 * a / b if claim.of else claim.scale * (a - b) for a, b in pairs]
 
 
-# -- for people -----------------------------------------------------------------------------------
+# -- text -----------------------------------------------------------------------------------------
 
 
 def lines(grid: Grid, result: Mapping[str, Any]) -> list[str]:
-    """The table as text, our numbers and in brackets the paper's; then the claims."""
+    """The table as text, with the paper's numbers in brackets, followed by the claims."""
     told = [f"seeds {', '.join(map(str, result['seeds']))}"] if result["seeds"] else []
     if any(row["paper"] for rows in result["columns"].values() for row in rows.values()):
         told.append("the paper's in brackets")
@@ -129,7 +138,7 @@ def _cell(show: Any, row: Mapping[str, Any]) -> str:
 
 
 def spread(values: Sequence[Any], scale: float, digits: int, each: bool) -> str:
-    """Mean and deviation of the seeds' values, or each of them."""
+    """Mean and standard deviation over seeds as text, or the value of each seed."""
     if each:
         return ", ".join("-" if value is None else f"{scale * value:.{digits}f}" for value in values)
     known = [scale * value for value in values if value is not None]

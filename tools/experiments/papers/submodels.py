@@ -1,4 +1,4 @@
-"""What submodels.toml cannot say: the accuracy of the parts that boards of less memory train."""
+"""Code of submodels.toml: the accuracy of the parts that boards with less memory train."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fedquilt.tools.simulation.carriers import Hands
 from fedquilt.tools.simulation.simulated_job import Simulation
 
 PARTS: Final = ("1GB", "2GB", "4GB")
-WHOLE: Final = ("fedavg", "fedepth")  # methods whose devices with less memory are sent the whole network too
+WHOLE: Final = ("fedavg", "fedepth")  # methods that send the whole network to every device
 
 
 def look(folder: Path, how: How, simulation: Simulation, hands: Hands) -> dict[str, Any]:
-    """After the last round: accuracy of what a device with so much memory would be sent, by its budget."""
+    """After the last round: budget -> accuracy of the part that a device with that budget is sent."""
     if not simulation.finished or simulation.job.method in WHOLE:
         return {}
     with Evaluator(simulation.job, folder) as judge:
