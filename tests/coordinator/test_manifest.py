@@ -14,7 +14,7 @@ from fedquilt.coordinator import manifest
 from fedquilt.core import BlobRef, Encoding, Expected, Update, UpdateError, Usage, expected
 from fedquilt.testing import scenes
 
-UNFORESEEN = {"fedstitch", "genefl"}  # they do not say beforehand what their devices send
+UNFORESEEN = {"afl", "fedstitch", "genefl"}  # they do not say beforehand what their devices send
 MODEL = {"w": np.arange(6000, dtype=np.float32).reshape(60, 100), "n": np.array(3), "b": np.zeros(9, np.float32)}
 
 

@@ -42,7 +42,7 @@ def test_paths_are_taken_from_the_job_files_folder(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("name = ", "not TOML"),
-        ('name = "j"\nmethod = "fedavgg"\n', "there are: depthfl, ditto, fedavg"),
+        ('name = "j"\nmethod = "fedavgg"\n', "there are: afl, depthfl, ditto, fedavg"),
         ('name = "j"\nmethod = "fedavg"\nround = 3\n', "there is no key 'round'"),
         ('name = "j"\nmethod = "fedavg"\nrounds = "3"\n', "rounds = "),
         ('name = "J/../x"\nmethod = "fedavg"\n', "name = "),

@@ -421,14 +421,14 @@ def test_moon_says_so_where_there_is_no_linear_layer() -> None:
     ("name", "params", "message"),
     [
         ("fedavg", {"nesterov": True}, "wants a momentum above 0"),
-        ("fedavg", {"optimizer": "rmsprop"}, r"\$\.optimizer"),
+        ("fedavg", {"optimizer": "rmsprop"}, r"optimizer = "),
         ("scaffold", {"momentum": 0.9}, "SCAFFOLD wants sgd and no momentum"),
         ("scaffold", {"nesterov": True}, "wants a momentum above 0"),
         ("scaffold", {"optimizer": "adam"}, "SCAFFOLD wants sgd and no momentum"),
         ("fednova", {"optimizer": "adam"}, "not how far adam does"),
-        ("fedopt", {"server": "lamb"}, r"\$\.server"),
-        ("fedopt", {"tau": 0.0}, r"\$\.tau"),
-        ("moon", {"temperature": 0.0}, r"\$\.temperature"),
+        ("fedopt", {"server": "lamb"}, r"server = "),
+        ("fedopt", {"tau": 0.0}, r"tau = "),
+        ("moon", {"temperature": 0.0}, r"temperature = "),
     ],
 )
 def test_parameters_that_make_no_sense_are_refused_in_the_job(name: str, params: dict[str, Any], message: str) -> None:

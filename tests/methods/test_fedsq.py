@@ -280,7 +280,7 @@ def test_a_module_that_is_not_there_is_refused_with_those_that_are() -> None:
 @pytest.mark.parametrize("odd", [{"gates": "soft"}, {"bn": "no"}, {"pool": "avg"}, {"mu": -1.0}, {"cache": "int8"}])
 def test_parameters_that_make_no_sense_are_refused_in_the_job(odd: dict[str, Any]) -> None:
     """When the job is read."""
-    with pytest.raises(JobError, match=rf"\$\.{next(iter(odd))}"):
+    with pytest.raises(JobError, match=rf"{next(iter(odd))} = "):
         settings.parse({"name": "j", "method": "fedsq", "params": odd})
 
 

@@ -346,9 +346,9 @@ def test_a_head_of_several_layers_is_named() -> None:
         ("pfedme", {"outer_lr": 1.0}, "have to be below 2"),
         ("perfedavg", {"clip": 1.0}, "no momentum and no clip"),
         ("perfedavg", {"momentum": 0.5}, "no momentum and no clip"),
-        ("ditto", {"pull": -1.0}, r"\$\.pull"),
-        ("fedrep", {"head": 3}, r"\$\.head"),
-        ("perfedavg", {"alpha": -0.1}, r"\$\.alpha"),
+        ("ditto", {"pull": -1.0}, r"pull = "),
+        ("fedrep", {"head": 3}, r"head = "),
+        ("perfedavg", {"alpha": -0.1}, r"alpha = "),
     ],
 )
 def test_parameters_that_make_no_sense_are_refused_in_the_job(name: str, params: dict[str, Any], message: str) -> None:

@@ -158,8 +158,8 @@ def test_only_so_many_updates_are_held_whatever_the_order_they_come_in() -> None
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"attackers": 0.5}, r"\$\.attackers"),
-        ({"rule": "mean"}, r"\$\.rule"),
+        ({"attackers": 0.5}, r"attackers = "),
+        ({"rule": "mean"}, r"rule = "),
         ({"most": 2}, "Krum wants more than 2 f"),
         ({"most": 10, "attackers": 0.4}, "Krum wants more than 2 f"),
     ],

@@ -128,7 +128,7 @@ def test_a_device_whose_training_diverges_is_told_by_its_name_and_the_others_go_
     assert "lower lr" in seen["dev-1"]
 
 
-def test_no_workers_at_all_are_refused(folder: Path) -> None:
-    """Before anything starts."""
+def test_fewer_workers_than_none_are_refused(folder: Path) -> None:
+    """Before anything starts; none at all means this process."""
     with pytest.raises(JobError, match="at least 1"):
-        play(folder, workers=0)
+        play(folder, workers=-1)
