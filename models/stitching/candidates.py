@@ -25,7 +25,7 @@ from fedquilt.core import derive_seed
 from fedquilt.models.stitching import class_moments, front, joint_head, stitched
 from fedquilt.models.stitching.class_moments import Sums
 from fedquilt.models.stitching.front import Cost
-from fedquilt.models.stitching.joint_head import Layout, Standard, Strength
+from fedquilt.models.stitching.joint_head import Joined, Layout, Standard, Strength
 from fedquilt.models.stitching.search_state import Candidate, Finalist, Params, State, Stored, describe
 from fedquilt.models.stitching.stitched import Stock
 
@@ -145,16 +145,21 @@ class _Solver:
     def __init__(self, given: Standard, places: Layout) -> None:
         self.given, self.places = given, places
         self._known: dict[tuple[int, ...], Strength] = {}
+        self._met: dict[tuple[int, ...], Strength] = {}  # sets that the choice of taps went through
 
     def strength(self, *taps: int) -> Strength:
-        """Of one tap the best of all that are tried; of several, from the strongest that one of them has alone."""
+        """The best of all that are tried; of several taps the best that lies downhill from where they were joined.
+
+        Taps that nothing has joined begin with the strongest that one of them has alone.
+        """
         ordered = tuple(sorted(taps))
         if ordered not in self._known:
             given = self.given.of(self.places.columns(ordered))
             if len(ordered) == 1:
                 self._known[ordered] = joint_head.strength(given)
             else:
-                start = max(self.strength(tap).ridge for tap in ordered)
+                ridge = max(self.strength(tap).ridge for tap in ordered)
+                start = self._met.get(ordered) or joint_head.strength_at(given, ridge)
                 self._known[ordered] = joint_head.strength_from(given, start)
         return self._known[ordered]
 
@@ -166,12 +171,18 @@ class _Solver:
         """
         near = sorted(among, key=lambda tap: (self.strength(tap).criterion, tap))[: joint_head.FROM]
         ridge = self.strength(near[0]).ridge
-        found = joint_head.forward(self.given, self.places, near[0], near, ridge)
+        found = self._forward(near, ridge)
         then = self.strength(*found.taps).ridge
         if not ridge / APART < then < ridge * APART:
-            again = joint_head.forward(self.given, self.places, near[0], near, then)
+            again = self._forward(near, then)
             found = min(found, again, key=lambda each: self.strength(*each.taps).criterion)
         return found.taps
+
+    def _forward(self, near: Sequence[int], ridge: float) -> Joined:
+        found = joint_head.forward(self.given, self.places, near[0], near, ridge)
+        for count, criterion in enumerate(found.criteria, 1):
+            self._met.setdefault(tuple(sorted(found.taps[:count])), Strength(ridge, criterion))
+        return found
 
 
 def _alone(state: State, made: _Solver) -> list[int]:

@@ -117,25 +117,32 @@ def strength(given: Standard, tried: Sequence[float] = STRENGTHS) -> Strength:
     return min(found, key=lambda each: (each.criterion, -each.ridge))
 
 
-def strength_from(given: Standard, start: float, tried: Sequence[float] = STRENGTHS) -> Strength:
+def strength_from(given: Standard, start: Strength, tried: Sequence[float] = STRENGTHS) -> Strength:
     """A ridge whose criterion neither the next weaker nor the next stronger one betters, downhill from `start`.
 
     Each ridge on the way is solved by Cholesky's factor, a small part of what the eigenvectors for `strength` take: for
-    sets of many features, where a good start is known.
+    sets of many features, where a good start is known. Stronger ones are tried first, as more features want them.
+
+    Args:
+        given: sums of the set.
+        start: one of those tried, with the criterion that it comes to.
+        tried: ridges, ascending.
     """
-    known: dict[int, tuple[float, float]] = {}
+    best, place = start, tried.index(start.ridge)
+    for step in (1, -1):
+        while 0 <= place + step < len(tried):
+            found = Strength(tried[place + step], _solved_criterion(given, tried[place + step]))
+            if not found.criterion < best.criterion:
+                break
+            best, place = found, place + step
+        if best is not start:
+            break
+    return best
 
-    def at(place: int) -> tuple[float, float]:
-        if not 0 <= place < len(tried):
-            return np.inf, 0.0
-        if place not in known:
-            known[place] = (_solved_criterion(given, tried[place]), -tried[place])
-        return known[place]
 
-    place = min(range(len(tried)), key=lambda each: abs(np.log(tried[each] / start)))
-    while (best := min((place, place + 1, place - 1), key=at)) != place:
-        place = best
-    return Strength(tried[place], at(place)[0])
+def strength_at(given: Standard, ridge: float) -> Strength:
+    """One ridge with its criterion."""
+    return Strength(ridge, _solved_criterion(given, ridge))
 
 
 def _solved_criterion(given: Standard, ridge: float) -> float:
