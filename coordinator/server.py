@@ -127,8 +127,6 @@ class Server:
         """Announce the end of the coordinator; open tasks stay open and continue at the next start."""
         self._executor.close()
 
-    # -- what devices say --
-
     def _say_all_again(self, now_s: float) -> None:
         """Publish everything again after a new session: the broker may have lost it."""
         for device in sorted(self.active.rounds.asked) if self.active else ():
@@ -157,8 +155,6 @@ class Server:
                 self._happened(admission.Offered(device, told, status, unfit), now_s)
             case wire.Telemetry():
                 self.registry.telemetry(device, message, now_s)
-            case _:
-                pass  # progress is for observers only
 
     def _happened(self, event: admission.Event, now_s: float) -> None:
         """Apply an event: facts first, then actions."""
@@ -248,8 +244,6 @@ class Server:
             return self._executor.send(device, task, now_s)
         except FedquiltError as error:
             return self._fail(error, now_s)
-
-    # -- the job --
 
     def _poll(self, now_s: float) -> None:
         """Read requests from the store: new jobs, jobs stopped and resumed."""
@@ -388,8 +382,6 @@ class Server:
                 others = self._store.held(but=job.id)  # other jobs may have the same content
                 for sha256 in spent - job.pinned() - others:
                     self._store.depot.drop(sha256)
-            case _:
-                pass
         self._tell()
 
     def _leave(self) -> None:

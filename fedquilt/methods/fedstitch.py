@@ -79,6 +79,7 @@ from fedquilt.models.stitching import (
     candidates,
     class_moments,
     device_statistics,
+    judging,
     least_squares,
     orders,
     scoring,
@@ -228,12 +229,12 @@ def result(state: State) -> Artefact:
     if not state.candidates:
         ends = state.finalists or tuple(search.distinct(state))
         state = replace(state, candidates=tuple(candidates.aligned(finalist) for finalist in ends))
-    best = candidates.best(state, state.candidates)
+    best = judging.best(state, state.candidates)
     if best is None:
         raise ModelError("no network is finished: raise the job's rounds, or [params] expansions or max_upsampling")
-    meta, arrays = stitched.to_artefact(candidates.handed_out(state, best), state.stock)
-    told = candidates.summaries(state)
-    return Artefact("stitched", {**meta, "search": told, "gains": candidates.gains(state)}, arrays)
+    meta, arrays = stitched.to_artefact(judging.handed_out(state, best), state.stock)
+    told = judging.summaries(state)
+    return Artefact("stitched", {**meta, "search": told, "gains": judging.gains(state)}, arrays)
 
 
 def _shapes(state: State) -> list[tuple[int, int]]:
@@ -306,8 +307,8 @@ def _all_heard(state: State, known: tuple[str, ...]) -> bool:
 def _closed(state: State) -> State:
     """Close a phase in which every device was heard: solve candidates after gather, choose one after validate."""
     if state.phase == "validate":
-        best = max(range(len(state.candidates)), key=lambda i: candidates.merit(state, state.candidates[i]))
-        return replace(state, phase="done", chosen=best, log=tuple(candidates.told(state)))
+        best = max(range(len(state.candidates)), key=lambda i: judging.merit(state, state.candidates[i]))
+        return replace(state, phase="done", chosen=best, log=tuple(judging.told(state)))
     assert state.gathered is not None
     found, counts = _solved(state), state.gathered.counts
     notes = [f"{len(found)} candidates solved from {counts.sum():.0f} images of {len(state.heard)} devices"]

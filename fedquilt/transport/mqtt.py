@@ -12,21 +12,20 @@ is given a few at a time and a fresh client serves each connection; `fedquilt.tr
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 import select
 import socket
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import paho.mqtt.client as paho
 from paho.mqtt.reasoncodes import ReasonCode
 
 from fedquilt.core import FedquiltError, LinkError
-from fedquilt.transport import mqtt_errors
+from fedquilt.transport import keep_alive, mqtt_errors
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.connect import ANSWER_S, Retry, Waiting, dial, read_ahead
 from fedquilt.transport.link import Message, matches
@@ -43,7 +42,11 @@ TENDED: Final = 20  # looks at the connection in `keepalive_s` while the caller 
 
 
 class MqttLink:
-    """Client of a broker; see `transport.link.Link`. Nothing is sent before the first `wait` or `connect`."""
+    """Client of a broker; see `transport.link.Link`. Nothing is sent before the first `wait` or `connect`.
+
+    `will` (topic, payload) is published by the broker, retained, when this client is lost without `close`. `roll`
+    draws from [0, 1) for the back-off's jitter.
+    """
 
     def __init__(
         self,
@@ -53,10 +56,6 @@ class MqttLink:
         *,
         roll: Callable[[], float] = random.random,
     ) -> None:
-        """`will` (topic, payload) is published by the broker, retained, when this client is lost without `close`.
-
-        `roll` draws from [0, 1) for the back-off's jitter.
-        """
         self.broker = broker
         self.client_id = client_id
         self.will = will
@@ -94,8 +93,6 @@ class MqttLink:
     def problem(self) -> str | None:
         """Why there is no connection or, with one, the broker's last refusal: one sentence, or None."""
         return self._trouble or self._refused
-
-    # -- Link -------------------------------------------------------------------------------------
 
     def connect(self, timeout_s: float) -> None:
         """Wait for the first connection, for commands that cannot continue without it.
@@ -158,27 +155,14 @@ class MqttLink:
             if before != (self.session, self.connected, self.problem):
                 return
 
-    @contextlib.contextmanager
-    def tended(self) -> Iterator[None]:
-        """Hand the link to a thread that answers the broker while the body computes, however long that takes.
+    def tended(self) -> AbstractContextManager[None]:
+        """Answer the broker from another thread while the body computes; the next `wait` connects again if needed."""
+        return keep_alive.tended(self._look, self.broker.keepalive_s / TENDED)
 
-        A connection that is lost meanwhile is made again by the next `wait`. The body must not use the link. It has to
-        let go of the interpreter's lock now and then, as numpy does and as any Python code does.
-        """
-        done = threading.Event()
-        every_s = self.broker.keepalive_s / TENDED
-
-        def tend() -> None:
-            while self.connected and not done.wait(every_s):
-                self._turn(0.0, ())
-
-        thread = threading.Thread(target=tend, name="keep-alive", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
+    def _look(self) -> bool:
+        if self.connected:
+            self._turn(0.0, ())
+        return self.connected
 
     def close(self) -> None:
         """Send queued messages within a few seconds, then disconnect."""
@@ -191,8 +175,6 @@ class MqttLink:
             self._client.say_goodbye(self._socket)
         self._hang_up()
         self.connected = False
-
-    # -- one turn: a poll, and the input and output it allows --------------------------------------
 
     def _turn(self, timeout_s: float, fds: Sequence[int]) -> bool:
         """Poll once; returns whether one of `fds` is ready."""
@@ -232,8 +214,6 @@ class MqttLink:
             self._lose(mqtt_errors.unreachable(self.broker, TimeoutError()))
         else:
             self._exchange()
-
-    # -- connecting -------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         """Start an attempt if one is due."""
@@ -290,8 +270,6 @@ class MqttLink:
         level = "5" if self.level == 5 else "3.1.1"
         log.info("connected to %s by MQTT %s, payloads up to %d bytes", self.broker, level, self.max_payload)
 
-    # -- connected --------------------------------------------------------------------------------
-
     def _exchange(self) -> None:
         """Read and write as much as is possible without waiting."""
         client, sock = self._client, self._socket
@@ -332,9 +310,7 @@ class MqttLink:
         """A QoS-1 message was acknowledged, or a QoS-0 message written."""
         message = self._queue.done(mid)
         if message is not None and reason.is_failure:
-            mine = "its certificate or user may have no right there: see the broker's ACL"
-            mend = mine if reason.value == mqtt_errors.NOT_AUTHORIZED else "see the broker's log"
-            self._drop(1, f"{self.broker} refuses messages to {message.topic} ({reason}): {mend}")
+            self._drop(1, mqtt_errors.not_taken(self.broker, message.topic, reason.value, str(reason)))
 
     def _on_message(self, client: Any, userdata: Any, message: paho.MQTTMessage) -> None:
         try:
@@ -350,8 +326,6 @@ class MqttLink:
         for reason in reasons:
             if reason.is_failure:
                 self._refuse(f"{self.broker} refuses a subscription of {self.client_id} ({reason}): see its ACL")
-
-    # -- losing it --------------------------------------------------------------------------------
 
     def _on_disconnect(self, client: Any, userdata: Any, flags: Any, reason: ReasonCode, properties: Any) -> None:
         if self._farewell is None or not self._farewell.is_failure:  # CONNACK's reason is the better one
@@ -378,8 +352,7 @@ class MqttLink:
         self._lose(mqtt_errors.unanswered(self.broker))
 
     def _doubt_level(self) -> None:
-        """Consider 3.1.1, as no CONNACK came: some such brokers (amqtt) drop MQTT 5 without an answer."""
-        if self.session == 0:
+        if self.session == 0:  # no CONNACK ever came: some brokers of 3.1.1 (amqtt) drop MQTT 5 without an answer
             self.level = 9 - self.level
 
     def _lose(self, error: FedquiltError) -> None:
@@ -403,11 +376,7 @@ class MqttLink:
             self._ceiling = max(culprit.size // 2, SMALLEST_CEILING)
             self._retry.failures = 0
             self._due_s = time.monotonic()
-        self._drop(
-            1,
-            f"{self.broker} hangs up at each message of {culprit.size} bytes to {culprit.topic}: it was dropped; "
-            "raise the broker's packet limit, or set max_payload to what it takes",
-        )
+        self._drop(1, mqtt_errors.too_large(self.broker, culprit.topic, culprit.size))
 
     def _drop(self, count: int, sentence: str) -> None:
         self.dropped += count

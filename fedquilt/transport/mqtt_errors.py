@@ -135,3 +135,18 @@ def lost(broker: Broker, client_id: str, code: int, reason: str, again: bool) ->
         mend = f"check that no other client uses the id {client_id!r}, and the broker's log"
         return DialError(f"{broker} soon closes each connection{said}: {mend}")
     return DialError(f"{broker} closed the connection{said}: check that it still runs")
+
+
+def not_taken(broker: Broker, topic: str, code: int, reason: str) -> str:
+    """Sentence on a message that the broker answered with a failure."""
+    mine = "its certificate or user may have no right there: see the broker's ACL"
+    mend = mine if code == NOT_AUTHORIZED else "see the broker's log"
+    return f"{broker} refuses messages to {topic} ({reason}): {mend}"
+
+
+def too_large(broker: Broker, topic: str, size: int) -> str:
+    """Sentence on a message of `size` bytes at which the broker closes the connection each time."""
+    return (
+        f"{broker} hangs up at each message of {size} bytes to {topic}: it was dropped; "
+        "raise the broker's packet limit, or set max_payload to what it takes"
+    )

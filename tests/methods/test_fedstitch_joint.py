@@ -13,7 +13,7 @@ from fedquilt import tensors
 from fedquilt.core import BlobRef, Contribution, DeviceView, Examples, UpdateError
 from fedquilt.data import images
 from fedquilt.methods.fedstitch import METHOD, Params, State
-from fedquilt.models.stitching import candidates, class_moments, joint_head, stitched, taps
+from fedquilt.models.stitching import candidates, class_moments, joint_head, judging, stitched, taps
 from fedquilt.models.stitching.search_state import Candidate, Finalist
 from fedquilt.testing.toys import SMALL, FakeRunner, build, given, members, play
 from fedquilt.tools.simulation import Member
@@ -206,9 +206,9 @@ def test_of_candidates_that_are_equally_right_the_smallest_is_chosen() -> None:
     small = Candidate("donor", (("ash.0",),), right=90, criterion=0.5)
     large = Candidate("joined", (("ash.0",), ("elm.0",)), right=90, criterion=0.4)
     better = replace(large, right=91)
-    assert candidates.best(state, [large, small]) == small
-    assert candidates.best(state, [small, better]) == better
-    assert candidates.best(replace(state, examples=0), [small, large]) == large
+    assert judging.best(state, [large, small]) == small
+    assert judging.best(state, [small, better]) == better
+    assert judging.best(replace(state, examples=0), [small, large]) == large
 
 
 def test_the_story_tells_what_joining_and_stitching_add() -> None:
@@ -225,12 +225,12 @@ def test_the_story_tells_what_joining_and_stitching_add() -> None:
             Candidate("joined", (own, other), blank, right=147),
         ),
     )
-    lines = candidates.told(state)
+    lines = judging.told(state)
     assert lines[0] == "head on ash.0 + elm.0: 75.0 % on 200 held-out, 0.00205 MFLOP, 0.00032 MB"
     assert any(line.startswith("joining taps adds 15.0 points on 200 held-out examples") for line in lines)
     assert any(line.startswith("stitching does not pay: -1.5 points") for line in lines)
     assert lines[-1].endswith("head on ash.0 + (ash.0 > elm.1) beside head on ash.0 + elm.0")
-    assert candidates.gains(state) == pytest.approx({"joined": 0.15, "stitched": -0.015})
+    assert judging.gains(state) == pytest.approx({"joined": 0.15, "stitched": -0.015})
 
 
 def test_there_are_always_joined_taps_with_and_without_a_stitched_one() -> None:

@@ -83,6 +83,7 @@ class FragileLink:
     def __init__(self, link: MemoryLink, roll: random.Random, crash: float) -> None:
         self._link, self._roll, self._crash = link, roll, crash
         self.subscribe, self.receive, self.wait, self.close = link.subscribe, link.receive, link.wait, link.close
+        self.tended = link.tended
         self.max_payload, self.backlog = link.max_payload, link.backlog
 
     @property
