@@ -160,7 +160,9 @@ def step(state: State, total: Sum | None) -> State:
     notes = [f"moments of {sums.n:.0f} examples of {len(heard)} devices"]
     if total.short:
         notes.append(f"{total.short} of {len(total.devices)} devices: memory for some of their examples only")
-    state = replace(state, turn=state.turn + 1, heard=heard, gathered=candidates.stored(sums), log=tuple(notes))
+    state = replace(
+        state, turn=state.turn + 1, heard=heard, gathered=candidates.stored(sums, exact=True), log=tuple(notes)
+    )
     return _closed(state) if state.turn >= state.params.rounds else state
 
 

@@ -112,16 +112,21 @@ def aligned(finalist: Finalist) -> Candidate:
 # -- what is gathered -----------------------------------------------------------------------------
 
 
-def stored(sums: Sums) -> Stored:
-    """Pack sums for the state; `restored` is the inverse."""
-    return Stored(sums.counts, sums.totals, class_moments.halved(sums.scatter))
+def stored(sums: Sums, exact: bool = False) -> Stored:
+    """Sums as a state keeps them, which is written after each round: second moments as float32, unless `exact`.
+
+    They are about the mean, so nothing large cancels, and the rounding is far below the weakest ridge that is tried.
+    """
+    half = class_moments.halved(sums.scatter)
+    return Stored(sums.counts, sums.totals, half if exact else half.astype(np.float32))
 
 
 def restored(kept: Stored | None) -> Sums | None:
-    """Unpack the sums of a state; None where nothing was gathered."""
+    """Unpack the sums of a state as float64; None where nothing was gathered."""
     if kept is None:
         return None
-    return Sums(kept.counts, kept.totals, class_moments.whole(kept.half, kept.totals.shape[1]))
+    scatter = class_moments.whole(kept.half, kept.totals.shape[1])
+    return Sums(kept.counts, kept.totals, scatter.astype(np.float64, copy=False))
 
 
 # -- solving --------------------------------------------------------------------------------------

@@ -382,5 +382,6 @@ def test_a_state_keeps_half_of_the_matrix_and_no_devices_moments() -> None:
     assert state.gathered is not None
     width = sum(candidates.layout(state).widths)
     assert state.gathered.half.shape == (width * (width + 1) // 2,)
+    assert state.gathered.half.dtype == np.float32
     assert all(state.gathered is None for state in run if state.phase in ("validate", "done"))
     assert tensors.pack(tensors.unpack(tensors.pack(state), State)) == tensors.pack(state)

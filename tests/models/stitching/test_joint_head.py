@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from fedquilt.core import UpdateError
-from fedquilt.models.stitching import class_moments, joint_head
+from fedquilt.models.stitching import candidates, class_moments, joint_head
 from fedquilt.models.stitching.class_moments import Part, Sums
 from fedquilt.models.stitching.joint_head import NEVER, Layout, Standard
 
@@ -148,6 +149,42 @@ def test_the_strength_is_the_best_of_those_tried() -> None:
     assert joint_head.strength(given) == min(every, key=lambda each: each.criterion)
     few = joint_head.strength(standard(*data(30, 60)))
     assert few.ridge > joint_head.strength(given).ridge
+
+
+@pytest.mark.parametrize("start", [0.0001, 0.1, 1000.0])
+def test_a_strength_found_downhill_is_the_best_of_those_tried(start: float) -> None:
+    """From below, from near it and from above; few examples want a strong ridge, many a weak one."""
+    for z, y in (data(), data(30, 60), data(300, 200)):
+        given = standard(z, y)
+        found = joint_head.strength_from(given, joint_head.strength_at(given, start))
+        wanted = joint_head.strength(given)
+        assert found.ridge == wanted.ridge
+        assert found.criterion == pytest.approx(wanted.criterion, rel=1e-8)
+
+
+def test_one_ridge_is_solved_as_by_eigenvectors() -> None:
+    """By Cholesky's factor, which is inverted by halves: 300 features are halved twice."""
+    given = standard(*data(900, 300))
+    for ridge in (1e-4, 0.1, 10.0):
+        found = joint_head.strength_at(given, ridge)
+        assert found.criterion == pytest.approx(joint_head.strength(given, [ridge]).criterion, rel=1e-8)
+
+
+def test_a_joined_set_is_not_taken_apart_into_eigenvectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eigenvectors of several thousand features take many times as long as a ridge: only single taps have theirs."""
+    sizes: list[int] = []
+    eigh = np.linalg.eigh
+
+    def counted(matrix: np.ndarray) -> Any:
+        sizes.append(len(matrix))
+        return eigh(matrix)
+
+    monkeypatch.setattr(np.linalg, "eigh", counted)
+    made = candidates._Solver(standard(*data(400, 12)), Layout((4, 4, 4)))
+    taps = made.joined(range(3))
+    assert len(taps) == 3
+    assert made.strength(*taps).ridge > 0
+    assert sizes == [4, 4, 4]
 
 
 # -- heads ----------------------------------------------------------------------------------------
