@@ -23,6 +23,7 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
+from fedquilt import known_fields
 from fedquilt.core import StoreError, Tensors, UpdateError, derive_seed
 
 T = TypeVar("T")
@@ -370,7 +371,7 @@ def unpack(payload: bytes, kind: type[T]) -> T:
     """Unpack a state of type `kind` that `pack` stored, equal in every bit.
 
     Raises:
-        StoreError: the bytes are not a state of that type.
+        StoreError: the bytes are not a state of that type, or hold a field that it does not have.
     """
 
     def restore(wanted: type, value: Any) -> Any:
@@ -382,7 +383,9 @@ def unpack(payload: bytes, kind: type[T]) -> T:
         arrays = safetensors.numpy.load(payload)
         (size,) = struct.unpack("<Q", payload[:8])
         skeleton = json.loads(json.loads(payload[8 : 8 + size])["__metadata__"]["state"])
-        return msgspec.convert(skeleton, kind, dec_hook=restore, str_keys=True)
+        state = msgspec.convert(skeleton, kind, dec_hook=restore, str_keys=True)
+        known_fields.require(skeleton, state, kind.__name__)
+        return state
     except (SafetensorError, ValueError, KeyError, RecursionError, struct.error, msgspec.MsgspecError) as error:
         raise StoreError(f"not a stored {kind.__name__}: {error}") from None
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,6 +245,41 @@ def test_a_state_of_another_type_is_refused() -> None:
     """After an update of the program, say."""
     with pytest.raises(StoreError, match="not a stored Inner"):
         tensors.unpack(tensors.pack(STATE), Inner)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a later version of the program may know of `Chosen`."""
+
+    name: str
+    score: float = 0.0
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """As an earlier version stored it."""
+
+    name: str
+    head: np.ndarray
+
+
+@dataclass(frozen=True)
+class Chooses:
+    found: Mapping[int, tuple[Choice, ...]]
+
+
+@dataclass(frozen=True)
+class Chose:
+    found: Mapping[int, tuple[Chosen, ...]]
+
+
+def test_a_state_with_a_field_that_is_not_known_is_refused() -> None:
+    """An earlier version wrote it: without its head the network would be another one, and nobody would notice."""
+    old = Chose({7: (Chosen("a", np.ones(2)),)})
+    with pytest.raises(StoreError, match=r"Chooses\.found\['7'\]\[0\] holds head: .* another version of fedquilt"):
+        tensors.unpack(tensors.pack(old), Chooses)
+    own = Chooses({7: (Choice("a", 0.5),)})
+    assert tensors.unpack(tensors.pack(own), Chooses) == own
 
 
 def test_a_state_may_not_hold_what_cannot_be_stored() -> None:

@@ -18,7 +18,7 @@ def artefact(store: Store, run: str) -> Artefact:
     """What a run has come to, as of its last committed round.
 
     Raises:
-        StoreError: no such run, or its state is gone.
+        StoreError: no such run, or its state is gone or of another version.
         JobError: it has not begun.
     """
     row = store.job(run)
@@ -29,7 +29,13 @@ def artefact(store: Store, run: str) -> Artefact:
     if path is None:
         raise StoreError(f"the state of {run} ({states[-1].sha256[:12]}) is gone from {store.home}")
     method = methods.load(row.job.method)
-    return method.result(tensors.unpack(path.read_bytes(), method.state))
+    try:
+        state = tensors.unpack(path.read_bytes(), method.state)
+    except StoreError as error:
+        raise StoreError(
+            f"the state of {run} cannot be read ({error}): use the version that ran it, or run the job anew"
+        ) from None
+    return method.result(state)
 
 
 def export(store: Store, run: str, out: Path) -> str:
