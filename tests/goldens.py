@@ -27,6 +27,9 @@ import msgspec
 import numpy as np
 import safetensors.numpy
 
+if __name__ == "__main__":  # else tests/fedquilt, which a script finds first, is taken for the package
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from fedquilt import bundle, tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.facts import Asked, Committed, Started

@@ -22,6 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+if __name__ == "__main__":  # else tests/fedquilt, which a script finds first, is taken for the package
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from fedquilt.core import CODECS, JobError
 from fedquilt.tools.emulate import rehearsal
 
