@@ -52,6 +52,8 @@ def test_what_moved_is_told(kept: goldens.File) -> None:
 def test_golden_runs_ask_a_part_of_the_fleet_and_evaluate(kept: goldens.File) -> None:
     """Else a change of how devices are drawn would show in none of them."""
     for method, run in kept.runs.items():
-        assert all(len(asked) == 3 + (method == "fedstitch") for asked in run.asked)
+        most = 3 + (method == "fedstitch")  # whose last phases hear every device once, so what is left may be fewer
+        assert run.asked
+        assert all(0 < len(asked) <= most if most > 3 else len(asked) == most for asked in run.asked)
         assert len({tuple(asked) for asked in run.asked}) > 2
         assert len(run.states) == len(run.asked) + 1
