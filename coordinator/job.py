@@ -332,16 +332,16 @@ class Running:
                 total = self._half.fold(state, total, given)
             state = self._half.step(state, total)
             checks.require_state(state, tuple(sorted(answered)))
-        ref = self._store.depot.put(tensors.pack(state))
-        spent = self.rounds.spent
+        spent, finished = self.rounds.spent, self.method.done(state)
         caveat = stop.caveat(self.job.stop, spent) if spent.metered or not self.rounds.round else None
+        short = None if finished else stop.cut_short(self.method, self.job.method, self.job.rounds, self.rounds.round)
         metrics = average(answered.values())
         return Committed(
             round=self.rounds.round,
-            state=ref,
-            finished=self.method.done(state),
+            state=self._store.depot.put(tensors.pack(state)),
+            finished=finished,
             metrics=metrics,
-            notes=(*self.method.explain(state), *([caveat] if caveat else ()), *missing(answered.values(), metrics)),
+            notes=(*self.method.explain(state), *filter(None, (caveat, short)), *missing(answered.values(), metrics)),
             took_s=now_s - self.rounds.began_s,
             settled=self.rounds.settling,
         )

@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from fedquilt.coordinator.settings import Stop
-from fedquilt.core import Usage
+from fedquilt.core import Method, Usage
 
 
 class Spent(msgspec.Struct, frozen=True):
@@ -61,3 +61,17 @@ def _but(spent: Spent) -> str:
     if not spent.unmetered:
         return ""
     return f", without {spent.unmetered} task{'s' * (spent.unmetered > 1)} on boards that have no meter"
+
+
+def cut_short(method: Method, name: str, rounds: int, round: int) -> str | None:
+    """Sentence for the last round of a method that ends by itself and has not ended; None elsewhere.
+
+    Args:
+        method: of the job.
+        name: of the method.
+        rounds: most rounds of the job.
+        round: the one that is committed.
+    """
+    if method.done is Method.done or round + 1 < rounds:
+        return None
+    return f"the job's {rounds} rounds are over before {name} has ended: the result is what it has so far; raise `rounds`"

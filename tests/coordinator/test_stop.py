@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from fedquilt import methods
 from fedquilt.coordinator.settings import Stop
-from fedquilt.coordinator.stop import Spent, caveat, reached
+from fedquilt.coordinator.stop import Spent, caveat, cut_short, reached
 from fedquilt.core import Usage
 
 
@@ -38,3 +39,13 @@ def test_joules_that_nobody_measured_end_nothing_but_are_spoken_of() -> None:
     assert caveat(Stop(), spent) is None
     assert caveat(Stop(max_joules=1.0), Spent(joules=0.5)) is None
     assert "without 1 task on" in str(reached(Stop(max_joules=1.0), Spent(joules=1.5, unmetered=1)))
+
+
+def test_a_method_that_ends_by_itself_and_has_not_is_told_in_the_last_round() -> None:
+    """Its result is then what it has so far; methods that end by the job's rounds have nothing to tell."""
+    stitching = methods.load("fedstitch")
+    told = cut_short(stitching, "fedstitch", 3, 2)
+    assert told is not None
+    assert told.startswith("the job's 3 rounds are over before fedstitch has ended")
+    assert cut_short(stitching, "fedstitch", 3, 1) is None
+    assert cut_short(methods.load("fedavg"), "fedavg", 3, 2) is None
