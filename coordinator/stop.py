@@ -74,4 +74,4 @@ def cut_short(method: Method, name: str, rounds: int, round: int) -> str | None:
     """
     if method.done is Method.done or round + 1 < rounds:
         return None
-    return f"the job's {rounds} rounds are over before {name} has ended: the result is what it has so far; raise `rounds`"
+    return f"the job's {rounds} rounds are over before {name} has ended: the result is what it has so far; raise rounds"
