@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -30,7 +31,7 @@ def artefact(store: Store, run: str) -> Artefact:
         raise StoreError(f"the state of {run} ({states[-1].sha256[:12]}) is gone from {store.home}")
     method = methods.load(row.job.method)
     try:
-        state = tensors.unpack(path.read_bytes(), method.state)
+        state: Any = tensors.unpack(path.read_bytes(), method.state)
     except StoreError as error:
         raise StoreError(
             f"the state of {run} cannot be read ({error}): use the version that ran it, or run the job anew"
