@@ -144,6 +144,7 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
         return so_far
     given = update.bundles.get("moments", {})
     part = class_moments.from_tensors(given, len(state.stock.labels), _width(state), exact=True)
+    class_moments.require_weight(part, update.weight)
     return Sum(
         so_far.pending.plus(part),
         tuple(sorted({*so_far.devices, update.device})),

@@ -183,6 +183,7 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
         case "gather":
             width = sum(candidates.layout(state).widths)
             part = class_moments.from_tensors(update.bundles.get("moments", {}), len(state.stock.labels), width)
+            class_moments.require_weight(part, update.weight)
             short = so_far.short + (update.metrics.get("short", 0.0) > 0)
             return replace(so_far, pending=so_far.pending.plus(part), short=short)
     new = [least_squares.from_tensors(update.bundles.get(f"moments.{i}", {}), *s) for i, s in enumerate(_shapes(state))]

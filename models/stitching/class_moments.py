@@ -153,6 +153,16 @@ def from_tensors(given: Tensors, labels: int, width: int, exact: bool = False) -
     return found
 
 
+def require_weight(given: Part, weight: float) -> None:
+    """Check that a part is of as many examples as its update weighs: only the weight is held against a board's speed.
+
+    Raises:
+        UpdateError: it is of another number of examples.
+    """
+    if given.n != weight:
+        raise UpdateError(f"moments: of {given.n:.0f} examples, in an update that weighs {weight:g}")
+
+
 def merge(sums: Sequence[Sums], parts: Sequence[Part]) -> Sums:
     """Merge sums and parts into the sums of all their examples, as if one device had them all.
 

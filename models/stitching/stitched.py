@@ -371,10 +371,14 @@ def full_head(weights: np.ndarray, bias: np.ndarray, classes: Sequence[int], lab
 
 
 def describe(taps: Sequence[Sequence[str]]) -> str:
-    """The paths of a network in words; with several taps, runs of one donor's blocks are shortened to their ends."""
+    """The paths of a network in words; with several taps, runs of one donor's blocks are shortened to their ends.
+
+    A path of several parts then stands in brackets.
+    """
     if len(taps) == 1:
         return " > ".join(taps[0])
-    return " + ".join(" > ".join(_runs(tap)) for tap in taps)
+    paths = [list(_runs(tap)) for tap in taps]
+    return " + ".join(f"({' > '.join(path)})" if len(path) > 1 else path[0] for path in paths)
 
 
 def _runs(path: Sequence[str]) -> Iterator[str]:

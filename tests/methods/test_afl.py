@@ -176,12 +176,16 @@ def test_what_cannot_begin_or_be_folded_says_why() -> None:
     with pytest.raises(ModelError, match="no device has sent"):
         METHOD.result(state)
     part = class_moments.part(features(POOLED.x), POOLED.y, 3)
-    good = Contribution("a", 0, 1.0, {"turn": 0.0}, {"moments": class_moments.to_tensors(part, exact=True)})
+    good = Contribution(
+        "a", 0, float(len(POOLED)), {"turn": 0.0}, {"moments": class_moments.to_tensors(part, exact=True)}
+    )
     assert METHOD.fold(state, None, good).devices == ("a",)
     with pytest.raises(UpdateError, match="answers turn 1"):
         METHOD.fold(state, None, replace(good, metrics={"turn": 1.0}))
     with pytest.raises(UpdateError, match="moments"):
         METHOD.fold(state, None, replace(good, bundles={"moments": class_moments.to_tensors(part)}))
+    with pytest.raises(UpdateError, match=f"of {len(POOLED)} examples, in an update that weighs 1$"):
+        METHOD.fold(state, None, replace(good, weight=1.0))
     order = METHOD.send(state, DeviceView("a", None))
     assert order is not None
     assert set(order.bundles) == {"ash.0.onnx", "ash.1.onnx", "ash.2.onnx"}

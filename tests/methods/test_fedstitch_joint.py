@@ -375,6 +375,17 @@ def test_moments_of_other_taps_are_refused() -> None:
         METHOD.fold(narrow, None, Contribution("dev-0", 0, 45.0, answer.metrics, answer.bundles))
 
 
+def test_a_device_counts_no_more_than_its_update_weighs() -> None:
+    """Only the weight is held against what a board can have worked through; the counts in the moments must equal it."""
+    state, task, site = gathering()
+    answer = METHOD.work(task, site)
+    assert METHOD.fold(state, None, Contribution("dev-0", 0, answer.weight, answer.metrics, answer.bundles)).devices
+    told = dict(answer.bundles["moments"])
+    many = {**told, "counts": 10**4 * told["counts"], "factor": np.float32(100) * told["factor"]}
+    with pytest.raises(UpdateError, match="examples, in an update that weighs"):
+        METHOD.fold(state, None, Contribution("dev-0", 0, answer.weight, answer.metrics, {"moments": many}))
+
+
 def test_a_state_keeps_half_of_the_matrix_and_no_devices_moments() -> None:
     """Only the sum over the round's devices is stored, and it is gone once heads are solved."""
     run = played(cohort=3)

@@ -53,30 +53,36 @@ def section(found: Candidates, job: Job) -> Section | None:
 def table(found: Candidates, job: Job) -> tuple[list[str], list[list[str]]]:
     """Heads and rows, the most accurate first."""
     named = boards(job)
-    head = ["candidate", "kind", "accuracy", "MFLOP", "weights, MB", *(f"ms, {board}" for board in named), "front"]
+    head = ["candidate", "kind", "accuracy", "front", "MFLOP", "weights, MB", *(f"ms, {board}" for board in named)]
     rows = []
-    for each in sorted(found, key=lambda each: (-each["accuracy"], each["flops"])):
+    for each in _ordered(found):
         took = [front.milliseconds(each["flops"], each["read_bytes"], board) for board in named]
         rows.append(
             [
                 _name(each),
                 str(each["kind"]),
                 f"{100 * each['accuracy']:.1f} %",
+                "front" if each["front"] else "",
                 f"{each['flops'] / 1e6:.3g}",
                 f"{each['weight_bytes'] / 1e6:.3g}",
                 *("" if ms is None else f"{ms:.3g}" for ms in took),
-                "front" if each["front"] else "",
             ]
         )
     return head, rows
 
 
 def lines(found: Candidates, job: Job) -> list[str]:
-    """The table as text; nothing without candidates."""
+    """The table as text, its rows by number, and below it what each number is; nothing without candidates."""
     if not found:
         return []
     head, rows = table(found, job)
-    return columns.table([head, *rows], "<<" + ">" * (len(head) - 3) + "<")
+    numbered = [["", *head[1:]], *([str(number), *row[1:]] for number, row in enumerate(rows, 1))]
+    names = [f"{number}: {stitched.describe(each['taps'])}" for number, each in enumerate(_ordered(found), 1)]
+    return [*columns.table(numbered, "><><" + ">" * (len(head) - 4)), "", *names]
+
+
+def _ordered(found: Candidates) -> Candidates:
+    return sorted(found, key=lambda each: (-each["accuracy"], each["flops"]))
 
 
 def _plot(found: Candidates) -> plots.Plot:

@@ -77,7 +77,21 @@ def test_the_report_prints_and_draws_the_front(tmp_path: Path, capsys: pytest.Ca
         page = report.main(store, run, tmp_path / "page.html").read_text()
     printed = capsys.readouterr().out
     assert "ms, jetson-nano" in printed
-    assert len(re.findall(r" front$", printed, re.MULTILINE)) >= sum(each["front"] for each in found) > 0
+    assert len(re.findall(r" % +front ", printed)) == sum(each["front"] for each in found) > 0
     for text in ("What the candidates cost", "MFLOP of one example", "ms, jetson-nano"):
         assert text in page
     assert page.count(" MFLOP</title>") == len(found)
+
+
+def test_a_narrow_terminal_shows_a_row_of_numbers_for_each_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are longer than a line: they stand below, whole, and what is on the front is beside the accuracy."""
+    from fedquilt.coordinator import settings
+
+    monkeypatch.setenv("COLUMNS", "80")
+    fleet = {"devices": 2, "boards": ["jetson-tx2"]}
+    found = candidates()
+    printed = front.lines(found, settings.parse({"name": "n", "method": "fedstitch", "rounds": 1, "fleet": fleet}))
+    assert max(len(line) for line in printed[: len(found) + 1]) <= 80
+    assert all(word in printed[0] for word in ("accuracy", "front", "MFLOP", "ms, jetson-tx2"))
+    assert len(printed) == 2 * len(found) + 2
+    assert not any(line.endswith("...") for line in printed)
