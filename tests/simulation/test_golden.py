@@ -56,4 +56,5 @@ def test_golden_runs_ask_a_part_of_the_fleet_and_evaluate(kept: goldens.File) ->
         assert run.asked
         assert all(0 < len(asked) <= most if most > 3 else len(asked) == most for asked in run.asked)
         assert len({tuple(asked) for asked in run.asked}) > 2
-        assert len(run.states) == len(run.asked) + 1
+        # a device of a stitching job that was heard has nothing to do, and another is asked in the same round
+        assert len(run.states) <= len(run.asked) + 1 if most > 3 else len(run.states) == len(run.asked) + 1
