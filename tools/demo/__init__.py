@@ -7,6 +7,7 @@ memory budgets, broker, bytes, accuracy.
 
 from __future__ import annotations
 
+import re
 import time
 import webbrowser
 from collections.abc import Sequence
@@ -130,14 +131,20 @@ def _path(artefact: Artefact) -> str:
     return describe(artefact.meta["taps"]) + (" > new head" if artefact.meta["head"] else "")
 
 
+def _of_one(path: str) -> str:
+    """Remark on a network that joins no blocks of different donors; "" for others."""
+    donors = set(re.findall(r"(\w+)\.\d", path))
+    return f" (blocks of {donors.pop()} only)" if len(donors) == 1 else ""
+
+
 def verdict(networks: Sequence[Network]) -> str:
     """Whether the federation's network, the first, is the best; by how much, and over which."""
     first, *others = networks
     best = max(others, key=lambda network: network.accuracy)
     gap = 100 * (first.accuracy - best.accuracy)
     if gap > 0:
-        return f"Stitching wins here, by {gap:.1f} points over the best of the others ({best.name})."
-    return f"Stitching does not win here: {best.name} is {-gap:.1f} points better."
+        return f"The boards' network is the best here, by {gap:.1f} points over the best of the others ({best.name})."
+    return f"The boards' network is not the best here: {best.name} is {-gap:.1f} points better."
 
 
 def _ending(
@@ -149,7 +156,7 @@ def _ending(
         energy, moved = _cost(network)
         lines.append(f"{network.name:29} {100 * network.accuracy:6.1f} {energy:>8} {moved:>8}")
     lines += [verdict(networks)]
-    lines += [f"The stitched network, as donor.block: {networks[0].note}"]
+    lines += [f"Their network, as donor.block: {networks[0].note}{_of_one(networks[0].note)}"]
     lines += ["+ new head: last layer solved from all boards' images in one place, which no board would send", ""]
     lines.append(
         bold(f"{'board':20} {'memory':>7} {'images':>7} {'alone, %':>9} {'time':>8} {'energy':>8} {'sent':>8}")

@@ -42,7 +42,7 @@ def test_the_donors_are_small_differ_and_are_those_of_the_job() -> None:
     assert [donor["name"] for donor in job.donors] == list(stock.donors)
     assert len({donor["network"]["name"] for donor in job.donors}) == 3
     assert stock.labels == job.labels
-    assert (stock.input.channels, stock.input.size) == (job.input["channels"], job.input["size"])
+    assert (stock.input["channels"], stock.input["size"]) == (job.input["channels"], job.input["size"])
     assert sum(ref.size for ref in opened.files.values()) < 2e6
     used = {name for block in stock.blocks.values() for name in block.files}
     assert used == set(opened.files)

@@ -33,10 +33,16 @@ def test_the_demo_prints_at_most_forty_lines_without_colours(told: tuple[Path, s
     out, shown, imported = told
     lines = shown.splitlines()
     assert len(lines) <= 40
-    assert max(map(len, lines)) <= 110 + len(str(out))
+    assert max(len(line.replace(str(out), "")) for line in lines) <= 120
     assert "\x1b" not in shown
     assert "\r" not in shown
-    for wanted in ("donors", "stitched by all boards", "donor residual as it is", "FedAvg from scratch", "Stitching"):
+    for wanted in (
+        "donors",
+        "stitched by all boards",
+        "donor residual as it is",
+        "FedAvg from scratch",
+        "The boards' network",
+    ):
         assert wanted in shown, wanted
     assert f"report, with plots: {out / 'report.html'}" in lines[-1]
     assert " torch" not in imported  # the coordinator, the comparisons, the export and the page need none
@@ -81,11 +87,9 @@ def test_the_demo_stitches_a_network_and_sets_it_beside_everything_it_has_to_bea
     result = json.loads(ran.stdout.splitlines()[-1])
     rows = {row["name"]: row for row in result["accuracy"]}
     stitched = rows[demo.STITCHED]
-    *blocks, head = stitched["note"].split(" > ")
-    assert head == "new head"
-    assert f"chosen: {stitched['note']}\n" in ran.stdout  # as the log of the search has it
-    donors = {block.split(".")[0] for block in blocks}
-    assert len(donors) >= 2, "a stitched network has blocks of more than one donor"
+    assert stitched["note"].endswith(" > new head")
+    assert "chosen: head on " in ran.stdout
+    assert "joining taps" in ran.stdout
     for name, row in rows.items():
         if "as it is" in name or name in (demo.ALONE, "FedAvg from scratch"):
             assert stitched["accuracy"] > row["accuracy"], name
@@ -105,8 +109,11 @@ def test_the_demo_stitches_a_network_and_sets_it_beside_everything_it_has_to_bea
 def test_a_defeat_is_told_as_one() -> None:
     """By how much, and by what."""
     networks = [Network("ours", 0.9), Network("a", 0.8), Network("b", 0.95)]
-    assert demo.verdict(networks) == "Stitching does not win here: b is 5.0 points better."
-    assert demo.verdict(networks[:2]) == "Stitching wins here, by 10.0 points over the best of the others (a)."
+    assert demo.verdict(networks) == "The boards' network is not the best here: b is 5.0 points better."
+    assert (
+        demo.verdict(networks[:2])
+        == "The boards' network is the best here, by 10.0 points over the best of the others (a)."
+    )
 
 
 def test_emphasis_is_for_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
