@@ -81,6 +81,7 @@ from fedquilt.models.stitching import (
     device_statistics,
     judging,
     least_squares,
+    names,
     orders,
     scoring,
     search,
@@ -90,7 +91,7 @@ from fedquilt.models.stitching import (
 )
 from fedquilt.models.stitching.class_moments import Pending
 from fedquilt.models.stitching.least_squares import Gathered
-from fedquilt.models.stitching.search_state import PAPER, Candidate, Params, State, describe
+from fedquilt.models.stitching.search_state import PAPER, Candidate, Params, State
 from fedquilt.models.stitching.vote import Ballot
 
 GROUPS_BYTES = 256 << 20  # sums of single devices held for residuals; beyond it, devices' sums are merged in groups
@@ -258,7 +259,7 @@ def _fitted(state: State, sums: tuple[Gathered, ...]) -> State:
         residuals[name], note = _residual(name, each, state.params.ridge)
         notes.append(note)
     rows = sums[0].total.n
-    told = f"{len(junctions)} junctions after {describe(state.current.path)} solved from {rows:.0f} positions"
+    told = f"{len(junctions)} junctions after {names.path(state.current.path)} solved from {rows:.0f} positions"
     return search.grow(replace(state, log=(told, *notes)), junctions, residuals)
 
 

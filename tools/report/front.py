@@ -9,13 +9,13 @@ from fedquilt import columns, methods, profiles
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Store
 from fedquilt.core import FedquiltError
-from fedquilt.models.stitching import front, stitched
+from fedquilt.models.stitching import front, names
 from fedquilt.tools.report import plots
 from fedquilt.tools.report.page import Section, Table, drawn
 
 Candidates = Sequence[Mapping[str, Any]]
 
-LONGEST = 70  # letters of a candidate's paths
+LONGEST = 70  # letters of a candidate's name
 
 
 def candidates(store: Store, run: str) -> Candidates:
@@ -77,8 +77,8 @@ def lines(found: Candidates, job: Job) -> list[str]:
         return []
     head, rows = table(found, job)
     numbered = [["", *head[1:]], *([str(number), *row[1:]] for number, row in enumerate(rows, 1))]
-    names = [f"{number}: {stitched.describe(each['taps'])}" for number, each in enumerate(_ordered(found), 1)]
-    return [*columns.table(numbered, "><><" + ">" * (len(head) - 4)), "", *names]
+    whole = [f"{number}: {_whole(each)}" for number, each in enumerate(_ordered(found), 1)]
+    return [*columns.table(numbered, "><><" + ">" * (len(head) - 4)), "", *whole]
 
 
 def _ordered(found: Candidates) -> Candidates:
@@ -109,7 +109,11 @@ def _plot(found: Candidates) -> plots.Plot:
     return plots.Plot("Accuracy by cost", f"Accuracy by cost; on the front: {told}", draw, plots.BODY)
 
 
+def _whole(candidate: Mapping[str, Any]) -> str:
+    return names.network(candidate["taps"], candidate["kind"] != "aligned")
+
+
 def _name(candidate: Mapping[str, Any]) -> str:
-    """The candidate's paths, cut where they are long."""
-    name = stitched.describe(candidate["taps"])
+    """The candidate's name, cut where it is long."""
+    name = _whole(candidate)
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."

@@ -212,13 +212,6 @@ def test_a_class_without_a_row_scores_less_than_any_other() -> None:
     assert not np.isnan(scores).any()
 
 
-def test_paths_are_told_in_full_and_several_in_short() -> None:
-    """Blocks of one donor in a row are shortened where a network has several taps."""
-    path = [*(f"a.{i}" for i in range(4)), "b.2", "b.3", "c.9"]
-    assert stitched.describe([path]) == "a.0 > a.1 > a.2 > a.3 > b.2 > b.3 > c.9"
-    assert stitched.describe([path, ["a.0"]]) == "(a.0-3 > b.2 > b.3 > c.9) + a.0"
-
-
 @pytest.mark.parametrize(
     ("change", "why"),
     [
