@@ -80,16 +80,17 @@ def test_every_head_is_that_of_the_pooled_images_of_all_devices(cohort: int) -> 
 
 def test_every_device_is_heard_once_in_each_phase_and_no_round_is_wasted() -> None:
     """Three of eight in a round: three rounds each, of three, three and two devices."""
-    asked: dict[str, list[str]] = {"gather": [], "validate": []}
+    answered: dict[str, set[tuple[str, int]]] = {"gather": set(), "validate": set()}
 
     def fold(state: State, total: Any, update: Contribution) -> Any:
-        if state.phase in asked and update.device not in asked[state.phase]:
-            asked[state.phase].append(update.device)
+        if state.phase in answered:
+            answered[state.phase].add((update.device, state.turn))  # one update may be folded more than once
         return METHOD.fold(state, total, update)
 
     run = played(cohort=3, method=replace(METHOD, fold=fold))
     names = sorted(member.device for member in members(8))
-    assert {phase: sorted(devices) for phase, devices in asked.items()} == {"gather": names, "validate": names}
+    heard = {phase: sorted(device for device, _ in turns) for phase, turns in answered.items()}
+    assert heard == {"gather": names, "validate": names}
     assert [state.phase for state in run].count("gather") == 3
     assert [state.phase for state in run].count("validate") == 3
     assert run[-1].examples == 8 * 15
@@ -320,7 +321,7 @@ def gathering(**changes: Any) -> tuple[State, Any, Any]:
 
 
 def test_a_board_with_little_memory_gives_fewer_images() -> None:
-    """Never a matrix of features by features: as many rows as fit, at least some, and the story says so."""
+    """A device computes moments of as many images as fit into memory, 32 at least, and the log counts such devices."""
     state, task, site = gathering()
     whole = METHOD.work(task, site)
     assert (whole.weight, whole.metrics["short"]) == (45.0, 0.0)
