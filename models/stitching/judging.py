@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from math import sqrt
 from typing import Any
 
-import numpy as np
-
 from fedquilt.models.stitching import front, joint_head, names, stitched
 from fedquilt.models.stitching.candidates import criterion_of, is_native
 from fedquilt.models.stitching.front import Cost
@@ -107,10 +105,7 @@ def handed_out(state: State, candidate: Candidate) -> stitched.Network:
     if not candidate.head:
         donor = state.stock.donors[state.stock.blocks[candidate.paths[0][-1]].donor]
         return stitched.Network(candidate.paths, state.junctions, align=donor.align)
-    weights, bias = candidate.head["weights"], candidate.head["bias"]
-    present = np.flatnonzero(bias > np.float32(joint_head.NEVER)).tolist()
-    head = stitched.full_head(weights[present], bias[present], present, len(state.stock.labels))
-    return stitched.Network(candidate.paths, state.junctions, head=head)
+    return stitched.Network(candidate.paths, state.junctions, head=joint_head.handed_out(candidate.head))
 
 
 def _costs(state: State, candidate: Candidate) -> str:

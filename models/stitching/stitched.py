@@ -347,24 +347,3 @@ def classify(network: Network, blocks: Mapping[str, Block], run: Run, x: np.ndar
         return z @ network.head["weights"].T + network.head["bias"]
     assert network.align is not None
     return align(outputs[0], network.align)
-
-
-def full_head(weights: np.ndarray, bias: np.ndarray, classes: Sequence[int], labels: int) -> dict[str, np.ndarray]:
-    """Extend a head of the classes that somebody has examples of to all labels.
-
-    A class that nobody has gets weights of 0 and a bias of -inf: it scores -inf, like a label without classes in
-    `align`, so that it never wins, in any runtime and however low the other scores are.
-
-    Args:
-        weights: (classes, d).
-        bias: (classes,).
-        classes: the label of each row, each below `labels`.
-        labels: number of labels of the job.
-
-    Returns:
-        {"weights": (labels, d), "bias": (labels,)}, float32.
-    """
-    whole = {"weights": np.zeros((labels, weights.shape[1]), np.float32), "bias": np.full(labels, -np.inf, np.float32)}
-    whole["weights"][list(classes)] = weights
-    whole["bias"][list(classes)] = bias
-    return whole
