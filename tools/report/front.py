@@ -45,7 +45,9 @@ def section(found: Candidates, job: Job) -> Section | None:
     note = (
         "Costs are of one example, milliseconds those of the board's first operating point, from its profile. On the "
         "front are candidates that no other beats: none is as accurate on held-out examples and as cheap, and better "
-        "in one of the two."
+        "in one of the two. "
+        'A "joined" candidate has one head on several taps, a "donor" a new head on one tap of an unmodified donor, a '
+        '"stitched" one a new head on one stitched path, and an "aligned" one its last donor\'s own classes.'
     )
     return Section((), drawn(_plot(found)), [note], Table(*table(found, job)))
 
@@ -87,26 +89,27 @@ def _ordered(found: Candidates) -> Candidates:
 
 def _plot(found: Candidates) -> plots.Plot:
     best = sorted((each for each in found if each["front"]), key=lambda each: each["flops"])
+    kinds = sorted({str(each["kind"]) for each in found})
 
     def place(each: Mapping[str, Any]) -> tuple[float, float]:
         return each["flops"] / 1e6, 100 * each["accuracy"]
 
     def draw(axis: Any, tip: plots.Tip) -> None:
         rising = [place(each) for each in best]
-        axis.plot([x for x, _ in rising], [y for _, y in rising], color=plots.COLOURS[0], linewidth=1.8)
-        kinds = list(dict.fromkeys(str(each["kind"]) for each in found))
+        axis.plot([x for x, _ in rising], [y for _, y in rising], color=plots.COLOURS[len(kinds)], linewidth=1.8)
         for each in found:
             x, y = place(each)
-            ink = plots.COLOURS[kinds.index(str(each["kind"])) % len(plots.COLOURS)]
-            size = 8 if each["front"] else 4.5
-            (dot,) = axis.plot([x], [y], "o", color=ink, markersize=size, clip_on=False)
+            ink = plots.COLOURS[kinds.index(str(each["kind"]))]
+            fill = ink if each["front"] else "none"  # those off the front lie close together
+            (dot,) = axis.plot([x], [y], "o", color=ink, markerfacecolor=fill, markersize=6, clip_on=False)
             tip(dot, f"{_name(each)} ({each['kind']}): {y:.1f} % at {x:.3g} MFLOP")
         axis.set_xlim(left=0.0)
         axis.set_xlabel("MFLOP of one example")
         axis.set_ylabel("accuracy on held-out examples, %")
 
     told = "; ".join(f"{_name(each)} {place(each)[1]:.1f} % at {place(each)[0]:.3g} MFLOP" for each in best)
-    return plots.Plot("Accuracy by cost", f"Accuracy by cost; on the front: {told}", draw, plots.BODY)
+    keys = (*kinds, "front (filled dots)")
+    return plots.Plot("Accuracy by cost", f"Accuracy by cost; on the front: {told}", draw, plots.BODY, keys=keys)
 
 
 def _whole(candidate: Mapping[str, Any]) -> str:
