@@ -63,8 +63,7 @@ def export(store: Store, run: str, out: Path) -> str:
         files = {name: folder / ref.sha256 for name, ref in index.files.items()}
         payload = export_onnx.stitched(found.meta, found.tensors, stitched.stock(index.meta).blocks, files)
         what = names.network(found.meta["taps"], found.meta["head"] is not None)
-        blocks = len(stitched.prefixes(found.meta["taps"]))
-        what = f"{what}, {blocks} blocks, labels {', '.join(found.meta['labels'])}"
+        what = f"{what}, labels {', '.join(found.meta['labels'])}"
     elif out.suffix == ".onnx":
         if found.kind != "weights":
             raise ModelError(f"{out}: a result of the kind {found.kind!r} has no ONNX; name a file .safetensors")
