@@ -210,6 +210,21 @@ def test_the_head_is_the_discriminant_by_its_definition() -> None:
     assert np.abs(found - wanted).max() <= 1e-8 * np.abs(wanted).max()
 
 
+def test_the_head_is_a_librarys_discriminant() -> None:
+    """scikit-learn's with shrinkage, of classes with 60 examples each: differences between classes' scores to 1e-8."""
+    library = pytest.importorskip("sklearn.discriminant_analysis", reason="scikit-learn is for this comparison only")
+    z, y = data(400)
+    rows = np.concatenate([np.flatnonzero(y == label)[:60] for label in range(CLASSES)])
+    z, y = z[rows], y[rows]
+    x, share = (z - z.mean(axis=0)) / z.std(axis=0), 0.1
+    within = sum(np.cov(x[y == label].T, bias=True) for label in range(CLASSES)) / CLASSES
+    ridge = share / (1 - share) * float(np.trace(within)) / 12  # shrinking by a share, but for a common factor
+    model = library.LinearDiscriminantAnalysis(solver="lsqr", shrinkage=share, priors=np.full(CLASSES, 1 / CLASSES))
+    wanted = (1 - share) * model.fit(x, y).decision_function(x)
+    found = scores(joint_head.discriminant(standard(z, y), ridge), z)
+    assert near(found - found[:, :1], wanted - wanted[:, :1])
+
+
 def test_classes_count_alike_however_many_examples_they_have() -> None:
     """Between two round classes the boundary lies in the middle, with 10 examples of one and 990 of the other."""
     draws = np.random.default_rng(1)
