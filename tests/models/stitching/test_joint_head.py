@@ -313,6 +313,16 @@ def test_joining_taps_step_by_step_gives_the_criterion_of_solving_each_set() -> 
     assert found.taps[1] == best[1]
 
 
+def test_taps_are_chosen_again_with_the_strength_of_the_set() -> None:
+    """A single tap's strength suits a set of six badly here: the second choice has less than half the criterion."""
+    given, places = standard(*data(40, 24, 63)), Layout((4,) * 6)
+    made = candidates._Solver(given, places)
+    near = sorted(range(6), key=lambda tap: made.strength(tap).criterion)
+    first = joint_head.forward(given, places, near[0], near, made.strength(near[0]).ridge)
+    chosen = made.joined(range(6))
+    assert made.strength(*chosen).criterion < made.strength(*first.taps).criterion / 2
+
+
 def test_no_more_features_are_joined_than_asked_for() -> None:
     """Of three taps that help, the one that fits is taken."""
     z, y = data(400, 12)
