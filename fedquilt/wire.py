@@ -228,7 +228,6 @@ UP: dict[str, type[Wired]] = {
 }
 DOWN: dict[str, type[Wired]] = {"task": Task, "ack": Ack}
 BLOB: dict[str, type[Wired]] = {"manifest": Manifest, "missing": Missing}
-RETAINED: Final = frozenset({"presence", "profile", "task"})
 
 Direction = Literal["up", "dn"]
 

@@ -1,8 +1,8 @@
 """`make nightly`: everything that takes too long for `make test`, in stages. A stage that fails stops no other.
 
-    python tests/nightly.py --list
-    python tests/nightly.py --only fuzz-int8 matrix
-    python tests/nightly.py --skip rehearsal --data FOLDER_WITH_MNIST
+    python -m tests.nightly --list
+    python -m tests.nightly --only fuzz-int8 matrix
+    python -m tests.nightly --skip rehearsal --data FOLDER_WITH_MNIST
 
 What a stage prints is shown as it comes and kept in the folder --out, a file for each stage. At the end a table says
 of every stage whether it passed, how long it took and its last line; the exit code is 1 when one failed. A stage that
@@ -21,9 +21,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
-
-if __name__ == "__main__":  # else tests/fedquilt, which a script finds first, is taken for the package
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fedquilt.core import CODECS, JobError
 from fedquilt.tools.emulate import rehearsal

@@ -26,22 +26,27 @@ NEEDED: Final = {"fedlps": {"encoder": 0.0}}  # parameters without whose values 
 
 
 @verb()
-@option("--method", metavar="METHOD", help="Which method (default: asks, or fedavg).", shell_complete=options.methods)
+@option(
+    "--method",
+    metavar="METHOD",
+    help="Method of the job (default: ask, or fedavg where nobody can be asked).",
+    shell_complete=options.methods,
+)
 @option(
     "--data",
     metavar="PATH",
-    help="An .npz, a folder of images or IDX files; digits: the handwritten ones that come with fedquilt "
-    "(default: asks, or digits).",
+    help="Examples: an .npz, a folder of images or IDX files, or digits, the handwritten ones that come with "
+    "fedquilt (default: ask, or digits).",
 )
-@option("--devices", type=options.POSITIVE, help="How many devices (default: asks, or 4).")
+@option("--devices", type=options.POSITIVE, help="Number of devices (default: ask, or 4).")
 @option(
     "--rounds",
     type=options.POSITIVE,
-    help="How many rounds (default: asks, or 10; 200 at most for a method that ends by itself).",
+    help="Number of rounds (default: ask, or 10; at most 200 for a method that ends by itself).",
 )
-@option("--out", type=options.PATH, default=Path("job.toml"), help="The file to write.")
-@option("--agent", is_flag=True, help="Write an agent.toml beside it too, for a board of your own.")
-@option("--force", is_flag=True, help="Write over files that are there.")
+@option("--out", type=options.PATH, default=Path("job.toml"), help="The job file to write.")
+@option("--agent", is_flag=True, help="Write an agent.toml beside the job too, for a board of your own.")
+@option("--force", is_flag=True, help="Overwrite files that exist.")
 def init(
     method: str | None,
     data: str | None,
@@ -53,15 +58,15 @@ def init(
 ) -> None:
     """Write a commented job file, from a few questions or from options.
 
-    On a terminal it asks what no option answers. The job trains a small network of the right size for the data; with a
-    method that begins with donors, they are two of torchvision's networks for images.
+    On a terminal, `init` asks for what no option says. The job trains a small network whose shape fits the data; for a
+    method that begins with donors, the donors are two of torchvision's networks for images.
     """
     from fedquilt import disk
 
     files = [out, *([out.with_name("agent.toml")] if agent else [])]
     for file in files:
         if file.exists() and not force:
-            raise StoreError(f"{file} is there already: --force writes over it, --out names another file")
+            raise StoreError(f"{file} exists already: --force overwrites it, --out names another file")
     chosen = method or _ask("method (`fedquilt methods` lists them)", "fedavg")
     donors = _has_donors(chosen)
     path, shape, classes = _place(data or _ask(f"data: a path, or {DIGITS}", DIGITS), out)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -116,4 +119,16 @@ def test_what_is_nightly_is_no_part_of_make_test() -> None:
     options = config.read(ROOT / "pyproject.toml")["tool"]["pytest"]["ini_options"]
     assert "-m 'not nightly'" in options["addopts"]
     assert any(marker.startswith("nightly:") for marker in options["markers"])
-    assert "tests/nightly.py $(ARGS)" in (ROOT / "Makefile").read_text()
+    assert "-m tests.nightly $(ARGS)" in (ROOT / "Makefile").read_text()
+
+
+def test_make_nightly_starts_where_the_checkout_is_not_on_the_path(tmp_path: Path) -> None:
+    """As in an environment that pip has made, where a script in tests/ takes tests/fedquilt for the package."""
+    away = f"import sys\nsys.path[:] = [place for place in sys.path if place != {str(ROOT)!r}]\n"
+    (tmp_path / "sitecustomize.py").write_text(away)
+    recipe = re.search(r"^nightly:.*\n\t(.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert recipe is not None
+    words = [sys.executable, *recipe[1].replace("$(ARGS)", "--list").split()[1:]]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ran = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert "fuzz-raw" in ran.stdout, ran.stderr

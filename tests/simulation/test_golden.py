@@ -1,6 +1,6 @@
 """Six methods do what golden.json holds: the same devices asked, the same states, the same exported bytes.
 
-What moves on purpose is kept anew by `python tests/goldens.py --write`, and the commit says why it moved.
+What moves on purpose is kept anew by `python -m tests.goldens --write`, and the commit says why it moved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def test_a_golden_run_is_what_was_kept(method: str, kept: goldens.File, tmp_path
         pytest.importorskip("onnxruntime")
     same = goldens.probe(method) == kept.probes[method]
     moved = goldens.differences(kept.runs[method], goldens.play(method, tmp_path), bits=same)
-    assert moved == [], f"{method}; if it is meant to: python tests/goldens.py --write, and say why in the commit"
+    assert moved == [], f"{method}; if it is meant to: python -m tests.goldens --write, and say why in the commit"
 
 
 def changed(run: Golden, *, by: float) -> Golden:

@@ -99,7 +99,7 @@ def test_nothing_is_written_over(capsys: pytest.CaptureFixture[str]) -> None:
     """Unless that is asked for."""
     Path("job.toml").write_text("mine")
     assert main(["init"]) == 6
-    assert "job.toml is there already" in capsys.readouterr().err
+    assert "job.toml exists already" in capsys.readouterr().err
     assert Path("job.toml").read_text() == "mine"
     assert not Path("digits.npz").exists()
     assert main(["init", "--force"]) == 0
