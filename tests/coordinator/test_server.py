@@ -423,18 +423,16 @@ def test_of_all_that_a_device_begins_to_send_one_update_at_most_is_on_the_disk(
         assert stage.server.finished
 
 
+@pytest.mark.parametrize("topic", ["progress", "nonsense"])
 def test_a_board_that_floods_is_set_aside_by_name_and_the_round_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, topic: str
 ) -> None:
-    """Whatever it floods with; it is asked again after a while, and costs the others nothing."""
+    """With messages that are read, or under topics that are none; it is asked again after a while."""
     stage = Stage(tmp_path, rounds=2, cohort={"deadline_s": 5000.0, "quorum": 0.5})
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
-    for number in range(20_000):
-        if number % 2:
-            a.say("progress", wire.Progress(job="j", round=0, attempt=0, fraction=0.5))
-        else:
-            a.link.publish("fq/1/f/dev/a/up/nonsense", b"")
+    for _ in range(20_000):
+        a.say(topic, wire.Progress(job="j", round=0, attempt=0, fraction=0.5))
     stage.play(0.2)
     assert [fact.reason for fact in stage.told(Rejected)] == [admission.FLOODED]
     assert f"a {admission.FLOODED}" in caplog.text

@@ -110,7 +110,7 @@ def test_one_kind_of_message_is_not_taken_for_another() -> None:
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_what_a_newer_device_tells_besides_is_skipped_and_what_asks_or_answers_is_refused(message: Wired) -> None:
-    """A neighbouring version's report is still read; a task is not carried out without a part that is not understood."""
+    """A neighbouring version's report is still read; a task with a part that is not understood is not carried out."""
     payload = wire.encode(message)
     fields = b',"of_a_later_version":{"a":[1]}' + payload[payload.index(b",", payload.index(b"crc")) :]
     if type(message) in wire.UP.values():

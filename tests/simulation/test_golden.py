@@ -68,7 +68,7 @@ def test_golden_runs_ask_a_part_of_the_fleet_and_evaluate(kept: goldens.File) ->
 def test_a_stitching_round_asks_others_for_those_heard_and_sends_no_task_in_vain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four of six devices a round: who was heard in a phase is drawn again, gets no task, and the rest are asked instead.
+    """Four of six devices a round: who was heard in a phase is drawn again and gets no task; others are asked instead.
 
     So gather takes three rounds, of which the last finds that nobody is left: the search has met new devices until it
     ended, and does not know that six are all. Validate takes two, as those who gathered are all.

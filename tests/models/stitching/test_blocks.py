@@ -102,7 +102,7 @@ def test_a_vision_transformer_has_no_maps_to_cut_and_is_written_whole(tmp_path: 
     """As a donor it is refused for its shape, with the mend; as one graph it is permitted, and does the same."""
     sizes = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32}
     donor = torchvision().models.VisionTransformer(**sizes, num_classes=10).eval()
-    with pytest.raises(ModelError, match="'d' cannot be split: .* take a convolutional network"):
+    with pytest.raises(ModelError, match=r"'d' cannot be split: .* take a convolutional network"):
         blocks.split(donor, "d", (3, 32, 32))
     x = torch.from_numpy(np.random.default_rng(0).normal(size=(3, 3, 32, 32)).astype(np.float32))
     nn.init.normal_(donor.heads.head.weight)  # torchvision's first head says 0 to everything
