@@ -57,11 +57,21 @@ class Hand:
         self.tasks: list[Task | None] = []
         self.acks: list[wire.Ack] = []
         self.say("presence", wire.Presence(online=True, boot="1"), retain=True)
-        profile = Profile(
-            device=name, board="hand", memory_bytes=1 << 30, budget_bytes=1 << 29, engines=("numpy",), versions={}
+        self.profile = Profile(
+            device=name,
+            board="hand",
+            memory_bytes=1 << 30,
+            budget_bytes=1 << 29,
+            engines=("numpy",),
+            versions={},
+            codecs=codecs,
         )
-        profile = msgspec.structs.replace(profile, codecs=codecs)
-        self.say("profile", profile, retain=True)
+        self.say("profile", self.profile, retain=True)
+
+    def measured(self, **point: float) -> None:
+        """Say what the board does at its one operating point."""
+        points = (OperatingPoint(name="p", **point),)
+        self.say("profile", msgspec.structs.replace(self.profile, points=points), retain=True)
 
     def say(self, leaf: str, message: Any, retain: bool = False) -> None:
         payload = message if isinstance(message, bytes) else wire.encode(message)
@@ -413,18 +423,16 @@ def test_of_all_that_a_device_begins_to_send_one_update_at_most_is_on_the_disk(
         assert stage.server.finished
 
 
+@pytest.mark.parametrize("topic", ["progress", "nonsense"])
 def test_a_board_that_floods_is_set_aside_by_name_and_the_round_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, topic: str
 ) -> None:
-    """Whatever it floods with; it is asked again after a while, and costs the others nothing."""
+    """With messages that are read, or under topics that are none; it is asked again after a while."""
     stage = Stage(tmp_path, rounds=2, cohort={"deadline_s": 5000.0, "quorum": 0.5})
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
-    for number in range(20_000):
-        if number % 2:
-            a.say("progress", wire.Progress(job="j", round=0, attempt=0, fraction=0.5))
-        else:
-            a.link.publish("fq/1/f/dev/a/up/nonsense", b"")
+    for _ in range(20_000):
+        a.say(topic, wire.Progress(job="j", round=0, attempt=0, fraction=0.5))
     stage.play(0.2)
     assert [fact.reason for fact in stage.told(Rejected)] == [admission.FLOODED]
     assert f"a {admission.FLOODED}" in caplog.text
@@ -473,16 +481,7 @@ def test_a_device_counts_as_no_more_examples_than_it_can_have_worked_through(tmp
     """24 FLOPs an example, 1e6 a second as its profile says, two deadlines of 30 s and a minute: 5e6, and ten times."""
     stage = Stage(tmp_path, cohort={"deadline_s": 30.0, "attempts": 1, "max_examples": 10**9})
     a, b = stage.hand("a"), stage.hand("b")
-    slow = Profile(
-        device="a",
-        board="hand",
-        memory_bytes=1 << 30,
-        budget_bytes=1 << 29,
-        engines=("numpy",),
-        versions={},
-        points=(OperatingPoint(name="p", flops_per_s=1e6),),
-    )
-    a.say("profile", slow, retain=True)
+    a.measured(flops_per_s=1e6)
     stage.play()
     a.answer(ones(5.0), weight=5.1e7, usage=Usage(examples=51_000_000))
     b.answer(ones(2.0), weight=30.0, usage=Usage(examples=30))
@@ -849,16 +848,7 @@ def test_a_profile_of_extremes_bricks_nothing(tmp_path: Path) -> None:
     """Joules for a FLOP, and seconds for a task, that are beyond any number are not known."""
     stage = Stage(tmp_path, rounds=2, cohort={"prefer": "energy", "deadline": "predicted"})
     a = stage.hand("a")
-    profile = Profile(
-        device="a",
-        board="hand",
-        memory_bytes=1 << 30,
-        budget_bytes=1 << 29,
-        engines=("numpy",),
-        versions={},
-        points=(OperatingPoint(name="p", flops_per_s=1e-320, busy_w=1e24),),
-    )
-    a.say("profile", profile, retain=True)
+    a.measured(flops_per_s=1e-320, busy_w=1e24)
     stage.play()
     for _ in range(2):
         a.answer(ones(), usage=Usage(wall_s=1.0, point="p"))
