@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import resource
 import signal
 from collections.abc import Iterator
@@ -102,6 +103,7 @@ class Stage:
 
     def __init__(self, folder: Path, **table: Any) -> None:
         self.folder, self.broker, self.facts = folder, MemoryBroker(), []
+        self.dues: list[tuple[float, float, int]] = []  # of each step: its time, when the next is due, rounds committed
         bundle.write(folder / "bundle", {"network": NETWORK, "flops": 8}, {"model": tensors.encode(MODEL)})
         self.store = Store(folder / "home")
         self.job = self.store.add(settings.parse({**TABLE, **table}), folder / "bundle")
@@ -135,7 +137,7 @@ class Stage:
             self.broker.now_s += 0.05
             self.broker.deliver()
             if not self.server.finished:
-                self.server.step(self.broker.now_s)
+                self.dues.append((self.broker.now_s, self.server.step(self.broker.now_s), len(self.told(Committed))))
             for hand in self.hands:
                 hand.listen(self.broker.now_s)
 
@@ -192,6 +194,18 @@ def test_a_round_that_follows_a_long_computation_has_its_whole_deadline(
         stage.play()
     assert [fact.round for fact in stage.told(Committed)] == [0, 1]
     assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    stage.store.close()
+
+
+def test_a_step_that_commits_a_round_wants_the_next_step_at_once(tmp_path: Path) -> None:
+    """The next round begins in a step of its own, by the time that it is after the commit."""
+    stage = Stage(tmp_path, rounds=2)
+    hand = stage.hand("a")
+    stage.play()
+    hand.answer(ones())
+    stage.play()
+    commits = [(now, due) for (*_, before), (now, due, after) in itertools.pairwise(stage.dues) if after > before]
+    assert [due - now for now, due in commits] == [0.0]
     stage.store.close()
 
 
