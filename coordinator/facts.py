@@ -105,6 +105,14 @@ class Rejected(Fact, frozen=True):
     reason: str
 
 
+class Lost(Fact, frozen=True):
+    """A device's update, counted in the running round, can no longer be read: the device is asked for it again."""
+
+    round: int
+    device: str
+    reason: str
+
+
 class Closed(Fact, frozen=True):
     """The round accepts no more updates."""
 
@@ -160,6 +168,7 @@ AnyFact = (
     | Declined
     | Answered
     | Rejected
+    | Lost
     | Closed
     | Extended
     | Reopened
@@ -213,6 +222,7 @@ class Rounds(msgspec.Struct, frozen=True):
     declined: Mapping[str, str] = field(default_factory=dict)  # device -> reason; not asked again in this attempt
     short: Mapping[str, tuple[int, Short]] = field(default_factory=dict)  # device -> round, task too large
     idle: frozenset[str] = frozenset()  # of these: devices that the method has no task for in this round
+    lost: frozenset[str] = frozenset()  # devices that have counted this round already, and work on it again
     history: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # device -> rounds it contributed to
     finished: bool = False  # the method is done
     checked: bool = False  # the closing evaluation has been made
@@ -316,6 +326,8 @@ def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
                 spent=state.spent.plus(fact.update.usage),
                 took=_timed(state, fact),
             )
+        case Lost():
+            return _lost(state, fact, now_s)
         case Closed():
             return replace(state, phase="closing", asked=frozenset())
         case Extended():
@@ -338,6 +350,18 @@ def _asked(state: Rounds, fact: Asked, now_s: float) -> Rounds:
         asked_s={**state.asked_s, **dict.fromkeys(fact.devices, now_s)},
         work={**state.work, **fact.work},
         since={**state.since, **dict.fromkeys(fact.devices, fact.round)},
+    )
+
+
+def _lost(state: Rounds, fact: Lost, now_s: float) -> Rounds:
+    """The device works on its task again, in the time of an attempt; a round that was closed is open for it."""
+    device = fact.device
+    answered = {name: update for name, update in state.answered.items() if name != device}
+    asked_s = {**state.asked_s, device: now_s}
+    if state.phase == "closing":
+        state = replace(state, phase="open", opened_s=now_s, extended=False)
+    return replace(
+        state, answered=answered, asked=state.asked | {device}, asked_s=asked_s, lost=state.lost | {device}
     )
 
 
@@ -376,6 +400,7 @@ def _committed(state: Rounds, fact: Committed, now_s: float) -> Rounds:
         answered={},
         declined={},
         idle=frozenset(),
+        lost=frozenset(),
         history={**state.history, **took_part},
         finished=state.finished or fact.finished,
         checked=state.over and not state.settling,

@@ -29,7 +29,7 @@ from fedquilt.core import (
 )
 from fedquilt.edge_agent import devices, engines, events, messages, plan
 from fedquilt.edge_agent.duty import Duty
-from fedquilt.edge_agent.events import Acked, Arrived, Cleared, Connected, Failed, Fetched, Key
+from fedquilt.edge_agent.events import Acked, Arrived, Cleared, Connected, Failed, Fetched
 from fedquilt.edge_agent.settings import AgentSettings, size_bytes
 from fedquilt.edge_agent.state import Local
 from fedquilt.edge_agent.task import budget, confine
@@ -152,7 +152,7 @@ class Agent:
                 self._task(message.payload, now_s)
             elif route.leaf == "ack":
                 ack = wire.decode(message.payload, wire.Ack)
-                self._settle((ack.job, ack.round), ack.accepted, ack.reason, now_s)
+                self._settle(Acked((ack.job, ack.round), ack.accepted, ack.epoch), ack.reason, now_s)
             else:
                 self._transfers.handle(route, message.payload, now_s)
         except WireError as error:
@@ -168,24 +168,31 @@ class Agent:
         missing = frozenset(ref for ref in task.bundles.values() if not self.local.depot.has(ref))
         return self.duty.feed(Arrived(task, missing), now_s)
 
-    def _settle(self, key: Key, accepted: bool, reason: str, now_s: float) -> None:
+    def _settle(self, answer: Acked, reason: str, now_s: float) -> None:
         """Apply the answer to an update: on disk first, so that with a full disk it is answered again."""
+        key, accepted = answer.key, answer.accepted
         offer = self.duty.state.outbox.get(key)
         if offer is None:
             return
-        state, actions = plan.advance(self.duty.state, Acked(key, accepted), now_s)
+        state, actions = plan.advance(self.duty.state, answer, now_s)
+        if key in state.outbox:
+            return  # an old answer, to another update of this round
         try:
             self.local.settle(key, accepted, state.counted)
             self.duty.state = state
-            for ref in offer.update.bundles.values():
-                if ref.sha256 not in self._needed():
-                    self.local.depot.drop(ref.sha256)
+            self._clear(offer.update)
         except StoreError as error:
             log.error("the answer to %s, round %d, cannot be noted: %s", *key, error)
             return
         if not accepted:
             log.warning("the update of %s, round %d, was refused: %s", *key, reason)
         self.duty.act(actions, now_s)
+
+    def _clear(self, update: Update) -> None:
+        """Drop an update's blobs that have no other use."""
+        for ref in update.bundles.values():
+            if ref.sha256 not in self._needed():
+                self.local.depot.drop(ref.sha256)
 
     def _may_give(self, device: str, sha256: str) -> bool:
         offers = self.duty.state.outbox.values()
@@ -200,6 +207,16 @@ class Agent:
         elif not claim.accepted:
             log.warning("%s, round %d, refused (%s): %s", claim.job, claim.round, claim.code, claim.reason)
         self._publish("claim", claim)
+
+    def drop(self, update: Update) -> None:
+        """See `duty.Surroundings`."""
+        log.warning(
+            "the update of %s, round %d, is dropped: the coordinator asks for that round again, from another state",
+            update.job,
+            update.round,
+        )
+        self.local.settle((update.job, update.round), False, self.duty.state.counted)
+        self._clear(update)
 
     def fetch(self, refs: Sequence[BlobRef]) -> None:
         """Request blobs from the coordinator, after dropping the longest unused ones for lack of room."""
@@ -266,7 +283,8 @@ class Agent:
     def offer(self, update: Update, now_s: float) -> None:
         """Offer an update; one whose blobs are lost from disk has to be worked for again."""
         if not all(self.local.depot.has(ref) for ref in update.bundles.values()):
-            return self._settle((update.job, update.round), False, "its blobs are gone from this disk", now_s)
+            gone = Acked((update.job, update.round), False, update.epoch)
+            return self._settle(gone, "its blobs are gone from this disk, or damaged", now_s)
         if self._link.connected:  # else it is offered with the next session
             self._publish("update", update)
 

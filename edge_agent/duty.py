@@ -40,6 +40,10 @@ class Surroundings(Protocol):
         """Send the coordinator the result of a task."""
         ...
 
+    def drop(self, update: Update) -> None:
+        """Remove the result of a task from the disk, unsent: nobody will ask for it."""
+        ...
+
     def fetch(self, refs: Sequence[BlobRef]) -> None:
         """Start fetching these blobs; `events.Fetched` follows for each."""
         ...
@@ -119,6 +123,8 @@ class Duty:
                         self._pacer.stop()
                     case events.Send(update):
                         self._around.offer(update, now_s)
+                    case events.Drop(update):
+                        self._around.drop(update)
             except StoreError as error:
                 return self.feed(Failed("disk", str(error)), now_s)
 

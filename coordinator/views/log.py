@@ -17,6 +17,7 @@ from fedquilt.coordinator.facts import (
     Declined,
     Ended,
     Extended,
+    Lost,
     Rejected,
     Reopened,
     Resumed,
@@ -126,6 +127,8 @@ def _sentences(fact: AnyFact) -> list[str]:
             return [f"round {fact.round}: update from {fact.update.device}: {took(fact.update.usage)}"]
         case Rejected():
             return [f"round {fact.round}: update from {fact.device} refused: {fact.reason}"]
+        case Lost():
+            return [f"round {fact.round}: update from {fact.device} is lost here, and asked for again: {fact.reason}"]
         case Closed():
             return [f"round {fact.round}: closed to further updates"]
         case Extended():

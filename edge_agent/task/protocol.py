@@ -47,7 +47,8 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outc
     metrics: dict[str, float] = {}
     bundles: dict[str, BlobRef] = {}
     blobs: dict[str, bytes] = {}  # by sha256: bundles that are in no file
-    private: bool = False  # whether the task left private state
+    private: BlobRef | None = None  # the private state that the task left; None: it left none
+    note: str = ""  # that private state was lost, and has begun anew
     layouts: dict[str, dict[str, str]] = {}  # of the bundles: `fedquilt.tensors.layout`
     examples: int = 0  # the device's own, held-out ones aside
     wall_s: float = 0.0

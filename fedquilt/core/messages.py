@@ -77,6 +77,9 @@ class Task(Wired, frozen=True):
     deadline_s: Seconds  # remaining when sent: a board's clock may say 1970
     tier: Label = ""
     wire: Encoding = Encoding()
+    state: Digest | Literal[""] = ""  # the round's state (sha256): an update of another state is not this round's
+    counted: Count | None = None  # last round of this job that the coordinator counted of this device; None: none
+    epoch: Count = 0  # start of the coordinator that sends it
 
 
 class Usage(Wired, frozen=True):
@@ -109,6 +112,9 @@ class Update(Wired, frozen=True):
     usage: Usage
     bases: Annotated[dict[Label, Digest], Meta(max_length=2000)] = {}  # with a codec: start of each difference
     layouts: Annotated[dict[Label, Layout], Meta(max_length=2000)] = {}  # of bundles, as they travel; {}: not told
+    state: Digest | Literal[""] = ""  # of the task: the state that it was computed from; "": not told
+    epoch: Count = 0  # of the task
+    note: Sentence = ""  # what the round's log should say of it: private state that was lost and has begun anew
 
 
 class OperatingPoint(Wired, frozen=True):

@@ -213,6 +213,9 @@ class SimulatedFleet:
         given.settle(ack)
         self._feed(given, events.Acked((ack.job, ack.round), ack.accepted), self.now_s)
 
+    def renew(self, epoch: int) -> None:
+        """Do nothing: these devices know of no epochs."""
+
     def tell(self, job: Running) -> None:
         """Do nothing: nobody observes."""
         # nobody watches
@@ -314,6 +317,9 @@ class _Device:
     def offer(self, update: Update, now_s: float) -> None:
         self._fleet.say(self.name, update)
 
+    def drop(self, update: Update) -> None:
+        self._end(accepted=False)
+
     def fetch(self, refs: Sequence[BlobRef]) -> None:
         self.have.update(ref.sha256 for ref in refs)
         self.fetched.extend(ref.sha256 for ref in refs)
@@ -373,9 +379,13 @@ class _Device:
 
     def settle(self, ack: wire.Ack) -> None:
         """Private state counts with the contribution that it came with."""
-        if not self._follows or (ack.job, ack.round) not in self.duty.state.outbox:
+        if (ack.job, ack.round) in self.duty.state.outbox:
+            self._end(ack.accepted)
+
+    def _end(self, accepted: bool) -> None:
+        if not self._follows:
             return
-        if ack.accepted:
+        if accepted:
             os.replace(f"{self._folder}{self._following}", f"{self._folder}{self._private}")
             self._fleet.private.add(self._private)
         else:
