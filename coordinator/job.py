@@ -317,7 +317,7 @@ class Running:
         path = self._store.depot.path(sha256) if sha256 in asked | self._sent else None
         if path is None:
             raise UpdateError(f"bundle {name!r} has moved from {sha256[:12]}, which this round has not sent")
-        return tensors.Floats(path)  # one tensor at a time, as it is decoded
+        return tensors.Floats(path, self._store.depot.disk)  # one tensor at a time, as it is decoded
 
     def commit(self, now_s: float) -> Committed:
         """Fold the round's updates in sorted order of devices and store the result."""
@@ -383,13 +383,14 @@ class Running:
         self.state = state
 
     def _load_state(self, ref: BlobRef) -> Any:
-        path = self._store.depot.path(ref.sha256)
-        if path is None:
+        payload = self._store.depot.load(ref.sha256)
+        if payload is None:
             raise JobError(f"the state of {self.id} ({ref.sha256[:12]}) is gone from {self._store.home}: run it anew")
         try:
-            return tensors.unpack(path.read_bytes(), self.method.state)
+            return tensors.unpack(payload, self.method.state)
         except StoreError as error:
-            raise JobError(f"the state of {self.id} in {path} cannot be read ({error}): run it anew") from None
+            where = self._store.depot.folder / ref.sha256
+            raise JobError(f"the state of {self.id} in {where} cannot be read ({error}): run it anew") from None
 
     def _blob(self, value: Tensors | BlobRef) -> BlobRef:
         if isinstance(value, BlobRef):

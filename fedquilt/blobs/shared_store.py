@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from pathlib import Path
 
@@ -40,8 +39,8 @@ class Lodger(Depot):
     def __init__(self, folder: Path, shared: Shared) -> None:
         self._shared = shared
         self._here: dict[str, BlobRef] = {}  # by sha256, the longest unused first
-        self._made = os.path.isdir(folder)
         super().__init__(folder, durable=False, make=False)
+        self._made = self.disk.is_dir(folder)
 
     def file(self, sha256: str) -> str | None:
         """Path of a blob, in the shared or the own folder; None: this depot lacks it."""
@@ -119,5 +118,5 @@ class Lodger(Depot):
     def _make(self) -> None:
         if not self._made:
             with self._doing("make the folder"):
-                self.folder.mkdir(parents=True, exist_ok=True)
+                self.disk.make(self.folder)
             self._made = True

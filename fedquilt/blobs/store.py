@@ -15,21 +15,21 @@ ONNX graphs rely on flat names: they name their external data by sha256, in the 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 from fedquilt import wire
-from fedquilt.blobs import chunks, files
+from fedquilt.blobs import chunks
 from fedquilt.blobs.pack import Pack
 from fedquilt.core import BlobRef, StoreError
+from fedquilt.disk import REAL, Disk, Found
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _STALE_S: Final = 24 * 3600.0
@@ -47,6 +47,7 @@ class Depot:
     """Folder of blobs; several processes may use it at once.
 
     Args:
+        disk: where the folder is.
         make: create the folder if it does not exist.
         durable: wait for the disk, so that files with their final name also survive a power failure. On virtual time,
             where a killed run is simply repeated, it is enough to survive a killed process.
@@ -56,15 +57,22 @@ class Depot:
     """
 
     def __init__(
-        self, folder: Path, wall_clock: Callable[[], float] = time.time, *, durable: bool = True, make: bool = True
+        self,
+        folder: Path,
+        wall_clock: Callable[[], float] = time.time,
+        *,
+        durable: bool = True,
+        make: bool = True,
+        disk: Disk = REAL,
     ) -> None:
         self.folder = folder
+        self.disk = disk
         self._prefix = os.path.join(folder, "")
         self._durable = durable
         self._wall_clock = wall_clock
         with self._doing("make the folder"):
             if make:
-                folder.mkdir(parents=True, exist_ok=True)
+                disk.make(folder)
             self._pack = None if durable else Pack(f"{self._prefix}small.pack")
 
     # -- what is here --
@@ -77,7 +85,7 @@ class Depot:
     def file(self, sha256: str) -> str | None:
         """Path of a whole blob as text."""
         path = self._at(sha256)
-        if os.path.isfile(path):
+        if self.disk.is_file(path):
             return path
         if self._pack is None or sha256 not in self._pack:
             return None
@@ -90,9 +98,10 @@ class Depot:
         if self._pack is not None and (size := self._pack.size(sha256)) is not None:
             return BlobRef(sha256=sha256, size=size)
         try:
-            return BlobRef(sha256=sha256, size=os.stat(self._at(sha256)).st_size)
+            found = self.disk.stat(self._at(sha256))
         except OSError:
             return None
+        return None if found is None else BlobRef(sha256=sha256, size=found.size)
 
     def has(self, ref: BlobRef) -> bool:
         """Whether the whole blob is here."""
@@ -103,8 +112,7 @@ class Depot:
         with self._doing(f"read blob {sha256[:12]}"):
             if self._pack is not None and sha256 in self._pack:
                 return self._pack.read(sha256, offset, size)
-            with open(self._at(sha256), "rb", buffering=0) as file:
-                return os.pread(file.fileno(), size, offset)
+            return self.disk.read(self._at(sha256), offset, size)
 
     def load(self, sha256: str) -> bytes | None:
         """Read a whole blob; None: it is not here."""
@@ -112,8 +120,7 @@ class Depot:
             if self._pack is not None and sha256 in self._pack:
                 return self._pack.read(sha256)
             try:
-                with open(self._at(sha256), "rb", buffering=0) as file:
-                    return file.read()
+                return self.disk.read(self._at(sha256))
             except FileNotFoundError:
                 return None
 
@@ -152,7 +159,7 @@ class Depot:
         """Store what `write` puts into a file: for what is too large to be held as bytes beside what it is made of."""
         with self._doing("store a blob"), self._temporary() as path:
             write(Path(path))
-            ref = BlobRef(sha256=files.digest(path, sync=self._durable), size=os.stat(path).st_size)
+            ref = self._synced(path)
             if not self.has(ref):
                 self._place(path, ref.sha256)
         return ref
@@ -187,14 +194,12 @@ class Depot:
         with self._doing(f"store {path}"), self._temporary() as temporary:
             try:
                 if move:
-                    os.replace(path, temporary)
+                    self.disk.replace(path, temporary)
                 else:
-                    os.link(os.path.realpath(path) if os.path.islink(path) else path, temporary)
+                    self.disk.link(path, temporary)
             except OSError:  # another file system, or one without links
-                digest = files.copy(path, temporary, sync=self._durable)
-            else:
-                digest = files.digest(temporary, sync=self._durable)
-            ref = BlobRef(sha256=digest, size=os.stat(temporary).st_size)
+                self.disk.copy(path, temporary)
+            ref = self._synced(temporary)
             if expected not in (None, ref):
                 raise StoreError(f"{path} is not what it should be ({ref.sha256[:12]}, {ref.size} bytes): make it anew")
             if not self.has(ref):
@@ -208,44 +213,42 @@ class Depot:
         """
         with self._doing(f"store {path}"):
             if self.has(ref):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
+                self.disk.unlink(path)
             else:
-                os.replace(path, self._at(ref.sha256))
+                self.disk.replace(path, self._at(ref.sha256))
 
     def drop(self, sha256: str) -> None:
         """Remove a blob, whole or in part."""
         if self._pack is not None and sha256 in self._pack:
             self._pack.drop(sha256)  # it may have a file as well
-            if not os.path.isfile(self._at(sha256)):
+            if not self.disk.is_file(self._at(sha256)):
                 return
         with self._doing(f"remove blob {sha256[:12]}"):
             for path in (self._at(sha256), self._part(sha256)):
-                with suppress(FileNotFoundError):
-                    os.unlink(path)
+                self.disk.unlink(path)
 
     def keep(self, only: set[str]) -> None:
         """Remove every blob except these. Parts and temporary files go a day after their last write."""
         for sha256 in () if self._pack is None else set(self._pack.names()) - only:
             self._pack.drop(sha256)  # type: ignore[union-attr]
         with self._doing("collect garbage"):
-            for name, stat in self._entries():
-                sha256, _, kind = name.partition(".")
-                stale = self._wall_clock() - stat.st_mtime >= _STALE_S
+            for found in self._entries():
+                sha256, _, kind = found.name.partition(".")
+                stale = self._wall_clock() - found.mtime_ns / 1e9 >= _STALE_S
                 superfluous = kind == "part" and self.path(sha256) is not None
                 if (stale or superfluous) if kind else sha256 not in only:
-                    (self.folder / name).unlink(missing_ok=True)
+                    self.disk.unlink(f"{self._prefix}{found.name}")
 
     def unused(self) -> list[tuple[str, int]]:
         """(sha256, size) of every file of a blob, parts and temporary ones too, the longest unused first."""
         with self._doing("list blobs"):
-            found = [(stat.st_mtime_ns, name, stat.st_size) for name, stat in self._entries()]
-        return [(name.partition(".")[0], size) for _, name, size in sorted(found)]
+            found = sorted((each.mtime_ns, each.name, each.size) for each in self._entries())
+        return [(name.partition(".")[0], size) for _, name, size in found]
 
     def touch(self, sha256: str) -> None:
         """Note a use of a blob."""
-        with self._doing(f"touch blob {sha256[:12]}"), suppress(FileNotFoundError):
-            os.utime(self._at(sha256))
+        with self._doing(f"touch blob {sha256[:12]}"):
+            self.disk.touch(self._at(sha256))
 
     # -- parts --
 
@@ -253,27 +256,19 @@ class Depot:
         """Open a part for a blob, new or existing; returns one byte per chunk, 1 if it is here and right."""
         had = bytearray(chunks.count(manifest))
         with self._doing(f"receive blob {manifest.sha256[:12]}"):
-            file = os.open(self._part(manifest.sha256), os.O_RDWR | os.O_CREAT, 0o666)
-            try:
-                if os.fstat(file).st_size != manifest.size:
-                    os.ftruncate(file, manifest.size)
-                for start, end in files.data(file, manifest.size):
-                    # a written chunk begins inside data
-                    for index in range(-(-start // manifest.chunk), -(-end // manifest.chunk)):
-                        offset, size = chunks.extent(manifest, index)
-                        had[index] = chunks.is_chunk(manifest, index, os.pread(file, size, offset))
-            finally:
-                os.close(file)
+            part = self._part(manifest.sha256)
+            self.disk.resize(part, manifest.size)
+            for start, end in self.disk.data(part):
+                # a written chunk begins inside data
+                for index in range(-(-start // manifest.chunk), -(-end // manifest.chunk)):
+                    offset, size = chunks.extent(manifest, index)
+                    had[index] = chunks.is_chunk(manifest, index, self.disk.read(part, offset, size))
         return had
 
     def write(self, sha256: str, offset: int, payload: bytes) -> None:
         """Write a verified chunk into a part that `resume` opened."""
         with self._doing(f"receive blob {sha256[:12]}"):
-            file = os.open(self._part(sha256), os.O_WRONLY)
-            try:
-                files.write(file, payload, offset)
-            finally:
-                os.close(file)
+            self.disk.write_at(self._part(sha256), payload, offset)
 
     def finish(self, ref: BlobRef) -> None:
         """Turn a complete part into the whole blob.
@@ -283,8 +278,8 @@ class Depot:
         """
         part = self._part(ref.sha256)
         with self._doing(f"complete blob {ref.sha256[:12]}"):
-            if files.digest(part, sync=self._durable) != ref.sha256:
-                os.unlink(part)
+            if self._synced(part) != ref:
+                self.disk.unlink(part)
                 raise _arrived_damaged(ref)
             self._place(part, ref.sha256)
 
@@ -298,28 +293,33 @@ class Depot:
     def _part(self, sha256: str) -> str:
         return f"{self._at(sha256)}.part"
 
-    def _entries(self) -> Iterator[tuple[str, os.stat_result]]:
-        with os.scandir(self.folder) as entries:
-            for entry in entries:
-                sha256, _, kind = entry.name.partition(".")
-                if kind == "tmp" or (kind in ("", "part") and _DIGEST.fullmatch(sha256)):
-                    try:
-                        yield entry.name, entry.stat()
-                    except FileNotFoundError:  # another process was faster
-                        continue
+    def _entries(self) -> Iterator[Found]:
+        for entry in self.disk.entries(self.folder):
+            sha256, _, kind = entry.name.partition(".")
+            if kind == "tmp" or (kind in ("", "part") and _DIGEST.fullmatch(sha256)):
+                yield entry
 
     def _is_file(self, ref: BlobRef) -> bool:
         try:
-            return os.stat(self._at(ref.sha256)).st_size == ref.size
+            found = self.disk.stat(self._at(ref.sha256))
         except OSError:
             return False
+        return found is not None and found.size == ref.size
+
+    def _synced(self, path: str) -> BlobRef:
+        """Reference of what a file holds, which is on the disk first if the depot is durable."""
+        if self._durable:
+            self.disk.sync(path)
+        found = self.disk.stat(path)
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return BlobRef(sha256=self.disk.digest(path), size=found.size)
 
     def _store(self, payload: bytes, sha256: str) -> None:
         with self._temporary() as path:
-            with open(path, "xb", buffering=0) as file:
-                files.write(file.fileno(), payload, 0)
-                if self._durable:
-                    os.fsync(file.fileno())
+            self.disk.write(path, payload, new=True)
+            if self._durable:
+                self.disk.sync(path)
             self._place(path, sha256)
 
     @contextmanager
@@ -328,18 +328,12 @@ class Depot:
         try:
             yield path
         finally:
-            with suppress(FileNotFoundError):
-                os.unlink(path)
+            self.disk.unlink(path)
 
     def _place(self, path: str, sha256: str) -> None:
-        os.replace(path, self._at(sha256))
-        if not self._durable:
-            return
-        folder = os.open(self.folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        self.disk.replace(path, self._at(sha256))
+        if self._durable:
+            self.disk.sync(self.folder)
 
     @contextmanager
     def _doing(self, what: str) -> Iterator[None]:
