@@ -301,7 +301,7 @@ class Running:
         path = self._store.depot.path(sha256) if sha256 in asked | self._sent else None
         if path is None:
             raise UpdateError(f"bundle {name!r} has moved from {sha256[:12]}, which this round has not sent")
-        return tensors.Floats(path)  # one tensor at a time, as it is decoded
+        return tensors.Floats(path, self._store.depot.disk)  # one tensor at a time, as it is decoded
 
     def commit(self, now_s: float) -> Committed:
         """Fold the round's updates in sorted order of devices and store the result.
@@ -375,9 +375,7 @@ class Running:
 
     def _again(self) -> Any:
         """The job's first state, made anew; None: the log is past it."""
-        if self.rounds.history or self.rounds.round:
-            return None
-        return first_state(self.job, self.bundle, self.method)
+        return None if self.rounds.round else first_state(self.job, self.bundle, self.method)
 
     def _blob(self, value: Tensors | BlobRef) -> BlobRef:
         if isinstance(value, BlobRef):

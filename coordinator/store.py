@@ -10,14 +10,13 @@ one of a later version is refused. A single run that cannot be read is reported 
 
 from __future__ import annotations
 
-import fcntl
 import secrets
 import sqlite3
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
@@ -26,12 +25,12 @@ from fedquilt.coordinator import store_tables
 from fedquilt.coordinator.facts import AnyFact, Ended
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import JobError, StoreError
+from fedquilt.disk import REAL, Disk, Lock
 
 UNENDED: Final = ("queued", "running", "stopping")  # its coordinator, if any, may be working on the run
 Origin = Literal["run", "fleet", "simulation"]
 
 LOCK_TRIES: Final = 10
-LOCK_S: Final = 0.05  # seconds between two tries
 _facts = msgspec.json.Decoder(AnyFact)
 
 
@@ -62,16 +61,17 @@ class Store:
     Args:
         durable: wait for the disk, so that nothing accepted is lost even in a power failure. On virtual time it is
             enough to survive a killed process.
+        disk: where the folder is.
 
     Raises, from every method:
         StoreError: the folder or database cannot be read or written.
     """
 
-    def __init__(self, home: Path, *, durable: bool = True) -> None:
-        self.home = home
+    def __init__(self, home: Path, *, durable: bool = True, disk: Disk = REAL) -> None:
+        self.home, self._disk = home, disk
         with _storing(home):
-            home.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(home / "fedquilt.db", timeout=10, isolation_level=None)
+            disk.make(home)
+            self._db = disk.connect(home / "fedquilt.db")
             try:
                 self._db.execute("pragma journal_mode=wal")
                 self._db.execute(f"pragma synchronous={'full' if durable else 'off'}")
@@ -79,8 +79,8 @@ class Store:
             except BaseException:  # also that the tables are of a later version
                 self._db.close()
                 raise
-        self.depot = Depot(home / "blobs", durable=durable)
-        self._lock: IO[str] | None = None
+        self.depot = Depot(home / "blobs", durable=durable, disk=disk)
+        self._lock: Lock | None = None
         self._waiting: list[tuple[str, float, str]] | None = None  # facts of a `together`: job, time, body
 
     def __enter__(self) -> Store:
@@ -97,28 +97,16 @@ class Store:
 
     def lock(self) -> bool:
         """Become the only coordinator of this folder; False: another runs here. Ends with the process."""
-        for _ in range(LOCK_TRIES):  # a process that tests whether the folder is served holds the lock for a moment
-            self._lock = self._locked(fcntl.LOCK_EX)
-            if self._lock is not None:
-                return True
-            time.sleep(LOCK_S)
-        return False
-
-    def _locked(self, kind: int) -> IO[str] | None:
-        with _storing(self.home):
-            handle = open(self.home / "lock", "a")  # noqa: SIM115 - held until close
-            try:
-                fcntl.flock(handle, kind | fcntl.LOCK_NB)
-            except BlockingIOError:
-                handle.close()
-                return None
-        return handle
+        with _storing(self.home):  # a process that tests whether the folder is served holds the lock for a moment
+            self._lock = self._disk.lock(self.home / "lock", tries=LOCK_TRIES)
+        return self._lock is not None
 
     def served(self) -> bool:
         """Whether a coordinator holds this folder, this process included."""
         if self._lock is not None:
             return True
-        probe = self._locked(fcntl.LOCK_SH)  # several may test at once
+        with _storing(self.home):
+            probe = self._disk.lock(self.home / "lock", shared=True)  # several may test at once
         if probe is not None:
             probe.close()
         return probe is None

@@ -27,6 +27,7 @@ from fedquilt.core import (
     Wired,
     WireError,
 )
+from fedquilt.disk import REAL, Disk
 from fedquilt.edge_agent import devices, engines, events, messages, plan
 from fedquilt.edge_agent.duty import Duty
 from fedquilt.edge_agent.events import Acked, Arrived, Cleared, Connected, Failed, Fetched
@@ -51,7 +52,7 @@ class Agent:
 
     Args:
         boot: name of this start of the agent, different at each.
-        durable, shared: see `fedquilt.edge_agent.state.Local`.
+        durable, shared, disk: see `fedquilt.edge_agent.state.Local`.
 
     Raises:
         StoreError: its home cannot be read or written.
@@ -70,9 +71,10 @@ class Agent:
         *,
         durable: bool = True,
         shared: Shared | None = None,
+        disk: Disk = REAL,
     ) -> None:
         self.device, self.settings = settings.device, settings
-        self.local = Local(Path(settings.home), durable=durable, shared=shared)
+        self.local = Local(Path(settings.home), durable=durable, shared=shared, disk=disk)
         self._whole_bytes = 0 if durable else SMALL_BYTES
         self.garbage = Garbage()
         self._link, self._board, self._worker = link, board, worker
@@ -364,4 +366,4 @@ def run_agent(settings: AgentSettings) -> None:
     finally:
         systemd.notify("STOPPING=1")
         agent.goodbye()
-        os.close(lock)
+        lock.close()

@@ -7,7 +7,6 @@ flat under their digests, so an ONNX graph finds its external data wherever both
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +15,7 @@ import msgspec
 
 from fedquilt import tensors
 from fedquilt.core import BlobRef, Bundle, JobError, StoreError, Wired
+from fedquilt.disk import REAL
 
 
 class Index(Wired, frozen=True):
@@ -34,7 +34,7 @@ def write(folder: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> 
     """
     refs: dict[str, BlobRef] = {}
     try:
-        (folder / "blobs").mkdir(parents=True, exist_ok=True)
+        REAL.make(folder / "blobs")
         for name, payload in files.items():
             refs[name] = ref = BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
             path = folder / "blobs" / ref.sha256
@@ -67,6 +67,4 @@ def load(folder: Path) -> Bundle:
 
 
 def _replace(path: Path, payload: bytes) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(payload)
-    os.replace(part, path)
+    REAL.put(path, payload, durable=False)

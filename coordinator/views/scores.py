@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,9 @@ import msgspec
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Row
 from fedquilt.coordinator.views.progress import Personal
-from fedquilt.core import JobError, StoreError
+from fedquilt.core import JobError
 from fedquilt.data import spec
+from fedquilt.disk import REAL, doing
 
 
 class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,10 +104,6 @@ def write(path: Path, found: Scores) -> None:
     Raises:
         StoreError: the file cannot be written.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
-        os.replace(part, path)
-    except OSError as error:
-        raise StoreError(f"cannot write {path}: {error.strerror}") from None
+    with doing(f"write {path}"):
+        REAL.make(path.parent)
+        REAL.put(path, msgspec.json.format(msgspec.json.encode(found)), durable=False)

@@ -213,8 +213,8 @@ def test_two_agents_may_not_share_a_home(tmp_path: Path) -> None:
     first = Local(tmp_path).lock()
     with pytest.raises(JobError, match="another agent runs in"):
         Local(tmp_path).lock()
-    os.close(first)
-    os.close(Local(tmp_path).lock())
+    first.close()
+    Local(tmp_path).lock().close()
 
 
 def test_tensors_are_written_under_a_name_that_is_their_digest(tmp_path: Path) -> None:
