@@ -22,7 +22,7 @@ from fedquilt.core import Update
 from fedquilt.wire import Claim
 
 FLOODED = "sent more than can be answered: it is set aside, and nothing of it is read for a while"
-UNFINISHED = ("queued", "running", "stopping", "stopped")
+UNFINISHED = ("queued", "running", "stopping", "stopped", "damaged")
 
 # -- events ---------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from msgspec import field
 from msgspec.structs import replace
 
 from fedquilt.coordinator import deadline, stop, transitions
-from fedquilt.coordinator.deadline import Ask
+from fedquilt.coordinator.deadline import Ask, Short
 from fedquilt.coordinator.settings import Cohort, Job, Stop
 from fedquilt.coordinator.transitions import Phase
 from fedquilt.core import Action, BlobRef, FedquiltError, JobError, Update
@@ -55,27 +55,6 @@ class Asked(Fact, frozen=True):
     work: dict[str, float] = {}  # device -> `deadline.amount` of its task, where the method predicts it
     deadline_s: float | None = None  # of the round that this fact opens; None: the cohort's
     coverage: tuple[str, ...] = ()  # sentences on which devices could take part, where that has changed
-
-
-class Short(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Memory that a device lacked. 0 and None: not known."""
-
-    peak_bytes: int = 0
-    flops: float = 0.0
-    budget_bytes: int | None = None
-
-    @staticmethod
-    def of(ask: Ask) -> Short:
-        """Requirements of a task on a device."""
-        return Short(ask.work.peak_bytes, ask.work.on(1).flops, ask.profile.budget_bytes if ask.profile else None)
-
-    def same(self, other: Short) -> bool:
-        """Whether memory and work are no better than in `other`, so that the answer would be the same."""
-        if self.budget_bytes != other.budget_bytes:
-            return False
-        if self.peak_bytes and other.peak_bytes:
-            return other.peak_bytes >= self.peak_bytes
-        return other.flops >= self.flops
 
 
 class Declined(Fact, frozen=True):
@@ -360,9 +339,7 @@ def _lost(state: Rounds, fact: Lost, now_s: float) -> Rounds:
     asked_s = {**state.asked_s, device: now_s}
     if state.phase == "closing":
         state = replace(state, phase="open", opened_s=now_s, extended=False)
-    return replace(
-        state, answered=answered, asked=state.asked | {device}, asked_s=asked_s, lost=state.lost | {device}
-    )
+    return replace(state, answered=answered, asked=state.asked | {device}, asked_s=asked_s, lost=state.lost | {device})
 
 
 def _timed(state: Rounds, fact: Answered) -> deadline.Known:

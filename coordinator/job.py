@@ -31,7 +31,6 @@ from fedquilt.core import (
     Contribution,
     DeviceView,
     Expected,
-    JobError,
     Method,
     Order,
     Profile,

@@ -12,7 +12,9 @@ from typing import Any
 
 from fedquilt import tensors
 from fedquilt.blobs.store import Depot
+from fedquilt.coordinator.facts import Rounds
 from fedquilt.core import BlobRef, Contribution, JobError, StoreError, Update
+from fedquilt.wire import Claim
 
 log = logging.getLogger("fedquilt.coordinator")
 
@@ -69,6 +71,17 @@ def state(run: str, depot: Depot, ref: BlobRef, kind: type, rebuild: Callable[[]
         return tensors.unpack(payload, kind)
     except StoreError as error:
         raise JobError(f"the state of {run} ({ref.sha256[:12]}) cannot be read ({error}): run it anew") from None
+
+
+def behind(rounds: Rounds, job: str, device: str, claim: Claim) -> str:
+    """That a device has counted a round that a job's log has not come to; "": its claim does not say so."""
+    ours = (claim.job, claim.round) == (job, rounds.round) and device in rounds.asked - rounds.lost
+    if claim.counted is None or not ours:
+        return ""
+    return (
+        f"{device} has counted round {claim.counted} of {job}, whose log here is at round {rounds.round}: this home is an "
+        "older copy, or has lost its end; the job goes on from its log, and what devices know beyond it does not count"
+    )
 
 
 def restore(depot: Depot, folder: Path, files: Mapping[str, BlobRef]) -> None:

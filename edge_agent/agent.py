@@ -207,6 +207,7 @@ class Agent:
         if claim.code == "cleared":
             log.info("%s, round %d, given up: %s", claim.job, claim.round, claim.reason)
         elif not claim.accepted:
+            self.local.depot.doubt()  # as it may be what the disk has made of a blob
             log.warning("%s, round %d, refused (%s): %s", claim.job, claim.round, claim.code, claim.reason)
         self._publish("claim", claim)
 
@@ -257,14 +258,17 @@ class Agent:
                 raise StoreError(f"bundle {name!r} has vanished from {depot.folder}: leave that folder to the agent")
             paths[name] = path
         self.local.used(task.bundles.values())
-        private = self.local.private(task.job)
+        private = self.local.private(task.job, task.counted)
         return Order(
             task=task,
             device=self.device,
             budget_bytes=budget_bytes,
             data=self.settings.data,
             bundles=paths,
-            private=None if private is None else str(private),
+            private=private.path,
+            private_sha256=private.sha256,
+            lost=private.lost,
+            forgotten=private.forgotten,
             cache=str(self.local.cache(task.job)),
             out=str(self.local.scratch()),
             plan_bytes=plan_bytes,
@@ -272,9 +276,11 @@ class Agent:
             whole_bytes=self._whole_bytes,
         )
 
-    def keep(self, update: Update, blobs: Mapping[str, bytes]) -> bool:
+    def keep(self, update: Update, blobs: Mapping[str, bytes], private: BlobRef | None) -> bool:
         """See `duty.Surroundings`."""
-        return self.local.commit(update, blobs)
+        if update.note:
+            log.warning("%s, round %d: %s", update.job, update.round, update.note)
+        return self.local.commit(update, blobs, private)
 
     def progressed(self, task: Task, fraction: float, now_s: float) -> None:
         """See `duty.Surroundings`."""

@@ -56,10 +56,11 @@ class Surroundings(Protocol):
         """Order for the worker: the task with the paths of its files on this device."""
         ...
 
-    def keep(self, update: Update, blobs: Mapping[str, bytes]) -> bool:
+    def keep(self, update: Update, blobs: Mapping[str, bytes], private: BlobRef | None) -> bool:
         """Make the result of the order in hand durable; returns whether it leaves private state.
 
-        `blobs` are the bundles that came with the order's outcome instead of in files, by sha256.
+        `blobs` are the bundles that came with the order's outcome instead of in files, by sha256; `private` is the
+        private state that the task has written.
         """
         ...
 
@@ -164,7 +165,7 @@ class Duty:
         update = messages.update(self.device, open, outcome, spent.cost)
         try:
             wire.decode(wire.encode(update), Update)
-            private = self._around.keep(update, outcome.blobs)
+            private = self._around.keep(update, outcome.blobs, outcome.private)
         except WireError as error:
             return self.feed(Failed("failed", f"the method's answer cannot be sent: {error}"), now_s)
         except StoreError as error:

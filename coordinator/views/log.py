@@ -124,7 +124,8 @@ def _sentences(fact: AnyFact) -> list[str]:
         case Declined():
             return [f"round {fact.round}: {fact.device} declined ({fact.code}): {fact.reason}"]
         case Answered():
-            return [f"round {fact.round}: update from {fact.update.device}: {took(fact.update.usage)}"]
+            note = [fact.update.note] if fact.update.note else []
+            return [f"round {fact.round}: update from {fact.update.device}: {took(fact.update.usage)}", *note]
         case Rejected():
             return [f"round {fact.round}: update from {fact.device} refused: {fact.reason}"]
         case Lost():

@@ -88,6 +88,13 @@ class Lodger(Depot):
         self._shared.depot.adopt(self._at(ref.sha256), ref)
         self._held(ref)
 
+    def damaged(self, sha256: str) -> None:
+        """Put a damaged blob out of use: for all depots that share it."""
+        if sha256 in self._here:
+            self._shared.depot.damaged(sha256)
+        else:
+            super().damaged(sha256)
+
     def drop(self, sha256: str) -> None:
         """Remove a blob from this depot; its shared copy goes with the last holder."""
         if self._here.pop(sha256, None) is not None:

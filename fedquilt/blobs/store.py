@@ -127,8 +127,11 @@ class Depot:
 
     def damaged(self, sha256: str) -> None:
         """Put a blob out of use that was found to be damaged, so that its user may store it again."""
+        if self._pack is not None and sha256 in self._pack:
+            return self._pack.drop(sha256)
         with self._doing(f"put the damaged blob {sha256[:12]} aside"):
-            self._set_aside(sha256)
+            if self.disk.is_file(self._at(sha256)):
+                self._set_aside(sha256)
 
     def read(self, sha256: str, offset: int, size: int) -> bytes:
         """`size` bytes of a whole blob from `offset`; fewer at its end."""
@@ -264,6 +267,7 @@ class Depot:
                 stale = self._wall_clock() - found.mtime_ns / 1e9 >= _STALE_S
                 superfluous = kind == "part" and self.ref(sha256) is not None
                 if (stale or superfluous) if kind else sha256 not in only:
+                    self._verified.pop(found.name, None)
                     self.disk.unlink(f"{self._prefix}{found.name}")
 
     def unused(self) -> list[tuple[str, int]]:
@@ -349,7 +353,7 @@ class Depot:
         known, hashed_s = self._verified.get(sha256, (None, 0.0))
         if known == found and time.monotonic() < hashed_s + VERIFIED_S:
             return found
-        if sha256 not in (self.disk.digest(path), self.disk.digest(path)):
+        if self.disk.digest(path) != sha256 and self.disk.digest(path) != sha256:
             self._set_aside(sha256)
             return None
         self._verified[sha256] = (found, time.monotonic())

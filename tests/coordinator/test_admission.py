@@ -27,7 +27,7 @@ from fedquilt.coordinator.admission import (
     Withdraw,
     heard,
 )
-from fedquilt.coordinator.deadline import Ask
+from fedquilt.coordinator.deadline import Ask, Short
 from fedquilt.coordinator.facts import (
     Answered,
     AnyFact,
@@ -40,7 +40,6 @@ from fedquilt.coordinator.facts import (
     Rejected,
     Reopened,
     Rounds,
-    Short,
     Started,
     apply,
 )

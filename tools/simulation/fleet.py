@@ -348,7 +348,7 @@ class _Device:
     def laid_by(self, outcome: Outcome) -> Outcome:
         """Put what came with an outcome by, until the board is done with it."""
         self.give_up()
-        self._leaves = outcome.private
+        self._leaves = outcome.private is not None
         for ref in outcome.bundles.values():
             if ref.sha256 in outcome.blobs and ref not in self._places:
                 self._places[ref] = self._fleet.depot.lay_by(ref, outcome.blobs[ref.sha256])
@@ -359,7 +359,7 @@ class _Device:
         while self._places:
             self._fleet.depot.give_up(*self._places.popitem())
 
-    def keep(self, update: Update, blobs: Mapping[str, bytes]) -> bool:
+    def keep(self, update: Update, blobs: Mapping[str, bytes], private: BlobRef | None) -> bool:
         """Hand the task's output to the coordinator; private state waits for its answer."""
         made = f"{self._fleet.out}/{self._prefix}"
         for ref in update.bundles.values():
