@@ -25,6 +25,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+import msgspec
+
 from fedquilt import cost_model
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import OperatingPoint, Profile, Work

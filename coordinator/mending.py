@@ -79,8 +79,8 @@ def behind(rounds: Rounds, job: str, device: str, claim: Claim) -> str:
     if claim.counted is None or not ours:
         return ""
     return (
-        f"{device} has counted round {claim.counted} of {job}, whose log here is at round {rounds.round}: this home is an "
-        "older copy, or has lost its end; the job goes on from its log, and what devices know beyond it does not count"
+        f"{device} has counted round {claim.counted} of {job}, whose log here is at round {rounds.round}: this home is "
+        "an older copy, or has lost its end; the job goes on from its log, and what devices know beyond does not count"
     )
 
 

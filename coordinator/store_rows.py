@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -99,7 +99,7 @@ class Rows:
         marks = ", ".join("?" * (len(row) + 1))
         self._db.execute(f"insert into jobs ({_COLUMNS}, sum) values ({marks})", (*row, row.sum))  # noqa: S608
 
-    def change(self, id: str, **values: str | float | bytes) -> None:
+    def change(self, id: str, **values: Any) -> None:
         """Change columns of a job, within `together`; nothing happens if there is none."""
         row = self.job(id)
         if row is not None:

@@ -78,12 +78,10 @@ def _add_sums(db: sqlite3.Connection, home: Path) -> None:
         for seq, at, body in facts:
             head = link(head, id, at, body)
             db.execute("update facts set sum = ? where seq = ?", (head, seq))
-        row = Stored(
-            *db.execute(
-                "select id, settings, bundle, status, created, origin, epoch from jobs where id = ?", (id,)
-            ).fetchone(),
-            head,
-        )
+        found = db.execute(
+            "select id, settings, bundle, status, created, origin, epoch from jobs where id = ?", (id,)
+        ).fetchone()
+        row = Stored(*found)._replace(head=head)
         db.execute("update jobs set head = ?, sum = ? where id = ?", (head, row.sum, id))
     for name, value in db.execute("select name, value from counters where sum = x''").fetchall():
         rows.count(name, value)

@@ -4,7 +4,7 @@
     <home>/scratch/                   output of the task in hand; emptied at every start
     <home>/cache/<boot>/<job>/        files of a job's tasks for later ones; may vanish at any time between tasks
     <home>/outbox/<job>@<round>/      update.json, and the private state the round leaves: <sha256>.private
-    <home>/private/<job>@<round>.<sha256>  private state of a job, as two rounds have left it; never sent
+    <home>/private/                   private states of jobs (`fedquilt.edge_agent.remembered`); never sent
     <home>/counted.json               job -> last round that was counted, and the private state it left
 
 A result becomes durable in one step: its blobs are stored by content, where nothing refers to them yet;
@@ -14,11 +14,9 @@ result; after it, the update is there to be delivered. The private state moves t
 coordinator has counted the contribution, and is deleted when that is refused: a device never
 builds on work that the federation did not take.
 
-Everything has a checksum, and is compared with it when it is read. A task says which round of this device the
-coordinator counted last, and is worked for from the private state that this round has left. The one before is kept too:
-if the coordinator has lost the last update, or is restored from a copy that is one round older, the work is the same.
-Where neither is the one wanted, or it is damaged, the task is told why, and begins anew or is declined, as its method
-allows.
+Everything has a checksum, and is compared with it when it is read. Private state that is damaged, or not of the round
+that the coordinator has counted last, is never used: the task is told why, and begins anew or is declined, as its
+method allows.
 """
 
 from __future__ import annotations
@@ -27,58 +25,28 @@ import errno
 import hashlib
 import logging
 import os
-import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
-
-import msgspec
+from typing import TYPE_CHECKING, Final
 
 from fedquilt import wire
 from fedquilt.blobs.shared_store import Lodger, Shared
 from fedquilt.blobs.store import Depot
-from fedquilt.core import BlobRef, Count, Digest, JobError, Name, Update, Wired, WireError
+from fedquilt.core import BlobRef, JobError, Update, WireError
 from fedquilt.disk import REAL, Disk, Lock, doing
-from fedquilt.edge_agent.events import Counted
+from fedquilt.edge_agent.events import Counted, Key
+from fedquilt.edge_agent.remembered import Private, Remembered
 
 if TYPE_CHECKING:
     from fedquilt.core import Tensors
 
 log = logging.getLogger("fedquilt.agent")
 
-Key = tuple[str, int]  # job, round
-
-
-class Private(NamedTuple):
-    """Private state to work from; without a file, why there is none."""
-
-    path: str | None = None
-    sha256: str = ""
-    lost: str = ""  # there was one, and it cannot be used
-    forgotten: str = ""  # there may have been one: nothing is known here of a round that was counted
-
-
-class Entry(Wired, frozen=True):
-    """What is remembered of a job."""
-
-    round: Count  # the last one that was counted
-    epoch: Count  # start of the coordinator that said so
-    private: Digest | Literal[""] = ""  # private state that the round has left, or one before it
-    left: Count = 0  # the round that has left it
-
-
-class Ledger(Wired, frozen=True):
-    """Content of counted.json, with a checksum as messages have it."""
-
-    jobs: dict[Name, Entry]
-
-
 UPDATE: Final = "update.json"
 PRIVATE: Final = "private.safetensors"  # in scratch
 KEPT: Final = ".private"  # ending of its name in the outbox
-PRIVATES: Final = 2  # private states of a job that are kept
 SPARE_BYTES: Final = 1 << 20  # disk space left for small files
 SMALL_BYTES: Final = 1 << 20  # bytes of tensors encoded as a whole before they are written
 
@@ -105,7 +73,7 @@ class Local:
             self._make_folders()
         self._cache: Path | None = None  # folder of the latest `cache`
         self._light: set[Key] = set()  # results that are in memory only
-        self._jobs: dict[str, Entry] = {}
+        self._remembered = Remembered(self.home, disk, durable=durable)
         self._there = self.home if shared is None else shared.depot.folder  # a folder that exists
         blobs = self.home / "blobs"
         self.depot = Depot(blobs, durable=durable, disk=disk) if shared is None else Lodger(blobs, shared)
@@ -133,10 +101,9 @@ class Local:
         """Leftovers of an earlier process: updates to deliver (and whether with private state), and rounds counted."""
         if not self._disk.is_dir(self._outbox):
             return {}, {}
-        self._jobs = self._remembered()
-        counted = {job: Counted(entry.round, entry.epoch) for job, entry in self._jobs.items()}
         updates: dict[Key, tuple[Update, bool]] = {}
-        with doing(f"read {self._outbox}"):
+        with doing(f"read {self.home}"):
+            counted = self._remembered.recover()
             self._clear(self._scratch)
             for entry in sorted(self._disk.entries(self._outbox)):
                 folder = self._outbox / entry.name
@@ -162,52 +129,10 @@ class Local:
             log.warning("%s: bundle %s is gone; its task will be worked for again", folder, ", ".join(lost))
         return None if lost else update
 
-    def _remembered(self) -> dict[str, Entry]:
-        """Entries of counted.json; of a damaged one, as far as the names of private states say them."""
-        file = self.home / "counted.json"
-        try:
-            payload = self._disk.read(file)
-        except FileNotFoundError:
-            return {}
-        except OSError as error:
-            log.warning("%s cannot be read (%s)", file, error)
-            return self._by_names()
-        try:
-            return wire.decode(payload, Ledger).jobs
-        except WireError as error:
-            damage = error
-        try:  # as an earlier version wrote it
-            return self._taken_over(msgspec.json.decode(payload, type=dict[Name, Count]))
-        except msgspec.MsgspecError:
-            log.warning("%s is damaged (%s); at worst a round is worked for in vain", file, damage)
-            return self._by_names()
-
-    def _by_names(self) -> dict[str, Entry]:
-        found: dict[str, Entry] = {}
-        for job in {job for job, _, _ in self._privates()}:
-            round, sha256 = max((round, sha256) for name, round, sha256 in self._privates() if name == job)
-            found[job] = Entry(round=round, epoch=0, private=sha256, left=round)
-        return found
-
-    def _taken_over(self, counted: dict[str, int]) -> dict[str, Entry]:
-        """Entries of a home of an earlier version, whose private states have other names and no checksums."""
-        found: dict[str, Entry] = {}
-        for job, round in counted.items():
-            old, sha256 = self._private / f"{job}.safetensors", ""
-            if self._disk.is_file(old):
-                sha256 = self._disk.digest(old)
-                self._disk.replace(old, self._private / f"{job}@{round}.{sha256}")
-            found[job] = Entry(round=round, epoch=0, private=sha256, left=round if sha256 else 0)
-        return found
-
-    def _privates(self) -> list[tuple[str, int, str]]:
-        """(job, round that left it, sha256) of every private state here, by their names."""
-        named = [_PRIVATE.fullmatch(entry.name) for entry in self._disk.entries(self._private)]
-        return [(each[1], int(each[2]), each[3]) for each in named if each is not None]
-
     def _left_in(self, folder: Path) -> str | None:
         """Hash (sha256) of the private state in an outbox folder, by its name; None: there is none."""
-        names = [entry.name for entry in self._disk.entries(folder) if entry.name.endswith(KEPT)]
+        entries = self._disk.entries(folder) if self._disk.is_dir(folder) else []
+        names = [entry.name for entry in entries if entry.name.endswith(KEPT)]
         return names[0].removesuffix(KEPT) if names else None
 
     # -- one task --
@@ -245,32 +170,9 @@ class Local:
         return folder
 
     def private(self, job: str, counted: int | None) -> Private:
-        """The private state of a job to work from.
-
-        Args:
-            job: id.
-            counted: last round of this device that the coordinator has counted; None: none.
-        """
-        entry = self._jobs.get(job)
-        kept = (
-            {}
-            if not self._disk.is_dir(self._private)
-            else {round: sha256 for name, round, sha256 in self._privates() if name == job}
-        )
-        if entry is not None and entry.round == counted and entry.private:
-            wanted = entry.left
-        else:
-            wanted = max((round for round in kept if counted is not None and round <= counted), default=-1)
-        if wanted in kept:
-            return Private(str(self._private / f"{job}@{wanted}.{kept[wanted]}"), kept[wanted])
-        if entry is not None and entry.private:
-            after = "no round" if counted is None else f"round {counted}"
-            return Private(
-                lost=f"the private state of {job} after {after} is not here: the last that was kept is of round {entry.left}"
-            )
-        if entry is None and counted is not None:
-            return Private(forgotten=f"this device's home knows nothing of round {counted} of {job}, which was counted")
-        return Private()
+        """The private state of a job to work from, as `Remembered.private`."""
+        with doing(f"read {self._private}"):
+            return self._remembered.private(job, counted)
 
     def commit(self, update: Update, blobs: Mapping[str, bytes] = {}, private: BlobRef | None = None) -> bool:
         """Make the task's output in scratch durable as this update; returns whether it has private state.
@@ -321,38 +223,13 @@ class Local:
         """
         if key in self._light:
             self._light.remove(key)
-            return
+            return self._remembered.note(key) if accepted else None
         with doing(f"settle {key[0]}, round {key[1]}, in {self.home}"):
+            folder = self._folder(key)
             if accepted:
-                self._count(key, counted)
-            self._remove(self._folder(key))
-
-    def _count(self, key: Key, counted: Mapping[str, Counted]) -> None:
-        """Move the private state that a round has left to its place, then remember the round.
-
-        The state is moved before anything says that it is there; after a crash in between the answer comes again.
-        """
-        (job, round), folder = key, self._folder(key)
-        entry = self._jobs.get(job)
-        sha256, left = (entry.private, entry.left) if entry is not None else ("", 0)
-        if (made := self._left_in(folder)) is not None:
-            self._disk.replace(folder / f"{made}{KEPT}", self._private / f"{job}@{round}.{made}")
-            self._sync(self._private)
-        moved = [digest for name, number, digest in self._privates() if (name, number) == (job, round)]
-        if made or moved:
-            sha256, left = made or moved[0], round
-        self._jobs = {
-            name: Entry(round=last.round, epoch=last.epoch, private=sha256, left=left)
-            if name == job
-            else self._jobs.get(name, Entry(round=last.round, epoch=last.epoch))
-            for name, last in counted.items()
-        }
-        self._disk.put(self.home / "counted.json", wire.encode(Ledger(jobs=self._jobs)), durable=self._durable)
-        before = [number for name, number, _ in self._privates() if name == job and number < left]
-        kept = {left, *sorted(before)[1 - PRIVATES :]}
-        for name, number, digest in self._privates():
-            if name not in counted or (name == job and (number not in kept or (number == left and digest != sha256))):
-                self._disk.unlink(self._private / f"{name}@{number}.{digest}")
+                made = self._left_in(folder)
+                self._remembered.count(key, None if made is None else (folder / f"{made}{KEPT}", made), counted)
+            self._remove(folder)
 
     def _remove(self, folder: Path) -> None:
         """Remove an outbox entry; without its update.json it is no entry, so that file goes first."""
@@ -412,9 +289,6 @@ class Local:
         """Wait until a file or a folder's entries are on the disk, if the home is durable."""
         if self._durable:
             self._disk.sync(path)
-
-
-_PRIVATE: Final = re.compile(r"([a-z0-9][a-z0-9._-]*)@(\d{1,16})\.([0-9a-f]{64})")
 
 
 def write_tensors(path: Path | str, tensors: Tensors) -> BlobRef:

@@ -29,6 +29,7 @@ from fedquilt.core.errors import (
 from fedquilt.core.messages import (
     CODECS,
     Action,
+    AnyDigest,
     Amount,
     BlobRef,
     Code,
@@ -81,6 +82,7 @@ from fedquilt.core.training import (
 __all__ = [
     "CODECS",
     "Action",
+    "AnyDigest",
     "Amount",
     "Answer",
     "Artefact",
