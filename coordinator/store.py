@@ -175,7 +175,8 @@ class Store:
     def _row(self, row: Stored, whole: bool) -> Row | Unreadable:
         if not whole:
             damaged = self._rows.damaged(row.id, "its row in the list of runs is not what was written")
-            return Unreadable(row.id, row.status, row.created, str(damaged))
+            created = row.created if isinstance(row.created, float) else 0.0
+            return Unreadable(*(ascii(each)[1:-1] for each in (row.id, row.status)), created, ascii(str(damaged))[1:-1])
         try:
             job = msgspec.json.decode(row.settings, type=Job)
         except msgspec.MsgspecError as error:

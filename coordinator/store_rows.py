@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import msgspec
-
 from fedquilt.core import JobError
 
 FIRST: Final = b""  # instead of the checksum of a fact before the first one
@@ -50,7 +48,7 @@ def link(before: bytes, job: str, at: float, body: str) -> bytes:
 
 
 def _sum(*values: str | float | bytes) -> bytes:
-    return hashlib.sha256(msgspec.json.encode(values)).digest()[:SUM_BYTES]
+    return hashlib.sha256(ascii(values).encode()).digest()[:SUM_BYTES]
 
 
 class Rows:
@@ -62,6 +60,7 @@ class Rows:
     """
 
     def __init__(self, db: sqlite3.Connection, home: Path) -> None:
+        db.text_factory = lambda text: text.decode("utf-8", "surrogateescape")  # damaged text is no error of its own
         self._db, self._home = db, home
         self._seen: dict[str, tuple[int, bytes]] = {}  # job -> last fact that `sound` has compared, and its checksum
 

@@ -58,6 +58,7 @@ from fedquilt.wire import Claim
 RESEND_MOST_S: Final = 60.0
 REFETCH_MOST_S: Final = 60.0
 REMEMBERED_JOBS: Final = 64
+COUNTED: Final = "counted already: this is an old message, or the coordinator's log is an older copy"
 KILLED_MOST: Final = 2  # most restarts of a task whose process was killed from outside
 
 Step = tuple[State, tuple[Action, ...]]
@@ -109,7 +110,7 @@ def _arrived(state: State, event: Arrived, now_s: float, reading: Reading) -> St
         return replace(state, outbox={**state.outbox, key: again}), (Send(update),)
     last = state.counted.get(task.job)
     if last is not None and task.round <= last.round and task.epoch <= last.epoch:
-        claim = replace(_claim(state, task), accepted=False, code="counted", reason=_COUNTED)
+        claim = replace(_claim(state, task), accepted=False, code="counted", reason=COUNTED)
         return state, (Say(claim),)  # the coordinator ignores it, if this was an old message
     if open is not None and open.task.job == task.job and _rank(open.task) > _rank(task):
         return state, ()  # superseded by the task in hand before it arrived
@@ -207,9 +208,6 @@ def _claim(state: State, task: Task) -> Claim:
     if last is None or last.round < task.round:
         return claim
     return replace(claim, counted=last.round, epoch=last.epoch)
-
-
-_COUNTED: Final = "counted already: this is an old message, or the coordinator's log is an older copy"
 
 
 def _refuse(state: State, task: Task, code: RefusalCode, reason: str) -> Step:

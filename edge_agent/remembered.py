@@ -155,7 +155,7 @@ class Remembered:
             damage = error
         try:
             return self._taken_over(msgspec.json.decode(payload, type=dict[Name, Count]))
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError):
             log.warning("%s is damaged (%s); at worst a round is worked for in vain", self._file, damage)
             return self._by_names()
 

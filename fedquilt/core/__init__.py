@@ -29,8 +29,8 @@ from fedquilt.core.errors import (
 from fedquilt.core.messages import (
     CODECS,
     Action,
-    AnyDigest,
     Amount,
+    AnyDigest,
     BlobRef,
     Code,
     Count,
@@ -82,9 +82,9 @@ from fedquilt.core.training import (
 __all__ = [
     "CODECS",
     "Action",
-    "AnyDigest",
     "Amount",
     "Answer",
+    "AnyDigest",
     "Artefact",
     "BlobRef",
     "Bundle",

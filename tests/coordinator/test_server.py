@@ -706,7 +706,9 @@ def test_a_job_whose_bundle_is_gone_fails_with_the_mend(stage: Stage) -> None:
 
 def test_a_job_whose_state_is_lost_or_whose_method_breaks_fails_alone(stage: Stage) -> None:
     """A coordinator that serves other jobs goes on."""
-    stage.hand("a")
+    hand = stage.hand("a")
+    stage.play()
+    hand.answer(ones())
     stage.play()
     (sha256,) = stage.store.states()
     stage.store.depot.drop(sha256)

@@ -115,9 +115,9 @@ class Bench:
         model = {name: array + 1 for name, array in tensors.read(Path(order.bundles["model"])).items()}
         ref = write_tensors(out / "bundle", model)
         os.replace(out / "bundle", out / ref.sha256)
-        if private is not None:
-            write_tensors(out / PRIVATE, {"c": np.array([private])})
+        left = None if private is None else write_tensors(out / PRIVATE, {"c": np.array([private])})
         values = {"weight": 3.0, "metrics": {"loss": 0.5}, "bundles": {"model": ref}, "wall_s": 2.0, "cpu_s": 1.5}
+        values["private"] = left
         self.events.append(Outcome(**{**values, "peak_bytes": 9, "base_bytes": 4, **changes}))
 
 
@@ -304,9 +304,9 @@ def test_killed_at_any_point_it_delivers_the_same_update_once(
     np.testing.assert_array_equal(site.fetch(site.all("update")[-1])["w"], MODEL["w"] + 1)
     site.ack()
     assert site.outbox == []
-    state = site.agent.local.private("j-1")
-    assert state is not None
-    assert tensors.read(state)["c"] == 1.0
+    state = site.agent.local.private("j-1", 0)
+    assert state.path is not None
+    assert tensors.read(Path(state.path))["c"] == 1.0
 
 
 def test_killed_after_the_acknowledgement_it_does_not_work_for_the_task_again(site: Site) -> None:
