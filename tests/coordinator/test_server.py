@@ -28,8 +28,8 @@ from fedquilt.coordinator.facts import (
     Committed,
     Declined,
     Ended,
-    Lost,
     Extended,
+    Lost,
     Rejected,
     Surveyed,
 )
