@@ -73,14 +73,16 @@ def state(run: str, depot: Depot, ref: BlobRef, kind: type, rebuild: Callable[[]
         raise JobError(f"the state of {run} ({ref.sha256[:12]}) cannot be read ({error}): run it anew") from None
 
 
-def behind(rounds: Rounds, job: str, device: str, claim: Claim) -> str:
-    """That a device has counted a round that a job's log has not come to; "": its claim does not say so."""
+def compare(rounds: Rounds, job: str, device: str, claim: Claim, reported: set[str]) -> None:
+    """Report, once for each job, that a device has counted a round which the log does not know."""
     ours = (claim.job, claim.round) == (job, rounds.round) and device in rounds.asked - rounds.lost
-    if claim.counted is None or not ours:
-        return ""
-    return (
-        f"{device} has counted round {claim.counted} of {job}, whose log here is at round {rounds.round}: this home is "
-        "an older copy, or has lost its end; the job goes on from its log, and what devices know beyond does not count"
+    if claim.counted is None or not ours or job in reported:
+        return
+    reported.add(job)
+    log.warning(
+        "%s has counted round %d of %s, whose log here is at round %d: this home is an older copy, or has lost its end; "
+        "the job goes on from its log, and what devices know beyond does not count",
+        *(device, claim.counted, job, rounds.round),
     )
 
 

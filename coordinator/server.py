@@ -122,7 +122,8 @@ class Server:
             case wire.Claim():
                 job = self.active
                 ask = job.ask(device, self.registry.profile_of(device)) if job and not message.accepted else Ask()
-                self._compare(device, message)
+                if job is not None:
+                    mending.compare(job.rounds, job.id, device, message, self._behind)
                 self._happened(admission.Claimed(device, message, ask), now_s)
             case Update():
                 ours = self.active is not None and message.job == self.active.id
@@ -132,17 +133,6 @@ class Server:
                 self._happened(admission.Offered(device, told, status, unfit), now_s)
             case wire.Telemetry():
                 self.registry.telemetry(device, message, now_s)
-
-    def _compare(self, device: str, claim: wire.Claim) -> None:
-        """Report, once for each job, that a device has counted a round which the log does not know."""
-        job = self.active
-        if (
-            job is not None
-            and job.id not in self._behind
-            and (said := mending.behind(job.rounds, job.id, device, claim))
-        ):
-            self._behind.add(job.id)
-            log.warning("%s", said)
 
     def _happened(self, event: admission.Event, now_s: float) -> None:
         """Apply an event: facts first, then actions."""
@@ -187,7 +177,7 @@ class Server:
                 self._renew(device, epoch, now_s)
 
     def _renew(self, device: str, above: int, now_s: float) -> None:
-        """Send a device its task with an epoch later than the one with which it has counted the round."""
+        """Send a device its task with an epoch later than the one with which it counted the round."""
         if self.active is not None and above >= self._store.epoch:
             self._executor.renew(self._store.next_epoch(above))
             self._store.begin(self.active.id)

@@ -24,10 +24,10 @@ from typing import Final, Literal, NamedTuple, cast
 import msgspec
 
 from fedquilt.blobs.store import Depot
-from fedquilt.coordinator import store_tables
+from fedquilt.coordinator import store_tables, write_ahead
 from fedquilt.coordinator.facts import AnyFact, Ended
 from fedquilt.coordinator.settings import Job
-from fedquilt.coordinator.store_rows import DamagedRunError, Rows, Stored
+from fedquilt.coordinator.store_rows import DamagedRunError, Rows, Stored, decoded, encoded
 from fedquilt.core import JobError, StoreError
 from fedquilt.disk import REAL, Disk, Lock
 
@@ -37,7 +37,6 @@ Origin = Literal["run", "fleet", "simulation"]
 log = logging.getLogger("fedquilt.coordinator")
 
 LOCK_TRIES: Final = 10
-_facts = msgspec.json.Decoder(AnyFact)
 
 
 class Row(NamedTuple):
@@ -77,8 +76,13 @@ class Store:
         self.home, self._disk = home, disk
         with _storing(home):
             disk.make(home)
+            before = write_ahead.look(disk, home / "fedquilt.db")
             self._db = disk.connect(home / "fedquilt.db")
             try:
+                self._db.execute(
+                    "select 1 from sqlite_master"
+                ).fetchone()  # SQLite takes up the log, and writes nothing
+                before.report(disk)
                 self._db.execute("pragma journal_mode=wal")
                 self._db.execute(f"pragma synchronous={'full' if durable else 'off'}")
                 store_tables.bring_up_to_date(self._db, home)
@@ -314,7 +318,7 @@ class Store:
             JobError: it could not be read back unchanged (a number not finite, text that is not Unicode). Nothing
                 has been written.
         """
-        row = (id, time.time(), _readable(id, fact))
+        row = (id, time.time(), encoded(id, fact))
         if self._waiting is None:
             self._write([row])
         else:
@@ -375,25 +379,12 @@ class Store:
             rows = self._rows.facts(id, after)
         for seq, at, body in rows:
             try:
-                yield seq, at, _facts.decode(body)
+                yield seq, at, decoded(body)
             except msgspec.MsgspecError as error:
                 raise JobError(
                     f"fact {seq} of {id} in {self.home} cannot be read by this version ({error}): go on with the "
                     "version that wrote it, or run the job anew"
                 ) from None
-
-
-def _readable(id: str, fact: AnyFact) -> str:
-    """Encode a fact as JSON that decodes to the same fact."""
-    kind = type(fact).__name__
-    try:
-        body = msgspec.json.encode(fact).decode()
-        same = _facts.decode(body) == fact
-    except (msgspec.MsgspecError, UnicodeError, OverflowError) as error:
-        raise JobError(f"{kind} of {id} cannot be kept: {error}") from None
-    if not same:
-        raise JobError(f"{kind} of {id} cannot be kept: it holds a number that is not finite")
-    return body
 
 
 @contextmanager

@@ -13,11 +13,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
+from fedquilt.coordinator.facts import AnyFact
 from fedquilt.core import JobError
 
 FIRST: Final = b""  # instead of the checksum of a fact before the first one
 SUM_BYTES: Final = 16
 _COLUMNS: Final = "id, settings, bundle, status, created, origin, epoch, head"
+
+
+decoded: Final = msgspec.json.Decoder(AnyFact).decode
 
 
 class DamagedRunError(JobError):
@@ -49,6 +55,23 @@ def link(before: bytes, job: str, at: float, body: str) -> bytes:
 
 def _sum(*values: str | float | bytes) -> bytes:
     return hashlib.sha256(ascii(values).encode()).digest()[:SUM_BYTES]
+
+
+def encoded(id: str, fact: AnyFact) -> str:
+    """Encode a fact as JSON that decodes to the same fact.
+
+    Raises:
+        JobError: there is none.
+    """
+    kind = type(fact).__name__
+    try:
+        body = msgspec.json.encode(fact).decode()
+        same = decoded(body) == fact
+    except (msgspec.MsgspecError, UnicodeError, OverflowError) as error:
+        raise JobError(f"{kind} of {id} cannot be kept: {error}") from None
+    if not same:
+        raise JobError(f"{kind} of {id} cannot be kept: it holds a number that is not finite")
+    return body
 
 
 class Rows:

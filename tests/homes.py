@@ -1,4 +1,4 @@
-"""A federation whose sides can be killed together, so that a test may do something to their homes, and started again."""
+"""A federation whose sides can be killed together, so that a test may do something to their homes, and begin again."""
 
 from __future__ import annotations
 
