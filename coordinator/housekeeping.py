@@ -6,6 +6,7 @@ every listed run is whole, and leftover files belong to no run: the next removal
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Final, NamedTuple
 
 from fedquilt.coordinator.store import Row, Store, Unreadable
 from fedquilt.disk import REAL, doing
+
+log = logging.getLogger("fedquilt.coordinator")
 
 ENDED: Final = ("done", "failed", "stopped")
 _RUN: Final = re.compile(r".+-\d{8}-\d{6}(-[0-9a-f]{6})?")  # an id: agents without a coordinator use others
@@ -79,7 +82,9 @@ def _sweep(store: Store, alone: bool) -> Swept:
                 REAL.remove(place)
             else:
                 REAL.unlink(place)
-    if not alone:
+    if unsound := store.unsound():
+        log.error("blobs that seem to be of no use are kept: the log of %s is damaged", ", ".join(unsound))
+    if unsound or not alone:
         return Swept(files, total, blobs_left=True)
     before = _weigh(store.depot.folder)
     store.depot.keep(store.held())

@@ -80,8 +80,8 @@ def compare(rounds: Rounds, job: str, device: str, claim: Claim, reported: set[s
         return
     reported.add(job)
     log.warning(
-        "%s has counted round %d of %s, whose log here is at round %d: this home is an older copy, or has lost its end; "
-        "the job goes on from its log, and what devices know beyond does not count",
+        "%s has counted round %d of %s, whose log here is at round %d: this home is an older copy, or has lost its "
+        "end; the job goes on from its log, and what devices know beyond does not count",
         *(device, claim.counted, job, rounds.round),
     )
 

@@ -1,7 +1,7 @@
 """The write-ahead log of the database: whether SQLite has taken up all that was committed to it.
 
-SQLite reads the log as far as its checksums match, takes what follows for an unfinished write, and overwrites it. So one
-damaged bit would take back every fact behind it without a word.
+SQLite reads the log as far as its checksums match, takes what follows for an unfinished write, and overwrites it. So
+one damaged bit would take back every fact behind it without a word.
 """
 
 from __future__ import annotations
