@@ -22,7 +22,7 @@ from fedquilt.core import Update
 from fedquilt.wire import Claim
 
 FLOODED = "sent more than can be answered: it is set aside, and nothing of it is read for a while"
-UNFINISHED = ("queued", "running", "stopping", "stopped")
+UNFINISHED = ("queued", "running", "stopping", "stopped", "damaged")
 
 # -- events ---------------------------------------------------------------------------------------
 
@@ -126,7 +126,14 @@ class Discard(msgspec.Struct, frozen=True):
     update: Update
 
 
-Action: TypeAlias = Issue | Withdraw | Patience | Fetch | Examine | Answer | Discard
+class Renew(msgspec.Struct, frozen=True):
+    """Send a device its task with a later epoch than this one, as it has counted the round with a coordinator of it."""
+
+    device: str
+    epoch: int
+
+
+Action: TypeAlias = Issue | Withdraw | Patience | Fetch | Examine | Answer | Discard | Renew
 Arriving: TypeAlias = Mapping[str, Update]  # device -> its update while its blobs are fetched
 
 
@@ -181,6 +188,8 @@ def _claimed(job: str, state: Rounds | None, arriving: Arriving, event: Claimed)
         return Step(arriving, (), (Withdraw(device),))  # an old task retained by the broker
     if claim.job != job or claim.round != state.round:
         return Step(arriving)
+    if claim.code == "counted":
+        return Step(arriving, (), (Renew(device, claim.epoch),))
     if claim.accepted:
         return Step(arriving, (), (Patience(device),))
     if claim.code == "cleared":  # cleared by another than the coordinator: the device is still asked
@@ -203,6 +212,9 @@ def _offered(job: str, state: Rounds | None, arriving: Arriving, event: Offered)
         return Step(arriving, (), (Answer(device, update, True),))
     if update.round != state.round or not _asked(state, device):
         return _turned_down(state, arriving, event, f"round {update.round} is closed or did not ask for this")
+    if update.state and state.state is not None and update.state != state.state.sha256:
+        reason = f"it was computed from the state {update.state[:12]}, and this round began with another"
+        return _turned_down(state, arriving, event, reason)
     if event.unfit:
         return _refused(arriving, device, update, event.unfit)
     bring = Fetch(device, update) if update.bundles else Examine(device, update)

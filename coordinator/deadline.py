@@ -25,6 +25,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+import msgspec
+
 from fedquilt import cost_model
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import OperatingPoint, Profile, Work
@@ -65,6 +67,27 @@ class Ask(NamedTuple):
     def expected_s(self) -> float | None:
         """Duration predicted by the board's profile at its fastest point, as if with one example of its own."""
         return expected_s(self.work, self.profile)
+
+
+class Short(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Memory that a device lacked. 0 and None: not known."""
+
+    peak_bytes: int = 0
+    flops: float = 0.0
+    budget_bytes: int | None = None
+
+    @staticmethod
+    def of(ask: Ask) -> Short:
+        """Requirements of a task on a device."""
+        return Short(ask.work.peak_bytes, ask.work.on(1).flops, ask.profile.budget_bytes if ask.profile else None)
+
+    def same(self, other: Short) -> bool:
+        """Whether memory and work are no better than in `other`, so that the answer would be the same."""
+        if self.budget_bytes != other.budget_bytes:
+            return False
+        if self.peak_bytes and other.peak_bytes:
+            return other.peak_bytes >= self.peak_bytes
+        return other.flops >= self.flops
 
 
 Known: TypeAlias = Mapping[str, tuple[Took, ...]]  # device -> its last rounds, oldest first

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, TypeAlias
 
+import msgspec
+
 from fedquilt import wire
 from fedquilt.blobs.store import Depot
 from fedquilt.blobs.transfer import Transfers
@@ -66,6 +68,10 @@ class Executor(Protocol):
         """Send a device the result of its update."""
         ...
 
+    def renew(self, epoch: int) -> None:
+        """Go on as another start of the coordinator: devices take its tasks for rounds that they have counted."""
+        ...
+
     def tell(self, job: Running) -> None:
         """Publish the state of the job's round, for observers."""
         ...
@@ -111,7 +117,7 @@ class OverLink:
         if self._link.session != self._session:
             self._session = self._link.session
             self._link.subscribe(self._topics.for_coordinator())
-            self._publish(self._topics.coord, wire.CoordState(online=True, epoch=self._epoch), retain=True)
+            self.renew(self._epoch)
             yield None
         for message in self._link.receive():
             said = self._read(message, now_s)
@@ -137,7 +143,7 @@ class OverLink:
             JobError, WireError, LinkError: as of `Executor`.
         """
         try:
-            payload = wire.encode(task)
+            payload = wire.encode(msgspec.structs.replace(task, epoch=self._epoch))
         except (TypeError, ValueError, OverflowError) as error:
             raise JobError(f"a task of {task.method} cannot be sent: {error}") from None
         self._issues.send(device, task, payload, now_s)
@@ -163,7 +169,12 @@ class OverLink:
 
     def answer(self, device: str, ack: wire.Ack) -> None:
         """Publish the acknowledgement to the device."""
-        self._publish(self._topics.device(device, "dn", "ack"), ack)
+        self._publish(self._topics.device(device, "dn", "ack"), msgspec.structs.replace(ack, epoch=self._epoch))
+
+    def renew(self, epoch: int) -> None:
+        """Publish that the coordinator is online, with this epoch, which its tasks have from now on."""
+        self._epoch = epoch
+        self._publish(self._topics.coord, wire.CoordState(online=True, epoch=epoch), retain=True)
 
     def tell(self, job: Running) -> None:
         """Publish the round as a retained message on the job's topic."""

@@ -16,7 +16,7 @@ from msgspec import field
 from msgspec.structs import replace
 
 from fedquilt.coordinator import deadline, stop, transitions
-from fedquilt.coordinator.deadline import Ask
+from fedquilt.coordinator.deadline import Ask, Short
 from fedquilt.coordinator.settings import Cohort, Job, Stop
 from fedquilt.coordinator.transitions import Phase
 from fedquilt.core import Action, BlobRef, FedquiltError, JobError, Update
@@ -57,27 +57,6 @@ class Asked(Fact, frozen=True):
     coverage: tuple[str, ...] = ()  # sentences on which devices could take part, where that has changed
 
 
-class Short(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Memory that a device lacked. 0 and None: not known."""
-
-    peak_bytes: int = 0
-    flops: float = 0.0
-    budget_bytes: int | None = None
-
-    @staticmethod
-    def of(ask: Ask) -> Short:
-        """Requirements of a task on a device."""
-        return Short(ask.work.peak_bytes, ask.work.on(1).flops, ask.profile.budget_bytes if ask.profile else None)
-
-    def same(self, other: Short) -> bool:
-        """Whether memory and work are no better than in `other`, so that the answer would be the same."""
-        if self.budget_bytes != other.budget_bytes:
-            return False
-        if self.peak_bytes and other.peak_bytes:
-            return other.peak_bytes >= self.peak_bytes
-        return other.flops >= self.flops
-
-
 class Declined(Fact, frozen=True):
     """A device refused its task, or gave it up."""
 
@@ -99,6 +78,14 @@ class Answered(Fact, frozen=True):
 
 class Rejected(Fact, frozen=True):
     """A device's update may not be folded."""
+
+    round: int
+    device: str
+    reason: str
+
+
+class Lost(Fact, frozen=True):
+    """A device's update, counted in the running round, can no longer be read: the device is asked for it again."""
 
     round: int
     device: str
@@ -160,6 +147,7 @@ AnyFact = (
     | Declined
     | Answered
     | Rejected
+    | Lost
     | Closed
     | Extended
     | Reopened
@@ -213,6 +201,7 @@ class Rounds(msgspec.Struct, frozen=True):
     declined: Mapping[str, str] = field(default_factory=dict)  # device -> reason; not asked again in this attempt
     short: Mapping[str, tuple[int, Short]] = field(default_factory=dict)  # device -> round, task too large
     idle: frozenset[str] = frozenset()  # of these: devices that the method has no task for in this round
+    lost: frozenset[str] = frozenset()  # devices that have counted this round already, and work on it again
     history: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # device -> rounds it contributed to
     finished: bool = False  # the method is done
     checked: bool = False  # the closing evaluation has been made
@@ -316,6 +305,8 @@ def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
                 spent=state.spent.plus(fact.update.usage),
                 took=_timed(state, fact),
             )
+        case Lost():
+            return _lost(state, fact, now_s)
         case Closed():
             return replace(state, phase="closing", asked=frozenset())
         case Extended():
@@ -339,6 +330,16 @@ def _asked(state: Rounds, fact: Asked, now_s: float) -> Rounds:
         work={**state.work, **fact.work},
         since={**state.since, **dict.fromkeys(fact.devices, fact.round)},
     )
+
+
+def _lost(state: Rounds, fact: Lost, now_s: float) -> Rounds:
+    """The device works on its task again, in the time of an attempt; a round that was closed is open for it."""
+    device = fact.device
+    answered = {name: update for name, update in state.answered.items() if name != device}
+    asked_s = {**state.asked_s, device: now_s}
+    if state.phase == "closing":
+        state = replace(state, phase="open", opened_s=now_s, extended=False)
+    return replace(state, answered=answered, asked=state.asked | {device}, asked_s=asked_s, lost=state.lost | {device})
 
 
 def _timed(state: Rounds, fact: Answered) -> deadline.Known:
@@ -376,6 +377,7 @@ def _committed(state: Rounds, fact: Committed, now_s: float) -> Rounds:
         answered={},
         declined={},
         idle=frozenset(),
+        lost=frozenset(),
         history={**state.history, **took_part},
         finished=state.finished or fact.finished,
         checked=state.over and not state.settling,

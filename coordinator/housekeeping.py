@@ -6,14 +6,16 @@ every listed run is whole, and leftover files belong to no run: the next removal
 
 from __future__ import annotations
 
+import logging
 import re
-import shutil
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from fedquilt.coordinator.store import Row, Store, Unreadable
-from fedquilt.disk import doing
+from fedquilt.disk import REAL, doing
+
+log = logging.getLogger("fedquilt.coordinator")
 
 ENDED: Final = ("done", "failed", "stopped")
 _RUN: Final = re.compile(r".+-\d{8}-\d{6}(-[0-9a-f]{6})?")  # an id: agents without a coordinator use others
@@ -77,10 +79,12 @@ def _sweep(store: Store, alone: bool) -> Swept:
             found, size = _weigh(place)
             files, total = files + found, total + size
             if place.is_dir() and not place.is_symlink():
-                shutil.rmtree(place)
+                REAL.remove(place)
             else:
-                place.unlink(missing_ok=True)
-    if not alone:
+                REAL.unlink(place)
+    if unsound := store.unsound():
+        log.error("blobs that seem to be of no use are kept: the log of %s is damaged", ", ".join(unsound))
+    if unsound or not alone:
         return Swept(files, total, blobs_left=True)
     before = _weigh(store.depot.folder)
     store.depot.keep(store.held())

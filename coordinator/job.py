@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt import bundle, compression, tensors, tiers
-from fedquilt.coordinator import checks, folding, manifest, plausible, stop
+from fedquilt.coordinator import checks, folding, manifest, mending, plausible, stop
 from fedquilt.coordinator.admission import Examined
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.eligibility import Seen, Wants
@@ -31,7 +31,6 @@ from fedquilt.core import (
     Contribution,
     DeviceView,
     Expected,
-    JobError,
     Method,
     Order,
     Profile,
@@ -65,11 +64,8 @@ class Running:
         self.engines = (row.job.engine,) if row.job.engine else tuple(self.method.engines)  # preferred first
         self.bundle = bundle.load(row.bundle)
         require_made_for(row.job, self.bundle)
-        for name, ref in self.bundle.files.items():
-            if not store.depot.has(ref):
-                stored = store.depot.put_file(row.bundle / "blobs" / ref.sha256)
-                if stored != ref:
-                    raise JobError(f"{row.bundle}: file {name!r} is not what the bundle says: prepare it anew")
+        self._bundle_at = row.bundle
+        mending.restore(store.depot, row.bundle, self.bundle.files)
         self.wants = Wants(self.engines, row.job.cohort, row.job.wire.codec, tuple(needs(row.job, self.bundle).items()))
         self.rounds = Rounds(Plan.of(row.job))
         self.state: Any = None
@@ -142,6 +138,8 @@ class Running:
             deadline_s=self.rounds.deadline_left_s(now_s),
             tier=tiers.tier(profile),
             wire=self.job.wire,
+            state=self.rounds.state.sha256 if self.rounds.state else "",
+            counted=max(self.rounds.history.get(device, ()), default=None),
         )
         while len(self._encoded) > HELD * len(made.bundles):  # drop the parts that were cut for each device alone
             del self._encoded[next(iter(self._encoded))]
@@ -186,21 +184,6 @@ class Running:
         everybody = all(share.able == share.devices for share in found.values())
         self._all_able = (seen, order.work) if everybody else None
         return () if everybody and fact.round else tuple(tiers.lines(found, order.work))
-
-    def contribution(self, update: Update) -> Contribution:
-        """An update with its tensors, read from disk.
-
-        Raises:
-            UpdateError: a bundle is no safetensors blob, or holds values that are not finite.
-        """
-        bundles = {}
-        for name, ref in update.bundles.items():
-            payload = self._store.depot.load(ref.sha256)
-            if payload is None:
-                raise JobError(f"blob {ref.sha256[:12]} of {update.device}'s update is gone from {self._store.home}")
-            bundles[name] = tensors.decode(payload)
-            tensors.require_finite(bundles[name])
-        return Contribution(update.device, update.round, update.weight, update.metrics, bundles)
 
     def unfit(self, update: Update) -> str:
         """Why an update cannot be folded into the running round, as its manifest says; "": it can, or is not for it."""
@@ -250,7 +233,7 @@ class Running:
             checks.require_weight(update, self.job.cohort.max_examples)
             if self.job.wire.codec == "raw" and self._folding.holds(update):
                 return update
-            given = self.contribution(update)
+            given = mending.contribution(self._store.depot, update)
             plain = compression.decoded(self.job.wire, given.bundles, lambda name: self._base(update, name, profile))
             given = replace(given, bundles=plain)
             next_one = self._in_order(update.device)
@@ -317,10 +300,14 @@ class Running:
         path = self._store.depot.path(sha256) if sha256 in asked | self._sent else None
         if path is None:
             raise UpdateError(f"bundle {name!r} has moved from {sha256[:12]}, which this round has not sent")
-        return tensors.Floats(path)  # one tensor at a time, as it is decoded
+        return tensors.Floats(path, self._store.depot.disk)  # one tensor at a time, as it is decoded
 
     def commit(self, now_s: float) -> Committed:
-        """Fold the round's updates in sorted order of devices and store the result."""
+        """Fold the round's updates in sorted order of devices and store the result.
+
+        Raises:
+            LostUpdateError: one of them can no longer be read.
+        """
         answered = self.rounds.answered
         state = self.state
         if "work" in self.rounds.actions:
@@ -328,7 +315,7 @@ class Running:
             for device in left:
                 known, given = self._read.get(device, (None, None))
                 if given is None or known != answered[device]:
-                    given = self.contribution(answered[device])
+                    given = mending.contribution(self._store.depot, answered[device])
                 total = self._half.fold(state, total, given)
             state = self._half.step(state, total)
             checks.require_state(state, tuple(sorted(answered)))
@@ -383,18 +370,20 @@ class Running:
         self.state = state
 
     def _load_state(self, ref: BlobRef) -> Any:
-        path = self._store.depot.path(ref.sha256)
-        if path is None:
-            raise JobError(f"the state of {self.id} ({ref.sha256[:12]}) is gone from {self._store.home}: run it anew")
-        try:
-            return tensors.unpack(path.read_bytes(), self.method.state)
-        except StoreError as error:
-            raise JobError(f"the state of {self.id} in {path} cannot be read ({error}): run it anew") from None
+        return mending.state(self.id, self._store.depot, ref, self.method.state, self._again)
+
+    def _again(self) -> Any:
+        """The job's first state, made anew; None: the log is past it."""
+        return None if self.rounds.round else first_state(self.job, self.bundle, self.method)
 
     def _blob(self, value: Tensors | BlobRef) -> BlobRef:
         if isinstance(value, BlobRef):
+            named = {name: ref for name, ref in self.bundle.files.items() if ref == value}
+            mending.restore(self._store.depot, self._bundle_at, named)
             return value
-        known = self._encoded.pop(id(value), None) or (value, self._store.depot.put(tensors.encode(value)))
+        known = self._encoded.pop(id(value), None)
+        if known is None or not self._store.depot.has(known[1]):
+            known = (value, self._store.depot.put(tensors.encode(value)))
         self._encoded[id(value)] = known  # as the latest
         self._sent.add(known[1].sha256)
         return known[1]

@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Mapping
 
 from fedquilt.coordinator import deadline, stop
 from fedquilt.coordinator.cohort import sample
-from fedquilt.coordinator.deadline import Ask
-from fedquilt.coordinator.facts import AnyFact, Asked, Closed, Ended, Extended, Reopened, Rounds, Short, Surveyed
+from fedquilt.coordinator.deadline import Ask, Short
+from fedquilt.coordinator.facts import AnyFact, Asked, Closed, Ended, Extended, Reopened, Rounds, Surveyed
 
 DECLINED_S = 10.0  # wait for other devices after all those present have declined
 AGAIN_ROUNDS = 10  # rounds until a device that declined for lack of memory is asked again for such work

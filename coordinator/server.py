@@ -13,35 +13,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from fedquilt import methods, wire
-from fedquilt.coordinator import admission, choice, rounds, turns
-from fedquilt.coordinator.admission import (
-    Answer,
-    Appeared,
-    Arrived,
-    Discard,
-    Examine,
-    Fetch,
-    Flooded,
-    Issue,
-    Patience,
-    Withdraw,
-)
+from fedquilt.coordinator import admission, choice, facts, mending, rounds, turns
 from fedquilt.coordinator.conduct import ASIDE_S
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.executors import Executor
-from fedquilt.coordinator.facts import (
-    NOTHING,
-    Answered,
-    AnyFact,
-    Asked,
-    Closed,
-    Committed,
-    Declined,
-    Ended,
-    Reopened,
-    Resumed,
-    failed,
-)
 from fedquilt.coordinator.fleet import GRACE_S, Registry
 from fedquilt.coordinator.folding import blobs
 from fedquilt.coordinator.job import Running
@@ -67,7 +42,7 @@ class Server:
         self,
         executor: Executor,
         store: Store,
-        observe: Callable[[Running, AnyFact], None] = lambda job, fact: None,
+        observe: Callable[[Running, facts.AnyFact], None] = lambda job, fact: None,
         only: str | None = None,
         load: Callable[[str], Method] = methods.load,
         poll_s: float = POLL_S,
@@ -85,6 +60,7 @@ class Server:
         self._gave_way_s: dict[str, float] = {}  # job -> when it last gave way to another
         self._news: dict[str, Running] = {}  # jobs with changes that have not been published yet
         self._unsent: set[str] = set()  # devices with a task to come that have not sent their profile yet
+        self._behind: set[str] = set()  # jobs of which devices know more rounds than the log, as was reported
         self._left: set[str] = set()  # runs already reported as not taken up here
 
     def fds(self) -> Sequence[int]:
@@ -103,7 +79,7 @@ class Server:
             for heard in self._executor.hear(now_s):
                 if heard is None:
                     self._say_all_again(now_s)
-                elif isinstance(heard, Appeared | Arrived | Flooded):
+                elif isinstance(heard, admission.Appeared | admission.Arrived | admission.Flooded):
                     self._happened(heard, now_s)
                 else:
                     self._said(*heard, now_s)
@@ -137,7 +113,7 @@ class Server:
         match message:
             case wire.Presence():
                 if self.registry.presence(device, message, now_s):
-                    self._happened(Appeared(device), now_s)
+                    self._happened(admission.Appeared(device), now_s)
             case Profile():
                 self.registry.profile(device, message)
                 if device in self._unsent:
@@ -146,6 +122,8 @@ class Server:
             case wire.Claim():
                 job = self.active
                 ask = job.ask(device, self.registry.profile_of(device)) if job and not message.accepted else Ask()
+                if job is not None:
+                    mending.compare(job.rounds, job.id, device, message, self._behind)
                 self._happened(admission.Claimed(device, message, ask), now_s)
             case Update():
                 ours = self.active is not None and message.job == self.active.id
@@ -158,7 +136,7 @@ class Server:
 
     def _happened(self, event: admission.Event, now_s: float) -> None:
         """Apply an event: facts first, then actions."""
-        if isinstance(event, Flooded):
+        if isinstance(event, admission.Flooded):
             log.warning("%s %s", event.device, admission.FLOODED)
             self.registry.set_aside(event.device, now_s + ASIDE_S)
         job = self.active
@@ -171,30 +149,39 @@ class Server:
 
     def _act(self, action: admission.Action, now_s: float) -> None:
         """Do what follows from an event; what others see of it waits until the facts that it rests on are written."""
-        if self._later is None or isinstance(action, Fetch | Examine):
+        if self._later is None or isinstance(action, admission.Fetch | admission.Examine):
             self._do(action, now_s)
         else:
             self._later.append(action)
 
     def _do(self, action: admission.Action, now_s: float) -> None:
         match action:
-            case Issue(device):
+            case admission.Issue(device):
                 self._issue(device, now_s)
-            case Withdraw(device):
+            case admission.Withdraw(device):
                 self._withdraw(device)
-            case Patience(device):
+            case admission.Patience(device):
                 self._executor.be_patient(device)
-            case Fetch(device, update):
+            case admission.Fetch(device, update):
                 self._let_go(device, update)
                 self._begun[device] = update
                 self._executor.fetch(device, update.bundles.values())
-            case Examine(device, update):
+            case admission.Examine(device, update):
                 self._examine(device, update, now_s)
-            case Answer(device, update, accepted, reason):
+            case admission.Answer(device, update, accepted, reason):
                 ack = wire.Ack(update.job, update.round, update.attempt, accepted, reason[:1000])
                 self._executor.answer(device, ack)
-            case Discard(update):
+            case admission.Discard(update):
                 self._discard(update)
+            case admission.Renew(device, epoch):
+                self._renew(device, epoch, now_s)
+
+    def _renew(self, device: str, above: int, now_s: float) -> None:
+        """Send a device its task with an epoch later than the one with which it counted the round."""
+        if self.active is not None and above >= self._store.epoch:
+            self._executor.renew(self._store.next_epoch(above))
+            self._store.begin(self.active.id)
+        self._issue(device, now_s)
 
     def _withdraw(self, device: str) -> None:
         self._executor.withdraw(device)
@@ -239,7 +226,9 @@ class Server:
         except Exception as error:
             return self._fail(error, now_s)
         if task is None:
-            return self._record(Declined(job.rounds.round, device, NOTHING, "the method has nothing for it now"), now_s)
+            return self._record(
+                facts.Declined(job.rounds.round, device, facts.NOTHING, "the method has nothing for it now"), now_s
+            )
         try:
             return self._executor.send(device, task, now_s)
         except FedquiltError as error:
@@ -251,14 +240,14 @@ class Server:
             return
         self._poll_s = now_s
         if self.active is not None and self._store.status(self.active.id) == "stopping":
-            self._record(Ended("stopped", "by request"), now_s)
+            self._record(facts.Ended("stopped", "by request"), now_s)
             return
         if self.active is not None and self._only is not None:
             return
         wanted = [row for row in self._store.jobs() if self._only in (None, row.id)]
         for row in wanted if self.active is None else ():
             if row.status == "stopping":
-                self._store.end(row.id, Ended("stopped", "by request"))
+                self._store.end(row.id, facts.Ended("stopped", "by request"))
         self._tell_left(wanted)
         rows = [row for row in wanted if turns.mine(row, self._only)]
         served = turns.served(rows, self._idle_s(now_s), self._gave_way_s)
@@ -305,16 +294,18 @@ class Server:
         except StoreError:
             raise
         except Exception as error:  # one job that cannot run does not keep the others from running
-            ended = failed(error)
+            ended = facts.failed(error)
             log.error("%s cannot run: %s", row.id, ended.reason, exc_info=not isinstance(error, FedquiltError))
             self._store.end(row.id, ended)
             return
         self.active, self._opened_s, self._busy_s, self._arriving = job, now_s, now_s, {}
-        # leftovers of a crash
-        self._store.depot.keep(self._store.held() | job.pinned())
+        if unsound := self._store.unsound():
+            log.error("blobs that seem to be of no use are kept: the log of %s is damaged", ", ".join(unsound))
+        else:  # leftovers of a crash
+            self._store.depot.keep(self._store.held() | job.pinned())
         self._store.begin(row.id)
         if job.rounds.phase in ("stopped", "failed"):
-            self._record(Resumed(), now_s)
+            self._record(facts.Resumed(), now_s)
         for device in sorted(job.rounds.asked):
             self._issue(device, now_s)
         self._tell()
@@ -327,12 +318,14 @@ class Server:
         try:
             if job.rounds.phase == "closing":
                 with self._executor.tended():  # a method may compute for longer than a broker waits for a word
-                    fact: AnyFact | None = job.commit(now_s)
+                    fact: facts.AnyFact | None = job.commit(now_s)
             elif job.rounds.phase in ("done", "failed", "stopped"):
                 self._leave()
                 return True
             else:
                 fact = choice.decide(job, self.registry, self._at_work(job, now_s), now_s)
+        except mending.LostUpdateError as lost:
+            fact = facts.Lost(job.rounds.round, lost.device, lost.reason)
         except Exception as error:
             self._fail(error, now_s)
             return True
@@ -354,10 +347,10 @@ class Server:
         if isinstance(error, StoreError | MemoryError):
             raise error
         assert self.active is not None
-        log.error("%s failed in its method", self.active.id, exc_info=error)
-        self._record(failed(error), now_s)
+        log.error("%s facts.failed in its method", self.active.id, exc_info=error)
+        self._record(facts.failed(error), now_s)
 
-    def _record(self, fact: AnyFact, now_s: float) -> None:
+    def _record(self, fact: facts.AnyFact, now_s: float) -> None:
         """Write a fact, then act on it."""
         job = self.active
         assert job is not None
@@ -366,17 +359,20 @@ class Server:
             job.record(fact, now_s)
         except JobError as error:  # a fact that could not be read back is the job's fault, not the coordinator's
             return self._fail(error, now_s)
-        if not isinstance(fact, Answered) and not self._arriving.keys() <= job.rounds.asked:
+        if not isinstance(fact, facts.Answered) and not self._arriving.keys() <= job.rounds.asked:
             self._arriving = {device: each for device, each in self._arriving.items() if device in job.rounds.asked}
         self._observe(job, fact)
         match fact:
-            case Asked():
+            case facts.Asked():
                 for device in fact.devices:
                     self._issue(device, now_s)
-            case Closed() | Reopened() | Ended():
+            case facts.Lost():
+                log.warning("%s: %s's update is asked for again: %s", job.id, fact.device, fact.reason)
+                self._renew(fact.device, self._store.epoch, now_s)
+            case facts.Closed() | facts.Reopened() | facts.Ended():
                 for device in sorted(before.asked):
-                    self._act(Withdraw(device), now_s)
-            case Committed():
+                    self._act(admission.Withdraw(device), now_s)
+            case facts.Committed():
                 spent = job.spent(before)
                 job.committed()
                 others = self._store.held(but=job.id)  # other jobs may have the same content

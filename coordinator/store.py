@@ -5,34 +5,38 @@ HOME/blobs/         states, updates and bundles by sha256
 HOME/lock           held while a coordinator runs here
 
 The database carries the version of its tables. One of an earlier version is updated when it is opened;
-one of a later version is refused. A single run that cannot be read is reported as such and hides no other.
+one of a later version is refused. A single run that cannot be read, or whose rows are damaged, is reported as such and
+hides no other. A database that SQLite finds damaged as a whole can be read as far as its runs are sound; nothing is
+written into it.
 """
 
 from __future__ import annotations
 
-import fcntl
+import logging
 import secrets
 import sqlite3
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, cast
 
 import msgspec
 
 from fedquilt.blobs.store import Depot
-from fedquilt.coordinator import store_tables
+from fedquilt.coordinator import store_tables, write_ahead
 from fedquilt.coordinator.facts import AnyFact, Ended
 from fedquilt.coordinator.settings import Job
+from fedquilt.coordinator.store_rows import DamagedRunError, Rows, Stored, decoded, encoded
 from fedquilt.core import JobError, StoreError
+from fedquilt.disk import REAL, Disk, Lock
 
 UNENDED: Final = ("queued", "running", "stopping")  # its coordinator, if any, may be working on the run
 Origin = Literal["run", "fleet", "simulation"]
 
+log = logging.getLogger("fedquilt.coordinator")
+
 LOCK_TRIES: Final = 10
-LOCK_S: Final = 0.05  # seconds between two tries
-_facts = msgspec.json.Decoder(AnyFact)
 
 
 class Row(NamedTuple):
@@ -62,25 +66,32 @@ class Store:
     Args:
         durable: wait for the disk, so that nothing accepted is lost even in a power failure. On virtual time it is
             enough to survive a killed process.
+        disk: where the folder is.
 
     Raises, from every method:
         StoreError: the folder or database cannot be read or written.
     """
 
-    def __init__(self, home: Path, *, durable: bool = True) -> None:
-        self.home = home
+    def __init__(self, home: Path, *, durable: bool = True, disk: Disk = REAL) -> None:
+        self.home, self._disk = home, disk
         with _storing(home):
-            home.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(home / "fedquilt.db", timeout=10, isolation_level=None)
+            disk.make(home)
+            before = write_ahead.look(disk, home / "fedquilt.db")
+            self._db = disk.connect(home / "fedquilt.db")
             try:
+                self._db.execute(
+                    "select 1 from sqlite_master"
+                ).fetchone()  # SQLite takes up the log, and writes nothing
+                before.report(disk)
                 self._db.execute("pragma journal_mode=wal")
                 self._db.execute(f"pragma synchronous={'full' if durable else 'off'}")
                 store_tables.bring_up_to_date(self._db, home)
+                self._rows, self.damage = Rows(self._db, home), store_tables.damage(self._db)
             except BaseException:  # also that the tables are of a later version
                 self._db.close()
                 raise
-        self.depot = Depot(home / "blobs", durable=durable)
-        self._lock: IO[str] | None = None
+        self.depot = Depot(home / "blobs", durable=durable, disk=disk)
+        self._lock: Lock | None = None
         self._waiting: list[tuple[str, float, str]] | None = None  # facts of a `together`: job, time, body
 
     def __enter__(self) -> Store:
@@ -97,40 +108,45 @@ class Store:
 
     def lock(self) -> bool:
         """Become the only coordinator of this folder; False: another runs here. Ends with the process."""
-        for _ in range(LOCK_TRIES):  # a process that tests whether the folder is served holds the lock for a moment
-            self._lock = self._locked(fcntl.LOCK_EX)
-            if self._lock is not None:
-                return True
-            time.sleep(LOCK_S)
-        return False
-
-    def _locked(self, kind: int) -> IO[str] | None:
-        with _storing(self.home):
-            handle = open(self.home / "lock", "a")  # noqa: SIM115 - held until close
-            try:
-                fcntl.flock(handle, kind | fcntl.LOCK_NB)
-            except BlockingIOError:
-                handle.close()
-                return None
-        return handle
+        self._require_whole()
+        with _storing(self.home):  # a process that tests whether the folder is served holds the lock for a moment
+            self._lock = self._disk.lock(self.home / "lock", tries=LOCK_TRIES)
+        return self._lock is not None
 
     def served(self) -> bool:
         """Whether a coordinator holds this folder, this process included."""
         if self._lock is not None:
             return True
-        probe = self._locked(fcntl.LOCK_SH)  # several may test at once
+        with _storing(self.home):
+            probe = self._disk.lock(self.home / "lock", shared=True)  # several may test at once
         if probe is not None:
             probe.close()
         return probe is None
 
-    def next_epoch(self) -> int:
-        """Number of this start of a coordinator here, from 1."""
+    def next_epoch(self, above: int = 0) -> int:
+        """Number of this start of a coordinator here, from 1.
+
+        Args:
+            above: it is greater than this one too, which a device knows.
+        """
+        with self._writing():
+            epoch = 1 + max(self._epoch(), above)
+            self._rows.count("epoch", epoch)
+        return epoch
+
+    @property
+    def epoch(self) -> int:
+        """Number of the last start of a coordinator here."""
         with _storing(self.home):
-            found = self._db.execute(
-                "insert into counters values ('epoch', 1) on conflict(name) do update set value = value + 1 "
-                "returning value"
-            ).fetchone()
-        return int(found[0])
+            return self._epoch()
+
+    def _epoch(self) -> int:
+        """Number of the last start; if that cannot be read, of the last one that took up a job."""
+        found = self._rows.counter("epoch")
+        if found is None:
+            log.warning("the number of starts in %s is damaged: devices say if it has become too small", self.home)
+            return max((row.epoch for row, whole in self._rows.jobs() if whole), default=0)
+        return found
 
     # -- jobs --
 
@@ -146,11 +162,8 @@ class Store:
         """
         now = time.time()
         id = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(3)}"
-        with _storing(self.home):
-            self._db.execute(
-                "insert into jobs (id, settings, bundle, status, created, origin) values (?, ?, ?, 'queued', ?, ?)",
-                (id, msgspec.json.encode(job).decode(), str(bundle), now, origin),
-            )
+        with self._writing():
+            self._rows.add(Stored(id, msgspec.json.encode(job).decode(), str(bundle), "queued", now, origin))
         return id
 
     def jobs(self) -> list[Row]:
@@ -160,20 +173,20 @@ class Store:
     def all_jobs(self) -> list[Row | Unreadable]:
         """All jobs in the order of queueing, also those whose settings this version cannot read."""
         with _storing(self.home):
-            rows = self._db.execute(
-                "select id, settings, bundle, status, created, origin, epoch from jobs order by rowid"
-            ).fetchall()
-        return [self._row(*row) for row in rows]
+            rows = self._rows.jobs()
+        return [self._row(row, whole) for row, whole in rows]
 
-    def _row(
-        self, id: str, settings: str, bundle: str, status: str, created: float, origin: Origin, epoch: int
-    ) -> Row | Unreadable:
+    def _row(self, row: Stored, whole: bool) -> Row | Unreadable:
+        if not whole:
+            damaged = self._rows.damaged(row.id, "its row in the list of runs is not what was written")
+            created = row.created if isinstance(row.created, float) else 0.0
+            return Unreadable(*(ascii(each)[1:-1] for each in (row.id, row.status)), created, ascii(str(damaged))[1:-1])
         try:
-            job = msgspec.json.decode(settings, type=Job)
+            job = msgspec.json.decode(row.settings, type=Job)
         except msgspec.MsgspecError as error:
-            reason = f"{self.home}: {id} was made by another version of fedquilt: {error}"
-            return Unreadable(id, status, created, reason)
-        return Row(id, job, Path(bundle), status, created, origin, epoch)
+            reason = f"{self.home}: {row.id} was made by another version of fedquilt: {error}"
+            return Unreadable(row.id, row.status, row.created, reason)
+        return Row(row.id, job, Path(row.bundle), row.status, row.created, cast("Origin", row.origin), row.epoch)
 
     def job(self, run: str) -> Row:
         """Find a job by its id; a job's name stands for its latest run.
@@ -197,17 +210,10 @@ class Store:
         Raises:
             JobError: a coordinator other than this process serves the home and may be working on one of them.
         """
-        with _storing(self.home):
-            self._db.execute("begin immediate")
-            try:
-                self.require_idle(ids)
-                for id in ids:
-                    self._db.execute("delete from facts where job = ?", (id,))
-                    self._db.execute("delete from jobs where id = ?", (id,))
-                self._db.execute("commit")
-            except BaseException:
-                self._db.execute("rollback")
-                raise
+        with self._writing():
+            self.require_idle(ids)
+            for id in ids:
+                self._rows.remove(id)
 
     def require_idle(self, ids: Collection[str]) -> None:
         """Refuse runs that a coordinator other than this process may be working on.
@@ -227,12 +233,8 @@ class Store:
 
     def begin(self, id: str) -> None:
         """Note that the coordinator started last has taken a job up."""
-        with _storing(self.home):
-            self._db.execute(
-                "update jobs set status = 'running', epoch = (select value from counters where name = 'epoch') "
-                "where id = ?",
-                (id,),
-            )
+        with self._writing():
+            self._rows.change(id, status="running", epoch=self._epoch())
 
     def standing(self, row: Row) -> str:
         """Status of a job at this moment: "running" only if a coordinator is working on it.
@@ -244,19 +246,26 @@ class Store:
         if not self.served():
             return "interrupted"
         with _storing(self.home):
-            found = self._db.execute("select value from counters where name = 'epoch'").fetchone()
-        return row.status if found and row.epoch == found[0] else "waiting"
+            return row.status if row.epoch == self._epoch() else "waiting"
 
     def status(self, id: str) -> str:
-        """Status of a job as stored; "": unknown."""
+        """Status of a job as stored; "": unknown; "damaged": its row is not what was written."""
         with _storing(self.home):
-            found = self._db.execute("select status from jobs where id = ?", (id,)).fetchone()
-        return str(found[0]) if found else ""
+            try:
+                found = self._rows.job(id)
+            except DamagedRunError:
+                return "damaged"
+        return found.status if found else ""
 
     def set_status(self, id: str, status: str) -> None:
         """Store a job's status."""
+        with self._writing():
+            self._rows.change(id, status=status)
+
+    def unsound(self) -> list[str]:
+        """Ids of runs whose rows are damaged: while there are any, blobs that seem to be of no use may be theirs."""
         with _storing(self.home):
-            self._db.execute("update jobs set status = ? where id = ?", (status, id))
+            return self._rows.unsound()
 
     def states(self, but: str = "") -> set[str]:
         """Hashes (sha256) of every job's latest state, from which results are made. `but`: a job to leave out."""
@@ -309,35 +318,51 @@ class Store:
             JobError: it could not be read back unchanged (a number not finite, text that is not Unicode). Nothing
                 has been written.
         """
-        row = (id, time.time(), _readable(id, fact))
+        row = (id, time.time(), encoded(id, fact))
         if self._waiting is None:
             self._write([row])
         else:
             self._waiting.append(row)
 
     def _write(self, rows: Sequence[tuple[str, float, str]]) -> None:
-        if not rows:
-            return
-        with _storing(self.home):
-            self._db.execute("begin immediate")
-            try:
-                self._db.executemany("insert into facts (job, at, body) values (?, ?, ?)", rows)
-                self._db.execute("commit")
-            except BaseException:
-                if self._db.in_transaction:
-                    self._db.execute("rollback")
-                raise
+        if rows:
+            with self._writing():
+                self._rows.append(rows)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """One transaction.
+
+        Raises:
+            StoreError: also if a run that is written to is damaged, or the database as a whole.
+        """
+        self._require_whole()
+        try:
+            with _storing(self.home), self._rows.together():
+                yield
+        except DamagedRunError as error:
+            raise StoreError(str(error)) from None
+
+    def _require_whole(self) -> None:
+        if self.damage:
+            raise StoreError(
+                f"{self.home / 'fedquilt.db'} is damaged ({self.damage}): nothing is written there; put back a copy of "
+                "the whole home, or export what can still be read and use another home"
+            )
 
     def end(self, id: str, fact: Ended) -> str:
         """Store the end of a job that no process runs; returns the new status.
 
         A job whose log already says "done", but whose coordinator was killed before it stored the status, stays done.
         """
-        with _storing(self.home):
-            found = self._db.execute("select body from facts where job = ? order by seq desc limit 1", (id,)).fetchone()
-        last = _facts.decode(found[0]) if found else None
-        if isinstance(last, Ended) and last.status == "done":
-            fact = last
+        try:
+            last = [found for _, _, found in self.facts(id)][-1:]
+        except JobError as error:  # nothing is added to a log that cannot be read
+            log.error("%s", error)
+            self.set_status(id, fact.status)
+            return fact.status
+        if last and isinstance(last[0], Ended) and last[0].status == "done":
+            fact = last[0]
         else:
             self.append(id, fact)
         self.set_status(id, fact.status)
@@ -348,32 +373,18 @@ class Store:
 
         Raises:
             JobError: a fact that this version does not know.
+            DamagedRunError: what is stored is not what was written.
         """
         with _storing(self.home):
-            rows = self._db.execute(
-                "select seq, at, body from facts where job = ? and seq > ? order by seq", (id, after)
-            ).fetchall()
+            rows = self._rows.facts(id, after)
         for seq, at, body in rows:
             try:
-                yield seq, at, _facts.decode(body)
+                yield seq, at, decoded(body)
             except msgspec.MsgspecError as error:
                 raise JobError(
                     f"fact {seq} of {id} in {self.home} cannot be read by this version ({error}): go on with the "
                     "version that wrote it, or run the job anew"
                 ) from None
-
-
-def _readable(id: str, fact: AnyFact) -> str:
-    """Encode a fact as JSON that decodes to the same fact."""
-    kind = type(fact).__name__
-    try:
-        body = msgspec.json.encode(fact).decode()
-        same = _facts.decode(body) == fact
-    except (msgspec.MsgspecError, UnicodeError, OverflowError) as error:
-        raise JobError(f"{kind} of {id} cannot be kept: {error}") from None
-    if not same:
-        raise JobError(f"{kind} of {id} cannot be kept: it holds a number that is not finite")
-    return body
 
 
 @contextmanager

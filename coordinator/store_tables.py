@@ -1,30 +1,43 @@
-"""The tables of a coordinator's database, and how those of an earlier version become these."""
+"""The tables of a coordinator's database: their versions, how those of an earlier one become these, and their state."""
 
 from __future__ import annotations
 
 import sqlite3
+import time
 from pathlib import Path
+from typing import Final
 
+from fedquilt.coordinator.store_rows import FIRST, Rows, Stored, link
 from fedquilt.core import StoreError
 
-VERSION = 1  # of the tables
+VERSION = 2  # of the tables
+CHECK_S: Final = 1.0  # that a look at the whole database may take when it is opened
 
 _SCHEMA = """
 create table if not exists jobs (
     id text primary key, settings text not null, bundle text not null, status text not null, created real not null,
-    origin text not null default 'run', epoch integer not null default 0);
+    origin text not null default 'run', epoch integer not null default 0,
+    head blob not null default x'', sum blob not null default x'');
 create table if not exists facts (
-    seq integer primary key, job text not null references jobs(id), at real not null, body text not null);
+    seq integer primary key, job text not null references jobs(id), at real not null, body text not null,
+    sum blob not null default x'');
 create index if not exists facts_by_job on facts(job, seq);
-create table if not exists counters (name text primary key, value integer not null);
+create table if not exists counters (name text primary key, value integer not null, sum blob not null default x'');
 -- what can be asked of facts: a damaged one says nothing
 create view if not exists sound as
     select seq, job, case when json_valid(body) then body else '{}' end as body from facts;
 """
-_ADDED = {  # columns of `jobs` that version 0 had not
-    "origin": "alter table jobs add column origin text not null default 'run'",
-    "epoch": "alter table jobs add column epoch integer not null default 0",
+_ADDED = {  # columns that version 0 had not, and those that version 1 had not
+    "jobs": {
+        "origin": "text not null default 'run'",
+        "epoch": "integer not null default 0",
+        "head": "blob not null default x''",
+        "sum": "blob not null default x''",
+    },
+    "facts": {"sum": "blob not null default x''"},
+    "counters": {"sum": "blob not null default x''"},
 }
+_OF_INDEX: Final = ("missing from index", "wrong # of entries in index", "non-unique entry in index")
 
 
 def bring_up_to_date(db: sqlite3.Connection, home: Path) -> None:
@@ -42,13 +55,60 @@ def bring_up_to_date(db: sqlite3.Connection, home: Path) -> None:
     if found == VERSION:
         return
     db.executescript(_SCHEMA)
-    db.execute("begin immediate")
-    there = {row[1] for row in db.execute("pragma table_info(jobs)")}
-    for column, change in _ADDED.items():
-        if column not in there:
-            db.execute(change)
-    for (id,) in db.execute("select id from jobs").fetchall():
-        if (home / "agents" / id).is_dir():  # as only the boards of a simulated fleet leave behind
-            db.execute("update jobs set origin = 'fleet' where id = ?", (id,))
-    db.execute(f"pragma user_version = {VERSION}")
-    db.execute("commit")
+    with Rows(db, home).together():
+        for table, columns in _ADDED.items():
+            there = {row[1] for row in db.execute(f"pragma table_info({table})")}
+            for column, kind in columns.items():
+                if column not in there:
+                    db.execute(f"alter table {table} add column {column} {kind}")
+        if found < 1:
+            for (id,) in db.execute("select id from jobs where sum = x''").fetchall():
+                if (home / "agents" / id).is_dir():  # as only the boards of a simulated fleet leave behind
+                    db.execute("update jobs set origin = 'fleet' where id = ?", (id,))
+        _add_sums(db, home)
+        db.execute(f"pragma user_version = {VERSION}")
+
+
+def _add_sums(db: sqlite3.Connection, home: Path) -> None:
+    """Give rows checksums that have none."""
+    rows = Rows(db, home)
+    for (id,) in db.execute("select id from jobs where sum = x''").fetchall():
+        head = FIRST
+        facts = db.execute("select seq, at, body from facts where job = ? order by seq", (id,)).fetchall()
+        for seq, at, body in facts:
+            head = link(head, id, at, body)
+            db.execute("update facts set sum = ? where seq = ?", (head, seq))
+        found = db.execute(
+            "select id, settings, bundle, status, created, origin, epoch from jobs where id = ?", (id,)
+        ).fetchone()
+        row = Stored(*found)._replace(head=head)
+        db.execute("update jobs set head = ?, sum = ? where id = ?", (head, row.sum, id))
+    for name, value in db.execute("select name, value from counters where sum = x''").fetchall():
+        rows.count(name, value)
+
+
+def damage(db: sqlite3.Connection, limit_s: float = CHECK_S) -> str:
+    """What SQLite finds wrong with the whole database, in a sentence; "": nothing, as far as there was time to look.
+
+    An index that does not agree with its table is made anew.
+    """
+    said = _looked_at(db, limit_s)
+    if said and all(any(kind in line for kind in _OF_INDEX) for line in said):
+        db.execute("reindex")
+        said = _looked_at(db, limit_s)
+    return "; ".join(said[:3])
+
+
+def _looked_at(db: sqlite3.Connection, limit_s: float) -> list[str]:
+    until_s = time.monotonic() + limit_s
+    db.set_progress_handler(lambda: int(time.monotonic() > until_s), 10_000)
+    try:
+        said = [str(row[0]) for row in db.execute("pragma integrity_check(10)")]
+    except sqlite3.OperationalError as error:
+        return [] if "interrupted" in str(error) else [str(error)]
+    except sqlite3.DatabaseError as error:
+        return [str(error)]
+    finally:
+        db.set_progress_handler(None, 0)
+        db.execute("pragma shrink_memory")
+    return [] if said == ["ok"] else said

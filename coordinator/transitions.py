@@ -24,6 +24,7 @@ TRANSITIONS: Final[Mapping[str, Mapping[Phase, tuple[Phase, ...]]]] = {
     "Declined": _ARRIVES,
     "Answered": _ARRIVES,
     "Rejected": _ARRIVES,
+    "Lost": {**_ARRIVES, "closing": ("open",)},
     "Extended": _STAYS,
     "Reopened": _STAYS,
     "Closed": {"open": ("closing",)},

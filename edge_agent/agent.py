@@ -27,9 +27,10 @@ from fedquilt.core import (
     Wired,
     WireError,
 )
+from fedquilt.disk import REAL, Disk
 from fedquilt.edge_agent import devices, engines, events, messages, plan
 from fedquilt.edge_agent.duty import Duty
-from fedquilt.edge_agent.events import Acked, Arrived, Cleared, Connected, Failed, Fetched, Key
+from fedquilt.edge_agent.events import Acked, Arrived, Cleared, Connected, Failed, Fetched
 from fedquilt.edge_agent.settings import AgentSettings, size_bytes
 from fedquilt.edge_agent.state import Local
 from fedquilt.edge_agent.task import budget, confine
@@ -51,7 +52,7 @@ class Agent:
 
     Args:
         boot: name of this start of the agent, different at each.
-        durable, shared: see `fedquilt.edge_agent.state.Local`.
+        durable, shared, disk: see `fedquilt.edge_agent.state.Local`.
 
     Raises:
         StoreError: its home cannot be read or written.
@@ -70,9 +71,10 @@ class Agent:
         *,
         durable: bool = True,
         shared: Shared | None = None,
+        disk: Disk = REAL,
     ) -> None:
         self.device, self.settings = settings.device, settings
-        self.local = Local(Path(settings.home), durable=durable, shared=shared)
+        self.local = Local(Path(settings.home), durable=durable, shared=shared, disk=disk)
         self._whole_bytes = 0 if durable else SMALL_BYTES
         self.garbage = Garbage()
         self._link, self._board, self._worker = link, board, worker
@@ -152,7 +154,7 @@ class Agent:
                 self._task(message.payload, now_s)
             elif route.leaf == "ack":
                 ack = wire.decode(message.payload, wire.Ack)
-                self._settle((ack.job, ack.round), ack.accepted, ack.reason, now_s)
+                self._settle(Acked((ack.job, ack.round), ack.accepted, ack.epoch), ack.reason, now_s)
             else:
                 self._transfers.handle(route, message.payload, now_s)
         except WireError as error:
@@ -168,24 +170,31 @@ class Agent:
         missing = frozenset(ref for ref in task.bundles.values() if not self.local.depot.has(ref))
         return self.duty.feed(Arrived(task, missing), now_s)
 
-    def _settle(self, key: Key, accepted: bool, reason: str, now_s: float) -> None:
+    def _settle(self, answer: Acked, reason: str, now_s: float) -> None:
         """Apply the answer to an update: on disk first, so that with a full disk it is answered again."""
+        key, accepted = answer.key, answer.accepted
         offer = self.duty.state.outbox.get(key)
         if offer is None:
             return
-        state, actions = plan.advance(self.duty.state, Acked(key, accepted), now_s)
+        state, actions = plan.advance(self.duty.state, answer, now_s)
+        if key in state.outbox:
+            return  # an old answer, to another update of this round
         try:
             self.local.settle(key, accepted, state.counted)
             self.duty.state = state
-            for ref in offer.update.bundles.values():
-                if ref.sha256 not in self._needed():
-                    self.local.depot.drop(ref.sha256)
+            self._clear(offer.update)
         except StoreError as error:
             log.error("the answer to %s, round %d, cannot be noted: %s", *key, error)
             return
         if not accepted:
             log.warning("the update of %s, round %d, was refused: %s", *key, reason)
         self.duty.act(actions, now_s)
+
+    def _clear(self, update: Update) -> None:
+        """Drop an update's blobs that have no other use."""
+        for ref in update.bundles.values():
+            if ref.sha256 not in self._needed():
+                self.local.depot.drop(ref.sha256)
 
     def _may_give(self, device: str, sha256: str) -> bool:
         offers = self.duty.state.outbox.values()
@@ -198,8 +207,19 @@ class Agent:
         if claim.code == "cleared":
             log.info("%s, round %d, given up: %s", claim.job, claim.round, claim.reason)
         elif not claim.accepted:
+            self.local.depot.doubt()  # as it may be what the disk has made of a blob
             log.warning("%s, round %d, refused (%s): %s", claim.job, claim.round, claim.code, claim.reason)
         self._publish("claim", claim)
+
+    def drop(self, update: Update) -> None:
+        """See `duty.Surroundings`."""
+        log.warning(
+            "the update of %s, round %d, is dropped: the coordinator asks for that round again, from another state",
+            update.job,
+            update.round,
+        )
+        self.local.settle((update.job, update.round), False, self.duty.state.counted)
+        self._clear(update)
 
     def fetch(self, refs: Sequence[BlobRef]) -> None:
         """Request blobs from the coordinator, after dropping the longest unused ones for lack of room."""
@@ -238,14 +258,17 @@ class Agent:
                 raise StoreError(f"bundle {name!r} has vanished from {depot.folder}: leave that folder to the agent")
             paths[name] = path
         self.local.used(task.bundles.values())
-        private = self.local.private(task.job)
+        private = self.local.private(task.job, task.counted)
         return Order(
             task=task,
             device=self.device,
             budget_bytes=budget_bytes,
             data=self.settings.data,
             bundles=paths,
-            private=None if private is None else str(private),
+            private=private.path,
+            private_sha256=private.sha256,
+            lost=private.lost,
+            forgotten=private.forgotten,
             cache=str(self.local.cache(task.job)),
             out=str(self.local.scratch()),
             plan_bytes=plan_bytes,
@@ -253,9 +276,11 @@ class Agent:
             whole_bytes=self._whole_bytes,
         )
 
-    def keep(self, update: Update, blobs: Mapping[str, bytes]) -> bool:
+    def keep(self, update: Update, blobs: Mapping[str, bytes], private: BlobRef | None) -> bool:
         """See `duty.Surroundings`."""
-        return self.local.commit(update, blobs)
+        if update.note:
+            log.warning("%s, round %d: %s", update.job, update.round, update.note)
+        return self.local.commit(update, blobs, private)
 
     def progressed(self, task: Task, fraction: float, now_s: float) -> None:
         """See `duty.Surroundings`."""
@@ -266,7 +291,8 @@ class Agent:
     def offer(self, update: Update, now_s: float) -> None:
         """Offer an update; one whose blobs are lost from disk has to be worked for again."""
         if not all(self.local.depot.has(ref) for ref in update.bundles.values()):
-            return self._settle((update.job, update.round), False, "its blobs are gone from this disk", now_s)
+            gone = Acked((update.job, update.round), False, update.epoch)
+            return self._settle(gone, "its blobs are gone from this disk, or damaged", now_s)
         if self._link.connected:  # else it is offered with the next session
             self._publish("update", update)
 
@@ -346,4 +372,4 @@ def run_agent(settings: AgentSettings) -> None:
     finally:
         systemd.notify("STOPPING=1")
         agent.goodbye()
-        os.close(lock)
+        lock.close()

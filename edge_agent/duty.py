@@ -40,6 +40,10 @@ class Surroundings(Protocol):
         """Send the coordinator the result of a task."""
         ...
 
+    def drop(self, update: Update) -> None:
+        """Remove the result of a task from the disk, unsent: nobody will ask for it."""
+        ...
+
     def fetch(self, refs: Sequence[BlobRef]) -> None:
         """Start fetching these blobs; `events.Fetched` follows for each."""
         ...
@@ -52,10 +56,11 @@ class Surroundings(Protocol):
         """Order for the worker: the task with the paths of its files on this device."""
         ...
 
-    def keep(self, update: Update, blobs: Mapping[str, bytes]) -> bool:
+    def keep(self, update: Update, blobs: Mapping[str, bytes], private: BlobRef | None) -> bool:
         """Make the result of the order in hand durable; returns whether it leaves private state.
 
-        `blobs` are the bundles that came with the order's outcome instead of in files, by sha256.
+        `blobs` are the bundles that came with the order's outcome instead of in files, by sha256; `private` is the
+        private state that the task has written.
         """
         ...
 
@@ -119,6 +124,8 @@ class Duty:
                         self._pacer.stop()
                     case events.Send(update):
                         self._around.offer(update, now_s)
+                    case events.Drop(update):
+                        self._around.drop(update)
             except StoreError as error:
                 return self.feed(Failed("disk", str(error)), now_s)
 
@@ -158,7 +165,7 @@ class Duty:
         update = messages.update(self.device, open, outcome, spent.cost)
         try:
             wire.decode(wire.encode(update), Update)
-            private = self._around.keep(update, outcome.blobs)
+            private = self._around.keep(update, outcome.blobs, outcome.private)
         except WireError as error:
             return self.feed(Failed("failed", f"the method's answer cannot be sent: {error}"), now_s)
         except StoreError as error:

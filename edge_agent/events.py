@@ -69,6 +69,7 @@ class Acked(msgspec.Struct, frozen=True):
 
     key: Key
     accepted: bool
+    epoch: int = 0  # start of the coordinator that answered
 
 
 class Tick(msgspec.Struct, frozen=True):
@@ -115,7 +116,13 @@ class Send(msgspec.Struct, frozen=True):
     update: Update
 
 
-Action = Say | Fetch | Abandon | Begin | Stop | Send
+class Drop(msgspec.Struct, frozen=True):
+    """Remove an update from the disk that nobody will ask for."""
+
+    update: Update
+
+
+Action = Say | Fetch | Abandon | Begin | Stop | Send | Drop
 
 # -- state ----------------------------------------------------------------------------------------
 
@@ -150,6 +157,13 @@ class Open(msgspec.Struct, frozen=True):
         return (self.task.job, self.task.round)
 
 
+class Counted(msgspec.Struct, frozen=True):
+    """Last round of a job that the coordinator has counted of this device."""
+
+    round: int
+    epoch: int = 0  # start of the coordinator that said so
+
+
 class Offer(msgspec.Struct, frozen=True):
     """Update in the outbox."""
 
@@ -165,7 +179,7 @@ class State(msgspec.Struct, frozen=True):
     means: Means
     open: Open | None = None
     outbox: Mapping[Key, Offer] = field(default_factory=dict)
-    counted: Mapping[str, int] = field(default_factory=dict)  # job -> last round counted
+    counted: Mapping[str, Counted] = field(default_factory=dict)  # by job
     refusal: Claim | None = None  # latest refusal, repeated with its task
     base_bytes: Mapping[str, int] = field(default_factory=dict)  # engine -> resident with nothing but it
     paces: Mapping[str, float] = field(default_factory=dict)  # method -> measured over predicted seconds

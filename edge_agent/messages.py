@@ -85,6 +85,9 @@ def update(device: str, open: Open, outcome: Outcome, cost: Cost) -> Update:
         usage=usage,
         bases={name: task.bundles[name].sha256 for name in sorted(moved)},
         layouts=_layouts(outcome),
+        state=task.state,
+        epoch=task.epoch,
+        note=outcome.note,
     )
 
 

@@ -8,6 +8,12 @@ One task is open at a time, the coordinator's latest. Results in the outbox are
 never computed again: they are offered, ever more rarely, until the coordinator answers that each
 is counted or refused. Private state that a round leaves on the device counts only together with the
 round's contribution; so while an update with private state is unanswered, the job's next task waits.
+
+A coordinator whose log is an older copy asks for rounds that this device has counted. It is known by its
+epoch, which grows with every start: a task of a later epoch than the one that counted the round is carried
+out, and what was computed from a state that this coordinator does not have is dropped. A task of the same or
+an earlier epoch is an old message, or one of a coordinator whose epoch lies behind as well; it is refused with the
+epoch that is known here, so that such a coordinator can go on with a later one.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from fedquilt.core import BlobRef, Reading, Task
+from fedquilt.core import BlobRef, Reading, Task, Update
 from fedquilt.edge_agent.events import (
     REFETCH_S,
     RESEND_S,
@@ -29,7 +35,9 @@ from fedquilt.edge_agent.events import (
     Begin,
     Cleared,
     Connected,
+    Counted,
     Done,
+    Drop,
     Event,
     Failed,
     Fetch,
@@ -50,6 +58,7 @@ from fedquilt.wire import Claim
 RESEND_MOST_S: Final = 60.0
 REFETCH_MOST_S: Final = 60.0
 REMEMBERED_JOBS: Final = 64
+COUNTED: Final = "counted already: this is an old message, or the coordinator's log is an older copy"
 KILLED_MOST: Final = 2  # most restarts of a task whose process was killed from outside
 
 Step = tuple[State, tuple[Action, ...]]
@@ -94,24 +103,29 @@ def advance(state: State, event: Event, now_s: float, reading: Reading = Reading
 def _arrived(state: State, event: Arrived, now_s: float, reading: Reading) -> Step:
     task, open = event.task, state.open
     key = (task.job, task.round)
-    if key in state.outbox:
+    if key in state.outbox and _of_its_state(state.outbox[key].update, task):
         offer = state.outbox[key]
-        update = replace(offer.update, attempt=task.attempt)
+        update = replace(offer.update, attempt=task.attempt, epoch=max(task.epoch, offer.update.epoch))
         again = Offer(update, offer.private, now_s + RESEND_S)
         return replace(state, outbox={**state.outbox, key: again}), (Send(update),)
-    if task.round <= state.counted.get(task.job, -1):
-        return state, ()  # counted already; the coordinator knows, this is an old message
-    if open is not None and open.task.job == task.job and open.task.round > task.round:
+    last = state.counted.get(task.job)
+    if last is not None and task.round <= last.round and task.epoch <= last.epoch:
+        claim = replace(_claim(state, task), accepted=False, code="counted", reason=COUNTED)
+        return state, (Say(claim),)  # the coordinator ignores it, if this was an old message
+    if open is not None and open.task.job == task.job and _rank(open.task) > _rank(task):
         return state, ()  # superseded by the task in hand before it arrived
     if open is not None and _same(open.task, task):
         due_s = open.due_s if task == open.task else now_s + task.deadline_s  # an old message carries an old deadline
-        return replace(state, open=replace(open, task=task, due_s=due_s)), (Say(_claim(task)),)
-    if state.refusal is not None and _claim(task) == replace(state.refusal, accepted=True, code="ok", reason=""):
+        return replace(state, open=replace(open, task=task, due_s=due_s)), (Say(_claim(state, task)),)
+    told = _claim(state, task)
+    if state.refusal is not None and told == replace(state.refusal, accepted=True, code="ok", reason=""):
         return state, (Say(state.refusal),)
+    stale = state.outbox.get(key)  # computed from another state: by this device, for a copy of the coordinator's log
+    if stale is not None:
+        state = replace(state, outbox={other: offer for other, offer in state.outbox.items() if other != key})
     refusal = admit(state, task, reading)
-    if refusal is not None:
-        return _refuse(state, task, *refusal)
-    return _open(state, event, now_s)
+    after, actions = _refuse(state, task, *refusal) if refusal is not None else _open(state, event, now_s)
+    return after, actions if stale is None else (Drop(stale.update), *actions)
 
 
 def admit(state: State, task: Task, reading: Reading) -> tuple[RefusalCode, str] | None:
@@ -169,20 +183,35 @@ def _open(state: State, event: Arrived, now_s: float) -> Step:
     wanted = _ordered(event.missing - under_way)
     fetch = (Fetch(wanted),) if wanted else ()
     state, begun = _proceed(replace(state, open=opened, refusal=None))
-    return state, (*given_up, Say(_claim(event.task)), *fetch, *begun)
+    return state, (*given_up, Say(_claim(state, event.task)), *fetch, *begun)
 
 
 def _same(one: Task, other: Task) -> bool:
-    """Whether two tasks ask for the same work; attempts and deadlines may differ."""
-    return replace(one, attempt=other.attempt, deadline_s=other.deadline_s) == other
+    """Whether two tasks ask for the same work; attempts, deadlines and the coordinator's start may differ."""
+    return replace(one, attempt=other.attempt, deadline_s=other.deadline_s, epoch=other.epoch) == other
 
 
-def _claim(task: Task) -> Claim:
-    return Claim(job=task.job, round=task.round, attempt=task.attempt, accepted=True)
+def _rank(task: Task) -> tuple[int, int]:
+    """Order in which tasks of a job are sent: a restored coordinator begins at an earlier round, with a later epoch."""
+    return task.epoch, task.round
+
+
+def _of_its_state(update: Update, task: Task) -> bool:
+    """Whether an update was computed from the state that the task is about, as far as both say."""
+    return update.state == task.state or not update.state or not task.state
+
+
+def _claim(state: State, task: Task) -> Claim:
+    """That a task is accepted; names the last round counted where the coordinator cannot know of it."""
+    claim = Claim(job=task.job, round=task.round, attempt=task.attempt, accepted=True)
+    last = state.counted.get(task.job)
+    if last is None or last.round < task.round:
+        return claim
+    return replace(claim, counted=last.round, epoch=last.epoch)
 
 
 def _refuse(state: State, task: Task, code: RefusalCode, reason: str) -> Step:
-    claim = replace(_claim(task), accepted=False, code=code, reason=reason[:1000])
+    claim = replace(_claim(state, task), accepted=False, code=code, reason=reason[:1000])
     return replace(_without_open(state), refusal=claim), (*_give_up(state), Say(claim))
 
 
@@ -191,7 +220,7 @@ def _cleared(state: State) -> Step:
     told: tuple[Action, ...] = ()
     if state.open is not None:
         reason = "its topic was emptied: by the coordinator, or by somebody at the broker"
-        claim = replace(_claim(state.open.task), accepted=False, code="cleared", reason=reason)
+        claim = replace(_claim(state, state.open.task), accepted=False, code="cleared", reason=reason)
         told = (Say(claim),)
     return replace(_without_open(state), refusal=None), (*_give_up(state), *told)
 
@@ -256,14 +285,20 @@ def _failed(state: State, open: Open, event: Failed) -> Step:
 
 def _acked(state: State, event: Acked) -> Step:
     job, round = event.key
+    offer = state.outbox.get(event.key)
+    if offer is not None and event.epoch < offer.update.epoch:
+        return state, ()  # of an earlier coordinator, to an earlier update of this round
     counted = dict(state.counted)
     if event.accepted:
-        counted[job] = max(round, counted.pop(job, -1))  # popped, so that the latest job is last
+        before = counted.pop(job, Counted(-1))  # popped, so that the latest job is last
+        later = event.epoch > before.epoch or round > before.round
+        counted[job] = Counted(round, event.epoch) if later else before
         counted = dict(list(counted.items())[-REMEMBERED_JOBS:])
     outbox = {key: offer for key, offer in state.outbox.items() if key != event.key}
     state = replace(state, outbox=outbox, counted=counted)
     open = state.open
-    if open is not None and open.task.round <= counted.get(open.task.job, -1):
+    last = None if open is None else counted.get(open.task.job)
+    if open is not None and last is not None and open.task.round <= last.round and open.task.epoch <= last.epoch:
         return _without_open(state), _give_up(state)  # counted while it was worked on again
     return _proceed(state)
 

@@ -3,9 +3,9 @@
     <home>/blobs/                     every blob, by content (`fedquilt.blobs.store`)
     <home>/scratch/                   output of the task in hand; emptied at every start
     <home>/cache/<boot>/<job>/        files of a job's tasks for later ones; may vanish at any time between tasks
-    <home>/outbox/<job>@<round>/      update.json, and the private state the round leaves: private.safetensors
-    <home>/private/<job>.safetensors  the private state of a job; never sent
-    <home>/counted.json               job -> last round that was counted
+    <home>/outbox/<job>@<round>/      update.json, and the private state the round leaves: <sha256>.private
+    <home>/private/                   private states of jobs (`fedquilt.edge_agent.remembered`); never sent
+    <home>/counted.json               job -> last round that was counted, and the private state it left
 
 A result becomes durable in one step: its blobs are stored by content, where nothing refers to them yet;
 update.json and the private state are completed in scratch/, and the folder is renamed into outbox/.
@@ -13,39 +13,40 @@ Before that rename the task is worked for again, from the same private state and
 result; after it, the update is there to be delivered. The private state moves to its place when the
 coordinator has counted the contribution, and is deleted when that is refused: a device never
 builds on work that the federation did not take.
+
+Everything has a checksum, and is compared with it when it is read. Private state that is damaged, or not of the round
+that the coordinator has counted last, is never used: the task is told why, and begins anew or is declined, as its
+method allows.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import logging
 import os
-import shutil
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
 from fedquilt import wire
 from fedquilt.blobs.shared_store import Lodger, Shared
 from fedquilt.blobs.store import Depot
 from fedquilt.core import BlobRef, JobError, Update, WireError
-from fedquilt.disk import doing
+from fedquilt.disk import REAL, Disk, Lock, doing
+from fedquilt.edge_agent.events import Counted, Key
+from fedquilt.edge_agent.remembered import Private, Remembered
 
 if TYPE_CHECKING:
     from fedquilt.core import Tensors
 
 log = logging.getLogger("fedquilt.agent")
 
-Key = tuple[str, int]  # job, round
-
 UPDATE: Final = "update.json"
-PRIVATE: Final = "private.safetensors"
+PRIVATE: Final = "private.safetensors"  # in scratch
+KEPT: Final = ".private"  # ending of its name in the outbox
 SPARE_BYTES: Final = 1 << 20  # disk space left for small files
 SMALL_BYTES: Final = 1 << 20  # bytes of tensors encoded as a whole before they are written
 
@@ -58,65 +59,66 @@ class Local:
             kept in memory: lost with the process, it is worked for again with the same outcome. Folders are then
             made on first use.
         shared: store of small blobs that other devices of this process have as well; not with `durable`.
+        disk: where the folder is.
 
     Raises, from every method:
         StoreError: it cannot be read or written; says what, where and the mend.
     """
 
-    def __init__(self, home: Path, *, durable: bool = True, shared: Shared | None = None) -> None:
-        self.home, self._durable = home.absolute(), durable
+    def __init__(self, home: Path, *, durable: bool = True, shared: Shared | None = None, disk: Disk = REAL) -> None:
+        self.home, self._durable, self._disk = home.absolute(), durable, disk
         self._outbox, self._private = self.home / "outbox", self.home / "private"
         self._scratch = self.home / "scratch"
         if durable:
             self._make_folders()
         self._cache: Path | None = None  # folder of the latest `cache`
         self._light: set[Key] = set()  # results that are in memory only
-        self._disk = self.home if shared is None else shared.depot.folder  # a folder that exists
+        self._remembered = Remembered(self.home, disk, durable=durable)
+        self._there = self.home if shared is None else shared.depot.folder  # a folder that exists
         blobs = self.home / "blobs"
-        self.depot = Depot(blobs, durable=durable) if shared is None else Lodger(blobs, shared)
+        self.depot = Depot(blobs, durable=durable, disk=disk) if shared is None else Lodger(blobs, shared)
 
     def _make_folders(self) -> None:
         with doing(f"make the folder {self.home}"):
             for folder in (self._outbox, self._private):
-                folder.mkdir(parents=True, exist_ok=True)
+                self._disk.make(folder)
 
-    def lock(self) -> int:
-        """Claim the folder for this process, as long as the returned file descriptor is open.
+    def lock(self) -> Lock:
+        """Claim the folder for this process, until the returned lock is closed.
 
         Raises:
             JobError: another agent has it.
         """
         with doing(f"lock {self.home}"):
-            file = os.open(self.home / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(file)
-            raise JobError(f"another agent runs in {self.home}: stop it, or give this one a home of its own") from None
-        return file
+            lock = self._disk.lock(self.home / "lock")
+        if lock is None:
+            raise JobError(f"another agent runs in {self.home}: stop it, or give this one a home of its own")
+        return lock
 
     # -- starting --
 
-    def recover(self) -> tuple[dict[Key, tuple[Update, bool]], dict[str, int]]:
+    def recover(self) -> tuple[dict[Key, tuple[Update, bool]], dict[str, Counted]]:
         """Leftovers of an earlier process: updates to deliver (and whether with private state), and rounds counted."""
-        if not self._outbox.is_dir():
+        if not self._disk.is_dir(self._outbox):
             return {}, {}
-        counted = self._counted()
         updates: dict[Key, tuple[Update, bool]] = {}
-        with doing(f"read {self._outbox}"):
-            shutil.rmtree(self.home / "scratch", ignore_errors=True)
-            for folder in sorted(self._outbox.iterdir()):
+        with doing(f"read {self.home}"):
+            counted = self._remembered.recover()
+            self._clear(self._scratch)
+            for entry in sorted(self._disk.entries(self._outbox)):
+                folder = self._outbox / entry.name
                 update = self._stored(folder)
-                if update is None or update.round <= counted.get(update.job, -1):
+                last = counted.get(update.job) if update is not None else None
+                if update is None or (last and update.round <= last.round and update.epoch <= last.epoch):
                     self._remove(folder)
                 else:
-                    updates[update.job, update.round] = (update, (folder / PRIVATE).exists())
+                    updates[update.job, update.round] = (update, self._left_in(folder) is not None)
         return updates, counted
 
     def _stored(self, folder: Path) -> Update | None:
         """Update in an outbox folder; None: it was being removed, or its bytes have decayed."""
         try:
-            update = wire.decode((folder / UPDATE).read_bytes(), Update)
+            update = wire.decode(self._disk.read(folder / UPDATE), Update)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except WireError as error:
@@ -127,14 +129,11 @@ class Local:
             log.warning("%s: bundle %s is gone; its task will be worked for again", folder, ", ".join(lost))
         return None if lost else update
 
-    def _counted(self) -> dict[str, int]:
-        try:
-            return msgspec.json.decode((self.home / "counted.json").read_bytes(), type=dict[str, int])
-        except FileNotFoundError:
-            return {}
-        except (OSError, msgspec.MsgspecError) as error:
-            log.warning("%s is damaged (%s); begun anew", self.home / "counted.json", error)
-            return {}
+    def _left_in(self, folder: Path) -> str | None:
+        """Hash (sha256) of the private state in an outbox folder, by its name; None: there is none."""
+        entries = self._disk.entries(folder) if self._disk.is_dir(folder) else []
+        names = [entry.name for entry in entries if entry.name.endswith(KEPT)]
+        return names[0].removesuffix(KEPT) if names else None
 
     # -- one task --
 
@@ -142,15 +141,11 @@ class Local:
         """Empty folder for the output of the task in hand; without `durable` it may not exist yet."""
         folder = self._scratch
         if not self._durable:
-            if os.path.isdir(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+            self._clear(folder)
             return folder
         with doing(f"make {folder}"):
-            try:
-                folder.mkdir()
-            except FileExistsError:
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir()
+            self._disk.remove(folder)
+            self._disk.make(folder)
         return folder
 
     def cache(self, job: str) -> Path:
@@ -160,25 +155,26 @@ class Local:
         worth a sync.
         """
         folder = self.home / "cache" / _boot() / job
-        if folder == self._cache and (not self._durable or folder.is_dir()):
+        if folder == self._cache and (not self._durable or self._disk.is_dir(folder)):
             return folder
-        if not self._durable and not (self.home / "cache").is_dir():
+        if not self._durable and not self._disk.is_dir(self.home / "cache"):
             self._cache = folder
             return folder
         with doing(f"make {folder}"):
-            folder.mkdir(parents=True, exist_ok=True)
-            for other in (*folder.parent.parent.iterdir(), *folder.parent.iterdir()):
-                if other not in (folder, folder.parent):
-                    shutil.rmtree(other, ignore_errors=True)
+            self._disk.make(folder)
+            for within, kept in ((folder.parent.parent, folder.parent), (folder.parent, folder)):
+                for entry in self._disk.entries(within):
+                    if within / entry.name != kept:
+                        self._clear(within / entry.name)
         self._cache = folder
         return folder
 
-    def private(self, job: str) -> Path | None:
-        """File of the private state for a job's next round; None: none yet."""
-        path = self._private / f"{job}.safetensors"
-        return path if path.is_file() else None
+    def private(self, job: str, counted: int | None) -> Private:
+        """The private state of a job to work from, as `Remembered.private`."""
+        with doing(f"read {self._private}"):
+            return self._remembered.private(job, counted)
 
-    def commit(self, update: Update, blobs: Mapping[str, bytes] = {}) -> bool:
+    def commit(self, update: Update, blobs: Mapping[str, bytes] = {}, private: BlobRef | None = None) -> bool:
         """Make the task's output in scratch durable as this update; returns whether it has private state.
 
         The folder holds each bundle in a file named by its sha256, and the private state if there is one.
@@ -186,9 +182,10 @@ class Local:
         Args:
             update: manifest of the output.
             blobs: bundles that the task did not write there, by sha256.
+            private: the private state that it wrote there.
         """
         scratch = self._scratch
-        if not self._durable and not os.path.isfile(scratch / PRIVATE):
+        if not self._durable and private is None:
             for ref in set(update.bundles.values()):
                 if ref.sha256 in blobs:
                     self.depot.stow(blobs[ref.sha256])
@@ -200,59 +197,53 @@ class Local:
             self._make_folders()
         with doing(f"write to {scratch}"):
             for sha256, payload in blobs.items():
-                (scratch / sha256).write_bytes(payload)
+                self._disk.write(scratch / sha256, payload)
         for ref in set(update.bundles.values()):
             self.depot.put_file(scratch / ref.sha256, ref, move=True)
         target = self._folder((update.job, update.round))
         with doing(f"keep the result of {update.job}, round {update.round}, in {self._outbox}"):
             for ref in update.bundles.values():  # a blob that was in the depot already is still there
-                with suppress(FileNotFoundError):
-                    os.unlink(scratch / ref.sha256)
-            (scratch / UPDATE).write_bytes(wire.encode(update))
+                self._disk.unlink(scratch / ref.sha256)
+            if private is not None:
+                self._disk.replace(scratch / PRIVATE, scratch / f"{private.sha256}{KEPT}")
+            self._disk.write(scratch / UPDATE, wire.encode(update))
             if self._durable:
-                for entry in scratch.iterdir():
-                    _sync(entry)
-                _sync(scratch)
-            if target.exists():
-                self._remove(target)
-            os.rename(scratch, target)
+                for entry in self._disk.entries(scratch):
+                    self._disk.sync(scratch / entry.name)
+            self._sync(scratch)
+            self._remove(target)
+            self._disk.replace(scratch, target)
             self._sync(self._outbox)
-            return (target / PRIVATE).exists()
+            return private is not None
 
-    def settle(self, key: Key, accepted: bool, counted: Mapping[str, int]) -> None:
+    def settle(self, key: Key, accepted: bool, counted: Mapping[str, Counted]) -> None:
         """Apply the coordinator's answer to an update: keep its private state if it counted, delete it if not.
 
         `counted` is remembered from now on; private states of other jobs are deleted.
         """
-        folder, job = self._folder(key), key[0]
         if key in self._light:
             self._light.remove(key)
-            return
-        with doing(f"settle {job}, round {key[1]}, in {self.home}"):
+            return self._remembered.note(key) if accepted else None
+        with doing(f"settle {key[0]}, round {key[1]}, in {self.home}"):
+            folder = self._folder(key)
             if accepted:
-                if (folder / PRIVATE).exists():
-                    os.replace(folder / PRIVATE, self._private / f"{job}.safetensors")
-                    self._sync(self._private)
-                self._write(self.home / "counted.json", msgspec.json.encode(counted))
-                for path in self._private.iterdir():
-                    if path.name.removesuffix(".safetensors") not in counted:
-                        path.unlink()
+                made = self._left_in(folder)
+                self._remembered.count(key, None if made is None else (folder / f"{made}{KEPT}", made), counted)
             self._remove(folder)
 
     def _remove(self, folder: Path) -> None:
         """Remove an outbox entry; without its update.json it is no entry, so that file goes first."""
-        if folder.is_dir():
-            (folder / UPDATE).unlink(missing_ok=True)
+        if self._disk.is_dir(folder):
+            self._disk.unlink(folder / UPDATE)
             self._sync(folder)
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        shutil.rmtree(entry)
-                    else:
-                        os.unlink(entry)
-            os.rmdir(folder)
+            self._disk.remove(folder)
         else:
-            folder.unlink(missing_ok=True)
+            self._disk.unlink(folder)
+
+    def _clear(self, place: Path) -> None:
+        """Remove a folder of no value, as far as that can be done."""
+        with suppress(OSError):
+            self._disk.remove(place)
 
     def _folder(self, key: Key) -> Path:
         return self._outbox / f"{key[0]}@{key[1]}"
@@ -267,8 +258,8 @@ class Local:
                 wanted = (size + SPARE_BYTES) / 1e6
                 raise OSError(errno.ENOSPC, f"{free / 1e6:.1f} MB are free, {wanted:.1f} MB are wanted, some to spare")
             if self._durable:
-                self._write(self.home / "probe", b"\0")
-                (self.home / "probe").unlink()
+                self._disk.put(self.home / "probe", b"\0")
+                self._disk.unlink(self.home / "probe")
 
     def make_room(self, size: int, limit_bytes: int, needed: Collection[str]) -> None:
         """Drop blobs, the longest unused first, so that `size` more bytes keep within the limit and fit on the disk.
@@ -287,28 +278,17 @@ class Local:
                 over -= kept
 
     def _free_bytes(self) -> int:
-        stat = os.statvfs(self._disk)
-        return stat.f_bavail * stat.f_frsize
+        return self._disk.free_bytes(self._there)
 
     def used(self, refs: Collection[BlobRef]) -> None:
         """Note that blobs are in use now."""
         for ref in refs:
             self.depot.touch(ref.sha256)
 
-    # -- writing --
-
-    def _write(self, path: Path, payload: bytes) -> None:
-        """Write a small file so that it always has either the old or the new content."""
-        part = path.with_name(path.name + ".part")
-        part.write_bytes(payload)
-        self._sync(part)
-        os.replace(part, path)
-        self._sync(path.parent)
-
     def _sync(self, path: Path) -> None:
         """Wait until a file or a folder's entries are on the disk, if the home is durable."""
         if self._durable:
-            _sync(path)
+            self._disk.sync(path)
 
 
 def write_tensors(path: Path | str, tensors: Tensors) -> BlobRef:
@@ -323,15 +303,12 @@ def write_tensors(path: Path | str, tensors: Tensors) -> BlobRef:
 
     if total_bytes([tensors]) <= SMALL_BYTES:
         payload = encode(tensors)
-        with doing(f"write {path}"), open(path, "wb") as file:
-            file.write(payload)
+        with doing(f"write {path}"):
+            REAL.write(path, payload)
         return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
     write(Path(path), tensors)
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while part := file.read(1 << 20):
-            digest.update(part)
-    return BlobRef(sha256=digest.hexdigest(), size=os.stat(path).st_size)
+    with doing(f"read {path}"):
+        return BlobRef(sha256=REAL.digest(path), size=os.stat(path).st_size)
 
 
 @cache
@@ -341,11 +318,3 @@ def _boot() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return "unknown"
-
-
-def _sync(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

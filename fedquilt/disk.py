@@ -1,13 +1,289 @@
-"""Errors of a disk, as one kind that says what, why and the mend."""
+"""The disk: a seam through which coordinator and agent reach their files and databases, and its errors in sentences.
+
+`Disk` is the machine's own. Each of its methods is a thin call, so that a simulation can have another one which
+loses, tears or refuses what is written (`fedquilt.tools.simulation.sim_disk`). What a file holds is on the disk only
+after `sync` of the file, and that it has its name there only after `sync` of its folder.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from fedquilt.core import StoreError
+
+if TYPE_CHECKING:
+    import sqlite3
+
+    from _typeshed import WriteableBuffer
+
+Place: TypeAlias = str | Path
+
+BUFFER_BYTES: Final = 256 * 1024
+LOCK_S: Final = 0.05  # seconds between two tries for a lock
+
+
+class Found(NamedTuple):
+    """What a folder or a name holds."""
+
+    name: str
+    is_dir: bool
+    size: int  # bytes
+    mtime_ns: int
+    inode: int  # a file that is written anew and renamed has another one
+
+
+class Lock:
+    """A lock on a file, held until `close` or the end of the process."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+
+    def close(self) -> None:
+        """Release it."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class Disk:
+    """Files as this process sees them.
+
+    Raises, from every method:
+        OSError: as the operating system has it.
+    """
+
+    # -- what is there --
+
+    def stat(self, path: Place) -> Found | None:
+        """What a path leads to; None: nothing."""
+        try:
+            found = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return _found(os.path.basename(path), found)
+
+    def is_file(self, path: Place) -> bool:
+        """Whether there is a file."""
+        return os.path.isfile(path)
+
+    def is_dir(self, path: Place) -> bool:
+        """Whether there is a folder."""
+        return os.path.isdir(path)
+
+    def entries(self, folder: Place) -> list[Found]:
+        """What lies in a folder, in any order. A file that vanishes meanwhile is left out."""
+        found = []
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                try:
+                    found.append(_found(entry.name, entry.stat()))
+                except FileNotFoundError:  # another process was faster
+                    continue
+        return found
+
+    def free_bytes(self, folder: Place) -> int:
+        """Bytes that this user may still write."""
+        stat = os.statvfs(folder)
+        return stat.f_bavail * stat.f_frsize
+
+    # -- reading --
+
+    def read(self, path: Place, offset: int = 0, size: int | None = None) -> bytes:
+        """Read `size` bytes from `offset`, fewer at the end; by default all that follow."""
+        with open(path, "rb", buffering=0) as file:
+            if size is not None:
+                return os.pread(file.fileno(), size, offset)
+            file.seek(offset)
+            return file.read()
+
+    def read_into(self, path: Place, buffer: WriteableBuffer, offset: int) -> int:
+        """Fill a buffer from `offset`, as far as there are bytes; returns their number."""
+        with open(path, "rb", buffering=0) as file:
+            file.seek(offset)
+            return file.readinto(buffer) or 0
+
+    def pieces(self, path: Place) -> Iterator[memoryview]:
+        """Read a file piece by piece; a piece holds until the next one is asked for."""
+        with open(path, "rb", buffering=0) as file:
+            buffer = memoryview(bytearray(min(BUFFER_BYTES, os.fstat(file.fileno()).st_size + 1)))
+            while size := file.readinto(buffer):
+                yield buffer[:size]
+
+    def data(self, path: Place) -> list[tuple[int, int]]:
+        """Ranges of a sparse file that hold data: (start, end); the whole file if the system cannot list them."""
+        found: list[tuple[int, int]] = []
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            at, size = 0, os.fstat(file).st_size
+            while at < size:
+                try:
+                    start = os.lseek(file, at, os.SEEK_DATA)
+                except OSError as error:
+                    if error.errno == errno.ENXIO:  # only a hole is left
+                        break
+                    raise
+                at = os.lseek(file, start, os.SEEK_HOLE)
+                found.append((start, at))
+        finally:
+            os.close(file)
+        return found
+
+    # -- writing --
+
+    def write(self, path: Place, payload: bytes, *, new: bool = False) -> None:
+        """Write a file, which may be seen half written.
+
+        Args:
+            path: of the file.
+            payload: all that it holds afterwards.
+            new: the file must not exist yet.
+        """
+        with open(path, "xb" if new else "wb", buffering=0) as file:
+            _write(file.fileno(), payload, 0)
+
+    def write_at(self, path: Place, payload: bytes, offset: int) -> None:
+        """Write a part of an existing file."""
+        file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            _write(file, payload, offset)
+        finally:
+            os.close(file)
+
+    def resize(self, path: Place, size: int) -> None:
+        """Give a file this size, with holes where nothing was written; it is made if it does not exist."""
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            if os.fstat(file).st_size != size:
+                os.ftruncate(file, size)
+        finally:
+            os.close(file)
+
+    def sync(self, path: Place) -> None:
+        """Wait until what a file holds, or which names a folder holds, is on the disk."""
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+    def replace(self, source: Place, target: Place) -> None:
+        """Rename a file, in place of the one at `target` if there is one; or a folder, to where there is none."""
+        os.replace(source, target)
+
+    def link(self, source: Place, target: Place) -> None:
+        """Give a file a second name; what a symbolic link leads to is linked, not the symbolic link."""
+        os.link(os.path.realpath(source) if os.path.islink(source) else source, target)
+
+    def unlink(self, path: Place) -> None:
+        """Remove a file, which may be gone already."""
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def touch(self, path: Place) -> None:
+        """Set the time of a file's last change to now; it may be gone already."""
+        with suppress(FileNotFoundError):
+            os.utime(path)
+
+    def make(self, folder: Place) -> None:
+        """Make a folder and those above it, as far as they are missing."""
+        os.makedirs(folder, exist_ok=True)
+
+    def remove(self, folder: Place) -> None:
+        """Remove a folder with all that is in it; nothing happens where there is none."""
+        if os.path.isdir(folder):
+            shutil.rmtree(folder)
+
+    # -- made of these --
+
+    def digest(self, path: Place) -> str:
+        """Hash (sha256) of a file, read piece by piece."""
+        sha256 = hashlib.sha256()
+        for piece in self.pieces(path):
+            sha256.update(piece)
+        return sha256.hexdigest()
+
+    def copy(self, source: Place, target: Place) -> str:
+        """Copy a file to where there is none, and return the sha256 of the copy."""
+        sha256, offset = hashlib.sha256(), 0
+        self.write(target, b"", new=True)
+        for piece in self.pieces(source):
+            sha256.update(piece)
+            self.write_at(target, bytes(piece), offset)
+            offset += len(piece)
+        return sha256.hexdigest()
+
+    def put(self, path: Place, payload: bytes, *, durable: bool = True) -> None:
+        """Write a small file, so that at any moment it has either the old or the new content.
+
+        Args:
+            path: of the file.
+            payload: all that it holds afterwards.
+            durable: wait until it is on the disk under its name.
+        """
+        part = f"{path}.part"
+        self.write(part, payload)
+        if durable:
+            self.sync(part)
+        self.replace(part, path)
+        if durable:
+            self.sync(os.path.dirname(path) or ".")
+
+    # -- shared with other processes --
+
+    def lock(self, path: Place, *, shared: bool = False, tries: int = 1) -> Lock | None:
+        """Lock a file, which is made if it does not exist; None: another process holds it.
+
+        Args:
+            path: of the file.
+            shared: several may hold it so at once.
+            tries: a few, where somebody may hold it for a moment only.
+        """
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        for left in reversed(range(tries)):
+            try:
+                fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                return Lock(file)
+            except BlockingIOError:
+                if left:
+                    time.sleep(LOCK_S)
+        os.close(file)
+        return None
+
+    def connect(self, path: Place) -> sqlite3.Connection:
+        """Open a database, in which every statement is a transaction of its own unless one is begun.
+
+        Raises:
+            sqlite3.Error: it cannot be opened.
+        """
+        import sqlite3  # of no use to an agent
+
+        return sqlite3.connect(path, timeout=10, isolation_level=None)
+
+
+REAL: Final = Disk()  # the machine's own
+
+
+def _found(name: str, stat: os.stat_result) -> Found:
+    return Found(name, (stat.st_mode & 0o170000) == 0o040000, stat.st_size, stat.st_mtime_ns, stat.st_ino)
+
+
+def _write(file: int, payload: bytes, offset: int) -> None:
+    view = memoryview(payload)
+    while view:
+        written = os.pwrite(file, view, offset)
+        view, offset = view[written:], offset + written
+
+
+# -- sentences ------------------------------------------------------------------------------------
 
 
 def write(file: Path, text: str) -> None:

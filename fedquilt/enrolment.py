@@ -86,11 +86,7 @@ def keep(path: Path, data: bytes, mode: int) -> None:
         except BaseException:
             part.unlink(missing_ok=True)
             raise
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        disk.REAL.sync(path.parent)
 
 
 # -- certificates, where the cryptography library is installed -------------------------------------

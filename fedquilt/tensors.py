@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 
 from fedquilt import known_fields
 from fedquilt.core import StoreError, Tensors, UpdateError, derive_seed
+from fedquilt.disk import REAL, Disk
 
 T = TypeVar("T")
 HEADER_MOST: Final = 4 << 20  # bytes of a safetensors header: some 25,000 tensors; its own library reads 100 MB
@@ -260,14 +261,13 @@ class Floats(Mapping[str, np.ndarray]):
         StoreError: unreadable.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, disk: Disk = REAL) -> None:
+        self._path, self._disk = path, disk
         try:
-            with path.open("rb") as file:
-                (size,) = struct.unpack("<Q", file.read(8))
-                if size > HEADER_MOST:
-                    raise ValueError(f"a header of {size} bytes: {HEADER_MOST} are permitted")
-                table = json.loads(file.read(size))
+            (size,) = struct.unpack("<Q", disk.read(path, 0, 8))
+            if size > HEADER_MOST:
+                raise ValueError(f"a header of {size} bytes: {HEADER_MOST} are permitted")
+            table = json.loads(disk.read(path, 8, size))
             self._places = {
                 str(name): (8 + size + int(entry["data_offsets"][0]), tuple(map(int, entry["shape"])))
                 for name, entry in sorted(table.items())
@@ -280,12 +280,14 @@ class Floats(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         offset, shape = self._places[name]
+        array = np.empty(shape, "<f4")
         try:
-            return np.fromfile(self._path, "<f4", math.prod(shape), offset=offset).reshape(shape)
+            size = self._disk.read_into(self._path, array.reshape(-1).view(np.uint8).data, offset)
         except OSError as error:
             raise StoreError(f"cannot read {self._path}: {error.strerror}") from None
-        except ValueError as error:
-            raise UpdateError(f"{self._path} ends within tensor {name!r}: {error}") from None
+        if size != array.nbytes:
+            raise UpdateError(f"{self._path} ends within tensor {name!r}, after {size} of {array.nbytes} bytes")
+        return array
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

@@ -83,8 +83,12 @@ class Claim(Told, frozen=True):
     round: Count
     attempt: Count
     accepted: bool
-    code: Literal["ok", "memory", "data", "engine", "method", "model", "codec", "disk", "failed", "cleared"] = "ok"
+    code: Literal[
+        "ok", "memory", "data", "engine", "method", "model", "codec", "disk", "failed", "cleared", "counted"
+    ] = "ok"
     reason: Sentence = ""
+    counted: Count | None = None  # last round of the job that this device has counted, if the task's is not after it
+    epoch: Count = 0  # start of the coordinator that counted it
 
 
 class Progress(Told, frozen=True):
@@ -115,6 +119,7 @@ class Ack(Wired, frozen=True):
     attempt: Count
     accepted: bool
     reason: Sentence = ""
+    epoch: Count = 0  # start of the coordinator that answers
 
 
 class Get(Wired, frozen=True):

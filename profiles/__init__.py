@@ -26,6 +26,7 @@ A mode may turn cores off; the grid's points leave all of them on.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeAlias
@@ -273,13 +274,28 @@ def is_name(given: str) -> bool:
     return "/" not in given and not given.endswith(".toml")
 
 
+_SUM: Final = "# sha256 of the lines above: "
+
+
+def signed(text: str) -> str:
+    """A profile's text with a last line that tells its checksum."""
+    return f"{text}{_SUM}{hashlib.sha256(text.encode()).hexdigest()}\n"
+
+
 def parse(text: str, where: str) -> Board:
     """The profile in TOML text.
 
     Raises:
-        JobError: it does not fit the schema, a number names a source that is not there, two points
-            share a name, clocks do not rise, or the model uses a clock that [clocks] does not list.
+        JobError: its last line tells another checksum than it has, it does not fit the schema, a number names a source
+            that is not there, two points share a name, clocks do not rise, or the model uses a clock that [clocks]
+            does not list.
     """
+    body, mark, told = text.rpartition(_SUM)
+    if mark and told.strip() != hashlib.sha256(body.encode()).hexdigest():
+        raise JobError(
+            f"{where} is damaged, or was changed since `fedquilt record` wrote it: record it anew, or remove its last "
+            "line if you changed it"
+        )
     try:
         board = msgspec.convert(config.parse(text, where), Board)
     except msgspec.ValidationError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from fedquilt.profiles import Board
+from fedquilt.profiles import Board, signed
 
 
 def text(board: Board) -> str:
@@ -22,7 +22,7 @@ def text(board: Board) -> str:
     parts += [f"[clocks.{axis}]\n{_lines(steps)}" for axis, steps in known.get("clocks", {}).items() if steps]
     parts += [f"[{key}]\n{_lines(known[key])}" for key in ("model", "thermal") if key in known]
     parts += [f"[[points]]\n{_lines(point)}" for point in known["points"]]
-    return "\n".join(parts)
+    return signed("\n".join(parts))
 
 
 def _key(name: str) -> str:

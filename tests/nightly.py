@@ -81,6 +81,11 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
             )
             for codec in CODECS
         ),
+        Stage(
+            "flips",
+            "a thousand bits flipped in a federation's homes: each is mended or named",
+            ((python, "tests/flips.py", "--flips", "1000"),),
+        ),
         Stage("matrix", "every test marked nightly: each method with each network", ((*tests, "-m", "nightly"),)),
         Stage(
             "rehearsal",

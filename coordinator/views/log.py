@@ -17,6 +17,7 @@ from fedquilt.coordinator.facts import (
     Declined,
     Ended,
     Extended,
+    Lost,
     Rejected,
     Reopened,
     Resumed,
@@ -123,9 +124,12 @@ def _sentences(fact: AnyFact) -> list[str]:
         case Declined():
             return [f"round {fact.round}: {fact.device} declined ({fact.code}): {fact.reason}"]
         case Answered():
-            return [f"round {fact.round}: update from {fact.update.device}: {took(fact.update.usage)}"]
+            note = [fact.update.note] if fact.update.note else []
+            return [f"round {fact.round}: update from {fact.update.device}: {took(fact.update.usage)}", *note]
         case Rejected():
             return [f"round {fact.round}: update from {fact.device} refused: {fact.reason}"]
+        case Lost():
+            return [f"round {fact.round}: update from {fact.device} is lost here, and asked for again: {fact.reason}"]
         case Closed():
             return [f"round {fact.round}: closed to further updates"]
         case Extended():

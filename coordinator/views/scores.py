@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import os
+import logging
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from fedquilt import checked
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Row
 from fedquilt.coordinator.views.progress import Personal
-from fedquilt.core import JobError, StoreError
+from fedquilt.core import JobError
 from fedquilt.data import spec
+from fedquilt.disk import REAL, doing
+
+log = logging.getLogger("fedquilt.coordinator")
 
 
 class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,8 +96,11 @@ def read(home: Path, row: Row) -> Scores:
     """Scores of a run on the test set that its job names; without any: no scores."""
     nothing = Scores({} if not (row.job.data or row.job.test) else test_table(row.job))
     try:
-        found = msgspec.json.decode(file(home, row.id).read_bytes(), type=Scores)
-    except (FileNotFoundError, msgspec.DecodeError):
+        found = checked.decode(file(home, row.id).read_bytes(), Scores)
+    except FileNotFoundError:
+        return nothing
+    except checked.DamagedFileError as error:
+        log.warning("%s is damaged (%s): `fedquilt evaluate %s` makes it anew", file(home, row.id), error, row.id)
         return nothing
     return found if found.test == nothing.test else nothing
 
@@ -104,10 +111,6 @@ def write(path: Path, found: Scores) -> None:
     Raises:
         StoreError: the file cannot be written.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
-        os.replace(part, path)
-    except OSError as error:
-        raise StoreError(f"cannot write {path}: {error.strerror}") from None
+    with doing(f"write {path}"):
+        REAL.make(path.parent)
+        REAL.put(path, checked.encode(found), durable=False)

@@ -17,6 +17,7 @@ from typing import Final
 import msgspec
 
 from fedquilt.core import ClockError, OperatingPoint, StoreError, Wired
+from fedquilt.disk import REAL
 from fedquilt.edge_agent import sysfs
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.controls import Lever, Levers, Mode, Settings, Write
@@ -254,30 +255,17 @@ class Clamp:
         return controls.text(self.root / "proc/sys/kernel/random/boot_id")
 
     def _remember(self, saved: Settings) -> None:
-        draft = self._journal.with_suffix(".new")
         try:
-            with draft.open("wb") as file:
-                file.write(msgspec.json.encode(Journal(boot=self._boot(), settings=saved)))
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(self._journal)
-            self._sync_folder()
+            REAL.put(self._journal, msgspec.json.encode(Journal(boot=self._boot(), settings=saved)))
         except OSError as error:
             raise ClockError(f"no clock is touched, as {self._journal} cannot be written: {error.strerror}") from None
 
     def _forget(self) -> None:
         try:
-            self._journal.unlink(missing_ok=True)
-            self._sync_folder()
+            REAL.unlink(self._journal)
+            REAL.sync(self._journal.parent)
         except OSError as error:
             log.warning("%s stays: %s", self._journal, error.strerror)
-
-    def _sync_folder(self) -> None:
-        folder = os.open(self._journal.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def _check_masks(before: Mode | None, after: Mode) -> None:

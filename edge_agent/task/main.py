@@ -155,7 +155,7 @@ def site_of(
     """
     train, held = bench.examples(order.data)
     loaded(len(train))
-    path = _finder(order)
+    path, (local, lost) = _finder(order), _private(order)
     return Site(
         device=order.device,
         budget_bytes=plannable(order),
@@ -163,12 +163,31 @@ def site_of(
         rng=tensors.rng(order.task.seed),
         train=train,
         held=held,
-        local=compression.own(tensors.read(Path(order.private)) if order.private else {}),
+        local=compression.own(local),
+        lost=lost,
         cache_at=Path(order.cache),
         load=lambda name: bench.tensors(path(name)),
         path=path,
         progress=progress,
     )
+
+
+def _private(order: Order) -> tuple[core.Tensors, str]:
+    """Private state of the job, and why there is none that can be used although there should be."""
+    if order.private is None:
+        return {}, order.lost
+    payload = Path(order.private).read_bytes()
+    if order.private_sha256 and hashlib.sha256(payload).hexdigest() != order.private_sha256:
+        return {}, f"the private state of {order.task.job} is damaged on this device's disk"
+    return tensors.decode(payload), ""
+
+
+def _require_allowed(method: Method, name: str, lost: str) -> None:
+    """Raise StoreError unless a device may begin the private state of a method anew."""
+    if lost and not method.anew:
+        raise StoreError(
+            f"{lost}, and {name} does not allow a device to begin it anew: run the job anew, or leave this device out"
+        )
 
 
 def _finder(order: Order) -> Callable[[str], Path]:
@@ -190,7 +209,7 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
     task, path = order.task, _finder(order)
 
     def private() -> core.Tensors:
-        return tensors.Floats(Path(order.private)) if order.private else {}
+        return tensors.Floats(Path(order.private)) if order.private and not site.lost else {}
 
     def base(name: str) -> core.Tensors | None:
         return tensors.Floats(path(name)) if name in order.bundles else None
@@ -200,7 +219,9 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
     bundles: dict[str, core.BlobRef] = {}
     layouts: dict[str, dict[str, str]] = {}
     blobs: dict[str, bytes] = {}
-    private_left = False
+    private_left: core.BlobRef | None = None
+    note = site.lost
+    _require_allowed(method, task.method, site.lost)
     if "check" in task.actions:
         if method.check is None:
             raise core.JobError(f"method {task.method!r} has no evaluation of its own")
@@ -216,8 +237,10 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
         answer = compression.encoded(task.wire, done, base, private)
         metrics |= {name: float(value) for name, value in answer.metrics.items()}
         weight = float(answer.weight)
-        bundles, blobs = _written(answer, order)
-        private_left = _leaves_private(answer, order)
+        if answer.local and order.forgotten:
+            note = note or order.forgotten
+            _require_allowed(method, task.method, note)
+        bundles, blobs, private_left = _written(answer, order)
         layouts = {name: tensors.layout(bundle) for name, bundle in answer.bundles.items()}
     for name, value in {**metrics, "weight": weight}.items():
         if not math.isfinite(value) or (name == "weight" and value < 0):
@@ -230,6 +253,7 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
         layouts=layouts,
         blobs=blobs,
         private=private_left,
+        note=f"{note}: it has begun anew"[:1000] if note else "",
         examples=len(site.train),
         planned_bytes=planned,
     )
@@ -249,11 +273,12 @@ def plannable(order: Order) -> int:
     return order.budget_bytes if order.plan_bytes is None else order.plan_bytes
 
 
-def _written(answer: Answer, order: Order) -> tuple[dict[str, core.BlobRef], dict[str, bytes]]:
+def _written(answer: Answer, order: Order) -> tuple[dict[str, core.BlobRef], dict[str, bytes], core.BlobRef | None]:
     """Write bundles into files named by content, and the private state if there is or was one.
 
     Returns:
-        References of the bundles, and the bytes of those that go with the outcome instead, by sha256.
+        References of the bundles, the bytes of those that go with the outcome instead, by sha256, and the reference of
+        the private state.
     """
     refs, blobs, out = {}, {}, f"{order.out}/{order.prefix}"
     for name, bundle in answer.bundles.items():
@@ -266,15 +291,12 @@ def _written(answer: Answer, order: Order) -> tuple[dict[str, core.BlobRef], dic
             os.makedirs(order.out, exist_ok=True)
             refs[name] = ref = state.write_tensors(f"{out}bundle", bundle)
             os.replace(f"{out}bundle", f"{out}{ref.sha256}")
-    if _leaves_private(answer, order):
+    private = None
+    if answer.local or order.private is not None:
         tensors.require_finite(answer.local)
         os.makedirs(order.out, exist_ok=True)
-        state.write_tensors(f"{out}{state.PRIVATE}", answer.local)
-    return refs, blobs
-
-
-def _leaves_private(answer: Answer, order: Order) -> bool:
-    return bool(answer.local) or order.private is not None
+        private = state.write_tensors(f"{out}{state.PRIVATE}", answer.local)
+    return refs, blobs, private
 
 
 def _code(error: Exception) -> Any:

@@ -17,9 +17,12 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     budget_bytes: int
     data: dict[str, Any]  # fedquilt.data.spec.DataSpec
     bundles: dict[str, str]  # bundle name -> file
-    private: str | None  # file of the job's private state; None: none yet
+    private: str | None  # file of the job's private state; None: none yet, or none that can be used
     cache: str  # folder of the job, made if missing: earlier tasks left files there for later ones
     out: str  # folder: bundles go into files named by their sha256, private state into private.safetensors
+    private_sha256: str = ""  # of that file; "": not known
+    lost: str = ""  # why there is none that can be used, although earlier rounds have left one
+    forgotten: str = ""  # why that cannot be told: this device knows nothing of rounds that were counted
     plan_bytes: int | None = None  # part of the budget that the engine may plan with; None: all of it
     prefix: str = ""  # prefix of these files' names, if devices share the folder
     whole_bytes: int = 0  # largest bundle that comes with the outcome instead of in a file
@@ -47,7 +50,8 @@ class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="outc
     metrics: dict[str, float] = {}
     bundles: dict[str, BlobRef] = {}
     blobs: dict[str, bytes] = {}  # by sha256: bundles that are in no file
-    private: bool = False  # whether the task left private state
+    private: BlobRef | None = None  # the private state that the task left; None: it left none
+    note: str = ""  # that private state was lost, and has begun anew
     layouts: dict[str, dict[str, str]] = {}  # of the bundles: `fedquilt.tensors.layout`
     examples: int = 0  # the device's own, held-out ones aside
     wall_s: float = 0.0

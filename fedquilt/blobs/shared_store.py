@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from pathlib import Path
 
@@ -40,8 +39,8 @@ class Lodger(Depot):
     def __init__(self, folder: Path, shared: Shared) -> None:
         self._shared = shared
         self._here: dict[str, BlobRef] = {}  # by sha256, the longest unused first
-        self._made = os.path.isdir(folder)
         super().__init__(folder, durable=False, make=False)
+        self._made = self.disk.is_dir(folder)
 
     def file(self, sha256: str) -> str | None:
         """Path of a blob, in the shared or the own folder; None: this depot lacks it."""
@@ -51,6 +50,10 @@ class Lodger(Depot):
         """Reference of a blob; None: this depot lacks it."""
         found = self._here.get(sha256)
         return super().ref(sha256) if found is None and self._made else found
+
+    def has(self, ref: BlobRef) -> bool:
+        """Whether this depot has a blob, undamaged."""
+        return self._shared.depot.has(ref) if ref.sha256 in self._here else self._made and super().has(ref)
 
     def read(self, sha256: str, offset: int, size: int) -> bytes:
         """Read a range of a blob."""
@@ -84,6 +87,13 @@ class Lodger(Depot):
         super().finish(ref)
         self._shared.depot.adopt(self._at(ref.sha256), ref)
         self._held(ref)
+
+    def damaged(self, sha256: str) -> None:
+        """Put a damaged blob out of use: for all depots that share it."""
+        if sha256 in self._here:
+            self._shared.depot.damaged(sha256)
+        else:
+            super().damaged(sha256)
 
     def drop(self, sha256: str) -> None:
         """Remove a blob from this depot; its shared copy goes with the last holder."""
@@ -119,5 +129,5 @@ class Lodger(Depot):
     def _make(self) -> None:
         if not self._made:
             with self._doing("make the folder"):
-                self.folder.mkdir(parents=True, exist_ok=True)
+                self.disk.make(self.folder)
             self._made = True

@@ -2,6 +2,7 @@
 
     <sha256>          whole: verified, on disk, never changed
     <sha256>.part     incomplete: as long as the blob, with holes where chunks are missing
+    <sha256>.damaged  was whole, and holds other bytes now: out of use, and removed after a day
     <random>.tmp      being written by `put` or `put_file`
     small.pack        small blobs that only one process reads (`stow`), if the depot is not durable
 
@@ -10,29 +11,39 @@ process is killed or the power fails, a file with that name is whole. A part car
 its chunks: a record could claim data that a power cut lost. `resume` asks the file
 system where there is data and believes only what matches the manifest.
 
+What a disk gives back need not be what it was given. So a blob is hashed when it is opened, and what is damaged
+counts as absent: it is fetched or made again, or refused by whoever needs it. A process that opens a file again within
+VERIFIED_S does not hash it again while inode, size and time of the last change are the same: a round's model of
+45 MB, hashed for each of 10 devices, would take a second. Blobs in small.pack are hashed when the file is opened, and
+not between: only the process that has written them reads them.
+
 ONNX graphs rely on flat names: they name their external data by sha256, in the same folder.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
+import logging
 import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 from fedquilt import wire
-from fedquilt.blobs import chunks, files
+from fedquilt.blobs import chunks
 from fedquilt.blobs.pack import Pack
 from fedquilt.core import BlobRef, StoreError
+from fedquilt.disk import REAL, Disk, Found
+
+log = logging.getLogger("fedquilt.blobs.store")
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _STALE_S: Final = 24 * 3600.0
+VERIFIED_S: Final = 3600.0  # for which a file that has not changed counts as verified
 SMALL_BYTES: Final = 128 * 1024  # largest blob that is stowed without a file of its own
 _MENDS: Final = {
     errno.ENOSPC: "the disk is full; free some space or use another folder",
@@ -47,6 +58,7 @@ class Depot:
     """Folder of blobs; several processes may use it at once.
 
     Args:
+        disk: where the folder is.
         make: create the folder if it does not exist.
         durable: wait for the disk, so that files with their final name also survive a power failure. On virtual time,
             where a killed run is simply repeated, it is enough to survive a killed process.
@@ -56,28 +68,36 @@ class Depot:
     """
 
     def __init__(
-        self, folder: Path, wall_clock: Callable[[], float] = time.time, *, durable: bool = True, make: bool = True
+        self,
+        folder: Path,
+        wall_clock: Callable[[], float] = time.time,
+        *,
+        durable: bool = True,
+        make: bool = True,
+        disk: Disk = REAL,
     ) -> None:
         self.folder = folder
+        self.disk = disk
         self._prefix = os.path.join(folder, "")
         self._durable = durable
         self._wall_clock = wall_clock
+        self._verified: dict[str, tuple[Found, float]] = {}  # sha256 -> its file, and when it was hashed
         with self._doing("make the folder"):
             if make:
-                folder.mkdir(parents=True, exist_ok=True)
+                disk.make(folder)
             self._pack = None if durable else Pack(f"{self._prefix}small.pack")
 
     # -- what is here --
 
     def path(self, sha256: str) -> Path | None:
-        """Path of a whole blob, which gets a file if it has none; None: it is not here."""
+        """Path of a whole blob, which gets a file if it has none; None: it is not here, or damaged."""
         found = self.file(sha256)
         return None if found is None else Path(found)
 
     def file(self, sha256: str) -> str | None:
         """Path of a whole blob as text."""
         path = self._at(sha256)
-        if os.path.isfile(path):
+        if self._sound(sha256) is not None:
             return path
         if self._pack is None or sha256 not in self._pack:
             return None
@@ -86,35 +106,50 @@ class Depot:
         return path
 
     def ref(self, sha256: str) -> BlobRef | None:
-        """Reference of a whole blob, if it is here."""
+        """Reference of a whole blob, if it is here; it is not read."""
         if self._pack is not None and (size := self._pack.size(sha256)) is not None:
             return BlobRef(sha256=sha256, size=size)
         try:
-            return BlobRef(sha256=sha256, size=os.stat(self._at(sha256)).st_size)
+            found = self.disk.stat(self._at(sha256))
         except OSError:
             return None
+        return None if found is None else BlobRef(sha256=sha256, size=found.size)
 
     def has(self, ref: BlobRef) -> bool:
-        """Whether the whole blob is here."""
-        return self.ref(ref.sha256) == ref
+        """Whether the whole blob is here, undamaged."""
+        if self._pack is not None and (size := self._pack.size(ref.sha256)) is not None:
+            return size == ref.size
+        return self._is_file(ref)
+
+    def doubt(self) -> None:
+        """Hash every blob again when it is opened next: something has failed that may be a disk's fault."""
+        self._verified.clear()
+
+    def damaged(self, sha256: str) -> None:
+        """Put a blob out of use that was found to be damaged, so that its user may store it again."""
+        if self._pack is not None and sha256 in self._pack:
+            return self._pack.drop(sha256)
+        with self._doing(f"put the damaged blob {sha256[:12]} aside"):
+            if self.disk.is_file(self._at(sha256)):
+                self._set_aside(sha256)
 
     def read(self, sha256: str, offset: int, size: int) -> bytes:
         """`size` bytes of a whole blob from `offset`; fewer at its end."""
         with self._doing(f"read blob {sha256[:12]}"):
             if self._pack is not None and sha256 in self._pack:
                 return self._pack.read(sha256, offset, size)
-            with open(self._at(sha256), "rb", buffering=0) as file:
-                return os.pread(file.fileno(), size, offset)
+            return self.disk.read(self._at(sha256), offset, size)
 
     def load(self, sha256: str) -> bytes | None:
-        """Read a whole blob; None: it is not here."""
+        """Read a whole blob; None: it is not here, or damaged."""
         with self._doing(f"read blob {sha256[:12]}"):
             if self._pack is not None and sha256 in self._pack:
                 return self._pack.read(sha256)
+            if self._sound(sha256) is None:
+                return None
             try:
-                with open(self._at(sha256), "rb", buffering=0) as file:
-                    return file.read()
-            except FileNotFoundError:
+                return self.disk.read(self._at(sha256))
+            except FileNotFoundError:  # another process has removed it meanwhile
                 return None
 
     # -- whole blobs --
@@ -152,7 +187,7 @@ class Depot:
         """Store what `write` puts into a file: for what is too large to be held as bytes beside what it is made of."""
         with self._doing("store a blob"), self._temporary() as path:
             write(Path(path))
-            ref = BlobRef(sha256=files.digest(path, sync=self._durable), size=os.stat(path).st_size)
+            ref = self._synced(path)
             if not self.has(ref):
                 self._place(path, ref.sha256)
         return ref
@@ -187,14 +222,12 @@ class Depot:
         with self._doing(f"store {path}"), self._temporary() as temporary:
             try:
                 if move:
-                    os.replace(path, temporary)
+                    self.disk.replace(path, temporary)
                 else:
-                    os.link(os.path.realpath(path) if os.path.islink(path) else path, temporary)
+                    self.disk.link(path, temporary)
             except OSError:  # another file system, or one without links
-                digest = files.copy(path, temporary, sync=self._durable)
-            else:
-                digest = files.digest(temporary, sync=self._durable)
-            ref = BlobRef(sha256=digest, size=os.stat(temporary).st_size)
+                self.disk.copy(path, temporary)
+            ref = self._synced(temporary)
             if expected not in (None, ref):
                 raise StoreError(f"{path} is not what it should be ({ref.sha256[:12]}, {ref.size} bytes): make it anew")
             if not self.has(ref):
@@ -208,44 +241,49 @@ class Depot:
         """
         with self._doing(f"store {path}"):
             if self.has(ref):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
+                self.disk.unlink(path)
             else:
-                os.replace(path, self._at(ref.sha256))
+                self.disk.replace(path, self._at(ref.sha256))
+                self._note(ref.sha256)
 
     def drop(self, sha256: str) -> None:
         """Remove a blob, whole or in part."""
         if self._pack is not None and sha256 in self._pack:
             self._pack.drop(sha256)  # it may have a file as well
-            if not os.path.isfile(self._at(sha256)):
+            if not self.disk.is_file(self._at(sha256)):
                 return
         with self._doing(f"remove blob {sha256[:12]}"):
+            self._verified.pop(sha256, None)
             for path in (self._at(sha256), self._part(sha256)):
-                with suppress(FileNotFoundError):
-                    os.unlink(path)
+                self.disk.unlink(path)
 
     def keep(self, only: set[str]) -> None:
-        """Remove every blob except these. Parts and temporary files go a day after their last write."""
+        """Remove every blob except these. Parts, damaged and temporary files go a day after their last write."""
         for sha256 in () if self._pack is None else set(self._pack.names()) - only:
             self._pack.drop(sha256)  # type: ignore[union-attr]
         with self._doing("collect garbage"):
-            for name, stat in self._entries():
-                sha256, _, kind = name.partition(".")
-                stale = self._wall_clock() - stat.st_mtime >= _STALE_S
-                superfluous = kind == "part" and self.path(sha256) is not None
+            for found in self._entries():
+                sha256, _, kind = found.name.partition(".")
+                stale = self._wall_clock() - found.mtime_ns / 1e9 >= _STALE_S
+                superfluous = kind == "part" and self.ref(sha256) is not None
                 if (stale or superfluous) if kind else sha256 not in only:
-                    (self.folder / name).unlink(missing_ok=True)
+                    self._verified.pop(found.name, None)
+                    self.disk.unlink(f"{self._prefix}{found.name}")
 
     def unused(self) -> list[tuple[str, int]]:
         """(sha256, size) of every file of a blob, parts and temporary ones too, the longest unused first."""
         with self._doing("list blobs"):
-            found = [(stat.st_mtime_ns, name, stat.st_size) for name, stat in self._entries()]
-        return [(name.partition(".")[0], size) for _, name, size in sorted(found)]
+            found = sorted((each.mtime_ns, each.name, each.size) for each in self._entries())
+        return [(name.partition(".")[0], size) for _, name, size in found]
 
     def touch(self, sha256: str) -> None:
         """Note a use of a blob."""
-        with self._doing(f"touch blob {sha256[:12]}"), suppress(FileNotFoundError):
-            os.utime(self._at(sha256))
+        with self._doing(f"touch blob {sha256[:12]}"):
+            path, (known, hashed_s) = self._at(sha256), self._verified.get(sha256, (None, 0.0))
+            same = known is not None and self.disk.stat(path) == known
+            self.disk.touch(path)
+            if same and (found := self.disk.stat(path)) is not None:
+                self._verified[sha256] = (found, hashed_s)
 
     # -- parts --
 
@@ -253,27 +291,19 @@ class Depot:
         """Open a part for a blob, new or existing; returns one byte per chunk, 1 if it is here and right."""
         had = bytearray(chunks.count(manifest))
         with self._doing(f"receive blob {manifest.sha256[:12]}"):
-            file = os.open(self._part(manifest.sha256), os.O_RDWR | os.O_CREAT, 0o666)
-            try:
-                if os.fstat(file).st_size != manifest.size:
-                    os.ftruncate(file, manifest.size)
-                for start, end in files.data(file, manifest.size):
-                    # a written chunk begins inside data
-                    for index in range(-(-start // manifest.chunk), -(-end // manifest.chunk)):
-                        offset, size = chunks.extent(manifest, index)
-                        had[index] = chunks.is_chunk(manifest, index, os.pread(file, size, offset))
-            finally:
-                os.close(file)
+            part = self._part(manifest.sha256)
+            self.disk.resize(part, manifest.size)
+            for start, end in self.disk.data(part):
+                # a written chunk begins inside data
+                for index in range(-(-start // manifest.chunk), -(-end // manifest.chunk)):
+                    offset, size = chunks.extent(manifest, index)
+                    had[index] = chunks.is_chunk(manifest, index, self.disk.read(part, offset, size))
         return had
 
     def write(self, sha256: str, offset: int, payload: bytes) -> None:
         """Write a verified chunk into a part that `resume` opened."""
         with self._doing(f"receive blob {sha256[:12]}"):
-            file = os.open(self._part(sha256), os.O_WRONLY)
-            try:
-                files.write(file, payload, offset)
-            finally:
-                os.close(file)
+            self.disk.write_at(self._part(sha256), payload, offset)
 
     def finish(self, ref: BlobRef) -> None:
         """Turn a complete part into the whole blob.
@@ -283,8 +313,8 @@ class Depot:
         """
         part = self._part(ref.sha256)
         with self._doing(f"complete blob {ref.sha256[:12]}"):
-            if files.digest(part, sync=self._durable) != ref.sha256:
-                os.unlink(part)
+            if self._synced(part) != ref:
+                self.disk.unlink(part)
                 raise _arrived_damaged(ref)
             self._place(part, ref.sha256)
 
@@ -298,28 +328,64 @@ class Depot:
     def _part(self, sha256: str) -> str:
         return f"{self._at(sha256)}.part"
 
-    def _entries(self) -> Iterator[tuple[str, os.stat_result]]:
-        with os.scandir(self.folder) as entries:
-            for entry in entries:
-                sha256, _, kind = entry.name.partition(".")
-                if kind == "tmp" or (kind in ("", "part") and _DIGEST.fullmatch(sha256)):
-                    try:
-                        yield entry.name, entry.stat()
-                    except FileNotFoundError:  # another process was faster
-                        continue
+    def _entries(self) -> Iterator[Found]:
+        for entry in self.disk.entries(self.folder):
+            sha256, _, kind = entry.name.partition(".")
+            if kind == "tmp" or (kind in ("", "part", "damaged") and _DIGEST.fullmatch(sha256)):
+                yield entry
 
     def _is_file(self, ref: BlobRef) -> bool:
         try:
-            return os.stat(self._at(ref.sha256)).st_size == ref.size
+            found = self._sound(ref.sha256)
         except OSError:
             return False
+        return found is not None and found.size == ref.size
+
+    def _sound(self, sha256: str) -> Found | None:
+        """A blob's file, hashed unless that was done of late; None: there is none, or it was damaged and is put aside.
+
+        What seems to be damaged is hashed twice, so that memory which was read wrongly once removes nothing.
+        """
+        path = self._at(sha256)
+        found = self.disk.stat(path)
+        if found is None or found.is_dir:
+            return None
+        known, hashed_s = self._verified.get(sha256, (None, 0.0))
+        if known == found and time.monotonic() < hashed_s + VERIFIED_S:
+            return found
+        if self.disk.digest(path) != sha256 and self.disk.digest(path) != sha256:
+            self._set_aside(sha256)
+            return None
+        self._verified[sha256] = (found, time.monotonic())
+        return found
+
+    def _note(self, sha256: str) -> None:
+        """A file was given its name after its bytes were hashed."""
+        found = self.disk.stat(self._at(sha256))
+        if found is not None:
+            self._verified[sha256] = (found, time.monotonic())
+
+    def _set_aside(self, sha256: str) -> None:
+        path = self._at(sha256)
+        log.warning("blob %s in %s is damaged: its bytes are not those it was stored with", sha256[:12], self.folder)
+        self._verified.pop(sha256, None)
+        self.disk.touch(path)  # it is kept for a day from now on
+        self.disk.replace(path, f"{path}.damaged")
+
+    def _synced(self, path: str) -> BlobRef:
+        """Reference of what a file holds, which is on the disk first if the depot is durable."""
+        if self._durable:
+            self.disk.sync(path)
+        found = self.disk.stat(path)
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return BlobRef(sha256=self.disk.digest(path), size=found.size)
 
     def _store(self, payload: bytes, sha256: str) -> None:
         with self._temporary() as path:
-            with open(path, "xb", buffering=0) as file:
-                files.write(file.fileno(), payload, 0)
-                if self._durable:
-                    os.fsync(file.fileno())
+            self.disk.write(path, payload, new=True)
+            if self._durable:
+                self.disk.sync(path)
             self._place(path, sha256)
 
     @contextmanager
@@ -328,18 +394,13 @@ class Depot:
         try:
             yield path
         finally:
-            with suppress(FileNotFoundError):
-                os.unlink(path)
+            self.disk.unlink(path)
 
     def _place(self, path: str, sha256: str) -> None:
-        os.replace(path, self._at(sha256))
-        if not self._durable:
-            return
-        folder = os.open(self.folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        self.disk.replace(path, self._at(sha256))
+        self._note(sha256)
+        if self._durable:
+            self.disk.sync(self.folder)
 
     @contextmanager
     def _doing(self, what: str) -> Iterator[None]:

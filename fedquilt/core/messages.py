@@ -16,6 +16,7 @@ Code = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9._-]{0,63}|[A-Za-z_][\w.]{
 Label = Annotated[str, Meta(max_length=200)]
 Sentence = Annotated[str, Meta(max_length=1000)]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+AnyDigest = Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?\Z")]  # or "", where there is none
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 Amount = Annotated[float, Meta(ge=0.0, le=1e24)]
@@ -85,6 +86,9 @@ class Task(Wired, frozen=True):
     deadline_s: Seconds  # remaining when sent: a board's clock may say 1970
     tier: Label = ""
     wire: Encoding = Encoding()
+    state: AnyDigest = ""  # the round's state (sha256): an update of another state is not this round's
+    counted: Count | None = None  # last round of this job that the coordinator counted of this device; None: none
+    epoch: Count = 0  # start of the coordinator that sends it
 
 
 class Usage(Told, frozen=True):
@@ -117,6 +121,9 @@ class Update(Told, frozen=True, omit_defaults=True):
     usage: Usage
     bases: Annotated[dict[Label, Digest], Meta(max_length=2000)] = {}  # with a codec: start of each difference
     layouts: Annotated[dict[Label, Layout], Meta(max_length=2000)] = {}  # of bundles, as they travel; {}: not told
+    state: AnyDigest = ""  # of the task: the state that it was computed from; "": not told
+    epoch: Count = 0  # of the task
+    note: Sentence = ""  # what the round's log should say of it: private state that was lost and has begun anew
 
 
 class OperatingPoint(Told, frozen=True):

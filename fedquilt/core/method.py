@@ -74,6 +74,7 @@ class Site:
     path: Callable[[str], Path]  # bundle name -> file on disk (an ONNX graph, say)
     cache_at: Path  # the folder that `cache` makes when it is first used: most methods need none
     progress: Callable[[float], None] = lambda fraction: None  # 0..1; raises when the task is cancelled
+    lost: str = ""  # why `local` is empty although earlier rounds left private state here; "": it is not
 
     @property
     def cache(self) -> Path:
@@ -186,4 +187,5 @@ class Method:
     settle: Settle | None = None  # None: a state can be evaluated as it is
     exact: bool = False  # updates may not be rounded: no lossy codec
     tasks: Sequence[str] = ("classes", "regression", "labels")  # predictions supported (`fedquilt.metrics`)
+    anew: bool = False  # a device whose private state is lost may begin it anew; else it declines, by name
     refused: Mapping[str, str] = field(default_factory=dict)  # further codecs it refuses -> a sentence why

@@ -249,4 +249,5 @@ METHOD = Method(
     fold=fold,
     step=step,
     result=result,
+    anew=True,
 )

@@ -168,7 +168,7 @@ class _Copies:
             start = {**own, **{f"frozen.{name}": self._frozen[name] for name in self.dual.frozen_names}}
             return examples, start, Hooks(prepare=self.dual.pair), 0
         layout = kept.layout
-        rows: Any = gate_cache.Rows(self._site.cache / f"{what}.rows", kept.rows, layout.row_bytes)
+        rows: Any = gate_cache.Rows(self._site.cache / f"{what}.rows", kept)
         hooks = Hooks(prepare=lambda model: self.dual.tail(model, layout), inputs=lambda x: x)
         return Examples(rows, examples.y), own, hooks, kept.rows * layout.row_bytes
 

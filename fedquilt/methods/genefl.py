@@ -396,4 +396,5 @@ METHOD = replace(
     explain=explain,
     tasks=("classes",),  # L_t follows the devices' accuracy
     exact=True,  # fingerprints are directions of length 1
+    anew=False,  # the own model is what a device trains for
 )

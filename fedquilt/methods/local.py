@@ -78,4 +78,5 @@ METHOD = replace(
     fold=fold,
     step=step,
     result=result,
+    anew=False,  # the own model is what a device trains for
 )

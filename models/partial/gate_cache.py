@@ -2,7 +2,8 @@
 
 A row holds the values that enter the trained part (float32 or float16), then the indices of max pools
 (int32), then each mask in bits, least significant first, each part filled up to whole 4 or 1 bytes. The
-file is read row by row, never mapped: the kernel's cache of it is no part of the process.
+file is read row by row, never mapped: the kernel's cache of it is no part of the process. Each row is compared
+with its CRC-32 when it is read; a file with a damaged one is made anew by the next task.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import zlib
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -18,13 +20,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
+from fedquilt import checked
 from fedquilt.core import ModelError, StoreError
 
 if TYPE_CHECKING:
     import torch
 
 SPARE = 1.2  # factor on a file's size that has to be free on the disk
-VERSION = 1
+VERSION = 2
 
 
 class Seen(NamedTuple):
@@ -65,6 +68,7 @@ class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: str
     rows: int
     layout: Layout
+    sums: str  # CRC-32 of each row, 8 hex digits
     version: int = VERSION
 
 
@@ -138,20 +142,24 @@ class Rows:
 
     dtype = np.dtype(np.uint8)
 
-    def __init__(self, path: Path, count: int, row_bytes: int) -> None:
-        self._path, self.shape = path, (count, row_bytes)
+    def __init__(self, path: Path, kept: Kept) -> None:
+        self._path, self.shape = path, (kept.rows, kept.layout.row_bytes)
+        self._sums = np.frombuffer(bytes.fromhex(kept.sums), ">u4")
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, rows: np.ndarray) -> np.ndarray:
-        """Raises StoreError if the file is gone or was cut short."""
+        """Raises StoreError if the file is gone, was cut short, or is damaged."""
         found = np.empty((len(rows), self.shape[1]), np.uint8)
         try:
             with self._path.open("rb", buffering=0) as file:
                 for place, row in enumerate(rows):
                     if os.preadv(file.fileno(), [found[place]], int(row) * self.shape[1]) != self.shape[1]:
                         raise StoreError(f"{self._path} was cut short while it was in use")
+                    if zlib.crc32(found[place]) != self._sums[row]:
+                        self._path.with_suffix(".json").unlink(missing_ok=True)
+                        raise StoreError(f"{self._path} is damaged: the next task makes it anew")
         except OSError as error:
             raise StoreError(f"cannot read {self._path}: {error.strerror}") from None
         return found
@@ -170,6 +178,7 @@ class Writer:
         self._half, self._most = half, most_bytes
         self._layout: Layout | None = None
         self._part = folder / f"{name}.part"
+        self._sums: list[int] = []
 
     def put(self, seen: Seen) -> None:
         """Write the next batch.
@@ -182,8 +191,10 @@ class Writer:
             if self._layout is None:
                 self._layout = layout(seen, half=self._half)
                 self._begin(self._count * self._layout.row_bytes)
+            rows = pack(seen, self._layout)
             with self._part.open("ab") as file:
-                file.write(pack(seen, self._layout).tobytes())
+                file.write(rows.tobytes())
+            self._sums += [zlib.crc32(row) for row in rows]
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._part.unlink()
@@ -196,10 +207,10 @@ class Writer:
             NoRoomError: it cannot be stored.
         """
         assert self._layout is not None
-        kept = Kept(key, self._count, self._layout)
+        kept = Kept(key, self._count, self._layout, np.array(self._sums, ">u4").tobytes().hex())
         try:
             os.replace(self._part, self._folder / f"{self._name}.rows")
-            (self._folder / f"{self._name}.json").write_bytes(msgspec.json.encode(kept))
+            (self._folder / f"{self._name}.json").write_bytes(checked.encode(kept))
         except OSError as error:
             raise NoRoomError(str(error)) from None
         return kept
@@ -217,11 +228,12 @@ class Writer:
 def find(folder: Path, name: str, key: str, count: int) -> Kept | None:
     """Find the rows stored under this key, if they are complete."""
     try:
-        kept = msgspec.json.decode((folder / f"{name}.json").read_bytes(), type=Kept)
+        kept = checked.decode((folder / f"{name}.json").read_bytes(), Kept)
         size = (folder / f"{name}.rows").stat().st_size
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, checked.DamagedFileError):
         return None
     whole = (kept.key, kept.rows, kept.version) == (key, count, VERSION) and size == count * kept.layout.row_bytes
+    whole = whole and len(kept.sums) == 8 * count
     return kept if whole else None
 
 

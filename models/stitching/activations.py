@@ -13,6 +13,7 @@ import logging
 import os
 import tempfile
 import weakref
+import zlib
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -27,6 +28,8 @@ log = logging.getLogger("fedquilt.agent")
 
 PART = "part-"  # prefix of temporary files
 MEND = "free some space, or raise the budget so that it stays in memory"
+SUM_BYTES = 4  # of the checksum behind the examples of a saved file
+READ_BYTES = 1 << 20
 SPARE = ".spare"  # suffix of files that may be deleted to make room for newer ones
 
 
@@ -133,7 +136,7 @@ class InFile:
 
     @classmethod
     def open(cls, path: Path, shape: tuple[int, ...]) -> InFile | None:
-        """Open the file that `save` wrote; None if there is none or its size does not match the shape."""
+        """Open the file that `save` wrote; None if there is none, or it is damaged or of another shape."""
         try:
             file = os.open(path, os.O_RDONLY)
         except OSError:
@@ -141,7 +144,11 @@ class InFile:
         found = cls.__new__(cls)
         found.shape, found.nbytes, found._width = shape, 4 * prod(shape), 4 * prod(shape[1:])
         found._file, found._path, found._end = file, None, found.nbytes
-        if os.fstat(file).st_size != found.nbytes:
+        if os.fstat(file).st_size != found.nbytes + SUM_BYTES:
+            return None
+        if found._sum() != os.pread(file, SUM_BYTES, found.nbytes):
+            log.warning("%s is damaged: what it held is made anew", path)
+            path.unlink(missing_ok=True)
             return None
         with contextlib.suppress(OSError):
             os.utime(file)  # marks the file as recently used
@@ -170,11 +177,19 @@ class InFile:
         self._end += len(view)
 
     def save(self, path: Path) -> None:
-        """Rename the temporary file to this path."""
+        """Give the temporary file its checksum and this path."""
         assert self._path is not None
         with doing(f"keep {path}", MEND):
+            os.pwrite(self._file, self._sum(), self._end)
             os.replace(self._path, path)
         self._path = None
+
+    def _sum(self) -> bytes:
+        """CRC-32 of all examples in the file."""
+        found = 0
+        for offset in range(0, self._end, READ_BYTES):
+            found = zlib.crc32(os.pread(self._file, min(READ_BYTES, self._end - offset), offset), found)
+        return found.to_bytes(SUM_BYTES, "big")
 
     def __del__(self) -> None:
         if getattr(self, "_path", None) is not None:
@@ -277,12 +292,12 @@ class Shelf:
     def _make_room(self, size: int) -> bool:
         """Delete the least recently used spare stacks until `size` more bytes fit; False if they never fit."""
         entries = sorted((path.stat().st_mtime_ns, path) for path in self._folder.glob(f"*{SPARE}"))
-        over = sum(path.stat().st_size for _, path in entries) + size - self._kept_bytes
+        over = sum(path.stat().st_size - SUM_BYTES for _, path in entries) + size - self._kept_bytes
         if size > self._kept_bytes:
             return False
         for _, path in entries:
             if over <= 0:
                 break
-            over -= path.stat().st_size
+            over -= path.stat().st_size - SUM_BYTES
             path.unlink()
         return True

@@ -23,11 +23,12 @@ from fedquilt.coordinator.admission import (
     Issue,
     Offered,
     Patience,
+    Renew,
     Step,
     Withdraw,
     heard,
 )
-from fedquilt.coordinator.deadline import Ask
+from fedquilt.coordinator.deadline import Ask, Short
 from fedquilt.coordinator.facts import (
     Answered,
     AnyFact,
@@ -40,7 +41,6 @@ from fedquilt.coordinator.facts import (
     Rejected,
     Reopened,
     Rounds,
-    Short,
     Started,
     apply,
 )
@@ -173,7 +173,7 @@ def test_who_takes_a_task_is_left_alone_with_it_whatever_the_attempt() -> None:
         assert hear(situation, Claimed("a", claim(attempt=attempt))) == Step({}, (), (Patience("a"),))
 
 
-@pytest.mark.parametrize("code", [code for code in CODES if code not in ("ok", "cleared")])
+@pytest.mark.parametrize("code", [code for code in CODES if code not in ("ok", "cleared", "counted")])
 def test_who_declines_is_asked_no_more_in_this_attempt(code: Any) -> None:
     """With its words; what it had been asked for is noted where its memory was too small."""
     ask = Ask(Work(flops=9.0, peak_bytes=5), PROFILE)
@@ -182,6 +182,24 @@ def test_who_declines_is_asked_no_more_in_this_attempt(code: Any) -> None:
     assert step.facts == (Declined(1, "a", code, "too little", short),)
     assert step.actions == (Withdraw("a"),)
     assert list(step.arriving) == ["b"]
+
+
+def test_who_has_counted_the_round_is_asked_again_as_by_a_later_coordinator() -> None:
+    """The log has lost the round; an old claim, or one of a device that is not asked, changes nothing."""
+    told = claim(False, code="counted", counted=3, epoch=7)
+    assert hear("asked", Claimed("a", told)) == Step({}, (), (Renew("a", 7),))
+    old = claim(False, code="counted", counted=3, epoch=7, round=0)
+    assert hear("asked", Claimed("a", old)) == Step({})
+
+
+def test_an_update_of_another_state_is_refused() -> None:
+    """It was worked for when the log was another: a copy of this one, which went on without it."""
+    same, other = update(state=STATE.sha256), update(state="f" * 64)
+    assert hear("asked", Offered("a", same)).actions[-1] == Fetch("a", same)
+    (answer,) = hear("asked", Offered("a", other)).actions
+    assert isinstance(answer, Answer)
+    assert not answer.accepted
+    assert "began with another" in answer.reason
 
 
 def test_a_refusal_of_another_attempt_or_round_or_job_is_old() -> None:

@@ -22,6 +22,7 @@ from fedquilt.coordinator.facts import (
     Declined,
     Ended,
     Extended,
+    Lost,
     Plan,
     Rejected,
     Reopened,
@@ -333,6 +334,7 @@ FACTS: tuple[AnyFact, ...] = (
     Declined(0, "a", "x", "y"),
     Answered(0, update("a")),
     Rejected(0, "a", "x"),
+    Lost(0, "a", "x"),
     Closed(0),
     Extended(0),
     Reopened(0, 1),
@@ -363,6 +365,17 @@ def test_the_table_knows_every_fact_and_nothing_leads_out_of_done() -> None:
         TRANSITIONS.keys() == {type(fact).__name__ for fact in FACTS} == {kind.__name__ for kind in get_args(AnyFact)}
     )
     assert not any("done" in moves for moves in TRANSITIONS.values())
+
+
+def test_a_lost_update_opens_its_round_again_for_its_device_alone() -> None:
+    """Also if the round was closed already; the other answers stay."""
+    state = after(begun(size=2), Asked(0, 0, ("a", "b")), *(Answered(0, update(name)) for name in "ab"), Closed(0))
+    state = after(state, Lost(0, "b", "its blob is damaged"))
+    assert (state.phase, state.asked, set(state.answered), state.lost) == ("open", {"b"}, {"a"}, {"b"})
+    assert decide(state, 1.0, {"a", "b"}) is None
+    state = after(state, Answered(0, update("b")))
+    assert decide(state, 1.0, {"a", "b"}) == Closed(0)
+    assert after(state, Closed(0), committed(0)).lost == frozenset()
 
 
 def test_a_log_of_a_job_that_was_stopped_between_two_messages_is_still_replayed() -> None:

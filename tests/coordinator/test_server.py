@@ -30,6 +30,7 @@ from fedquilt.coordinator.facts import (
     Declined,
     Ended,
     Extended,
+    Lost,
     Rejected,
     Surveyed,
 )
@@ -717,9 +718,118 @@ def test_a_job_whose_bundle_is_gone_fails_with_the_mend(stage: Stage) -> None:
     assert "fedquilt prepare" in ended.reason
 
 
-def test_a_job_whose_state_is_lost_or_whose_method_breaks_fails_alone(stage: Stage) -> None:
+def flip(path: Path) -> None:
+    """Flip a bit in the middle of a file."""
+    payload = bytearray(path.read_bytes())
+    payload[len(payload) // 2] ^= 4
+    path.write_bytes(payload)
+
+
+def test_the_first_state_of_a_job_is_made_again_if_it_is_damaged(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It follows from the bundle."""
+    hand = stage.hand("a")
+    stage.play()
+    (sha256,) = stage.store.states()
+    flip(stage.store.depot.folder / sha256)
+    stage.restart()
+    stage.play()
+    assert f"({sha256[:12]}) was gone or damaged: it is made again" in caplog.text
+    hand.answer(ones())
+    stage.play()
+    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+
+
+def test_a_blob_that_is_damaged_while_it_is_served_is_made_again(stage: Stage) -> None:
+    """The device says that it could not fetch it, by asking again; its task is sent again with a blob that is whole."""
+    hand = stage.hand("a")
+    stage.play()
+    task = hand.tasks[-1]
+    assert task is not None
+    blob = task.bundles["model"]
+    stage.store.depot.damaged(blob.sha256)
+    stage.play(6.0)
+    assert stage.store.depot.has(blob)
+
+
+def test_a_counted_update_that_is_damaged_is_asked_for_again_and_the_result_is_the_same(tmp_path: Path) -> None:
+    """The coordinator restarts with one of two answers, which it has to read again; the device works again."""
+    found = []
+    for name, damaged in (("calm", False), ("hit", True)):
+        stage = Stage(tmp_path / name)
+        a, b = stage.hand("a"), stage.hand("b")
+        stage.play()
+        a.answer(ones(1.0))
+        stage.play()
+        (answered,) = stage.told(Answered)
+        stage.restart()
+        if damaged:
+            flip(stage.store.depot.folder / answered.update.bundles["model"].sha256)
+        stage.play()
+        b.answer(ones(5.0))
+        stage.play()
+        if damaged:
+            (lost,) = stage.told(Lost)
+            assert (lost.device, "or damaged" in lost.reason) == ("a", True)
+            task = a.tasks[-1]
+            assert task is not None
+            assert (task.round, task.epoch) == (0, 3)  # two starts, and another number for the device's sake
+            a.answer(ones(1.0))
+            stage.play()
+        assert [fact.status for fact in stage.told(Ended)] == ["done"]
+        found.append(stage.told(Committed)[-1].state)
+        stage.store.close()
+    assert found[0] == found[1]
+
+
+def test_a_device_that_knows_a_later_start_gets_its_task_from_a_still_later_one(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """This home is an older copy: its coordinator says so, once, and goes on."""
+    hand = stage.hand("a")
+    stage.play()
+    claim = {"job": stage.job, "round": 0, "attempt": 0, "counted": 5, "epoch": 9}
+    for _ in range(2):
+        hand.say("claim", wire.Claim(**claim, accepted=False, code="counted"))
+        stage.play()
+    task = hand.tasks[-1]
+    assert task is not None
+    assert task.epoch == 10
+    assert stage.store.epoch == 10
+    assert caplog.text.count("a has counted round 5") == 1
+    assert "this home is an older copy" in caplog.text
+
+
+def test_a_job_whose_log_is_damaged_hides_no_other_and_keeps_its_blobs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It fails, by name, with nothing added to its log; the next one is done."""
+    stage = Stage(tmp_path)
+    hand = stage.hand("a")
+    stage.play()
+    kept = stage.store.states()
+    stage.store._db.execute("update facts set at = at + 1 where seq = 1")
+    later = stage.store.add(settings.parse(TABLE), tmp_path / "bundle")
+    stage.job = later
+    stage.restart()
+    stage.server._only = None
+    stage.play()
+    hand.answer(ones())
+    stage.play()
+    assert [(row.id == later, row.status) for row in stage.store.jobs()] == [(False, "failed"), (True, "done")]
+    assert "is damaged: fact 1" in caplog.text
+    assert "blobs that seem to be of no use are kept" in caplog.text
+    assert all(stage.store.depot.ref(sha256) for sha256 in kept)
+    stage.store.close()
+
+
+def test_a_job_whose_state_is_lost_or_whose_method_breaks_fails_alone(tmp_path: Path) -> None:
     """A coordinator that serves other jobs goes on."""
-    stage.hand("a")
+    stage = Stage(tmp_path, rounds=2)
+    hand = stage.hand("a")
+    stage.play()
+    hand.answer(ones())
     stage.play()
     (sha256,) = stage.store.states()
     stage.store.depot.drop(sha256)

@@ -115,9 +115,9 @@ class Bench:
         model = {name: array + 1 for name, array in tensors.read(Path(order.bundles["model"])).items()}
         ref = write_tensors(out / "bundle", model)
         os.replace(out / "bundle", out / ref.sha256)
-        if private is not None:
-            write_tensors(out / PRIVATE, {"c": np.array([private])})
+        left = None if private is None else write_tensors(out / PRIVATE, {"c": np.array([private])})
         values = {"weight": 3.0, "metrics": {"loss": 0.5}, "bundles": {"model": ref}, "wall_s": 2.0, "cpu_s": 1.5}
+        values["private"] = left
         self.events.append(Outcome(**{**values, "peak_bytes": 9, "base_bytes": 4, **changes}))
 
 
@@ -304,9 +304,9 @@ def test_killed_at_any_point_it_delivers_the_same_update_once(
     np.testing.assert_array_equal(site.fetch(site.all("update")[-1])["w"], MODEL["w"] + 1)
     site.ack()
     assert site.outbox == []
-    state = site.agent.local.private("j-1")
-    assert state is not None
-    assert tensors.read(state)["c"] == 1.0
+    state = site.agent.local.private("j-1", 0)
+    assert state.path is not None
+    assert tensors.read(Path(state.path))["c"] == 1.0
 
 
 def test_killed_after_the_acknowledgement_it_does_not_work_for_the_task_again(site: Site) -> None:
@@ -323,7 +323,7 @@ def test_killed_after_the_acknowledgement_it_does_not_work_for_the_task_again(si
 def test_the_next_round_begins_from_the_private_state_that_counted(site: Site) -> None:
     """It waits for the answer about the last contribution, and takes its state only if it was accepted."""
     _offered(site)
-    site.ask(1)
+    site.ask(1, counted=0)
     assert len(site.bench.orders) == 1
     site.ack(0, accepted=True)
     second = site.bench.orders[-1]
@@ -332,10 +332,43 @@ def test_the_next_round_begins_from_the_private_state_that_counted(site: Site) -
     site.bench.finish(private=2.0)
     site.run()
     site.ack(1, accepted=False)
-    site.ask(2)
+    site.ask(2, counted=0)
     third = site.bench.orders[-1].private
     assert third is not None
     assert tensors.read(Path(third))["c"] == 1.0
+
+
+def test_a_damaged_update_in_the_outbox_is_worked_for_again(site: Site) -> None:
+    """It is found when the agent starts, and when the blob is asked for."""
+    _offered(site)
+    (blob,) = site.all("update")[-1].bundles.values()
+    _flip(site.folder / "d/blobs" / blob.sha256)
+    site.start()
+    assert len(site.bench.orders) == 1
+    site.bench.finish(private=1.0)
+    site.run()
+    np.testing.assert_array_equal(site.fetch(site.all("update")[-1])["w"], MODEL["w"] + 1)
+
+
+def test_a_damaged_blob_of_a_task_is_fetched_again(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """The next round is about the same model; the agent has been restarted, and the disk has flipped a bit of it."""
+    first = site.ask()
+    site.bench.finish()
+    site.run()
+    site.ack()
+    (blob,) = first.bundles.values()
+    _flip(site.folder / "d/blobs" / blob.sha256)
+    site.start()
+    site.ask(1, bundles=first.bundles)
+    np.testing.assert_array_equal(tensors.read(Path(site.bench.orders[-1].bundles["model"]))["w"], MODEL["w"])
+    assert f"blob {blob.sha256[:12]}" in caplog.text
+
+
+def _flip(path: Path, at: int = -1) -> None:
+    """Flip a bit of a file."""
+    payload = bytearray(path.read_bytes())
+    payload[at] ^= 4
+    path.write_bytes(payload)
 
 
 # -- what can go wrong ----------------------------------------------------------------------------

@@ -22,7 +22,9 @@ from fedquilt.edge_agent.events import (
     Begin,
     Cleared,
     Connected,
+    Counted,
     Done,
+    Drop,
     Event,
     Failed,
     Fetch,
@@ -59,9 +61,9 @@ def task(round: int = 0, **changes: Any) -> Task:
     return Task(**{**values, **changes})
 
 
-def update(round: int = 0, base_bytes: int | None = None, attempt: int = 0) -> Update:
-    usage = Usage(base_bytes=base_bytes)
-    return Update(job="j-1", round=round, attempt=attempt, device="d", weight=1.0, bundles={}, metrics={}, usage=usage)
+def update(round: int = 0, base_bytes: int | None = None, attempt: int = 0, **changes: Any) -> Update:
+    values: dict[str, Any] = {"job": "j-1", "round": round, "attempt": attempt, "device": "d", "weight": 1.0}
+    return Update(**{**values, "bundles": {}, "metrics": {}, "usage": Usage(base_bytes=base_bytes), **changes})
 
 
 def claim(round: int = 0, attempt: int = 0) -> Say:
@@ -379,8 +381,46 @@ def test_an_acknowledged_update_is_gone_and_its_task_ignored_for_ever() -> None:
     state, actions = advance(done(), Acked(("j-1", 0), True), 1.0)
     assert actions == ()
     assert next_s(state) == math.inf
-    assert advance(state, Arrived(task()), 2.0) == (state, ())
+    claim = Claim(job="j-1", round=0, attempt=0, accepted=False, code="counted", reason=plan.COUNTED, counted=0)
+    assert advance(state, Arrived(task()), 2.0) == (state, (Say(claim),))
     assert Begin(task(1)) in advance(state, Arrived(task(1)), 2.0)[1]
+
+
+def test_a_coordinator_of_a_later_start_may_ask_for_a_round_that_was_counted() -> None:
+    """Its log has lost it; the claim says so. One of an earlier start is refused, and is told which one it was."""
+    state, _ = advance(done(), Acked(("j-1", 0), True, epoch=4), 1.0)
+    _, refused = advance(state, Arrived(task(epoch=2)), 2.0)
+    told = [(each.claim.code, each.claim.counted, each.claim.epoch) for each in refused if isinstance(each, Say)]
+    assert told == [("counted", 0, 4)]
+    state, actions = advance(state, Arrived(task(epoch=5)), 2.0)
+    assert Begin(task(epoch=5)) in actions
+    assert [(each.claim.accepted, each.claim.counted) for each in actions if isinstance(each, Say)] == [(True, 0)]
+    state, _ = after(Done(update(epoch=5), False), Acked(("j-1", 0), True, epoch=4), state=state)
+    assert ("j-1", 0) in state.outbox  # an answer of the earlier start, which came late
+    state, _ = advance(state, Acked(("j-1", 0), True, epoch=5), 3.0)
+    assert (dict(state.outbox), state.counted["j-1"]) == ({}, Counted(0, 5))
+
+
+def test_a_restored_coordinator_takes_the_place_of_the_one_before_it() -> None:
+    """Its earlier round replaces the task in hand; what was counted later is forgotten once it counts."""
+    state, _ = after(Acked(("j-1", 4), True, epoch=1), Arrived(task(5, epoch=1)))
+    state, actions = advance(state, Arrived(task(3, epoch=2)), 1.0)
+    assert [type(each) for each in actions] == [Stop, Say, Begin]
+    assert advance(state, Arrived(task(5, epoch=1)), 1.0) == (state, ())
+    state, _ = after(Done(update(3, epoch=2), False), Acked(("j-1", 3), True, epoch=2), state=state)
+    assert state.counted["j-1"] == Counted(3, 2)
+
+
+def test_an_update_from_a_state_that_the_coordinator_does_not_have_is_dropped_and_worked_for_again() -> None:
+    """A restored coordinator has come to the same round by another way; a restarted one has the same state."""
+    state, _ = after(Arrived(task(state=A.sha256)), Done(update(state=A.sha256), True))
+    kept, actions = advance(state, Arrived(task(state=A.sha256, epoch=2)), 1.0)
+    assert actions == (Send(update(state=A.sha256, epoch=2)),)
+    assert ("j-1", 0) in kept.outbox
+    state, actions = advance(state, Arrived(task(state=B.sha256, epoch=2)), 1.0)
+    assert actions[0] == Drop(update(state=A.sha256))
+    assert Begin(task(state=B.sha256, epoch=2)) in actions
+    assert dict(state.outbox) == {}
 
 
 def test_a_refused_update_is_gone_but_its_task_may_be_asked_again() -> None:
@@ -397,7 +437,7 @@ def test_what_was_counted_is_remembered_for_the_latest_jobs() -> None:
         state, _ = advance(state, Acked((f"j-{number}", 0), True), 0.0)
     state, _ = after(Acked(("j-0", 1), True), Acked(("new", 0), True), state=state)
     assert len(state.counted) == REMEMBERED_JOBS
-    assert state.counted["j-0"] == 1
+    assert state.counted["j-0"] == Counted(1)
     assert "j-1" not in state.counted
 
 
@@ -466,7 +506,7 @@ def test_whatever_happens_one_task_is_worked_on_at_a_time_and_none_that_was_coun
                 busy = False
             elif isinstance(action, Begin):
                 assert not busy
-                assert action.task.round > state.counted.get("j-1", -1)
+                assert action.task.round > state.counted.get("j-1", Counted(-1)).round
                 assert state.open is not None
                 assert not state.open.missing
                 busy = True

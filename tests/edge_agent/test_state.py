@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ import pytest
 
 from fedquilt import tensors, wire
 from fedquilt.core import BlobRef, JobError, StoreError, Update, Usage
+from fedquilt.edge_agent.events import Counted
+from fedquilt.edge_agent.remembered import Private
 from fedquilt.edge_agent.state import PRIVATE, SPARE_BYTES, UPDATE, Local, write_tensors
 
 KEY = ("j-1", 3)
@@ -28,16 +31,24 @@ def worked(local: Local, private: float | None = None, round: int = 3, job: str 
     )
 
 
-def state_of(local: Local, job: str = "j-1") -> float | None:
-    path = local.private(job)
-    return None if path is None else float(tensors.read(path)["c"][0])
+def commit(local: Local, update: Update) -> bool:
+    """Keep what the task's process has left, with the hash that it says of its private state."""
+    left = local.home / "scratch" / PRIVATE
+    payload = left.read_bytes() if left.exists() else None
+    ref = None if payload is None else BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+    return local.commit(update, private=ref)
+
+
+def state_of(local: Local, job: str = "j-1", counted: int | None = 3) -> float | None:
+    found = local.private(job, counted)
+    return None if found.path is None else float(tensors.read(Path(found.path))["c"][0])
 
 
 def test_a_committed_result_is_found_by_the_next_start(tmp_path: Path) -> None:
     """With its blobs in the depot, and whether it leaves private state."""
     local = Local(tmp_path)
     update = worked(local, private=1.0)
-    assert local.commit(update)
+    assert commit(local, update)
     again = Local(tmp_path)
     assert again.recover() == ({KEY: (update, True)}, {})
     assert again.depot.has(update.bundles["model"])
@@ -47,27 +58,27 @@ def test_a_committed_result_is_found_by_the_next_start(tmp_path: Path) -> None:
 def test_a_crash_before_the_commit_leaves_nothing_but_the_old_private_state(tmp_path: Path) -> None:
     """The task is worked for again, from what it began with."""
     local = Local(tmp_path)
-    local.commit(worked(local, private=1.0, round=2))
-    local.settle(("j-1", 2), True, {"j-1": 2})
+    commit(local, worked(local, private=1.0, round=2))
+    local.settle(("j-1", 2), True, {"j-1": Counted(2)})
     update = worked(local, private=2.0)
     for name in update.bundles.values():  # the blobs were stored already, the folder was not renamed
         local.depot.put_file(tmp_path / "scratch" / name.sha256, name)
     again = Local(tmp_path)
-    assert again.recover() == ({}, {"j-1": 2})
-    assert state_of(again) == 1.0
+    assert again.recover() == ({}, {"j-1": Counted(2)})
+    assert state_of(again, counted=2) == 1.0
 
 
 def test_private_state_counts_only_when_the_contribution_does(tmp_path: Path) -> None:
     """Until the coordinator has answered, a job's private state is the old one; a refusal leaves it so."""
     local = Local(tmp_path)
-    local.commit(worked(local, private=1.0))
+    commit(local, worked(local, private=1.0))
     assert state_of(local) is None
     local.settle(KEY, False, {})
     assert Local(tmp_path).recover() == ({}, {})
     assert state_of(local) is None
-    local.commit(worked(local, private=1.0))
-    local.settle(KEY, True, {"j-1": 3})
-    assert Local(tmp_path).recover() == ({}, {"j-1": 3})
+    commit(local, worked(local, private=1.0))
+    local.settle(KEY, True, {"j-1": Counted(3)})
+    assert Local(tmp_path).recover() == ({}, {"j-1": Counted(3)})
     assert state_of(local) == 1.0
 
 
@@ -75,28 +86,29 @@ def test_a_crash_after_the_private_state_has_moved_delivers_the_update_again(tmp
     """It is acknowledged again, and settled then; the moved state stays."""
     local = Local(tmp_path)
     update = worked(local, private=1.0)
-    local.commit(update)
-    os.replace(tmp_path / "outbox/j-1@3" / PRIVATE, tmp_path / "private/j-1.safetensors")
+    commit(local, update)
+    (left,) = (tmp_path / "outbox/j-1@3").glob("*.private")
+    os.replace(left, tmp_path / f"private/j-1@3.{left.stem}")
     again = Local(tmp_path)
     assert again.recover() == ({KEY: (update, False)}, {})
-    again.settle(KEY, True, {"j-1": 3})
+    again.settle(KEY, True, {"j-1": Counted(3)})
     assert state_of(again) == 1.0
 
 
 def test_a_crash_after_the_count_was_noted_does_not_deliver_again(tmp_path: Path) -> None:
     """Counted is counted, although the folder is still there."""
     local = Local(tmp_path)
-    local.commit(worked(local))
+    commit(local, worked(local))
     (tmp_path / "counted.json").write_text('{"j-1": 3}')
     again = Local(tmp_path)
-    assert again.recover() == ({}, {"j-1": 3})
+    assert again.recover() == ({}, {"j-1": Counted(3)})
     assert list((tmp_path / "outbox").iterdir()) == []
 
 
 def test_a_crash_while_an_entry_is_removed_leaves_no_update(tmp_path: Path) -> None:
     """update.json goes first, and without it there is no entry."""
     local = Local(tmp_path)
-    local.commit(worked(local, private=1.0))
+    commit(local, worked(local, private=1.0))
     (tmp_path / "outbox/j-1@3" / UPDATE).unlink()
     assert Local(tmp_path).recover() == ({}, {})
     assert list((tmp_path / "outbox").iterdir()) == []
@@ -106,7 +118,7 @@ def test_a_crash_while_an_entry_is_removed_leaves_no_update(tmp_path: Path) -> N
 def test_a_damaged_entry_is_worked_for_again(tmp_path: Path, place: int) -> None:
     """A flipped bit on the card is seen by the checksum."""
     local = Local(tmp_path)
-    local.commit(worked(local))
+    commit(local, worked(local))
     path = tmp_path / "outbox/j-1@3" / UPDATE
     payload = bytearray(path.read_bytes())
     payload[place] ^= 1
@@ -118,24 +130,89 @@ def test_an_entry_whose_blobs_are_gone_is_worked_for_again(tmp_path: Path) -> No
     """It could never be delivered."""
     local = Local(tmp_path)
     update = worked(local)
-    local.commit(update)
+    commit(local, update)
     local.depot.drop(update.bundles["model"].sha256)
     assert Local(tmp_path).recover() == ({}, {})
 
 
-def test_a_damaged_count_begins_anew(tmp_path: Path) -> None:
+def test_a_damaged_count_is_named_and_made_of_the_names_of_private_states(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """At worst a round is worked for in vain; the agent starts."""
+    local = Local(tmp_path)
+    commit(local, worked(local, private=1.0))
+    local.settle(KEY, True, {"j-1": Counted(3, 7)})
+    file = tmp_path / "counted.json"
+    for bit in range(8 * file.stat().st_size):
+        whole = file.read_bytes()
+        file.write_bytes(whole[: bit // 8] + bytes([whole[bit // 8] ^ 1 << bit % 8]) + whole[bit // 8 + 1 :])
+        again = Local(tmp_path)
+        assert again.recover() == ({}, {"j-1": Counted(3)})
+        assert state_of(again) == 1.0
+        file.write_bytes(whole)
+    assert f"{file} is damaged" in caplog.text
+
+
+def test_a_home_of_an_earlier_version_is_taken_over(tmp_path: Path) -> None:
+    """Its private states had no round and no checksum; those of jobs that it had forgotten are not taken."""
     Local(tmp_path)
-    (tmp_path / "counted.json").write_bytes(b'{"j-1"')
-    assert Local(tmp_path).recover() == ({}, {})
+    write_tensors(tmp_path / "private/j-1.safetensors", {"c": np.array([1.0])})
+    (tmp_path / "counted.json").write_text('{"j-1":3,"other":5}')
+    local = Local(tmp_path)
+    assert local.recover() == ({}, {"j-1": Counted(3), "other": Counted(5)})
+    assert state_of(local) == 1.0
+    assert local.private("other", 5) == Private()
+
+
+def test_the_private_state_is_that_of_the_round_that_the_coordinator_counted_last(tmp_path: Path) -> None:
+    """Of two rounds it is here; for any other it is said to be lost, and nothing else takes its place."""
+    local, counted = Local(tmp_path), {}
+    for round in (1, 2, 4):
+        commit(local, worked(local, private=float(round), round=round))
+        counted["j-1"] = Counted(round)
+        local.settle(("j-1", round), True, counted)
+    for now in (local, Local(tmp_path)):
+        now.recover()
+        assert [state_of(now, counted=last) for last in (4, 3, 2)] == [4.0, 2.0, 2.0]
+        for last in (None, 0, 1, 5):
+            found = now.private("j-1", last)
+            assert found.path is None
+            assert "only that of round 4" in found.lost
+    assert "nothing of round 2 of j-2" in local.private("j-2", 2).forgotten
+    assert local.private("j-2", None) == Private()
+
+
+def test_private_states_of_a_coordinator_that_was_replaced_by_an_older_copy_go(tmp_path: Path) -> None:
+    """Once a round counts that the copy has asked for, those of later rounds are nobody's; the one before stays."""
+    local = Local(tmp_path)
+    local.recover()
+    for round, epoch, private in ((1, 1, 1.0), (2, 1, 2.0), (2, 2, 2.5)):
+        commit(local, worked(local, private=private, round=round))
+        local.settle(("j-1", round), True, {"j-1": Counted(round, epoch)})
+    assert [state_of(local, counted=last) for last in (1, 2)] == [1.0, 2.5]
+    commit(local, worked(local, private=1.5, round=1))
+    local.settle(("j-1", 1), True, {"j-1": Counted(1, 3)})
+    assert len(os.listdir(tmp_path / "private")) == 1
+    assert state_of(local, counted=1) == 1.5
+
+
+def test_private_state_counts_after_a_round_that_left_none(tmp_path: Path) -> None:
+    """An evaluation leaves no private state, and the one from before it is the one to work from."""
+    local = Local(tmp_path)
+    local.recover()
+    commit(local, worked(local, private=1.0))
+    local.settle(KEY, True, {"j-1": Counted(3)})
+    commit(local, worked(local, round=4))
+    local.settle(("j-1", 4), True, {"j-1": Counted(4)})
+    assert state_of(local, counted=4) == 1.0
 
 
 def test_private_states_of_forgotten_jobs_go(tmp_path: Path) -> None:
     """Only jobs that are remembered keep theirs."""
     local = Local(tmp_path)
     for job in ("old-1", "new-1"):
-        local.commit(worked(local, private=1.0, job=job))
-        local.settle((job, 3), True, {job: 3})
+        commit(local, worked(local, private=1.0, job=job))
+        local.settle((job, 3), True, {job: Counted(3)})
     assert state_of(local, "old-1") is None
     assert state_of(local, "new-1") == 1.0
 
@@ -143,9 +220,9 @@ def test_private_states_of_forgotten_jobs_go(tmp_path: Path) -> None:
 def test_a_commit_replaces_what_an_earlier_one_of_the_same_round_left(tmp_path: Path) -> None:
     """Only the last can have been asked for."""
     local = Local(tmp_path)
-    local.commit(worked(local, private=1.0))
+    commit(local, worked(local, private=1.0))
     update = worked(local)
-    assert not local.commit(update)
+    assert not commit(local, update)
     assert Local(tmp_path).recover() == ({KEY: (update, False)}, {})
 
 
@@ -156,8 +233,9 @@ def test_an_update_too_large_to_send_is_refused_and_leaves_nothing(tmp_path: Pat
     ref = update.bundles["model"]
     huge = {**{f"{n:0200}": ref for n in range(2000)}}
     with pytest.raises(wire.WireError):
-        local.commit(
-            Update(job="j-1", round=3, attempt=0, device="d", weight=1.0, bundles=huge, metrics={}, usage=Usage())
+        commit(
+            local,
+            Update(job="j-1", round=3, attempt=0, device="d", weight=1.0, bundles=huge, metrics={}, usage=Usage()),
         )
     assert Local(tmp_path).recover() == ({}, {})
 
@@ -213,8 +291,8 @@ def test_two_agents_may_not_share_a_home(tmp_path: Path) -> None:
     first = Local(tmp_path).lock()
     with pytest.raises(JobError, match="another agent runs in"):
         Local(tmp_path).lock()
-    os.close(first)
-    os.close(Local(tmp_path).lock())
+    first.close()
+    Local(tmp_path).lock().close()
 
 
 def test_tensors_are_written_under_a_name_that_is_their_digest(tmp_path: Path) -> None:

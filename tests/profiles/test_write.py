@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
 from fedquilt import profiles
+from fedquilt.core import JobError
 from fedquilt.profiles import Source, write
 
 
@@ -39,3 +42,15 @@ def test_no_digit_is_lost():
     model = msgspec.structs.replace(board.model, flop_s=profiles.Figure(1.23456789012345e-13, "speed"), byte_s=odd)
     board = msgspec.structs.replace(board, model=model)
     assert profiles.parse(write.text(board), "written") == board
+
+
+def test_a_recorded_profile_that_is_damaged_is_refused(tmp_path: Path) -> None:
+    """A digit of a number that has become another; without its last line it is the user's own."""
+    text = write.text(profiles.load("jetson-nano"))
+    at = text.index("value = ") + len("value = ")
+    damaged = text[:at] + chr(ord(text[at]) ^ 1) + text[at + 1 :]
+    (tmp_path / "own.toml").write_text(damaged)
+    with pytest.raises(JobError, match=r"own.toml is damaged, or was changed .* record it anew, or remove its last"):
+        profiles.find(str(tmp_path / "own.toml"))
+    (tmp_path / "own.toml").write_text("".join(damaged.splitlines(keepends=True)[:-1]))
+    assert profiles.find(str(tmp_path / "own.toml")).board == "jetson-nano"

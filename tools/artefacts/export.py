@@ -28,7 +28,7 @@ def artefact(store: Store, run: str) -> Artefact:
         raise JobError(f"{run} is {row.status} and has no state yet")
     path = store.depot.path(states[-1].sha256)
     if path is None:
-        raise StoreError(f"the state of {run} ({states[-1].sha256[:12]}) is gone from {store.home}")
+        raise StoreError(f"the state of {run} ({states[-1].sha256[:12]}) is gone from {store.home}, or damaged")
     method = methods.load(row.job.method)
     try:
         state: Any = tensors.unpack(path.read_bytes(), method.state)
@@ -59,8 +59,7 @@ def export(store: Store, run: str, out: Path) -> str:
         from fedquilt.models.stitching import export_onnx  # needs onnx, which a coordinator does not
 
         index = bundle.load(store.job(run).bundle)
-        folder = store.job(run).bundle / "blobs"
-        files = {name: folder / ref.sha256 for name, ref in index.files.items()}
+        files = {name: bundle.file(store.job(run).bundle, ref) for name, ref in index.files.items()}
         payload = export_onnx.stitched(found.meta, found.tensors, stitched.stock(index.meta).blocks, files)
         what = names.network(found.meta["taps"], found.meta["head"] is not None)
         what = f"{what}, labels {', '.join(found.meta['labels'])}"

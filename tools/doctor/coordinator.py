@@ -13,6 +13,7 @@ from fedquilt.coordinator.facts import Asked, Surveyed
 from fedquilt.coordinator.store import Row, Store, Unreadable
 from fedquilt.coordinator.views.log import sentences
 from fedquilt.core import FedquiltError, JobError
+from fedquilt.disk import REAL
 from fedquilt.tools.doctor.findings import Finding, error, ok, warning
 from fedquilt.tools.doctor.folders import Free, existing, free_bytes, runs
 
@@ -139,19 +140,28 @@ def _stuck(row: Row, store: Store) -> Finding | None:
 
 
 def _whole(store: Store) -> list[Finding]:
-    """Check that the blobs of unfinished jobs and of results exist."""
+    """Check that the blobs of unfinished jobs and of results exist, and are what was stored."""
     told = []
     for row in store.jobs():
         if row.status in ("queued", "running") and not (row.bundle / "bundle.json").is_file():
             said = f"the bundle of {row.id} is gone: {row.bundle}"
             told.append(error("FQ510", said, f"fedquilt prepare JOB.toml --out {row.bundle}"))
-    lost = sorted(one for one in store.states() if store.depot.path(one) is None)
+    lost = sorted(one for one in store.states() if not _sound(store.depot.folder / one, one))
     if lost:
         said = (
-            f"{len(lost)} states of runs are missing in {store.home / 'blobs'} ({lost[0][:12]} ...): these cannot go on"
+            f"{len(lost)} states of runs are missing or damaged in {store.depot.folder} ({lost[0][:12]} ...): "
+            "these cannot go on"
         )
         told.append(error("FQ511", said, "put back a copy of the whole folder, or run these jobs anew with --new"))
     return told
+
+
+def _sound(path: Path, sha256: str) -> bool:
+    """Whether a blob is what its name says; unlike the depot, this leaves a damaged one where it is."""
+    try:
+        return REAL.digest(path) == sha256
+    except OSError:
+        return False
 
 
 def _lockable(lock: Path) -> bool:

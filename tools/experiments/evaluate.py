@@ -126,7 +126,7 @@ class Evaluator:
         return DeviceView(NOBODY, profile)
 
     def _path(self, ref: BlobRef) -> Path:
-        return self._folder / "blobs" / ref.sha256
+        return bundle.file(self._folder, ref)
 
     def _made(self, name: str) -> Any:
         if self._engine is None:
@@ -221,7 +221,9 @@ def _latest(states: _States, evaluator: Evaluator, known: set[str], ended: bool)
         payload = None
     if payload is None:
         if ended:
-            raise StoreError(f"the state after {done} rounds ({ref.sha256[:12]}) is gone from {states.store.home}")
+            raise StoreError(
+                f"the state after {done} rounds ({ref.sha256[:12]}) is gone from {states.store.home}, or damaged"
+            )
         return None
     return evaluator.score(tensors.unpack(payload, evaluator.method.state), done, ref.sha256)
 

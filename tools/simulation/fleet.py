@@ -213,6 +213,9 @@ class SimulatedFleet:
         given.settle(ack)
         self._feed(given, events.Acked((ack.job, ack.round), ack.accepted), self.now_s)
 
+    def renew(self, epoch: int) -> None:
+        """Do nothing: these devices know of no epochs."""
+
     def tell(self, job: Running) -> None:
         """Do nothing: nobody observes."""
         # nobody watches
@@ -314,6 +317,9 @@ class _Device:
     def offer(self, update: Update, now_s: float) -> None:
         self._fleet.say(self.name, update)
 
+    def drop(self, update: Update) -> None:
+        self._end(accepted=False)
+
     def fetch(self, refs: Sequence[BlobRef]) -> None:
         self.have.update(ref.sha256 for ref in refs)
         self.fetched.extend(ref.sha256 for ref in refs)
@@ -342,7 +348,7 @@ class _Device:
     def laid_by(self, outcome: Outcome) -> Outcome:
         """Put what came with an outcome by, until the board is done with it."""
         self.give_up()
-        self._leaves = outcome.private
+        self._leaves = outcome.private is not None
         for ref in outcome.bundles.values():
             if ref.sha256 in outcome.blobs and ref not in self._places:
                 self._places[ref] = self._fleet.depot.lay_by(ref, outcome.blobs[ref.sha256])
@@ -353,7 +359,7 @@ class _Device:
         while self._places:
             self._fleet.depot.give_up(*self._places.popitem())
 
-    def keep(self, update: Update, blobs: Mapping[str, bytes]) -> bool:
+    def keep(self, update: Update, blobs: Mapping[str, bytes], private: BlobRef | None) -> bool:
         """Hand the task's output to the coordinator; private state waits for its answer."""
         made = f"{self._fleet.out}/{self._prefix}"
         for ref in update.bundles.values():
@@ -373,9 +379,13 @@ class _Device:
 
     def settle(self, ack: wire.Ack) -> None:
         """Private state counts with the contribution that it came with."""
-        if not self._follows or (ack.job, ack.round) not in self.duty.state.outbox:
+        if (ack.job, ack.round) in self.duty.state.outbox:
+            self._end(ack.accepted)
+
+    def _end(self, accepted: bool) -> None:
+        if not self._follows:
             return
-        if ack.accepted:
+        if accepted:
             os.replace(f"{self._folder}{self._following}", f"{self._folder}{self._private}")
             self._fleet.private.add(self._private)
         else:

@@ -206,7 +206,7 @@ class Dying:
             return dying(real.execute)(*words)
         return real.execute(*words)
 
-store._db = Dying()
+store._db = store._rows._db = Dying()
 housekeeping.remove(store, [sys.argv[2]])
 print("whole")
 """

@@ -250,9 +250,15 @@ def test_a_file_gives_rows_in_any_order_and_is_found_by_its_key(tmp_path: Path) 
     assert gate_cache.find(folder, "train", "other", 6) is None
     assert gate_cache.find(folder, "train", "k", 5) is None
     assert gate_cache.find(folder, "held", "k", 6) is None
-    rows = Rows(folder / "train.rows", 6, kept.layout.row_bytes)
+    rows = Rows(folder / "train.rows", kept)
     wanted = gate_cache.pack(seen(), kept.layout)
     np.testing.assert_array_equal(rows[np.array([4, 0])], wanted[[1, 0]])
+    whole = (folder / "train.rows").read_bytes()
+    (folder / "train.rows").write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    np.testing.assert_array_equal(rows[np.array([4])], wanted[[1]])
+    with pytest.raises(StoreError, match=r"is damaged: the next task makes it anew"):
+        rows[np.array([0])]
+    assert gate_cache.find(folder, "train", "k", 6) is None
     with (folder / "train.rows").open("ab") as file:
         file.truncate(100)
     assert gate_cache.find(folder, "train", "k", 6) is None

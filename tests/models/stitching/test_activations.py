@@ -100,6 +100,19 @@ def test_stacks_are_in_memory_while_there_is_room(tmp_path: Path) -> None:
     assert isinstance(shelf.make(X.shape), InMemory)
 
 
+def test_a_kept_stack_that_is_damaged_is_not_found(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever wanted it computes it anew; it is named."""
+    shelf = Shelf(tmp_path, 10**6, 10**6)
+    for at in (0, -1, -5):  # the first example, the checksum and the last example
+        shelf.keep("target", InMemory.of(X), spare=False)
+        whole = bytearray((tmp_path / "target").read_bytes())
+        whole[at] ^= 16
+        (tmp_path / "target").write_bytes(whole)
+        assert shelf.find("target", X.shape) is None
+        assert not (tmp_path / "target").exists()
+    assert caplog.text.count("target is damaged") == 3
+
+
 def test_what_is_kept_makes_room_for_newer_and_the_longest_unused_goes_first(tmp_path: Path) -> None:
     """Room for two: reading the older one saves it. What cannot be spared stays, whatever comes."""
     shelf = Shelf(tmp_path, 10**6, 2 * X.nbytes)

@@ -1,0 +1,100 @@
+"""Reading back what a job has in its depot, which gives only what is verified.
+
+What is gone or damaged is rebuilt where the log allows it, asked for again from its device, or refused by name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedquilt import tensors
+from fedquilt.blobs.store import Depot
+from fedquilt.coordinator.facts import Rounds
+from fedquilt.core import BlobRef, Contribution, JobError, StoreError, Update
+from fedquilt.wire import Claim
+
+log = logging.getLogger("fedquilt.coordinator")
+
+
+class LostUpdateError(JobError):
+    """An update that was counted in the running round, and can no longer be read."""
+
+    def __init__(self, device: str, reason: str) -> None:
+        super().__init__(f"{device}'s update: {reason}")
+        self.device, self.reason = device, reason
+
+
+def contribution(depot: Depot, update: Update) -> Contribution:
+    """An update with its tensors, read from disk.
+
+    Raises:
+        LostUpdateError: a blob of it is gone, or damaged.
+        UpdateError: a bundle is no safetensors blob, or holds values that are not finite.
+    """
+    bundles = {}
+    for name, ref in update.bundles.items():
+        payload = depot.load(ref.sha256)
+        if payload is None:
+            raise LostUpdateError(update.device, f"blob {ref.sha256[:12]} is gone from {depot.folder}, or damaged")
+        bundles[name] = tensors.decode(payload)
+        tensors.require_finite(bundles[name])
+    return Contribution(update.device, update.round, update.weight, update.metrics, bundles)
+
+
+def state(run: str, depot: Depot, ref: BlobRef, kind: type, rebuild: Callable[[], Any]) -> Any:
+    """A job's state.
+
+    Args:
+        run: id of the job.
+        depot: where it is stored.
+        ref: of the state.
+        kind: class of the state.
+        rebuild: makes the state anew from what it followed from; None: that is not here any more.
+
+    Raises:
+        JobError: it is lost, or of another version of fedquilt.
+    """
+    payload = depot.load(ref.sha256)
+    if payload is None:
+        made = rebuild()
+        if made is None or depot.put(packed := tensors.pack(made)) != ref:
+            raise JobError(
+                f"the state of {run} ({ref.sha256[:12]}) is gone from {depot.folder}, or damaged, and cannot be made "
+                "again from its log: put back a copy of the whole home, or run the job anew"
+            )
+        log.warning("the state of %s (%s) was gone or damaged: it is made again", run, ref.sha256[:12])
+        payload = packed
+    try:
+        return tensors.unpack(payload, kind)
+    except StoreError as error:
+        raise JobError(f"the state of {run} ({ref.sha256[:12]}) cannot be read ({error}): run it anew") from None
+
+
+def compare(rounds: Rounds, job: str, device: str, claim: Claim, reported: set[str]) -> None:
+    """Report, once for each job, that a device has counted a round which the log does not know."""
+    ours = (claim.job, claim.round) == (job, rounds.round) and device in rounds.asked - rounds.lost
+    if claim.counted is None or not ours or job in reported:
+        return
+    reported.add(job)
+    log.warning(
+        "%s has counted round %d of %s, whose log here is at round %d: this home is an older copy, or has lost its "
+        "end; the job goes on from its log, and what devices know beyond does not count",
+        *(device, claim.counted, job, rounds.round),
+    )
+
+
+def restore(depot: Depot, folder: Path, files: Mapping[str, BlobRef]) -> None:
+    """Store the files of a bundle that the depot lacks, or whose copies there are damaged.
+
+    Raises:
+        JobError: the bundle's own file is not what the bundle says.
+    """
+    for name, ref in files.items():
+        if not depot.has(ref):
+            try:
+                depot.put_file(folder / "blobs" / ref.sha256, ref)
+            except StoreError as error:
+                raise JobError(f"{folder}: file {name!r} cannot be used ({error}): prepare it anew") from None

@@ -1,0 +1,204 @@
+"""Rows of the coordinator's database, written with checksums and compared with them when they are read.
+
+A row of `jobs` or `counters` has a checksum of its own. A fact's covers the fact before it of the same job too, and the
+job's row has that of the last one: so that a fact which is lost, added, changed or out of its place is found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from fedquilt.coordinator.facts import AnyFact
+from fedquilt.core import JobError
+
+FIRST: Final = b""  # instead of the checksum of a fact before the first one
+SUM_BYTES: Final = 16
+_COLUMNS: Final = "id, settings, bundle, status, created, origin, epoch, head"
+
+
+decoded: Final = msgspec.json.Decoder(AnyFact).decode
+
+
+class DamagedRunError(JobError):
+    """A run whose rows are not those that were written."""
+
+
+class Stored(NamedTuple):
+    """A row of `jobs`."""
+
+    id: str
+    settings: str  # JSON
+    bundle: str
+    status: str
+    created: float  # wall-clock seconds
+    origin: str
+    epoch: int = 0
+    head: bytes = FIRST  # checksum of the job's last fact
+
+    @property
+    def sum(self) -> bytes:
+        """Checksum of the row."""
+        return _sum(*self)
+
+
+def link(before: bytes, job: str, at: float, body: str) -> bytes:
+    """Checksum of a fact that follows one with the checksum `before`."""
+    return _sum(before, job, at, body)
+
+
+def _sum(*values: str | float | bytes) -> bytes:
+    return hashlib.sha256(ascii(values).encode()).digest()[:SUM_BYTES]
+
+
+def encoded(id: str, fact: AnyFact) -> str:
+    """Encode a fact as JSON that decodes to the same fact.
+
+    Raises:
+        JobError: there is none.
+    """
+    kind = type(fact).__name__
+    try:
+        body = msgspec.json.encode(fact).decode()
+        same = decoded(body) == fact
+    except (msgspec.MsgspecError, UnicodeError, OverflowError) as error:
+        raise JobError(f"{kind} of {id} cannot be kept: {error}") from None
+    if not same:
+        raise JobError(f"{kind} of {id} cannot be kept: it holds a number that is not finite")
+    return body
+
+
+class Rows:
+    """Tables of one database.
+
+    Raises, from every method:
+        sqlite3.Error: the database cannot be read or written.
+        DamagedRunError: a job's rows are damaged; names the job and the mend.
+    """
+
+    def __init__(self, db: sqlite3.Connection, home: Path) -> None:
+        db.text_factory = lambda text: text.decode("utf-8", "surrogateescape")  # damaged text is no error of its own
+        self._db, self._home = db, home
+        self._seen: dict[str, tuple[int, bytes]] = {}  # job -> last fact that `sound` has compared, and its checksum
+
+    @contextmanager
+    def together(self, kind: str = "immediate") -> Iterator[None]:
+        """One transaction: all of it or nothing."""
+        self._db.execute(f"begin {kind}")
+        try:
+            yield
+            self._db.execute("commit")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("rollback")
+            raise
+
+    # -- jobs --
+
+    def jobs(self) -> list[tuple[Stored, bool]]:
+        """Every job in the order of queueing, and whether its row is as it was written."""
+        found = self._db.execute(f"select {_COLUMNS}, sum from jobs order by rowid").fetchall()  # noqa: S608
+        return [(row := Stored(*each[:-1]), row.sum == each[-1]) for each in found]
+
+    def job(self, id: str) -> Stored | None:
+        """A job; None: there is none."""
+        found = self._db.execute(f"select {_COLUMNS}, sum from jobs where id = ?", (id,)).fetchone()  # noqa: S608
+        if found is None:
+            return None
+        row = Stored(*found[:-1])
+        if row.sum != found[-1]:
+            raise self.damaged(id, "its row in the list of runs is not what was written")
+        return row
+
+    def add(self, row: Stored) -> None:
+        """Insert a job."""
+        marks = ", ".join("?" * (len(row) + 1))
+        self._db.execute(f"insert into jobs ({_COLUMNS}, sum) values ({marks})", (*row, row.sum))  # noqa: S608
+
+    def change(self, id: str, **values: Any) -> None:
+        """Change columns of a job, within `together`; nothing happens if there is none."""
+        row = self.job(id)
+        if row is not None:
+            row = row._replace(**values)
+            named = ", ".join(f"{name} = ?" for name in (*values, "sum"))
+            self._db.execute(f"update jobs set {named} where id = ?", (*values.values(), row.sum, id))  # noqa: S608
+
+    def remove(self, id: str) -> None:
+        """Delete a job with its facts, within `together`."""
+        self._db.execute("delete from facts where job = ?", (id,))
+        self._db.execute("delete from jobs where id = ?", (id,))
+
+    # -- counters --
+
+    def counter(self, name: str) -> int | None:
+        """A counter's value; 0: it has not begun; None: its row is damaged."""
+        found = self._db.execute("select value, sum from counters where name = ?", (name,)).fetchone()
+        if found is None:
+            return 0
+        return int(found[0]) if found[1] == _sum(name, found[0]) else None
+
+    def count(self, name: str, value: int) -> None:
+        """Set a counter."""
+        self._db.execute("insert or replace into counters values (?, ?, ?)", (name, value, _sum(name, value)))
+
+    # -- facts --
+
+    def append(self, facts: Iterable[tuple[str, float, str]]) -> None:
+        """Insert facts (job, wall-clock seconds, JSON), within `together`."""
+        heads: dict[str, bytes] = {}
+        for job, at, body in facts:
+            if job not in heads:
+                row = self.job(job)
+                heads[job] = FIRST if row is None else row.head
+            heads[job] = link(heads[job], job, at, body)
+            self._db.execute("insert into facts (job, at, body, sum) values (?, ?, ?, ?)", (job, at, body, heads[job]))
+        for job, head in heads.items():
+            self.change(job, head=head)
+
+    def facts(self, id: str, after: int = 0) -> list[tuple[int, float, str]]:
+        """(sequence, wall-clock seconds, JSON) of a job's facts, oldest first."""
+        with self.together("deferred"):  # the row and the facts of one moment
+            row, before = self.job(id), FIRST
+            if after:
+                found = self._db.execute(
+                    "select sum from facts where job = ? and seq <= ? order by seq desc limit 1", (id, after)
+                ).fetchone()
+                before = found[0] if found else FIRST
+            rows = self._db.execute(
+                "select seq, at, body, sum from facts where job = ? and seq > ? order by seq", (id, after)
+            ).fetchall()
+        for seq, at, body, sum in rows:
+            before = link(before, id, at, body)
+            if sum != before:
+                raise self.damaged(id, f"fact {seq}, or the one before it, is not what was written")
+        if row is not None and row.head != before:
+            raise self.damaged(id, "its last facts are missing")
+        if rows:
+            self._seen[id] = (rows[-1][0], before)
+        return [(seq, at, body) for seq, at, body, _ in rows]
+
+    def unsound(self) -> list[str]:
+        """Ids of the jobs whose rows are damaged; facts that have been compared are not compared again."""
+        found = []
+        for row, whole in self.jobs():
+            seq, before = self._seen.get(row.id, (0, FIRST))
+            try:
+                if whole and before != row.head:
+                    self.facts(row.id, seq)
+            except (DamagedRunError, sqlite3.DatabaseError):
+                whole = False
+            if not whole:
+                found.append(row.id)
+        return found
+
+    def damaged(self, id: str, what: str) -> DamagedRunError:
+        """The error of a damaged job."""
+        return DamagedRunError(
+            f"the log of {id} in {self._home} is damaged: {what}; put back a copy of the whole home, or run it anew"
+        )

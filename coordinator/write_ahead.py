@@ -1,0 +1,62 @@
+"""The write-ahead log of the database: whether SQLite has taken up all that was committed to it.
+
+SQLite reads the log as far as its checksums match, takes what follows for an unfinished write, and overwrites it. So
+one damaged bit would take back every fact behind it without a word.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from fedquilt.disk import Disk
+
+log = logging.getLogger("fedquilt.coordinator")
+
+_HEAD: Final = struct.Struct(">4I8s8s")  # magic, version, page size, number of the log, salts, checksum
+_FRAME: Final = struct.Struct(">II8s8s")  # page, size of the database after a commit or 0, salts, checksum
+_TAKEN_AT: Final = 16  # in the index beside the log, in the machine's byte order: number of frames taken up
+
+
+class Log(NamedTuple):
+    """A log before it is opened."""
+
+    path: Path
+    head: bytes
+    committed: int  # frames up to the last commit, whether their checksums match or not
+
+    def lost(self, disk: Disk) -> int:
+        """Number of committed frames that SQLite, which has opened it, has not taken up; 0 if it has begun anew."""
+        index = self.path.with_name(self.path.name.removesuffix("-wal") + "-shm")
+        if not self.committed or not disk.is_file(index) or disk.read(self.path, 0, _HEAD.size) != self.head:
+            return 0
+        (taken,) = struct.unpack("=I", disk.read(index, _TAKEN_AT, 4))
+        return max(self.committed - taken, 0)
+
+    def report(self, disk: Disk) -> None:
+        """Keep a copy of what SQLite has not taken up, and say so."""
+        if lost := self.lost(disk):
+            aside = self.path.with_name(f"{self.path.name}.damaged")
+            disk.write(aside, disk.read(self.path))
+            log.warning(
+                "%s is damaged: its last %d pages cannot be read, and facts in them are lost; a copy is %s, and "
+                "devices say what they know beyond what is left",
+                *(self.path, lost, aside),
+            )
+
+
+def look(disk: Disk, database: Path) -> Log:
+    """The log beside a database."""
+    path = database.with_name(database.name + "-wal")
+    found = disk.stat(path)
+    head = b"" if found is None else disk.read(path, 0, _HEAD.size)
+    if found is None or len(head) < _HEAD.size:
+        return Log(path, head, 0)
+    _, _, page, _, salts, _ = _HEAD.unpack(head)
+    size = _FRAME.size + (page if 512 <= page <= 65536 else 4096)
+    frames = [_FRAME.unpack(disk.read(path, at, _FRAME.size)) for at in range(_HEAD.size, found.size - size + 1, size)]
+    ours = {salts, *(frame[2] for frame in frames[:1])}  # of either, as one of them may be what is damaged
+    commits = [number for number, frame in enumerate(frames, 1) if frame[1] and frame[2] in ours]
+    return Log(path, head, max(commits, default=0))

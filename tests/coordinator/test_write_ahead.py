@@ -1,0 +1,63 @@
+"""A damaged write-ahead log takes facts back; that is said, and what was in it is kept."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fedquilt.coordinator import settings, write_ahead
+from fedquilt.coordinator.facts import Asked, Started
+from fedquilt.coordinator.store import Store
+from fedquilt.core import BlobRef
+from fedquilt.disk import REAL
+
+JOB = settings.parse({"name": "digits", "method": "fedavg"})
+
+
+def killed(folder: Path) -> tuple[Path, str]:
+    """A home as SIGKILL leaves it, with a run of eleven facts whose last ones are in the log alone."""
+    with Store(folder / "alive") as store:
+        run = store.add(JOB, folder)
+        store.append(run, Started(BlobRef(sha256="a" * 64, size=3)))
+        for attempt in range(10):
+            store.append(run, Asked(0, attempt, ("x",)))
+        shutil.copytree(folder / "alive", folder / "killed")
+    return folder / "killed", run
+
+
+def test_a_log_that_is_whole_is_taken_up_without_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also one whose last write was cut short by the kill."""
+    home, run = killed(tmp_path)
+    log = home / "fedquilt.db-wal"
+    log.write_bytes(log.read_bytes() + bytes(1000))
+    with Store(home) as store:
+        assert len(list(store.facts(run))) == 11
+    assert caplog.text == ""
+    assert not list(home.glob("*.damaged"))
+
+
+@pytest.mark.parametrize("where", [0.0, 0.5, 0.9])
+def test_a_damaged_log_is_named_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture, where: float) -> None:
+    """In its head, in its middle, or near its end: SQLite would go on as if nothing had been."""
+    home, _ = killed(tmp_path)
+    log = home / "fedquilt.db-wal"
+    payload = bytearray(log.read_bytes())
+    payload[int(where * len(payload)) + 20] ^= 1
+    log.write_bytes(payload)
+    with Store(home):
+        assert (home / "fedquilt.db-wal.damaged").read_bytes() == payload
+    assert f"{log} is damaged: its last" in caplog.text
+
+
+def test_a_log_that_another_process_is_writing_is_no_damaged_one(tmp_path: Path) -> None:
+    """It has begun anew since it was looked at, or has more than it had."""
+    with Store(tmp_path) as writer:
+        run = writer.add(JOB, tmp_path)
+        before = write_ahead.look(REAL, tmp_path / "fedquilt.db")
+        writer.append(run, Started(BlobRef(sha256="a" * 64, size=3)))
+        assert (before.committed > 0, before.lost(REAL)) == (True, 0)
+        writer._db.execute("pragma wal_checkpoint(restart)")
+        writer.append(run, Asked(0, 0, ("x",)))
+        assert before.lost(REAL) == 0

@@ -1,0 +1,209 @@
+"""Random bits of a federation's homes are flipped: each is mended or named, and none gives another result unnoticed.
+
+    python tests/flips.py --flips 1000
+    python tests/flips.py --seed 17
+
+A coordinator and its devices are killed in the middle of a round, or have finished. Then one bit of one file that they
+keep is flipped, and the job goes on to its end, or its result is read. A flip has to come to one of these:
+
+    same      the result is that of the run without it, bit for bit
+    refused   there is no result; an error, a warning or the run's log says what is damaged
+    noted     the run has gone on with private state that was begun anew, and its log says so
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import random
+import re
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+if __name__ == "__main__":  # else tests/fedquilt, which a script finds first, is taken for the package
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from homes import Federation, answered
+
+from fedquilt import tensors
+from fedquilt.coordinator.facts import AnyFact, Ended
+from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.views import scores
+from fedquilt.core import FedquiltError
+from fedquilt.tools.artefacts import export
+
+KINDS = (("scaffold", "raw"), ("fedavg", "int8"), ("local", "raw"), ("fedavg", "topk"))
+NAMED = re.compile(
+    r"damaged|malformed|cannot (use|be read|be used)|not a fedquilt message|written by a newer|is gone|is not here"
+)
+Verdict = Literal["same", "refused", "noted", "SILENT"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one flip."""
+
+    verdict: Verdict
+    file: str
+    said: str = ""
+
+
+class Heard(logging.Handler):
+    """Everything that is logged as a warning or worse."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def hearing() -> Iterator[list[str]]:
+    """What fedquilt logs meanwhile; nothing of it is printed."""
+    log, heard = logging.getLogger("fedquilt"), Heard()
+    before = log.propagate
+    log.addHandler(heard)
+    log.propagate = False
+    try:
+        yield heard.lines
+    finally:
+        log.removeHandler(heard)
+        log.propagate = before
+
+
+class Ground:
+    """Homes of every kind in both situations, to be copied, and what their runs come to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._states: dict[str, list[str]] = {}
+        self._read: dict[str, str] = {}
+        for method, codec in KINDS:
+            name = f"{method}-{codec}"
+            live = Federation(folder / "live", method, rounds=5, codec=codec).make()
+            when = answered(3, 2)
+
+            def killed(fact: AnyFact, when=when, live=live, name=name) -> bool:  # type: ignore[no-untyped-def]
+                if not when(fact):
+                    return False
+                shutil.copytree(live.folder, folder / f"{name}-half")  # with the write-ahead log, as SIGKILL leaves it
+                return True
+
+            live.run(killed)
+            live.run()
+            self._states[name] = live.states()
+            with Store(live.folder / "coordinator") as store:
+                row = store.job("sim")
+                found = scores.Scores({}, (scores.Score(5, 0.5, 12, 1.25, "a" * 64),))
+                scores.write(scores.file(store.home, row.id), found)
+            (folder / "live").rename(folder / f"{name}-whole")
+            with self._at(f"{name}-whole") as whole:
+                self._read[name] = self._told(whole)
+
+    def play(self, seed: int) -> Result:
+        """Flip a bit that the seed draws, and see what comes of it."""
+        roll = random.Random(seed)
+        method, codec = roll.choice(KINDS)
+        name = f"{method}-{codec}"
+        half = roll.random() < 0.7
+        with self._at(f"{name}-half" if half else f"{name}-whole") as federation:
+            folder = federation.folder
+            kept = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+            places = [path for path in kept if path.suffix != ".npz" and (half or not _device(folder, path))]
+            path = roll.choice(places)
+            payload = bytearray(path.read_bytes())
+            bit = roll.randrange(8 * len(payload))
+            payload[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(payload)
+            file = f"{name} {path.relative_to(folder)}, bit {bit}"
+            with hearing() as lines:
+                try:
+                    same, notes = self._gone_on(name, federation) if half else self._as_before(name, federation)
+                except (FedquiltError, TimeoutError) as error:
+                    same, notes = False, [str(error)]
+        said = "; ".join([*notes, *lines])
+        if same:
+            return Result("same", file, said)
+        if "has begun anew" in said:
+            return Result("noted", file, said)
+        return Result("refused" if NAMED.search(said) else "SILENT", file, said)
+
+    def _gone_on(self, name: str, federation: Federation) -> tuple[bool, list[str]]:
+        federation.run()
+        last = federation.facts()[-1]
+        done = isinstance(last, Ended) and last.status == "done"
+        notes = [last.reason if isinstance(last, Ended) else "", *federation.notes()]
+        return done and federation.states() == self._states[name], notes
+
+    def _as_before(self, name: str, federation: Federation) -> tuple[bool, list[str]]:
+        return self._told(federation) == self._read[name], []
+
+    def _told(self, federation: Federation) -> str:
+        """What a finished run's readers are told."""
+        with Store(federation.folder / "coordinator") as store:
+            row = store.job("sim")
+            facts = [(at, fact) for _, at, fact in store.facts(row.id)]
+            found = export.artefact(store, row.id)
+            payload = tensors.encode(found.tensors)
+            told = scores.read(store.home, row)
+            return f"{row} {facts} {found.meta} {told} {payload.hex()}".replace(str(federation.folder), "")
+
+    @contextlib.contextmanager
+    def _at(self, name: str) -> Iterator[Federation]:
+        """A copy of a situation, at the place where it was made: homes name it."""
+        method, codec = name.rsplit("-", 1)[0].split("-")
+        shutil.copytree(self.folder / name, self.folder / "live")
+        try:
+            yield Federation(self.folder / "live", method, rounds=5, codec=codec)
+        finally:
+            shutil.rmtree(self.folder / "live")
+
+
+def _device(folder: Path, path: Path) -> bool:
+    return path.relative_to(folder).parts[0].startswith("dev-")
+
+
+@contextlib.contextmanager
+def ground() -> Iterator[Ground]:
+    """A ground in a folder of its own."""
+    shared = Path("/dev/shm")  # thousands of fsyncs, of files nobody keeps
+    folder = Path(tempfile.mkdtemp(prefix="fedquilt-flips-", dir=shared if shared.is_dir() else None))
+    try:
+        with hearing():
+            made = Ground(folder)
+        yield made
+    finally:
+        shutil.rmtree(folder)
+
+
+def main() -> int:
+    """Play seeds from the command line; 1 if one of them was silent."""
+    parser = argparse.ArgumentParser(description="flip random bits of a federation's homes")
+    parser.add_argument("--flips", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0, metavar="SEED")
+    parser.add_argument("--seed", type=int)
+    options = parser.parse_args()
+    seeds = range(options.first, options.first + options.flips) if options.seed is None else [options.seed]
+    counts: Counter[str] = Counter()
+    with ground() as made:
+        for seed in seeds:
+            found = made.play(seed)
+            counts[found.verdict] += 1
+            if found.verdict == "SILENT" or options.seed is not None:
+                print(f"seed {seed}: {found.verdict}: {found.file}: {found.said[:2000]}", flush=True)
+    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in ("same", "refused", "noted", "SILENT"))
+    print(f"{len(seeds)} flips: {told}")
+    return 1 if counts["SILENT"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""A federation whose sides can be killed together, so that a test may do something to their homes, and begin again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedquilt import bundle, tensors
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.executors import OverLink
+from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Started
+from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.store import Store
+from fedquilt.edge_agent.agent import Agent
+from fedquilt.edge_agent.devices import make as make_board
+from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.edge_agent.settings import AgentSettings
+from fedquilt.edge_agent.task.worker import InlineWorker
+from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, simulate
+
+NETWORK = {"name": "mlp", "inputs": 16, "hidden": [], "classes": 3}
+DEVICES = 3
+LIMIT_S = 20_000.0  # virtual
+
+
+class Killed(Exception):
+    """Everything ends, in the middle of what it did."""
+
+
+class Federation:
+    """A coordinator and its devices in one folder: `coordinator/`, `bundle/`, and a folder for each device."""
+
+    def __init__(self, folder: Path, method: str = "scaffold", rounds: int = 6, codec: str = "raw") -> None:
+        self.folder = folder
+        self._job = {
+            "name": "sim",
+            "method": method,
+            "rounds": rounds,
+            "engine": "numpy",
+            "params": {"lr": 0.1, "batch": 4},
+            "cohort": {"size": DEVICES, "min_devices": DEVICES, "deadline_s": 600.0},
+            "check": {"every": 2},
+            "wire": {"codec": codec},
+        }
+
+    def make(self) -> Federation:
+        """Write the bundle and the devices' data, and queue the job."""
+        first = tensors.encode(numpy_engine.init(NETWORK, seed=0))
+        bundle.write(self.folder / "bundle", {"network": NETWORK, "flops": 96}, {"model": first})
+        data = np.random.default_rng(0)
+        for index in range(DEVICES):
+            arrays = {"x": data.random((12, 4, 4), np.float32), "y": data.integers(0, 3, 12)}
+            np.savez(self.folder / f"data-{index}.npz", **arrays)  # type: ignore[arg-type]
+        with Store(self.folder / "coordinator") as store:
+            store.add(settings.parse(self._job), self.folder / "bundle")
+        return self
+
+    def run(self, kill: Callable[[AnyFact], bool] = lambda fact: False, *, limit_s: float = LIMIT_S) -> None:
+        """Go on until the job has ended, or a fact is written at which everything is killed.
+
+        Raises:
+            TimeoutError: the job does not end.
+        """
+        broker = MemoryBroker(0, max_payload=4096)
+
+        def observe(job: Any, fact: AnyFact) -> None:
+            if kill(fact):
+                raise Killed
+
+        with contextlib.suppress(Killed), Store(self.folder / "coordinator") as store:
+            assert store.lock()
+            link = broker.connect()
+            row = store.job(self.job)
+            server = Server(OverLink(link, "sim", store.depot, store.next_epoch()), store, observe, only=row.id)
+            sides: list[tuple[MemoryLink, Endpoint]] = [(link, server)]
+            for index in range(DEVICES):
+                own, board = broker.connect(), make_board("jetson-nano")
+                options = AgentSettings(
+                    device=f"dev-{index}",
+                    fleet="sim",
+                    home=str(self.folder / f"dev-{index}"),
+                    data={"path": str(self.folder / f"data-{index}.npz"), "held": 0.25},
+                )
+                sides.append((own, Agent(own, options, board, InlineWorker(board))))
+            simulate(broker, lambda: sides, lambda: server.finished, limit_s=limit_s)
+
+    @property
+    def job(self) -> str:
+        """Id of the only run here."""
+        with Store(self.folder / "coordinator") as store:
+            return store.all_jobs()[0].id
+
+    def facts(self) -> list[AnyFact]:
+        """The run's facts so far."""
+        with Store(self.folder / "coordinator") as store:
+            return [fact for _, _, fact in store.facts(self.job)]
+
+    def states(self) -> list[str]:
+        """Hash (sha256) of every state so far."""
+        return [fact.state.sha256 for fact in self.facts() if isinstance(fact, Started | Committed)]
+
+    def notes(self) -> list[str]:
+        """What devices have said of their updates."""
+        return [fact.update.note for fact in self.facts() if isinstance(fact, Answered) and fact.update.note]
+
+
+def committed(round: int) -> Callable[[AnyFact], bool]:
+    """Whether a fact is the end of this round."""
+    return lambda fact: isinstance(fact, Committed) and fact.round == round
+
+
+def answered(round: int, count: int) -> Callable[[AnyFact], bool]:
+    """Whether a fact is the `count`th answer of this round."""
+    found: list[AnyFact] = []
+
+    def told(fact: AnyFact) -> bool:
+        found.extend([fact] if isinstance(fact, Answered) and fact.round == round else [])
+        return len(found) == count
+
+    return told

@@ -1,0 +1,22 @@
+"""Bits that a disk flips: thirty of them; `make nightly` has a thousand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from flips import Ground, ground
+
+
+@pytest.fixture(scope="module")
+def homes() -> Iterator[Ground]:
+    """Homes of a federation in the middle of a round, and of one that has finished."""
+    with ground() as made:
+        yield made
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_flipped_bit_is_mended_or_named_and_never_another_result(homes: Ground, seed: int) -> None:
+    """Whatever file of either side it is in."""
+    found = homes.play(seed)
+    assert found.verdict != "SILENT", f"{found.file}: {found.said}"

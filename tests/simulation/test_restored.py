@@ -1,0 +1,104 @@
+"""A coordinator's home that is an older copy, put back: the job goes on, and says what it does not know."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+from homes import Federation, committed
+
+from fedquilt.coordinator.facts import Ended
+
+
+def put_back(federation: Federation, after: int, until: int) -> None:
+    """Copy the coordinator's home when a round is committed, and put the copy back after a later round."""
+    home, copy = federation.folder / "coordinator", federation.folder / "copy"
+    federation.run(committed(after))
+    shutil.copytree(home, copy)
+    federation.run(committed(until))
+    shutil.rmtree(home)
+    copy.rename(home)
+
+
+def ended(federation: Federation) -> str:
+    last = federation.facts()[-1]
+    assert isinstance(last, Ended), last
+    return f"{last.status}: {last.reason}"
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The states of undisturbed runs."""
+    found = {}
+    for method in ("fedavg", "scaffold", "local"):
+        federation = Federation(tmp_path_factory.mktemp(method), method).make()
+        federation.run()
+        assert ended(federation) == "done: "
+        found[method] = federation.states()
+    return found
+
+
+def test_a_home_that_is_put_back_three_rounds_later_gives_the_same_result(
+    tmp_path: Path, calm: dict[str, list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A method without private state: boards work again for rounds 3 to 5, which they have counted."""
+    federation = Federation(tmp_path, "fedavg").make()
+    put_back(federation, after=2, until=5)
+    federation.run()
+    assert ended(federation) == "done: "
+    assert federation.states() == calm["fedavg"]
+    assert federation.notes() == []
+    assert "whose log here is at round 3: this home is an older copy" in caplog.text
+
+
+def test_private_state_of_rounds_that_a_home_does_not_know_begins_anew_where_the_method_allows(
+    tmp_path: Path, calm: dict[str, list[str]]
+) -> None:
+    """SCAFFOLD counts such a device as a new one. The run's log says so of each device, once."""
+    federation = Federation(tmp_path, "scaffold").make()
+    put_back(federation, after=1, until=5)  # of which devices have heard no answer
+    federation.run()
+    assert ended(federation) == "done: "
+    assert len(federation.states()) == len(calm["scaffold"])
+    assert federation.states() != calm["scaffold"]
+    said = "the private state of {} after round 1 is not here, only that of round 4: it has begun anew"
+    assert federation.notes() == [said.format(federation.job)] * 3
+
+
+def test_private_state_of_the_round_before_is_still_there(tmp_path: Path, calm: dict[str, list[str]]) -> None:
+    """A copy that is a round older loses nothing, whatever the method."""
+    for method in ("scaffold", "local"):
+        federation = Federation(tmp_path / method, method).make()
+        put_back(federation, after=2, until=3)
+        federation.run()
+        assert ended(federation) == "done: "
+        assert federation.states() == calm[method]
+        assert federation.notes() == []
+
+
+def test_a_method_that_allows_no_new_beginning_declines_by_name(tmp_path: Path) -> None:
+    """The models of `local` are the devices' own: training them from the start again is another result."""
+    federation = Federation(tmp_path, "local").make()
+    put_back(federation, after=1, until=5)
+    federation.run()
+    assert "after round 1 is not here, only that of round 4, and local does not allow" in ended(federation)
+
+
+def test_a_copy_from_before_several_starts_learns_the_epoch_from_its_devices(
+    tmp_path: Path, calm: dict[str, list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own number of starts is smaller than the one that devices know: at first they take its tasks for old ones."""
+    caplog.set_level(logging.WARNING)
+    federation = Federation(tmp_path, "fedavg").make()
+    home, copy = tmp_path / "coordinator", tmp_path / "copy"
+    federation.run(committed(1))
+    shutil.copytree(home, copy)
+    for round in (2, 3, 4):
+        federation.run(committed(round))
+    shutil.rmtree(home)
+    copy.rename(home)
+    federation.run()
+    assert ended(federation) == "done: "
+    assert federation.states() == calm["fedavg"]
