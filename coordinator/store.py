@@ -24,7 +24,7 @@ from fedquilt.blobs.store import Depot
 from fedquilt.coordinator import store_tables
 from fedquilt.coordinator.facts import AnyFact, Ended
 from fedquilt.coordinator.settings import Job
-from fedquilt.core import JobError, StoreError
+from fedquilt.core import JobError, StoreError, Update
 from fedquilt.disk import REAL, Disk, Lock
 
 UNENDED: Final = ("queued", "running", "stopping")  # its coordinator, if any, may be working on the run
@@ -70,7 +70,7 @@ class Store:
     def __init__(self, home: Path, *, durable: bool = True, disk: Disk = REAL) -> None:
         self.home, self._disk = home, disk
         with _storing(home):
-            disk.make(home)
+            (disk.settle if durable else disk.make)(home)
             self._db = disk.connect(home / "fedquilt.db")
             try:
                 self._db.execute("pragma journal_mode=wal")
@@ -274,6 +274,15 @@ class Store:
             return self.states(but) | {str(row[0]) for row in self._db.execute(query, {"but": but})}
 
     # -- facts --
+
+    def counted(self, update: Update) -> bool:
+        """Whether the log of an update's job, under way or not, holds that it was counted."""
+        query = """
+            select 1 from sound where job = ? and json_extract(body, '$.type') = 'Answered' and
+            json_extract(body, '$.round') = ? and json_extract(body, '$.update.device') = ?
+        """
+        with _storing(self.home):
+            return self._db.execute(query, (update.job, update.round, update.device)).fetchone() is not None
 
     @contextmanager
     def together(self) -> Iterator[None]:

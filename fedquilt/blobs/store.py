@@ -72,7 +72,7 @@ class Depot:
         self._wall_clock = wall_clock
         with self._doing("make the folder"):
             if make:
-                disk.make(folder)
+                (disk.settle if durable else disk.make)(folder)
             self._pack = None if durable else Pack(f"{self._prefix}small.pack")
 
     # -- what is here --
