@@ -208,7 +208,9 @@ class Disk:
             place = above
         self.make(folder)
         for each in unsure:
-            with suppress(PermissionError):  # a folder of somebody else, in which others may work, and which they may not list
+            with suppress(
+                PermissionError
+            ):  # a folder of somebody else, in which others may work, and which they may not list
                 self.sync(os.path.dirname(each) or ".")
 
     def remove(self, folder: Place) -> None:

@@ -15,6 +15,7 @@ import os
 import random
 import sqlite3
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -112,6 +113,38 @@ class Platter:
             else:
                 left.append(change)
         self.changes[:] = left
+
+    def rot(self, place: float) -> bool:
+        """Flip a bit of one of the files, by a number from 0 to 1; False: there is none."""
+        files = [file for file in self._files(self.top) if file.data]
+        bits = sum(8 * len(file.data) for file in files)
+        bit = int(place * bits)
+        for file in files:
+            if bit < 8 * len(file.data):
+                data = bytearray(file.data)
+                data[bit // 8] ^= 1 << bit % 8
+                file.data = bytes(data)
+                file.safe = file.data if file.safe is not None else None
+                return True
+            bit -= 8 * len(file.data)
+        return False
+
+    def _files(self, folder: Folder) -> list[File]:
+        found: list[File] = []
+        for node in folder.names.values():
+            found += self._files(node) if isinstance(node, Folder) else [node]
+        return found
+
+    def copy(self) -> tuple[Folder, dict[str, tuple[bytes, bytes]]]:
+        """A copy of everything, for `restore`."""
+        return deepcopy(self.top), {path: each.image() for path, each in self.databases.items()}
+
+    def restore(self, copied: tuple[Folder, dict[str, tuple[bytes, bytes]]]) -> None:
+        """Have the contents of a copy; no process may be running."""
+        self.top = copied[0]
+        self.changes.clear()
+        for path, image in copied[1].items():
+            self.databases[path].restore(image)
 
     def processes_end(self) -> None:
         """Close what a killed process had open; files stay as programs have left them."""

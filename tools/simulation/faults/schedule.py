@@ -228,7 +228,7 @@ def drawn(seed: int, methods: Sequence[str], kinds: Sequence[str] = ()) -> Sched
         codec=roll.choice(["raw", "raw", "raw", "int8", "topk"]) if method == "fedavg" else "raw",
         devices=devices,
         rounds=rounds,
-        payload=roll.choice([1 << 20, 1 << 20, 3072]),
+        payload=roll.choice([1 << 20, 1 << 20, 2048]),
         check=roll.choice([0, 0, 0, 2]),
         jobs=roll.choice([1] * 9 + [2]),
     )

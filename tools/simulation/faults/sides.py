@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import random
 import zlib
 from collections import Counter
@@ -17,7 +18,6 @@ from fedquilt.coordinator.executors import OverLink
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
 from fedquilt.core import FedquiltError, JobError, StoreError
-from fedquilt.disk import Place
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.devices import make as make_board
 from fedquilt.edge_agent.settings import AgentSettings
@@ -67,6 +67,7 @@ class Side:
         self._until = max((fault.call + fault.calls for fault in self._refusals), default=0)
         self._fell: schedule.Crash | None = None
         self._disk = SimDisk(platter)
+        self._starts = 0  # of tasks
 
     def step(self, now_s: float) -> None:
         """Start the process if it is time, or let it do what is due; it may end by that."""
@@ -142,8 +143,7 @@ class Side:
             for fault in self._refusals:
                 if fault.call <= self._calls < fault.call + fault.calls and _refused(fault.how, what):
                     self._happened["refuse"] += 1
-                    number = ERRORS[fault.how]
-                    return OSError(number, {28: "No space left on device", 30: "Read-only file system"}.get(number, "I/O error"))
+                    return OSError(ERRORS[fault.how], os.strerror(ERRORS[fault.how]))
         return None
 
 
@@ -164,16 +164,21 @@ def newer(topic: str, payload: bytes) -> bytes:
 class CoordinatorSide(Side):
     """The coordinator: started as `fedquilt serve` is, and again after it has ended."""
 
-    observe: Callable[[Any, Any], None] = staticmethod(lambda job, fact: None)
+    observe: Callable[[Any, Any], None]
+    load: Callable[[str], Any]
 
     def _start(self, link: SimLink) -> Server:
         self.store = Store(Path(self.platter.root), disk=self._disk)
         if not self.store.lock():
             raise JobError("another coordinator runs in its home")
         executor = OverLink(link, FLEET, self.store.depot, self.store.next_epoch())
-        return Server(executor, self.store, self.observe, load=self._load, poll_s=5.0)
+        return Server(executor, self.store, self.observe, load=self.load, poll_s=5.0)
 
-    _load: Callable[[str], Any]
+    def restore(self, copied: Any) -> None:
+        """End the process, and start it again on a copy of its home."""
+        self._end(power=False)
+        self.platter.restore(copied)
+        self.up_s = self.due_s = self.broker.now_s + AGAIN_S
 
     def second(self) -> bool:
         """Whether a second coordinator could be started in the same home."""
@@ -208,7 +213,9 @@ class AgentSide(Side):
         disk, truth = SimDisk(self.platter), self.truths[order.task.method]
         private = None if order.private is None else disk.read(order.private)
         try:
-            done = truth.work(order.task, self.name, private, lambda sha256: disk.read(f"{self.platter.root}/blobs/{sha256}"))
+            done = truth.shop.work(
+                order.task, self.name, private, lambda sha256: disk.read(f"{self.platter.root}/blobs/{sha256}")
+            )
         except FileNotFoundError:
             return Outcome(code="disk", reason="a bundle is gone")
         for name, payload in done.files.items():
@@ -217,7 +224,7 @@ class AgentSide(Side):
 
     def next_way(self) -> str | None:
         """How the next task is to end, if not well."""
-        self._starts = getattr(self, "_starts", 0) + 1
+        self._starts += 1
         how = self._work.get(self._starts)
         if how is not None:
             self._happened["worker"] += 1
@@ -275,6 +282,3 @@ class SimWorker:
     def close(self) -> None:
         """Drop the order."""
         self._events = []
-
-
-_ = Place

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -23,11 +24,12 @@ from fedquilt.coordinator.tasks import make_task
 from fedquilt.core import Action, BlobRef, Bundle, Contribution, DeviceView, Profile, Task, Tensors, derived
 from fedquilt.edge_agent import engines, events, messages
 from fedquilt.edge_agent.devices import make as make_board
+from fedquilt.edge_agent.engines import numpy_engine
 from fedquilt.edge_agent.state import PRIVATE
 from fedquilt.edge_agent.task import main
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.testing import toys
-from fedquilt.testing.scenes import scene
+from fedquilt.testing.scenes import Scene, scene
 from fedquilt.tools.simulation.faults.schedule import Schedule
 from fedquilt.tools.simulation.hands import OneEngine
 
@@ -57,21 +59,93 @@ class Node(NamedTuple):
     history: Mapping[str, tuple[int, ...]]  # device -> rounds it contributed to
 
 
+class Workshop:
+    """A method with its toys, and what was worked out with it already.
+
+    Args:
+        name: of the method.
+        place: real folder for files of its own.
+    """
+
+    def __init__(self, name: str, place: Path) -> None:
+        self.scene = _scene(name)
+        self.method = self.scene.method
+        self.folder = toys.folder(place / f"bundle-{name}", self.scene.bundle)
+        self.bundle: Bundle = bundle.load(self.folder)
+        self.engine = "numpy" if "numpy" in self.method.engines else self.method.engines[0]
+        self.done: dict[tuple[str, bytes, str], Result] = {}  # by device, task and private state
+        self.nodes: dict[tuple[Any, ...], Node] = {}  # by what a job's states depend on, and its cohorts
+        self.blobs: dict[str, bytes] = {}
+        self._bench = OneEngine(self._share, lambda name: self.method, self.scene.engine)
+        self._place = place / f"work-{name}"
+        self._place.mkdir()
+        self._files: dict[str, str] = {}  # sha256 -> path of a real file
+
+    def _share(self, device: str) -> Any:
+        member = self.scene.devices[int(device.rpartition("-")[2])]
+        return member.train, member.held
+
+    def work(self, task: Task, device: str, private: bytes | None, load: Callable[[str], bytes]) -> Result:
+        """A device's work on a task, done once for the same inputs.
+
+        Args:
+            task: of the coordinator.
+            device: its name.
+            private: its private state; None: none yet.
+            load: bytes of a blob by its sha256.
+        """
+        plain = msgspec.structs.replace(task, job="", attempt=0, deadline_s=0.0)
+        kept = "" if private is None else _sha(private)
+        given = {name: load(ref.sha256) for name, ref in task.bundles.items()}
+        odd = "".join(_sha(given[name]) for name, ref in task.bundles.items() if _sha(given[name]) != ref.sha256)
+        key = (device, msgspec.json.encode(plain), kept + odd)
+        if key not in self.done:
+            self.done[key] = self._worked(plain, device, private, given)
+        return self.done[key]
+
+    def _worked(self, task: Task, device: str, private: bytes | None, given: Mapping[str, bytes]) -> Result:
+        with tempfile.TemporaryDirectory(dir=self._place) as folder:
+            out = Path(folder) / "out"
+            out.mkdir()
+            own = None if private is None else Path(folder) / "private"
+            if own is not None and private is not None:
+                own.write_bytes(private)
+            order = Order(
+                task=task,
+                device=device,
+                budget_bytes=BUDGET_BYTES,
+                data={"share": device},
+                bundles={name: self._real(payload) for name, payload in given.items()},
+                private=None if own is None else str(own),
+                cache=f"{folder}/cache",
+                out=str(out),
+            )
+            outcome = main.carry_out(order, self._bench)
+            files = {path.name: path.read_bytes() for path in out.iterdir()}
+        return Result(msgspec.structs.replace(outcome, wall_s=1.0, cpu_s=1.0, peak_bytes=None, base_bytes=None), files)
+
+    def _real(self, payload: bytes) -> str:
+        """A real file with these bytes."""
+        sha256 = _sha(payload)
+        if sha256 not in self._files:
+            (self._place / sha256).write_bytes(payload)
+            self._files[sha256] = str(self._place / sha256)
+        return self._files[sha256]
+
+
 class Truth:
-    """One federation without faults: its job, its devices' data, and what every cohort comes to.
+    """One federation without faults: its job, and what every cohort comes to.
 
     Args:
         plan: a schedule; only its settings count.
-        place: real folder for files of its own.
+        shop: of its method.
         number: of the job, from 0.
     """
 
-    def __init__(self, plan: Schedule, place: Path, number: int = 0) -> None:
-        self._scene = scene(plan.method)
-        self.method = self._scene.method
-        self.folder = toys.folder(place / f"bundle-{plan.method}", self._scene.bundle)
-        self.bundle: Bundle = bundle.load(self.folder)
-        self.engine = self._engine_name()
+    def __init__(self, plan: Schedule, shop: Workshop, number: int = 0) -> None:
+        self.shop, self.method, self.folder, self.bundle = shop, shop.method, shop.folder, shop.bundle
+        self.engine = shop.engine
+        self._same = (plan.codec, plan.rounds, plan.check, number)
         self.job: Job = settings.parse(
             {
                 "name": f"sim{number}",
@@ -79,7 +153,7 @@ class Truth:
                 "rounds": plan.rounds,
                 "engine": self.engine,
                 "seed": 3,
-                "params": dict(self._scene.given),
+                "params": dict(shop.scene.given),
                 "cohort": {
                     "size": plan.size,
                     "min_devices": 0 if plan.size else plan.devices,
@@ -93,82 +167,18 @@ class Truth:
                 "wire": {"codec": plan.codec},
             }
         )
-        self._bench = OneEngine(self._share, lambda name: self.method, self._scene.engine)
-        self._place = place / "work"
-        self._place.mkdir(exist_ok=True)
-        self._done: dict[tuple[str, bytes, str], Result] = {}
-        self._blobs: dict[str, bytes] = {}
-        self._nodes: dict[tuple[tuple[str, ...], ...], Node] = {}
-        self._files: dict[str, str] = {}  # sha256 -> path of a real file
-
-    def _engine_name(self) -> str:
-        return "numpy" if "numpy" in self.method.engines else self.method.engines[0]
-
-    def _share(self, device: str) -> Any:
-        member = self._scene.devices[int(device.rpartition("-")[2])]
-        return member.train, member.held
 
     def profile(self, device: str) -> Profile:
         """Profile that a device sends."""
         return _profile(device, self.engine)
 
-    # -- work --
-
-    def work(self, task: Task, device: str, private: bytes | None, load: Callable[[str], bytes]) -> Result:
-        """A device's work on a task, done once for the same inputs.
-
-        Args:
-            task: of the coordinator.
-            device: its name.
-            private: its private state; None: none yet.
-            load: bytes of a blob by its sha256.
-        """
-        plain = msgspec.structs.replace(task, job="", attempt=0, deadline_s=0.0)
-        kept = "" if private is None else hashlib.sha256(private).hexdigest()
-        key = (device, msgspec.json.encode(plain), kept)
-        if key not in self._done:
-            self._done[key] = self._worked(plain, device, private, load)
-        return self._done[key]
-
-    def _worked(self, task: Task, device: str, private: bytes | None, load: Callable[[str], bytes]) -> Result:
-        with tempfile.TemporaryDirectory(dir=self._place) as folder:
-            out = Path(folder) / "out"
-            out.mkdir()
-            own = None if private is None else Path(folder) / "private"
-            if own is not None and private is not None:
-                own.write_bytes(private)
-            order = Order(
-                task=task,
-                device=device,
-                budget_bytes=BUDGET_BYTES,
-                data={"share": device},
-                bundles={name: self._real(ref, load) for name, ref in task.bundles.items()},
-                private=None if own is None else str(own),
-                cache=f"{folder}/cache",
-                out=str(out),
-            )
-            outcome = main.carry_out(order, self._bench)
-            files = {path.name: path.read_bytes() for path in out.iterdir()}
-        return Result(msgspec.structs.replace(outcome, wall_s=1.0, cpu_s=1.0, peak_bytes=None, base_bytes=None), files)
-
-    def _real(self, ref: BlobRef, load: Callable[[str], bytes]) -> str:
-        """A real file with a blob's content: what a task is given is content, whatever it is called."""
-        payload = load(ref.sha256)
-        sha256 = hashlib.sha256(payload).hexdigest()
-        if sha256 not in self._files:
-            path = self._place / sha256
-            path.write_bytes(payload)
-            self._files[sha256] = str(path)
-        return self._files[sha256]
-
-    # -- rounds --
-
     def node(self, cohorts: tuple[tuple[str, ...], ...]) -> Node:
         """Where the job stands after rounds of these cohorts, each sorted."""
-        found = self._nodes.get(cohorts)
+        key = (self._same, cohorts)
+        found = self.shop.nodes.get(key)
         if found is None:
             found = self._next(self.node(cohorts[:-1]), len(cohorts) - 1, cohorts[-1]) if cohorts else self._first()
-            self._nodes[cohorts] = found
+            self.shop.nodes[key] = found
         return found
 
     def actions(self, round: int) -> tuple[Action, ...]:
@@ -208,7 +218,7 @@ class Truth:
                 tier=tiers.tier(profile),
                 wire=self.job.wire,
             )
-            done = self.work(task, device, node.private.get(device), self._load)
+            done = self.shop.work(task, device, node.private.get(device), self._load)
             assert done.outcome.code == "ok", done.outcome.reason
             if done.private is not None:
                 private[device] = done.private
@@ -233,11 +243,20 @@ class Truth:
             return value
         payload = tensors.encode(value)
         ref = BlobRef(sha256=_sha(payload), size=len(payload))
-        self._blobs[ref.sha256] = payload
+        self.shop.blobs[ref.sha256] = payload
         return ref
 
     def _load(self, sha256: str) -> bytes:
-        return self._blobs.get(sha256) or (self.folder / "blobs" / sha256).read_bytes()
+        return self.shop.blobs.get(sha256) or (self.folder / "blobs" / sha256).read_bytes()
+
+
+def _scene(name: str) -> Scene:
+    """A method with its toys; FedAvg's and Ditto's models are large enough to come in several chunks."""
+    found = scene(name)
+    if name not in ("fedavg", "ditto"):
+        return found
+    network = {"name": "mlp", "inputs": 6, "hidden": [40], "classes": 3}
+    return replace(found, bundle=toys.to_train(network, numpy_engine.init(network, 0)))
 
 
 def _sha(payload: bytes) -> str:

@@ -9,29 +9,33 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
+
+import msgspec
 
 from fedquilt import wire
 from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Ended
 from fedquilt.coordinator.store import Store
-from fedquilt.core import FedquiltError
-from fedquilt.edge_agent.state import PRIVATE, UPDATE
+from fedquilt.core import Contribution, FedquiltError, Method
+from fedquilt.edge_agent.state import UPDATE
 from fedquilt.tools.simulation.faults import schedule
 from fedquilt.tools.simulation.faults.broker import Noise, SimBroker
 from fedquilt.tools.simulation.faults.disk import Platter, SimDisk
 from fedquilt.tools.simulation.faults.schedule import COORDINATOR, Schedule
 from fedquilt.tools.simulation.faults.sides import AgentSide, BrokenError, CoordinatorSide, Side
-from fedquilt.tools.simulation.faults.truth import Node, Truth
-
-import msgspec
+from fedquilt.tools.simulation.faults.truth import Node, Truth, Workshop
 
 LIMIT_S: Final = 100_000.0  # virtual, within which every schedule's jobs end
 STEPS_MOST: Final = 6_000
 SETTLE_S: Final = 120.0  # virtual, for answers to the last updates
 
 Observe = Callable[[str, AnyFact], None]
+S = TypeVar("S", bound=Side)
 
 
 class Theatre:
@@ -41,8 +45,8 @@ class Theatre:
         shared = Path("/dev/shm")  # noqa: S108 - of files nobody keeps
         self.place = Path(tempfile.mkdtemp(prefix="fedquilt-sim-", dir=shared if shared.is_dir() else None))
         self.rounds = 0
-        self._truths: dict[tuple[Schedule, int], Truth] = {}
-        self._homes: dict[Schedule, bytes] = {}
+        self._shops: dict[str, Workshop] = {}
+        self.empty = self._database()
 
     def __enter__(self) -> Theatre:
         return self
@@ -56,25 +60,15 @@ class Theatre:
 
     def truths(self, plan: Schedule) -> dict[str, Truth]:
         """What the schedule's jobs should come to, by their ids."""
-        found = {}
-        for number in range(plan.jobs):
-            key = (plan.settings, number)
-            if key not in self._truths:
-                self._truths[key] = Truth(plan.settings, self.place, number)
-            found[_id(number)] = self._truths[key]
-        return found
+        if plan.method not in self._shops:
+            self._shops[plan.method] = Workshop(plan.method, self.place)
+        return {_id(number): Truth(plan, self._shops[plan.method], number) for number in range(plan.jobs)}
 
-    def home(self, plan: Schedule) -> bytes:
-        """A coordinator's database with the schedule's jobs queued."""
-        key = plan.settings
-        if key not in self._homes:
-            folder = self.place / f"home-{len(self._homes)}"
-            with Store(folder) as store:
-                for id, truth in self.truths(plan).items():
-                    made = store.add(truth.job, truth.folder)
-                    store._db.execute("update jobs set id = ? where id = ?", (id, made))
-            self._homes[key] = (folder / "fedquilt.db").read_bytes()
-        return self._homes[key]
+    def _database(self) -> bytes:
+        """A coordinator's database without jobs."""
+        with Store(self.place / "home"):
+            pass
+        return (self.place / "home" / "fedquilt.db").read_bytes()
 
     def play(self, plan: Schedule, observe: Observe = lambda job, fact: None) -> Counter[str]:
         """Play a schedule; returns how often each thing has happened.
@@ -85,12 +79,15 @@ class Theatre:
         folder = Path(tempfile.mkdtemp(dir=self.place))
         world = World(plan, self, folder, observe)
         try:
-            world.run()
+            with heard(world.happened):
+                world.run()
+            if world.happened["damaged"] and not world.happened["rot"]:
+                raise BrokenError("a blob was whole before anybody saw that a chunk of it was not")
             world.require()
-        except FedquiltError as error:
-            raise BrokenError(f"{type(error).__name__}: {error}") if not isinstance(error, BrokenError) else error
-        except AssertionError:
+        except BrokenError:
             raise
+        except FedquiltError as error:
+            raise BrokenError(f"{type(error).__name__}: {error}") from error
         except Exception as error:
             raise BrokenError(f"an error without a name: {type(error).__name__}: {error}") from error
         finally:
@@ -98,6 +95,30 @@ class Theatre:
             world.close()
             shutil.rmtree(folder)
         return world.happened
+
+
+class Ear(logging.Handler):
+    """Counts what is said of blobs that arrived damaged, though each of their chunks has been checked."""
+
+    def __init__(self, happened: Counter[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._happened = happened
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Count a warning."""
+        if "could not be fetched" in str(record.msg) and "arrived with other content" in record.getMessage():
+            self._happened["damaged"] += 1
+
+
+@contextmanager
+def heard(happened: Counter[str]) -> Iterator[None]:
+    """Listen to what is logged within; nothing of it is shown unless logging shows it anyway."""
+    log, ear = logging.getLogger("fedquilt"), Ear(happened)
+    log.addHandler(ear)
+    try:
+        yield
+    finally:
+        log.removeHandler(ear)
 
 
 def _id(number: int) -> str:
@@ -123,9 +144,12 @@ class World:
         self._wall_ns = dict.fromkeys([COORDINATOR], 0)
         self._began_ns = time.time_ns()
         self.coordinator = self._side(CoordinatorSide, COORDINATOR, folder)
-        self.coordinator.observe = self._seen  # type: ignore[method-assign]
-        self.coordinator._load = lambda name: next(t.method for t in self.truths.values() if t.job.method == name)
-        self.coordinator.platter.database(f"/{COORDINATOR}/fedquilt.db").write(theatre.home(plan))
+        self.coordinator.observe = self._seen
+        self.coordinator.load = self._watched
+        self.coordinator.platter.database(f"/{COORDINATOR}/fedquilt.db").write(theatre.empty)
+        with self._operator() as store:
+            for id, truth in self.truths.items():
+                store._db.execute("update jobs set id = ? where id = ?", (id, store.add(truth.job, truth.folder)))
         by_method = {truth.job.method: truth for truth in self.truths.values()}
         self.agents: list[AgentSide] = []
         for index in range(plan.devices):
@@ -137,9 +161,11 @@ class World:
         for fault in plan.faults:
             self._enter(fault)
 
-    def _side(self, kind: type, name: str, folder: Path) -> any:  # type: ignore[valid-type]
+    def _side(self, kind: type[S], name: str, folder: Path) -> S:
         self._wall_ns[name] = 0
-        platter = Platter(f"/{name}", folder, lambda: self._began_ns + self._wall_ns[name] + int(self.broker.now_s * 1e9))
+        platter = Platter(
+            f"/{name}", folder, lambda: self._began_ns + self._wall_ns[name] + int(self.broker.now_s * 1e9)
+        )
         return kind(name, self.broker, platter, self.plan, self.happened)
 
     # -- running --
@@ -192,7 +218,25 @@ class World:
             self._ended[id] = fact
         self._observe(id, fact)
 
+    def _watched(self, name: str) -> Method:
+        """A method that holds whoever folds to the order of devices."""
+        method = next(truth.method for truth in self.truths.values() if truth.job.method == name)
+        last: dict[int, tuple[str, Any]] = {}  # by the identity of a sum, which is held here
+
+        @wraps(method.fold)
+        def fold(state: Any, total: Any, given: Contribution) -> Any:
+            before = last.get(id(total), ("", None))[0]
+            if before >= given.device:
+                raise BrokenError(f"{given.device}'s update was folded after {before}'s, in round {given.round}")
+            found = method.fold(state, total, given)
+            if found is not None and not isinstance(found, int | float | str | tuple):  # equal ones may be the same
+                last[id(found)] = (given.device, found)
+            return found
+
+        return replace(method, fold=fold)
+
     def _enter(self, fault: schedule.AnyFault) -> None:
+        kept: list[Any] = []
         match fault:
             case schedule.Cut(who, start_s, length_s, keep):
                 self._at(start_s, "cut", lambda: self.broker.cut(who, keep=keep))
@@ -207,6 +251,11 @@ class World:
                 self._at(at_s + length_s, "", lambda: self._request("running", ("stopped",)))
             case schedule.Second(at_s):
                 self._at(at_s, "second", self._second)
+            case schedule.Rot(who, at_s, place):
+                self._at(at_s, "", lambda: self._rot(who, place))
+            case schedule.Restore(at_s, back_s):
+                self._at(max(0.0, at_s - back_s), "", lambda: kept.append(self.coordinator.platter.copy()))
+                self._at(at_s, "restore", lambda: self.coordinator.restore(kept.pop()))
 
     def _at(self, at_s: float, name: str, do: Callable[[], None]) -> None:
         def happens() -> None:
@@ -222,6 +271,11 @@ class World:
             side.sleep(sleep_s)
             side.due_s = max(self.broker.now_s, side.up_s)
             self._wall_ns[who] += int(wall_s * 1e9)
+
+    def _rot(self, who: str, place: float) -> None:
+        side = next((side for side in self.sides if side.name == who), None)
+        if side is not None and side.platter.rot(place):
+            self.happened["rot"] += 1
 
     def _operator(self) -> Store:
         return Store(Path(f"/{COORDINATOR}"), disk=SimDisk(self.coordinator.platter))
@@ -253,12 +307,14 @@ class World:
         for id, facts in logs.items():
             truth = self.truths[id]
             cohorts = self._require_log(id, facts, truth)
-            for side in self.agents:
+            for side in self.agents if cohorts else ():
                 self._require_device(id, side, truth, cohorts)
 
     def _require_log(self, id: str, facts: list[AnyFact], truth: Truth) -> tuple[tuple[str, ...], ...]:
         """The cohorts of a job's rounds."""
         last = facts[-1] if facts else None
+        if isinstance(last, Ended) and last.status == "failed" and self.happened["rot"]:
+            return ()  # what a flipped bit has destroyed is named; nothing wrong was made of it
         if not isinstance(last, Ended) or last.status != "done":
             raise BrokenError(f"{id} has not been done: {last}")
         committed = [fact for fact in facts if isinstance(fact, Committed)]
@@ -303,7 +359,9 @@ class World:
             if entry.name.startswith(f"{id}@") and disk.is_file(f"{root}/outbox/{entry.name}/{UPDATE}")
         }
         if unknown := [round for round in given if round > last and round not in waiting]:
-            raise BrokenError(f"{side.name} does not know that round {unknown} of {id} was counted, and offers it no more")
+            raise BrokenError(
+                f"{side.name} does not know that round {unknown} of {id} was counted, and offers it no more"
+            )
         node: Node = truth.node(cohorts[: last + 1])
         path = f"{root}/private/{id}.safetensors"
         kept = disk.read(path) if disk.is_file(path) else None
@@ -315,7 +373,3 @@ class World:
         """End all processes."""
         for side in self.sides:
             side.close()
-
-
-logging.getLogger("fedquilt").addHandler(logging.NullHandler())
-_ = PRIVATE
