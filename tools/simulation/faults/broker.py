@@ -241,11 +241,11 @@ class SimBroker:
             self._send(name, Message(topic, payload))
 
     def _send(self, name: str, message: Message) -> None:
-        noise = self._noise_now()
+        noise = self._noise_now() if self._noise else None
         session = self.clients[name].session
         if noise is None:
             self._sequence += 1
-            due_s = round(self.now_s + HOP_S, 6)
+            due_s = self.now_s + HOP_S
             heapq.heappush(self._heap, (due_s, self._sequence, name, session, message))
             return
         for payload in self._disturbed(message.payload):
@@ -261,7 +261,7 @@ class SimBroker:
         return next((each for each in self._noise if each.start_s <= self.now_s < each.end_s), None)
 
     def _disturbed(self, payload: bytes) -> list[bytes]:
-        noise = self._noise_now()
+        noise = self._noise_now() if self._noise else None
         if noise is None:
             return [payload]
         roll = self._roll.random

@@ -100,6 +100,11 @@ class Platter:
 
     def make_safe(self, kept: set[int]) -> None:
         """Have these changes of names on the disk, and with each of them those before it that it builds on."""
+        if len(kept) == len(self.changes):
+            for change in self.changes:
+                _apply(change, safe=True)
+            self.changes.clear()
+            return
         slots: set[tuple[int, str]] = set()
         for index in range(max(kept, default=-1), -1, -1):
             mine = [(folder.inode, name) for folder, name, _ in self.changes[index]]
@@ -325,8 +330,11 @@ class SimDisk(Disk):
         if isinstance(node, File):
             node.safe = node.data
             return
-        changes = self.platter.changes
-        kept = {index for index, change in enumerate(changes) if any(folder is node for folder, _, _ in change)}
+        kept = set()
+        for index, change in enumerate(self.platter.changes):
+            for folder, _, _ in change:
+                if folder is node:
+                    kept.add(index)
         if kept:
             self.platter.make_safe(kept)
 

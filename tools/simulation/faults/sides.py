@@ -172,7 +172,7 @@ class CoordinatorSide(Side):
         if not self.store.lock():
             raise JobError("another coordinator runs in its home")
         executor = OverLink(link, FLEET, self.store.depot, self.store.next_epoch())
-        return Server(executor, self.store, self.observe, load=self.load, poll_s=5.0)
+        return Server(executor, self.store, self.observe, load=self.load, poll_s=30.0)
 
     def restore(self, copied: Any) -> None:
         """End the process, and start it again on a copy of its home."""
