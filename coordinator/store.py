@@ -278,11 +278,12 @@ class Store:
     def counted(self, update: Update) -> bool:
         """Whether the log of an update's job, under way or not, holds that it was counted."""
         query = """
-            select 1 from sound where job = ? and json_extract(body, '$.type') = 'Answered' and
-            json_extract(body, '$.round') = ? and json_extract(body, '$.update.device') = ?
+            select 1 from sound where job = :job and instr(body, :device) and json_extract(body, '$.type') = 'Answered'
+            and json_extract(body, '$.round') = :round and json_extract(body, '$.update.device') = :device
         """
+        known = {"job": update.job, "round": update.round, "device": update.device}
         with _storing(self.home):
-            return self._db.execute(query, (update.job, update.round, update.device)).fetchone() is not None
+            return self._db.execute(query, known).fetchone() is not None
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -80,7 +80,7 @@ def many(seeds: range, among: Sequence[str], kinds: Sequence[str], processes: in
     return FAILED if total.failures else 0
 
 
-def _parts(seeds: range, among: Sequence[str], kinds: Sequence[str], processes: int):  # type: ignore[no-untyped-def]
+def _parts(seeds: range, among: Sequence[str], kinds: Sequence[str], processes: int) -> Iterator[search.Played]:
     if processes > 1:
         yield from search.spread(seeds, processes, kinds, among)
         return

@@ -524,7 +524,7 @@ class Database:
         safe = len(wal) if all(connection.synchronous for connection in self._open) else 0
         safe = min(safe, len(wal) if self.unsynced is None else self.unsynced)
         if roll is not None and len(wal) > safe:
-            wal = wal[: roll.randint(safe, len(wal))]
+            wal = wal[: roll.choice([safe, len(wal), roll.randint(safe, len(wal))])]
         for connection in self._open:
             connection.drop()
         self._open.clear()
@@ -562,7 +562,7 @@ class Connection(sqlite3.Connection):
             self._base._open.remove(self)
         super().close()
 
-    def execute(self, sql: str, *given: Any) -> sqlite3.Cursor:  # type: ignore[override]
+    def execute(self, sql: str, *given: Any) -> sqlite3.Cursor:
         """Execute a statement; one that writes may fail, or be the last."""
         word = sql[:8].lstrip().split(" ", 1)[0].lower()
         if word == "pragma" and "synchronous" in sql:

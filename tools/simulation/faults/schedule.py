@@ -133,7 +133,7 @@ class Restore(Fault, frozen=True, tag="restore"):
 AnyFault: TypeAlias = (
     Crash | Refuse | Noise | Cut | Broker | Jump | Slow | Worker | Stop | Newer | Second | Rot | Restore
 )
-KINDS: Final[dict[str, type]] = {str(kind.__struct_config__.tag): kind for kind in AnyFault.__args__}  # type: ignore[attr-defined]
+KINDS: Final[dict[str, type[Fault]]] = {str(kind.__struct_config__.tag): kind for kind in AnyFault.__args__}
 LATER: Final = ("rot", "restore")
 """Kinds that schedules do not draw of themselves: what they find is mended by verified reads and reconciled epochs."""
 
@@ -243,6 +243,7 @@ def drawn(seed: int, methods: Sequence[str], kinds: Sequence[str] = ()) -> Sched
             over_select=roll.choice([0.0, 0.5]),
             deadline_s=roll.choice([4.0, 15.0, 60.0]),
         )
+    every: list[Callable[[random.Random, Schedule], AnyFault]]
     every = [_crash, _crash, _crash, _refuse, _noise, _noise, _cut, _broker, _jump, _slow, _worker, _stop, _second]
     every += [*([] if base.forced else [_newer]), *(_DRAW[kind] for kind in kinds)]
     count = roll.choice([1, 1, 2, 2, 3, 4])

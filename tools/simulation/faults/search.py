@@ -19,7 +19,7 @@ from fedquilt.tools.simulation.faults.sides import BrokenError
 from fedquilt.tools.simulation.faults.world import Observe, Theatre
 
 BATCH: Final = 50  # seeds that a process takes at once
-TRIES: Final = 150  # plays that shrinking may take
+TRIES: Final = 60  # plays that shrinking may take
 PLAIN: Final = Schedule()
 
 

@@ -18,6 +18,7 @@ from fedquilt.coordinator.executors import OverLink
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
 from fedquilt.core import FedquiltError, JobError, StoreError
+from fedquilt.disk import Place
 from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.devices import make as make_board
 from fedquilt.edge_agent.settings import AgentSettings
@@ -106,7 +107,7 @@ class Side:
         self.lives += 1
         self._disk = SimDisk(self.platter, self._gate)
         self._link: SimLink = self.broker.connect(self.name, self._will())
-        self._link.gate = self._gate  # type: ignore[assignment]
+        self._link.gate = self._gate
         if self._newer:
             self._link.rewrite = newer
             self._happened["newer"] += 1
@@ -127,7 +128,7 @@ class Side:
         else:
             self.platter.processes_end()
 
-    def _gate(self, what: str, where: str) -> OSError | None:
+    def _gate(self, what: str, where: Place) -> OSError | None:
         """Count a call; it may be the process's last, or fail."""
         if self._fell is not None:
             raise Crash  # whatever runs while a dead process's stack unwinds has not happened

@@ -21,7 +21,7 @@ import msgspec
 from fedquilt import wire
 from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Ended
 from fedquilt.coordinator.store import Store
-from fedquilt.core import Contribution, FedquiltError, Method
+from fedquilt.core import Contribution, FedquiltError, Method, Update
 from fedquilt.edge_agent.state import UPDATE
 from fedquilt.tools.simulation.faults import schedule
 from fedquilt.tools.simulation.faults.broker import Noise, SimBroker
@@ -31,7 +31,7 @@ from fedquilt.tools.simulation.faults.sides import AgentSide, BrokenError, Coord
 from fedquilt.tools.simulation.faults.truth import Node, Truth, Workshop
 
 LIMIT_S: Final = 100_000.0  # virtual, within which every schedule's jobs end
-STEPS_MOST: Final = 6_000
+STEPS_MOST: Final = 4_000
 SETTLE_S: Final = 120.0  # virtual, for answers to the last updates
 
 Observe = Callable[[str, AnyFact], None]
@@ -354,7 +354,7 @@ class World:
         if last >= 0 and last not in given:
             raise BrokenError(f"{side.name} holds round {last} of {id} for counted; {given} were")
         waiting = {
-            wire.decode(disk.read(f"{root}/outbox/{entry.name}/{UPDATE}"), wire.Update).round
+            wire.decode(disk.read(f"{root}/outbox/{entry.name}/{UPDATE}"), Update).round
             for entry in disk.entries(f"{root}/outbox")
             if entry.name.startswith(f"{id}@") and disk.is_file(f"{root}/outbox/{entry.name}/{UPDATE}")
         }
