@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from fedquilt import methods
-from fedquilt.tools.simulation.faults.schedule import AnyFault, Schedule, drawn
+from fedquilt.tools.simulation.faults.schedule import AnyFault, Newer, Schedule, drawn
 from fedquilt.tools.simulation.faults.sides import BrokenError
 from fedquilt.tools.simulation.faults.world import Observe, Theatre
 
@@ -177,7 +177,7 @@ def _smaller(plan: Schedule) -> Iterator[Schedule]:
         yield msgspec.structs.replace(plan, faults=(*faults[:index], *faults[index + 1 :]))
     for name in ("jobs", "check", "codec", "payload", "method", "over_select", "quorum"):
         yield msgspec.structs.replace(plan, **{name: getattr(PLAIN, name)})
-    if plan.size:
+    if plan.size and not any(isinstance(fault, Newer) for fault in faults):  # who is not heard cannot be waited for
         yield msgspec.structs.replace(plan, size=0, quorum=1.0, over_select=0.0, deadline_s=PLAIN.deadline_s)
     for name, least in (("rounds", 1), ("devices", 2 if plan.forced else 3)):
         if getattr(plan, name) > least:
