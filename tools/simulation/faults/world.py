@@ -31,7 +31,7 @@ from fedquilt.tools.simulation.faults.sides import AgentSide, BrokenError, Coord
 from fedquilt.tools.simulation.faults.truth import Node, Truth, Workshop
 
 LIMIT_S: Final = 100_000.0  # virtual, within which every schedule's jobs end
-STEPS_MOST: Final = 4_000
+STEPS_MOST: Final = 2_000
 SETTLE_S: Final = 120.0  # virtual, for answers to the last updates
 
 Observe = Callable[[str, AnyFact], None]
