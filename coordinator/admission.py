@@ -53,6 +53,7 @@ class Offered(msgspec.Struct, frozen=True):
     device: str
     update: Update
     status: str = "running"
+    counted: bool = False  # whether the log of another job than the running one says so
     unfit: str = ""  # why it cannot be folded, as its manifest tells
 
 
@@ -205,6 +206,8 @@ def _offered(job: str, state: Rounds | None, arriving: Arriving, event: Offered)
     if update.device != device:
         return _turned_down(state, arriving, event, f"it names another device, {update.device}")
     if state is None or update.job != job:
+        if event.counted:  # its answer was lost, and the job has ended since or waits
+            return Step(arriving, (), (Answer(device, update, True),))
         if event.status in UNFINISHED:
             return Step(arriving)  # its device keeps it and offers it again when the job continues
         return _turned_down(state, arriving, event, f"no job {update.job} is under way here")

@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 
+from msgspec.structs import replace
+
 from fedquilt.coordinator import deadline, stop
 from fedquilt.coordinator.cohort import sample
 from fedquilt.coordinator.deadline import Ask, Short
@@ -151,7 +153,11 @@ def _select(state: Rounds, online: Collection[str], ask: Callable[[str], Ask]) -
 
 
 def _drawn(state: Rounds, free: set[str], count: int) -> tuple[str, ...]:
-    """Sample up to `count` free devices."""
+    """Sample up to `count` free devices; those that stayed silent in an earlier attempt at the round go last."""
+    if tried := free & state.silent:
+        fresh = _drawn(state, free - tried, count)
+        again = _drawn(replace(state, silent=frozenset()), tried, count - len(fresh))
+        return tuple(sorted((*fresh, *again)))
     costs = {device: state.costs[device] for device in free if device in state.costs} if state.costs else {}
     known = free <= state.since.keys()
     since = state.since if known else {device: state.since.get(device, 0) for device in free}

@@ -128,9 +128,10 @@ class Server:
             case Update():
                 ours = self.active is not None and message.job == self.active.id
                 status = "running" if ours else self._store.status(message.job)
+                counted = not ours and self._store.counted(message)
                 unfit = self.active.unfit(message) if self.active else ""
                 told = msgspec.structs.replace(message, layouts={}) if message.layouts else message
-                self._happened(admission.Offered(device, told, status, unfit), now_s)
+                self._happened(admission.Offered(device, told, status, counted, unfit), now_s)
             case wire.Telemetry():
                 self.registry.telemetry(device, message, now_s)
 

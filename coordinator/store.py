@@ -28,7 +28,7 @@ from fedquilt.coordinator import store_tables, write_ahead
 from fedquilt.coordinator.facts import AnyFact, Ended
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store_rows import DamagedRunError, Rows, Stored, decoded, encoded
-from fedquilt.core import JobError, StoreError
+from fedquilt.core import JobError, StoreError, Update
 from fedquilt.disk import REAL, Disk, Lock
 
 UNENDED: Final = ("queued", "running", "stopping")  # its coordinator, if any, may be working on the run
@@ -75,7 +75,7 @@ class Store:
     def __init__(self, home: Path, *, durable: bool = True, disk: Disk = REAL) -> None:
         self.home, self._disk = home, disk
         with _storing(home):
-            disk.make(home)
+            (disk.settle if durable else disk.make)(home)
             before = write_ahead.look(disk, home / "fedquilt.db")
             self._db = disk.connect(home / "fedquilt.db")
             try:
@@ -295,6 +295,16 @@ class Store:
             return self.states(but) | {str(row[0]) for row in self._db.execute(query, {"but": but})}
 
     # -- facts --
+
+    def counted(self, update: Update) -> bool:
+        """Whether the log of an update's job, under way or not, holds that it was counted."""
+        query = """
+            select 1 from sound where job = :job and instr(body, :device) and json_extract(body, '$.type') = 'Answered'
+            and json_extract(body, '$.round') = :round and json_extract(body, '$.update.device') = :device
+        """
+        known = {"job": update.job, "round": update.round, "device": update.device}
+        with _storing(self.home):
+            return self._db.execute(query, known).fetchone() is not None
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -81,7 +81,7 @@ class Local:
     def _make_folders(self) -> None:
         with doing(f"make the folder {self.home}"):
             for folder in (self._outbox, self._private):
-                self._disk.make(folder)
+                (self._disk.settle if self._durable else self._disk.make)(folder)
 
     def lock(self) -> Lock:
         """Claim the folder for this process, until the returned lock is closed.

@@ -197,6 +197,22 @@ class Disk:
         """Make a folder and those above it, as far as they are missing."""
         os.makedirs(folder, exist_ok=True)
 
+    def settle(self, folder: Place) -> None:
+        """Make a folder as `make` does, and wait until it has its name on the disk.
+
+        A folder that is there already may lack it still: the process that made it may have ended before it waited.
+        """
+        place, unsure = os.fspath(folder), [os.fspath(folder)]
+        while (above := os.path.dirname(place)) not in ("", place) and not self.is_dir(above):
+            unsure.append(above)
+            place = above
+        self.make(folder)
+        for each in unsure:
+            with suppress(
+                PermissionError
+            ):  # a folder of somebody else, in which others may work, and which they may not list
+                self.sync(os.path.dirname(each) or ".")
+
     def remove(self, folder: Place) -> None:
         """Remove a folder with all that is in it; nothing happens where there is none."""
         if os.path.isdir(folder):

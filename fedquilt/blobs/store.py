@@ -84,7 +84,7 @@ class Depot:
         self._verified: dict[str, tuple[Found, float]] = {}  # sha256 -> its file, and when it was hashed
         with self._doing("make the folder"):
             if make:
-                disk.make(folder)
+                (disk.settle if durable else disk.make)(folder)
             self._pack = None if durable else Pack(f"{self._prefix}small.pack")
 
     # -- what is here --

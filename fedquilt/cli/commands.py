@@ -22,7 +22,7 @@ SECTIONS: Final = {
     "Run a federation": ("prepare", "run", "fleet", "serve", "stop", "resume"),
     "Look at runs": ("ls", "logs", "why", "report", "evaluate", "export", "run-model"),
     "Clear up": ("delete", "prune", "kept"),
-    "Experiments": ("partition", "compare", "methods", "conformance", "reproduce", "audit", "bench"),
+    "Experiments": ("partition", "compare", "methods", "conformance", "simulate", "reproduce", "audit", "bench"),
     "Boards": ("agent", "flash", "clocks", "record", "emulate", "doctor"),
     "Broker and identities": ("broker", "ca", "enrol"),
 }

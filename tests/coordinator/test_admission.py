@@ -258,6 +258,14 @@ def test_an_update_that_has_been_counted_is_acknowledged_as_often_as_it_is_offer
         assert hear(situation, Offered("a", update())) == Step({}, (), (Answer("a", update(), True),))
 
 
+@pytest.mark.parametrize("status", ["done", "failed", "stopped", "queued"])
+def test_an_update_that_another_jobs_log_has_counted_is_acknowledged(status: str) -> None:
+    """Its answer was lost and its job has ended, or waits: refused, its board would drop the state of that round."""
+    told = Offered("a", update(job=OTHER), status, counted=True)
+    for situation in SITUATIONS:
+        assert hear(situation, told) == Step({}, (), (Answer("a", update(job=OTHER), True),))
+
+
 @pytest.mark.parametrize(
     "situation",
     ["between rounds", "another was asked", "tried again without it", "declined", "rejected", "closed without it"],

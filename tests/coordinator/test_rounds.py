@@ -734,3 +734,17 @@ def test_at_its_deadline_such_a_round_wants_no_more_than_another() -> None:
     state = after(state, fact, *[Answered(1, update(device, 1)) for device in "abcde"])
     assert decide(state, 5.0, online) is None
     assert decide(state, 11.0, online) == Closed(1)
+
+
+def test_who_stayed_silent_in_one_attempt_is_asked_last_in_the_next() -> None:
+    """Else a board that is too slow for the round would be asked again and again, while another one waits."""
+    first = decide(begun(size=2), 0.0, set("abcd"))
+    assert isinstance(first, Asked)
+    slow, quick = first.devices
+    state = after(begun(size=2), first, Answered(0, update(quick)), Reopened(0, 1))
+    again = decide(state, 0.0, set("abcd"))
+    assert isinstance(again, Asked)
+    assert again.devices != (slow,)
+    assert decide(state, 0.0, {slow, quick}) == Asked(0, 1, (slow,))  # where nobody else is left
+    state = after(state, again, Answered(0, update(*again.devices)), Closed(0), committed(0))
+    assert state.silent == frozenset()

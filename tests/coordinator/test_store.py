@@ -14,12 +14,12 @@ import msgspec
 import pytest
 
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.facts import AnyFact, Asked, Committed, Ended, Started, Surveyed
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Ended, Started, Surveyed
 from fedquilt.coordinator.store import Row, Store, Unreadable
 from fedquilt.coordinator.store_rows import DamagedRunError
 from fedquilt.coordinator.store_tables import VERSION
 from fedquilt.coordinator.views import log
-from fedquilt.core import BlobRef, JobError, StoreError
+from fedquilt.core import BlobRef, JobError, StoreError, Update, Usage
 
 
 @pytest.fixture
@@ -452,3 +452,16 @@ def test_a_home_without_checksums_is_given_them(tmp_path: Path, opened: Callable
     assert store.unsound() == []
     store.append(runs[0], Ended("failed"))
     assert len(list(opened().facts(runs[0]))) == 3
+
+
+def test_what_a_jobs_log_has_counted_is_known_when_the_job_is_not_under_way(
+    tmp_path: Path, opened: Callable[[], Store]
+) -> None:
+    """By job, round and device, and by nothing else."""
+    store = opened()
+    id, other = store.add(JOB, tmp_path / "bundle"), store.add(JOB, tmp_path / "bundle")
+    update = Update(job=id, round=1, attempt=0, device="a", weight=1.0, bundles={}, metrics={}, usage=Usage(wall_s=1.0))
+    store.append(id, Answered(1, update))
+    assert store.counted(update)
+    for change in ({"job": other}, {"job": "none"}, {"round": 0}, {"device": "b"}):
+        assert not store.counted(msgspec.structs.replace(update, **change))

@@ -13,7 +13,6 @@ import pytest
 
 import nightly
 from fedquilt import config
-from fedquilt.core import CODECS
 from fedquilt.tools import bench
 from fedquilt.tools.emulate import host
 from nightly import Stage
@@ -25,14 +24,13 @@ def python(code: str) -> tuple[str, ...]:
     return (sys.executable, "-c", code)
 
 
-def test_there_is_a_stage_for_each_codec_bench_and_python() -> None:
-    """A new codec or bench is in by existing."""
+def test_there_is_a_stage_for_each_bench_and_python() -> None:
+    """A new bench is in by existing."""
     found = {stage.name: stage for stage in nightly.stages()}
     benches = {path.stem for path in Path(bench.__file__).parent.glob("*.py")} - {"__init__", "naive"}
     benches = {name for name in benches if not name.startswith("ablate")}  # parts of `bench stitch`
     assert {name for name in found if name.startswith("bench-")} == {f"bench-{name}" for name in benches | {"sim"}}
-    assert {f"fuzz-{codec}" for codec in CODECS} <= found.keys()
-    assert {"matrix", "rehearsal", "python-3.10", "python-3.12", "python-3.13"} <= found.keys()
+    assert {"simulate", "matrix", "rehearsal", "python-3.10", "python-3.12", "python-3.13"} <= found.keys()
     assert {"onnxruntime-1.19.2", "onnxruntime-1.23.2"} <= found.keys()
     assert "--data" in found["bench-sim"].hindrance
     assert not {stage.name: stage for stage in nightly.stages(ROOT)}["bench-sim"].hindrance
@@ -95,8 +93,8 @@ def test_a_stage_that_fails_stops_no_other(
 def test_a_stage_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """Before anything runs; all are named."""
     with pytest.raises(SystemExit):
-        nightly.main(["--only", "fuz-int8"])
-    assert "no stage is called 'fuz-int8'; there are: fuzz-raw" in capsys.readouterr().err
+        nightly.main(["--only", "simulation"])
+    assert "no stage is called 'simulation'; there are: simulate" in capsys.readouterr().err
 
 
 def test_a_python_that_is_not_there_or_does_not_start_skips_its_stage(tmp_path: Path) -> None:
@@ -141,4 +139,4 @@ def test_make_nightly_starts_where_the_checkout_is_not_on_the_path(tmp_path: Pat
     words = [sys.executable, *recipe[1].replace("$(ARGS)", "--list").split()[1:]]
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     ran = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert "fuzz-raw" in ran.stdout, ran.stderr
+    assert "simulate" in ran.stdout, ran.stderr

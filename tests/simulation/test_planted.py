@@ -1,0 +1,196 @@
+"""Bugs planted on purpose: each is found within 200 seeds, and shrunk to a schedule that finds it again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from fedquilt.blobs import chunks
+from fedquilt.blobs.store import Depot
+from fedquilt.coordinator import admission
+from fedquilt.coordinator.facts import AnyFact, Committed
+from fedquilt.coordinator.folding import Folding
+from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.server import Server
+from fedquilt.core import BlobRef
+from fedquilt.disk import Place
+from fedquilt.tools.simulation.faults import search
+from fedquilt.tools.simulation.faults.disk import Connection, SimDisk
+from fedquilt.tools.simulation.faults.schedule import drawn, parse
+from fedquilt.tools.simulation.faults.world import Theatre
+
+SEEDS = 200
+METHODS = ("fedavg", "ditto", "scaffold", "fedrep", "local")
+Patch = pytest.MonkeyPatch
+
+
+def no_sync(patch: Patch) -> None:
+    """Nothing is ever waited for: no file, no folder, no commit of the database."""
+    patch.setattr(SimDisk, "sync", lambda self, path: None)
+    no_sync_of_the_log(patch)
+
+
+def no_sync_of_the_log(patch: Patch) -> None:
+    """The database does not wait for the disk."""
+    patch.setattr(Connection, "synchronous", property(lambda self: False, lambda self, value: None))
+
+
+def no_sync_of_files(patch: Patch) -> None:
+    """Folders are waited for, files are not."""
+    plain = SimDisk.sync
+    patch.setattr(SimDisk, "sync", lambda self, path: plain(self, path) if self.is_dir(path) else None)
+
+
+def no_sync_of_folders(patch: Patch) -> None:
+    """Files are waited for, their names are not."""
+    plain = SimDisk.sync
+    patch.setattr(SimDisk, "sync", lambda self, path: None if self.is_dir(path) else plain(self, path))
+
+
+def a_state_after_its_fact(patch: Patch) -> None:
+    """A round's state is stored once the fact that names it is written."""
+    commit, record, held = Running.commit, Running.record, []
+
+    def early(self: Running, now_s: float) -> Committed:
+        held.clear()
+        with pytest.MonkeyPatch.context() as within:
+
+            def put(payload: bytes, expected: BlobRef | None = None) -> BlobRef:
+                held.append(payload)
+                return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+
+            within.setattr(self._store.depot, "put", put)
+            return commit(self, now_s)
+
+    def late(self: Running, fact: AnyFact, now_s: float) -> None:
+        record(self, fact, now_s)
+        if isinstance(fact, Committed):
+            for payload in held:
+                self._store.depot.put(payload)
+
+    patch.setattr(Running, "commit", early)
+    patch.setattr(Running, "record", late)
+
+
+def a_torn_private_file(patch: Patch) -> None:
+    """Private state is written over the old one, not renamed to it."""
+    plain = SimDisk.replace
+
+    def torn(self: SimDisk, source: Place, target: Place) -> None:
+        if Path(target).parent.name != "private":
+            return plain(self, source, target)
+        self.write(target, self.read(source))
+        return self.unlink(source)
+
+    patch.setattr(SimDisk, "replace", torn)
+
+
+def the_order_of_folding(patch: Patch) -> None:
+    """Updates are folded as they have arrived."""
+    patch.setattr(Folding, "of", lambda self, updates: (None, list(updates)))
+    patch.setattr(Running, "_in_order", lambda self, device: False)
+
+
+def no_round_check(patch: Patch) -> None:
+    """An update counts in whatever round it arrives."""
+    plain = admission._offered
+
+    def offered(job: str, state: Any, arriving: Any, event: admission.Offered) -> admission.Step:
+        if state is not None and event.update.job == job and event.device in state.asked:
+            event = replace(event, update=replace(event.update, round=state.round))
+        return plain(job, state, arriving, event)
+
+    patch.setattr(admission, "_offered", offered)
+
+
+def no_chunk_hash(patch: Patch) -> None:
+    """A chunk of the right size is right."""
+    patch.setattr(
+        chunks, "is_chunk", lambda manifest, index, payload: len(payload) == chunks.extent(manifest, index)[1]
+    )
+
+
+def no_blob_hash(patch: Patch) -> None:
+    """Nor is a blob hashed when it is stored."""
+    no_chunk_hash(patch)
+
+    def put(self: Depot, payload: bytes, expected: BlobRef | None = None) -> BlobRef:
+        ref = expected or BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
+        if not self.has(ref):
+            self._store(payload, ref.sha256)
+        return ref
+
+    def finish(self: Depot, ref: BlobRef) -> None:
+        self.disk.sync(self._part(ref.sha256))
+        self._place(self._part(ref.sha256), ref.sha256)
+
+    patch.setattr(Depot, "put", put)
+    patch.setattr(Depot, "finish", finish)
+
+
+def an_acknowledgement_before_the_record(patch: Patch) -> None:
+    """What follows from a fact is done before the facts of a step are written."""
+    patch.setattr(Server, "_act", lambda self, action, now_s: self._do(action, now_s))
+
+
+PLANTS: tuple[Callable[[Patch], None], ...] = (
+    no_sync,
+    no_sync_of_the_log,
+    no_sync_of_files,
+    no_sync_of_folders,
+    a_state_after_its_fact,
+    a_torn_private_file,
+    the_order_of_folding,
+    no_round_check,
+    no_chunk_hash,
+    no_blob_hash,
+    an_acknowledgement_before_the_record,
+)
+
+
+@pytest.fixture(scope="module")
+def theatre() -> Iterator[Theatre]:
+    """Where all schedules of this file are played."""
+    with Theatre() as made:
+        yield made
+
+
+def first(theatre: Theatre) -> search.Failure | None:
+    """The failure of the first seed that fails."""
+    for seed in range(SEEDS):
+        found = search.attempt(theatre, drawn(seed, METHODS))
+        if isinstance(found, search.Failure):
+            return found
+    return None
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_a_planted_bug_is_found(theatre: Theatre, plant: Callable[[Patch], None]) -> None:
+    """By a schedule that holds without the bug."""
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        found = first(theatre)
+    assert found is not None, f"{plant.__name__} is not found within {SEEDS} seeds"
+    sound = search.attempt(theatre, found.plan)
+    assert not isinstance(sound, search.Failure), sound.why
+
+
+@pytest.mark.parametrize("plant", [no_sync_of_folders, no_round_check], ids=lambda plant: plant.__name__)
+def test_what_is_found_is_found_again_by_the_text_of_its_shortest_schedule(
+    theatre: Theatre, plant: Callable[[Patch], None]
+) -> None:
+    """And that too holds without the bug."""
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        found = first(theatre)
+        assert found is not None
+        short = search.shrunk(theatre, found)
+        assert len(short.plan.text()) < len(found.plan.text())
+        assert isinstance(search.attempt(theatre, parse(short.plan.text())), search.Failure)
+    sound = search.attempt(theatre, short.plan)
+    assert not isinstance(sound, search.Failure), sound.why

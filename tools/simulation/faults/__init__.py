@@ -1,0 +1,1 @@
+"""Federations in one process on virtual time, in which disks, networks, clocks and processes fail by a schedule."""

@@ -1,0 +1,275 @@
+"""A broker on virtual time, with sessions, wills and retained messages, that loses what it is told to lose."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import NamedTuple
+
+from fedquilt.transport import link as links
+from fedquilt.transport.link import Message
+
+matches = lru_cache(maxsize=1 << 14)(links.matches)
+
+HOP_S = 0.01  # of a message, each way; messages of one instant arrive together
+WILL_S = 5.0  # after a client was last heard
+
+
+class Noise(NamedTuple):
+    """What happens to messages from `start_s` on: probabilities for each delivery, and a delay up to `delay_s`."""
+
+    start_s: float
+    end_s: float
+    drop: float
+    duplicate: float
+    corrupt: float
+    delay_s: float
+
+
+class SimLink:
+    """A client of a SimBroker: a `fedquilt.transport.link.Link`.
+
+    Args:
+        name: of the client; one that connects with a name that is in use takes it over.
+        will: topic and payload.
+    """
+
+    backlog = 0
+
+    def __init__(self, broker: SimBroker, name: str, will: tuple[str, bytes] | None) -> None:
+        self.broker, self.name, self.will = broker, name, will
+        self.session, self.connected = 1, True
+        self.max_payload = broker.max_payload
+        self.filters: list[str] = []
+        self.inbox: list[Message] = []
+        self.gate: Callable[[str, str], object] = lambda what, where: None
+        self.rewrite: Callable[[str, bytes], bytes] | None = None  # what it makes of what it sends
+
+    def subscribe(self, filters: Sequence[str]) -> None:
+        """Subscribe; retained messages of matching topics are delivered."""
+        self.filters += [pattern for pattern in filters if pattern not in self.filters]
+        if self.connected:
+            self.broker.subscribe(self)
+
+    def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
+        """Publish; while it is cut off, messages that are reliable wait for the next session."""
+        self.gate("publish", topic)
+        if self.rewrite is not None:
+            payload = self.rewrite(topic, payload)
+        self.broker.publish(self, topic, payload, retain, reliable)
+        self.gate("published", topic)
+
+    def receive(self) -> list[Message]:
+        """Empty the inbox."""
+        messages, self.inbox = self.inbox, []
+        return messages
+
+    def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
+        """Refuse: virtual time does not wait."""
+        raise RuntimeError("virtual time does not wait")
+
+    def tended(self) -> AbstractContextManager[None]:
+        """Virtual time stands still while something computes."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Disconnect without a last will."""
+        self.broker.forget(self)
+
+
+class SimBroker:
+    """The broker of one federation.
+
+    Args:
+        seed: of everything that is drawn.
+        noise: times of trouble on the way.
+        max_payload: bytes of the largest message.
+    """
+
+    def __init__(self, seed: int, noise: Sequence[Noise] = (), max_payload: int = 1 << 20) -> None:
+        self.now_s, self.max_payload = 0.0, max_payload
+        self.up = True
+        self.clients: dict[str, SimLink] = {}
+        self.woken: set[str] = set()  # clients with something new since the last look
+        self.published = 0
+        self._noise, self._roll = tuple(noise), random.Random(seed)
+        self._retained: dict[str, bytes] = {}
+        self._queued: dict[str, list[tuple[str, bytes]]] = {}  # of clients whose session is kept while they are away
+        self._unsent: dict[str, list[tuple[str, bytes, bool]]] = {}  # of clients that are cut off
+        self._wills: list[tuple[float, str]] = []
+        self._takers: dict[str, tuple[str, ...]] = {}  # topic -> names of the clients that get it
+        self._heap: list[tuple[float, int, str, int, Message]] = []
+        self._sequence = 0
+
+    # -- clients --
+
+    def connect(self, name: str, will: tuple[str, bytes] | None = None) -> SimLink:
+        """Connect a client. Its subscriptions of before are gone; what was queued for it comes all the same."""
+        if name in self.clients:
+            self.clients[name].connected = False
+        link = SimLink(self, name, will)
+        self.clients[name] = link
+        self._takers.clear()
+        self._wills = [each for each in self._wills if each[1] != name]
+        if not self.up:
+            link.connected, link.session = False, 0
+        else:
+            self._deliver_queued(name)
+        return link
+
+    def forget(self, link: SimLink) -> None:
+        """A client says goodbye."""
+        if self.clients.get(link.name) is link:
+            link.connected = False
+            del self.clients[link.name]
+            self._takers.clear()
+
+    def cut(self, name: str, *, keep: bool) -> None:
+        """Cut a client off: it notices, the broker publishes its will after a while.
+
+        Args:
+            name: of the client.
+            keep: its session is kept, and messages for it are queued.
+        """
+        link = self.clients.get(name)
+        if link is None or not link.connected:
+            return
+        link.connected = False
+        self._takers.clear()
+        if keep:
+            self._queued.setdefault(name, [])
+        else:
+            self._queued.pop(name, None)
+        if link.will is not None and self.up:
+            heapq.heappush(self._wills, (self.now_s + WILL_S, name))
+
+    def join(self, name: str) -> None:
+        """A client that was cut off is back, in a new session."""
+        link = self.clients.get(name)
+        if link is None or link.connected or not self.up:
+            return
+        link.connected = True
+        link.session += 1
+        self._wills = [each for each in self._wills if each[1] != name]
+        self._takers.clear()
+        self.woken.add(name)
+        self.subscribe(link)
+        self._deliver_queued(name)
+        for topic, payload, retain in self._unsent.pop(name, ()):
+            self.publish(link, topic, payload, retain, True)
+
+    def gone(self, name: str) -> None:
+        """A client's process has ended without a word; what it had not sent is lost."""
+        self._unsent.pop(name, None)
+        self.cut(name, keep=self._roll.random() < 0.5)
+
+    def stop(self, *, sessions: bool, retained: bool) -> None:
+        """The broker ends; messages on their way are lost, and what it keeps only if it is told to."""
+        for name in list(self.clients):
+            self.cut(name, keep=sessions)
+        self.up = False
+        self._wills.clear()
+        self._heap.clear()
+        if not sessions:
+            self._queued.clear()
+        if not retained:
+            self._retained.clear()
+
+    def start(self) -> None:
+        """The broker is back, and so are all clients."""
+        self.up = True
+        for name in list(self.clients):
+            self.join(name)
+
+    # -- messages --
+
+    def publish(self, link: SimLink, topic: str, payload: bytes, retain: bool, reliable: bool) -> None:
+        """Take a client's message."""
+        if not link.connected:
+            if reliable and self.clients.get(link.name) is link:
+                self._unsent.setdefault(link.name, []).append((topic, payload, retain))
+            return
+        for copy in self._disturbed(payload):
+            self._publish(topic, copy, retain)
+
+    def subscribe(self, link: SimLink) -> None:
+        """Deliver what is retained for a client's filters."""
+        self._takers.clear()
+        for topic, payload in self._retained.items():
+            if any(matches(pattern, topic) for pattern in link.filters):
+                self._send(link.name, Message(topic, payload, True))
+
+    def next_s(self) -> float:
+        """Time of the next delivery or will."""
+        return min(self._heap[0][0] if self._heap else math.inf, self._wills[0][0] if self._wills else math.inf)
+
+    def deliver(self) -> None:
+        """Put every due message into its client's inbox, and publish wills that are due."""
+        while self._wills and self._wills[0][0] <= self.now_s:
+            _, name = heapq.heappop(self._wills)
+            link = self.clients.get(name)
+            if link is not None and link.will is not None:
+                self._publish(*link.will, True)
+        while self._heap and self._heap[0][0] <= self.now_s:
+            _, _, name, session, message = heapq.heappop(self._heap)
+            link = self.clients.get(name)
+            if link is None or not link.connected:
+                if name in self._queued and self.up:
+                    self._queued[name].append((message.topic, message.payload))
+            elif link.session == session:
+                link.inbox.append(message)
+                self.woken.add(name)
+
+    def _publish(self, topic: str, payload: bytes, retain: bool) -> None:
+        self.published += 1
+        if retain and payload:
+            self._retained[topic] = payload
+        elif retain:
+            self._retained.pop(topic, None)
+        takers = self._takers.get(topic)
+        if takers is None:
+            takers = self._takers[topic] = tuple(
+                name
+                for name, link in self.clients.items()
+                if (link.connected or name in self._queued) and any(matches(each, topic) for each in link.filters)
+            )
+        for name in takers:
+            self._send(name, Message(topic, payload))
+
+    def _send(self, name: str, message: Message) -> None:
+        noise = self._noise_now() if self._noise else None
+        session = self.clients[name].session
+        if noise is None:
+            self._sequence += 1
+            due_s = self.now_s + HOP_S
+            heapq.heappush(self._heap, (due_s, self._sequence, name, session, message))
+            return
+        for payload in self._disturbed(message.payload):
+            self._sequence += 1
+            due_s = round(self.now_s + HOP_S * (1 + int(self._roll.random() * noise.delay_s / HOP_S)), 6)
+            heapq.heappush(self._heap, (due_s, self._sequence, name, session, message._replace(payload=payload)))
+
+    def _deliver_queued(self, name: str) -> None:
+        for topic, payload in self._queued.pop(name, ()):
+            self._send(name, Message(topic, payload))
+
+    def _noise_now(self) -> Noise | None:
+        return next((each for each in self._noise if each.start_s <= self.now_s < each.end_s), None)
+
+    def _disturbed(self, payload: bytes) -> list[bytes]:
+        noise = self._noise_now() if self._noise else None
+        if noise is None:
+            return [payload]
+        roll = self._roll.random
+        if roll() < noise.drop:
+            return []
+        copies = [payload, payload] if roll() < noise.duplicate else [payload]
+        return [self._corrupted(copy) if copy and roll() < noise.corrupt else copy for copy in copies]
+
+    def _corrupted(self, payload: bytes) -> bytes:
+        place = self._roll.randrange(len(payload))
+        return payload[:place] + bytes([payload[place] ^ (1 << self._roll.randrange(8))]) + payload[place + 1 :]

@@ -1,0 +1,107 @@
+"""`fedquilt simulate`: one schedule with all that happens, or many with what they covered."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import msgspec
+
+from fedquilt.coordinator.facts import AnyFact
+from fedquilt.core import JobError
+from fedquilt.tools.simulation.faults import schedule, search
+from fedquilt.tools.simulation.faults.schedule import Schedule
+from fedquilt.tools.simulation.faults.world import Theatre
+
+FAILED: Final = 8  # exit code
+EVERY_S: Final = 10.0  # between two lines of progress
+
+
+def parsed(text: str, seed: int | None) -> Schedule:
+    """A schedule of its text; `seed` wins over the one in it.
+
+    Raises:
+        JobError: it is none.
+    """
+    found = schedule.parse(text)
+    _require([found.method], [])
+    return found if seed is None else msgspec.structs.replace(found, seed=seed)
+
+
+def drawn(seed: int, among: Sequence[str], kinds: Sequence[str]) -> Schedule:
+    """The schedule of a seed.
+
+    Raises:
+        JobError: no such method or kind.
+    """
+    _require(among, kinds)
+    return schedule.drawn(seed, among or search.candidates(), kinds)
+
+
+def one(plan: Schedule) -> int:
+    """Play one schedule and print each fact; returns the exit code."""
+    print(f"schedule: {plan.text()}")
+    with Theatre() as theatre:
+        found = search.attempt(theatre, plan, _tell)
+    if isinstance(found, search.Failure):
+        print(found.why)
+        return FAILED
+    print(
+        "it holds:",
+        ", ".join(f"{count} {name}" for name, count in sorted(found.items()) if count) or "nothing happened",
+    )
+    return 0
+
+
+def many(seeds: range, among: Sequence[str], kinds: Sequence[str], processes: int, alive: bool) -> int:
+    """Play many, shrink those that fail, and print what was covered; returns the exit code.
+
+    Args:
+        seeds: which.
+        among: methods to draw from; (): all.
+        kinds: further kinds of faults.
+        processes: to play in.
+        alive: whether somebody watches, who is told how far it is.
+    """
+    _require(among, kinds)
+    began_s, cpu_s, told_s, total = time.monotonic(), time.process_time(), 0.0, search.NOTHING
+    for part in _parts(seeds, among, kinds, processes):
+        total = total.plus(part)
+        for failure in part.failures:
+            print("\n".join(failure.lines()), flush=True)
+        passed_s = time.monotonic() - began_s
+        if alive and passed_s >= told_s + EVERY_S:
+            told_s = passed_s
+            print(f"{total.seeds} of {len(seeds)} seeds, {len(total.failures)} failed", file=sys.stderr, flush=True)
+    seconds = time.process_time() - cpu_s if processes == 1 else time.monotonic() - began_s
+    print("\n".join(search.explained(total, seconds)))
+    return FAILED if total.failures else 0
+
+
+def _parts(seeds: range, among: Sequence[str], kinds: Sequence[str], processes: int) -> Iterator[search.Played]:
+    if processes > 1:
+        yield from search.spread(seeds, processes, kinds, among)
+        return
+    search.calm()
+    with Theatre() as theatre:
+        for at in range(0, len(seeds), search.BATCH):
+            yield search.play(theatre, seeds[at : at + search.BATCH], kinds, among)
+
+
+def _require(among: Sequence[str], kinds: Sequence[str]) -> None:
+    for name in among:
+        if name not in search.candidates():
+            raise JobError(f"{name} is not played here; there are: {', '.join(search.candidates())}")
+    for kind in kinds:
+        if kind not in schedule.LATER:
+            raise JobError(f"{kind!r} is no further kind of fault; there are: {', '.join(schedule.LATER)}")
+
+
+def _tell(job: str, fact: AnyFact) -> None:
+    of = getattr(fact, "round", None)
+    who = getattr(getattr(fact, "update", None), "device", "") or ", ".join(getattr(fact, "devices", ()))
+    said = getattr(fact, "reason", "") or getattr(fact, "device", "")
+    words = (job.partition("-")[0], type(fact).__name__, "" if of is None else f"round {of}", who, said)
+    print(" ", " ".join(word for word in words if word))

@@ -1,0 +1,333 @@
+"""Schedules: what a simulated federation does and what goes wrong meanwhile, as values made from a seed.
+
+A schedule has a short text, from which the same one is read again:
+
+    seed=17 method=ditto devices=3 rounds=3 crash:dev-1,42,1,5.0 cut:coordinator,1.5,8.0,0
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal, TypeAlias
+
+import msgspec
+
+from fedquilt.core import JobError
+
+COORDINATOR: Final = "coordinator"
+ROUND_S: Final = 1.5  # about how long a calm round takes
+AGENT_CALLS: Final = 60  # about how many calls an agent makes in a calm round: to its disk, and to publish
+COORDINATOR_CALLS: Final = 45  # likewise a coordinator, for each device
+
+
+class Fault(msgspec.Struct, frozen=True, tag=True):
+    """Something that goes wrong."""
+
+
+class Crash(Fault, frozen=True, tag="crash"):
+    """A process ends at one of its calls, counted over all its lives; with `power`, so does its computer."""
+
+    who: str
+    call: int
+    power: bool
+    down_s: float
+
+
+class Refuse(Fault, frozen=True, tag="refuse"):
+    """A disk is full, read-only, or fails, for some calls."""
+
+    who: str
+    call: int
+    calls: int
+    how: Literal["full", "readonly", "io"]
+
+
+class Noise(Fault, frozen=True, tag="noise"):
+    """Messages are lost, doubled, late (and so in another order), or have a flipped bit."""
+
+    start_s: float
+    length_s: float
+    drop: float
+    duplicate: float
+    corrupt: float
+    delay_s: float
+
+
+class Cut(Fault, frozen=True, tag="cut"):
+    """A side is cut off from the broker, which keeps its session or does not."""
+
+    who: str
+    start_s: float
+    length_s: float
+    keep: bool
+
+
+class Broker(Fault, frozen=True, tag="broker"):
+    """The broker ends and comes back, with or without sessions and retained messages."""
+
+    start_s: float
+    length_s: float
+    sessions: bool
+    retained: bool
+
+
+class Jump(Fault, frozen=True, tag="jump"):
+    """A computer sleeps for a while by its own clock, and its wall clock is set."""
+
+    who: str
+    at_s: float
+    sleep_s: float
+    wall_s: float
+
+
+class Slow(Fault, frozen=True, tag="slow"):
+    """A device's tasks take longer."""
+
+    who: str
+    factor: float
+
+
+class Worker(Fault, frozen=True, tag="worker"):
+    """A device's task ends otherwise, the `start`-th that it begins."""
+
+    who: str
+    start: int
+    how: Literal["killed", "failed", "memory"]
+
+
+class Stop(Fault, frozen=True, tag="stop"):
+    """The job is stopped by request, and resumed later."""
+
+    at_s: float
+    length_s: float
+
+
+class Newer(Fault, frozen=True, tag="newer"):
+    """A side is of the next version: its messages have a field that this version does not know."""
+
+    who: str
+
+
+class Second(Fault, frozen=True, tag="second"):
+    """Somebody starts a second coordinator in the same home."""
+
+    at_s: float
+
+
+class Rot(Fault, frozen=True, tag="rot"):
+    """A bit of a file flips on a disk."""
+
+    who: str
+    at_s: float
+    place: float
+
+
+class Restore(Fault, frozen=True, tag="restore"):
+    """The coordinator's home is put back to what it was `back_s` before."""
+
+    at_s: float
+    back_s: float
+
+
+AnyFault: TypeAlias = (
+    Crash | Refuse | Noise | Cut | Broker | Jump | Slow | Worker | Stop | Newer | Second | Rot | Restore
+)
+KINDS: Final[dict[str, type[Fault]]] = {str(kind.__struct_config__.tag): kind for kind in AnyFault.__args__}
+LATER: Final = ("rot", "restore")
+"""Kinds that schedules do not draw of themselves: what they find is mended by verified reads and reconciled epochs."""
+
+
+class Schedule(msgspec.Struct, frozen=True):
+    """One simulated federation."""
+
+    seed: int = 0
+    method: str = "fedavg"
+    codec: str = "raw"
+    devices: int = 3
+    rounds: int = 3
+    size: int = 0  # of the cohort; 0: all devices, so that every round has all of them
+    quorum: float = 1.0
+    over_select: float = 0.0
+    deadline_s: float = 20_000.0
+    check: int = 0  # rounds between evaluations
+    jobs: int = 1
+    payload: int = 1 << 20  # bytes of the largest message
+    faults: tuple[AnyFault, ...] = ()
+
+    @property
+    def forced(self) -> bool:
+        """Whether every round counts every device, whatever goes wrong."""
+        return self.size == 0
+
+    @property
+    def settings(self) -> Schedule:
+        """The same federation without faults, whatever is drawn."""
+        return msgspec.structs.replace(self, seed=0, faults=(), payload=1 << 20)
+
+    def text(self) -> str:
+        """Words from which `parse` makes the same schedule."""
+        plain = Schedule()
+        words = [
+            f"{name}={getattr(self, name)}"
+            for name in self.__struct_fields__
+            if name != "faults" and getattr(self, name) != getattr(plain, name)
+        ]
+        return " ".join([*words, *(_word(fault) for fault in self.faults)])
+
+
+def _word(fault: AnyFault) -> str:
+    values = (getattr(fault, name) for name in fault.__struct_fields__)
+    told = (str(int(value)) if isinstance(value, bool) else f"{value}" for value in values)
+    return f"{fault.__struct_config__.tag}:{','.join(told)}"
+
+
+def parse(text: str) -> Schedule:
+    """Read a schedule's text.
+
+    Raises:
+        JobError: it has a word that is none.
+    """
+    given: dict[str, Any] = {}
+    faults: list[Any] = []
+    try:
+        for word in text.split():
+            if ":" not in word:
+                name, _, value = word.partition("=")
+                given[name] = value
+                continue
+            name, _, rest = word.partition(":")
+            kind = KINDS[name]
+            found = dict(zip(kind.__struct_fields__, rest.split(","), strict=True))
+            faults.append(msgspec.convert({"type": name, **found}, AnyFault, strict=False))
+        if unknown := given.keys() - set(Schedule.__struct_fields__):
+            raise ValueError(f"no setting {', '.join(sorted(unknown))}")
+        made = msgspec.convert(given, Schedule, strict=False)
+    except (KeyError, ValueError) as error:
+        raise JobError(f"{text!r} is no schedule: {error}; take one as `fedquilt simulate` prints it") from None
+    return msgspec.structs.replace(made, faults=tuple(faults))
+
+
+# -- drawing --------------------------------------------------------------------------------------
+
+
+def drawn(seed: int, methods: Sequence[str], kinds: Sequence[str] = ()) -> Schedule:
+    """A seed's own schedule.
+
+    Args:
+        seed: of everything.
+        methods: to draw from.
+        kinds: further kinds of faults, of LATER.
+    """
+    roll = random.Random(f"schedule {seed}")
+    method, codec = roll.choice(methods), "raw"
+    if "fedavg" in methods and roll.random() < 0.15:  # a codec that leaves something for the next time
+        method, codec = "fedavg", roll.choice(["int8", "topk"])
+    devices, rounds = roll.choice([2, 2, 3]), roll.choice([2, 3, 4, 5])
+    base = Schedule(
+        seed=seed,
+        method=method,
+        codec=codec,
+        devices=devices,
+        rounds=rounds,
+        payload=roll.choice([1 << 20, 1 << 20, 2048]),
+        check=roll.choice([0, 0, 0, 2]),
+        jobs=roll.choice([1] * 9 + [2]),
+    )
+    if roll.random() < 0.4:  # rounds that not every device is in
+        base = msgspec.structs.replace(
+            base,
+            devices=3,
+            size=2,
+            quorum=roll.choice([0.5, 1.0]),
+            over_select=roll.choice([0.0, 0.5]),
+            deadline_s=roll.choice([4.0, 15.0, 60.0]),
+        )
+    every: list[Callable[[random.Random, Schedule], AnyFault]]
+    every = [_crash, _crash, _crash, _refuse, _noise, _noise, _cut, _broker, _jump, _slow, _worker, _stop, _second]
+    every += [*([] if base.forced else [_newer]), *(_DRAW[kind] for kind in kinds)]
+    count = roll.choice([1, 1, 2, 2, 3, 4])
+    return msgspec.structs.replace(base, faults=tuple(roll.choice(every)(roll, base) for _ in range(count)))
+
+
+def _who(roll: random.Random, base: Schedule) -> str:
+    return roll.choice([COORDINATOR, *(f"dev-{index}" for index in range(base.devices))])
+
+
+def _call(roll: random.Random, base: Schedule, who: str) -> int:
+    each = COORDINATOR_CALLS * base.devices if who == COORDINATOR else AGENT_CALLS
+    return roll.randrange(1, each * base.rounds)
+
+
+def _when(roll: random.Random, base: Schedule) -> float:
+    return round(roll.uniform(0.0, ROUND_S * base.rounds * base.jobs), 2)
+
+
+def _crash(roll: random.Random, base: Schedule) -> AnyFault:
+    who = _who(roll, base)
+    return Crash(who, _call(roll, base, who), roll.random() < 0.6, roll.choice([0.5, 8.0, 40.0]))
+
+
+def _refuse(roll: random.Random, base: Schedule) -> AnyFault:
+    who = _who(roll, base)
+    return Refuse(who, _call(roll, base, who), roll.choice([1, 1, 5, 30]), roll.choice(["full", "readonly", "io"]))
+
+
+def _noise(roll: random.Random, base: Schedule) -> AnyFault:
+    return Noise(
+        _when(roll, base) * roll.choice([0, 1]),
+        roll.choice([1.0, 5.0, 20.0]),
+        drop=roll.choice([0.0, 0.1, 0.4]),
+        duplicate=roll.choice([0.0, 0.2]),
+        corrupt=roll.choice([0.0, 0.05, 0.2]),
+        delay_s=roll.choice([0.0, 0.3, 3.0]),
+    )
+
+
+def _cut(roll: random.Random, base: Schedule) -> AnyFault:
+    return Cut(_who(roll, base), _when(roll, base), roll.choice([0.3, 3.0, 30.0]), roll.random() < 0.5)
+
+
+def _broker(roll: random.Random, base: Schedule) -> AnyFault:
+    return Broker(_when(roll, base), roll.choice([0.1, 4.0, 30.0]), roll.random() < 0.5, roll.random() < 0.5)
+
+
+def _jump(roll: random.Random, base: Schedule) -> AnyFault:
+    sleep_s = roll.choice([0.0, 5.0, 100.0, 10_000.0])
+    return Jump(_who(roll, base), _when(roll, base), sleep_s, roll.choice([0.0, -1e6, 1e6]))
+
+
+def _slow(roll: random.Random, base: Schedule) -> AnyFault:
+    """Where not all devices are needed, it is the last that takes longer than a round may."""
+    index = roll.randrange(base.devices) if base.forced else base.devices - 1
+    return Slow(f"dev-{index}", roll.choice([3.0, 10.0, 30.0]))
+
+
+def _worker(roll: random.Random, base: Schedule) -> AnyFault:
+    who, start = f"dev-{roll.randrange(base.devices)}", roll.randrange(1, base.rounds + 1)
+    how: Literal["killed", "failed", "memory"] = roll.choice(["killed", "killed", "failed", "memory"])
+    return Worker(who, start, how)
+
+
+def _stop(roll: random.Random, base: Schedule) -> AnyFault:
+    return Stop(_when(roll, base), roll.choice([1.0, 20.0]))
+
+
+def _newer(roll: random.Random, base: Schedule) -> AnyFault:
+    """What it says is refused by name; so the others have to do without it."""
+    return Newer(f"dev-{base.devices - 1}")
+
+
+def _second(roll: random.Random, base: Schedule) -> AnyFault:
+    return Second(_when(roll, base))
+
+
+def _rot(roll: random.Random, base: Schedule) -> AnyFault:
+    return Rot(_who(roll, base), _when(roll, base), round(roll.random(), 4))
+
+
+def _restore(roll: random.Random, base: Schedule) -> AnyFault:
+    return Restore(_when(roll, base), roll.choice([1.0, 2.0, 4.0]))
+
+
+_DRAW: Final[dict[str, Callable[[random.Random, Schedule], AnyFault]]] = {"rot": _rot, "restore": _restore}

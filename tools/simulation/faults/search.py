@@ -1,0 +1,216 @@
+"""Playing many schedules, and shrinking one that fails to the shortest that fails in the same way."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from functools import cache
+from typing import Final, NamedTuple
+
+import msgspec
+
+from fedquilt import methods
+from fedquilt.tools.simulation.faults.schedule import AnyFault, Newer, Schedule, drawn
+from fedquilt.tools.simulation.faults.sides import BrokenError
+from fedquilt.tools.simulation.faults.world import Observe, Theatre
+
+BATCH: Final = 50  # seeds that a process takes at once
+TRIES: Final = 60  # plays that shrinking may take
+PLAIN: Final = Schedule()
+
+
+class Failure(NamedTuple):
+    """A schedule after which something does not hold."""
+
+    plan: Schedule
+    why: str
+
+    def lines(self) -> list[str]:
+        """Sentences about it, the last of which is the command that plays it again."""
+        return [f"seed {self.plan.seed}: {self.why}", f"fedquilt simulate --schedule {shlex.quote(self.plan.text())}"]
+
+
+class Played(NamedTuple):
+    """What came of some seeds."""
+
+    seeds: int
+    rounds: int
+    happened: Counter[str]  # how often
+    covered: Counter[str]  # in how many seeds
+    failures: tuple[Failure, ...]
+
+    def plus(self, other: Played) -> Played:
+        """Both together."""
+        return Played(
+            self.seeds + other.seeds,
+            self.rounds + other.rounds,
+            self.happened + other.happened,
+            self.covered + other.covered,
+            (*self.failures, *other.failures),
+        )
+
+
+NOTHING: Final = Played(0, 0, Counter(), Counter(), ())
+
+
+@cache
+def candidates() -> tuple[str, ...]:
+    """Methods that schedules draw from: our own that run here, found by their files.
+
+    Those that run blocks of donors take minutes; those with settling rounds ask other devices than the log's rounds.
+    """
+    able = methods.names()
+    found = [(name, methods.load(name)) for name in able]
+    return tuple(name for name, method in found if _runs(method.engines) and method.settle is None)
+
+
+def _runs(engines: Sequence[str]) -> bool:
+    from fedquilt.edge_agent.engines import available
+
+    return bool({"numpy", "torch"} & set(engines) & set(available()))
+
+
+# -- playing --------------------------------------------------------------------------------------
+
+
+def attempt(theatre: Theatre, plan: Schedule, observe: Observe = lambda job, fact: None) -> Failure | Counter[str]:
+    """Play a schedule: what has happened, or how it has failed."""
+    try:
+        return theatre.play(plan, observe)
+    except BrokenError as error:
+        return Failure(plan, str(error))
+
+
+def play(theatre: Theatre, seeds: Iterable[int], kinds: Sequence[str] = (), among: Sequence[str] = ()) -> Played:
+    """Play the schedules of some seeds; those that fail are shrunk.
+
+    Args:
+        theatre: where.
+        seeds: which.
+        kinds: further kinds of faults to draw.
+        among: methods to draw from; (): all `candidates`.
+    """
+    before, count = theatre.rounds, 0
+    happened, covered = Counter[str](), Counter[str]()
+    failures = []
+    for seed in seeds:
+        plan = drawn(seed, among or candidates(), kinds)
+        found = attempt(theatre, plan)
+        count += 1
+        if isinstance(found, Failure):
+            failures.append(shrunk(theatre, found))
+            continue
+        happened += found
+        covered.update({name for name in found if found[name]} | {f"method {plan.method}", f"codec {plan.codec}"})
+        covered["all devices in each round" if plan.forced else "a part of the devices in a round"] += 1
+    return Played(count, theatre.rounds - before, happened, covered, tuple(failures))
+
+
+_theatre: Theatre | None = None
+
+
+def _begin() -> None:
+    global _theatre
+    calm()
+    _theatre = Theatre()
+
+
+def calm() -> None:
+    """Settle this process for many short plays: one thread, no log, rare collection of garbage."""
+    import logging
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    logging.getLogger("fedquilt").propagate = False
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 1000)
+
+
+def _batch(seeds: range, kinds: Sequence[str], among: Sequence[str]) -> Played:
+    assert _theatre is not None
+    return play(_theatre, seeds, kinds, among)
+
+
+def spread(seeds: range, processes: int, kinds: Sequence[str], among: Sequence[str]) -> Iterator[Played]:
+    """Play seeds in several processes; yields what came of each part, as it comes."""
+    parts = [seeds[at : at + BATCH] for at in range(0, len(seeds), BATCH)]
+    with ProcessPoolExecutor(processes, initializer=_begin) as pool:
+        waiting: set[Future[Played]] = set()
+        while parts or waiting:
+            while parts and len(waiting) < 2 * processes:
+                waiting.add(pool.submit(_batch, parts.pop(0), kinds, among))
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            for each in done:
+                yield each.result()
+
+
+# -- shrinking ------------------------------------------------------------------------------------
+
+
+def shrunk(theatre: Theatre, failure: Failure) -> Failure:
+    """The shortest schedule found that still fails: fewer faults, then plainer settings, then smaller numbers."""
+    left = TRIES
+    best = failure
+
+    def fails(plan: Schedule) -> bool:
+        nonlocal left, best
+        if left <= 0 or plan == best.plan:
+            return False
+        left -= 1
+        found = attempt(theatre, plan)
+        if isinstance(found, Failure):
+            best = found
+        return isinstance(found, Failure)
+
+    again = True
+    while again and left > 0:
+        again = any(fails(plan) for plan in _smaller(best.plan))
+    return best
+
+
+def _smaller(plan: Schedule) -> Iterator[Schedule]:
+    faults = plan.faults
+    for index in range(len(faults)):
+        yield msgspec.structs.replace(plan, faults=(*faults[:index], *faults[index + 1 :]))
+    for name in ("jobs", "check", "codec", "payload", "method", "over_select", "quorum"):
+        yield msgspec.structs.replace(plan, **{name: getattr(PLAIN, name)})
+    if plan.size and not any(isinstance(fault, Newer) for fault in faults):  # who is not heard cannot be waited for
+        yield msgspec.structs.replace(plan, size=0, quorum=1.0, over_select=0.0, deadline_s=PLAIN.deadline_s)
+    for name, least in (("rounds", 1), ("devices", 2 if plan.forced else 3)):
+        if getattr(plan, name) > least:
+            yield msgspec.structs.replace(plan, **{name: getattr(plan, name) - 1})
+    for index, fault in enumerate(faults):
+        for less in _less(fault):
+            yield msgspec.structs.replace(plan, faults=(*faults[:index], less, *faults[index + 1 :]))
+
+
+def _less(fault: AnyFault) -> Iterator[AnyFault]:
+    """A fault with one of its numbers at 0 or halved, where there is something to gain."""
+    for name in fault.__struct_fields__:
+        value = getattr(fault, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value or name in ("call", "start"):
+            continue
+        if isinstance(value, int):
+            if value > 1:
+                yield msgspec.structs.replace(fault, **{name: 1})
+        elif name not in ("factor", "down_s", "length_s", "start_s", "at_s", "place") and value > 0:
+            yield msgspec.structs.replace(fault, **{name: 0.0})
+        elif value > 1.0 and name != "start_s" and name != "at_s":
+            yield msgspec.structs.replace(fault, **{name: round(value / 2, 2)})
+
+
+def explained(played: Played, seconds: float) -> Iterator[str]:
+    """Lines for people: what was covered, and what failed."""
+    each = played.rounds / seconds if seconds else 0.0
+    yield f"{played.seeds} seeds, {played.rounds} rounds, {each:.0f} rounds a second"
+    yield "in how many seeds, and how often:"
+    for name, count in sorted(played.covered.items()):
+        often = played.happened[name]
+        yield f"  {name:34} {count:7}" + (f" {often:9}" if often else "")
+    for failure in played.failures:
+        yield from failure.lines()
+    if not played.failures:
+        yield "nothing accepted was lost, no state and no private state is another than calmly"

@@ -1,0 +1,285 @@
+"""The processes of a simulated federation: a coordinator and agents that end, and are started again on what is left."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import random
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from fedquilt import wire
+from fedquilt.coordinator.executors import OverLink
+from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.store import Store
+from fedquilt.core import FedquiltError, JobError, StoreError
+from fedquilt.disk import Place
+from fedquilt.edge_agent.agent import Agent
+from fedquilt.edge_agent.devices import make as make_board
+from fedquilt.edge_agent.settings import AgentSettings
+from fedquilt.edge_agent.task.protocol import Event, Loaded, Order, Outcome
+from fedquilt.tools.simulation.faults import schedule
+from fedquilt.tools.simulation.faults.broker import SimBroker, SimLink
+from fedquilt.tools.simulation.faults.disk import Crash, Platter, SimDisk
+from fedquilt.tools.simulation.faults.truth import BOARD, BUDGET, Truth
+
+FLEET: Final = "sim"
+WORK_S: Final = 1.0  # of a task
+AGAIN_S: Final = 5.0  # until a process that ended by an error is started again
+ERRORS: Final = {"full": errno.ENOSPC, "readonly": errno.EROFS, "io": errno.EIO}
+
+
+class BrokenError(FedquiltError):
+    """What must hold does not."""
+
+
+class Side:
+    """One computer, with the process on it.
+
+    Args:
+        name: "coordinator" or a device's.
+        broker: of the federation.
+        platter: what the computer keeps.
+        plan: the faults that concern it are taken from there.
+        happened: counts what has happened.
+    """
+
+    def __init__(
+        self, name: str, broker: SimBroker, platter: Platter, plan: schedule.Schedule, happened: Counter[str]
+    ) -> None:
+        self.name, self.broker, self.platter = name, broker, platter
+        self.due_s, self.up_s = 0.0, 0.0
+        self.inner: Any = None
+        self.lives = 0
+        self._calls, self._offset_s = 0, 0.0
+        self._happened = happened
+        self._roll = random.Random(f"{plan.seed} {name}")
+        mine = [fault for fault in plan.faults if getattr(fault, "who", "") == name]
+        self._crashes = {fault.call: fault for fault in mine if isinstance(fault, schedule.Crash)}
+        self._refusals = [fault for fault in mine if isinstance(fault, schedule.Refuse)]
+        self._newer = any(isinstance(fault, schedule.Newer) for fault in mine)
+        self._slow = math.prod(fault.factor for fault in mine if isinstance(fault, schedule.Slow))
+        self._work = {fault.start: fault.how for fault in mine if isinstance(fault, schedule.Worker)}
+        self._until = max((fault.call + fault.calls for fault in self._refusals), default=0)
+        self._fell: schedule.Crash | None = None
+        self._disk = SimDisk(platter)
+        self._starts = 0  # of tasks
+
+    def step(self, now_s: float) -> None:
+        """Start the process if it is time, or let it do what is due; it may end by that."""
+        if now_s < self.up_s:
+            self.due_s = self.up_s
+            return
+        try:
+            if self.inner is None:
+                self._begin()
+            self.due_s = max(self.inner.step(now_s + self._offset_s) - self._offset_s, now_s)
+            if self._link.inbox:
+                self.due_s = now_s
+        except Crash:
+            assert self._fell is not None
+            self._end(power=self._fell.power)
+            self.up_s = self.due_s = now_s + self._fell.down_s
+            self._fell = None
+        except StoreError:
+            if not self._refusals and not self._happened["rot"]:
+                raise
+            self._happened["ended by its disk"] += 1
+            self._end(power=False)
+            self.up_s = self.due_s = now_s + AGAIN_S
+
+    def sleep(self, seconds: float) -> None:
+        """Its own clock jumps."""
+        self._offset_s += seconds
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._end(power=False)
+
+    # -- within --
+
+    def _begin(self) -> None:
+        self.lives += 1
+        self._disk = SimDisk(self.platter, self._gate)
+        self._link: SimLink = self.broker.connect(self.name, self._will())
+        self._link.gate = self._gate
+        if self._newer:
+            self._link.rewrite = newer
+            self._happened["newer"] += 1
+        self.inner = self._start(self._link)
+
+    def _start(self, link: SimLink) -> Any:
+        raise NotImplementedError
+
+    def _will(self) -> tuple[str, bytes] | None:
+        return None
+
+    def _end(self, *, power: bool) -> None:
+        self.inner = None
+        self._disk.end()
+        self.broker.gone(self.name)
+        if power:
+            self.platter.power_fails(self._roll)
+        else:
+            self.platter.processes_end()
+
+    def _gate(self, what: str, where: Place) -> OSError | None:
+        """Count a call; it may be the process's last, or fail."""
+        if self._fell is not None:
+            raise Crash  # whatever runs while a dead process's stack unwinds has not happened
+        self._calls += 1
+        crash = self._crashes.pop(self._calls, None)
+        if crash is not None:
+            self._fell = crash
+            self._happened["crash"] += 1
+            self._happened[f"crash at {what}"] += 1
+            self._happened["power"] += crash.power
+            raise Crash
+        if self._calls < self._until and what in ("read", "write", "sync", "name", "commit"):
+            for fault in self._refusals:
+                if fault.call <= self._calls < fault.call + fault.calls and _refused(fault.how, what):
+                    self._happened["refuse"] += 1
+                    return OSError(ERRORS[fault.how], os.strerror(ERRORS[fault.how]))
+        return None
+
+
+def _refused(how: str, what: str) -> bool:
+    return {"full": what in ("write", "commit"), "readonly": what != "read", "io": True}[how]
+
+
+def newer(topic: str, payload: bytes) -> bytes:
+    """A message with a field that this version does not know."""
+    if not payload.startswith(b'{"v":'):
+        return payload
+    rest = b"," + json.dumps({"next_version": [1, {"a": None}]}).encode()[1:-1]
+    body = payload[payload.index(b'"crc":"') + 16 :]
+    body = rest + body
+    return b'{"v":%d,"crc":"%08x"' % (wire.VERSION, zlib.crc32(body)) + body
+
+
+class CoordinatorSide(Side):
+    """The coordinator: started as `fedquilt serve` is, and again after it has ended."""
+
+    observe: Callable[[Any, Any], None]
+    load: Callable[[str], Any]
+
+    def _start(self, link: SimLink) -> Server:
+        self.store = Store(Path(self.platter.root), disk=self._disk)
+        if not self.store.lock():
+            raise JobError("another coordinator runs in its home")
+        executor = OverLink(link, FLEET, self.store.depot, self.store.next_epoch())
+        return Server(executor, self.store, self.observe, load=self.load, poll_s=30.0)
+
+    def restore(self, copied: Any) -> None:
+        """End the process, and start it again on a copy of its home."""
+        self._end(power=False)
+        self.platter.restore(copied)
+        self.up_s = self.due_s = self.broker.now_s + AGAIN_S
+
+    def second(self) -> bool:
+        """Whether a second coordinator could be started in the same home."""
+        with Store(Path(self.platter.root), disk=SimDisk(self.platter)) as store:
+            return store.lock()
+
+
+class AgentSide(Side):
+    """A device's agent."""
+
+    truths: dict[str, Truth]
+
+    def _will(self) -> tuple[str, bytes]:
+        topic = wire.Topics(FLEET).device(self.name, "up", "presence")
+        return topic, wire.encode(wire.Presence(online=False, boot=f"{self.name}-{self.lives}"))
+
+    def _start(self, link: SimLink) -> Agent:
+        options = AgentSettings(
+            device=self.name,
+            fleet=FLEET,
+            home=self.platter.root,
+            budget=BUDGET,
+            plugins=(),
+            telemetry_s=1e9,
+            data={"share": self.name},
+        )
+        board = make_board(BOARD)
+        return Agent(link, options, board, SimWorker(self), f"{self.name}-{self.lives}", disk=self._disk)
+
+    def work(self, order: Order) -> Outcome:
+        """Carry out an order: its output lies in its folder afterwards, not synced."""
+        disk, truth = SimDisk(self.platter), self.truths[order.task.method]
+        private = None if order.private is None else disk.read(order.private)
+        try:
+            done = truth.shop.work(
+                order.task, self.name, private, lambda sha256: disk.read(f"{self.platter.root}/blobs/{sha256}")
+            )
+        except FileNotFoundError:
+            return Outcome(code="disk", reason="a bundle is gone")
+        for name, payload in done.files.items():
+            disk.write(f"{order.out}/{name}", payload)
+        return done.outcome
+
+    def next_way(self) -> str | None:
+        """How the next task is to end, if not well."""
+        self._starts += 1
+        how = self._work.get(self._starts)
+        if how is not None:
+            self._happened["worker"] += 1
+        if self._slow > 1:
+            self._happened["slow"] += 1
+        return how
+
+    @property
+    def work_s(self) -> float:
+        """Seconds that a task takes."""
+        return WORK_S * self._slow
+
+
+class SimWorker:
+    """A device's worker on virtual time; ends well unless its side says otherwise."""
+
+    resident_bytes = 0
+
+    def __init__(self, side: AgentSide) -> None:
+        self._side = side
+        self._events: list[tuple[float, Event]] = []
+
+    def start(self, order: Order, now_s: float) -> None:
+        """Begin an order."""
+        how = self._side.next_way()
+        if how == "killed":
+            outcome = Outcome(code="failed", reason="the task's process was killed", killed=True)
+        elif how is not None:
+            outcome = Outcome(code=how, reason="by the schedule", overrun=how == "memory")  # type: ignore[arg-type]
+        else:
+            outcome = self._side.work(order)
+        self._events = [(now_s + self._side.work_s, outcome)]
+        if outcome.code == "ok":
+            self._events.insert(0, (now_s, Loaded(outcome.examples)))
+
+    def poll(self, now_s: float) -> list[Event]:
+        """Events that are due."""
+        due = [event for at_s, event in self._events if at_s <= now_s]
+        if due:
+            self._events = [each for each in self._events if each[0] > now_s]
+        return due
+
+    def due_s(self, now_s: float) -> float:
+        """Time of the next event."""
+        return self._events[0][0] if self._events else math.inf
+
+    def kill(self) -> None:
+        """Drop the order."""
+        self._events = []
+
+    def fds(self) -> tuple[int, ...]:
+        """None: nothing arrives from outside."""
+        return ()
+
+    def close(self) -> None:
+        """Drop the order."""
+        self._events = []

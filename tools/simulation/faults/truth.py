@@ -1,0 +1,269 @@
+"""What a federation should come to: the same cohorts, worked out calmly by the method's own functions.
+
+Nothing of the coordinator or the agent takes part: no log, no store, no messages. Each device's work is remembered by
+its inputs, so that thousands of schedules cost the work of a few.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from fedquilt import bundle, compression, tensors, tiers
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.preflight import first_state
+from fedquilt.coordinator.settings import Job
+from fedquilt.coordinator.tasks import make_task
+from fedquilt.core import Action, BlobRef, Bundle, Contribution, DeviceView, Profile, Task, Tensors, derived
+from fedquilt.edge_agent import engines, events, messages
+from fedquilt.edge_agent.devices import make as make_board
+from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.edge_agent.state import PRIVATE
+from fedquilt.edge_agent.task import main
+from fedquilt.edge_agent.task.protocol import Order, Outcome
+from fedquilt.testing import toys
+from fedquilt.testing.scenes import Scene, scene
+from fedquilt.tools.simulation.faults.schedule import Schedule
+from fedquilt.tools.simulation.hands import OneEngine
+
+BUDGET: Final = "2GB"
+BUDGET_BYTES: Final = 2_000_000_000
+BOARD: Final = "x86-host"  # the smallest profile there is
+
+
+class Result(NamedTuple):
+    """Outcome of a device's work, and the files that it wrote."""
+
+    outcome: Outcome
+    files: Mapping[str, bytes]
+
+    @property
+    def private(self) -> bytes | None:
+        """The private state that it leaves."""
+        return self.files.get(PRIVATE)
+
+
+class Node(NamedTuple):
+    """Where a job stands after some rounds."""
+
+    state: Any
+    sha256: str
+    private: Mapping[str, bytes]  # device -> its private state
+    history: Mapping[str, tuple[int, ...]]  # device -> rounds it contributed to
+
+
+class Workshop:
+    """A method with its toys, and what was worked out with it already.
+
+    Args:
+        name: of the method.
+        place: real folder for files of its own.
+    """
+
+    def __init__(self, name: str, place: Path) -> None:
+        self.scene = _scene(name)
+        self.method = self.scene.method
+        self.folder = toys.folder(place / f"bundle-{name}", self.scene.bundle)
+        self.bundle: Bundle = bundle.load(self.folder)
+        self.engine = "numpy" if "numpy" in self.method.engines else self.method.engines[0]
+        self.done: dict[tuple[str, bytes, str], Result] = {}  # by device, task and private state
+        self.nodes: dict[tuple[Any, ...], Node] = {}  # by what a job's states depend on, and its cohorts
+        self.blobs: dict[str, bytes] = {}
+        self._bench = OneEngine(self._share, lambda name: self.method, self.scene.engine)
+        self._place = place / f"work-{name}"
+        self._place.mkdir()
+        self._files: dict[str, str] = {}  # sha256 -> path of a real file
+
+    def _share(self, device: str) -> Any:
+        member = self.scene.devices[int(device.rpartition("-")[2])]
+        return member.train, member.held
+
+    def work(self, task: Task, device: str, private: bytes | None, load: Callable[[str], bytes]) -> Result:
+        """A device's work on a task, done once for the same inputs.
+
+        Args:
+            task: of the coordinator.
+            device: its name.
+            private: its private state; None: none yet.
+            load: bytes of a blob by its sha256.
+        """
+        plain = msgspec.structs.replace(task, job="", attempt=0, deadline_s=0.0)
+        kept = "" if private is None else _sha(private)
+        given = {name: load(ref.sha256) for name, ref in task.bundles.items()}
+        odd = "".join(_sha(given[name]) for name, ref in task.bundles.items() if _sha(given[name]) != ref.sha256)
+        key = (device, msgspec.json.encode(plain), kept + odd)
+        if key not in self.done:
+            self.done[key] = self._worked(plain, device, private, given)
+        return self.done[key]
+
+    def _worked(self, task: Task, device: str, private: bytes | None, given: Mapping[str, bytes]) -> Result:
+        with tempfile.TemporaryDirectory(dir=self._place) as folder:
+            out = Path(folder) / "out"
+            out.mkdir()
+            own = None if private is None else Path(folder) / "private"
+            if own is not None and private is not None:
+                own.write_bytes(private)
+            order = Order(
+                task=task,
+                device=device,
+                budget_bytes=BUDGET_BYTES,
+                data={"share": device},
+                bundles={name: self._real(payload) for name, payload in given.items()},
+                private=None if own is None else str(own),
+                cache=f"{folder}/cache",
+                out=str(out),
+            )
+            outcome = main.carry_out(order, self._bench)
+            files = {path.name: path.read_bytes() for path in out.iterdir()}
+        return Result(msgspec.structs.replace(outcome, wall_s=1.0, cpu_s=1.0, peak_bytes=None, base_bytes=None), files)
+
+    def _real(self, payload: bytes) -> str:
+        """A real file with these bytes."""
+        sha256 = _sha(payload)
+        if sha256 not in self._files:
+            (self._place / sha256).write_bytes(payload)
+            self._files[sha256] = str(self._place / sha256)
+        return self._files[sha256]
+
+
+class Truth:
+    """One federation without faults: its job, and what every cohort comes to.
+
+    Args:
+        plan: a schedule; only its settings count.
+        shop: of its method.
+        number: of the job, from 0.
+    """
+
+    def __init__(self, plan: Schedule, shop: Workshop, number: int = 0) -> None:
+        self.shop, self.method, self.folder, self.bundle = shop, shop.method, shop.folder, shop.bundle
+        self.engine = shop.engine
+        self._same = (plan.codec, plan.rounds, plan.check, number)
+        self.job: Job = settings.parse(
+            {
+                "name": f"sim{number}",
+                "method": plan.method,
+                "rounds": plan.rounds,
+                "engine": self.engine,
+                "seed": 3,
+                "params": dict(shop.scene.given),
+                "cohort": {
+                    "size": plan.size,
+                    "min_devices": 0 if plan.size else plan.devices,
+                    "start_devices": plan.size or plan.devices,
+                    "quorum": plan.quorum,
+                    "over_select": plan.over_select,
+                    "deadline_s": plan.deadline_s,
+                    "attempts": 10_000,
+                },
+                "check": {"every": plan.check if self.method.check and not self.method.settle else 0},
+                "wire": {"codec": plan.codec},
+            }
+        )
+
+    def profile(self, device: str) -> Profile:
+        """Profile that a device sends."""
+        return _profile(device, self.engine)
+
+    def node(self, cohorts: tuple[tuple[str, ...], ...]) -> Node:
+        """Where the job stands after rounds of these cohorts, each sorted."""
+        key = (self._same, cohorts)
+        found = self.shop.nodes.get(key)
+        if found is None:
+            found = self._next(self.node(cohorts[:-1]), len(cohorts) - 1, cohorts[-1]) if cohorts else self._first()
+            self.shop.nodes[key] = found
+        return found
+
+    def actions(self, round: int) -> tuple[Action, ...]:
+        """What devices are asked for in a round."""
+        every = self.job.check.every
+        if round >= self.job.rounds:
+            return ("check",)
+        return ("check", "work") if every and round % every == 0 else ("work",)
+
+    def _first(self) -> Node:
+        return self._stored(first_state(self.job, self.bundle, self.method), {}, {})
+
+    def _stored(self, state: Any, private: Mapping[str, bytes], history: Mapping[str, tuple[int, ...]]) -> Node:
+        payload = tensors.pack(state)
+        return Node(tensors.unpack(payload, self.method.state), _sha(payload), private, history)
+
+    def _next(self, node: Node, round: int, cohort: Iterable[str]) -> Node:
+        total: Any = None
+        private, history = dict(node.private), dict(node.history)
+        actions = self.actions(round)
+        seed = derived(self.job.seed, self.job.name, round)
+        for device in sorted(cohort):
+            profile = self.profile(device)
+            order = self.method.send(node.state, DeviceView(device, profile, node.history.get(device, ())))
+            assert order is not None, f"{device} took part in round {round}, and the method has nothing for it"
+            task = make_task(
+                order,
+                blob=self._blob,
+                job="",
+                round=round,
+                attempt=0,
+                method=self.job.method,
+                engine=self.engine,
+                actions=actions,
+                seed=seed(device),
+                deadline_s=0.0,
+                tier=tiers.tier(profile),
+                wire=self.job.wire,
+            )
+            done = self.shop.work(task, device, node.private.get(device), self._load)
+            assert done.outcome.code == "ok", done.outcome.reason
+            if done.private is not None:
+                private[device] = done.private
+            history[device] = (*history.get(device, ()), round)
+            if "work" in actions:
+                total = self.method.fold(node.state, total, self._contribution(device, task, done))
+        state = self.method.step(node.state, total) if "work" in actions else node.state
+        return self._stored(state, private, history)
+
+    def _contribution(self, device: str, task: Task, done: Result) -> Contribution:
+        sent = {name: tensors.decode(done.files[ref.sha256]) for name, ref in done.outcome.bundles.items()}
+
+        def base(name: str) -> Tensors | None:
+            known = task.bundles.get(name) if task.wire.codec != "raw" else None
+            return None if known is None else tensors.decode(self._load(known.sha256))
+
+        plain = compression.decoded(task.wire, sent, base)
+        return Contribution(device, task.round, done.outcome.weight, done.outcome.metrics, plain)
+
+    def _blob(self, value: Tensors | BlobRef) -> BlobRef:
+        if isinstance(value, BlobRef):
+            return value
+        payload = tensors.encode(value)
+        ref = BlobRef(sha256=_sha(payload), size=len(payload))
+        self.shop.blobs[ref.sha256] = payload
+        return ref
+
+    def _load(self, sha256: str) -> bytes:
+        return self.shop.blobs.get(sha256) or (self.folder / "blobs" / sha256).read_bytes()
+
+
+def _scene(name: str) -> Scene:
+    """A method with its toys; FedAvg's and Ditto's models are large enough to come in several chunks."""
+    found = scene(name)
+    if name not in ("fedavg", "ditto"):
+        return found
+    network = {"name": "mlp", "inputs": 6, "hidden": [40], "classes": 3}
+    return replace(found, bundle=toys.to_train(network, numpy_engine.init(network, 0)))
+
+
+def _sha(payload: bytes) -> str:
+    return hashlib.sha256(payload).hexdigest()
+
+
+@cache
+def _profile(device: str, engine: str) -> Profile:
+    means = events.Means(BUDGET_BYTES, (engine, *(e for e in engines.available() if e != engine)), ())
+    return messages.profile(device, make_board(BOARD), means)

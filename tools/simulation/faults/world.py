@@ -1,0 +1,375 @@
+"""One schedule played, and what must hold afterwards."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import math
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import wraps
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from fedquilt import wire
+from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Ended
+from fedquilt.coordinator.store import Store
+from fedquilt.core import Contribution, FedquiltError, Method, Update
+from fedquilt.edge_agent.state import UPDATE
+from fedquilt.tools.simulation.faults import schedule
+from fedquilt.tools.simulation.faults.broker import Noise, SimBroker
+from fedquilt.tools.simulation.faults.disk import Platter, SimDisk
+from fedquilt.tools.simulation.faults.schedule import COORDINATOR, Schedule
+from fedquilt.tools.simulation.faults.sides import AgentSide, BrokenError, CoordinatorSide, Side
+from fedquilt.tools.simulation.faults.truth import Node, Truth, Workshop
+
+LIMIT_S: Final = 100_000.0  # virtual, within which every schedule's jobs end
+STEPS_MOST: Final = 2_000
+SETTLE_S: Final = 120.0  # virtual, for answers to the last updates
+
+Observe = Callable[[str, AnyFact], None]
+S = TypeVar("S", bound=Side)
+
+
+class Theatre:
+    """Where schedules are played: what is common to many of them is made once. Close it, or use it as a context."""
+
+    def __init__(self) -> None:
+        shared = Path("/dev/shm")  # noqa: S108 - of files nobody keeps
+        self.place = Path(tempfile.mkdtemp(prefix="fedquilt-sim-", dir=shared if shared.is_dir() else None))
+        self.rounds = 0
+        self._shops: dict[str, Workshop] = {}
+        self.empty = self._database()
+
+    def __enter__(self) -> Theatre:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove its files."""
+        shutil.rmtree(self.place, ignore_errors=True)
+
+    def truths(self, plan: Schedule) -> dict[str, Truth]:
+        """What the schedule's jobs should come to, by their ids."""
+        if plan.method not in self._shops:
+            self._shops[plan.method] = Workshop(plan.method, self.place)
+        return {_id(number): Truth(plan, self._shops[plan.method], number) for number in range(plan.jobs)}
+
+    def _database(self) -> bytes:
+        """A coordinator's database without jobs."""
+        with Store(self.place / "home"):
+            pass
+        return (self.place / "home" / "fedquilt.db").read_bytes()
+
+    def play(self, plan: Schedule, observe: Observe = lambda job, fact: None) -> Counter[str]:
+        """Play a schedule; returns how often each thing has happened.
+
+        Raises:
+            BrokenError: something does not hold.
+        """
+        folder = Path(tempfile.mkdtemp(dir=self.place))
+        world = World(plan, self, folder, observe)
+        try:
+            with heard(world.happened):
+                world.run()
+            if world.happened["damaged"] and not world.happened["rot"]:
+                raise BrokenError("a blob was whole before anybody saw that a chunk of it was not")
+            world.require()
+        except BrokenError:
+            raise
+        except FedquiltError as error:
+            raise BrokenError(f"{type(error).__name__}: {error}") from error
+        except Exception as error:
+            raise BrokenError(f"an error without a name: {type(error).__name__}: {error}") from error
+        finally:
+            self.rounds += world.committed
+            world.close()
+            shutil.rmtree(folder)
+        return world.happened
+
+
+class Ear(logging.Handler):
+    """Counts what is said of blobs that arrived damaged, though each of their chunks has been checked."""
+
+    def __init__(self, happened: Counter[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._happened = happened
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Count a warning."""
+        if "could not be fetched" in str(record.msg) and "arrived with other content" in record.getMessage():
+            self._happened["damaged"] += 1
+
+
+@contextmanager
+def heard(happened: Counter[str]) -> Iterator[None]:
+    """Listen to what is logged within; nothing of it is shown unless logging shows it anyway."""
+    log, ear = logging.getLogger("fedquilt"), Ear(happened)
+    log.addHandler(ear)
+    try:
+        yield
+    finally:
+        log.removeHandler(ear)
+
+
+def _id(number: int) -> str:
+    return f"sim{number}-20260101-000000-00000{number}"
+
+
+class World:
+    """One federation."""
+
+    def __init__(self, plan: Schedule, theatre: Theatre, folder: Path, observe: Observe) -> None:
+        self.plan, self.happened = plan, Counter[str]()
+        self.truths = theatre.truths(plan)
+        self.committed = 0
+        self._observe = observe
+        noise = [
+            Noise(each.start_s, each.start_s + each.length_s, each.drop, each.duplicate, each.corrupt, each.delay_s)
+            for each in plan.faults
+            if isinstance(each, schedule.Noise)
+        ]
+        self.happened["noise"] += len(noise)
+        self.broker = SimBroker(plan.seed, noise, plan.payload)
+        self._ended: dict[str, Ended] = {}
+        self._wall_ns = dict.fromkeys([COORDINATOR], 0)
+        self._began_ns = time.time_ns()
+        self.coordinator = self._side(CoordinatorSide, COORDINATOR, folder)
+        self.coordinator.observe = self._seen
+        self.coordinator.load = self._watched
+        self.coordinator.platter.database(f"/{COORDINATOR}/fedquilt.db").write(theatre.empty)
+        with self._operator() as store:
+            for id, truth in self.truths.items():
+                store._db.execute("update jobs set id = ? where id = ?", (id, store.add(truth.job, truth.folder)))
+        by_method = {truth.job.method: truth for truth in self.truths.values()}
+        self.agents: list[AgentSide] = []
+        for index in range(plan.devices):
+            agent = self._side(AgentSide, f"dev-{index}", folder)
+            agent.truths = by_method
+            self.agents.append(agent)
+        self.sides: list[Side] = [self.coordinator, *self.agents]
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        for fault in plan.faults:
+            self._enter(fault)
+
+    def _side(self, kind: type[S], name: str, folder: Path) -> S:
+        self._wall_ns[name] = 0
+        platter = Platter(
+            f"/{name}", folder, lambda: self._began_ns + self._wall_ns[name] + int(self.broker.now_s * 1e9)
+        )
+        return kind(name, self.broker, platter, self.plan, self.happened)
+
+    # -- running --
+
+    def run(self) -> None:
+        """Until all jobs have ended, and all answers have arrived.
+
+        Raises:
+            BrokenError: they do not end.
+        """
+        broker, steps, until_s = self.broker, 0, math.inf
+        while True:
+            now_s = broker.now_s
+            while self._agenda and self._agenda[0][0] <= now_s:
+                heapq.heappop(self._agenda)[2]()
+            broker.deliver()
+            for side in self.sides:
+                if side.due_s <= now_s or (side.name in broker.woken and now_s >= side.up_s):
+                    broker.woken.discard(side.name)
+                    side.step(now_s)
+                    steps += 1
+            if len(self._ended) == len(self.truths) or self._idle():
+                if until_s == math.inf:
+                    until_s = now_s + SETTLE_S
+                if self._quiet() or now_s > until_s:
+                    return
+            next_s = min([broker.next_s(), *(side.due_s for side in self.sides)])
+            if self._agenda:
+                next_s = min(next_s, self._agenda[0][0])
+            if next_s > LIMIT_S or steps > STEPS_MOST:
+                raise BrokenError(f"the jobs do not end: virtual second {now_s:.0f}, {steps} steps")
+            broker.now_s = max(now_s, next_s)
+
+    def _idle(self) -> bool:
+        """Whether the coordinator serves no job, though nobody has stopped one: none is left to be served."""
+        inner = self.coordinator.inner
+        if inner is None or inner.active is not None or self._agenda:
+            return False
+        with self._operator() as store:
+            return all(store.status(id) in ("done", "failed") for id in self.truths)
+
+    def _quiet(self) -> bool:
+        """Whether no device waits for an answer."""
+        return all(side.inner is not None and not side.inner.duty.state.outbox for side in self.agents)
+
+    def _seen(self, job: object, fact: AnyFact) -> None:
+        id: str = job.id  # type: ignore[attr-defined]
+        self.committed += isinstance(fact, Committed)
+        if isinstance(fact, Ended) and fact.status != "stopped":
+            self._ended[id] = fact
+        self._observe(id, fact)
+
+    def _watched(self, name: str) -> Method:
+        """A method that holds whoever folds to the order of devices."""
+        method = next(truth.method for truth in self.truths.values() if truth.job.method == name)
+        last: dict[int, tuple[str, Any]] = {}  # by the identity of a sum, which is held here
+
+        @wraps(method.fold)
+        def fold(state: Any, total: Any, given: Contribution) -> Any:
+            before = last.get(id(total), ("", None))[0]
+            if before >= given.device:
+                raise BrokenError(f"{given.device}'s update was folded after {before}'s, in round {given.round}")
+            found = method.fold(state, total, given)
+            if found is not None and not isinstance(found, int | float | str | tuple):  # equal ones may be the same
+                last[id(found)] = (given.device, found)
+            return found
+
+        return replace(method, fold=fold)
+
+    def _enter(self, fault: schedule.AnyFault) -> None:
+        kept: list[Any] = []
+        match fault:
+            case schedule.Cut(who, start_s, length_s, keep):
+                self._at(start_s, "cut", lambda: self.broker.cut(who, keep=keep))
+                self._at(start_s + length_s, "", lambda: self.broker.join(who))
+            case schedule.Broker(start_s, length_s, sessions, retained):
+                self._at(start_s, "broker", lambda: self.broker.stop(sessions=sessions, retained=retained))
+                self._at(start_s + length_s, "", self.broker.start)
+            case schedule.Jump(who, at_s, sleep_s, wall_s):
+                self._at(at_s, "jump", lambda: self._jump(who, sleep_s, wall_s))
+            case schedule.Stop(at_s, length_s):
+                self._at(at_s, "", lambda: self._request("stopping", ("running",)))
+                self._at(at_s + length_s, "", lambda: self._request("running", ("stopped",)))
+            case schedule.Second(at_s):
+                self._at(at_s, "second", self._second)
+            case schedule.Rot(who, at_s, place):
+                self._at(at_s, "", lambda: self._rot(who, place))
+            case schedule.Restore(at_s, back_s):
+                self._at(max(0.0, at_s - back_s), "", lambda: kept.append(self.coordinator.platter.copy()))
+                self._at(at_s, "restore", lambda: self.coordinator.restore(kept.pop()))
+
+    def _at(self, at_s: float, name: str, do: Callable[[], None]) -> None:
+        def happens() -> None:
+            if name:
+                self.happened[name] += 1
+            do()
+
+        heapq.heappush(self._agenda, (at_s, len(self._agenda), happens))
+
+    def _jump(self, who: str, sleep_s: float, wall_s: float) -> None:
+        side = next((side for side in self.sides if side.name == who), None)
+        if side is not None:
+            side.sleep(sleep_s)
+            side.due_s = max(self.broker.now_s, side.up_s)
+            self._wall_ns[who] += int(wall_s * 1e9)
+
+    def _rot(self, who: str, place: float) -> None:
+        side = next((side for side in self.sides if side.name == who), None)
+        if side is not None and side.platter.rot(place):
+            self.happened["rot"] += 1
+
+    def _operator(self) -> Store:
+        return Store(Path(f"/{COORDINATOR}"), disk=SimDisk(self.coordinator.platter))
+
+    def _request(self, status: str, when: tuple[str, ...]) -> None:
+        """What `fedquilt stop` and `fedquilt resume` do to the first job."""
+        id = _id(0)
+        with self._operator() as store:
+            if store.status(id) in when:
+                store.set_status(id, status)
+                self.happened["stop"] += status == "stopping"
+            elif status == "running" and store.status(id) == "stopping":  # the coordinator has not got round to it
+                self._at(self.broker.now_s + 10.0, "", lambda: self._request(status, when))
+
+    def _second(self) -> None:
+        if self.coordinator.inner is not None and self.coordinator.second():
+            raise BrokenError("a second coordinator was let into the home of a running one")
+
+    # -- afterwards --
+
+    def require(self) -> None:
+        """Hold the logs and the devices' files against the truth.
+
+        Raises:
+            BrokenError: something does not hold.
+        """
+        with self._operator() as store:
+            logs = {id: [fact for _, _, fact in store.facts(id)] for id in self.truths}
+        for id, facts in logs.items():
+            truth = self.truths[id]
+            cohorts = self._require_log(id, facts, truth)
+            for side in self.agents if cohorts else ():
+                self._require_device(id, side, truth, cohorts)
+
+    def _require_log(self, id: str, facts: list[AnyFact], truth: Truth) -> tuple[tuple[str, ...], ...]:
+        """The cohorts of a job's rounds."""
+        last = facts[-1] if facts else None
+        if isinstance(last, Ended) and last.status == "failed" and self.happened["rot"]:
+            return ()  # what a flipped bit has destroyed is named; nothing wrong was made of it
+        if not isinstance(last, Ended) or last.status != "done":
+            raise BrokenError(f"{id} has not been done: {last}")
+        committed = [fact for fact in facts if isinstance(fact, Committed)]
+        if [fact.round for fact in committed] != list(range(len(committed))):
+            raise BrokenError(f"{id}: rounds committed: {[fact.round for fact in committed]}")
+        wanted = truth.job.rounds + bool(truth.job.check.every)
+        if len(committed) != wanted:
+            raise BrokenError(f"{id}: {len(committed)} rounds committed, {wanted} wanted")
+        counted: list[list[str]] = [[] for _ in committed]
+        for fact in facts:
+            if isinstance(fact, Answered):
+                if fact.update.round != fact.round or fact.update.job != id:
+                    raise BrokenError(f"{id}: round {fact.round} counted an update of round {fact.update.round}")
+                counted[fact.round].append(fact.update.device)
+        cohorts: tuple[tuple[str, ...], ...] = ()
+        for fact, devices in zip(committed, counted, strict=True):
+            if len(set(devices)) != len(devices):
+                raise BrokenError(f"{id}: round {fact.round} counted a device twice: {sorted(devices)}")
+            if self.plan.forced and len(devices) != self.plan.devices:
+                raise BrokenError(f"{id}: round {fact.round} counted {sorted(devices)} of {self.plan.devices} devices")
+            cohorts = (*cohorts, tuple(sorted(devices)))
+            if (right := truth.node(cohorts).sha256) != fact.state.sha256:
+                raise BrokenError(
+                    f"{id}: round {fact.round} of {', '.join(sorted(devices))} came to the state "
+                    f"{fact.state.sha256[:12]}, and calmly to {right[:12]}"
+                )
+        return cohorts
+
+    def _require_device(self, id: str, side: AgentSide, truth: Truth, cohorts: tuple[tuple[str, ...], ...]) -> None:
+        """What a device keeps belongs to the last round that it knows was counted, and it knows of all but the last."""
+        disk, root = SimDisk(side.platter), side.platter.root
+        given = [round for round, cohort in enumerate(cohorts) if side.name in cohort]
+        counted: Mapping[str, int] = {}
+        if disk.is_file(f"{root}/counted.json"):
+            counted = msgspec.json.decode(disk.read(f"{root}/counted.json"), type=dict[str, int])
+        last = counted.get(id, -1)
+        if last >= 0 and last not in given:
+            raise BrokenError(f"{side.name} holds round {last} of {id} for counted; {given} were")
+        waiting = {
+            wire.decode(disk.read(f"{root}/outbox/{entry.name}/{UPDATE}"), Update).round
+            for entry in disk.entries(f"{root}/outbox")
+            if entry.name.startswith(f"{id}@") and disk.is_file(f"{root}/outbox/{entry.name}/{UPDATE}")
+        }
+        if unknown := [round for round in given if round > last and round not in waiting]:
+            raise BrokenError(
+                f"{side.name} does not know that round {unknown} of {id} was counted, and offers it no more"
+            )
+        node: Node = truth.node(cohorts[: last + 1])
+        path = f"{root}/private/{id}.safetensors"
+        kept = disk.read(path) if disk.is_file(path) else None
+        if last >= 0 and id in counted and kept != node.private.get(side.name):
+            said = "nothing" if kept is None else "another"
+            raise BrokenError(f"{side.name} has counted round {last} of {id} and keeps {said} private state of it")
+
+    def close(self) -> None:
+        """End all processes."""
+        for side in self.sides:
+            side.close()
