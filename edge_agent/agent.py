@@ -325,6 +325,7 @@ def run_agent(settings: AgentSettings) -> None:
     """
     from fedquilt.transport.broker import Broker
     from fedquilt.transport.mqtt import MqttLink
+    from fedquilt.transport.sealed import UNSIGNED, BoardLink, identity
 
     broker = Broker.parse(**msgspec.structs.asdict(settings.broker))
     profile = None if settings.profile is None else profiles.find(settings.profile)
@@ -333,7 +334,11 @@ def run_agent(settings: AgentSettings) -> None:
     presence = wire.Topics(settings.fleet).device(settings.device, "up", "presence")
     lock = Local(Path(settings.home)).lock()
     client = f"fedquilt-{settings.fleet}-{settings.device}"
-    link = MqttLink(broker, client, (presence, wire.encode(wire.Presence(online=False, boot=boot))))
+    plain = MqttLink(broker, client, (presence, wire.encode(wire.Presence(online=False, boot=boot))))
+    own = identity(broker)
+    link = plain if own is None else BoardLink(plain, own, settings.fleet, settings.device)
+    if own is None:
+        log.info("%s", UNSIGNED)
     worker = ChildWorker(settings.warm_s, confine.command(Path(settings.home).absolute()))
     agent = Agent(link, settings, board, worker, boot)
     stopped: list[int] = []

@@ -1,0 +1,455 @@
+"""Links over which coordinator and boards know who sent what, whatever the broker does.
+
+`BoardLink` and `FleetLink` lie around a `Link` to a broker. They shake hands (`fedquilt.transport.handshake`), close
+what is published into an envelope, and let nothing out of `receive` that the other side did not send here and now:
+
+    {"mac":"...","in":"<session>","no":12,"said":{"v":1,"crc":"...", ...}}
+
+Everything is in an envelope but what cannot harm: a chunk of a blob, which is checked by the manifest and by the
+sha256 in an enveloped message; and what the coordinator tells everybody for observers (coord/state, job/#), on which
+no board acts. A last will cannot be, because the broker has it before there is a session: it counts for the start of
+the agent that it names, and a broker could cut that agent off in any case.
+
+An unsigned side uses the plain link. Neither side of a signed fleet takes a message without an envelope.
+"""
+
+from __future__ import annotations
+
+import binascii
+import logging
+import math
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Final
+
+from fedquilt import wire
+from fedquilt.core import JobError, LinkError, WireError
+from fedquilt.transport import handshake
+from fedquilt.transport.broker import Broker
+from fedquilt.transport.handshake import Handshake, Identity, Session
+from fedquilt.transport.link import Link, Message
+from fedquilt.transport.malformed import Garbage
+
+log = logging.getLogger("fedquilt.sealed")
+
+COORDINATOR: Final = handshake.COORDINATOR
+OBSERVER: Final = handshake.OBSERVER
+ENVELOPE_BYTES: Final = 128  # at most, beside what is in it
+UNSIGNED: Final = "unsigned: without a certificate nobody checks who sends what, and whoever reaches the broker can"
+
+AGAIN_S: Final = 5.0  # between two attempts of a board, then twice as long, and so on
+AGAIN_MOST_S: Final = 60.0
+RENEW_S: Final = 24 * 3600.0  # a session's length, after which certificates are checked anew
+ASK_S: Final = 5.0  # how often a board is asked to begin
+ATTEMPTS_MOST: Final = 256  # under way at a coordinator, whoever began them; each holds about 50 KB
+DEVICES_MOST: Final = 4096  # of which it is remembered when something was last done for them
+BURST: Final = 1000.0  # attempts that a coordinator answers at once
+EVERY_S: Final = 0.25  # between two attempts of a board that it answers
+RATE: Final = 5.0  # and a second for good, so that a flood takes about a hundredth of its time
+
+_ENVELOPE = re.compile(rb'\{"mac":"([A-Za-z0-9+/]{43}=)","in":"([0-9a-f]{16})","no":(\d{1,15}),"said":')
+_NOTHING: Final = b"null"  # an empty message, which takes a task back
+
+
+def identity(broker: Broker) -> Identity | None:
+    """With what this side proves who it is; None: it is unsigned, as it has no certificate.
+
+    Raises:
+        JobError: there is a certificate, and no authority to check the other side by.
+    """
+    return None if broker.cert is None else Identity(broker)
+
+
+def inside(payload: bytes) -> bytes:
+    """What an envelope holds, unchecked: for observers. A payload without one is returned as it is."""
+    found = _ENVELOPE.match(payload)
+    if found is None:
+        return payload
+    said = payload[found.end() : -1]
+    return b"" if said == _NOTHING else said
+
+
+def _close(session: Session, topic: str, payload: bytes) -> bytes:
+    payload = payload or _NOTHING
+    number, code = session.closed(topic, payload)
+    mac = binascii.b2a_base64(code, newline=False)
+    return b'{"mac":"%b","in":"%b","no":%d,"said":%b}' % (mac, session.name.encode(), number, payload)
+
+
+class StrangeSessionError(WireError):
+    """A message of a session that this side does not have (any more)."""
+
+
+def _open(session: Session | None, route: wire.Route, message: Message) -> Message:
+    """What an envelope holds, checked.
+
+    Raises:
+        StrangeSessionError: it is sealed under another session.
+        WireError: it is unsigned, forged or replayed.
+    """
+    found = _ENVELOPE.match(message.payload)
+    if found is None or message.payload[-1:] != b"}":
+        raise WireError("unsigned: the sender has no certificate, or an earlier version of fedquilt")
+    if session is None or found[2] != session.name.encode():
+        raise StrangeSessionError("replayed, or late: it is sealed for another start of either side")
+    said = message.payload[found.end() : -1]
+    session.require(message.topic, route.leaf, int(found[3]), binascii.a2b_base64(found[1]), said)
+    return message._replace(payload=b"" if said == _NOTHING else said)
+
+
+class _Sealed:
+    """What both sides have: a link, and a log of what is refused."""
+
+    def __init__(self, link: Link, identity: Identity, fleet: str, clock: Callable[[], float]) -> None:
+        self._link, self._identity, self._clock = link, identity, clock
+        self._topics = wire.Topics(fleet)
+        self._refused = Garbage()
+
+    @property
+    def backlog(self) -> int:
+        """See `Link`."""
+        return self._link.backlog
+
+    @property
+    def max_payload(self) -> int:
+        """See `Link`: the envelope takes its part."""
+        return self._link.max_payload - ENVELOPE_BYTES
+
+    def subscribe(self, filters: Sequence[str]) -> None:
+        """See `Link`."""
+        self._link.subscribe(filters)
+
+    def wait(self, timeout_s: float, fds: Sequence[int] = ()) -> None:
+        """See `Link`."""
+        self._link.wait(timeout_s, fds)
+
+    def tended(self) -> AbstractContextManager[None]:
+        """See `Link`."""
+        return self._link.tended()
+
+    def close(self) -> None:
+        """See `Link`."""
+        self._link.close()
+
+    def _hello(self, device: str, direction: wire.Direction, hello: wire.Hello) -> None:
+        try:
+            self._link.publish(self._topics.device(device, direction, "hello"), wire.encode(hello))
+        except LinkError as error:
+            log.error("cannot shake hands: %s", error)
+
+    def _refuse(self, message: Message, error: Exception) -> None:
+        if said := self._refused.take(message.topic, error, message.retained, self._clock()):
+            log.warning("%s", said)
+
+    def _tell_refused(self) -> None:
+        for said in self._refused.due(self._clock()):
+            log.warning("%s", said)
+
+
+def _flight(handshake: Handshake, number: int, data: bytes) -> wire.Hello:
+    return wire.Hello(attempt=handshake.attempt, flight=number, tls=binascii.b2a_base64(data, newline=False).decode())
+
+
+def _data(hello: wire.Hello) -> bytes:
+    try:
+        return binascii.a2b_base64(hello.tls.encode(), strict_mode=True)
+    except (binascii.Error, ValueError) as error:
+        raise WireError(f"no flight of a handshake: {error}") from None
+
+
+def _rarely(last_s: dict[str, float], device: str, now_s: float, every_s: float) -> bool:
+    """Whether it is time again for a device; then it is noted."""
+    if now_s < last_s.get(device, -math.inf) + every_s:
+        return False
+    if len(last_s) >= DEVICES_MOST:
+        last_s.clear()
+    last_s[device] = now_s
+    return True
+
+
+class BoardLink(_Sealed):
+    """A board's side. It counts as connected while it has a session; each new one counts as a new connection."""
+
+    def __init__(
+        self, link: Link, identity: Identity, fleet: str, device: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(link, identity, fleet, clock)
+        self._device, self._own = device, self._topics.device(device, "up", "hello")
+        self._key: Session | None = None
+        self._keys = 0  # sessions so far
+        self._attempt: Handshake | None = None
+        self._wanted = True  # a session, or another one
+        self._due_s = -math.inf  # when the next attempt may begin
+        self._began_s = -math.inf  # the latest one
+        self._patience_s = AGAIN_S
+        self._renew_s = 0.0
+        self._connection = 0  # number of the broker's, at the last look
+        self._trouble: str | None = None
+        link.subscribe(self._topics.for_device(device))
+
+    @property
+    def session(self) -> int:
+        """Number of sessions with a coordinator and connections to the broker; 0 before the first session."""
+        return self._keys and self._keys + self._link.session
+
+    @property
+    def connected(self) -> bool:
+        """Whether a coordinator can be reached that has proved to be one."""
+        return self._link.connected and self._key is not None
+
+    @property
+    def problem(self) -> str | None:
+        """Why there is no session, or what is wrong with the connection; one sentence, or None."""
+        return getattr(self._link, "problem", None) or (self._trouble if self._key is None else None)
+
+    def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
+        """Publish in an envelope; without a session nothing is sent, as everything is told anew with the next one.
+
+        Raises:
+            LinkError: the payload is larger than the broker accepts.
+        """
+        if wire.route(topic).leaf == "chunk":
+            self._link.publish(topic, payload, retain=retain, reliable=reliable)
+        elif self._key is not None:
+            self._link.publish(topic, _close(self._key, topic, payload), retain=retain, reliable=reliable)
+
+    def receive(self) -> list[Message]:
+        """Messages of the coordinator that has proved to be one."""
+        taken = []
+        for message in self._link.receive():
+            try:
+                if (said := self._take(message)) is not None:
+                    taken.append(said)
+            except StrangeSessionError as error:
+                if not message.retained:  # what lies at the broker from before is no news
+                    self._refuse(message, error)
+            except WireError as error:
+                self._refuse(message, error)
+        self._begin_if_due()
+        self._tell_refused()
+        return taken
+
+    def _take(self, message: Message) -> Message | None:
+        route = wire.route(message.topic)
+        if route.leaf == "coord":
+            told = wire.decode(message.payload, wire.CoordState)
+            if told.online and (self._key is None or told.epoch != self._key.epoch):
+                self._want()
+            return None
+        if route.direction != "dn" or route.device != self._device:
+            return None
+        if route.leaf == "hello":
+            self._answer(wire.decode(message.payload, wire.Hello))
+            return None
+        if route.leaf == "chunk":
+            return message
+        if not message.payload:  # cleared at the broker: the coordinator takes a task back in an envelope
+            return None
+        return _open(self._key, route, message)
+
+    def _want(self) -> None:
+        """Begin an attempt now, unless one has begun just before: what asks for it may be forged."""
+        self._wanted, self._patience_s = True, AGAIN_S
+        self._due_s = min(self._due_s, self._began_s + AGAIN_S)
+
+    def _begin_if_due(self) -> None:
+        if not self._link.connected:
+            return
+        now_s = self._clock()
+        if self._connection != self._link.session:
+            self._connection = self._link.session
+            self._due_s = now_s if self._key is None else self._due_s  # what was under way is lost
+        if self._key is not None and now_s >= self._renew_s:
+            self._wanted = True
+        if not self._wanted or now_s < self._due_s:
+            return
+        if self._attempt is not None and self._key is None:
+            self._fail("no coordinator answers: none is online, or it is unsigned (without a certificate)")
+        self._began_s, self._due_s = now_s, now_s + self._patience_s
+        self._patience_s = min(self._patience_s * 2, AGAIN_MOST_S)
+        try:
+            self._attempt = self._identity.board()
+        except JobError as error:  # files that cannot be read now
+            return self._fail(str(error))
+        self._hello(self._device, "up", _flight(self._attempt, 0, self._attempt.step(b"")))
+
+    def _answer(self, hello: wire.Hello) -> None:
+        attempt = self._attempt
+        if not hello.attempt:
+            self._want()
+        elif attempt is not None and hello.attempt == attempt.attempt and hello.flight == attempt.flight + 1:
+            try:
+                if attempt.done:
+                    self._agreed(attempt.granted(_data(hello)))
+                else:
+                    self._prove(attempt, _data(hello))
+            except WireError as error:
+                self._attempt = None
+                self._fail(str(error))
+
+    def _prove(self, attempt: Handshake, data: bytes) -> None:
+        answer = attempt.step(data)
+        if attempt.done and attempt.peer != COORDINATOR:
+            raise WireError(f"{attempt.peer or 'somebody'!r} poses as the coordinator")
+        attempt.flight = 2
+        self._hello(self._device, "up", _flight(attempt, 2, answer))
+
+    def _agreed(self, session: Session) -> None:
+        self._key, self._attempt, self._wanted = session, None, False
+        self._keys += 1
+        self._due_s, self._patience_s = self._began_s + AGAIN_S, AGAIN_S
+        self._renew_s, self._trouble = self._clock() + RENEW_S, None
+        log.info("signed: the coordinator has proved that it is; session %s, its start %d", session.name, session.epoch)
+
+    def _fail(self, reason: str) -> None:
+        if reason != self._trouble:
+            log.warning("no session with the coordinator: %s", reason)
+        self._trouble = reason
+
+
+class FleetLink(_Sealed):
+    """The coordinator's side.
+
+    Raises:
+        JobError: boards would not take this certificate for the coordinator's.
+    """
+
+    def __init__(
+        self, link: Link, identity: Identity, fleet: str, epoch: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        identity.require_coordinator()
+        super().__init__(link, identity, fleet, clock)
+        self._epoch = epoch
+        self._keys: dict[str, Session] = {}  # by device
+        self._boots: dict[str, str] = {}  # device -> the start of its agent that is online
+        self._attempts: OrderedDict[str, Handshake] = OrderedDict()  # by device, the oldest first
+        self._asked_s: dict[str, float] = {}  # device -> when it was asked to begin
+        self._begun_s: dict[str, float] = {}  # device -> when an attempt of it was answered
+        self._left, self._left_s = BURST, -math.inf  # attempts that may be answered now, and when that was so
+
+    @property
+    def session(self) -> int:
+        """See `Link`."""
+        return self._link.session
+
+    @property
+    def connected(self) -> bool:
+        """See `Link`."""
+        return self._link.connected
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with the connection, or None."""
+        found: str | None = getattr(self._link, "problem", None)
+        return found
+
+    def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
+        """Publish in an envelope of the device's session; without one nothing is sent.
+
+        What is for everybody (coord/state, job/#) and chunks go as they are.
+
+        Raises:
+            LinkError: the payload is larger than the broker accepts.
+        """
+        route = wire.route(topic)
+        if route.direction == "dn" and route.leaf != "chunk":
+            session = self._keys.get(route.device)
+            if session is None:
+                return
+            payload = _close(session, topic, payload)
+        self._link.publish(topic, payload, retain=retain, reliable=reliable)
+
+    def receive(self) -> list[Message]:
+        """Messages of boards that have proved to be who they say."""
+        taken = []
+        for message in self._link.receive():
+            try:
+                route = wire.route(message.topic)
+                if (said := self._take(route, message)) is not None:
+                    taken.append(said)
+            except StrangeSessionError as error:
+                if not message.retained:  # what lies at the broker from before is no news
+                    self._refuse(message, error)
+                    self._ask(route.device)
+            except (WireError, JobError) as error:
+                self._refuse(message, error)
+        self._tell_refused()
+        return taken
+
+    def _take(self, route: wire.Route, message: Message) -> Message | None:
+        if route.direction != "up" or route.leaf == "chunk":
+            return message
+        if not message.payload:  # a retained message that was cleared
+            return None
+        if route.leaf == "hello":
+            self._greeted(route.device, wire.decode(message.payload, wire.Hello))
+            return None
+        if route.leaf == "presence" and _ENVELOPE.match(message.payload) is None:
+            return self._will(route.device, message)
+        said = _open(self._keys.get(route.device), route, message)
+        if route.leaf == "presence":
+            self._boots[route.device] = wire.decode(said.payload, wire.Presence).boot
+        return said
+
+    def _will(self, device: str, message: Message) -> Message | None:
+        """A last will, if it is of the start of the agent that is known."""
+        told = wire.decode(message.payload, wire.Presence)
+        if told.online:
+            raise WireError("unsigned: the sender has no certificate, or an earlier version of fedquilt")
+        return message if told.boot == self._boots.get(device) else None
+
+    def _ask(self, device: str) -> None:
+        """Ask a device to begin, which knows another start of this coordinator."""
+        if _rarely(self._asked_s, device, self._clock(), ASK_S):
+            self._hello(device, "dn", wire.Hello())
+
+    def _greeted(self, device: str, hello: wire.Hello) -> None:
+        attempt = self._attempts.get(device)
+        try:
+            if hello.flight == 0 and hello.attempt:
+                self._answer(device, hello)
+            elif attempt is not None and hello.attempt == attempt.attempt and hello.flight == 2:
+                del self._attempts[device]
+                self._grant(device, attempt, hello)
+        except WireError as error:
+            raise WireError(f"{device}: {error}") from None
+
+    def _may_begin(self, device: str) -> bool:
+        """Whether another attempt is answered: of a device one in EVERY_S, of all together at RATE."""
+        now_s = self._clock()
+        self._left = min(self._left + RATE * (now_s - self._left_s), BURST)
+        self._left_s = now_s
+        if self._left < 1 or not _rarely(self._begun_s, device, now_s, EVERY_S):
+            return False
+        self._left -= 1
+        return True
+
+    def _answer(self, device: str, hello: wire.Hello) -> None:
+        if not self._may_begin(device):
+            raise WireError("too many handshakes are begun: it has to wait")
+        attempt = self._identity.coordinator()
+        attempt.attempt = hello.attempt
+        answer = attempt.step(_data(hello))
+        self._attempts.pop(device, None)
+        while len(self._attempts) >= ATTEMPTS_MOST:
+            self._attempts.popitem(last=False)
+        self._attempts[device] = attempt
+        self._hello(device, "dn", _flight(attempt, 1, answer))
+
+    def _grant(self, device: str, attempt: Handshake, hello: wire.Hello) -> None:
+        try:
+            attempt.step(_data(hello))
+        except WireError:
+            self._hello(device, "dn", _flight(attempt, 3, attempt.alert()))
+            raise
+        if not attempt.done:
+            raise WireError("a flight of the handshake is incomplete")
+        if attempt.peer != device:
+            raise WireError(f"the certificate is of {attempt.peer or 'an observer'!r}")
+        session, answer = attempt.grant(self._epoch)
+        self._hello(device, "dn", _flight(attempt, 3, answer))
+        self._keys[device] = session
+        log.info("signed: %s has proved that it is; session %s", device, session.name)
