@@ -196,11 +196,10 @@ def coordinate(
     Raises:
         JobError: boards would not take the identity for the coordinator's.
     """
-    epoch = store.next_epoch()
-    store.note_signed(identity is not None)
     if identity is not None:
-        link = FleetLink(link, identity, fleet, epoch)
-    server = Server(OverLink(link, fleet, store.depot, epoch), store, console.observe, only)
+        link = FleetLink(link, identity, fleet)
+    store.note_signed(identity is not None)
+    server = Server(OverLink(link, fleet, store.depot, store.next_epoch()), store, console.observe, only)
     with stopping() as stop:
 
         def ask() -> bool:

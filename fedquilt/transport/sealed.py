@@ -94,7 +94,9 @@ def _open(session: Session | None, route: wire.Route, message: Message) -> Messa
     if found is None or message.payload[-1:] != b"}":
         raise WireError("unsigned: the sender has no certificate, or an earlier version of fedquilt")
     if session is None or found[2] != session.name.encode():
-        raise StrangeSessionError("replayed, or late: it is sealed for another start of either side")
+        raise StrangeSessionError(
+            "stale: it is sealed under another session than there is now: it is late, replayed, or another board's"
+        )
     said = message.payload[found.end() : -1]
     session.require(message.topic, route.leaf, int(found[3]), binascii.a2b_base64(found[1]), said)
     return message._replace(payload=b"" if said == _NOTHING else said)
@@ -141,7 +143,9 @@ class _Sealed:
             log.error("cannot shake hands: %s", error)
 
     def _refuse(self, message: Message, error: Exception) -> None:
-        if said := self._refused.take(message.topic, error, message.retained, self._clock()):
+        kind = str(error).partition(":")[0]  # "unsigned", "forged", "replayed", "stale"
+        kind = kind if kind.isalpha() else "others"
+        if said := self._refused.take(message.topic, error, message.retained, self._clock(), kind):
             log.warning("%s", said)
 
     def _tell_refused(self) -> None:
@@ -317,12 +321,10 @@ class FleetLink(_Sealed):
         JobError: boards would not take this certificate for the coordinator's.
     """
 
-    def __init__(
-        self, link: Link, identity: Identity, fleet: str, epoch: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, link: Link, identity: Identity, fleet: str, clock: Callable[[], float] = time.monotonic) -> None:
         identity.require_coordinator()
         super().__init__(link, identity, fleet, clock)
-        self._epoch = epoch
+        self._epoch = 0  # as the coordinator has announced it
         self._keys: dict[str, Session] = {}  # by device
         self._boots: dict[str, str] = {}  # device -> the start of its agent that is online
         self._attempts: OrderedDict[str, Handshake] = OrderedDict()  # by device, the oldest first
@@ -360,6 +362,8 @@ class FleetLink(_Sealed):
             if session is None:
                 return
             payload = _close(session, topic, payload)
+        elif route.leaf == "coord":
+            self._epoch = wire.decode(payload, wire.CoordState).epoch
         self._link.publish(topic, payload, retain=retain, reliable=reliable)
 
     def receive(self) -> list[Message]:

@@ -57,7 +57,7 @@ class Fleet:
         if self.epoch > 1:
             self.broker.lose(self.raw)
         self.raw = self.broker.connect()
-        self.link = FleetLink(self.raw, self.identities["coordinator"], "f", self.epoch, self.clock)
+        self.link = FleetLink(self.raw, self.identities["coordinator"], "f", self.clock)
         self.link.subscribe(TOPICS.for_coordinator())
         self.link.publish(TOPICS.coord, wire.encode(wire.CoordState(online=True, epoch=self.epoch)), retain=True)
         self.heard["coordinator"] = []
@@ -243,7 +243,7 @@ def test_nothing_of_an_earlier_coordinator_counts_for_the_next(fleet: Fleet, cap
         fleet.mallory.publish(topic, fleet.broker.of(topic)[-1])
     fleet.run()
     assert fleet.heard == {"coordinator": [], "a": [], "b": []}
-    assert caplog.text.count("sealed for another start of either side") == 2
+    assert caplog.text.count("stale: it is sealed under another session") == 2
 
 
 def test_nothing_of_an_earlier_start_of_a_board_counts_for_the_next(fleet: Fleet) -> None:
@@ -368,7 +368,7 @@ def test_a_board_takes_nobody_but_the_coordinator_for_it(site: Certified, caplog
     for name, kind, said in (("a", "device", "unsuitable certificate purpose"), ("hub", "server", "'hub' poses as")):
         posing = Identity(site.broker(name, kind))
         with pytest.raises(JobError, match="ca issue coordinator"):
-            FleetLink(MemoryBroker().connect(), posing, "f", 1)
+            FleetLink(MemoryBroker().connect(), posing, "f")
         posing.require_coordinator = lambda: None  # type: ignore[method-assign]
         fleet = Fleet.__new__(Fleet)
         fleet.site, fleet.broker, fleet.boards, fleet.heard, fleet.epoch = site, Tampered(), {}, {}, 0
