@@ -42,6 +42,7 @@ UNSIGNED: Final = "unsigned: without a certificate nobody checks who sends what,
 
 AGAIN_S: Final = 5.0  # between two attempts of a board, then twice as long, and so on
 AGAIN_MOST_S: Final = 60.0
+HINT_S: Final = 2.0  # and at the least, if somebody says that there is a coordinator
 RENEW_S: Final = 24 * 3600.0  # a session's length, after which certificates are checked anew
 ASK_S: Final = 5.0  # how often a board is asked to begin
 ATTEMPTS_MOST: Final = 256  # under way at a coordinator, whoever began them; each holds about 50 KB
@@ -51,6 +52,7 @@ EVERY_S: Final = 0.25  # between two attempts of a board that it answers
 RATE: Final = 5.0  # and a second for good, so that a flood takes about a hundredth of its time
 
 _ENVELOPE = re.compile(rb'\{"mac":"([A-Za-z0-9+/]{43}=)","in":"([0-9a-f]{16})","no":(\d{1,15}),"said":')
+_OBSERVED: Final = frozenset({"presence", "profile", "telemetry"})
 _NOTHING: Final = b"null"  # an empty message, which takes a task back
 
 
@@ -61,6 +63,12 @@ def identity(broker: Broker) -> Identity | None:
         JobError: there is a certificate, and no authority to check the other side by.
     """
     return None if broker.cert is None else Identity(broker)
+
+
+def beginning(identity: Identity) -> wire.Hello:
+    """The first flight of a handshake that is not gone on with: an answer to it shows that both ways are open."""
+    attempt = identity.board()
+    return _flight(attempt, 0, attempt.step(b""))
 
 
 def inside(payload: bytes) -> bytes:
@@ -83,16 +91,24 @@ class StrangeSessionError(WireError):
     """A message of a session that this side does not have (any more)."""
 
 
+class UnsignedError(WireError):
+    """A message in no envelope."""
+
+    def __init__(self) -> None:
+        super().__init__("unsigned: the sender has no certificate, or an earlier version of fedquilt")
+
+
 def _open(session: Session | None, route: wire.Route, message: Message) -> Message:
     """What an envelope holds, checked.
 
     Raises:
+        UnsignedError: it is in no envelope.
         StrangeSessionError: it is sealed under another session.
-        WireError: it is unsigned, forged or replayed.
+        WireError: it is forged or replayed.
     """
     found = _ENVELOPE.match(message.payload)
     if found is None or message.payload[-1:] != b"}":
-        raise WireError("unsigned: the sender has no certificate, or an earlier version of fedquilt")
+        raise UnsignedError
     if session is None or found[2] != session.name.encode():
         raise StrangeSessionError(
             "stale: it is sealed under another session than there is now: it is late, replayed, or another board's"
@@ -143,6 +159,8 @@ class _Sealed:
             log.error("cannot shake hands: %s", error)
 
     def _refuse(self, message: Message, error: Exception) -> None:
+        if message.retained and isinstance(error, StrangeSessionError | UnsignedError):
+            return  # what lies at the broker from before is no news
         kind = str(error).partition(":")[0]  # "unsigned", "forged", "replayed", "stale"
         kind = kind if kind.isalpha() else "others"
         if said := self._refused.take(message.topic, error, message.retained, self._clock(), kind):
@@ -175,7 +193,10 @@ def _rarely(last_s: dict[str, float], device: str, now_s: float, every_s: float)
 
 
 class BoardLink(_Sealed):
-    """A board's side. It counts as connected while it has a session; each new one counts as a new connection."""
+    """A board's side. It counts as connected while it has a session; each new one counts as a new connection.
+
+    While no coordinator answers, observers are told in no envelope that the board is there; no coordinator takes that.
+    """
 
     def __init__(
         self, link: Link, identity: Identity, fleet: str, device: str, clock: Callable[[], float] = time.monotonic
@@ -183,7 +204,8 @@ class BoardLink(_Sealed):
         super().__init__(link, identity, fleet, clock)
         self._device, self._own = device, self._topics.device(device, "up", "hello")
         self._key: Session | None = None
-        self._keys = 0  # sessions so far
+        self._alone = False  # no coordinator answers
+        self._turns = 0  # sessions, and times that it was alone
         self._attempt: Handshake | None = None
         self._wanted = True  # a session, or another one
         self._due_s = -math.inf  # when the next attempt may begin
@@ -196,8 +218,8 @@ class BoardLink(_Sealed):
 
     @property
     def session(self) -> int:
-        """Number of sessions with a coordinator and connections to the broker; 0 before the first session."""
-        return self._keys and self._keys + self._link.session
+        """A number that grows whenever everything has to be told anew; 0: there is nobody to tell yet."""
+        return self._turns and self._turns + self._link.session
 
     @property
     def connected(self) -> bool:
@@ -215,10 +237,12 @@ class BoardLink(_Sealed):
         Raises:
             LinkError: the payload is larger than the broker accepts.
         """
-        if wire.route(topic).leaf == "chunk":
-            self._link.publish(topic, payload, retain=retain, reliable=reliable)
-        elif self._key is not None:
-            self._link.publish(topic, _close(self._key, topic, payload), retain=retain, reliable=reliable)
+        leaf = wire.route(topic).leaf
+        if self._key is not None and leaf != "chunk":
+            payload = _close(self._key, topic, payload)
+        elif leaf != "chunk" and not (self._alone and leaf in _OBSERVED):
+            return
+        self._link.publish(topic, payload, retain=retain, reliable=reliable)
 
     def receive(self) -> list[Message]:
         """Messages of the coordinator that has proved to be one."""
@@ -227,9 +251,6 @@ class BoardLink(_Sealed):
             try:
                 if (said := self._take(message)) is not None:
                     taken.append(said)
-            except StrangeSessionError as error:
-                if not message.retained:  # what lies at the broker from before is no news
-                    self._refuse(message, error)
             except WireError as error:
                 self._refuse(message, error)
         self._begin_if_due()
@@ -257,7 +278,7 @@ class BoardLink(_Sealed):
     def _want(self) -> None:
         """Begin an attempt now, unless one has begun just before: what asks for it may be forged."""
         self._wanted, self._patience_s = True, AGAIN_S
-        self._due_s = min(self._due_s, self._began_s + AGAIN_S)
+        self._due_s = min(self._due_s, self._began_s + HINT_S)
 
     def _begin_if_due(self) -> None:
         if not self._link.connected:
@@ -272,6 +293,8 @@ class BoardLink(_Sealed):
             return
         if self._attempt is not None and self._key is None:
             self._fail("no coordinator answers: none is online, or it is unsigned (without a certificate)")
+            self._turns += not self._alone
+            self._alone = True
         self._began_s, self._due_s = now_s, now_s + self._patience_s
         self._patience_s = min(self._patience_s * 2, AGAIN_MOST_S)
         try:
@@ -302,8 +325,8 @@ class BoardLink(_Sealed):
         self._hello(self._device, "up", _flight(attempt, 2, answer))
 
     def _agreed(self, session: Session) -> None:
-        self._key, self._attempt, self._wanted = session, None, False
-        self._keys += 1
+        self._key, self._attempt, self._wanted, self._alone = session, None, False, False
+        self._turns += 1
         self._due_s, self._patience_s = self._began_s + AGAIN_S, AGAIN_S
         self._renew_s, self._trouble = self._clock() + RENEW_S, None
         log.info("signed: the coordinator has proved that it is; session %s, its start %d", session.name, session.epoch)
@@ -374,12 +397,10 @@ class FleetLink(_Sealed):
                 route = wire.route(message.topic)
                 if (said := self._take(route, message)) is not None:
                     taken.append(said)
-            except StrangeSessionError as error:
-                if not message.retained:  # what lies at the broker from before is no news
-                    self._refuse(message, error)
-                    self._ask(route.device)
             except (WireError, JobError) as error:
                 self._refuse(message, error)
+                if isinstance(error, StrangeSessionError) and not message.retained:
+                    self._ask(route.device)
         self._tell_refused()
         return taken
 
@@ -402,7 +423,7 @@ class FleetLink(_Sealed):
         """A last will, if it is of the start of the agent that is known."""
         told = wire.decode(message.payload, wire.Presence)
         if told.online:
-            raise WireError("unsigned: the sender has no certificate, or an earlier version of fedquilt")
+            raise UnsignedError
         return message if told.boot == self._boots.get(device) else None
 
     def _ask(self, device: str) -> None:
