@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -332,7 +333,10 @@ def run_agent(settings: AgentSettings) -> None:
     meter = None if settings.meter is None else devices.meter(settings.meter)
     board, boot = devices.make(settings.board, profile=profile, meter=meter), os.urandom(8).hex()
     presence = wire.Topics(settings.fleet).device(settings.device, "up", "presence")
+    before = os.umask(0o077)  # models, updates and private state are nobody else's on this board
     lock = Local(Path(settings.home)).lock()
+    with contextlib.suppress(PermissionError):  # of an earlier version's home, unless it is another user's
+        os.chmod(settings.home, 0o700)
     client = f"fedquilt-{settings.fleet}-{settings.device}"
     plain = MqttLink(broker, client, (presence, wire.encode(wire.Presence(online=False, boot=boot))))
     own = identity(broker)
@@ -352,3 +356,4 @@ def run_agent(settings: AgentSettings) -> None:
         systemd.notify("STOPPING=1")
         agent.goodbye()
         os.close(lock)
+        os.umask(before)

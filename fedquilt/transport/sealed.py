@@ -277,7 +277,7 @@ class BoardLink(_Sealed):
 
     def _want(self) -> None:
         """Begin an attempt now, unless one has begun just before: what asks for it may be forged."""
-        self._wanted, self._patience_s = True, AGAIN_S
+        self._wanted, self._patience_s, self._alone = True, AGAIN_S, False
         self._due_s = min(self._due_s, self._began_s + HINT_S)
 
     def _begin_if_due(self) -> None:
@@ -291,7 +291,7 @@ class BoardLink(_Sealed):
             self._wanted = True
         if not self._wanted or now_s < self._due_s:
             return
-        if self._attempt is not None and self._key is None:
+        if self._attempt is not None and self._key is None and now_s >= self._began_s + AGAIN_S:
             self._fail("no coordinator answers: none is online, or it is unsigned (without a certificate)")
             self._turns += not self._alone
             self._alone = True

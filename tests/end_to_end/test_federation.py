@@ -109,6 +109,10 @@ def test_over_tls_with_certificates_and_access_rules_a_federation_runs(
     run = ("run", str(tmp_path / "job.toml"), "--home", str(home), "--broker", url, *options)
     processes.start("coordinator", tmp_path / "run.log", *run)
     assert processes.running["coordinator"].wait(timeout=LIMIT_S) == 0, (tmp_path / "run.log").read_text()
+    assert "signed" not in (tmp_path / "run.log").read_text()  # that it is unsigned would be said
+    kept = [path for table in members for path in (tmp_path / table["device"]).rglob("*")]
+    assert any(path.parent.name == "blobs" for path in kept)
+    assert [path for path in kept if path.stat().st_mode & 0o077] == []
     declined = [fact for fact in facts(home) if isinstance(fact, Declined)]
     assert {(fact.device, fact.code) for fact in declined} == {(members[-1]["device"], "data")}
     shown = subprocess.run(
