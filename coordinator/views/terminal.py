@@ -36,7 +36,7 @@ from fedquilt.core import JobError
 from fedquilt.transport import link as links
 from fedquilt.transport.handshake import Identity
 from fedquilt.transport.link import Link
-from fedquilt.transport.sealed import FleetLink
+from fedquilt.transport.sealed_fleet import FleetLink
 
 WAIT_SAID_S = 5.0  # until a wait is reported, and between reports of waits that change
 WAIT_AGAIN_S = 600.0  # between reports of an unchanged wait

@@ -1,9 +1,8 @@
 """Links over which coordinator and boards know who sent what, whatever the broker does.
 
-`BoardLink` and `FleetLink` lie around a `Link` to a broker. They shake hands (`fedquilt.transport.handshake`), close
-what is published into an envelope, and let nothing out of `receive` that the other side did not send here and now:
-
-    {"mac":"...","in":"<session>","no":12,"said":{"v":1,"crc":"...", ...}}
+`BoardLink` and `FleetLink` (`fedquilt.transport.sealed_fleet`) lie around a `Link` to a broker. They shake hands
+(`fedquilt.transport.handshake`), put what is published into an envelope (`fedquilt.transport.envelope`), and let
+nothing out of `receive` that the other side did not send here and now.
 
 Everything is in an envelope but what cannot harm: a chunk of a blob, which is checked by the manifest and by the
 sha256 in an enveloped message; and what the coordinator tells everybody for observers (coord/state, job/#), on which
@@ -15,20 +14,20 @@ An unsigned side uses the plain link. Neither side of a signed fleet takes a mes
 
 from __future__ import annotations
 
+import base64
 import binascii
 import logging
 import math
-import re
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
 from fedquilt import wire
 from fedquilt.core import JobError, LinkError, WireError
-from fedquilt.transport import handshake
+from fedquilt.transport import envelope, handshake
 from fedquilt.transport.broker import Broker
+from fedquilt.transport.envelope import StrangeSessionError, UnsignedError
 from fedquilt.transport.handshake import Handshake, Identity, Session
 from fedquilt.transport.link import Link, Message
 from fedquilt.transport.malformed import Garbage
@@ -37,23 +36,14 @@ log = logging.getLogger("fedquilt.sealed")
 
 COORDINATOR: Final = handshake.COORDINATOR
 OBSERVER: Final = handshake.OBSERVER
-ENVELOPE_BYTES: Final = 128  # at most, beside what is in it
 UNSIGNED: Final = "unsigned: without a certificate nobody checks who sends what, and whoever reaches the broker can"
 
 AGAIN_S: Final = 5.0  # between two attempts of a board, then twice as long, and so on
 AGAIN_MOST_S: Final = 60.0
 HINT_S: Final = 2.0  # and at the least, if somebody says that there is a coordinator
 RENEW_S: Final = 24 * 3600.0  # a session's length, after which certificates are checked anew
-ASK_S: Final = 5.0  # how often a board is asked to begin
-ATTEMPTS_MOST: Final = 256  # under way at a coordinator, whoever began them; each holds about 50 KB
-DEVICES_MOST: Final = 4096  # of which it is remembered when something was last done for them
-BURST: Final = 1000.0  # attempts that a coordinator answers at once
-EVERY_S: Final = 0.25  # between two attempts of a board that it answers
-RATE: Final = 5.0  # and a second for good, so that a flood takes about a hundredth of its time
 
-_ENVELOPE = re.compile(rb'\{"mac":"([A-Za-z0-9+/]{43}=)","in":"([0-9a-f]{16})","no":(\d{1,15}),"said":')
 _OBSERVED: Final = frozenset({"presence", "profile", "telemetry"})
-_NOTHING: Final = b"null"  # an empty message, which takes a task back
 
 
 def identity(broker: Broker) -> Identity | None:
@@ -68,57 +58,10 @@ def identity(broker: Broker) -> Identity | None:
 def beginning(identity: Identity) -> wire.Hello:
     """The first flight of a handshake that is not gone on with: an answer to it shows that both ways are open."""
     attempt = identity.board()
-    return _flight(attempt, 0, attempt.step(b""))
+    return flight(attempt, 0, attempt.step(b""))
 
 
-def inside(payload: bytes) -> bytes:
-    """What an envelope holds, unchecked: for observers. A payload without one is returned as it is."""
-    found = _ENVELOPE.match(payload)
-    if found is None:
-        return payload
-    said = payload[found.end() : -1]
-    return b"" if said == _NOTHING else said
-
-
-def _close(session: Session, topic: str, payload: bytes) -> bytes:
-    payload = payload or _NOTHING
-    number, code = session.closed(topic, payload)
-    mac = binascii.b2a_base64(code, newline=False)
-    return b'{"mac":"%b","in":"%b","no":%d,"said":%b}' % (mac, session.name.encode(), number, payload)
-
-
-class StrangeSessionError(WireError):
-    """A message of a session that this side does not have (any more)."""
-
-
-class UnsignedError(WireError):
-    """A message in no envelope."""
-
-    def __init__(self) -> None:
-        super().__init__("unsigned: the sender has no certificate, or an earlier version of fedquilt")
-
-
-def _open(session: Session | None, route: wire.Route, message: Message) -> Message:
-    """What an envelope holds, checked.
-
-    Raises:
-        UnsignedError: it is in no envelope.
-        StrangeSessionError: it is sealed under another session.
-        WireError: it is forged or replayed.
-    """
-    found = _ENVELOPE.match(message.payload)
-    if found is None or message.payload[-1:] != b"}":
-        raise UnsignedError
-    if session is None or found[2] != session.name.encode():
-        raise StrangeSessionError(
-            "stale: it is sealed under another session than there is now: it is late, replayed, or another board's"
-        )
-    said = message.payload[found.end() : -1]
-    session.require(message.topic, route.leaf, int(found[3]), binascii.a2b_base64(found[1]), said)
-    return message._replace(payload=b"" if said == _NOTHING else said)
-
-
-class _Sealed:
+class Sealed:
     """What both sides have: a link, and a log of what is refused."""
 
     def __init__(self, link: Link, identity: Identity, fleet: str, clock: Callable[[], float]) -> None:
@@ -134,7 +77,7 @@ class _Sealed:
     @property
     def max_payload(self) -> int:
         """See `Link`: the envelope takes its part."""
-        return self._link.max_payload - ENVELOPE_BYTES
+        return self._link.max_payload - envelope.ENVELOPE_BYTES
 
     def subscribe(self, filters: Sequence[str]) -> None:
         """See `Link`."""
@@ -171,28 +114,24 @@ class _Sealed:
             log.warning("%s", said)
 
 
-def _flight(handshake: Handshake, number: int, data: bytes) -> wire.Hello:
+def flight(handshake: Handshake, number: int, data: bytes) -> wire.Hello:
+    """A flight of a handshake as a message."""
     return wire.Hello(attempt=handshake.attempt, flight=number, tls=binascii.b2a_base64(data, newline=False).decode())
 
 
-def _data(hello: wire.Hello) -> bytes:
+def data_of(hello: wire.Hello) -> bytes:
+    """The bytes of a flight.
+
+    Raises:
+        WireError: they are none.
+    """
     try:
-        return binascii.a2b_base64(hello.tls.encode(), strict_mode=True)
+        return base64.b64decode(hello.tls, validate=True)
     except (binascii.Error, ValueError) as error:
         raise WireError(f"no flight of a handshake: {error}") from None
 
 
-def _rarely(last_s: dict[str, float], device: str, now_s: float, every_s: float) -> bool:
-    """Whether it is time again for a device; then it is noted."""
-    if now_s < last_s.get(device, -math.inf) + every_s:
-        return False
-    if len(last_s) >= DEVICES_MOST:
-        last_s.clear()
-    last_s[device] = now_s
-    return True
-
-
-class BoardLink(_Sealed):
+class BoardLink(Sealed):
     """A board's side. It counts as connected while it has a session; each new one counts as a new connection.
 
     While no coordinator answers, observers are told in no envelope that the board is there; no coordinator takes that.
@@ -239,7 +178,7 @@ class BoardLink(_Sealed):
         """
         leaf = wire.route(topic).leaf
         if self._key is not None and leaf != "chunk":
-            payload = _close(self._key, topic, payload)
+            payload = envelope.close(self._key, topic, payload)
         elif leaf != "chunk" and not (self._alone and leaf in _OBSERVED):
             return
         self._link.publish(topic, payload, retain=retain, reliable=reliable)
@@ -273,7 +212,7 @@ class BoardLink(_Sealed):
             return message
         if not message.payload:  # cleared at the broker: the coordinator takes a task back in an envelope
             return None
-        return _open(self._key, route, message)
+        return envelope.open(self._key, route, message)
 
     def _want(self) -> None:
         """Begin an attempt now, unless one has begun just before: what asks for it may be forged."""
@@ -301,7 +240,7 @@ class BoardLink(_Sealed):
             self._attempt = self._identity.board()
         except JobError as error:  # files that cannot be read now
             return self._fail(str(error))
-        self._hello(self._device, "up", _flight(self._attempt, 0, self._attempt.step(b"")))
+        self._hello(self._device, "up", flight(self._attempt, 0, self._attempt.step(b"")))
 
     def _answer(self, hello: wire.Hello) -> None:
         attempt = self._attempt
@@ -310,9 +249,9 @@ class BoardLink(_Sealed):
         elif attempt is not None and hello.attempt == attempt.attempt and hello.flight == attempt.flight + 1:
             try:
                 if attempt.done:
-                    self._agreed(attempt.granted(_data(hello)))
+                    self._agreed(attempt.granted(data_of(hello)))
                 else:
-                    self._prove(attempt, _data(hello))
+                    self._prove(attempt, data_of(hello))
             except WireError as error:
                 self._attempt = None
                 self._fail(str(error))
@@ -322,7 +261,7 @@ class BoardLink(_Sealed):
         if attempt.done and attempt.peer != COORDINATOR:
             raise WireError(f"{attempt.peer or 'somebody'!r} poses as the coordinator")
         attempt.flight = 2
-        self._hello(self._device, "up", _flight(attempt, 2, answer))
+        self._hello(self._device, "up", flight(attempt, 2, answer))
 
     def _agreed(self, session: Session) -> None:
         self._key, self._attempt, self._wanted, self._alone = session, None, False, False
@@ -335,146 +274,3 @@ class BoardLink(_Sealed):
         if reason != self._trouble:
             log.warning("no session with the coordinator: %s", reason)
         self._trouble = reason
-
-
-class FleetLink(_Sealed):
-    """The coordinator's side.
-
-    Raises:
-        JobError: boards would not take this certificate for the coordinator's.
-    """
-
-    def __init__(self, link: Link, identity: Identity, fleet: str, clock: Callable[[], float] = time.monotonic) -> None:
-        identity.require_coordinator()
-        super().__init__(link, identity, fleet, clock)
-        self._epoch = 0  # as the coordinator has announced it
-        self._keys: dict[str, Session] = {}  # by device
-        self._boots: dict[str, str] = {}  # device -> the start of its agent that is online
-        self._attempts: OrderedDict[str, Handshake] = OrderedDict()  # by device, the oldest first
-        self._asked_s: dict[str, float] = {}  # device -> when it was asked to begin
-        self._begun_s: dict[str, float] = {}  # device -> when an attempt of it was answered
-        self._left, self._left_s = BURST, -math.inf  # attempts that may be answered now, and when that was so
-
-    @property
-    def session(self) -> int:
-        """See `Link`."""
-        return self._link.session
-
-    @property
-    def connected(self) -> bool:
-        """See `Link`."""
-        return self._link.connected
-
-    @property
-    def problem(self) -> str | None:
-        """What is wrong with the connection, or None."""
-        found: str | None = getattr(self._link, "problem", None)
-        return found
-
-    def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
-        """Publish in an envelope of the device's session; without one nothing is sent.
-
-        What is for everybody (coord/state, job/#) and chunks go as they are.
-
-        Raises:
-            LinkError: the payload is larger than the broker accepts.
-        """
-        route = wire.route(topic)
-        if route.direction == "dn" and route.leaf != "chunk":
-            session = self._keys.get(route.device)
-            if session is None:
-                return
-            payload = _close(session, topic, payload)
-        elif route.leaf == "coord":
-            self._epoch = wire.decode(payload, wire.CoordState).epoch
-        self._link.publish(topic, payload, retain=retain, reliable=reliable)
-
-    def receive(self) -> list[Message]:
-        """Messages of boards that have proved to be who they say."""
-        taken = []
-        for message in self._link.receive():
-            try:
-                route = wire.route(message.topic)
-                if (said := self._take(route, message)) is not None:
-                    taken.append(said)
-            except (WireError, JobError) as error:
-                self._refuse(message, error)
-                if isinstance(error, StrangeSessionError) and not message.retained:
-                    self._ask(route.device)
-        self._tell_refused()
-        return taken
-
-    def _take(self, route: wire.Route, message: Message) -> Message | None:
-        if route.direction != "up" or route.leaf == "chunk":
-            return message
-        if not message.payload:  # a retained message that was cleared
-            return None
-        if route.leaf == "hello":
-            self._greeted(route.device, wire.decode(message.payload, wire.Hello))
-            return None
-        if route.leaf == "presence" and _ENVELOPE.match(message.payload) is None:
-            return self._will(route.device, message)
-        said = _open(self._keys.get(route.device), route, message)
-        if route.leaf == "presence":
-            self._boots[route.device] = wire.decode(said.payload, wire.Presence).boot
-        return said
-
-    def _will(self, device: str, message: Message) -> Message | None:
-        """A last will, if it is of the start of the agent that is known."""
-        told = wire.decode(message.payload, wire.Presence)
-        if told.online:
-            raise UnsignedError
-        return message if told.boot == self._boots.get(device) else None
-
-    def _ask(self, device: str) -> None:
-        """Ask a device to begin, which knows another start of this coordinator."""
-        if _rarely(self._asked_s, device, self._clock(), ASK_S):
-            self._hello(device, "dn", wire.Hello())
-
-    def _greeted(self, device: str, hello: wire.Hello) -> None:
-        attempt = self._attempts.get(device)
-        try:
-            if hello.flight == 0 and hello.attempt:
-                self._answer(device, hello)
-            elif attempt is not None and hello.attempt == attempt.attempt and hello.flight == 2:
-                del self._attempts[device]
-                self._grant(device, attempt, hello)
-        except WireError as error:
-            raise WireError(f"{device}: {error}") from None
-
-    def _may_begin(self, device: str) -> bool:
-        """Whether another attempt is answered: of a device one in EVERY_S, of all together at RATE."""
-        now_s = self._clock()
-        self._left = min(self._left + RATE * (now_s - self._left_s), BURST)
-        self._left_s = now_s
-        if self._left < 1 or not _rarely(self._begun_s, device, now_s, EVERY_S):
-            return False
-        self._left -= 1
-        return True
-
-    def _answer(self, device: str, hello: wire.Hello) -> None:
-        if not self._may_begin(device):
-            raise WireError("too many handshakes are begun: it has to wait")
-        attempt = self._identity.coordinator()
-        attempt.attempt = hello.attempt
-        answer = attempt.step(_data(hello))
-        self._attempts.pop(device, None)
-        while len(self._attempts) >= ATTEMPTS_MOST:
-            self._attempts.popitem(last=False)
-        self._attempts[device] = attempt
-        self._hello(device, "dn", _flight(attempt, 1, answer))
-
-    def _grant(self, device: str, attempt: Handshake, hello: wire.Hello) -> None:
-        try:
-            attempt.step(_data(hello))
-        except WireError:
-            self._hello(device, "dn", _flight(attempt, 3, attempt.alert()))
-            raise
-        if not attempt.done:
-            raise WireError("a flight of the handshake is incomplete")
-        if attempt.peer != device:
-            raise WireError(f"the certificate is of {attempt.peer or 'an observer'!r}")
-        session, answer = attempt.grant(self._epoch)
-        self._hello(device, "dn", _flight(attempt, 3, answer))
-        self._keys[device] = session
-        log.info("signed: %s has proved that it is; session %s", device, session.name)

@@ -23,9 +23,9 @@ from fedquilt.tools.identity import broker_config
 from fedquilt.tools.identity.authority import clock_s
 from fedquilt.tools.simulation import agents as fleet
 from fedquilt.transport.broker import Broker
+from fedquilt.transport.envelope import inside
 from fedquilt.transport.link import Message
 from fedquilt.transport.mqtt import MqttLink
-from fedquilt.transport.sealed import inside
 
 TOPICS = wire.Topics("fleet")
 ATTACKS = (

@@ -34,6 +34,7 @@ from fedquilt.tools.doctor import (
 )
 from fedquilt.tools.doctor.findings import EXIT, Finding, error, ok
 from fedquilt.tools.doctor.reach import Timer
+from fedquilt.transport import sealed
 from fedquilt.transport.broker import Broker
 
 LIMIT_S: Final = 9.0
@@ -172,9 +173,7 @@ def _device(settings: AgentSettings, clock_s: float, timer: Timer) -> list[Findi
         if isinstance(own, Finding):
             seen = rights.device(link, settings.fleet, settings.device, timer)
             return [*found, *rights.judge_device(seen, broker, settings.device), own]
-        seen = rights.device(
-            link, settings.fleet, settings.device, timer, lambda: ("hello", signing.sealed.beginning(own))
-        )
+        seen = rights.device(link, settings.fleet, settings.device, timer, lambda: ("hello", sealed.beginning(own)))
         found += rights.judge_device(seen, broker, settings.device)
         return [*found, signing.device(link, own, settings.fleet, settings.device, seen.coordinator, timer)]
 
@@ -189,7 +188,7 @@ def _coordinators(table: Mapping[str, Any], wanted: Wanted, clock_s: float, time
     if any(one.severity == "error" for one in found):
         return found
     held = None if broker.cert is None else certificate.load(broker.cert)
-    watches = held is not None and held.unit == signing.sealed.OBSERVER
+    watches = held is not None and held.unit == sealed.OBSERVER
     if not watches and wanted.home is not None and folders.runs(wanted.home):
         said = f"a coordinator serves {wanted.home}: its rights at {broker} are tried while it is stopped"
         return [*found, ok("FQ413", said)]

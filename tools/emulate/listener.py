@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fedquilt import wire
 from fedquilt.core import Profile, WireError
-from fedquilt.transport import sealed
+from fedquilt.transport import envelope
 from fedquilt.transport.link import Link, Message
 
 
@@ -32,7 +32,7 @@ class Heard:
             route = wire.route(message.topic)
             if route.device != device or route.direction != "up":
                 return self
-            payload = sealed.inside(message.payload)
+            payload = envelope.inside(message.payload)
             if route.leaf == "presence":
                 said = wire.decode(payload, wire.Presence)
                 begun = self.begun | {said.boot} if said.online else self.begun

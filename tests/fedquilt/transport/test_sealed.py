@@ -12,10 +12,11 @@ from certified import Certified
 
 from fedquilt import wire
 from fedquilt.core import JobError
-from fedquilt.transport import sealed
+from fedquilt.transport import envelope, sealed
 from fedquilt.transport.handshake import Identity
 from fedquilt.transport.link import MemoryBroker, Message
-from fedquilt.transport.sealed import BoardLink, FleetLink
+from fedquilt.transport.sealed import BoardLink
+from fedquilt.transport.sealed_fleet import BURST, FleetLink
 
 TOPICS = wire.Topics("f")
 CLAIM = b'{"v":1,"crc":"00000000","round":1}'
@@ -121,8 +122,8 @@ def test_what_is_said_arrives_as_it_was_said(fleet: Fleet) -> None:
     assert fleet.heard["coordinator"] == [Message(up("a"), CLAIM)]
     assert fleet.payloads("a") == [CLAIM, b""]
     assert fleet.heard["b"] == []
-    assert [sealed.inside(payload) for payload in fleet.broker.of(up("a"))] == [CLAIM]
-    assert len(fleet.broker.of(up("a"))[0]) <= len(CLAIM) + sealed.ENVELOPE_BYTES
+    assert [envelope.inside(payload) for payload in fleet.broker.of(up("a"))] == [CLAIM]
+    assert len(fleet.broker.of(up("a"))[0]) <= len(CLAIM) + envelope.ENVELOPE_BYTES
 
 
 def test_chunks_and_what_is_for_everybody_are_in_no_envelope(fleet: Fleet) -> None:
@@ -344,7 +345,7 @@ def test_a_flood_of_handshakes_takes_a_hundredth_of_the_coordinators_time(fleet:
         fleet.mallory.publish(up(f"x{index}", "hello"), first)
     fleet.run()
     answered = sum(bool(fleet.broker.of(down(f"x{index}", "hello"))) for index in range(count))
-    assert 900 < answered <= sealed.BURST + 10
+    assert 900 < answered <= BURST + 10
     fleet.boards["a"].publish(up("a"), CLAIM)
     fleet.run()
     assert fleet.payloads("coordinator") == [CLAIM]

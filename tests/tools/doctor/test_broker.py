@@ -30,6 +30,7 @@ from fedquilt.transport import sealed
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.link import Link
 from fedquilt.transport.mqtt import MqttLink
+from fedquilt.transport.sealed_fleet import FleetLink
 
 
 class Site:
@@ -76,7 +77,7 @@ def serving(tmp_path: Path) -> Iterator[Callable[[Broker], None]]:
         with Store(tmp_path / "runs") as store:
             link: Link = MqttLink(broker, "coordinator", will)
             if (own := sealed.identity(broker)) is not None:
-                link = sealed.FleetLink(link, own, "fleet")
+                link = FleetLink(link, own, "fleet")
             server = Server(OverLink(link, "fleet", store.depot, store.next_epoch()), store)
             while not over.is_set():
                 link.wait(0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -213,6 +214,16 @@ def test_emqx_gets_the_same_rights_and_limits_in_its_own_words(tmp_path: Path, c
     assert '{allow, all, publish, ["fq/1/lab/dev/${username}/up/#"]}.' in acl
     assert acl.endswith("{deny, all}.\n")
     assert any("no revocation" in line for line in said) == (crl_url is None)
+
+
+def test_the_rules_that_the_pages_show_are_those_that_are_written() -> None:
+    """Whoever copies them from there gets no other rights."""
+    shown = (Path(__file__).parents[3] / "docs/tutorials/fleet.md").read_text()
+    written = broker_config.mosquitto_acl("fleet").split("\n", 1)[1]
+    assert f"```\n{written}```\n" in shown
+    for page in (Path(__file__).parents[3] / "README.md", *(Path(__file__).parents[3] / "docs").rglob("*.md")):
+        rules = re.findall(r"^(?:topic|pattern) (?:read|write|readwrite|deny) .*$", page.read_text(), re.MULTILINE)
+        assert set(rules) <= set(written.splitlines()), page
 
 
 def test_hosts_and_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
