@@ -141,7 +141,7 @@ class Missing(Wired, frozen=True):
     reason: Sentence = ""
 
 
-class Hello(Wired, frozen=True):
+class Hello(Told, frozen=True):
     """Flight of a handshake on <up|dn>/hello, `fedquilt.transport.handshake`; without an attempt: please begin one."""
 
     attempt: Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")] = ""
