@@ -62,7 +62,7 @@ def open(session: Session | None, route: wire.Route, message: Message) -> Messag
         WireError: it is forged or replayed.
     """
     found = _FORM.match(message.payload)
-    if found is None or message.payload[-1:] != b"}":
+    if found is None or message.payload[-1:] != b"}" or len(message.payload) > wire.MAX_CHUNK + ENVELOPE_BYTES:
         raise UnsignedError
     if session is None or found[2] != session.name.encode():
         raise StrangeSessionError(

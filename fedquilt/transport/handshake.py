@@ -16,6 +16,7 @@ A flight that is replayed, changed or lost ends the attempt and nothing else.
 from __future__ import annotations
 
 import hmac
+import math
 import os
 import secrets
 import ssl
@@ -178,6 +179,7 @@ class Session:
 
     def __init__(self, grant: Grant) -> None:
         self.name, self.epoch, self._key = grant.session, grant.epoch, grant.key
+        self.ends_s = math.inf  # by the clock of who sets it
         self._sent = 0
         self._taken: dict[str, int] = {}  # leaf -> number of the latest message
 

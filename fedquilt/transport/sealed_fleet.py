@@ -15,7 +15,7 @@ from fedquilt.transport import envelope
 from fedquilt.transport.envelope import StrangeSessionError, UnsignedError
 from fedquilt.transport.handshake import Handshake, Identity, Session
 from fedquilt.transport.link import Link, Message
-from fedquilt.transport.sealed import Sealed, data_of, flight
+from fedquilt.transport.sealed import RENEW_S, Sealed, data_of, flight
 
 log = logging.getLogger("fedquilt.sealed")
 
@@ -71,7 +71,7 @@ class FleetLink(Sealed):
         """
         route = wire.route(topic)
         if route.direction == "dn" and route.leaf != "chunk":
-            session = self._keys.get(route.device)
+            session = self._session_of(route.device)
             if session is None:
                 return
             payload = envelope.close(session, topic, payload)
@@ -104,10 +104,14 @@ class FleetLink(Sealed):
             return None
         if route.leaf == "presence" and not envelope.sealed(message.payload):
             return self._will(route.device, message)
-        said = envelope.open(self._keys.get(route.device), route, message)
+        said = envelope.open(self._session_of(route.device), route, message)
         if route.leaf == "presence":
             self._boots[route.device] = wire.decode(said.payload, wire.Presence).boot
         return said
+
+    def _session_of(self, device: str) -> Session | None:
+        session = self._keys.get(device)
+        return session if session is not None and self._clock() < session.ends_s else None
 
     def _will(self, device: str, message: Message) -> Message | None:
         """A last will, if it is of the start of the agent that is known."""
@@ -166,6 +170,7 @@ class FleetLink(Sealed):
             raise WireError(f"the certificate is of {attempt.peer or 'an observer'!r}")
         session, answer = attempt.grant(self._epoch)
         self._hello(device, "dn", flight(attempt, 3, answer))
+        session.ends_s = self._clock() + 2 * RENEW_S  # a board renews it in time, if its certificate is still good
         self._keys[device] = session
         log.info("signed: %s has proved that it is; session %s", device, session.name)
 

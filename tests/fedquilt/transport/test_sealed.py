@@ -13,7 +13,7 @@ from certified import Certified
 from fedquilt import wire
 from fedquilt.core import JobError
 from fedquilt.transport import envelope, sealed
-from fedquilt.transport.handshake import Identity
+from fedquilt.transport.handshake import Identity, Session
 from fedquilt.transport.link import MemoryBroker, Message
 from fedquilt.transport.sealed import BoardLink
 from fedquilt.transport.sealed_fleet import BURST, FleetLink
@@ -332,6 +332,16 @@ def test_a_forged_announcement_costs_a_handshake_every_few_seconds_at_most(fleet
     assert len(fleet.broker.of(up("a", "hello"))) - before <= 2 * (10.0 / sealed.HINT_S + 1)
 
 
+def test_what_is_larger_than_any_message_is_not_even_hashed(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broker may carry a megabyte; a manifest has a quarter of one at most."""
+    fleet.boards["a"].publish(up("a"), CLAIM)
+    fleet.run()
+    monkeypatch.setattr(Session, "require", None)
+    fleet.mallory.publish(up("a"), fleet.broker.of(up("a"))[0].replace(b"round", bytes(wire.MAX_CHUNK + 100)))
+    fleet.run()
+    assert fleet.payloads("coordinator") == [CLAIM]
+
+
 def test_a_flood_of_handshakes_takes_a_hundredth_of_the_coordinators_time(fleet: Fleet) -> None:
     """Of one board it answers one in a while; of all together so many at once and so many a second."""
     first = next(payload for payload in fleet.broker.of(up("a", "hello")) if b'"flight":0' in payload)
@@ -420,6 +430,24 @@ def test_without_an_authority_there_is_no_signing_and_no_silence(site: Certified
     with pytest.raises(JobError, match="give the certificate of the fleet's authority as ca"):
         sealed.identity(type(site.broker("d")).parse("mqtts://host", cert=files["cert"], key=files["key"]))
     assert sealed.identity(type(site.broker("d")).parse("mqtt://host")) is None
+
+
+def test_certificates_are_checked_anew_every_day(fleet: Fleet, site: Certified) -> None:
+    """A board asks for another session in time; without a good certificate it is shut out after two days."""
+    first = fleet.boards["a"].session
+    site.files("b", days_ago=400)
+    fleet.broker.now_s += sealed.RENEW_S + 1.0
+    fleet.run()
+    assert fleet.boards["a"].session == first + 1
+    fleet.boards["b"].publish(up("b"), b"1")
+    fleet.run()
+    assert fleet.payloads("coordinator") == [b"1"]
+    fleet.broker.now_s += sealed.RENEW_S + 1.0
+    fleet.run()
+    for name in ("a", "b"):
+        fleet.boards[name].publish(up(name), b"2")
+    fleet.run()
+    assert fleet.heard["coordinator"][1:] == [Message(up("a"), b"2")]
 
 
 def test_a_renewed_certificate_is_used_without_a_restart(fleet: Fleet, site: Certified, tmp_path: Path) -> None:
