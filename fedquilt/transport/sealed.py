@@ -36,7 +36,7 @@ log = logging.getLogger("fedquilt.sealed")
 
 COORDINATOR: Final = handshake.COORDINATOR
 OBSERVER: Final = handshake.OBSERVER
-UNSIGNED: Final = "unsigned: without a certificate nobody checks who sends what, and whoever reaches the broker can"
+UNSIGNED: Final = "unsigned: without certificates nobody checks who sends what over the broker"
 
 AGAIN_S: Final = 5.0  # between two attempts of a board, then twice as long, and so on
 AGAIN_MOST_S: Final = 60.0
