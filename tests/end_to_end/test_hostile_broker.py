@@ -74,7 +74,7 @@ class Mallory(threading.Thread):
 
     @staticmethod
     def _keeps(topic: str) -> bool:
-        return topic == TOPICS.coord or topic.rsplit("/", 1)[-1] in wire.RETAINED
+        return topic == TOPICS.coord or topic.rsplit("/", 1)[-1] in ("presence", "profile", "task")
 
     def _first(self, attack: str, key: object = None) -> bool:
         """Whether an attack is made now: once for each key."""
