@@ -209,6 +209,8 @@ class OverLink:
                 return None
             if route.leaf != "chunk" and (slowed := self._slowed(route.device, message, now_s)):
                 return slowed.event
+            if route.leaf == "hello":  # a signed link would have taken it
+                raise WireError("it is signed, and this coordinator is not: give it --ca, --cert and --key")
             if route.leaf in ("presence", "profile") and not message.payload:
                 return None  # cleared retained message: the device was removed from the broker
             if self._transfers.handle(route, message.payload, now_s) or route.kind is None:

@@ -148,6 +148,17 @@ class Store:
             return max((row.epoch for row, whole in self._rows.jobs() if whole), default=0)
         return found
 
+    def note_signed(self, signed: bool) -> None:
+        """Note whether the coordinator that begins here checks who sends what."""
+        with _storing(self.home):
+            self._db.execute("insert or replace into counters values ('signed', ?)", (int(signed),))
+
+    def signed(self) -> bool | None:
+        """Whether the latest coordinator over a broker checked who sent what; None: there was none."""
+        with _storing(self.home):
+            found = self._db.execute("select value from counters where name = 'signed'").fetchone()
+        return None if found is None else bool(found[0])
+
     # -- jobs --
 
     def unfinished(self, job: Job, bundle: Path, origin: Origin = "run") -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -351,15 +352,23 @@ def run_agent(settings: AgentSettings) -> None:
     """
     from fedquilt.transport.broker import Broker
     from fedquilt.transport.mqtt import MqttLink
+    from fedquilt.transport.sealed import UNSIGNED, BoardLink, identity
 
     broker = Broker.parse(**msgspec.structs.asdict(settings.broker))
     profile = None if settings.profile is None else profiles.find(settings.profile)
     meter = None if settings.meter is None else devices.meter(settings.meter)
     board, boot = devices.make(settings.board, profile=profile, meter=meter), os.urandom(8).hex()
     presence = wire.Topics(settings.fleet).device(settings.device, "up", "presence")
+    before = os.umask(0o077)  # models, updates and private state are nobody else's on this board
     lock = Local(Path(settings.home)).lock()
+    with contextlib.suppress(PermissionError):  # of an earlier version's home, unless it is another user's
+        os.chmod(settings.home, 0o700)
     client = f"fedquilt-{settings.fleet}-{settings.device}"
-    link = MqttLink(broker, client, (presence, wire.encode(wire.Presence(online=False, boot=boot))))
+    plain = MqttLink(broker, client, (presence, wire.encode(wire.Presence(online=False, boot=boot))))
+    own = identity(broker)
+    link = plain if own is None else BoardLink(plain, own, settings.fleet, settings.device)
+    if own is None:
+        log.info("%s", UNSIGNED)
     worker = ChildWorker(settings.warm_s, confine.command(Path(settings.home).absolute()))
     agent = Agent(link, settings, board, worker, boot)
     stopped: list[int] = []
@@ -373,3 +382,4 @@ def run_agent(settings: AgentSettings) -> None:
         systemd.notify("STOPPING=1")
         agent.goodbye()
         lock.close()
+        os.umask(before)

@@ -146,6 +146,14 @@ class Missing(Wired, frozen=True):
     reason: Sentence = ""
 
 
+class Hello(Told, frozen=True):
+    """Flight of a handshake on <up|dn>/hello, `fedquilt.transport.handshake`; without an attempt: please begin one."""
+
+    attempt: Annotated[str, Meta(pattern=r"^([0-9a-f]{16})?\Z")] = ""
+    flight: Annotated[int, Meta(ge=0, le=3)] = 0
+    tls: Annotated[str, Meta(max_length=MAX_CONTROL)] = ""  # base64
+
+
 Message = (
     CoordState
     | RoundState
@@ -160,6 +168,7 @@ Message = (
     | Get
     | Manifest
     | Missing
+    | Hello
 )
 
 # -- bytes ----------------------------------------------------------------------------------------
@@ -231,8 +240,9 @@ UP: dict[str, type[Wired]] = {
     "progress": Progress,
     "update": Update,
     "telemetry": Telemetry,
+    "hello": Hello,
 }
-DOWN: dict[str, type[Wired]] = {"task": Task, "ack": Ack}
+DOWN: dict[str, type[Wired]] = {"task": Task, "ack": Ack, "hello": Hello}
 BLOB: dict[str, type[Wired]] = {"manifest": Manifest, "missing": Missing}
 
 Direction = Literal["up", "dn"]

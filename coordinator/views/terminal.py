@@ -34,7 +34,9 @@ from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import costs, log
 from fedquilt.core import JobError
 from fedquilt.transport import link as links
+from fedquilt.transport.handshake import Identity
 from fedquilt.transport.link import Link
+from fedquilt.transport.sealed_fleet import FleetLink
 
 WAIT_SAID_S = 5.0  # until a wait is reported, and between reports of waits that change
 WAIT_AGAIN_S = 600.0  # between reports of an unchanged wait
@@ -184,11 +186,19 @@ def coordinate(
     console: Console,
     only: str | None = None,
     watch: Callable[[], None] = lambda: None,
+    identity: Identity | None = None,
 ) -> None:
     """Run a coordinator until the job `only` has ended (or for ever), or SIGINT or SIGTERM comes.
 
-    `watch` is called once a turn; an exception it raises ends the coordinator in good order.
+    `watch` is called once a turn; an exception it raises ends the coordinator in good order. With an `identity` it is
+    signed: it takes messages of boards alone that have proved to be who they say.
+
+    Raises:
+        JobError: boards would not take the identity for the coordinator's.
     """
+    if identity is not None:
+        link = FleetLink(link, identity, fleet)
+    store.note_signed(identity is not None)
     server = Server(OverLink(link, fleet, store.depot, store.next_epoch()), store, console.observe, only)
     with stopping() as stop:
 

@@ -27,14 +27,24 @@ def init(name: str, crl_url: str | None, ca: Path) -> int:
 @ca.command()
 @argument("name", "Whose certificate it is.", type=options.NAME)
 @option("--host", "hosts", multiple=True, help="Name or address of a server; may be repeated.")
+@option(
+    "--role",
+    type=options.OneOf(("observer",)),
+    help="Role of the holder: an observer reads what the fleet says, and writes nothing.",
+)
 @option("--out", type=options.FOLDER, default=Path(), help="Folder to write into.")
-@option("--days", type=options.ABOVE_0, metavar="N", help="Days for which the certificate is valid (default: 730).")
+@option(
+    "--days",
+    type=options.ABOVE_0,
+    metavar="N",
+    help="Days for which the certificate is valid (default: 730; an observer's 365).",
+)
 @options.authority
-def issue(name: str, hosts: tuple[str, ...], out: Path, days: float | None, ca: Path) -> int:
-    """Issue a certificate and key for the coordinator, or with --host for a server."""
+def issue(name: str, hosts: tuple[str, ...], role: str | None, out: Path, days: float | None, ca: Path) -> int:
+    """Issue a certificate and key for the coordinator, with --host for a server, with --role for an observer."""
     from fedquilt.tools.identity import commands
 
-    return commands.issue(ca, name, list(hosts), out, days)
+    return commands.issue(ca, name, list(hosts), out, days, role == "observer")
 
 
 @ca.command(name="list")

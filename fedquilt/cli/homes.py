@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,14 +58,22 @@ def bundle_of(job: Path, given: Path | None) -> Path:
     return given or job.with_name(job.stem + ".bundle")
 
 
-def link_to(broker: Broker) -> Any:
-    """The coordinator's link; not connected yet: a daemon waits for its broker, a command asks for it."""
+def link_to(broker: Broker, say: Callable[[str], None]) -> tuple[Any, Any]:
+    """The coordinator's link, and with what it proves who it is; None: it is unsigned, which is said.
+
+    The link is not connected yet: a daemon waits for its broker, a command asks for it.
+    """
     from fedquilt import wire
+    from fedquilt.transport import sealed
     from fedquilt.transport.broker import Broker as Address
     from fedquilt.transport.mqtt import MqttLink
 
     will = (wire.Topics(broker.fleet).coord, wire.encode(wire.CoordState(online=False)))
-    return MqttLink(Address.parse(**broker.table()), f"fedquilt-coordinator-{broker.fleet}", will)
+    address = Address.parse(**broker.table())
+    identity = sealed.identity(address)
+    if identity is None:
+        say(sealed.UNSIGNED)
+    return MqttLink(address, f"fedquilt-coordinator-{broker.fleet}", will), identity
 
 
 def follow(home: Path, broker: Broker, store: Any, id: str) -> int:
@@ -74,9 +82,10 @@ def follow(home: Path, broker: Broker, store: Any, id: str) -> int:
 
     print(f"{id}; from elsewhere: `fedquilt logs {id} --follow --home {home.resolve()}`", flush=True)
     if store.lock():
-        link = link_to(broker)
+        console = terminal.Console(wordy=wordy() > 0)
+        link, identity = link_to(broker, console.say)
         link.connect(timeout_s=5.0)
-        terminal.coordinate(store, link, broker.fleet, terminal.Console(wordy=wordy() > 0), only=id)
+        terminal.coordinate(store, link, broker.fleet, console, only=id, identity=identity)
     else:
         terminal.tell(store, id, follow=True)
     return ended(home, id, store.status(id), f"fedquilt resume {id}")

@@ -14,7 +14,9 @@ from fedquilt.cli.commands import verb
 def ls(home: Path, format: str) -> None:
     """List the runs in --home."""
     from fedquilt.coordinator.views import log
+    from fedquilt.transport import sealed
 
     with homes.existing(home) as store:
         rows = [log.summary(row, store) for row in store.all_jobs()]
-    homes.show(format, rows, log.lines(rows) or [homes.empty(home)])
+        told = [sealed.UNSIGNED] if store.signed() is False else []
+    homes.show(format, rows, [*(log.lines(rows) or [homes.empty(home)]), *told])

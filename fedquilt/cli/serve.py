@@ -21,10 +21,10 @@ def serve(home: Path, broker: options.Broker) -> None:
         home = home.resolve()
         if not store.lock():
             raise JobError(f"another coordinator serves {home} already")
-        link = homes.link_to(broker)
         console = Console(wordy=wordy() > 0, named=True)
+        link, identity = homes.link_to(broker, console.say)
         console.say(
             f"serving {home} on {broker.url}; submit with `fedquilt run JOB --home {home}`, "
             f"watch with `fedquilt logs RUN --follow --home {home}`"
         )
-        coordinate(store, link, broker.fleet, console)
+        coordinate(store, link, broker.fleet, console, identity=identity)

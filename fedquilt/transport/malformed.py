@@ -31,10 +31,10 @@ class Garbage:
         self.dropped = 0
         self._branches: dict[str, Branch] = {}
 
-    def take(self, topic: str, error: Exception, retained: bool, now_s: float) -> str | None:
-        """Count a dropped message; returns the line to log now, if any."""
+    def take(self, topic: str, error: Exception, retained: bool, now_s: float, kind: str = "") -> str | None:
+        """Count a dropped message; returns the line to log now, if any. Each `kind` counts apart."""
         self.dropped += 1
-        name = "/".join(topic.split("/")[:6])[:120]
+        name = "/".join(topic.split("/")[:6])[:120] + (f" ({kind})" if kind else "")
         if name not in self._branches and len(self._branches) >= MOST_BRANCHES:
             name = OTHERS
         branch = self._branches.setdefault(name, Branch())

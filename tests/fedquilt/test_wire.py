@@ -46,6 +46,7 @@ MESSAGES: list[Wired] = [
     wire.Get(sha256=SHA, chunk=1024, indices=(0, 5)),
     wire.Manifest(sha256=SHA, size=1500, chunk=1024, digests=SHA * 2),
     wire.Missing(sha256=SHA, reason="not offered"),
+    wire.Hello(attempt="0123456789abcdef", flight=2, tls="AAAA"),
 ]
 KINDS = [type(message) for message in MESSAGES]
 JSON = st.recursive(

@@ -20,6 +20,7 @@ from fedquilt.edge_agent import settings as agents
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.tools.doctor import (
     agent,
+    certificate,
     coordinator,
     facts,
     findings,
@@ -29,9 +30,11 @@ from fedquilt.tools.doctor import (
     packages,
     reach,
     rights,
+    signing,
 )
 from fedquilt.tools.doctor.findings import EXIT, Finding, error, ok
 from fedquilt.tools.doctor.reach import Timer
+from fedquilt.transport import sealed
 from fedquilt.transport.broker import Broker
 
 LIMIT_S: Final = 9.0
@@ -166,12 +169,17 @@ def _device(settings: AgentSettings, clock_s: float, timer: Timer) -> list[Findi
         if isinstance(link, Finding):
             return [*found, link]
         found += reach.limits(broker, link)
-        seen = rights.device(link, settings.fleet, settings.device, timer)
-        return [*found, *rights.judge_device(seen, broker, settings.device)]
+        own = signing.identity(broker)
+        if isinstance(own, Finding):
+            seen = rights.device(link, settings.fleet, settings.device, timer)
+            return [*found, *rights.judge_device(seen, broker, settings.device), own]
+        seen = rights.device(link, settings.fleet, settings.device, timer, lambda: ("hello", sealed.beginning(own)))
+        found += rights.judge_device(seen, broker, settings.device)
+        return [*found, signing.device(link, own, settings.fleet, settings.device, seen.coordinator, timer)]
 
 
 def _coordinators(table: Mapping[str, Any], wanted: Wanted, clock_s: float, timer: Timer) -> list[Finding]:
-    """The way to the broker, and the coordinator's rights there."""
+    """The way to the broker, and there the rights of the coordinator, or of an observer by its certificate."""
     try:
         broker = Broker.parse(**table)
     except FedquiltError as problem:
@@ -179,11 +187,18 @@ def _coordinators(table: Mapping[str, Any], wanted: Wanted, clock_s: float, time
     found = reach.way(broker, clock_s, timer)
     if any(one.severity == "error" for one in found):
         return found
-    if wanted.home is not None and folders.runs(wanted.home):
+    held = None if broker.cert is None else certificate.load(broker.cert)
+    watches = held is not None and held.unit == sealed.OBSERVER
+    if not watches and wanted.home is not None and folders.runs(wanted.home):
         said = f"a coordinator serves {wanted.home}: its rights at {broker} are tried while it is stopped"
         return [*found, ok("FQ413", said)]
-    with reach.spoken(broker, f"{rights.NOBODY}-coordinator", timer) as link:
+    with reach.spoken(broker, f"{rights.NOBODY}-{'observer' if watches else 'coordinator'}", timer) as link:
         if isinstance(link, Finding):
             return [*found, link]
         found += reach.limits(broker, link)
+        if watches:
+            seen, devices = rights.observer(link, wanted.fleet, str(held and held.name), timer)
+            return [*found, *rights.judge_observer(seen, devices, broker)]
+        own = signing.identity(broker)
+        found.append(own if isinstance(own, Finding) else signing.coordinator(own))
         return [*found, *rights.judge_coordinator(rights.coordinator(link, wanted.fleet, timer), broker)]

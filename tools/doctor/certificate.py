@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 _SEQUENCE, _SET, _OID, _UTC, _GENERALIZED, _VERSION = 0x30, 0x31, 0x06, 0x17, 0x18, 0xA0
 _COMMON_NAME: Final = bytes((0x55, 0x04, 0x03))  # 2.5.4.3
+_UNIT: Final = bytes((0x55, 0x04, 0x0B))  # 2.5.4.11
 MOST_BYTES: Final = 64 * 1024
 
 
@@ -24,6 +25,7 @@ class Certificate(NamedTuple):
     name: str | None  # the subject's common name
     begins_s: float
     ends_s: float
+    unit: str | None = None  # the subject's organisational unit
 
 
 def load(path: Path) -> Certificate:
@@ -52,7 +54,7 @@ def parse(der: bytes) -> Certificate:
         tbs = next(content for tag, content in _members(whole) if tag == _SEQUENCE)
         fields = [content for tag, content in _members(tbs) if tag != _VERSION]
         begins, ends = (_seconds(tag, content) for tag, content in _members(fields[3]))
-        return Certificate(_common(fields[4]), begins, ends)
+        return Certificate(_part(fields[4], _COMMON_NAME), begins, ends, _part(fields[4], _UNIT))
     except (IndexError, StopIteration) as problem:
         raise ValueError(f"no certificate ({type(problem).__name__})") from None
 
@@ -88,12 +90,12 @@ def _seconds(tag: int, content: bytes) -> float:
     return float(calendar.timegm((*parts, 0, 0, 0)))
 
 
-def _common(subject: bytes) -> str | None:
+def _part(subject: bytes, wanted: bytes) -> str | None:
     for tag, part in _members(subject):
         if tag != _SET:
             continue
         for _, pair in _members(part):
             (kind, oid), (_, value) = _members(pair)
-            if kind == _OID and oid == _COMMON_NAME:
+            if kind == _OID and oid == wanted:
                 return value.decode("utf-8", "replace")
     return None

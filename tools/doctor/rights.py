@@ -1,21 +1,21 @@
 """What a broker's rules let this side do: tried by sending, and judged by what arrives. A SUBACK is no proof.
 
 A device asks the coordinator for a blob that nobody has, on its own branch; the answer, that it is missing, comes back
-on the same branch, so both ways are proven, through the coordinator itself. Without a coordinator only the
-broker's word on the message sent (PUBACK of MQTT 5) is to be had. Then it sends the same on the branch of
-a device that does not exist, where neither it nor an answer may go.
+on the same branch, so both ways are proven, through the coordinator itself. Towards a signed one it begins a
+handshake instead. Without a coordinator only the broker's word on the message sent (PUBACK of MQTT 5) is to be had.
+Then it sends the same on the branch of a device that does not exist, where neither it nor an answer may go.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Final
 
 from fedquilt import wire
-from fedquilt.core import WireError
+from fedquilt.core import Wired, WireError
 from fedquilt.tools.doctor import reach
 from fedquilt.tools.doctor.findings import Finding, error, ok, warning
 from fedquilt.tools.doctor.reach import Timer
@@ -42,22 +42,30 @@ class Seen:
     broke: bool = False  # the broker hung up meanwhile
 
 
-def device(link: MqttLink, fleet: str, name: str, timer: Timer) -> Seen:
-    """Try as the device `name`."""
+Question = tuple[str, Wired]  # leaf and message that a coordinator answers on the same device's branch
+
+
+def blob() -> Question:
+    """Ask for a blob that nobody has."""
+    return "blob/get", wire.Get(sha256=secrets.token_hex(32), chunk=CHUNK)
+
+
+def device(link: MqttLink, fleet: str, name: str, timer: Timer, question: Callable[[], Question] = blob) -> Seen:
+    """Try as the device `name`. A signed coordinator answers no other `question` than the beginning of a handshake."""
     topics = wire.Topics(fleet)
     own, other = (topics.device(one, "up", "") for one in (name, NOBODY))
     heard: list[Message] = []
     link.subscribe(topics.for_device(name))
-    refused = _ask(link, topics, name, timer, heard)
+    refused = _ask(link, topics, name, timer, heard, question=question)
     coordinator = _online(heard, topics)
 
     def answered() -> bool:
-        return any("/blob/" in one.topic for one in heard)
+        return any("/blob/" in one.topic or one.topic.endswith("/hello") for one in heard)
 
     _drive(link, heard, answered, timer.left_s(ANSWER_S if coordinator else 0.0))
     if not answered() and not coordinator:  # where a broker has no rules, we hear ourselves
         link.subscribe([f"{own}#"])
-        refused |= _ask(link, topics, name, timer, heard, answered)
+        refused |= _ask(link, topics, name, timer, heard, answered, question)
     arrived = answered()
     strange: list[Message] = []
     link.subscribe([f"{other}#", topics.device(NOBODY, "dn", "#")])
@@ -65,7 +73,7 @@ def device(link: MqttLink, fleet: str, name: str, timer: Timer) -> Seen:
     def leaked() -> bool:
         return any(f"/dev/{NOBODY}/" in one.topic for one in strange)
 
-    other_refused = _ask(link, topics, NOBODY, timer, strange, leaked)
+    other_refused = _ask(link, topics, NOBODY, timer, strange, leaked, question)
     return Seen(
         level=link.level,
         coordinator=coordinator,
@@ -94,6 +102,35 @@ def coordinator(link: MqttLink, fleet: str, timer: Timer) -> Seen:
     if not heard:
         _ask(link, topics, NOBODY, timer, heard, lambda: bool(heard))
     return Seen(level=link.level, refused=refused, arrived=bool(heard), broke=not link.connected)
+
+
+def observer(link: MqttLink, fleet: str, name: str, timer: Timer) -> tuple[Seen, set[str]]:
+    """Try as the observer `name`, who hears everybody and writes nothing; and the devices that it heard of."""
+    topics = wire.Topics(fleet)
+    heard: list[Message] = []
+    link.subscribe([f"{topics.root}/dev/+/up/+", topics.coord])
+    refused = _ask(link, topics, name, timer, heard)
+    devices = {wire.sender(one.topic) for one in heard} - {""}
+    return Seen(
+        level=link.level,
+        coordinator=_online(heard, topics),
+        arrived=bool(heard),
+        refused=refused,
+        broke=not link.connected,
+    ), devices
+
+
+def judge_observer(seen: Seen, devices: Collection[str], broker: Broker) -> list[Finding]:
+    """Findings of `observer`."""
+    rules = "fedquilt broker config again, which names observers in the rules; copy them, and reload the broker"
+    if seen.level == 5 and not seen.refused and not seen.broke:
+        return [error("FQ415", f"the rules of {broker} do not name this observer, which may write as a device", rules)]
+    if not seen.arrived:
+        said = f"{broker} shows an observer nothing: neither a device nor the coordinator has said anything"
+        return [warning("FQ415", said, rules)]
+    online = "online" if seen.coordinator else "offline"
+    said = f"an observer hears {len(devices)} device{'' if len(devices) == 1 else 's'}, and writes nothing"
+    return [ok("FQ415", f"{said}; the coordinator is {online}")]
 
 
 def judge_device(seen: Seen, broker: Broker, name: str) -> list[Finding]:
@@ -160,11 +197,12 @@ def _ask(
     timer: Timer,
     heard: list[Message],
     enough: Callable[[], bool] = lambda: False,
+    question: Callable[[], Question] = blob,
 ) -> bool:
-    """Ask for a blob that nobody has; whether the broker refused the question."""
+    """Ask what a coordinator answers; whether the broker refused the question."""
     before = link.dropped
-    question = wire.Get(sha256=secrets.token_hex(32), chunk=CHUNK)
-    link.publish(topics.device(name, "up", "blob/get"), wire.encode(question))
+    leaf, message = question()
+    link.publish(topics.device(name, "up", leaf), wire.encode(message))
     _drive(link, heard, lambda: link.backlog == 0, timer.left_s(ANSWER_S))
     _drive(link, heard, enough, timer.left_s(GRACE_S))
     return link.dropped > before

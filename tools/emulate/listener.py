@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fedquilt import wire
 from fedquilt.core import Profile, WireError
+from fedquilt.transport import envelope
 from fedquilt.transport.link import Link, Message
 
 
@@ -32,15 +32,16 @@ class Heard:
             route = wire.route(message.topic)
             if route.device != device or route.direction != "up":
                 return self
+            payload = envelope.inside(message.payload)
             if route.leaf == "presence":
-                said = wire.decode(message.payload, wire.Presence)
+                said = wire.decode(payload, wire.Presence)
                 begun = self.begun | {said.boot} if said.online else self.begun
                 again = self.presence is not None and self.presence.boot == said.boot
                 return Heard(said, self.profile if again else None, self.telemetry if again else None, begun)
             if route.leaf == "profile":
-                return Heard(self.presence, wire.decode(message.payload, Profile), self.telemetry, self.begun)
+                return Heard(self.presence, wire.decode(payload, Profile), self.telemetry, self.begun)
             if route.leaf == "telemetry":
-                told = wire.decode(message.payload, wire.Telemetry)
+                told = wire.decode(payload, wire.Telemetry)
                 return Heard(self.presence, self.profile, told, self.begun)
         except WireError:
             pass
@@ -55,23 +56,9 @@ class Listener:
     """
 
     def __init__(self, connect: Callable[[], Link], fleet: str, device: str) -> None:
-        self._connect, self._filters, self._device = connect, wire.Topics(fleet).for_coordinator(), device
-        self.heard = Heard()
-        self._link = self._dialled()
-
-    def _dialled(self) -> Link:
-        link = self._connect()
-        link.subscribe(self._filters)
-        return link
-
-    @contextlib.contextmanager
-    def away(self) -> Iterator[None]:
-        """Leave the broker to the coordinator, whose certificate lets one client in at a time."""
-        self._link.close()
-        try:
-            yield
-        finally:
-            self._link = self._dialled()
+        self._device, self.heard = device, Heard()
+        self._link = connect()
+        self._link.subscribe([wire.Topics(fleet).device(device, "up", "+")])
 
     def listen(self, limit_s: float) -> Heard:
         """Messages so far; waits for more, at most that long."""

@@ -25,7 +25,7 @@ from fedquilt.tools.emulate.container import Container, until
 from fedquilt.tools.emulate.journal import reason, starts
 from fedquilt.tools.emulate.layouts import Layout
 from fedquilt.tools.emulate.listener import Heard, Listener
-from fedquilt.tools.emulate.site import FILES, STOP_S, Site, free_ports, last, running, stop
+from fedquilt.tools.emulate.site import STOP_S, WATCHING, Site, free_ports, last, running, stop
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.mqtt import MqttLink
 
@@ -79,7 +79,7 @@ class Rehearsal:
         self._stack.enter_context(
             running(self.site.enrolment(), self.folder, self.folder / "enrol.log", self.site.endpoint)
         )
-        files: dict[str, Any] = {name: self.folder / path for name, path in FILES.items()}
+        files: dict[str, Any] = {name: self.folder / path for name, path in WATCHING.items()}
         broker = Broker.parse(self.site.url, **files)
         self.listener = Listener(lambda: MqttLink(broker, "fedquilt-rehearsal"), "fleet", DEVICE)
         self._stack.callback(self.listener.close)
@@ -335,7 +335,7 @@ class Rehearsal:
             facts[:] = _facts(home)
             return enough(facts) or process.poll() is not None
 
-        with self.listener.away(), log.open("ab") as out:
+        with log.open("ab") as out:
             process = subprocess.Popen(
                 words, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
             )

@@ -20,6 +20,7 @@ HOST: Final = "127.0.0.1"
 START_S: Final = 30.0
 STOP_S: Final = 15.0
 FILES: Final = {"ca": "fedquilt-ca/ca.crt", "cert": "coordinator.crt", "key": "coordinator.key"}
+WATCHING: Final = {"ca": "fedquilt-ca/ca.crt", "cert": "watcher.crt", "key": "watcher.key"}  # an observer's
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,9 @@ class Site:
         return ["--home", home, "--broker", self.url, *files]
 
     def found(self, device: str) -> None:
-        """An authority, what the broker and the coordinator need, a token for the board."""
+        """An authority, what the broker, the coordinator and an observer need, a token for the board."""
         self.fedquilt("ca", "init")
+        self.fedquilt("ca", "issue", "watcher", "--role", "observer")  # the broker's rules name it
         self.fedquilt(
             *("broker", "config", "--for", "mosquitto", "--host", HOST, "--listen", str(self.broker)),
             *("--out", "broker", "--installed", str((self.folder / "broker").resolve())),

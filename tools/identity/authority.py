@@ -1,9 +1,10 @@
 """A fleet's certificate authority: a folder with its key, certificate, revocation list and register.
 
-ECDSA on P-256 throughout. What a certificate may be used for is in it: a device's and the
-coordinator's only to be a client, a server's only to be a server, so that a board's own certificate
-cannot pose as the broker. The authority and servers are valid since 1970, so that a board whose clock
-says 1970 can check them in full; everything else of the check (chain, name, use) is never left out.
+ECDSA on P-256 throughout. What a certificate may be used for is in it: a device's and an observer's
+only to be a client, a server's only to be a server, so that a board's own certificate cannot pose as
+the broker or the coordinator. The authority, servers and the coordinator are valid since 1970, so that a
+board whose clock says 1970 can check them in full; everything else of the check (chain, name, use) is
+never left out.
 """
 
 from __future__ import annotations
@@ -25,17 +26,20 @@ from fedquilt import disk, enrolment
 from fedquilt.core import JobError, StoreError
 from fedquilt.tools.identity import shapes
 from fedquilt.tools.identity.register import Issued, Kind, Register, stamp
+from fedquilt.transport import sealed
 
 DAY_S: Final = 86400.0
 EPOCH: Final = datetime.datetime(1970, 1, 1, tzinfo=datetime.timezone.utc)
 AUTHORITY_DAYS: Final = 3650
-DAYS: dict[Kind, int] = {"device": 365, "coordinator": 730, "server": 730}
-RESERVED: Final = frozenset({"coordinator"})  # the user that the broker gives the coordinator's rights
+DAYS: dict[Kind, int] = {"device": 365, "coordinator": 730, "server": 730, "observer": 365}
+RESERVED: Final = frozenset({sealed.COORDINATOR})  # the user that the broker gives the coordinator's rights
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}\Z")
+_CLIENT, _SERVER = ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH
 _USE = {
-    "device": ExtendedKeyUsageOID.CLIENT_AUTH,
-    "coordinator": ExtendedKeyUsageOID.CLIENT_AUTH,
-    "server": ExtendedKeyUsageOID.SERVER_AUTH,
+    "device": [_CLIENT],
+    "coordinator": [_CLIENT, _SERVER],  # it is the broker's client, and the side that boards shake hands with
+    "server": [_SERVER],
+    "observer": [_CLIENT],
 }
 
 
@@ -154,15 +158,21 @@ class Authority:
         """
         if not _NAME.match(name):
             raise JobError(f"{name!r} is no name: up to 64 of a-z, 0-9, '.', '_' and '-', beginning with a-z or 0-9")
-        begins = EPOCH if kind == "server" else shapes.date(now_s - DAY_S)  # a broker's clock may be somewhat behind
+        checked_by_boards = kind in ("server", "coordinator")
+        begins = EPOCH if checked_by_boards else shapes.date(now_s - DAY_S)  # a broker's clock may be somewhat behind
         ends = min(shapes.date(now_s + (DAYS[kind] if days is None else days) * DAY_S), self.cert.not_valid_after_utc)
         builder = (
-            x509.CertificateBuilder(self.cert.subject, shapes.subject(name), key, x509.random_serial_number())
+            x509.CertificateBuilder(
+                self.cert.subject,
+                shapes.subject(name, sealed.OBSERVER if kind == "observer" else None),
+                key,
+                x509.random_serial_number(),
+            )
             .not_valid_before(begins)
             .not_valid_after(ends)
             .add_extension(x509.BasicConstraints(False, None), critical=True)
             .add_extension(shapes.usage(), critical=True)
-            .add_extension(x509.ExtendedKeyUsage([_USE[kind]]), critical=False)
+            .add_extension(x509.ExtendedKeyUsage(_USE[kind]), critical=False)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
             .add_extension(shapes.authority_id(self.cert), critical=False)
         )
@@ -189,16 +199,25 @@ class Authority:
     def issue(
         self, name: str, kind: Kind, now_s: float, *, hosts: Sequence[str] = (), days: float | None = None
     ) -> tuple[Issued, bytes]:
-        """A certificate and its new private key, PEM: for the broker, the coordinator and the endpoint.
+        """A certificate and its new private key, PEM: for all who do not enrol.
 
         Raises:
             JobError: a name or host that cannot be used, or a device's name.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         with self.register.together():
-            if any(one.kind == "device" for one in self.register.certificates(name)):
-                raise JobError(f"{name!r} is a device's name: take another, whose rights nobody else has")
+            other = next((one.kind for one in self.register.certificates(name) if one.kind != kind), kind)
+            if "device" in (other, kind) or other != kind:
+                one = "an observer" if other == "observer" else f"a {other}"
+                raise JobError(f"{name!r} is {one}'s name: take another, whose rights nobody else has")
+            if (name in RESERVED) != (kind == "coordinator"):
+                raise JobError(f"the name {sealed.COORDINATOR!r} and the coordinator's rights belong together")
             return self.sign(name, kind, key.public_key(), now_s, hosts=hosts, days=days), shapes.pem_of_key(key)
+
+    def observers(self, now_s: float) -> list[str]:
+        """Names of those who may watch now."""
+        known = [one for one in self.register.certificates() if one.kind == "observer"]
+        return sorted({one.name for one in known if one.revoked_s is None and one.ends_s > now_s})
 
     # -- revoking ---------------------------------------------------------------------------------
 

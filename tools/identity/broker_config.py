@@ -1,7 +1,8 @@
 """A broker's configuration for a fleet: TLS by the fleet's authority, rights by certificate, limits.
 
 A device's certificate names it, and the broker lets it write `dev/<its name>/up/#` and read
-`dev/<its name>/dn/#` and the coordinator's state: nothing else. The client id is made the certificate's
+`dev/<its name>/dn/#` and the coordinator's state: nothing else. Observers are named in the rules one by one,
+as no rule of Mosquitto's tells them from devices. The client id is made the certificate's
 name as well, or one device could take over another's session by using its id.
 Options and what they do on a real Mosquitto 2.0.11: tests/tools/identity. EMQX 5: by its documentation
 (docs.emqx.com: listener, acl.conf, CRL check), not run here.
@@ -54,16 +55,29 @@ persistence true
 """
 
 
-def mosquitto_acl(fleet: str) -> str:
-    """The acl_file: a client's user is its certificate's name."""
+def mosquitto_acl(fleet: str, observers: Sequence[str] = ()) -> str:
+    """The acl_file: a client's user is its certificate's name.
+
+    An observer reads everything but blobs, and writes nothing: not even on the branch that a device of its name had.
+    """
     root = f"fq/{VERSION}/{fleet}"
+    watching = "".join(
+        f"""
+user {name}
+topic deny {root}/dev/{name}/up/#
+topic read {root}/dev/+/up/+
+topic read {root}/dev/+/dn/+
+topic read {root}/job/#
+"""
+        for name in observers
+    )
     return f"""# made by `fedquilt broker config --for mosquitto`
 user coordinator
 topic read {root}/dev/+/up/#
 topic write {root}/dev/+/dn/#
 topic write {root}/job/#
 topic write {root}/coord/state
-
+{watching}
 pattern write {root}/dev/%u/up/#
 pattern read {root}/dev/%u/dn/#
 pattern read {root}/coord/state
@@ -103,11 +117,17 @@ authorization {{
 """
 
 
-def emqx_acl(fleet: str) -> str:
-    """acl.conf: the first rule that matches decides."""
+def emqx_acl(fleet: str, observers: Sequence[str] = ()) -> str:
+    """acl.conf: the first rule that matches decides. An observer's rights are as in `mosquitto_acl`."""
     root = f"fq/{VERSION}/{fleet}"
+    watching = "".join(
+        f"""{{deny, {{username, "{name}"}}, publish, ["#"]}}.
+{{allow, {{username, "{name}"}}, subscribe, ["{root}/dev/+/up/+", "{root}/dev/+/dn/+", "{root}/job/#"]}}.
+"""
+        for name in observers
+    )
     return f"""%% made by `fedquilt broker config --for emqx`
-{{allow, {{username, "coordinator"}}, subscribe, ["{root}/dev/+/up/#"]}}.
+{watching}{{allow, {{username, "coordinator"}}, subscribe, ["{root}/dev/+/up/#"]}}.
 {{allow, {{username, "coordinator"}}, publish, ["{root}/dev/+/dn/#", "{root}/job/#", "{root}/coord/state"]}}.
 {{allow, all, publish, ["{root}/dev/${{username}}/up/#"]}}.
 {{allow, all, subscribe, ["{root}/dev/${{username}}/dn/#", "{root}/coord/state"]}}.
@@ -142,16 +162,17 @@ def write(
         raise JobError(f"--installed {installed!r} is no folder's full path without white space")
     with disk.doing(f"make {out}"):
         out.mkdir(mode=0o700, parents=True, exist_ok=True)
+    observers = authority.observers(now_s)
     files = {
         "ca.crt": (authority.folder / "ca.crt").read_bytes(),
         "crl.pem": authority.write_crl(now_s).read_bytes(),
     }
     if broker == "mosquitto":
-        files |= {"fedquilt.conf": mosquitto(port, at).encode(), "acl": mosquitto_acl(fleet).encode()}
+        files |= {"fedquilt.conf": mosquitto(port, at).encode(), "acl": mosquitto_acl(fleet, observers).encode()}
         begin = f"link {at}/fedquilt.conf into /etc/mosquitto/conf.d"
     else:
         crl = authority.crl_url is not None
-        files |= {"fedquilt.conf": emqx(port, at, crl).encode(), "acl.conf": emqx_acl(fleet).encode()}
+        files |= {"fedquilt.conf": emqx(port, at, crl).encode(), "acl.conf": emqx_acl(fleet, observers).encode()}
         begin = f"append {at}/fedquilt.conf to /etc/emqx/emqx.conf"
     said = []
     if not _good(authority, out, hosts, now_s):

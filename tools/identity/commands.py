@@ -16,7 +16,7 @@ from fedquilt.tools.identity import broker_config
 from fedquilt.tools.identity.authority import RESERVED, Authority, clock_s, state
 from fedquilt.tools.identity.desk import Desk
 from fedquilt.tools.identity.endpoint import Endpoint, serve
-from fedquilt.tools.identity.register import stamp
+from fedquilt.tools.identity.register import Kind, stamp
 
 HOUR_S = 3600.0
 
@@ -32,17 +32,25 @@ def init(folder: Path, name: str, crl_url: str | None) -> int:
     return 0
 
 
-def issue(folder: Path, name: str, hosts: Sequence[str], out: Path, days: float | None) -> int:
-    """A certificate and key for a server (with hosts) or the coordinator, written into `out`."""
-    if not hosts and name != "coordinator":
-        raise JobError(f"{name}: a server's certificate needs --host; a device enrols (`fedquilt enrol token {name}`)")
+def issue(folder: Path, name: str, hosts: Sequence[str], out: Path, days: float | None, observer: bool = False) -> int:
+    """A certificate and key for a server (with hosts), an observer or the coordinator, written into `out`."""
+    kind: Kind = "observer" if observer else "server" if hosts else "coordinator"
+    if kind == "observer" and hosts:
+        raise JobError(f"{name}: an observer is no server, and needs no --host")
+    if kind == "coordinator" and name not in RESERVED:
+        raise JobError(
+            f"{name}: a server's certificate needs --host, an observer's --role observer; a device enrols "
+            f"(`fedquilt enrol token {name}`)"
+        )
     authority = Authority(folder)
-    issued, key = authority.issue(name, "server" if hosts else "coordinator", clock_s(), hosts=hosts, days=days)
+    issued, key = authority.issue(name, kind, clock_s(), hosts=hosts, days=days)
     with disk.doing(f"make {out}"):
         out.mkdir(parents=True, exist_ok=True)
     enrolment.keep(out / f"{name}.key", key, 0o600)
     enrolment.keep(out / f"{name}.crt", issued.pem.encode(), 0o644)
     print(f"{out / name}.crt and .key, until {stamp(issued.ends_s)}")
+    if observer:
+        print("the broker's rules name each observer: `fedquilt broker config` again, copy them, reload the broker")
     return 0
 
 

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from fedquilt.core import JobError, StoreError
 
-Kind = Literal["device", "coordinator", "server"]
+Kind = Literal["device", "coordinator", "server", "observer"]
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS certificate (

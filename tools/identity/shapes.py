@@ -25,9 +25,10 @@ def pem(cert: x509.Certificate) -> bytes:
     return cert.public_bytes(serialization.Encoding.PEM)
 
 
-def subject(name: str) -> x509.Name:
-    """Name with `name` as its common name."""
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+def subject(name: str, unit: str | None = None) -> x509.Name:
+    """Name with `name` as its common name, and `unit` as its organisational unit."""
+    common = x509.NameAttribute(NameOID.COMMON_NAME, name)
+    return x509.Name([common] if unit is None else [x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, unit), common])
 
 
 def date(at_s: float) -> datetime.datetime:

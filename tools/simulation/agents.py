@@ -186,8 +186,13 @@ def really(
         console: prints the run; None: a line for each round.
 
     Raises:
-        JobError: every agent has ended; quotes the last words of one.
+        JobError: every agent has ended; quotes the last words of one. Or there is a certificate for all of them.
     """
+    if broker is not None and broker.get("cert"):
+        raise JobError(
+            "simulated boards cannot share one certificate, which is one board's: leave --cert and --key out, with a "
+            "broker that does not ask for them, or start `fedquilt agent` for each"
+        )
     with contextlib.ExitStack() as stack:
         if broker is None:
             broker = {"url": stack.enter_context(EmbeddedBroker()).url}

@@ -20,14 +20,17 @@ from fedquilt.coordinator.executors import OverLink
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
 from fedquilt.tools import doctor
-from fedquilt.tools.doctor import Wanted, reach, rights
+from fedquilt.tools.doctor import Wanted, reach, rights, signing
 from fedquilt.tools.doctor.findings import Finding
 from fedquilt.tools.doctor.reach import Timer
 from fedquilt.tools.identity import broker_config
 from fedquilt.tools.identity.authority import DAY_S, Authority, clock_s
 from fedquilt.tools.identity.shapes import pem_of_key
+from fedquilt.transport import sealed
 from fedquilt.transport.broker import Broker
+from fedquilt.transport.link import Link
 from fedquilt.transport.mqtt import MqttLink
+from fedquilt.transport.sealed_fleet import FleetLink
 
 
 class Site:
@@ -72,7 +75,9 @@ def serving(tmp_path: Path) -> Iterator[Callable[[Broker], None]]:
     def run(broker: Broker, ready: threading.Event) -> None:
         will = (wire.Topics("fleet").coord, wire.encode(wire.CoordState(online=False)))
         with Store(tmp_path / "runs") as store:
-            link = MqttLink(broker, "coordinator", will)
+            link: Link = MqttLink(broker, "coordinator", will)
+            if (own := sealed.identity(broker)) is not None:
+                link = FleetLink(link, own, "fleet")
             server = Server(OverLink(link, "fleet", store.depot, store.next_epoch()), store)
             while not over.is_set():
                 link.wait(0.05)
@@ -208,15 +213,16 @@ def test_a_fleets_own_broker_with_its_coordinator_has_no_finding(
     serving(Broker.parse(url, **site.certified("coordinator", "coordinator")))
     found = asked(board, url=url, **site.certified("orin-07"))
     assert bad(found) == []
-    assert [one.number for one in found] == ["FQ401", "FQ402", "FQ403", "FQ408", "FQ409", "FQ411", "FQ412"]
-    assert "so does the answer" in found[-2].sentence
+    assert [one.number for one in found] == ["FQ401", "FQ402", "FQ403", "FQ408", "FQ409", "FQ411", "FQ412", "FQ414"]
+    assert "so does the answer" in found[-3].sentence
+    assert "signed: the coordinator has proved that it is" in found[-1].sentence
 
 
 def test_without_a_coordinator_the_brokers_word_has_to_do(board: Any, site: Site) -> None:
     """And the finding says that it is no more than that."""
     found = asked(board, url=site.serve(), **site.certified("orin-07"))
     assert bad(found) == []
-    assert "while a coordinator is online" in found[-2].sentence
+    assert "while a coordinator is online" in found[-3].sentence
 
 
 def test_rules_that_shut_a_device_out_of_its_own_branch_are_found(board: Any, site: Site, tmp_path: Path) -> None:
@@ -236,8 +242,8 @@ def test_rules_that_keep_a_devices_answers_from_it_are_found(
     url = site.serve(acl_file=str(tmp_path / "acl"))
     serving(Broker.parse(url, **site.certified("coordinator", "coordinator")))
     found = asked(board, url=url, **site.certified("orin-07"))
-    assert bad(found) == [("FQ411", "error")]
-    assert "does not arrive" in last(found).sentence
+    assert bad(found) == [("FQ411", "error"), ("FQ414", "error")]
+    assert "does not arrive" in found[-3].sentence
 
 
 @pytest.mark.parametrize(
@@ -299,7 +305,48 @@ def test_a_coordinators_rights_are_tried_as_well(site: Site, tmp_path: Path) -> 
         return bad(doctor.examine({"broker": doctor.groups(wanted)["broker"]}, limit_s=20.0))
 
     assert found("coordinator", "coordinator") == []
-    assert found("orin-07", "device") == [("FQ413", "error")]
+    assert found("orin-07", "device") == [("FQ413", "error"), ("FQ414", "error")]
+
+
+def test_an_observer_examines_a_fleet_and_throws_nobody_off(
+    site: Site, serving: Callable[[Broker], None], tmp_path: Path
+) -> None:
+    """While the coordinator serves; rules that do not name it are found."""
+    watcher = site.certified("tower", "observer")
+    broker_config.write(site.authority, "mosquitto", ["127.0.0.1"], site.out, clock_s(), installed=str(site.out))
+    url = site.serve()
+    broker = Broker.parse(url, **site.certified("coordinator", "coordinator"))
+    serving(broker)
+
+    def found(files: dict[str, str]) -> list[Finding]:
+        wanted = Wanted(broker={"url": url, **files}, root=tmp_path)
+        return doctor.examine({"broker": doctor.groups(wanted)["broker"]}, limit_s=20.0)
+
+    told = found(watcher)
+    assert bad(told) == []
+    assert "hears 0 devices, and writes nothing; the coordinator is online" in told[-1].sentence
+    assert bad(found(site.certified("unknown", "observer"))) == [("FQ415", "error")]
+    assert "tower" in (site.out / "acl").read_text()
+
+
+def test_a_device_whose_certificate_is_of_another_authority_is_refused_by_the_coordinator(
+    board: Any, mosquitto: Callable[..., Any], site: Site, serving: Callable[[Broker], None], stranger: Any
+) -> None:
+    """A broker that lets everybody in does not make a fleet of it."""
+    crt, key = site.out / "broker.crt", site.out / "broker.key"
+    url = mosquitto(f"certfile {crt}", f"keyfile {key}").url.replace("mqtt://", "mqtts://")
+    serving(Broker.parse(url, **site.certified("coordinator", "coordinator")))
+    cert, own = stranger.issue("orin-07")
+    found = asked(board, url=url, ca=str(site.authority.folder / "ca.crt"), cert=str(cert), key=str(own))
+    assert ("FQ414", "error") in bad(found)
+    assert "unknown ca" in found[-1].sentence
+
+
+def test_a_fleet_without_certificates_on_a_network_is_told_that_it_is_unsigned() -> None:
+    """On this machine alone that is all right."""
+    told = [signing.identity(Broker(host, 1883)) for host in ("10.0.0.9", "127.0.0.1")]
+    assert [each.severity for each in told if isinstance(each, Finding)] == ["warning", "ok"]
+    assert all("unsigned" in each.sentence for each in told if isinstance(each, Finding))
 
 
 def test_a_group_that_hangs_or_breaks_is_a_finding_and_keeps_nobody_waiting() -> None:

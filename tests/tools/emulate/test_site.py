@@ -32,7 +32,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
 def test_it_is_founded_by_commands_that_an_operator_types(site: Site) -> None:
     """Authority, broker's files, coordinator's certificate, token; the log shows each."""
     typed = [line for line in site.log.read_text().splitlines() if line.startswith("$ ")]
-    assert [" ".join(line.split()[2:4]) for line in typed] == ["ca init", "broker config", "ca issue", "enrol token"]
+    assert [" ".join(line.split()[2:4]) for line in typed] == [
+        "ca init",
+        "ca issue",
+        "broker config",
+        "ca issue",
+        "enrol token",
+    ]
     for name in ("fedquilt-ca/ca.crt", "broker/acl", "broker/crl.pem", "coordinator.key", "board-1.token"):
         assert (site.folder / name).is_file()
 

@@ -138,8 +138,8 @@ def test_a_name_is_a_devices_or_a_servers_never_both(authority: Authority) -> No
     """Or a board could ask for the name that has the coordinator's rights."""
     authority.sign("orin-7", "device", new_key().public_key(), NOW_S)
     with pytest.raises(JobError, match="device's name"):
-        authority.issue("orin-7", "coordinator", NOW_S)
-    authority.issue("watcher", "coordinator", NOW_S)
+        authority.issue("orin-7", "observer", NOW_S)
+    authority.issue("watcher", "observer", NOW_S)
     with pytest.raises(JobError, match="rename the device"):
         authority.read_request(signing_request(new_key(), "watcher"), "watcher")
 

@@ -2,48 +2,40 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric import ec
+from certified import Certified
 
 from fedquilt.core import JobError, LinkError
 from fedquilt.tools.identity import broker_config
 from fedquilt.tools.identity.authority import DAY_S, Authority, clock_s
-from fedquilt.tools.identity.shapes import pem_of_key
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.mqtt import MqttLink
 
 
-class Site:
+class Site(Certified):
     """An authority, a broker with the configuration as written, and certificates."""
 
     def __init__(self, folder: Path, start: Callable[..., Any], crl_url: str | None = None) -> None:
-        self.folder = folder
-        self.authority = Authority.create(folder / "ca", "site", clock_s(), crl_url)
+        super().__init__(folder, crl_url)
         self.out = folder / "etc"
-        broker_config.write(self.authority, "mosquitto", ["127.0.0.1"], self.out, clock_s(), installed=str(self.out))
+        self.authority.issue("tower", "observer", clock_s())  # the rules name it, whatever certificate it has then
+        self.configure()
         lines = (self.out / "fedquilt.conf").read_text().splitlines()
         assert lines[1] == "listener 8883"  # the fixture's own takes a free port instead
         self.mosquitto = start(*lines[2:])
         self.url = self.mosquitto.url.replace("mqtt://", "mqtts://")
 
-    def broker(self, name: str, *, days_ago: float = 0.0, kind: Any = "device") -> Broker:
-        key = ec.generate_private_key(ec.SECP256R1())
-        with self.authority.register.together():
-            at_s = clock_s() - days_ago * DAY_S
-            issued = self.authority.sign(name, kind, key.public_key(), at_s, hosts=["x"] if kind == "server" else ())
-        (self.folder / f"{name}.crt").write_text(issued.pem)
-        (self.folder / f"{name}.key").write_bytes(pem_of_key(key))
-        return Broker.parse(
-            self.url,
-            ca=self.authority.folder / "ca.crt",
-            cert=self.folder / f"{name}.crt",
-            key=self.folder / f"{name}.key",
-        )
+    def configure(self) -> None:
+        broker_config.write(self.authority, "mosquitto", ["127.0.0.1"], self.out, clock_s(), installed=str(self.out))
+
+    def broker(self, name: str, kind: Any = "device", *, days_ago: float = 0.0, url: str | None = None) -> Broker:
+        return super().broker(name, kind, url=url or self.url, days_ago=days_ago)
 
 
 @pytest.fixture
@@ -95,6 +87,32 @@ def test_a_device_reaches_its_own_branch_and_the_coordinator_the_fleets(site: Si
     stage.until(lambda: stage.payloads("coordinator") == [b"claim", b"own"])
     assert stage.payloads("spy") == [b"state"]
     assert sorted(stage.payloads("one")) == [b"state", b"task"]
+
+
+def test_an_observer_reads_what_is_said_but_no_blob_and_writes_nothing(site: Site, stage: Any) -> None:
+    """It throws nobody off, however many watch: the coordinator's certificate is no longer needed to look."""
+    root = "fq/1/fleet"
+    coordinator = stage.join(site.broker("coordinator", kind="coordinator"), "coordinator", f"{root}/dev/+/up/#")
+    board = stage.join(site.broker("dev-a"), "board", f"{root}/dev/dev-a/dn/#")
+    tower = stage.join(site.broker("tower", kind="observer"), "tower", f"{root}/#")
+    stage.until(lambda: coordinator.connected and board.connected and tower.connected)
+    board.publish(f"{root}/dev/dev-a/up/blob/{'0' * 64}/0", b"a part of a model")
+    board.publish(f"{root}/dev/dev-a/up/claim", b"claim")
+    coordinator.publish(f"{root}/dev/dev-a/dn/task", b"task")
+    coordinator.publish(f"{root}/job/j/round", b"round")
+    coordinator.publish(f"{root}/coord/state", b"state", retain=True)
+    stage.until(lambda: len(stage.payloads("tower")) >= 4 and len(stage.payloads("coordinator")) == 2)
+    assert sorted(stage.payloads("tower")) == [b"claim", b"round", b"state", b"task"]
+    for topic in ("dev/tower/up/claim", "dev/dev-a/up/claim", "dev/dev-a/dn/task", "coord/state", "job/j/round"):
+        before = tower.dropped
+        tower.publish(f"{root}/{topic}", b"forged")
+        stage.until(lambda before=before: tower.dropped > before)
+        assert f"refuses messages to {root}/{topic}" in tower.problem
+    assert (coordinator.session, coordinator.connected) == (1, True)
+    assert stage.payloads("coordinator") == [b"a part of a model", b"claim"]
+    site.authority.revoke("tower", clock_s())
+    site.configure()
+    assert "tower" not in (site.out / "acl").read_text()
 
 
 def test_who_has_no_certificate_or_one_that_is_not_good_stays_out_and_is_told_why(
@@ -178,6 +196,7 @@ def test_writing_again_keeps_the_brokers_certificate_while_it_is_good(tmp_path: 
 def test_emqx_gets_the_same_rights_and_limits_in_its_own_words(tmp_path: Path, crl_url: str | None) -> None:
     """Denied unless allowed, by the certificate's name; without an address of the list it says what is missing."""
     authority = Authority.create(tmp_path / "ca", "site", clock_s(), crl_url)
+    authority.issue("tower", "observer", clock_s())
     said = broker_config.write(authority, "emqx", ["b"], tmp_path / "out", clock_s(), fleet="lab", installed="/x/y/")
     conf, acl = ((tmp_path / "out" / name).read_text() for name in ("fedquilt.conf", "acl.conf"))
     for line in (
@@ -191,9 +210,20 @@ def test_emqx_gets_the_same_rights_and_limits_in_its_own_words(tmp_path: Path, c
     ):
         assert line in conf
     assert conf.count("{") == conf.count("}")
+    assert '{deny, {username, "tower"}, publish, ["#"]}.' in acl.splitlines()[1]
     assert '{allow, all, publish, ["fq/1/lab/dev/${username}/up/#"]}.' in acl
     assert acl.endswith("{deny, all}.\n")
     assert any("no revocation" in line for line in said) == (crl_url is None)
+
+
+def test_the_rules_that_the_pages_show_are_those_that_are_written() -> None:
+    """Whoever copies them from there gets no other rights."""
+    shown = (Path(__file__).parents[3] / "docs/tutorials/fleet.md").read_text()
+    written = broker_config.mosquitto_acl("fleet").split("\n", 1)[1]
+    assert f"```\n{written}```\n" in shown
+    for page in (Path(__file__).parents[3] / "README.md", *(Path(__file__).parents[3] / "docs").rglob("*.md")):
+        rules = re.findall(r"^(?:topic|pattern) (?:read|write|readwrite|deny) .*$", page.read_text(), re.MULTILINE)
+        assert set(rules) <= set(written.splitlines()), page
 
 
 def test_hosts_and_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:

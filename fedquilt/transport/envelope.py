@@ -1,0 +1,73 @@
+"""Envelope of a message: the code and number that say who sent it, beside what is said.
+
+{"mac":"...","in":"<session>","no":12,"said":{"v":1,"crc":"...", ...}}
+"""
+
+from __future__ import annotations
+
+import binascii
+import re
+from typing import Final
+
+from fedquilt import wire
+from fedquilt.core import WireError
+from fedquilt.transport.handshake import Session
+from fedquilt.transport.link import Message
+
+ENVELOPE_BYTES: Final = 128  # at most, beside what is in it
+
+_FORM = re.compile(rb'\{"mac":"([A-Za-z0-9+/]{43}=)","in":"([0-9a-f]{16})","no":(\d{1,15}),"said":')
+_NOTHING: Final = b"null"  # an empty message, which takes a task back
+
+
+def sealed(payload: bytes) -> bool:
+    """Whether a payload is in an envelope."""
+    return _FORM.match(payload) is not None
+
+
+def inside(payload: bytes) -> bytes:
+    """What an envelope holds, unchecked: for observers. A payload without one is returned as it is."""
+    found = _FORM.match(payload)
+    if found is None:
+        return payload
+    said = payload[found.end() : -1]
+    return b"" if said == _NOTHING else said
+
+
+def close(session: Session, topic: str, payload: bytes) -> bytes:
+    """A payload in an envelope of the session."""
+    payload = payload or _NOTHING
+    number, code = session.closed(topic, payload)
+    mac = binascii.b2a_base64(code, newline=False)
+    return b'{"mac":"%b","in":"%b","no":%d,"said":%b}' % (mac, session.name.encode(), number, payload)
+
+
+class StrangeSessionError(WireError):
+    """A message of a session that this side does not have (any more)."""
+
+
+class UnsignedError(WireError):
+    """A message in no envelope."""
+
+    def __init__(self) -> None:
+        super().__init__("unsigned: the sender has no certificate, or an earlier version of fedquilt")
+
+
+def open(session: Session | None, route: wire.Route, message: Message) -> Message:
+    """What an envelope holds, checked.
+
+    Raises:
+        UnsignedError: it is in no envelope.
+        StrangeSessionError: it is sealed under another session.
+        WireError: it is forged or replayed.
+    """
+    found = _FORM.match(message.payload)
+    if found is None or message.payload[-1:] != b"}" or len(message.payload) > wire.MAX_CHUNK + ENVELOPE_BYTES:
+        raise UnsignedError
+    if session is None or found[2] != session.name.encode():
+        raise StrangeSessionError(
+            "stale: it is sealed under another session than there is now: it is late, replayed, or another board's"
+        )
+    said = message.payload[found.end() : -1]
+    session.require(message.topic, route.leaf, int(found[3]), binascii.a2b_base64(found[1]), said)
+    return message._replace(payload=b"" if said == _NOTHING else said)

@@ -1,0 +1,185 @@
+"""The coordinator's side of a signed fleet: `fedquilt.transport.sealed` says what it is for."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+from fedquilt import wire
+from fedquilt.core import JobError, WireError
+from fedquilt.transport import envelope
+from fedquilt.transport.envelope import StrangeSessionError, UnsignedError
+from fedquilt.transport.handshake import Handshake, Identity, Session
+from fedquilt.transport.link import Link, Message
+from fedquilt.transport.sealed import RENEW_S, Sealed, data_of, flight
+
+log = logging.getLogger("fedquilt.sealed")
+
+ASK_S: Final = 5.0  # how often a board is asked to begin
+ATTEMPTS_MOST: Final = 256  # under way at a coordinator, whoever began them
+DEVICES_MOST: Final = 4096  # of which it is remembered when something was last done for them
+BURST: Final = 1000.0  # attempts that a coordinator answers at once
+EVERY_S: Final = 0.25  # between two attempts of a board that it answers
+RATE: Final = 5.0  # and a second for good, so that a flood takes about a hundredth of its time
+
+
+class FleetLink(Sealed):
+    """The coordinator's side.
+
+    Raises:
+        JobError: boards would not take this certificate for the coordinator's.
+    """
+
+    def __init__(self, link: Link, identity: Identity, fleet: str, clock: Callable[[], float] = time.monotonic) -> None:
+        identity.require_coordinator()
+        super().__init__(link, identity, fleet, clock)
+        self._epoch = 0  # as the coordinator has announced it
+        self._keys: dict[str, Session] = {}  # by device
+        self._boots: dict[str, str] = {}  # device -> the start of its agent that is online
+        self._attempts: OrderedDict[str, Handshake] = OrderedDict()  # by device, the oldest first
+        self._asked_s: dict[str, float] = {}  # device -> when it was asked to begin
+        self._begun_s: dict[str, float] = {}  # device -> when an attempt of it was answered
+        self._left, self._left_s = BURST, -math.inf  # attempts that may be answered now, and when that was so
+
+    @property
+    def session(self) -> int:
+        """See `Link`."""
+        return self._link.session
+
+    @property
+    def connected(self) -> bool:
+        """See `Link`."""
+        return self._link.connected
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with the connection, or None."""
+        found: str | None = getattr(self._link, "problem", None)
+        return found
+
+    def publish(self, topic: str, payload: bytes, *, retain: bool = False, reliable: bool = True) -> None:
+        """Publish in an envelope of the device's session; without one nothing is sent.
+
+        What is for everybody (coord/state, job/#) and chunks go as they are.
+
+        Raises:
+            LinkError: the payload is larger than the broker accepts.
+        """
+        route = wire.route(topic)
+        if route.direction == "dn" and route.leaf != "chunk":
+            session = self._session_of(route.device)
+            if session is None:
+                return
+            payload = envelope.close(session, topic, payload)
+        elif route.leaf == "coord":
+            self._epoch = wire.decode(payload, wire.CoordState).epoch
+        self._link.publish(topic, payload, retain=retain, reliable=reliable)
+
+    def receive(self) -> list[Message]:
+        """Messages of boards that have proved to be who they say."""
+        taken = []
+        for message in self._link.receive():
+            try:
+                route = wire.route(message.topic)
+                if (said := self._take(route, message)) is not None:
+                    taken.append(said)
+            except (WireError, JobError) as error:
+                self._refuse(message, error)
+                if isinstance(error, StrangeSessionError) and not message.retained:
+                    self._ask(route.device)
+        self._tell_refused()
+        return taken
+
+    def _take(self, route: wire.Route, message: Message) -> Message | None:
+        if route.direction != "up" or route.leaf == "chunk":
+            return message
+        if not message.payload:  # a retained message that was cleared
+            return None
+        if route.leaf == "hello":
+            self._greeted(route.device, wire.decode(message.payload, wire.Hello))
+            return None
+        if route.leaf == "presence" and not envelope.sealed(message.payload):
+            return self._will(route.device, message)
+        said = envelope.open(self._session_of(route.device), route, message)
+        if route.leaf == "presence":
+            self._boots[route.device] = wire.decode(said.payload, wire.Presence).boot
+        return said
+
+    def _session_of(self, device: str) -> Session | None:
+        session = self._keys.get(device)
+        return session if session is not None and self._clock() < session.ends_s else None
+
+    def _will(self, device: str, message: Message) -> Message | None:
+        """A last will, if it is of the start of the agent that is known."""
+        told = wire.decode(message.payload, wire.Presence)
+        if told.online:
+            raise UnsignedError
+        return message if told.boot == self._boots.get(device) else None
+
+    def _ask(self, device: str) -> None:
+        """Ask a device to begin, which knows another start of this coordinator."""
+        if _rarely(self._asked_s, device, self._clock(), ASK_S):
+            self._hello(device, "dn", wire.Hello())
+
+    def _greeted(self, device: str, hello: wire.Hello) -> None:
+        attempt = self._attempts.get(device)
+        try:
+            if hello.flight == 0 and hello.attempt:
+                self._answer(device, hello)
+            elif attempt is not None and hello.attempt == attempt.attempt and hello.flight == 2:
+                del self._attempts[device]
+                self._grant(device, attempt, hello)
+        except WireError as error:
+            raise WireError(f"{device}: {error}") from None
+
+    def _may_begin(self, device: str) -> bool:
+        """Whether another attempt is answered: of a device one in EVERY_S, of all together at RATE."""
+        now_s = self._clock()
+        self._left = min(self._left + RATE * (now_s - self._left_s), BURST)
+        self._left_s = now_s
+        if self._left < 1 or not _rarely(self._begun_s, device, now_s, EVERY_S):
+            return False
+        self._left -= 1
+        return True
+
+    def _answer(self, device: str, hello: wire.Hello) -> None:
+        if not self._may_begin(device):
+            raise WireError("too many handshakes are begun: it has to wait")
+        attempt = self._identity.coordinator()
+        attempt.attempt = hello.attempt
+        answer = attempt.step(data_of(hello))
+        self._attempts.pop(device, None)
+        while len(self._attempts) >= ATTEMPTS_MOST:
+            self._attempts.popitem(last=False)
+        self._attempts[device] = attempt
+        self._hello(device, "dn", flight(attempt, 1, answer))
+
+    def _grant(self, device: str, attempt: Handshake, hello: wire.Hello) -> None:
+        try:
+            attempt.step(data_of(hello))
+        except WireError:
+            self._hello(device, "dn", flight(attempt, 3, attempt.alert()))
+            raise
+        if not attempt.done:
+            raise WireError("a flight of the handshake is incomplete")
+        if attempt.peer != device:
+            raise WireError(f"the certificate is of {attempt.peer or 'an observer'!r}")
+        session, answer = attempt.grant(self._epoch)
+        self._hello(device, "dn", flight(attempt, 3, answer))
+        session.ends_s = self._clock() + 2 * RENEW_S  # a board renews it in time, if its certificate is still good
+        self._keys[device] = session
+        log.info("signed: %s has proved that it is; session %s", device, session.name)
+
+
+def _rarely(last_s: dict[str, float], device: str, now_s: float, every_s: float) -> bool:
+    """Whether it is time again for a device; then it is noted."""
+    if now_s < last_s.get(device, -math.inf) + every_s:
+        return False
+    if len(last_s) >= DEVICES_MOST:
+        last_s.clear()
+    last_s[device] = now_s
+    return True

@@ -1,0 +1,39 @@
+"""Certificates of a fleet's own authority, as `fedquilt ca` and `enrol` make them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from fedquilt.tools.identity.authority import DAY_S, Authority, clock_s
+from fedquilt.tools.identity.shapes import pem_of_key
+from fedquilt.transport.broker import Broker
+
+
+class Certified:
+    """An authority, and the files of those it has signed for."""
+
+    def __init__(self, folder: Path, crl_url: str | None = None) -> None:
+        self.folder = folder
+        self.authority = Authority.create(folder / "ca", "site", clock_s(), crl_url)
+
+    @property
+    def ca(self) -> Path:
+        return self.authority.folder / "ca.crt"
+
+    def files(self, name: str, kind: Any = "device", *, days_ago: float = 0.0) -> dict[str, str]:
+        """The files of a certificate that is made now, for a [broker] table."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        with self.authority.register.together():
+            at_s = clock_s() - days_ago * DAY_S
+            hosts = ["127.0.0.1"] if kind == "server" else ()
+            issued = self.authority.sign(name, kind, key.public_key(), at_s, hosts=hosts)
+        (self.folder / f"{name}.crt").write_text(issued.pem)
+        (self.folder / f"{name}.key").write_bytes(pem_of_key(key))
+        return {"ca": str(self.ca), "cert": str(self.folder / f"{name}.crt"), "key": str(self.folder / f"{name}.key")}
+
+    def broker(self, name: str, kind: Any = "device", *, url: str = "mqtts://localhost", days_ago: float = 0) -> Broker:
+        """An address with these files."""
+        return Broker.parse(url, **self.files(name, kind, days_ago=days_ago))

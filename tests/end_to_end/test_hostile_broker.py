@@ -1,0 +1,226 @@
+"""A broker that forges, changes, replays, holds back, drops and reads: it can delay a signed fleet, and nothing else.
+
+Boards speak to one Mosquitto, the coordinator to another; between them stands somebody with every right at both.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from certified import Certified
+from processes import LIMIT_S, Processes, answers, facts, make_job, until
+
+from fedquilt import config, wire
+from fedquilt.coordinator.facts import Answered, Committed, Ended
+from fedquilt.coordinator.store import Store
+from fedquilt.core import Task, Update, WireError
+from fedquilt.tools.identity import broker_config
+from fedquilt.tools.identity.authority import clock_s
+from fedquilt.tools.simulation import agents as fleet
+from fedquilt.transport.broker import Broker
+from fedquilt.transport.envelope import inside
+from fedquilt.transport.link import Message
+from fedquilt.transport.mqtt import MqttLink
+
+TOPICS = wire.Topics("fleet")
+ATTACKS = (
+    "a forged task",
+    "a changed task",
+    "a changed update",
+    "an update without a signature",
+    "an update of an earlier round",
+    "an update of an earlier start of the coordinator",
+    "one board's update as another's",
+    "one board's task to another",
+    "a changed manifest",
+    "a changed chunk",
+    "an announcement of another coordinator",
+)
+
+
+class Mallory(threading.Thread):
+    """Carries everything from one broker to the other, and does to it what `ATTACKS` says, whenever it can."""
+
+    def __init__(self, boards: Broker, coordinator: Broker) -> None:
+        super().__init__(daemon=True)
+        self.done: dict[str, int] = defaultdict(int)
+        self.dropped = 0
+        self._ending = threading.Event()
+        self._boards, self._coordinator = MqttLink(boards, "mallory"), MqttLink(coordinator, "mallory")
+        self._boards.subscribe([f"{TOPICS.root}/dev/+/up/#"])
+        self._coordinator.subscribe([f"{TOPICS.root}/dev/+/dn/#", TOPICS.coord])
+        self._kept: dict[tuple[str, str], list[bytes]] = defaultdict(list)  # (device, leaf) -> payloads, in order
+        self._once: set[object] = set()
+        self._count = 0
+
+    def run(self) -> None:
+        while not self._ending.is_set():
+            for source, target in ((self._boards, self._coordinator), (self._coordinator, self._boards)):
+                source.wait(0.005)
+                for message in source.receive():
+                    for sent in self._carried(message):
+                        target.publish(sent.topic, sent.payload, retain=self._keeps(sent.topic))
+
+    def end(self) -> None:
+        self._ending.set()
+        self.join()
+        self._boards.close()
+        self._coordinator.close()
+
+    @staticmethod
+    def _keeps(topic: str) -> bool:
+        return topic == TOPICS.coord or topic.rsplit("/", 1)[-1] in ("presence", "profile", "task")
+
+    def _first(self, attack: str, key: object = None) -> bool:
+        """Whether an attack is made now: once for each key."""
+        if (attack, key) in self._once:
+            return False
+        self._once.add((attack, key))
+        self.done[attack] += 1
+        return True
+
+    def _carried(self, message: Message) -> Iterator[Message]:
+        """What takes a message's place, the message itself among it or not."""
+        route, payload = wire.route(message.topic), message.payload
+        self._count += 1
+        if route.leaf == "coord":
+            yield message
+            if self._first("an announcement of another coordinator", payload):
+                yield message._replace(payload=wire.encode(wire.CoordState(online=True, epoch=4711)))
+            return
+        if route.leaf == "chunk":
+            if self._first("a changed chunk", route.sha256):
+                yield message._replace(payload=bytes(len(payload)))
+            if self._count % 7 == 0:
+                self.dropped += 1
+                return  # the side that wants it asks again
+            yield message
+            return
+        kept = self._kept[route.device, route.leaf]
+        others = [key for key in self._kept if key[0] != route.device and key[1] == route.leaf and self._kept[key]]
+        kept.append(payload)
+        if route.leaf == "task" and payload:
+            yield from self._task(route, message, others)
+        elif route.leaf == "update":
+            yield message._replace(payload=message.payload.replace(b'"weight":', b'"weight":1'))
+            self.done["a changed update"] += 1
+            yield message
+            yield from self._update(route, message, kept, others)
+            return
+        elif route.leaf == "manifest" and self._first("a changed manifest", (route.direction, route.sha256)):
+            yield message._replace(payload=payload.replace(b'"digests":"', b'"digests":"00'))
+        yield message
+
+    def _task(self, route: wire.Route, message: Message, others: list[tuple[str, str]]) -> Iterator[Message]:
+        try:
+            task = wire.decode(inside(message.payload), Task)
+        except WireError:
+            return  # it takes a task back
+        if self._first("a forged task", (task.round, route.device)):
+            forged = Task(**{name: getattr(task, name) for name in task.__struct_fields__} | {"seed": 4711})
+            yield message._replace(payload=wire.encode(forged))
+        if self._first("a changed task", (task.round, route.device)):
+            yield message._replace(payload=message.payload.replace(b'"lr":0.1', b'"lr":9.9'))
+        for key in others:
+            if self._first("one board's task to another", (task.round, route.device, key)):
+                yield message._replace(payload=self._kept[key][-1])
+
+    def _update(
+        self, route: wire.Route, message: Message, kept: list[bytes], others: list[tuple[str, str]]
+    ) -> Iterator[Message]:
+        update = wire.decode(inside(message.payload), Update)
+        if self._first("an update without a signature", (update.round, route.device)):
+            unsigned = Update(**{name: getattr(update, name) for name in update.__struct_fields__} | {"weight": 0.5})
+            yield message._replace(payload=wire.encode(unsigned))
+        for older in kept[:-1]:
+            said = wire.decode(inside(older), Update)
+            if said.round < update.round and self._first("an update of an earlier round", (update.round, said.round)):
+                yield message._replace(payload=older)
+            if older.split(b'"in":"')[1][:16] != message.payload.split(b'"in":"')[1][:16] and self._first(
+                "an update of an earlier start of the coordinator", route.device
+            ):
+                yield message._replace(payload=older)
+        for key in others:
+            if self._first("one board's update as another's", (update.round, route.device, key)):
+                yield message._replace(payload=self._kept[key][-1])
+
+
+class Side:
+    """One Mosquitto with a fleet's own configuration, at which "mallory" has every right."""
+
+    def __init__(self, site: Certified, folder: Path, mosquitto: Callable[..., Any]) -> None:
+        broker_config.write(site.authority, "mosquitto", ["127.0.0.1"], folder, clock_s(), installed=str(folder))
+        with (folder / "acl").open("a") as file:
+            file.write("\nuser mallory\ntopic readwrite #\n")
+        started = mosquitto(*(folder / "fedquilt.conf").read_text().splitlines()[2:])
+        self.url = started.url.replace("mqtt://", "mqtts://")
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    """Nobody outlives the test."""
+    made = Processes()
+    yield made
+    for process in made.running.values():
+        process.kill()
+        process.wait()
+
+
+def test_a_hostile_broker_delays_and_changes_no_bit_of_the_result(
+    tmp_path: Path, mosquitto: Callable[..., Any], processes: Processes
+) -> None:
+    """Every attack is made, every one is refused and named in the log of the side that it meets."""
+    plan, site = make_job(tmp_path), Certified(tmp_path)
+    for_boards, for_coordinator = (Side(site, tmp_path / name, mosquitto) for name in ("boards", "coordinator"))
+    mallory = Mallory(site.broker("mallory", url=for_boards.url), site.broker("mallory", url=for_coordinator.url))
+    mallory.start()
+    try:
+        for table in plan.agents():
+            device = table["device"]
+            broker = {"url": for_boards.url, **site.files(device)}
+            (tmp_path / f"{device}.toml").write_text(
+                config.text({**table, "home": str(tmp_path / device), "broker": broker})
+            )
+            processes.start(device, tmp_path / "agents.log", "agent", str(tmp_path / f"{device}.toml"))
+        own = [part for key, value in site.files("coordinator", "coordinator").items() for part in (f"--{key}", value)]
+        home = tmp_path / "runs"
+        run = ("run", str(tmp_path / "job.toml"), "--home", str(home), "--broker", for_coordinator.url, *own)
+        processes.start("coordinator", tmp_path / "run.log", *run)
+        until(lambda: answers(home, 1) >= 1, "an answer in round 1")
+        processes.kill("coordinator")
+        processes.start("coordinator", tmp_path / "run.log", *run)
+        until(lambda: any(isinstance(fact, Ended) for fact in facts(home)), "the end of the job")
+        log = (tmp_path / "run.log").read_text()
+        assert processes.running["coordinator"].wait(timeout=LIMIT_S) == 0, log
+    finally:
+        mallory.end()
+    assert sorted(mallory.done) == sorted(ATTACKS)
+    assert mallory.dropped
+
+    found = facts(home)
+    counted = [(fact.round, fact.update.device) for fact in found if isinstance(fact, Answered)]
+    assert len(counted) == len(set(counted)) == 4 * 3
+    virtual, _ = fleet.virtually(plan)
+    with Store(plan.home) as store:
+        undisturbed = [fact.state for _, _, fact in store.facts(virtual) if isinstance(fact, Committed)]
+    assert [fact.state for fact in found if isinstance(fact, Committed)] == undisturbed
+
+    log, boards = (tmp_path / "run.log").read_text(), (tmp_path / "agents.log").read_text()
+    for text, leaf, said in (
+        (boards, "dn/task", "unsigned: "),
+        (boards, "dn/task", "forged: "),
+        (boards, "dn/task", "stale: "),
+        (boards, "manifest", "forged: "),
+        (log, "up/update", "unsigned: "),
+        (log, "up/update", "replayed: "),
+        (log, "up/update", "stale: "),
+        (log, "up/update", "forged: "),
+        (log, "manifest", "forged: "),
+    ):
+        lines = [line for line in text.splitlines() if "dropped a message on" in line and leaf in line]
+        assert any(said in line for line in lines), (leaf, said, lines, text[-3000:])

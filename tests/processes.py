@@ -1,0 +1,79 @@
+"""Coordinator and agents as processes of their own, and a small job for them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fedquilt import bundle, config, tensors
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.facts import Answered, AnyFact
+from fedquilt.coordinator.store import Store
+from fedquilt.edge_agent.engines import numpy_engine
+from fedquilt.tools.simulation import agents as fleet
+
+DIGITS = Path(fleet.__file__).parents[1] / "demo" / "digits.npz"
+NETWORK = {"name": "mlp", "inputs": 64, "hidden": [64], "classes": 10}
+TABLE: dict[str, Any] = {
+    "name": "digits",
+    "method": "fedprox",
+    "engine": "numpy",
+    "rounds": 3,
+    "params": {"lr": 0.1, "batch": 8, "epochs": 12},
+    "cohort": {"deadline_s": 120.0},
+    "check": {"every": 1},
+    "fleet": {"devices": 3, "boards": ["jetson-nano"], "budgets": ["256MB"]},
+    "data": {"path": str(DIGITS), "partition": "classes", "classes": 4},
+}
+LIMIT_S = 120.0
+
+
+class Processes:
+    """Everything that was started; all of it is killed at the end."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, log: Path, *command: str) -> None:
+        with log.open("ab") as out:
+            self.running[name] = subprocess.Popen(
+                [sys.executable, "-m", "fedquilt.cli", *command], stdout=out, stderr=subprocess.STDOUT
+            )
+
+    def kill(self, name: str) -> None:
+        self.running[name].send_signal(signal.SIGKILL)
+        self.running[name].wait()
+
+
+def facts(home: Path) -> list[AnyFact]:
+    if not (home / "fedquilt.db").exists():
+        return []
+    with Store(home) as store:
+        return [fact for _, _, fact in store.facts(store.job("digits").id)] if store.jobs() else []
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Poll what only other processes can change."""
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, f"not within {LIMIT_S:g} s: {what}"
+        time.sleep(0.02)
+
+
+def answers(home: Path, round: int) -> int:
+    return sum(isinstance(fact, Answered) and fact.round == round for fact in facts(home))
+
+
+def make_job(folder: Path) -> fleet.Plan:
+    first = tensors.encode(numpy_engine.init(NETWORK, seed=0))
+    bundle.write(folder / "job.bundle", {"network": NETWORK, "flops": 9600}, {"model": first})
+    cohort = {**TABLE["cohort"], "start_devices": 3}
+    rest = {key: value for key, value in TABLE.items() if not isinstance(value, dict)}
+    nested = {key: value for key, value in TABLE.items() if isinstance(value, dict)}
+    (folder / "job.toml").write_text(config.text({**rest, **nested, "cohort": cohort}))
+    return fleet.Plan(settings.load(folder / "job.toml"), folder / "job.bundle", folder / "virtual")

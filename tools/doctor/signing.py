@@ -1,0 +1,57 @@
+"""Whether both sides know who sent what: by a handshake with the coordinator, as an agent makes it."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from fedquilt.core import JobError
+from fedquilt.tools.doctor import reach
+from fedquilt.tools.doctor.findings import Finding, error, ok, warning
+from fedquilt.tools.doctor.reach import Timer
+from fedquilt.transport import sealed
+from fedquilt.transport.broker import Broker
+from fedquilt.transport.handshake import Identity
+from fedquilt.transport.mqtt import MqttLink
+from fedquilt.transport.sealed import BoardLink
+
+ANSWER_S: Final = 2.5  # for a handshake
+_ENROL: Final = "fedquilt ca and fedquilt enrol give both sides a certificate (docs/security.md)"
+
+
+def identity(broker: Broker) -> Identity | Finding:
+    """With what this side proves who it is; or the finding that it cannot."""
+    try:
+        found = sealed.identity(broker)
+    except JobError as problem:
+        return error("FQ414", str(problem), "add ca")
+    if found is not None:
+        return found
+    if reach.local(broker):
+        return ok("FQ414", f"{sealed.UNSIGNED}; only this machine reaches {broker}")
+    return warning("FQ414", sealed.UNSIGNED, _ENROL)
+
+
+def device(link: MqttLink, own: Identity, fleet: str, name: str, online: bool | None, timer: Timer) -> Finding:
+    """Shake hands as the device `name`; `online`: whether a coordinator is said to be."""
+    board = BoardLink(link, own, fleet, name)
+    until_s = time.monotonic() + timer.left_s(ANSWER_S if online else 0.0)
+    board.receive()
+    while not board.connected and link.connected and (left_s := until_s - time.monotonic()) > 0:
+        link.wait(left_s)
+        board.receive()
+    if board.connected:
+        return ok("FQ414", "signed: the coordinator has proved that it is, and takes this device's certificate")
+    if not online:
+        return ok("FQ414", "signed: whether certificates are taken is seen while a coordinator is online")
+    said = f"no handshake with the coordinator comes about: {board.problem or 'it does not answer'}"
+    return error("FQ414", said, "look into the coordinator's log, which says why it refuses a device")
+
+
+def coordinator(own: Identity) -> Finding:
+    """Whether boards will take the certificate for the coordinator's."""
+    try:
+        own.require_coordinator()
+    except JobError as problem:
+        return error("FQ414", str(problem), "fedquilt ca issue coordinator, on the authority's machine")
+    return ok("FQ414", "signed: boards will take the certificate for the coordinator's")
