@@ -373,6 +373,8 @@ class Server:
             case Asked():
                 for device in fact.devices:
                     self._issue(device, now_s)
+            case Answered():
+                self._begun.pop(fact.update.device, None)  # it counts: none of its blobs is left over
             case Closed() | Reopened() | Ended():
                 for device in sorted(before.asked):
                     self._act(Withdraw(device), now_s)
