@@ -65,10 +65,13 @@ def _keys(
     """Sort keys of the devices: the smallest is selected first; arguments as of `places`."""
     late = turns * len(eligible) / count if count > 0 else math.inf
     middling = statistics.median(costs.values()) if costs else 1.0
-    log1p, seeded = math.log1p, derived("cohort", seed, round)
-    keys = [(0, -log1p(-seeded(device) / 2**53), device) for device in eligible]
-    if costs:
-        keys = [(rank, key * costs.get(device, middling) / middling, device) for rank, key, device in keys]
+    seeded = derived("cohort", seed, round)
+    keys: list[tuple[int, float, str]] = [(0, seeded(device), device) for device in eligible]
+    if costs:  # else the draws themselves have the order of the exponential keys
+        keys = [
+            (rank, -math.log1p(-key / 2**53) * costs.get(device, middling) / middling, device)
+            for rank, key, device in keys
+        ]
     if late <= round:  # else nobody can have waited for so long
         waited = {device: round - since.get(device, round) for device in eligible}
         keys = [(-waited[device] if waited[device] >= late else 0, key, device) for _, key, device in keys]

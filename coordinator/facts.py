@@ -345,8 +345,8 @@ def _lost(state: Rounds, fact: Lost, now_s: float) -> Rounds:
 
 
 def _timed(state: Rounds, fact: Answered) -> deadline.Known:
-    """Record the device's duration, for predicting later deadlines."""
-    if fact.took_s is None:
+    """Record the device's duration, where later deadlines are predicted from it."""
+    if fact.took_s is None or state.plan.cohort.deadline == "fixed":
         return state.took
     device = fact.update.device
     work = state.work.get(device, 1.0)  # as of `Ask.amount`

@@ -79,6 +79,7 @@ class Running:
         self._orders: dict[str, Order] = {}  # device -> its order of the running round, if it has no
         self._common: Mapping[str, Tensors | BlobRef] = {}  # tensors of its own: bundles that all of them have
         self._seeded: Callable[[object], int] | None = None  # of the running round: a device's seed
+        self._manifests: manifest.Manifests | None = None  # of the running round: what its updates may hold
         self._examples: dict[str, int] = {}  # device -> number of its examples, as reported
         for _, _, fact in store.facts(self.id):
             self._note(fact, apply(self.rounds, fact, now_s))
@@ -189,12 +190,10 @@ class Running:
         """Why an update cannot be folded into the running round, as its manifest says; "": it can, or is not for it."""
         if update.device not in self.rounds.asked or update.round != self.rounds.round or update.job != self.id:
             return ""
-        known = expected(self._half.fold, self.state) if "work" in self.rounds.actions else Expected({})
-        try:
-            manifest.require_fit(update, known, self.job.wire, self.job.max_update_mb)
-        except UpdateError as error:
-            return f"{update.device}: {error}"
-        return ""
+        if self._manifests is None:
+            known = expected(self._half.fold, self.state) if "work" in self.rounds.actions else Expected({})
+            self._manifests = manifest.Manifests(known, self.job.wire, self.job.max_update_mb)
+        return self._manifests.unfit(update)
 
     def examined(self, device: str, update: Update, profile: Profile | None, now_s: float) -> Examined:
         """What is kept of an update whose blobs are here, or why it may not be folded.
@@ -347,7 +346,7 @@ class Running:
         self.state = self._load_state(self.rounds.state)
         for held in (self._encoded, self._sent, self._read, self._asks, self._orders):
             held.clear()
-        self._read_bytes, self._folding, self._common, self._seeded = 0, Folding(), {}, None
+        self._read_bytes, self._folding, self._common, self._seeded, self._manifests = 0, Folding(), {}, None, None
 
     def _order(self, device: str, profile: Profile | None) -> Order | None:
         view = DeviceView(device, profile, self.rounds.history.get(device, ()))

@@ -56,6 +56,32 @@ def require_fit(update: Update, expected: Expected | None, wire: Encoding, most_
             _require_tensors(compression.told(wire, sent, like), like, expected.whole)
 
 
+class Manifests:
+    """Manifests of a round's updates: what is alike in many of them is checked once.
+
+    Args:
+        expected: as for `require_fit`, like `wire` and `most_mb`.
+        wire: codec of the job.
+        most_mb: the job's `max_update_mb`.
+    """
+
+    def __init__(self, expected: Expected | None, wire: Encoding, most_mb: int | None) -> None:
+        self._expected, self._wire, self._most_mb = expected, wire, most_mb
+        self._fitted: object = None  # sizes and layouts of the last update that fitted
+
+    def unfit(self, update: Update) -> str:
+        """Why an update cannot be folded, as its manifest says; "": it can."""
+        told = {name: ref.size for name, ref in update.bundles.items()}, update.layouts
+        if told == self._fitted:
+            return ""
+        try:
+            require_fit(update, self._expected, self._wire, self._most_mb)
+        except UpdateError as error:
+            return f"{update.device}: {error}"
+        self._fitted = told
+        return ""
+
+
 def _require_tensors(told: Mapping[str, Any], like: Mapping[str, Any], whole: bool) -> None:
     odd = sorted(told.keys() ^ like.keys() if whole else told.keys() - like.keys())
     if odd:

@@ -97,8 +97,9 @@ def wanted(state: Rounds, online: Collection[str]) -> int:
     Without a size: of all devices that are present or asked in this attempt, and have not declined. A board that is
     working on its task is waited for until the deadline, whether it looks online or not.
     """
-    there = {*online, *state.answered, *state.asked} - set(state.declined)
-    return _size(state) or max(len(there), least(state))
+    if size := _size(state):
+        return size
+    return max(len({*online, *state.answered, *state.asked} - set(state.declined)), least(state))
 
 
 def _size(state: Rounds) -> int:

@@ -367,6 +367,8 @@ class Server:
             case facts.Asked():
                 for device in fact.devices:
                     self._issue(device, now_s)
+            case facts.Answered():
+                self._begun.pop(fact.update.device, None)  # it counts: none of its blobs is left over
             case facts.Lost():
                 log.warning("%s: %s's update is asked for again: %s", job.id, fact.device, fact.reason)
                 self._renew(fact.device, self._store.epoch, now_s)

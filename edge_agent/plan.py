@@ -305,6 +305,8 @@ def _acked(state: State, event: Acked) -> Step:
 
 def _due(state: State, now_s: float) -> Step:
     """Offers and fetches that are due for repetition."""
+    if now_s < next_s(state):
+        return state, ()
     actions: list[Action] = []
     outbox = dict(state.outbox)
     for key, offer in state.outbox.items():

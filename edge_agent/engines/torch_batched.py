@@ -16,8 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -52,8 +51,7 @@ PLAIN = (
 Trained = tuple[Tensors, dict[str, float]]
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """Call of `Trainer.train` that waits for others. Those of one `kind` share one graph."""
 
     network: Mapping[str, Any]

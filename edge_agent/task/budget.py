@@ -108,6 +108,8 @@ def shortage(
     factor = max(STEP**caution.steps, caution.ratio)
     share = math.ceil(work.peak_bytes * factor)
     need = base + share
+    if need <= budget_bytes and (available_bytes is None or need <= available_bytes):
+        return None
     learnt = "" if factor == 1.0 else f" ({factor:.2f} times what was predicted, as such tasks have shown here)"
     shares = f"{megabytes(base)} for the {engine} engine, {megabytes(share)} for the work{learnt}"
     parts = f"needs {megabytes(need)} ({shares})"
@@ -116,12 +118,11 @@ def shortage(
             f"{parts}, the budget here is {megabytes(budget_bytes)}: "
             "ask for less (a smaller model, batch or tier), or raise the device's budget"
         )
-    if available_bytes is not None and need > available_bytes:
-        return (
-            f"{parts}, the board has {megabytes(available_bytes)} left: ask for less, or free memory there "
-            f"(the budget of {megabytes(budget_bytes)} would allow it)"
-        )
-    return None
+    assert available_bytes is not None
+    return (
+        f"{parts}, the board has {megabytes(available_bytes)} left: ask for less, or free memory there "
+        f"(the budget of {megabytes(budget_bytes)} would allow it)"
+    )
 
 
 def megabytes(size: int) -> str:

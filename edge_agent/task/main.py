@@ -99,9 +99,9 @@ class Bench:
             self._data = (spec, self._load(msgspec.convert(spec, DataSpec)))
         return self._data[1]
 
-    def tensors(self, path: Path) -> dict[str, np.ndarray]:
+    def tensors(self, path: str) -> dict[str, np.ndarray]:
         """Tensors of a file, as the caller's own copy."""
-        return tensors.read(path)
+        return tensors.read(Path(path))
 
 
 def carry_out(
@@ -155,7 +155,7 @@ def site_of(
     """
     train, held = bench.examples(order.data)
     loaded(len(train))
-    path, (local, lost) = _finder(order), _private(order)
+    local, lost = _private(order)
     return Site(
         device=order.device,
         budget_bytes=plannable(order),
@@ -166,8 +166,8 @@ def site_of(
         local=compression.own(local),
         lost=lost,
         cache_at=Path(order.cache),
-        load=lambda name: bench.tensors(path(name)),
-        path=path,
+        load=lambda name: bench.tensors(_file(order, name)),
+        path=lambda name: Path(_file(order, name)),
         progress=progress,
     )
 
@@ -190,13 +190,11 @@ def _require_allowed(method: Method, name: str, lost: str) -> None:
         )
 
 
-def _finder(order: Order) -> Callable[[str], Path]:
-    def path(name: str) -> Path:
-        if name not in order.bundles:
-            raise ModelError(f"the task has no bundle {name!r}; it has: {', '.join(sorted(order.bundles)) or 'none'}")
-        return Path(order.bundles[name])
-
-    return path
+def _file(order: Order, name: str) -> str:
+    """File of a bundle of the order."""
+    if name not in order.bundles:
+        raise ModelError(f"the task has no bundle {name!r}; it has: {', '.join(sorted(order.bundles)) or 'none'}")
+    return order.bundles[name]
 
 
 def worked(order: Order, method: Method, site: Site) -> Outcome:
@@ -206,13 +204,13 @@ def worked(order: Order, method: Method, site: Site) -> Outcome:
         UpdateError: a metric or the weight is not finite.
         FedquiltError: an error of the method's client half.
     """
-    task, path = order.task, _finder(order)
+    task = order.task
 
     def private() -> core.Tensors:
         return tensors.Floats(Path(order.private)) if order.private and not site.lost else {}
 
     def base(name: str) -> core.Tensors | None:
-        return tensors.Floats(path(name)) if name in order.bundles else None
+        return tensors.Floats(Path(order.bundles[name])) if name in order.bundles else None
 
     metrics: dict[str, float] = {}
     weight = 0.0

@@ -189,7 +189,8 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
     share = tensors.combine(lambda v: v if v.dtype.kind in "iu" else v.astype(np.float64) * update.weight, model)
     if so_far is None:
         return Sum(share, update.weight)
-    return Sum(tensors.combine(join, so_far.total, share), so_far.weight + update.weight)
+    total = {name: join(array, share[name]) for name, array in so_far.total.items()}
+    return Sum(total, so_far.weight + update.weight)
 
 
 def step(state: State, total: Sum | None) -> State:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import msgspec
@@ -84,9 +85,13 @@ def test_a_manifest_is_checked_in_every_codec(codec: str, based: bool) -> None:
     ],
 )
 def test_a_manifest_that_does_not_fit_says_what_differs(changes: dict[str, Any], said: str) -> None:
-    """Absent, another name, shape or type, more than its bytes, and nonsense."""
+    """Absent, another name, shape or type, more than its bytes, and nonsense; also after others that fit."""
     with pytest.raises(UpdateError, match=said):
         manifest.require_fit(update({"model": MODEL}, **changes), Expected({"model": MODEL}), Encoding(), None)
+    round = manifest.Manifests(Expected({"model": MODEL}), Encoding(), None)
+    assert [round.unfit(update({"model": MODEL})) for _ in range(2)] == ["", ""]
+    assert re.search(f"^a: .*{said}", round.unfit(update({"model": MODEL}, **changes)))
+    assert round.unfit(update({"model": MODEL})) == ""
 
 
 def test_a_part_of_what_is_expected_is_taken_and_no_tensor_may_be_larger() -> None:

@@ -508,9 +508,9 @@ def test_a_round_that_is_tried_again_or_resumed_waits_for_all_anew() -> None:
 
 def test_what_a_device_took_is_counted_from_when_it_was_asked_and_outlives_a_restart() -> None:
     """A coordinator that was away cannot tell, and takes the device's own time; the log keeps what was told."""
-    state = after(begun(), Asked(0, 0, ("a",), {"a": 2.0}), now_s=100.0)
+    state = after(begun(deadline="predicted"), Asked(0, 0, ("a",), {"a": 2.0}), now_s=100.0)
     assert state.answered_by(update("a"), 130.0).took_s == 30.0
-    restarted = after(begun(), Asked(0, 0, ("a",), {"a": 2.0}), now_s=5.0)
+    restarted = after(begun(deadline="predicted"), Asked(0, 0, ("a",), {"a": 2.0}), now_s=5.0)
     slow = msgspec.structs.replace(update("a"), usage=Usage(wall_s=28.0))
     assert restarted.answered_by(slow, 6.0).took_s == 28.0
     replayed = after(state, Answered(0, update("a"), 30.0), now_s=9999.0)
@@ -593,7 +593,7 @@ def test_an_answer_is_compared_with_its_profile_at_the_point_where_it_was_held()
     """100 operations at 1 a second; the log keeps the seconds, not the profile."""
     points = (OperatingPoint(name="slow", flops_per_s=1.0), OperatingPoint(name="fast", flops_per_s=2.0))
     profile = Profile(device="a", board="b", memory_bytes=1, budget_bytes=1, engines=(), versions={}, points=points)
-    state = after(begun(), Asked(0, 0, ("a",)))
+    state = after(begun(deadline="predicted"), Asked(0, 0, ("a",)))
     held = msgspec.structs.replace(update("a"), usage=Usage(wall_s=110.0, point="slow"))
     fact = state.answered_by(held, 120.0, Ask(Work(flops=100.0), profile))
     assert (fact.took_s, fact.expected_s) == (120.0, 100.0)

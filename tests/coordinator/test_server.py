@@ -1122,6 +1122,26 @@ def test_a_stale_task_that_the_broker_kept_is_taken_back_when_it_is_claimed(stag
     assert a.tasks[heard:] == [None]
 
 
+def test_an_answer_that_counts_does_not_read_the_other_jobs_facts(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it can be left over; other jobs' blobs are looked up once, when the round's are dropped."""
+    held, looked = Store.held, []
+
+    def counted(store: Store, but: str = "") -> set[str]:
+        looked.append(len(stage.told(Committed)))
+        return held(store, but)
+
+    hands = [stage.hand(name) for name in "abc"]
+    stage.play(1.0)
+    monkeypatch.setattr(Store, "held", counted)
+    for hand in hands:
+        hand.answer(ones())
+    stage.play()
+    assert len(stage.told(Answered)) == 3
+    assert looked == [1]
+
+
 def test_blobs_of_past_rounds_are_let_go(tmp_path: Path) -> None:
     """After two rounds only the bundle's and the last state are left."""
     stage = Stage(tmp_path, rounds=2)

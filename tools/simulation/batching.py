@@ -8,7 +8,6 @@ with the same outcome: a half is a function of its Task and Site, its generator 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -22,11 +21,11 @@ class Half(Generic[T]):
     """A client half, to be called with one engine, once or again: its Site is made once, its generator is set back.
 
     Args:
-        site: what the device has, less its engine.
+        site: what the device has, with this engine.
         work: what it does with it.
     """
 
-    def __init__(self, site: Callable[[], Site], work: Callable[[Site], T]) -> None:
+    def __init__(self, site: Callable[[Any], Site], work: Callable[[Site], T]) -> None:
         self._make, self._work = site, work
         self._site: Site | None = None
         self._begun: Any = None  # where its generator begins
@@ -34,8 +33,7 @@ class Half(Generic[T]):
     def __call__(self, engine: Any) -> T:
         """Run the client half again from its beginning, with the same random draws."""
         if self._site is None:
-            self._site = copy.copy(self._make())
-            object.__setattr__(self._site, "engine", engine)  # it is frozen for the half
+            self._site = self._make(engine)
             self._begun = self._site.rng.bit_generator.state
         else:
             self._site.rng.bit_generator.state = self._begun

@@ -86,6 +86,7 @@ class SimulatedFleet:
             (folder / name).mkdir(parents=True, exist_ok=True)
         for left in os.scandir(self.out):  # by orders that were in hand when an earlier process was killed
             os.unlink(left)
+        self._files: dict[str, str] = {}  # sha256 -> file in the depot, as found since the last `hear`
         self.private = {entry.name for entry in os.scandir(folder / "private")}  # files there, as devices change them
         self._held: dict[str, set[str]] = {}  # device -> sha256 of what it was sent, also while it is away
         self._boots: dict[str, int] = {}  # device -> how often it has come online
@@ -159,6 +160,7 @@ class SimulatedFleet:
     def hear(self, now_s: float) -> Iterator[Heard]:
         """See `Executor`; also lets devices do what is due."""
         self.now_s = now_s
+        self._files.clear()
         while True:
             while self._heard:
                 yield self._heard.popleft()
@@ -238,9 +240,10 @@ class SimulatedFleet:
         Raises:
             StoreError: it is gone.
         """
-        path = self.depot.file(ref.sha256)
+        path = self._files.get(ref.sha256) or self.depot.file(ref.sha256)
         if path is None:
             raise StoreError(f"bundle {name!r} has vanished from {self.depot.folder}: leave it alone")
+        self._files[ref.sha256] = path
         return path
 
     def held(self, device: str) -> set[str]:

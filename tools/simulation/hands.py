@@ -92,17 +92,16 @@ class SharedFiles:
         self._most = most  # files: those of a round, mostly one to three
         self._held: dict[str, dict[str, np.ndarray]] = {}
 
-    def __call__(self, path: Path, read: Callable[[Path], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    def __call__(self, path: str, read: Callable[[Path], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
         """Read a file once; later calls get the same read-only arrays."""
-        key = str(path)
-        if key not in self._held:
+        if path not in self._held:
             while len(self._held) >= self._most:
                 del self._held[next(iter(self._held))]
-            found = read(path)
+            found = read(Path(path))
             for array in found.values():
                 array.flags.writeable = False
-            self._held[key] = found
-        return dict(self._held[key])
+            self._held[path] = found
+        return dict(self._held[path])
 
 
 def carry_out(asked: Sequence[tuple[main.Bench, Order]], together: bool = False) -> list[tuple[Outcome, bool]]:
@@ -147,7 +146,7 @@ def _jointly(asked: Sequence[tuple[main.Bench, Order]]) -> list[tuple[Outcome, b
 
 def _half(bench: main.Bench, order: Order) -> batching.Half[Outcome]:
     return batching.Half(
-        lambda: main.site_of(order, bench),
+        lambda engine: main.site_of(order, bench, engine=engine),
         lambda site: main.worked(order, bench.method(order.task.method), site),
     )
 

@@ -176,13 +176,13 @@ class Pool:
 
     # -- within -----------------------------------------------------------------------------------
 
-    def _spread(self, orders: Sequence[bytes]) -> Iterator[bytes]:
+    def _spread(self, orders: Sequence[bytes]) -> Iterator[bytes | bytearray]:
         """Each order to whichever worker is free; answers in the order of the orders.
 
         A worker has one order at a time: it reads when we write, so neither side waits for the other to read.
         """
         given: dict[socket.socket, int] = {}
-        answers: dict[int, bytes] = {}
+        answers: dict[int, bytearray] = {}
         following, wanted = 0, 0
         with selectors.DefaultSelector() as selector:
             for index, each in enumerate(self._sockets[: len(orders)]):
@@ -210,7 +210,7 @@ class Pool:
         except OSError:
             raise self._dead() from None
 
-    def _receive(self, of: socket.socket) -> bytes:
+    def _receive(self, of: socket.socket) -> bytearray:
         try:
             answer = receive(of)
         except OSError:
@@ -262,13 +262,13 @@ class Pool:
         return shares
 
 
-def receive(of: socket.socket) -> bytes | None:
+def receive(of: socket.socket) -> bytearray | None:
     """One message; None: there are no more."""
     head = _exactly(of, LENGTH.size)
     return None if head is None else _exactly(of, LENGTH.unpack(head)[0])
 
 
-def _exactly(of: socket.socket, size: int) -> bytes | None:
+def _exactly(of: socket.socket, size: int) -> bytearray | None:
     payload = bytearray(size)
     view, have = memoryview(payload), 0
     while have < size:
@@ -276,4 +276,4 @@ def _exactly(of: socket.socket, size: int) -> bytes | None:
         if not count:
             return None
         have += count
-    return bytes(payload)
+    return payload

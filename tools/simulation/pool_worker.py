@@ -5,13 +5,12 @@ The first imports all that is heavy and forks one more for each further socket.
 
 from __future__ import annotations
 
+import gc
 import importlib
-import math
 import os
 import socket
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -35,7 +34,7 @@ class Worker(Bench):
         """Carry out the orders of a package of work."""
         return [Done(*each) for each in carry_out([(self, order) for order in work.orders], work.together)]
 
-    def tensors(self, path: Path) -> dict[str, np.ndarray]:
+    def tensors(self, path: str) -> dict[str, np.ndarray]:
         """Tensors of a file, read once for several orders."""
         return self._files(path, tensors.read)
 
@@ -48,12 +47,11 @@ class Worker(Bench):
         return Examples(*(self._array(place) for place in places))
 
     def _array(self, place: Place) -> np.ndarray:
-        dtype = np.dtype(place.dtype)
-        payload = bytearray(dtype.itemsize * math.prod(place.shape))
-        view, have = memoryview(payload), 0
-        while have < len(payload):
+        found = np.empty(place.shape, place.dtype)
+        view, have = found.reshape(-1).view(np.uint8).data, 0
+        while have < found.nbytes:
             have += os.preadv(self._file, [view[have:]], place.offset + have)
-        return np.frombuffer(payload, dtype).reshape(place.shape)
+        return found
 
 
 def serve(orders: socket.socket, make: Callable[[Setup], Worker] = Worker) -> None:
@@ -73,6 +71,7 @@ def main() -> None:
     """Fork the workers and serve each one's socket until the parent ends."""
     die_with(int(sys.argv[1]))
     importlib.import_module(f"fedquilt.edge_agent.engines.{_module(sys.argv[2])}")
+    gc.freeze()  # what is imported stays: no later collection has to go through it
     numbers = [int(number) for number in sys.argv[3:]]
     mine, children = numbers[0], []
     for number in numbers[1:]:

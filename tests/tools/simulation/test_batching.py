@@ -109,10 +109,10 @@ def test_a_half_that_is_called_again_finds_its_site_as_it_was() -> None:
     made: list[int] = []
     nothing = Examples(np.zeros((0, 1)), np.zeros(0, int))
 
-    def site() -> Site:
+    def site(engine: Any) -> Site:
         made.append(1)
         rng = np.random.default_rng(5)
-        return Site("dev", 0, None, rng, nothing, nothing, {}, lambda name: {}, lambda name: Path(name), Path())
+        return Site("dev", 0, engine, rng, nothing, nothing, {}, lambda name: {}, lambda name: Path(name), Path())
 
     drawn: list[int] = []
 
