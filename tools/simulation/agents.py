@@ -26,7 +26,7 @@ from fedquilt.bundle import load
 from fedquilt.coordinator.executors import OverLink
 from fedquilt.coordinator.preflight import first_state, require_made_for
 from fedquilt.coordinator.server import Server
-from fedquilt.coordinator.settings import Job
+from fedquilt.coordinator.settings import Job, require_honest
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views.terminal import Console, coordinate
 from fedquilt.core import Bundle, Device, Examples, JobError
@@ -186,8 +186,9 @@ def really(
         console: prints the run; None: a line for each round.
 
     Raises:
-        JobError: every agent has ended; quotes the last words of one.
+        JobError: every agent has ended; quotes the last words of one. Or the job has adversaries.
     """
+    require_honest(plan.job)
     with contextlib.ExitStack() as stack:
         if broker is None:
             broker = {"url": stack.enter_context(EmbeddedBroker()).url}
@@ -221,7 +222,11 @@ def virtually(
 
     `make` makes a board by its name. How far the fleet is, is told every few seconds of `real_clock`. Nothing waits
     for the disk: what a killed process leaves is whole, what a power failure leaves need not be.
+
+    Raises:
+        JobError: the run waits for boards that will not come, or the job has adversaries.
     """
+    require_honest(plan.job)
     broker = MemoryBroker(plan.job.seed)
     with Store(plan.home, durable=False) as store:
         if not store.lock():

@@ -240,6 +240,10 @@ class SimulatedFleet:
             raise StoreError(f"bundle {name!r} has vanished from {self.depot.folder}: leave it alone")
         return path
 
+    def made(self, device: str, ref: BlobRef) -> Path:
+        """The file of a bundle that the order in hand has left."""
+        return Path(f"{self.out}/{device}.{ref.sha256}")
+
     def held(self, device: str) -> set[str]:
         """The sha256 of all blobs that a device has been sent; its own, to be added to."""
         return self._held.setdefault(device, set())
