@@ -20,7 +20,7 @@ from fedquilt.coordinator.preflight import needs
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Fleet, Job
 from fedquilt.coordinator.store import Store
-from fedquilt.core import Contribution, Device, JobError, Method, Task
+from fedquilt.core import Contribution, Device, JobError, Method, Task, Tensors
 from fedquilt.edge_agent import devices as boards
 from fedquilt.edge_agent import engines, events
 from fedquilt.edge_agent.power.governor import Rule
@@ -181,23 +181,20 @@ class Simulation:
 
     def worked(self, device: str, outcome: Outcome) -> None:
         """Outcome of an order."""
-        task = self.fleet.at_work(device)
-        if self.running is not None and task is not None and task.job == self.running.id and outcome.bundles:
-            if outcome.blobs and all(ref.sha256 in outcome.blobs for ref in outcome.bundles.values()):
-                self.running.foresee(self._given(device, task, outcome), outcome.bundles)  # while others are at work
+        task, job = self.fleet.at_work(device), self._server.active
+        if job is not None and task is not None and task.job == job.id and outcome.bundles:
+            if all(ref.sha256 in outcome.blobs for ref in outcome.bundles.values()):
+                job.foresee(self._given(device, task, outcome), outcome.bundles)  # while others are at work
             if self._conspiring and device not in self.adversaries:
                 self._overheard.hear(self._given(device, task, outcome))
         self.fleet.worked(device, outcome)
 
     def _given(self, device: str, task: Task, outcome: Outcome) -> Contribution:
         """What a device will send, as its order has left it."""
-        payloads = {name: outcome.blobs.get(ref.sha256) for name, ref in outcome.bundles.items()}
-        bundles = {
-            name: tensors.read(self.fleet.made(device, outcome.bundles[name]))
-            if payload is None
-            else tensors.decode(payload)
-            for name, payload in payloads.items()
-        }
+        bundles: dict[str, Tensors] = {}
+        for name, ref in outcome.bundles.items():
+            payload = outcome.blobs.get(ref.sha256)
+            bundles[name] = tensors.read(self.fleet.made(device, ref)) if payload is None else tensors.decode(payload)
         return Contribution(device, task.round, outcome.weight, outcome.metrics, bundles)
 
     @property
@@ -213,12 +210,12 @@ class Simulation:
         first = [order for order in orders if order.device not in self.adversaries]
         if first or not orders:
             return first
-        assert self.running is not None
-        rounds = self.running.rounds
-        for device, update in rounds.answered.items():  # some may be of a process that was interrupted
-            if device not in self.adversaries and device not in self._overheard.heard(rounds.round):
-                self._overheard.hear(self.running.contribution(update))
-        if not self._overheard.heard(rounds.round):
+        job = self._server.active
+        assert job is not None
+        for device, update in job.rounds.answered.items():  # those that an interrupted process has carried out
+            if device not in self.adversaries and device not in self._overheard.heard(job.rounds.round):
+                self._overheard.hear(job.contribution(update))
+        if not self._overheard.heard(job.rounds.round):
             return orders
         honest = self._overheard.write(self.devices / "honest.safetensors")
         return [adversaries.informed(order, honest) for order in orders]
