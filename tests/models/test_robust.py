@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -147,6 +148,25 @@ def test_beyond_the_breakdown_point_attackers_who_agree_win(rule: str) -> None:
     honest, far = drawn(4, spread=0.1), 1e4
     wrong = [{name: np.full_like(a, far) for name, a in honest[0].items()} for _ in range(5)]
     assert np.abs(flat(everything([*wrong, *honest], 3)[rule])).max() > far / 3
+
+
+def test_a_rule_holds_one_block_of_every_update_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight updates of 4 MB each: far less than the 64 MB that all of them take in float64."""
+    monkeypatch.setattr(robust, "BLOCK", 1 << 14)
+    updates = [{"w": np.full(1 << 20, index, np.float32)} for index in range(8)]
+    rows, centre = Rows(updates), {"w": np.zeros(1 << 20, np.float32)}
+    block, result = 8 * (1 << 14) * 8, 4 << 20
+    for made in (
+        lambda: robust.trimmed_mean(rows, ["w"], 2),
+        lambda: robust.krum_scores(rows, ["w"], 2),
+        lambda: robust.clipped_mean(rows, ["w"], centre, robust.norms(rows, ["w"], centre), 0.5),
+        lambda: robust.median(Rows(updates, [[0, 1], [2, 3], [4, 5], [6, 7]]), ["w"]),
+    ):
+        tracemalloc.start()
+        made()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < result + 4 * block
 
 
 def test_buckets_hold_everybody_once_and_differ_less() -> None:
