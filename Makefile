@@ -34,7 +34,7 @@ tree:
 
 # what takes too long for `make test`: ARGS="--list" says what there is; the board rehearsal wants root
 nightly: .venv/ready
-	.venv/bin/python tests/nightly.py $(ARGS)
+	.venv/bin/python -m tests.nightly $(ARGS)
 
 # as root, with debootstrap, qemu-user-static and mosquitto; ARGS=--systemd: systemd-container instead of qemu (docs/boards.md)
 emulate: .venv/ready

@@ -1,7 +1,7 @@
 """Golden runs: six methods through the simulated fleet on virtual time, and what came of them, kept in golden.json.
 
-    python tests/goldens.py            # compare this checkout with what is kept
-    python tests/goldens.py --write    # keep what this checkout does, and say what moved
+    python -m tests.goldens            # compare this checkout with what is kept
+    python -m tests.goldens --write    # keep what this checkout does, and say what moved
 
 Kept of each run: the devices asked in every round, the sha256 of the state after every round, and the sha256 of the
 exported file. The last bits of a product of matrices depend on the processor, so the file also holds a probe (the
@@ -26,9 +26,6 @@ from unittest import mock
 import msgspec
 import numpy as np
 import safetensors.numpy
-
-if __name__ == "__main__":  # else tests/fedquilt, which a script finds first, is taken for the package
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fedquilt import bundle, tensors
 from fedquilt.coordinator import settings

@@ -15,10 +15,10 @@ from fedquilt.cli.commands import argument, option, verb
     "--credentials",
     type=options.FOLDER,
     metavar="DIR",
-    help="Take the broker's files from here, by their names (systemd's).",
+    help="Folder with the broker's certificates and keys by their names, as systemd passes them.",
 )
 def agent(settings: Path, credentials: Path | None) -> None:
-    """Be the agent of this board, as agent.toml says."""
+    """Run the agent of this board, with the settings in agent.toml."""
     from fedquilt.edge_agent import agent as side
     from fedquilt.edge_agent import credentials as files
     from fedquilt.edge_agent.settings import load

@@ -11,12 +11,23 @@ from fedquilt.cli.commands import option, verb
 
 @verb()
 @option("--data", type=options.PATH, required=True, help="Images: a folder, .npz or IDX files.")
-@option("--images", type=options.POSITIVE, default=4, help="How many.")
-@option("--size", type=options.POSITIVE, help="Pixels to scale images to (default: as they are).")
-@option("--steps", type=options.POSITIVE, default=300, help="Of the attack at most.")
-@option("--noise", type=options.ABOVE_0, default=0.001, help="On FedAvg's gradients.")
-@option("--seed", type=options.WHOLE, default=0, help="Of the images and the attack.")
-@option("--out", type=options.PATH, default=Path("fedquilt-audit.svg"), metavar="FILE.svg", help="The pictures, drawn.")
+@option("--images", type=options.POSITIVE, default=4, help="Number of images to rebuild.")
+@option("--size", type=options.POSITIVE, help="Width and height in pixels to scale images to (default: their own).")
+@option("--steps", type=options.POSITIVE, default=300, help="Largest number of steps of the attack.")
+@option(
+    "--noise",
+    type=options.ABOVE_0,
+    default=0.001,
+    help="Standard deviation of the noise on FedAvg's gradients, in the row that has noise.",
+)
+@option("--seed", type=options.WHOLE, default=0, help="Seed of the choice of images and of the attack.")
+@option(
+    "--out",
+    type=options.PATH,
+    default=Path("fedquilt-audit.svg"),
+    metavar="FILE.svg",
+    help="File for a drawing of the original and rebuilt pictures.",
+)
 @options.format
 def audit(
     data: Path, images: int, size: int | None, steps: int, noise: float, seed: int, out: Path, format: str

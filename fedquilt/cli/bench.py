@@ -15,28 +15,48 @@ ABLATIONS = "Ablations: of stitch, whole searches with and without parts of the 
 
 @verb()
 @argument("what", f"One of {', '.join(WHAT)}.", type=options.OneOf(WHAT), metavar="WHAT")
-@option("--size", type=options.POSITIVE, many=True, help="Of stitch, memory: images of so many pixels.")
+@option("--size", type=options.POSITIVE, many=True, help="For stitch and memory: sizes of images in pixels.")
 @option(
-    "--data", type=options.FOLDER, metavar="FOLDER", help="Of sim: IDX images of 28x28, such as MNIST's raw folder."
+    "--data",
+    type=options.FOLDER,
+    metavar="FOLDER",
+    help="For sim: folder of IDX images of 28x28, such as MNIST's raw folder.",
 )
-@option("--with", "beside", many=True, metavar="NAME", help="Of sim: flower, pfl; installed into a cache folder.")
+@option(
+    "--with",
+    "beside",
+    many=True,
+    metavar="NAME",
+    help="For sim: simulators to compare with, flower or pfl; they are installed into a cache folder.",
+)
 @option(
     "--ablate",
     type=options.PATH,
     is_flag=False,
     flag_value=Path(),
     metavar="[JOB]",
-    help="A prepared job (default: the demo's).",
+    help="Ablate a prepared job (default: the demo's).",
     group=ABLATIONS,
 )
-@option("--bundle", type=options.FOLDER, help="What `prepare` made (default: JOB.bundle).", group=ABLATIONS)
-@option("--alpha", many=True, help="Dirichlet partitions, or iid (default: the job's own).", group=ABLATIONS)
-@option("--seeds", type=options.WHOLE, many=True, help="Which (default: 0 1 2).", group=ABLATIONS)
+@option("--bundle", type=options.FOLDER, help="The bundle that `prepare` made (default: JOB.bundle).", group=ABLATIONS)
+@option(
+    "--alpha",
+    many=True,
+    help="Concentrations of Dirichlet partitions, or iid (default: the job's own partition).",
+    group=ABLATIONS,
+)
+@option(
+    "--seeds",
+    type=options.WHOLE,
+    many=True,
+    help="Seeds; everything is run once with each (default: 0 1 2).",
+    group=ABLATIONS,
+)
 @option(
     "--only",
     many=True,
     metavar="NAME",
-    help="Some searches and comparisons; of sim, W1 or W2. An unknown one lists all.",
+    help="Run only these searches and comparisons; for sim, W1 or W2. An unknown name lists all.",
     group=ABLATIONS,
 )
 @option(

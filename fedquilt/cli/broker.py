@@ -13,7 +13,11 @@ from fedquilt.cli.commands import family, option
 @family(invoke_without_command=True)
 @option("--host", default="127.0.0.1", help="Address to listen on.")
 @option("--port", type=options.WHOLE, default=1883, help="Port to listen on.")
-@option("--password-file", type=options.PATH, help="Required unless bound to loopback.")
+@option(
+    "--password-file",
+    type=options.PATH,
+    help="File with users and their passwords; required unless --host is a loopback address.",
+)
 @click.pass_context
 def broker(context: click.Context, host: str, port: int, password_file: Path | None) -> None:
     """Run the embedded MQTT broker (3.1.1), for tests and small networks."""
@@ -24,12 +28,26 @@ def broker(context: click.Context, host: str, port: int, password_file: Path | N
 
 
 @broker.command()
-@option("--for", "kind", type=options.OneOf(("mosquitto", "emqx")), required=True, help="Which broker.")
-@option("--host", "hosts", multiple=True, required=True, help="Name or address that clients call; may be repeated.")
+@option(
+    "--for",
+    "kind",
+    type=options.OneOf(("mosquitto", "emqx")),
+    required=True,
+    help="The broker that the configuration is for.",
+)
+@option(
+    "--host",
+    "hosts",
+    multiple=True,
+    required=True,
+    help="Name or address by which clients reach the broker; may be repeated.",
+)
 @option("--out", type=options.FOLDER, required=True, help="Folder for all that the broker needs.")
-@option("--installed", metavar="DIR", help="Where that folder will be (default: in /etc of the broker).")
-@option("--listen", type=options.POSITIVE, default=8883, metavar="PORT", help="Its TLS port.")
-@option("--fleet", type=options.NAME, default="fleet", help="The fleet's name in topics.")
+@option(
+    "--installed", metavar="DIR", help="Path that the folder will have on the broker's machine (default: one in /etc)."
+)
+@option("--listen", type=options.POSITIVE, default=8883, metavar="PORT", help="TLS port of the broker.")
+@option("--fleet", type=options.NAME, default="fleet", help="Name of the fleet in MQTT topics.")
 @options.authority
 def config(
     kind: str, hosts: tuple[str, ...], out: Path, installed: str | None, listen: int, fleet: str, ca: Path

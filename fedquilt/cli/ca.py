@@ -10,12 +10,12 @@ from fedquilt.cli.commands import argument, family, option
 
 @family()
 def ca() -> None:
-    """Be a fleet's certificate authority: who may join it."""
+    """Keep a fleet's certificate authority, which decides who may join the fleet."""
 
 
 @ca.command()
-@option("--name", default="fedquilt", help="Of the authority, in its certificate.")
-@option("--crl-url", metavar="URL", help="Where brokers will fetch the revocation list (EMQX does).")
+@option("--name", default="fedquilt", help="Name of the authority in its certificate.")
+@option("--crl-url", metavar="URL", help="Address from which brokers will fetch the revocation list (EMQX does).")
 @options.authority
 def init(name: str, crl_url: str | None, ca: Path) -> int:
     """Make an authority: a key, a certificate, a revocation list."""
@@ -28,7 +28,7 @@ def init(name: str, crl_url: str | None, ca: Path) -> int:
 @argument("name", "Whose certificate it is.", type=options.NAME)
 @option("--host", "hosts", multiple=True, help="Name or address of a server; may be repeated.")
 @option("--out", type=options.FOLDER, default=Path(), help="Folder to write into.")
-@option("--days", type=options.ABOVE_0, metavar="N", help="How long it is valid (default: 730).")
+@option("--days", type=options.ABOVE_0, metavar="N", help="Days for which the certificate is valid (default: 730).")
 @options.authority
 def issue(name: str, hosts: tuple[str, ...], out: Path, days: float | None, ca: Path) -> int:
     """Issue a certificate and key for the coordinator, or with --host for a server."""
@@ -51,7 +51,7 @@ def listing(ca: Path, format: str) -> int:
 @argument("device", "Whose certificates are revoked.", type=options.NAME)
 @options.authority
 def revoke(device: str, ca: Path) -> int:
-    """Revoke what a device (or server) has, and write the revocation list."""
+    """Revoke the certificates of a device or server, and write the revocation list."""
     from fedquilt.tools.identity import commands
 
     return commands.revoke(ca, device)

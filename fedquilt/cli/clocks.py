@@ -11,9 +11,9 @@ from fedquilt.cli.commands import F, argument, family, option
 def where(function: F) -> F:
     """--socket and --root."""
     socket = option(
-        "--socket", type=options.PATH, default=Path("/run/fedquilt/clocks.sock"), help="The helper's socket."
+        "--socket", type=options.PATH, default=Path("/run/fedquilt/clocks.sock"), help="Socket of the clock helper."
     )
-    return socket(option("--root", type=options.PATH, default=Path("/"), help="Where sys is.")(function))
+    return socket(option("--root", type=options.PATH, default=Path("/"), help="Folder that has sys.")(function))
 
 
 def dry_run(function: F) -> F:
@@ -23,25 +23,31 @@ def dry_run(function: F) -> F:
 
 @family()
 def clocks() -> None:
-    """Hold a board's clocks at an operating point, and give them back."""
+    """Hold a board's clocks at an operating point, and release them."""
 
 
 @clocks.command()
-@option("--group", metavar="GROUP", help="Group that may speak to it (default: root alone).")
+@option("--group", metavar="GROUP", help="Group whose members may use the helper (default: root alone).")
 @option(
     "--state",
     type=options.FOLDER,
     default=Path("/var/lib/fedquilt-clocks"),
-    help="Folder of its journal, from which a killed helper restores.",
+    help="Folder of the helper's journal, from which the clocks are restored after it was killed.",
 )
 @option("--watchdog", type=options.SECONDS, default=10.0, help="Release a client that is silent for so many seconds.")
-@option("--hottest", type=options.NUMBER, default=85.0, metavar="C", help="Hold nothing above it.")
+@option(
+    "--hottest",
+    type=options.NUMBER,
+    default=85.0,
+    metavar="C",
+    help="Temperature in degrees Celsius above which no clock is held.",
+)
 @dry_run
 @where
 def serve(
     group: str | None, state: Path, watchdog: float, hottest: float, dry_run: bool, socket: Path, root: Path
 ) -> None:
-    """Be the helper that sets clocks for an agent: needs root."""
+    """Run the helper that sets clocks for an agent; needs root."""
     from fedquilt.edge_agent.clocks import helper
 
     helper.serve(root, socket, state, group=group, watchdog_s=watchdog, hottest_c=hottest, dry_run=dry_run)
@@ -59,11 +65,11 @@ def status(format: str, socket: Path, root: Path) -> int:
 
 @clocks.command()
 @argument("point", "A mode of the board, or cpu=1.2GHz,gpu=850MHz,emc=1600MHz, or MODE,gpu=...")
-@option("--seconds", type=options.SECONDS, metavar="N", help="Release it after so long.")
+@option("--seconds", type=options.SECONDS, metavar="N", help="Release the clocks after so many seconds.")
 @dry_run
 @where
 def hold(point: str, seconds: float | None, dry_run: bool, socket: Path, root: Path) -> int:
-    """Hold a point until interrupted, through the helper."""
+    """Hold an operating point through the helper, until interrupted."""
     from fedquilt.tools.board import clocks as tool
 
     return tool.hold(point, root, socket, dry_run=dry_run, seconds=seconds)

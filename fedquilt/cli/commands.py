@@ -253,7 +253,7 @@ def explain(error: click.UsageError) -> str:
 
 
 def _verbose(**attributes: Any) -> Option:
-    return Option(["-v", "--verbose"], count=True, help="Log more; twice logs everything.", **attributes)
+    return Option(["-v", "--verbose"], count=True, help="Log more; given twice, log everything.", **attributes)
 
 
 def _louder(context: click.Context, parameter: click.Parameter, count: int) -> None:

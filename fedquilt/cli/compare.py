@@ -15,17 +15,17 @@ from fedquilt.cli.commands import option, verb
     "--methods",
     many=True,
     metavar="METHOD",
-    help="Which (default: the job's own and those of its [compare] tables).",
+    help="Methods to compare (default: the job's own and those of its [compare] tables).",
     shell_complete=options.methods,
 )
-@option("--seeds", type=options.WHOLE, many=True, default=(0, 1, 2), help="One run of each method with each.")
-@option("--rounds", type=options.POSITIVE, help="Of every run (default: the job's).")
-@option("--target", type=options.ABOVE_0, metavar="A", help="Accuracy, 0 to 1, or RMSE, to which costs are counted.")
+@option("--seeds", type=options.WHOLE, many=True, default=(0, 1, 2), help="Seeds; every method is run once with each.")
+@option("--rounds", type=options.POSITIVE, help="Number of rounds of every run (default: the job's).")
+@option("--target", type=options.ABOVE_0, metavar="A", help="Count costs up to this accuracy, 0 to 1, or this RMSE.")
 @option(
     "--on",
     type=options.OneOf(("test", "held")),
     default="test",
-    help="Accuracy on the test set, or on held-out shares, for methods that leave each device its own network.",
+    help="Evaluate on the test set, or on held-out shares, for methods that leave each device its own network.",
 )
 @option(
     "--set",
@@ -33,10 +33,12 @@ from fedquilt.cli.commands import option, verb
     many=True,
     commas=False,
     metavar="METHOD.PARAM=VALUE",
-    help="Parameters, over [compare.METHOD].",
+    help="Parameters of methods; they override those in [compare.METHOD].",
 )
-@option("--workers", type=options.POSITIVE, help="Processes (default: one for each core).")
-@option("--out", type=options.FOLDER, default=Path("fedquilt-compare"), help="Finished runs, plots, page.")
+@option("--workers", type=options.POSITIVE, help="Number of processes (default: one for each core).")
+@option(
+    "--out", type=options.FOLDER, default=Path("fedquilt-compare"), help="Folder for finished runs, plots and the page."
+)
 @options.format
 def compare(
     job: Path,
@@ -51,7 +53,7 @@ def compare(
     out: Path,
     format: str,
 ) -> int:
-    """Run several methods with several seeds on a simulated fleet, beside each other."""
+    """Compare methods: run each with several seeds on the same simulated fleet."""
     from fedquilt.tools.experiments import compare as tool
 
     return tool.main(

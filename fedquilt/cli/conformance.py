@@ -8,9 +8,9 @@ from fedquilt.cli.commands import argument, verb, wordy
 
 
 @verb()
-@argument("name", "A method, also as module:name, or an installed package.")
+@argument("name", "Name of a method, module:name, or an installed package.")
 def conformance(name: str) -> int:
-    """Check a method, or all that a package gives, by the rules that fedquilt's own methods keep to."""
+    """Check a method, or everything that a package adds, against the rules that fedquilt's own methods follow."""
     from fedquilt.testing import package
 
     if not wordy():  # a check that fails is told in its line

@@ -9,8 +9,10 @@ from fedquilt.cli.commands import argument, option, verb
 
 
 @verb()
-@argument("runs", "Ids of runs; a job's name is its latest run.", nargs=-1, required=True, shell_complete=options.runs)
-@option("--yes", is_flag=True, help="Do not ask.")
+@argument(
+    "runs", "Ids of runs; a job's name stands for its latest run.", nargs=-1, required=True, shell_complete=options.runs
+)
+@option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @options.home
 def delete(runs: tuple[str, ...], yes: bool, home: Path) -> int:
     """Delete runs for good: their log, results and what simulated boards kept; a running one is refused."""

@@ -10,9 +10,11 @@ from fedquilt.core import JobError
 
 
 @verb()
-@argument("settings", "A board's agent.toml: its agent, broker and machine.", type=options.PATH, required=False)
-@option("--home", type=options.FOLDER, help="A coordinator's folder.")
-@option("--root", type=options.PATH, default=Path("/"), help="Where etc, proc and sys are.")
+@argument(
+    "settings", "A board's agent.toml; its agent, broker and machine are checked.", type=options.PATH, required=False
+)
+@option("--home", type=options.FOLDER, help="Folder of a coordinator to check.")
+@option("--root", type=options.PATH, default=Path("/"), help="Folder that has etc, proc and sys.")
 @options.broker(default=None)
 @options.format
 def doctor(settings: Path | None, home: Path | None, root: Path, broker: options.Broker, format: str) -> int:

@@ -11,8 +11,8 @@ from fedquilt.core import JobError
 
 @verb()
 @option("--out", type=options.FOLDER, default=Path("fedquilt-emulated"), help="Folder for the system and logs.")
-@option("--mirror", metavar="URL", help="Of Debian (default: the one that apt uses here).")
-@option("--rounds", type=options.POSITIVE, help="At most (default: until the network is stitched).")
+@option("--mirror", metavar="URL", help="Mirror of Debian (default: the one that apt uses here).")
+@option("--rounds", type=options.POSITIVE, help="Largest number of rounds (default: until the network is stitched).")
 @option(
     "--systemd",
     is_flag=True,
@@ -23,7 +23,7 @@ from fedquilt.core import JobError
     many=True,
     metavar="BOARD[:JETPACK]",
     shell_complete=options.boards,
-    help="With --systemd: which are to come up; everything else is tried on the first (default: all there are).",
+    help="With --systemd: boards to boot as; all else is tried on the first of them (default: every board).",
 )
 @option("--enclosed", is_flag=True, hidden=True)  # the rehearsal's own call of itself
 @options.format
@@ -36,7 +36,7 @@ def emulate(
     enclosed: bool,
     format: str,
 ) -> int:
-    """Flash an arm64 Debian that qemu runs here, and let its agent stitch; needs root."""
+    """Flash an arm64 Debian, run it here in qemu, and let its agent stitch a network; needs root."""
     if not systemd:
         from fedquilt.tools import emulate as tool
 

@@ -11,13 +11,18 @@ from fedquilt.cli.commands import argument, family, option
 
 @family()
 def enrol() -> None:
-    """Give a board its certificate: by a one-time token, or carried by hand."""
+    """Give a board its certificate, by a one-time token or by hand."""
 
 
 @enrol.command()
 @argument("device", "The board's id, or a pattern such as 'orin-*'.")
-@option("--hours", type=options.ABOVE_0, default=72.0, metavar="N", help="It ends after so many.")
-@option("--out", type=options.PATH, metavar="FILE", help="Write it there, mode 0600, and do not show it.")
+@option("--hours", type=options.ABOVE_0, default=72.0, metavar="N", help="Hours after which the token expires.")
+@option(
+    "--out",
+    type=options.PATH,
+    metavar="FILE",
+    help="Write the token to this file, with mode 0600, instead of printing it.",
+)
 @options.authority
 def token(device: str, hours: float, out: Path | None, ca: Path) -> int:
     """Make a one-time token for a board; it is printed once."""
@@ -29,8 +34,13 @@ def token(device: str, hours: float, out: Path | None, ca: Path) -> int:
 @enrol.command()
 @option("--listen", default="0.0.0.0", metavar="ADDRESS", help="Address to listen on.")  # noqa: S104
 @option("--port", type=options.WHOLE, default=8884, help="Port to listen on.")
-@option("--host", "hosts", multiple=True, help="Name or address that boards call (default: ours); may be repeated.")
-@option("--days", type=options.ABOVE_0, metavar="N", help="How long certificates are valid (default: 365).")
+@option(
+    "--host",
+    "hosts",
+    multiple=True,
+    help="Name or address by which boards reach the endpoint (default: this machine's); may be repeated.",
+)
+@option("--days", type=options.ABOVE_0, metavar="N", help="Days for which certificates are valid (default: 365).")
 @options.authority
 def serve(listen: str, port: int, hosts: tuple[str, ...], days: float | None, ca: Path) -> int:
     """Answer boards that enrol or renew, over HTTPS."""
@@ -41,10 +51,10 @@ def serve(listen: str, port: int, hosts: tuple[str, ...], days: float | None, ca
 
 
 @enrol.command()
-@argument("csr", "The request.", type=options.PATH)
-@option("--device", type=options.NAME, required=True, help="The board that you took it from.")
-@option("--out", type=options.PATH, metavar="FILE", help="Where to write it (default: CSR with .crt).")
-@option("--days", type=options.ABOVE_0, metavar="N", help="How long it is valid (default: 365).")
+@argument("csr", "The certificate request of a board.", type=options.PATH)
+@option("--device", type=options.NAME, required=True, help="The board that the request comes from.")
+@option("--out", type=options.PATH, metavar="FILE", help="File for the certificate (default: CSR with .crt).")
+@option("--days", type=options.ABOVE_0, metavar="N", help="Days for which the certificate is valid (default: 365).")
 @options.authority
 def sign(csr: Path, device: str, out: Path | None, days: float | None, ca: Path) -> int:
     """Sign a request that was carried here from a board."""
@@ -55,12 +65,14 @@ def sign(csr: Path, device: str, out: Path | None, days: float | None, ca: Path)
 
 @enrol.command()
 @argument("settings", "The board's agent.toml.", type=options.PATH)
-@option("--url", metavar="URL", help="The endpoint (default: url under [enrol]).")
+@option("--url", metavar="URL", help="Address of the enrolment endpoint (default: url under [enrol] in agent.toml).")
 @option("--wait", is_flag=True, help="Try until the endpoint answers.")
-@option("--request", type=options.PATH, metavar="FILE", help="Write a request to be carried to the authority.")
-@option("--accept", type=options.PATH, metavar="FILE", help="Keep the certificate that was carried back.")
+@option(
+    "--request", type=options.PATH, metavar="FILE", help="Write a certificate request, to be carried to the authority."
+)
+@option("--accept", type=options.PATH, metavar="FILE", help="Install the certificate that was carried back.")
 def board(settings: Path, url: str | None, wait: bool, request: Path | None, accept: Path | None) -> int:
-    """On the board: get a certificate, or renew it when it is due."""
+    """Get a certificate for this board, or renew it when it is due."""
     from fedquilt.tools.identity import commands
 
     options.exclusive(request=request, accept=accept)

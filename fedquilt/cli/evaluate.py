@@ -10,7 +10,7 @@ from fedquilt.cli.commands import option, verb
 
 @verb()
 @options.run_argument
-@option("--follow", is_flag=True, help="Every round's as it comes, until the run has ended.")
+@option("--follow", is_flag=True, help="Evaluate the model of every round as it comes, until the run has ended.")
 @options.home
 @options.format
 def evaluate(run: str, follow: bool, home: Path, format: str) -> None:

@@ -8,35 +8,61 @@ from fedquilt.cli import options
 from fedquilt.cli.commands import argument, option, verb
 from fedquilt.core import JobError
 
-WHERE = "Where to: one of these"
+WHERE = "Destination, one of these"
 
 
 @verb()
 @argument("settings", "The board's agent.toml, with the files that it names.", type=options.PATH, required=False)
-@option("--target", metavar="TARGET", help="jetpack6, jetpack7, raspberry-pi-os, arm64 or amd64.")
-@option("--device", type=options.NAME, help="Another name than agent.toml's, which then does for many boards.")
+@option("--target", metavar="TARGET", help="System of the board: jetpack6, jetpack7, raspberry-pi-os, arm64 or amd64.")
+@option(
+    "--device",
+    type=options.NAME,
+    help="Name of the board in place of agent.toml's, so that one agent.toml serves many boards.",
+)
 @option(
     "--rootfs",
     type=options.FOLDER,
     metavar="DIR",
-    help="A mounted root, or L4T's rootfs before flashing.",
+    help="Write into a mounted root file system, or L4T's rootfs before flashing.",
     group=WHERE,
 )
-@option("--ssh", metavar="USER@HOST", help="A running board.", group=WHERE)
-@option("--tar", type=options.PATH, metavar="FILE", help="An archive (default: fedquilt-DEVICE.tar).", group=WHERE)
-@option("--ssh-option", multiple=True, metavar="OPTION", help="For ssh, as --ssh-option=-p22.")
+@option("--ssh", metavar="USER@HOST", help="Install on a running board.", group=WHERE)
+@option(
+    "--tar", type=options.PATH, metavar="FILE", help="Write an archive (default: fedquilt-DEVICE.tar).", group=WHERE
+)
+@option(
+    "--ssh-option", multiple=True, metavar="OPTION", help="Option for ssh, such as --ssh-option=-p22; may be repeated."
+)
 @option("--dry-run", is_flag=True, help="Say what would be written, and write nothing there.")
 @option("--token", type=options.PATH, metavar="FILE", help="One-time token, for a board that enrols.")
-@option("--extras", many=True, none=True, default=("onnx",), metavar="EXTRA", help="What the board can run.")
-@option("--python", metavar="3.N", help="Of the board (default: the target's).")
-@option("--interpreter", metavar="PATH", help="On the board (default: /usr/bin/python3.N).")
-@option("--system-packages", is_flag=True, help="Let the agent see the board's own packages too: NVIDIA's torch.")
-@option("--wheels", type=options.FOLDER, metavar="DIR", help="Where downloads are kept (default: in ~/.cache).")
-@option("--index", metavar="URL", help="One more package index.")
-@option("--constraint", type=options.PATH, metavar="FILE", help="pip's: versions that are allowed (numpy==2.2.6).")
+@option(
+    "--extras",
+    many=True,
+    none=True,
+    default=("onnx",),
+    metavar="EXTRA",
+    help="Extras of fedquilt to install, such as onnx or train; without a word, none.",
+)
+@option("--python", metavar="3.N", help="Python version of the board (default: the target's).")
+@option("--interpreter", metavar="PATH", help="Path of Python on the board (default: /usr/bin/python3.N).")
+@option(
+    "--system-packages",
+    is_flag=True,
+    help="Let the agent use the board's own Python packages too, such as NVIDIA's torch.",
+)
+@option(
+    "--wheels", type=options.FOLDER, metavar="DIR", help="Folder that keeps downloaded packages (default: in ~/.cache)."
+)
+@option("--index", metavar="URL", help="Another package index, used besides PyPI.")
+@option(
+    "--constraint",
+    type=options.PATH,
+    metavar="FILE",
+    help="Constraints file of pip: versions that are allowed (numpy==2.2.6).",
+)
 @option("--refresh", is_flag=True, help="Look for newer packages than were downloaded before.")
-@option("--uninstall", is_flag=True, help="Take it out again, from --rootfs or --ssh.")
-@option("--purge", is_flag=True, help="With --uninstall: settings, identity and state as well.")
+@option("--uninstall", is_flag=True, help="Remove the agent from --rootfs or --ssh.")
+@option("--purge", is_flag=True, help="With --uninstall: remove settings, identity and state as well.")
 def flash(
     settings: Path | None,
     target: str | None,
@@ -58,7 +84,7 @@ def flash(
     uninstall: bool,
     purge: bool,
 ) -> None:
-    """Put an agent onto a board: a mounted root, over SSH, or as an archive to take there."""
+    """Install an agent on a board: in a mounted root, over SSH, or as an archive to take there."""
     from fedquilt.tools import flash as tool
 
     options.exclusive(rootfs=rootfs, ssh=ssh, tar=tar)

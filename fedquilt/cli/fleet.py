@@ -12,7 +12,7 @@ from fedquilt.core import JobError
 @verb()
 @options.job_argument
 @options.bundle
-@option("--devices", type=options.POSITIVE, help="How many boards (default: the job's fleet.devices).")
+@option("--devices", type=options.POSITIVE, help="Number of boards (default: the job's fleet.devices).")
 @option(
     "--link",
     default="embedded",
@@ -20,7 +20,9 @@ from fedquilt.core import JobError
     help="embedded: agents as processes, a broker of our own; broker: the same over --broker; "
     "memory: all in this process on virtual time.",
 )
-@option("--agents-only", is_flag=True, help="With --link broker: the coordinator runs elsewhere.")
+@option(
+    "--agents-only", is_flag=True, help="With --link broker: start the agents only; the coordinator runs elsewhere."
+)
 @options.home
 @options.broker()
 def fleet(

@@ -15,13 +15,13 @@ def folder(function: F) -> F:
         "--out",
         type=options.FOLDER,
         default=Path("fedquilt-compare"),
-        help="What `compare`, or `bench stitch --ablate`, had as --out.",
+        help="Folder of runs: the --out of `compare` or `bench stitch --ablate`.",
     )(function)
 
 
 @family()
 def kept() -> None:
-    """See and drop the finished runs that `compare` keeps so as not to repeat them."""
+    """List or drop the finished runs that `compare` keeps so as not to repeat them."""
 
 
 @kept.command(name="list")
@@ -36,16 +36,16 @@ def listing(out: Path, format: str) -> None:
 
 
 @kept.command()
-@argument("keys", "Keys that `kept list` shows, or the beginning of one.", nargs=-1)
-@option("--all", "everything", is_flag=True, help="Every run there.")
-@option("--method", metavar="METHOD", shell_complete=options.methods, help="The runs of this method.")
-@option("--older-than", type=options.AGE, metavar="AGE", help="Those made before: 30d, 12h, 2w.")
-@option("--yes", is_flag=True, help="Do not ask.")
+@argument("keys", "Keys of runs as `kept list` shows them, or their beginnings.", nargs=-1)
+@option("--all", "everything", is_flag=True, help="Drop every run in --out.")
+@option("--method", metavar="METHOD", shell_complete=options.methods, help="Drop the runs of this method.")
+@option("--older-than", type=options.AGE, metavar="AGE", help="Drop runs older than this age: 30d, 12h, 2w.")
+@option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @folder
 def drop(
     keys: tuple[str, ...], everything: bool, method: str | None, older_than: float | None, yes: bool, out: Path
 ) -> int:
-    """Drop runs from --out; the next `compare` makes those that it needs again."""
+    """Drop runs from --out; the next `compare` repeats those that it needs."""
     from fedquilt import units
     from fedquilt.tools.experiments import run_cache
 

@@ -11,12 +11,12 @@ from fedquilt.cli.commands import option, verb
 
 @verb()
 @options.run_argument
-@option("--follow", is_flag=True, help="Go on until the run has ended.")
+@option("--follow", is_flag=True, help="Print what happens from now on too, until the run has ended.")
 @option(
     "--track",
     many=True,
     metavar="TRACKER[:WHERE]",
-    help="Also tell a tracker of every finished round: tensorboard:FOLDER, mlflow:EXPERIMENT or wandb:PROJECT.",
+    help="Also report every finished round to a tracker: tensorboard:FOLDER, mlflow:EXPERIMENT or wandb:PROJECT.",
 )
 @options.home
 @options.format

@@ -9,8 +9,8 @@ from fedquilt.cli.commands import argument, option, verb
 
 
 @verb()
-@argument("method", "Of this one alone.", required=False, shell_complete=options.methods)
-@option("--out", type=options.FOLDER, metavar="FOLDER", help="Write a page for each.")
+@argument("method", "The method to show.", required=False, shell_complete=options.methods)
+@option("--out", type=options.FOLDER, metavar="FOLDER", help="Folder to write a page for each method into.")
 @options.format
 def methods(method: str | None, out: Path | None, format: str) -> None:
     """List the methods, or show one's paper, deviations and parameters."""

@@ -163,7 +163,7 @@ def home(function: F) -> F:
 
 def format(function: F) -> F:
     """--format: text for people, JSON for programs."""
-    return option("--format", type=OneOf(("text", "json")), default="text", help="For people, or for programs.")(
+    return option("--format", type=OneOf(("text", "json")), default="text", help="Output for people, or for programs.")(
         function
     )
 
@@ -180,12 +180,16 @@ def job_argument(function: F) -> F:
 
 def bundle(function: F) -> F:
     """--bundle: what `prepare` made."""
-    return option("--bundle", type=FOLDER, help="What `prepare` made (default: JOB.bundle beside the job).")(function)
+    return option("--bundle", type=FOLDER, help="The bundle that `prepare` made (default: JOB.bundle beside the job).")(
+        function
+    )
 
 
 def authority(function: F) -> F:
     """--ca: the folder of a fleet's certificate authority."""
-    return option("--ca", type=FOLDER, default=Path("fedquilt-ca"), help="The authority's folder.")(function)
+    return option("--ca", type=FOLDER, default=Path("fedquilt-ca"), help="Folder of the certificate authority.")(
+        function
+    )
 
 
 @dataclass(frozen=True)
@@ -221,7 +225,13 @@ def broker(default: str | None = BROKER) -> Callable[[Callable[..., Any]], Calla
 
         for add in reversed(
             (
-                option("--broker", default=default, metavar="URL", help="mqtt[s]://[user@]host[:port]", group="Broker"),
+                option(
+                    "--broker",
+                    default=default,
+                    metavar="URL",
+                    help="Address of the broker: mqtt[s]://[user@]host[:port]",
+                    group="Broker",
+                ),
                 option("--ca", type=PATH, help="Certificate authority of the broker, PEM.", group="Broker"),
                 option("--cert", type=PATH, help="This side's certificate, PEM.", group="Broker"),
                 option("--key", type=PATH, help="This side's private key, PEM.", group="Broker"),
@@ -231,7 +241,7 @@ def broker(default: str | None = BROKER) -> Callable[[Callable[..., Any]], Calla
                     help="File with the user's password on its first line.",
                     group="Broker",
                 ),
-                option("--fleet", type=NAME, default="fleet", help="The fleet's name in topics.", group="Broker"),
+                option("--fleet", type=NAME, default="fleet", help="Name of the fleet in MQTT topics.", group="Broker"),
             )
         ):
             called = add(called)

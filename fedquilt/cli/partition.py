@@ -10,11 +10,11 @@ from fedquilt.cli.commands import option, verb
 
 @verb()
 @options.job_argument
-@option("--devices", type=options.POSITIVE, help="How many (default: the job's fleet.devices).")
-@option("--out", type=options.PATH, metavar="FILE.svg", help="Draw it: a dot for each device and class.")
+@option("--devices", type=options.POSITIVE, help="Number of devices (default: the job's fleet.devices).")
+@option("--out", type=options.PATH, metavar="FILE.svg", help="File for a drawing with a dot for each device and class.")
 @options.format
 def partition(job: Path, devices: int | None, out: Path | None, format: str) -> int:
-    """Show how a job's [data] shares examples out among its devices."""
+    """Show how a job's [data] table divides the examples among its devices."""
     from fedquilt.tools.report import partition as tool
 
     return tool.main(homes.load_job(job), devices, out, format)

@@ -10,13 +10,15 @@ from fedquilt.cli.commands import option, verb
 
 
 @verb()
-@option("--keep", type=options.COUNT, metavar="N", help="All that have ended but the N latest.")
-@option("--older-than", type=options.AGE, metavar="AGE", help="Those that began before: 30d, 12h, 2w.")
-@option("--dry-run", is_flag=True, help="Say which would go, and delete nothing.")
-@option("--yes", is_flag=True, help="Do not ask.")
+@option("--keep", type=options.COUNT, metavar="N", help="Delete all runs that have ended but the N latest.")
+@option(
+    "--older-than", type=options.AGE, metavar="AGE", help="Delete runs that began longer ago than this: 30d, 12h, 2w."
+)
+@option("--dry-run", is_flag=True, help="List the runs that would be deleted, and delete nothing.")
+@option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @options.home
 def prune(keep: int | None, older_than: float | None, dry_run: bool, yes: bool, home: Path) -> int:
-    """Delete old runs that have ended; with --keep and --older-than, those that both name.
+    """Delete old runs that have ended; with both --keep and --older-than, runs that both select.
 
     Runs that wait, run or were interrupted stay. Without either option only what no run needs is cleared: what a
     killed `delete` left behind.

@@ -9,23 +9,25 @@ from fedquilt.cli.commands import option, verb
 
 
 @verb()
-@option("--out", type=options.PATH, help="Where to write it (default: BOARD.toml).")
-@option("--minutes", type=options.SECONDS, default=5.0, metavar="M", help="In all.")
+@option("--out", type=options.PATH, help="File for the profile (default: BOARD.toml).")
+@option(
+    "--minutes", type=options.SECONDS, default=5.0, metavar="M", help="Time for all measurements together, in minutes."
+)
 @option(
     "--points",
     many=True,
     commas=False,
     metavar="POINT",
-    help="Modes, or cpu=1.2GHz,gpu=850MHz (default: the most telling ones).",
+    help="Operating points to measure: modes, or cpu=1.2GHz,gpu=850MHz (default: the most telling ones).",
 )
 @option(
     "--socket",
     type=options.PATH,
     default=Path("/run/fedquilt/clocks.sock"),
-    help="The clock helper's; without one, only the point the board is at.",
+    help="Socket of the clock helper; without a helper only the board's present point is measured.",
 )
-@option("--root", type=options.PATH, default=Path("/"), help="Where proc and sys are.")
-@option("--dry-run", is_flag=True, help="Say which points would be measured, and set nothing.")
+@option("--root", type=options.PATH, default=Path("/"), help="Folder that has proc and sys.")
+@option("--dry-run", is_flag=True, help="List the points that would be measured, and set nothing.")
 @options.format
 def record(
     out: Path | None, minutes: float, points: tuple[str, ...], socket: Path, root: Path, dry_run: bool, format: str

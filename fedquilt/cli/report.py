@@ -10,7 +10,7 @@ from fedquilt.cli.commands import option, verb
 
 @verb()
 @options.run_argument
-@option("--out", type=options.PATH, metavar="FILE", help="Where to write it (default: RUN.html).")
+@option("--out", type=options.PATH, metavar="FILE", help="File for the page (default: RUN.html).")
 @options.home
 def report(run: str, out: Path | None, home: Path) -> None:
     """Write one HTML page about a run: accuracy, time, energy, memory, who took part."""

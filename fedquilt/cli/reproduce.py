@@ -9,14 +9,21 @@ from fedquilt.cli.commands import argument, option, verb
 
 
 @verb()
-@argument("table", "Which table of a paper; or a grid of your own, FILE.toml.", required=False)
-@option("--data", type=options.FOLDER, metavar="FOLDER", help="Where a table wants real data.")
-@option("--seeds", type=options.WHOLE, many=True, help="One run of each job with each (default: the table's).")
-@option("--rounds", type=options.POSITIVE, help="Fewer than the table's; claims are then not checked.")
-@option("--columns", many=True, metavar="NAME", help="These alone, of a table whose columns are runs.")
-@option("--out", type=options.PATH, metavar="FILE", help="The result as JSON, every curve in it.")
-@option("--picture", type=options.PATH, metavar="FILE.svg", help="Draw it, where the table has a picture.")
-@option("--kept", type=options.FOLDER, default=Path("fedquilt-compare"), help="Finished runs; they are not repeated.")
+@argument("table", "A paper's table, or FILE.toml with a grid of your own.", required=False)
+@option("--data", type=options.FOLDER, metavar="FOLDER", help="Folder with the real data that some tables need.")
+@option("--seeds", type=options.WHOLE, many=True, help="Seeds; every job is run once with each (default: the table's).")
+@option(
+    "--rounds", type=options.POSITIVE, help="Number of rounds in place of the table's; claims are then not checked."
+)
+@option("--columns", many=True, metavar="NAME", help="Run only these columns of the table.")
+@option("--out", type=options.PATH, metavar="FILE", help="File for the result as JSON, with every curve.")
+@option("--picture", type=options.PATH, metavar="FILE.svg", help="File for the table's picture, where it has one.")
+@option(
+    "--kept",
+    type=options.FOLDER,
+    default=Path("fedquilt-compare"),
+    help="Folder of finished runs, which are not repeated.",
+)
 @options.format
 def reproduce(
     table: str | None,
@@ -29,7 +36,7 @@ def reproduce(
     kept: Path,
     format: str,
 ) -> int:
-    """Run a paper's table again, its numbers beside ours, or a grid of your own; without one, list them."""
+    """Run a paper's table again beside its own numbers, or a grid of yours; without TABLE, list the tables."""
     from fedquilt.tools.experiments import papers as tool
 
     return tool.main(

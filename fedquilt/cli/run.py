@@ -13,16 +13,28 @@ LIMITS = "Limits: the run ends after the round in which one is reached; [stop] i
 @verb()
 @options.job_argument
 @options.bundle
-@option("--new", is_flag=True, help="Begin anew although a run of this very job is unfinished.")
+@option("--new", is_flag=True, help="Start a new run although one of this very job is unfinished.")
 @option(
     "--max-joules",
     type=options.ABOVE_0,
     metavar="J",
-    help="Gross, of all devices that have a meter.",
+    help="Joules that all devices with a meter may spend, gross.",
     group=LIMITS,
 )
-@option("--max-bytes", type=options.POSITIVE, metavar="B", help="Of tensors and models, down and up.", group=LIMITS)
-@option("--max-wall", type=options.ABOVE_0, metavar="S", help="Seconds that a coordinator is at it.", group=LIMITS)
+@option(
+    "--max-bytes",
+    type=options.POSITIVE,
+    metavar="B",
+    help="Bytes of tensors and models that may travel, down and up together.",
+    group=LIMITS,
+)
+@option(
+    "--max-wall",
+    type=options.ABOVE_0,
+    metavar="S",
+    help="Seconds that a coordinator may spend on the run.",
+    group=LIMITS,
+)
 @options.home
 @options.broker()
 def run(

@@ -13,7 +13,7 @@ from fedquilt.core import JobError
 @options.home
 @options.broker()
 def serve(home: Path, broker: options.Broker) -> None:
-    """Be the coordinator: run what is submitted to --home, in turn, until told to stop."""
+    """Run the coordinator: carry out the jobs submitted to --home, one after the other, until stopped."""
     from fedquilt.coordinator.store import Store
     from fedquilt.coordinator.views.terminal import Console, coordinate
 

@@ -13,7 +13,7 @@ from fedquilt.core import JobError
 @options.run_argument
 @options.home
 def stop(run: str, home: Path) -> None:
-    """Stop a run after what is being written; `resume` continues it."""
+    """Stop a run at the coordinator's next look at its store; `resume` continues it."""
     from fedquilt.coordinator.facts import Ended
 
     with homes.existing(home) as store:

@@ -10,12 +10,12 @@ from fedquilt.cli.commands import option, verb
 
 @verb()
 @options.run_argument
-@option("--round", "number", type=options.WHOLE, metavar="N", help="Of this round alone.")
-@option("--device", type=options.NAME, metavar="D", help="Of this device alone.")
+@option("--round", "number", type=options.WHOLE, metavar="N", help="Show this round only.")
+@option("--device", type=options.NAME, metavar="D", help="Show this device only.")
 @options.home
 @options.format
 def why(run: str, number: int | None, device: str | None, home: Path, format: str) -> None:
-    """Show why devices were or were not chosen in a run's rounds, and what became of them."""
+    """Show why devices were or were not asked in each round, and what became of their work."""
     from fedquilt.coordinator.views import why as reasons
 
     with homes.existing(home) as store:

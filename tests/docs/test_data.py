@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fedquilt import config, metrics
+from fedquilt import config, methods, metrics
 from fedquilt.coordinator import settings
 from fedquilt.data.spec import HOW, Audio, DataSpec, Text, Windows
 
@@ -43,3 +43,11 @@ def test_every_example_named_on_the_page_is_there() -> None:
     """Links lead to files."""
     for link in re.findall(r"\]\(\.\./(examples/[^)]+)\)", PAGE):
         assert (Path(__file__).parents[2] / link).exists(), link
+
+
+def test_the_methods_that_need_classes_are_those_on_the_page() -> None:
+    """All that refuse regression, and no other."""
+    found = re.search(r"Some methods need one class .*?\.", PAGE, re.DOTALL)
+    assert found is not None
+    wanted = [name for name in methods.names() if "regression" not in methods.load(name).tasks]
+    assert re.findall(r"`(\w+)`", found[0]) == wanted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -34,6 +35,27 @@ def test_links_and_package_mapping_agree() -> None:
     assert setup["package-dir"] == {f"fedquilt.{folder}": folder for folder in FOLDERS}
     links = {path.name: str(path.readlink()) for path in (ROOT / "fedquilt").iterdir() if path.is_symlink()}
     assert links == {folder: f"../{folder}" for folder in FOLDERS}
+
+
+@pytest.mark.skipif(
+    not (ROOT / ".git").exists() or shutil.which("make") is None, reason="a checkout and make are needed"
+)
+def test_make_tree_writes_the_package_without_links(tmp_path: Path) -> None:
+    """Of a clean clone: all of `fedquilt` is imported from real folders."""
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", "--shared", str(ROOT), str(clone)], check=True)
+    subprocess.run(["make", "--silent", "tree"], cwd=clone, check=True)
+    tree = clone / "build" / "tree"
+    assert [path for path in tree.rglob("*") if path.is_symlink()] == []
+    modules = ", ".join(f"fedquilt.{folder}" for folder in FOLDERS)
+    shown = subprocess.run(
+        [sys.executable, "-c", f"import {modules}; print(fedquilt.tools.__file__)"],
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert Path(shown.stdout.strip()) == tree / "fedquilt" / "tools" / "__init__.py"
 
 
 def test_every_package_folder_is_listed() -> None:

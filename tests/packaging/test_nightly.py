@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,6 +33,7 @@ def test_there_is_a_stage_for_each_codec_bench_and_python() -> None:
     assert {name for name in found if name.startswith("bench-")} == {f"bench-{name}" for name in benches | {"sim"}}
     assert {f"fuzz-{codec}" for codec in CODECS} <= found.keys()
     assert {"matrix", "rehearsal", "python-3.10", "python-3.12", "python-3.13"} <= found.keys()
+    assert {"onnxruntime-1.19.2", "onnxruntime-1.23.2"} <= found.keys()
     assert "--data" in found["bench-sim"].hindrance
     assert not {stage.name: stage for stage in nightly.stages(ROOT)}["bench-sim"].hindrance
 
@@ -111,9 +115,30 @@ def test_a_python_that_is_not_there_or_does_not_start_skips_its_stage(tmp_path: 
     assert nightly.interpreter("3.10", env) == str(tmp_path / "versions" / "3.10.13" / "bin" / "python")
 
 
+def test_the_check_of_graphs_is_run_beside_the_versions_that_need_it() -> None:
+    """In an environment of its own, with the version pinned; without its Python the stage is skipped and says so."""
+    _, pip, tests = nightly.with_onnxruntime("1.19.2", lambda version: sys.executable).commands
+    assert pip[-1] == "onnxruntime==1.19.2"
+    assert pip[0] == tests[0]
+    assert all((ROOT / name).is_file() for name in tests[3:])
+    assert "no Python 3.10 here" in nightly.with_onnxruntime("1.19.2", lambda version: None).hindrance
+
+
 def test_what_is_nightly_is_no_part_of_make_test() -> None:
     """The marker is registered, and left out unless it is asked for; make knows the target."""
     options = config.read(ROOT / "pyproject.toml")["tool"]["pytest"]["ini_options"]
     assert "-m 'not nightly'" in options["addopts"]
     assert any(marker.startswith("nightly:") for marker in options["markers"])
-    assert "tests/nightly.py $(ARGS)" in (ROOT / "Makefile").read_text()
+    assert "-m tests.nightly $(ARGS)" in (ROOT / "Makefile").read_text()
+
+
+def test_make_nightly_starts_where_the_checkout_is_not_on_the_path(tmp_path: Path) -> None:
+    """As in an environment that pip has made, where a script in tests/ takes tests/fedquilt for the package."""
+    away = f"import sys\nsys.path[:] = [place for place in sys.path if place != {str(ROOT)!r}]\n"
+    (tmp_path / "sitecustomize.py").write_text(away)
+    recipe = re.search(r"^nightly:.*\n\t(.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert recipe is not None
+    words = [sys.executable, *recipe[1].replace("$(ARGS)", "--list").split()[1:]]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ran = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert "fuzz-raw" in ran.stdout, ran.stderr

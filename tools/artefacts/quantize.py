@@ -334,7 +334,7 @@ def _choices(bench: _Bench, plain: Bundle, quick: Bundle, params: Params) -> Ite
     member = bench.member()
     local: Tensors = {}
 
-    def scores(state: State, made: Bundle, net: Net, pool: tuple[str, ...]) -> np.ndarray:
+    def scores(state: State, net: Net, pool: tuple[str, ...]) -> np.ndarray:
         nonlocal local
         order = METHOD.send(replace(state, params=everywhere, current=net, pool=pool), DeviceView("int8", None, ()))
         assert order is not None
@@ -358,7 +358,7 @@ def _choices(bench: _Bench, plain: Bundle, quick: Bundle, params: Params) -> Ite
             net = replace(begun, path=own[:length])
             pool = search.offered(net, before.stock, everywhere)
             if pool and length < len(own):
-                yield Choice(pool, scores(before, plain, net, pool), scores(after, quick, net, pool))
+                yield Choice(pool, scores(before, net, pool), scores(after, net, pool))
 
 
 def settled(choices: Sequence[Choice], candidates: Iterable[str], k: int) -> tuple[set[str], set[str]]:

@@ -31,7 +31,6 @@ from fedquilt.tools.flash.targets import Target
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-LOCK: Final = "requirements.txt"
 ROUNDS_MOST: Final = 6  # of finding that something more is needed
 STAMP: Final = (2020, 1, 1, 0, 0, 0)  # of every file in our own wheel: the same files, the same bytes
 

@@ -136,7 +136,7 @@ def measure(
                     if turn == 0 or each.name in ("ours", *BARE):
                         say(f"{work.name}, turn {turn + 1} of {repeats}: {each.title}")
                         runs[each.name].append(_run(each, folder, work))
-            found["workloads"][work.name] = _summary(work, runs, contestants)
+            found["workloads"][work.name] = _summary(runs, contestants)
     say("")
     found["figures"] = _figures(found)
     return found
@@ -270,9 +270,7 @@ def _held(pid: int) -> tuple[int, int]:
     return rss, pss
 
 
-def _summary(
-    work: Workload, runs: dict[str, list[dict[str, Any]]], contestants: Sequence[Contestant]
-) -> dict[str, Any]:
+def _summary(runs: dict[str, list[dict[str, Any]]], contestants: Sequence[Contestant]) -> dict[str, Any]:
     """Medians of each contestant's runs."""
     kept = ("rate", "start_s", "wall_s", "cpu_s", "accuracy", "rss_mb", "pss_mb")
     return {

@@ -33,7 +33,8 @@ def claim(
     limit, side = (at_most, -1) if at_least is None else (at_least, 1)
     assert limit is not None
     assert values
-    found: dict[str, Any] = {"value": round(statistics.fmean(values), 3), "low": None, "high": None, "unit": unit}
+    mean = round(statistics.fmean(values), 3) + 0.0  # not -0.0, which is printed with its sign
+    found: dict[str, Any] = {"value": mean, "low": None, "high": None, "unit": unit}
     found["at_least" if side > 0 else "at_most"] = limit
     verdict = "one seed: no interval"
     if len(values) > 1:

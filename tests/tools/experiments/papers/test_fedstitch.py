@@ -11,6 +11,7 @@ import pytest
 
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import Job
+from fedquilt.tools.experiments import papers
 from fedquilt.tools.experiments.papers import cells, fedstitch, fedstitch_runs
 from fedquilt.tools.experiments.papers.cells import How
 from fedquilt.tools.experiments.papers.grid import Row
@@ -75,6 +76,7 @@ def test_a_search_is_played_alone_and_its_memory_is_the_most_of_all_its_tasks(tm
     pytest.importorskip("onnxruntime", reason="blocks are run")
     given = job("fedstitch", 40, 0, params=SEARCH, cohort={"size": 1, "deadline_s": 1e6})
     run = fedstitch_runs.alone(given, DEMO / "bundle", how(Row(play="alone")))
+    assert run.figures.keys() == {"alone"}  # a search has no schedule of the paper's
     assert [(each["devices"], len(each["marks"])) for each in run.figures["alone"]] == [(1, 1), (1, 1)]
     (mark,) = run.marks
     assert mark.rounds > 3
@@ -191,6 +193,14 @@ def test_the_table_has_the_papers_numbers_and_says_never() -> None:
     assert any("the paper, at most" in line and "8.12" in line and "89.41" in line for line in text)
     result["rows"]["MobileNetV2 FT-Full"]["to_equal"] = None
     assert any(" never " in line for line in fedstitch.lines(result))
+
+
+def test_each_table_has_the_papers_numbers_of_its_own_shares() -> None:
+    """FT-Full of MobileNetV2 on IID shares, and on Dirichlet ones."""
+    known = papers.tables()
+    row = "MobileNetV2 FT-Full"
+    told = {name: known[name].grid.rows[row].paper["test"] for name in ("fedstitch", "fedstitch-noniid")}
+    assert told == {"fedstitch": (76.87,), "fedstitch-noniid": (73.0,)}
 
 
 def test_the_picture_has_time_memory_and_energy() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fedquilt.testing.toys import pictures
-from fedquilt.tools.experiments import papers
-from fedquilt.tools.experiments.papers import results
+from fedquilt.tools.experiments import papers, single_run
+from fedquilt.tools.experiments.papers import cells, results
 from fedquilt.tools.experiments.papers.grid import merged
 
 pytest.importorskip("torch", reason="networks are built")
@@ -53,8 +53,17 @@ def test_claims_are_judged_by_their_intervals() -> None:
     assert all("one seed" in verdict for verdict in verdicts([0.95], [0.9], [0.8]))
 
 
-def test_newcomers_come_online_in_the_running_job(tmp_path: Path) -> None:
+def test_newcomers_come_online_in_the_running_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two known devices and two new ones on drawn pictures: 2 rounds, then fingerprints, then a round of all four."""
+    rounds: list[Any] = []
+    real = single_run.simulate
+
+    def simulate(*args: Any, **options: Any) -> Any:
+        ended = real(*args, **options)
+        rounds.append([each.devices for each in ended.rounds])
+        return ended
+
+    monkeypatch.setattr(single_run, "simulate", simulate)
     table = papers.tables()["genefl"]
     data = {"path": str(pictures(tmp_path / "drawn.npz", 28)), "limit": 0, "partition": "iid", "groups": []}
     over: dict[str, Any] = {
@@ -63,16 +72,23 @@ def test_newcomers_come_online_in_the_running_job(tmp_path: Path) -> None:
         | {name: {"members": [2, 4]} for name in ("scratch", "whole")}
         | {"GENE-FL": {"away": 2}},
     }
-    result = papers.run(replace(table, raw=merged(table.raw, over)), seeds=[0], rounds=2, out=tmp_path)
-    told = {name: row["values"] for name, row in result["columns"][""].items()}
-    counts = {
-        name: row["runs"][0]["marks"][-1]["rounds"]
-        for name, row in result["columns"][""].items()
-        if "marks" in row and row["runs"][0]["marks"]
+    grid = replace(table, raw=merged(table.raw, over)).filled(None)
+    todo = cells.cells(grid, table.code, "genefl", [0], 2, [""], tmp_path)
+    runs = {cell.case: cells.play(cell.case, lambda done: None) for cell in todo}
+    result = results.result("genefl", grid, todo, runs, [0], 2)
+    known, new = ("dev-00", "dev-01"), ("dev-02", "dev-03")
+    assert dict(zip(["FedAvg", "Local", "scratch", "FedAvg again", "whole", "GENE-FL"], rounds, strict=True)) == {
+        "FedAvg": [known] * 2,
+        "Local": [known] * 2,
+        "scratch": [new],
+        "FedAvg again": [known] * 2,  # whose model the newcomers of "whole" begin with
+        "whole": [new],
+        "GENE-FL": [known] * 3 + [(*known, *new)] * 2,
     }
+    told = {name: row["values"] for name, row in result["columns"][""].items()}
     assert told["Local"]["up_bytes"] == [0]
     assert 0 < told["GENE-FL"]["up_bytes"][0] < told["FedAvg"]["up_bytes"][0]
     assert all(0 <= told[name]["mean"][0] <= 1 for name in ("FedAvg", "Local", "GENE-FL"))
     assert all(0 <= told[name]["newcomers"][0] <= 1 for name in ("GENE-FL", "scratch", "whole"))
     assert 0 < told["GENE-FL"]["begun_bytes"][0] < told["whole"]["begun_bytes"][0]
-    assert counts == {}
+    assert any(line.startswith("Local") for line in results.lines(grid, result))
