@@ -37,6 +37,10 @@ class Rows:
     def __len__(self) -> int:
         return len(self.updates if self._groups is None else self._groups)
 
+    def empty(self, names: Collection[str]) -> dict[str, np.ndarray]:
+        """Arrays for an aggregate, in the updates' shapes and types."""
+        return {name: np.empty(self.updates[0][name].shape, self.updates[0][name].dtype) for name in names}
+
     def blocks(self, name: str) -> Iterator[tuple[slice, np.ndarray]]:
         """Parts of a tensor, flattened: where a part lies, and its values (rows, part) in float64."""
         flat = [np.reshape(update[name], -1) for update in self.updates]
@@ -58,7 +62,7 @@ def trimmed_mean(rows: Rows, names: Collection[str], cut: int) -> dict[str, np.n
         names: tensors to return.
         cut: values left out at either end.
     """
-    found = {name: np.empty_like(rows.updates[0][name]) for name in names}
+    found = rows.empty(names)
     for name, array in found.items():
         flat = array.reshape(-1)
         for part, block in rows.blocks(name):
@@ -74,7 +78,7 @@ def median(rows: Rows, names: Collection[str]) -> dict[str, np.ndarray]:
 
 def mean(rows: Rows, names: Collection[str], chosen: Sequence[int]) -> dict[str, np.ndarray]:
     """Mean of the chosen rows."""
-    found = {name: np.empty_like(rows.updates[0][name]) for name in names}
+    found = rows.empty(names)
     for name, array in found.items():
         flat = array.reshape(-1)
         for part, block in rows.blocks(name):
@@ -117,7 +121,7 @@ def clipped_mean(
         radius: largest norm.
     """
     shares = np.minimum(1.0, radius / np.maximum(lengths, np.finfo(np.float64).tiny))[:, None]
-    found = {name: np.empty_like(rows.updates[0][name]) for name in names}
+    found = rows.empty(names)
     for name, array in found.items():
         flat, middle = array.reshape(-1), np.reshape(centre[name], -1)
         for part, block in rows.blocks(name):

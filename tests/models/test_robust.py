@@ -182,6 +182,14 @@ def test_buckets_hold_everybody_once_and_differ_less() -> None:
     assert read == pytest.approx(np.array([np.mean([flat(updates[i]) for i in group], axis=0) for group in groups]))
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_arrays_in_another_order_of_memory_give_the_same(rule: str) -> None:
+    """Transposed copies hold the same values."""
+    updates = drawn(7)
+    other = [{name: np.asfortranarray(array) for name, array in update.items()} for update in updates]
+    assert flat(everything(other, 2)[rule]) == pytest.approx(flat(everything(updates, 2)[rule]), rel=1e-6)
+
+
 def test_a_counter_is_nobodys_alone() -> None:
     """Of 3, 2^53 and 4 it is 4; an even number of them is rounded down."""
     counters = [{"n": np.array(value, np.int64)} for value in (3, 2**53, 4)]
