@@ -87,13 +87,14 @@ def _sent(
     told: Mapping[str, Any], value: np.ndarray, received: np.ndarray | None, honest: np.ndarray | None
 ) -> np.ndarray:
     """A tensor as an adversary sends it in place of `value`."""
-    if value.dtype.kind != "f":
+    kind = value.dtype
+    if kind.kind != "f":
         return value
     start = np.zeros_like(value) if received is None or received.shape != value.shape else received
     if told["attack"] == "inner_product" and honest is not None and honest.shape == value.shape:
         value = honest
     factor = told["factor"] if told["attack"] == "scaled" else -told["factor"]
-    return np.asarray(start + factor * (value.astype(np.float64) - start)).astype(start.dtype)
+    return np.asarray(start + factor * (value.astype(np.float64) - start)).astype(kind)
 
 
 class Overheard:
