@@ -52,6 +52,14 @@ class Check(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     beside: bool = False  # evaluated beside the rounds by the process that runs the job: no device is asked
 
 
+class Adversaries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Simulated boards that lie: tools/simulation/adversaries.py says what each attack sends."""
+
+    share: Annotated[float, Meta(gt=0, lt=1)]  # of the fleet's boards, rounded up; drawn by the job's seed
+    attack: Literal["scaled", "sign_flip", "label_flip", "inner_product"]
+    factor: Annotated[float, Meta(gt=0)] = 10.0  # of "scaled" and "sign_flip"; epsilon of "inner_product"
+
+
 class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Simulated fleet of `fedquilt fleet` and `fedquilt demo`: boards and budgets, taken in turn."""
 
@@ -59,6 +67,7 @@ class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     boards: Annotated[tuple[str, ...], Meta(min_length=1)] = ("x86-host",)
     budgets: Annotated[tuple[str, ...], Meta(min_length=1)] = ("512MB",)
     policy: Literal["energy", "paper", "max", "board"] = "energy"  # edge_agent/power/governor.py
+    adversaries: Adversaries | None = None  # of `compare`, `reproduce` and `fedquilt.simulate` alone
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -110,7 +119,7 @@ def parse(table: Mapping[str, Any]) -> Job:
         JobError: names the wrong key and what is expected there.
     """
     job = _settled(config.convert(table, Job, "a job"))
-    params(job)
+    given = params(job)
     if job.wire.codec not in CODECS:
         raise JobError(f"[wire] codec = {job.wire.codec!r}: there are {', '.join(CODECS)}")
     method = methods.load(job.method)
@@ -121,7 +130,50 @@ def parse(table: Mapping[str, Any]) -> Job:
         raise JobError(
             f"[wire] codec = {job.wire.codec!r}: what {job.method}'s devices send may not be rounded; leave it 'raw'"
         )
+    require_enough(job, method.least(given))
+    lying = job.fleet.adversaries
+    if lying is not None and lying.attack == "inner_product" and job.wire.codec != "raw":
+        raise JobError(
+            f"[wire] codec = {job.wire.codec!r}: adversaries with attack = 'inner_product' read what the other boards "
+            "send as it is; leave it 'raw'"
+        )
     return job
+
+
+def require_enough(job: Job, least: int) -> None:
+    """Check that no round of a job may close with fewer updates than its method needs.
+
+    Args:
+        job: gives the cohort.
+        least: fewest updates of which a round can be made, as `Method.least` says.
+
+    Raises:
+        JobError: one may; says how many there have to be.
+    """
+    cohort = job.cohort
+    if cohort.size and cohort.size < least:
+        raise JobError(
+            f"[cohort] size = {cohort.size}: with its [params] {job.method} needs {least} updates or more in a round"
+        )
+    fewest = max(cohort.min_devices, math.ceil(cohort.size * cohort.quorum), 1)
+    if fewest < least:
+        raise JobError(
+            f"[cohort] a round may close with {fewest} {'update' if fewest == 1 else 'updates'}, and with its [params] "
+            f"{job.method} needs {least} or more: set min_devices = {least}"
+        )
+
+
+def require_honest(job: Job) -> None:
+    """Check that no board of a job is asked to lie.
+
+    Raises:
+        JobError: [fleet] names adversaries.
+    """
+    if job.fleet.adversaries is not None:
+        raise JobError(
+            "[fleet] adversaries: no agent lies, on a real board or on a simulated one; `fedquilt compare`, `fedquilt "
+            "reproduce` and fedquilt.simulate have devices that do. Leave it out to run this job with agents"
+        )
 
 
 def require_task(name: str, method: Method, network: Mapping[str, Any]) -> None:

@@ -62,13 +62,13 @@ class Bench:
         self._engine: tuple[tuple[str, int], Any] | None = None
         self._data: tuple[dict[str, Any], tuple[Examples, Examples]] | None = None
 
-    def method(self, name: str) -> Method:
-        """Find a method by name.
+    def method(self, order: Order) -> Method:
+        """Find the method of an order.
 
         Raises:
             JobError: there is none.
         """
-        return methods.load(name)
+        return methods.load(order.task.method)
 
     def engine(self, name: str, budget_bytes: int) -> Any:
         """Engine by name, made with the first task that needs it.
@@ -128,7 +128,7 @@ def carry_out(
         if own_process and budget.reset_peak(os.getpid()):
             base = budget.resident_bytes(os.getpid())
         site = site_of(order, bench, progress, loaded, engine=engine)
-        outcome = worked(order, bench.method(order.task.method), site)
+        outcome = worked(order, bench.method(order), site)
     except Exception as error:
         outcome = failed(error)
     return msgspec.structs.replace(

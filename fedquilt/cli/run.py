@@ -54,6 +54,7 @@ def run(
 
     read, folder = homes.load_job(job), homes.bundle_of(job, bundle)
     read = settings.limited(read, max_joules, max_bytes, max_wall)
+    settings.require_honest(read)
     made = bundles.load(folder)
     with Store(home) as store:
         id = None if new else store.unfinished(read, folder.resolve())

@@ -184,6 +184,7 @@ class Method:
     result: Callable[[Any], Artefact]
     done: Callable[[Any], bool] = lambda state: False  # most methods end by the job's rounds
     explain: Callable[[Any], Sequence[str]] = lambda state: ()  # sentences on the last step, for the log
+    least: Callable[[Any], int] = lambda params: 1  # (params) -> fewest updates of which a round can be made
     settle: Settle | None = None  # None: a state can be evaluated as it is
     exact: bool = False  # updates may not be rounded: no lossy codec
     tasks: Sequence[str] = ("classes", "regression", "labels")  # predictions supported (`fedquilt.metrics`)

@@ -49,7 +49,7 @@ from fedquilt.core import (
     expects,
 )
 from fedquilt.methods import fedavg, fedlora
-from fedquilt.methods.krum import Held, hold
+from fedquilt.methods.robust import Held, hold
 from fedquilt.models.partial import lora
 
 EPS = 1e-8

@@ -15,9 +15,9 @@ from fedquilt.testing.scenes import MIXED, NETWORKS, Skipped, by_memory, profile
 # FedStitch keeps every device's ballot, and apart from each other the sums of devices up to a bound of its own;
 # FedPeWS what every device has published of its mask: of the toy network's 5 neurons two bytes each, and their header;
 # GENE-FL every fingerprint of the first round, and the sums of each of up to four clusters;
-# Krum and its like compare whole models, which take 212 bytes each here, up to a number of them (`most`)
+# Krum and other robust rules compare whole models, which take 212 bytes each here, up to a number of them (`most`)
 # FedSDG compares changes of adapters and head, 424 bytes each here, up to a number of them (`most`)
-FOR_EACH_BYTES = {"fedstitch": 1500, "fedpews": 160, "genefl": 250, "krum": 500, "fedsdg": 600}
+FOR_EACH_BYTES = {"fedstitch": 1500, "fedpews": 160, "genefl": 250, "robust": 500, "fedsdg": 600}
 
 CUT = ("depthfl", "fedepth", "fedlps", "fedpews", "fedpews_fixed", "fjord", "heterofl")  # need parts to leave out
 UNFIT = {  # method, and which of NETWORKS it refuses: no linear layers to adapt, or nothing that can be left out

@@ -26,7 +26,7 @@ from fedquilt.bundle import load
 from fedquilt.coordinator.executors import OverLink
 from fedquilt.coordinator.preflight import first_state, require_made_for
 from fedquilt.coordinator.server import Server
-from fedquilt.coordinator.settings import Job
+from fedquilt.coordinator.settings import Job, require_honest
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views.terminal import Console, coordinate
 from fedquilt.core import Bundle, Device, Examples, JobError
@@ -186,8 +186,10 @@ def really(
         console: prints the run; None: a line for each round.
 
     Raises:
-        JobError: every agent has ended; quotes the last words of one. Or there is a certificate for all of them.
+        JobError: every agent has ended; quotes the last words of one. Or there is a certificate for all of them, or the
+            job has adversaries.
     """
+    require_honest(plan.job)
     if broker is not None and broker.get("cert"):
         raise JobError(
             "simulated boards cannot share one certificate, which is one board's: leave --cert and --key out, with a "
@@ -226,7 +228,11 @@ def virtually(
 
     `make` makes a board by its name. How far the fleet is, is told every few seconds of `real_clock`. Nothing waits
     for the disk: what a killed process leaves is whole, what a power failure leaves need not be.
+
+    Raises:
+        JobError: the run waits for boards that will not come, or the job has adversaries.
     """
+    require_honest(plan.job)
     broker = MemoryBroker(plan.job.seed)
     with Store(plan.home, durable=False) as store:
         if not store.lock():

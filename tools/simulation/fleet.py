@@ -246,6 +246,10 @@ class SimulatedFleet:
         self._files[ref.sha256] = path
         return path
 
+    def made(self, device: str, ref: BlobRef) -> Path:
+        """The file of a bundle that the order in hand has left."""
+        return Path(f"{self.out}/{device}.{ref.sha256}")
+
     def held(self, device: str) -> set[str]:
         """The sha256 of all blobs that a device has been sent; its own, to be added to."""
         return self._held.setdefault(device, set())

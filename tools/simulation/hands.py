@@ -17,7 +17,7 @@ from fedquilt.core import Action, BlobRef, DataError, Examples, Method, Site, Ta
 from fedquilt.edge_agent import engines
 from fedquilt.edge_agent.task import main
 from fedquilt.edge_agent.task.protocol import Order, Outcome
-from fedquilt.tools.simulation import Member, batching
+from fedquilt.tools.simulation import Member, adversaries, batching
 
 ENGINES = 8  # budgets that an engine is kept for
 
@@ -50,9 +50,9 @@ class Bench(main.Bench):
         self._shares, self._methods, self._make = shares, load, make
         self._engines: dict[tuple[str, int], Any] = {}
 
-    def method(self, name: str) -> Method:
-        """Find a method by name."""
-        return self._methods(name)
+    def method(self, order: Order) -> Method:
+        """Find the method of an order, as its device carries it out."""
+        return adversaries.corrupted(self._methods(order.task.method), order.data)
 
     def engine(self, name: str, budget_bytes: int) -> Any:
         """Engine for a budget; the oldest of more than ENGINES is closed."""
@@ -147,7 +147,7 @@ def _jointly(asked: Sequence[tuple[main.Bench, Order]]) -> list[tuple[Outcome, b
 def _half(bench: main.Bench, order: Order) -> batching.Half[Outcome]:
     return batching.Half(
         lambda engine: main.site_of(order, bench, engine=engine),
-        lambda site: main.worked(order, bench.method(order.task.method), site),
+        lambda site: main.worked(order, bench.method(order), site),
     )
 
 

@@ -20,12 +20,13 @@ from fedquilt.coordinator.preflight import needs
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.settings import Fleet, Job
 from fedquilt.coordinator.store import Store
-from fedquilt.core import Contribution, Device, JobError, Method, Task
+from fedquilt.core import Contribution, Device, JobError, Method, Task, Tensors
 from fedquilt.edge_agent import devices as boards
 from fedquilt.edge_agent import engines, events
 from fedquilt.edge_agent.power.governor import Rule
 from fedquilt.edge_agent.settings import size_bytes
 from fedquilt.edge_agent.task.protocol import Order, Outcome
+from fedquilt.tools.simulation import adversaries
 from fedquilt.tools.simulation.fleet import SimulatedFleet, Spec
 
 NEWCOMER = "newcomer"  # a device that has taken part in nothing, and has room for everything
@@ -89,6 +90,8 @@ class Simulation:
         self._answers: list[Answered] = []
         self._began_s, self._opened_s = time.perf_counter(), 0.0
         self._busy_s = 0.0  # when somebody was last at the run, on virtual time
+        self.adversaries = adversaries.drawn(job, members)
+        self._overheard = adversaries.Overheard()
         self._store = Store(home, durable=False)
         if not self._store.lock():
             raise JobError(f"another coordinator serves {home} already: give another home")
@@ -153,7 +156,7 @@ class Simulation:
         """Go on until orders have to be carried out, and which; none: the run is over, or waits for devices to come."""
         while not self.over:
             due_s = self._server.step(self.now_s)
-            if orders := self.fleet.waiting:
+            if orders := self._in_turn(self.fleet.waiting):
                 return orders
             job = self._server.active
             if job is None and not self.over:
@@ -178,18 +181,44 @@ class Simulation:
 
     def worked(self, device: str, outcome: Outcome) -> None:
         """Outcome of an order."""
-        task = self.fleet.at_work(device)
-        if self.running is not None and task is not None and outcome.blobs:
-            self._foresee(self.running, device, task, outcome)
+        task, job = self.fleet.at_work(device), self._server.active
+        if job is not None and task is not None and task.job == job.id and outcome.bundles:
+            if all(ref.sha256 in outcome.blobs for ref in outcome.bundles.values()):
+                job.foresee(self._given(device, task, outcome), outcome.bundles)  # while others are at work
+            if self._conspiring and device not in self.adversaries:
+                self._overheard.hear(self._given(device, task, outcome))
         self.fleet.worked(device, outcome)
 
-    def _foresee(self, job: Running, device: str, task: Task, outcome: Outcome) -> None:
-        """Let the coordinator look at an update that is in memory already, while others are at work."""
-        if task.job != job.id or not all(ref.sha256 in outcome.blobs for ref in outcome.bundles.values()):
-            return
-        bundles = {name: tensors.decode(outcome.blobs[ref.sha256]) for name, ref in outcome.bundles.items()}
-        given = Contribution(device, task.round, outcome.weight, outcome.metrics, bundles)
-        job.foresee(given, outcome.bundles)
+    def _given(self, device: str, task: Task, outcome: Outcome) -> Contribution:
+        """What a device will send, as its order has left it."""
+        bundles: dict[str, Tensors] = {}
+        for name, ref in outcome.bundles.items():
+            payload = outcome.blobs.get(ref.sha256)
+            bundles[name] = tensors.read(self.fleet.made(device, ref)) if payload is None else tensors.decode(payload)
+        return Contribution(device, task.round, outcome.weight, outcome.metrics, bundles)
+
+    @property
+    def _conspiring(self) -> bool:
+        """Whether adversaries know what the other boards send."""
+        lying = self.job.fleet.adversaries
+        return lying is not None and lying.attack == "inner_product"
+
+    def _in_turn(self, orders: list[Order]) -> list[Order]:
+        """The orders to carry out now: those of adversaries who know what the others send come after the others'."""
+        if not self._conspiring:
+            return orders
+        first = [order for order in orders if order.device not in self.adversaries]
+        if first or not orders:
+            return first
+        job = self._server.active
+        assert job is not None
+        for device, update in job.rounds.answered.items():  # those that an interrupted process has carried out
+            if device not in self.adversaries and device not in self._overheard.heard(job.rounds.round):
+                self._overheard.hear(job.contribution(update))
+        if not self._overheard.heard(job.rounds.round):
+            return orders
+        honest = self._overheard.write(self.devices / "honest.safetensors")
+        return [adversaries.informed(order, honest) for order in orders]
 
     def evaluation(self, device: str) -> Order | None:
         """The method's own check of what a device would be sent next; None: there is nothing to check.
@@ -213,7 +242,9 @@ class Simulation:
         for index, name in enumerate(self.members):
             board = fleet.boards[index % len(fleet.boards)]
             means = self._means(budgets[index % len(budgets)])
-            yield Spec(name, lambda board=board: make(board), means, {"share": name}, Rule(fleet.policy))  # type: ignore[misc]
+            lies = adversaries.data(fleet.adversaries) if fleet.adversaries and name in self.adversaries else {}
+            data = {"share": name, **lies}
+            yield Spec(name, lambda board=board: make(board), means, data, Rule(fleet.policy))  # type: ignore[misc]
 
     def _means(self, budget_bytes: int) -> events.Means:
         """Plug-ins of a simulated device: those of this process, as they share their code."""

@@ -88,7 +88,7 @@ def test_a_method_is_told_the_commands_of_the_tables_that_run_it() -> None:
     known = papers.tables()
     assert papers.covering("fedlora", known) == [("fedquilt reproduce fedsdg --data FOLDER", "training.md#fedsdg")]
     assert papers.covering("fedpews", known)[0] == ("fedquilt reproduce fedpews-table2", "training.md#fedpews")
-    assert papers.covering("krum", known) == []
+    assert papers.covering("scaffold", known) == []
 
 
 def test_without_a_table_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,143 @@
+"""Robust means: aggregates of updates that a share of arbitrary ones can move by a bounded amount only. numpy.
+
+Papers: Blanchard et al., NeurIPS 2017 (arXiv 1703.02757), section 4: Krum. Yin et al., ICML 2018 (arXiv 1803.01498),
+Definitions 1 and 2: median and trimmed mean of every value. Sun et al., Can You Really Backdoor Federated Learning?
+(arXiv 1911.07963), section 4: norm clipping; it is the first step of centred clipping (Karimireddy et al., ICML 2021,
+arXiv 2012.10333) with the received model as the centre. Karimireddy et al., ICLR 2022 (arXiv 2006.09365), Algorithm 1:
+bucketing.
+
+All rules read the updates in blocks of BLOCK values, so that beside the updates and the result they hold one block:
+8 bytes for each value of each update, 17 MB with 32 updates, about three times as much while it is sorted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from typing import Final
+
+import numpy as np
+
+from fedquilt.core import Tensors
+
+BLOCK: Final = 1 << 16  # values of a tensor that are read from all updates at once
+
+
+class Rows:
+    """Updates of a round, or means of groups of them, read in blocks.
+
+    Args:
+        updates: with the same names, shapes and types.
+        groups: indices of the updates that make up a row; None: each update is a row.
+    """
+
+    def __init__(self, updates: Sequence[Tensors], groups: Sequence[Sequence[int]] | None = None) -> None:
+        self.updates, self._groups = updates, groups
+
+    def __len__(self) -> int:
+        return len(self.updates if self._groups is None else self._groups)
+
+    def empty(self, names: Collection[str]) -> dict[str, np.ndarray]:
+        """Arrays for an aggregate, in the updates' shapes and types."""
+        return {name: np.empty(self.updates[0][name].shape, self.updates[0][name].dtype) for name in names}
+
+    def blocks(self, name: str) -> Iterator[tuple[slice, np.ndarray]]:
+        """Parts of a tensor, flattened: where a part lies, and its values (rows, part) in float64."""
+        flat = [np.reshape(update[name], -1) for update in self.updates]
+        for start in range(0, flat[0].size, BLOCK):
+            part = slice(start, start + BLOCK)
+            block = np.stack([values[part] for values in flat]).astype(np.float64)
+            if self._groups is not None:
+                block = np.stack([block[list(group)].mean(axis=0) for group in self._groups])
+            yield part, block
+
+
+def trimmed_mean(rows: Rows, names: Collection[str], cut: int) -> dict[str, np.ndarray]:
+    """Mean of every value without the `cut` largest and the `cut` smallest, in the updates' types.
+
+    Of integers the mean is rounded down.
+
+    Args:
+        rows: more than 2 * cut.
+        names: tensors to return.
+        cut: values left out at either end.
+    """
+    found = rows.empty(names)
+    for name, array in found.items():
+        flat = array.reshape(-1)
+        for part, block in rows.blocks(name):
+            block.sort(axis=0)
+            flat[part] = block[cut : len(block) - cut].mean(axis=0)
+    return found
+
+
+def median(rows: Rows, names: Collection[str]) -> dict[str, np.ndarray]:
+    """Median of every value; with an even number of rows the mean of the two in the middle."""
+    return trimmed_mean(rows, names, (len(rows) - 1) // 2)
+
+
+def mean(rows: Rows, names: Collection[str], chosen: Sequence[int]) -> dict[str, np.ndarray]:
+    """Mean of the chosen rows."""
+    found = rows.empty(names)
+    for name, array in found.items():
+        flat = array.reshape(-1)
+        for part, block in rows.blocks(name):
+            flat[part] = block[list(chosen)].mean(axis=0)
+    return found
+
+
+def krum_scores(rows: Rows, names: Collection[str], f: int) -> np.ndarray:
+    """Krum score of each row, (rows,): sum of its squared distances to its rows - f - 2 nearest others."""
+    count = len(rows)
+    distances = np.zeros((count, count))
+    for name in names:
+        for _, block in rows.blocks(name):
+            for i in range(1, count):
+                distances[i, :i] += np.square(block[:i] - block[i]).sum(axis=1)
+    near: np.ndarray = np.sort(distances + distances.T, axis=1)[:, 1 : count - f - 1]  # the first is to itself
+    return near.sum(axis=1)
+
+
+def norms(rows: Rows, names: Collection[str], centre: Tensors) -> np.ndarray:
+    """Euclidean norm of each row's difference from the centre over all tensors together, (rows,)."""
+    squares = np.zeros(len(rows))
+    for name in names:
+        middle = np.reshape(centre[name], -1)
+        for part, block in rows.blocks(name):
+            squares += np.square(block - middle[part]).sum(axis=1)
+    return np.sqrt(squares)
+
+
+def clipped_mean(
+    rows: Rows, names: Collection[str], centre: Tensors, lengths: np.ndarray, radius: float
+) -> dict[str, np.ndarray]:
+    """Centre + mean of the rows' differences from it, each shortened to the norm `radius` where it is longer.
+
+    Args:
+        rows: models.
+        names: tensors to return.
+        centre: model that the differences are from.
+        lengths: of the differences, as `norms` gives them, (rows,).
+        radius: largest norm.
+    """
+    shares = np.minimum(1.0, radius / np.maximum(lengths, np.finfo(np.float64).tiny))[:, None]
+    found = rows.empty(names)
+    for name, array in found.items():
+        flat, middle = array.reshape(-1), np.reshape(centre[name], -1)
+        for part, block in rows.blocks(name):
+            flat[part] = middle[part] + (shares * (block - middle[part])).mean(axis=0)
+    return found
+
+
+def buckets(count: int, size: int, rng: np.random.Generator) -> list[list[int]]:
+    """Random groups of `size` of the indices below `count`; the last one may be smaller."""
+    order = rng.permutation(count).tolist()
+    return [sorted(order[start : start + size]) for start in range(0, count, size)]
+
+
+def tolerates(rule: str, count: int, f: int, size: int) -> bool:
+    """Whether a rule bounds what f of `count` updates do, if each of f buckets of `size` holds one of them.
+
+    Krum needs more than 2 f + 2 rows, all other rules more than 2 f.
+    """
+    return math.ceil(count / size) > 2 * f + (2 if rule in ("krum", "multi_krum") else 0)
