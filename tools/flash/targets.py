@@ -16,6 +16,7 @@ class Target:
     Args:
         python: "3.10"; "" where it depends on the board's system.
         glibc: minor version of the oldest glibc 2 there.
+        index: package index of wheels that PyPI does not have for this board; "": none.
     """
 
     name: str
@@ -23,10 +24,16 @@ class Target:
     python: str
     glibc: int
     interpreter: str = ""  # its path on the board
+    index: str = ""
+
+    @property
+    def local(self) -> str:
+        """Tag of wheels built for one kind of board, as NVIDIA tags its own; PyPI takes none of them."""
+        return f"linux_{self.machine}"
 
     @property
     def platforms(self) -> tuple[str, ...]:
-        """Tags of wheels that run there, newest first (PEP 600)."""
+        """Tags of wheels that run on any system with that glibc, newest first (PEP 600)."""
         return (
             *(f"manylinux_2_{minor}_{self.machine}" for minor in range(self.glibc, 16, -1)),
             f"manylinux2014_{self.machine}",
@@ -49,9 +56,11 @@ class Target:
         }
 
 
+NVIDIA_JP6: Final = "https://pypi.jetson-ai-lab.io/jp6/cu126"  # wheels with the GPU for JetPack 6; PyPI has none
 # Python and glibc of Ubuntu 22.04 and 24.04, on which JetPack 6 and 7 are built, and of Debian 12 and 13
 KNOWN: Final = {
     "jetpack6": Target("jetpack6", "aarch64", "3.10", 35),
+    "jetpack6-gpu": Target("jetpack6-gpu", "aarch64", "3.10", 35, index=NVIDIA_JP6),
     "jetpack7": Target("jetpack7", "aarch64", "3.12", 39),
     "raspberry-pi-os": Target("raspberry-pi-os", "aarch64", "3.11", 36),  # bookworm; trixie has 3.13
     "arm64": Target("arm64", "aarch64", "", 27),
