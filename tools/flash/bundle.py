@@ -43,7 +43,7 @@ class Board:
     enrols: bool = False  # it gets or renews its certificate by itself
 
 
-def board(path: Path, device: str | None = None, token: Path | None = None) -> Board:
+def board(path: Path, device: str | None = None, token: Path | None = None, budget: str | None = None) -> Board:
     """Settings of one board, from its operator's agent.toml and the files named there.
 
     With a `url` under [enrol], the board makes a missing certificate and key itself.
@@ -52,11 +52,13 @@ def board(path: Path, device: str | None = None, token: Path | None = None) -> B
         path: the agent.toml.
         device: another name than the file's: one file can serve many boards.
         token: one-time enrolment token.
+        budget: another budget than the file's, such as "1GB".
 
     Raises:
         JobError: settings, a file or certificates are unusable, or would not be found on the board.
     """
-    table = {**config.read(path), **({} if device is None else {"device": device}), "home": HOME}
+    others = {key: value for key, value in (("device", device), ("budget", budget)) if value is not None}
+    table = {**config.read(path), **others, "home": HOME}
     known = _parsed(path, table)
     enrols = known.enrol.url is not None
     broker = dict(table.get("broker", {}))
@@ -86,8 +88,8 @@ def board(path: Path, device: str | None = None, token: Path | None = None) -> B
         if not place.startswith("/"):
             raise JobError(f"{path}: [data] {place!r} is on the board, so its whole path is wanted: /srv/{place}, say")
     files["agent.toml"] = config.text({**table, **({"broker": broker} if broker else {})}).encode()
-    budget = None if known.budget is None else agents.size_bytes(known.budget)
-    return Board(known.device, files, budget, enrols)
+    most = None if known.budget is None else agents.size_bytes(known.budget)
+    return Board(known.device, files, most, enrols)
 
 
 def _parsed(path: Path, table: Mapping[str, Any]) -> agents.AgentSettings:
