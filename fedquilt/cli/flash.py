@@ -17,7 +17,7 @@ MANY = "Many boards"
 @option(
     "--target",
     metavar="TARGET",
-    help="System of the board: jetpack6, jetpack6-gpu, jetpack7, raspberry-pi-os, arm64 or amd64.",
+    help="System of the board: jetpack4 to jetpack7, jetpack6-gpu, raspberry-pi-os, arm64 or amd64.",
 )
 @option(
     "--device",
@@ -63,6 +63,12 @@ MANY = "Many boards"
 )
 @option("--python", metavar="3.N", help="Python version of the board (default: the target's).")
 @option("--interpreter", metavar="PATH", help="Path of Python on the board (default: /usr/bin/python3.N).")
+@option(
+    "--own-python",
+    type=options.PATH,
+    metavar="FILE",
+    help="Python that comes along, for jetpack4 and jetpack5; fedquilt.tools.flash.own_python makes one.",
+)
 @option(
     "--system-packages",
     is_flag=True,
@@ -116,6 +122,7 @@ def flash(
     extras: tuple[str, ...],
     python: str | None,
     interpreter: str | None,
+    own_python: Path | None,
     system_packages: bool,
     wheels: Path | None,
     index: str | None,
@@ -156,6 +163,7 @@ def flash(
         index=index,
         constraint=constraint,
         refresh=refresh,
+        own_python=own_python,
     )
     if boards is None:
         tool.flash(what, where)

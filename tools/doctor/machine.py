@@ -29,8 +29,7 @@ def python(machine: Machine) -> Finding | None:
         return None
     has = ".".join(map(str, machine.python))
     if machine.python < (3, 10):
-        said = targets.TOO_OLD.get(f"jetpack{machine.jetpack}", targets.OWN_PYTHON)
-        return error("FQ101", f"this machine has Python {has}, and fedquilt needs 3.10 or newer", said)
+        return error("FQ101", f"this machine has Python {has}, and fedquilt needs 3.10 or newer", targets.OWN_PYTHON)
     made_for = PYTHON.get(machine.jetpack or 0)
     if made_for is not None and machine.python != made_for:
         wanted = ".".join(map(str, made_for))

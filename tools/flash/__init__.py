@@ -51,6 +51,7 @@ class What:
     index: str | None = None
     constraint: Path | None = None
     refresh: bool = False
+    own_python: Path | None = None
 
 
 def flash(what: What, where: Where, say: Say = print) -> None:
@@ -63,7 +64,8 @@ def flash(what: What, where: Where, say: Say = print) -> None:
     """
     target = targets.find(what.target, what.python, what.interpreter)
     board = bundle.board(what.settings, what.device, what.token, what.budget)
-    asked = {"interpreter": target.interpreter, "machine": target.machine}
+    brings = _brings(what, target)
+    asked = {"interpreter": target.interpreter, "machine": target.machine, "own_python": brings}
     try:
         with ExitStack() as stack:
             root = None if where.rootfs is None else _mounted(where, say)
@@ -76,7 +78,7 @@ def flash(what: What, where: Where, say: Say = print) -> None:
             if root is not None:
                 install.check(root, asked)
             host = None if where.ssh is None else Host(where.ssh, where.ssh_options)
-            user_is_root = host is not None and host.check(target.machine, target.interpreter)
+            user_is_root = host is not None and host.check(target.machine, target.interpreter, brings)
             files = _files(what, target, board, say)
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedquilt-")))
             if root is not None:
@@ -98,12 +100,37 @@ def flash(what: What, where: Where, say: Say = print) -> None:
         raise JobError(str(error)) from None
 
 
+def _brings(what: What, target: targets.Target) -> bool:
+    """Whether a Python comes along; one that is needed is there, and of the target's version.
+
+    Raises:
+        JobError: it is missing, or another.
+    """
+    if what.own_python is None:
+        if target.brings:
+            raise JobError(f"--target {target.name} has no Python that fedquilt runs on: {targets.OWN_PYTHON}")
+        return False
+    if not target.brings:
+        raise JobError(f"--own-python is for jetpack4 and jetpack5 without an --interpreter, not for {target.name}")
+    if what.system_packages:
+        raise JobError(
+            "--system-packages: the board's own packages are for its own Python, not for one that comes along"
+        )
+    from fedquilt.tools.flash import own_python  # it is a program too
+
+    if (version := own_python.check(what.own_python)) != target.python:
+        raise JobError(f"--own-python {what.own_python} holds Python {version}: say --python {version}")
+    return True
+
+
 def _files(what: What, target: targets.Target, board: bundle.Board, say: Say) -> dict[str, bytes | Path]:
     """The bundle's files, with the wheels that are missing here downloaded."""
     extras = sorted({*what.extras, *(["identity"] if board.enrols else [])})
     cache = what.wheels or _cache()
     house, lock = wheels.house(target, extras, cache, what.index, constraint=what.constraint, refresh=what.refresh)
-    files = bundle.contents(board, target, house, lock, system_packages=what.system_packages)
+    files = bundle.contents(
+        board, target, house, lock, system_packages=what.system_packages, own_python=what.own_python
+    )
     size = sum(len(data) if isinstance(data, bytes) else data.stat().st_size for data in files.values())
     say(f"{board.device}: {len(house)} wheels for {target.name}, Python {target.python}; {size / 1e6:.1f} MB in all")
     return files

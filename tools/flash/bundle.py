@@ -1,6 +1,7 @@
 """A bundle: one folder, or tar archive, with all that a board needs. Nothing is fetched when it is installed.
 
 bundle.json  install.sh  install.py  sysusers.conf  requirements.txt
+python.tar, if the board's own Python is too old
 wheels/      etc/ -> /etc/fedquilt      units/ -> /etc/systemd/system
 """
 
@@ -30,6 +31,9 @@ ETC: Final = "/etc/fedquilt"
 HOME: Final = "/var/lib/fedquilt"
 DAEMON_BYTES: Final = 256 << 20  # of the agent itself, its libraries and what the kernel counts with it, beside a task
 NAMES: Final = {"ca": "ca.crt", "cert": "device.crt", "key": "device.key", "password_file": "password"}
+CREDENTIALS: Final = "${CREDENTIALS_DIRECTORY}"  # systemd's, from version 247 on
+OWN_CREDENTIALS: Final = "/run/fedquilt-agent"
+PYTHON: Final = "python.tar"  # Python that comes along
 SECRET: Final = frozenset({"etc/device.key", "etc/password", "etc/token"})
 
 
@@ -113,23 +117,34 @@ def _read(path: Path) -> bytes:
 # -- units ----------------------------------------------------------------------------------------
 
 
-def units(board: Board) -> dict[str, bytes]:
-    """The systemd units of one board."""
+def units(board: Board, systemd: int = 249) -> dict[str, bytes]:
+    """The systemd units of one board, as its version of systemd takes them."""
     secrets = [
         name for name in ("device.key", "password") if name in board.files or (board.enrols and name == "device.key")
     ]
     words = {
         "CONDITIONS": f"ConditionPathExists={ETC}/device.crt" if board.enrols else "",
-        "ARGUMENTS": " --credentials ${CREDENTIALS_DIRECTORY}" if secrets else "",
-        "CREDENTIALS": "\n".join(f"LoadCredential={name}:{ETC}/{name}" for name in secrets),
+        "ARGUMENTS": f" --credentials {CREDENTIALS if systemd >= 247 else OWN_CREDENTIALS}" if secrets else "",
+        "CREDENTIALS": "\n".join(_handed(name, systemd) for name in secrets),
         "MEMORY_MAX": "75%" if board.budget_bytes is None else str(board.budget_bytes + DAEMON_BYTES),
     }
     made = {}
     for path in sorted((HERE / "units").iterdir()):
         if path.stem == "fedquilt-enrol" and not board.enrols:
             continue
-        made[path.name] = fill(path.read_text(encoding="utf-8"), words).encode()
+        text = fill(path.read_text(encoding="utf-8"), words)
+        if systemd < 239:  # a group that it does not know would leave next to nothing allowed
+            text = "".join(line for line in text.splitlines(True) if not line.startswith("SystemCall"))
+        made[path.name] = text.encode()
     return made
+
+
+def _handed(name: str, systemd: int) -> str:
+    """Lines that hand a secret of root's to the agent: as a credential, or as a copy in a folder of its own."""
+    if systemd >= 247:
+        return f"LoadCredential={name}:{ETC}/{name}"
+    copy = f"/usr/bin/install -o fedquilt -g fedquilt -m 0400 {ETC}/{name} {OWN_CREDENTIALS}/{name}"
+    return f"RuntimeDirectory=fedquilt-agent\nRuntimeDirectoryMode=0700\nExecStartPre=+{copy}"
 
 
 def fill(text: str, words: Mapping[str, str]) -> str:
@@ -148,13 +163,22 @@ def fill(text: str, words: Mapping[str, str]) -> str:
 
 
 def contents(
-    board: Board, target: Target, house: Sequence[Path], lock: str, *, system_packages: bool = False
+    board: Board,
+    target: Target,
+    house: Sequence[Path],
+    lock: str,
+    *,
+    system_packages: bool = False,
+    own_python: Path | None = None,
 ) -> dict[str, bytes | Path]:
     """Every file of a bundle by its name: its bytes, or where they are."""
+    brought = {} if own_python is None else {PYTHON: own_python}
     digests = {path.name: wheels.sha256(path) for path in house}
+    digests |= {name: wheels.sha256(path) for name, path in brought.items()}
     files: dict[str, bytes | Path] = {f"wheels/{path.name}": path for path in house}
+    files |= brought
     files |= {f"etc/{name}": data for name, data in board.files.items()}
-    files |= {f"units/{name}": data for name, data in units(board).items()}
+    files |= {f"units/{name}": data for name, data in units(board, target.systemd).items()}
     files["requirements.txt"] = lock.encode()
     files["sysusers.conf"] = (HERE / "sysusers.conf").read_bytes()
     files["install.py"] = (HERE / "install.py").read_bytes()
@@ -172,7 +196,8 @@ def contents(
         "interpreter": target.interpreter,
         "system_packages": system_packages,
         "wheels": [path.name for path in house],
-        "unpacked_bytes": sum(_unpacked(path) for path in house),
+        "own_python": own_python is not None,
+        "unpacked_bytes": sum(_unpacked(path) for path in house) + sum(one.stat().st_size for one in brought.values()),
         "secret": sorted(SECRET & set(files)),
         "files": {name: _digest(name, data, digests) for name, data in sorted(files.items())},
     }
