@@ -269,13 +269,10 @@ def _unpack(bundle: Path, home: Path, manifest: Mapping[str, Any]) -> None:
                         shutil.copyfileobj(source, file, 1 << 20)
     python = manifest["interpreter"]
     if manifest.get("own_python"):
-        with tarfile.open(bundle / "python.tar") as archive:
-            for entry in archive.getmembers():
-                if PurePosixPath(entry.name).parts[0] != "python" or ".." in PurePosixPath(entry.name).parts:
-                    raise Refused(f"python.tar would write to {entry.name}")
-            archive.extractall(  # noqa: S202 (looked at above)
-                new, **({"filter": "tar"} if hasattr(tarfile, "tar_filter") else {})
-            )
+        with tarfile.open(bundle / "python.tar") as packed:
+            if odd := [one for one in packed.getnames() if one.split("/")[0] != "python" or ".." in one.split("/")]:
+                raise Refused(f"python.tar would write to {odd[0]}")
+            packed.extractall(new)  # noqa: S202 (its names are looked at above)
     (new / "bin").mkdir()
     for name in ("python", "python3"):
         (new / "bin" / name).symlink_to(python)
