@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 import tarfile
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -133,6 +134,8 @@ def units(board: Board, systemd: int = 249) -> dict[str, bytes]:
         if path.stem == "fedquilt-enrol" and not board.enrols:
             continue
         text = fill(path.read_text(encoding="utf-8"), words)
+        if systemd < 247:
+            text = re.sub(r"^(Exec\w+=[-+]*)(?=systemd-|systemctl )", r"\1/bin/", text, flags=re.MULTILINE)
         if systemd < 239:  # a group that it does not know would leave next to nothing allowed
             text = "".join(line for line in text.splitlines(True) if not line.startswith("SystemCall"))
         made[path.name] = text.encode()
