@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 import struct
 import sys
@@ -15,6 +16,9 @@ from fedquilt.tools.flash.targets import Target
 
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 AARCH64, X86_64, ARM = 0xB7, 0x3E, 0x28
+
+MACHINE = {"x86_64": ("amd64", X86_64), "aarch64": ("arm64", AARCH64)}
+TARGET, ELF = MACHINE.get(platform.machine(), ("", 0))
 
 
 def elf(machine: int, big: bool = False) -> bytes:

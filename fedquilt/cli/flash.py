@@ -9,11 +9,16 @@ from fedquilt.cli.commands import argument, option, verb
 from fedquilt.core import JobError
 
 WHERE = "Destination, one of these"
+MANY = "Many boards"
 
 
 @verb()
 @argument("settings", "The board's agent.toml, with the files that it names.", type=options.PATH, required=False)
-@option("--target", metavar="TARGET", help="System of the board: jetpack6, jetpack7, raspberry-pi-os, arm64 or amd64.")
+@option(
+    "--target",
+    metavar="TARGET",
+    help="System of the board: jetpack4 to jetpack7, jetpack6-gpu, raspberry-pi-os, arm64 or amd64.",
+)
 @option(
     "--device",
     type=options.NAME,
@@ -26,12 +31,25 @@ WHERE = "Destination, one of these"
     help="Write into a mounted root file system, or L4T's rootfs before flashing.",
     group=WHERE,
 )
+@option(
+    "--image",
+    type=options.PATH,
+    metavar="FILE",
+    help="Write into a copy of a disk image, .img or .img.xz, for the usual card writer.",
+    group=WHERE,
+)
 @option("--ssh", metavar="USER@HOST", help="Install on a running board.", group=WHERE)
 @option(
     "--tar", type=options.PATH, metavar="FILE", help="Write an archive (default: fedquilt-DEVICE.tar).", group=WHERE
 )
 @option(
     "--ssh-option", multiple=True, metavar="OPTION", help="Option for ssh, such as --ssh-option=-p22; may be repeated."
+)
+@option(
+    "--out",
+    type=options.PATH,
+    metavar="PATH",
+    help="New image of --image (default: fedquilt-DEVICE.img), or folder of --boards (default: fedquilt-boards).",
 )
 @option("--dry-run", is_flag=True, help="Say what would be written, and write nothing there.")
 @option("--token", type=options.PATH, metavar="FILE", help="One-time token, for a board that enrols.")
@@ -45,6 +63,12 @@ WHERE = "Destination, one of these"
 )
 @option("--python", metavar="3.N", help="Python version of the board (default: the target's).")
 @option("--interpreter", metavar="PATH", help="Path of Python on the board (default: /usr/bin/python3.N).")
+@option(
+    "--own-python",
+    type=options.PATH,
+    metavar="FILE",
+    help="Python that comes along, for jetpack4 and jetpack5; fedquilt.tools.flash.own_python makes one.",
+)
 @option(
     "--system-packages",
     is_flag=True,
@@ -61,6 +85,26 @@ WHERE = "Destination, one of these"
     help="Constraints file of pip: versions that are allowed (numpy==2.2.6).",
 )
 @option("--refresh", is_flag=True, help="Look for newer packages than were downloaded before.")
+@option(
+    "--boards",
+    type=options.PATH,
+    metavar="FILE",
+    help="Table (CSV) of boards: name,target,budget,labels,address; each gets its own token, image, archive or visit.",
+    group=MANY,
+)
+@option(
+    "--authority",
+    type=options.FOLDER,
+    metavar="DIR",
+    default=Path("fedquilt-ca"),
+    help="Folder of the certificate authority that makes the tokens.",
+    group=MANY,
+)
+@option("--watch", is_flag=True, help="Show first boots and enrolments until every board is there.", group=MANY)
+@option(
+    "--cert", type=options.PATH, metavar="FILE", help="Coordinator's certificate, to see who is online.", group=MANY
+)
+@option("--key", type=options.PATH, metavar="FILE", help="Key of --cert.", group=MANY)
 @option("--uninstall", is_flag=True, help="Remove the agent from --rootfs or --ssh.")
 @option("--purge", is_flag=True, help="With --uninstall: remove settings, identity and state as well.")
 def flash(
@@ -68,36 +112,46 @@ def flash(
     target: str | None,
     device: str | None,
     rootfs: Path | None,
+    image: Path | None,
     ssh: str | None,
     tar: Path | None,
+    out: Path | None,
     ssh_option: tuple[str, ...],
     dry_run: bool,
     token: Path | None,
     extras: tuple[str, ...],
     python: str | None,
     interpreter: str | None,
+    own_python: Path | None,
     system_packages: bool,
     wheels: Path | None,
     index: str | None,
     constraint: Path | None,
     refresh: bool,
+    boards: Path | None,
+    authority: Path,
+    watch: bool,
+    cert: Path | None,
+    key: Path | None,
     uninstall: bool,
     purge: bool,
 ) -> None:
-    """Install an agent on a board: in a mounted root, over SSH, or as an archive to take there."""
+    """Install an agent on a board: in a mounted root, a disk image, over SSH, or as an archive to take there."""
     from fedquilt.tools import flash as tool
 
-    options.exclusive(rootfs=rootfs, ssh=ssh, tar=tar)
-    where = tool.Where(rootfs, ssh, tar, ssh_option, dry_run)
+    options.exclusive(rootfs=rootfs, image=image, ssh=ssh, tar=tar)
+    options.exclusive(boards=boards, rootfs=rootfs, ssh=ssh, tar=tar)
+    options.exclusive(boards=boards, token=token)
+    where = tool.Where(rootfs, image, out, ssh, tar, ssh_option, dry_run)
     if uninstall:
         tool.take_out(where, purge=purge)
         return
     if purge:
         raise JobError("--purge goes with --uninstall")
-    if settings is None or target is None:
+    if settings is None or (target is None and boards is None):
         raise JobError("flash needs a --target and the board's agent.toml; docs/boards.md shows one")
     what = tool.What(
-        target=target,
+        target=target or "",
         settings=settings,
         device=device,
         token=token,
@@ -109,5 +163,12 @@ def flash(
         index=index,
         constraint=constraint,
         refresh=refresh,
+        own_python=own_python,
     )
-    tool.flash(what, where)
+    if boards is None:
+        tool.flash(what, where)
+        return
+    from fedquilt.tools.flash import fleet, many
+
+    plan = fleet.Plan(what, image, out or Path("fedquilt-boards"), authority, ssh_option, dry_run=dry_run)
+    many.main(boards, target, plan, watch=watch, cert=cert, key=key)

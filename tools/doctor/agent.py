@@ -13,6 +13,7 @@ from fedquilt import profiles
 from fedquilt.core import FedquiltError
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent import devices, sysfs
+from fedquilt.edge_agent.devices import jetson
 from fedquilt.edge_agent.engines import NEEDS
 from fedquilt.edge_agent.settings import AgentSettings, size_bytes
 from fedquilt.edge_agent.task import budget
@@ -64,6 +65,7 @@ def check(
             wrong = "profile" if settings.profile else "board"
             mend = f"fedquilt record --out {settings.profile}" if file else f"correct {wrong} in {path}"
             found.append(error("FQ308", str(problem), mend))
+    found.append(kind(settings, path, machine))
     if memory is not None:
         real = settings.board == "auto"
         found += [
@@ -113,6 +115,34 @@ def room(home: Path, settings: AgentSettings, free: Free) -> Finding:
     return ok("FQ303", f"{left / 1e9:.1f} GB are free where {home} is")
 
 
+def kind(settings: AgentSettings, path: Path, machine: Machine) -> Finding | None:
+    """Check that the board's speed and power are known by a profile of its own kind; None: nothing to report."""
+    if settings.board != "auto" or not machine.tegra:
+        return None
+    fits = jetson.fitting(machine.root)
+    if settings.profile is None:
+        if fits is not None:
+            return ok("FQ316", f"its profile is {fits.board}, which ships")
+        named = ", ".join(sysfs.lines(sysfs.device_tree(machine.root) / "compatible"))
+        return warning(
+            "FQ316",
+            f"no profile ships for this board ({named}): "
+            "its speed and power are not known, and no operating point is chosen",
+            f'sudo fedquilt record --out own.toml, and profile = "own.toml" in {path}',
+        )
+    try:
+        given = profiles.find(settings.profile)
+    except FedquiltError:
+        return None  # FQ308 tells
+    if fits is None or given.board == fits.board or given.board not in profiles.names():
+        return None
+    return warning(
+        "FQ317",
+        f"the profile is that of {given.board}, and this board is {fits.board}: predicted times and joules are wrong",
+        f'take `profile` out of {path}, or write profile = "{fits.board}"',
+    )
+
+
 # -- what it works with ---------------------------------------------------------------------------
 
 
@@ -131,7 +161,20 @@ def examples(settings: AgentSettings, path: Path) -> Finding | None:
         if not os.access(place, os.R_OK):
             said = "cannot be read by this user" if sysfs.hidden(place) else "is not there"
             return error("FQ309", f"the examples at {place} {said} ([data] of {path})", f"ls -ld {place}")
+        if _empty(place):
+            return error(
+                "FQ309",
+                f"the examples at {place} are none: it is empty ([data] of {path})",
+                f"ls -la {place}; mount or copy the board's data there",
+            )
     return ok("FQ309", f"the examples are there: {', '.join(map(str, places)) or spec.where}")
+
+
+def _empty(place: Path) -> bool:
+    """Whether a file has no bytes, or a folder no file in it or below that this user can see."""
+    if place.is_file():
+        return place.stat().st_size == 0
+    return not any(names for _, _, names in os.walk(place))
 
 
 def allowance(settings: AgentSettings, path: Path, memory_bytes: int) -> Finding:

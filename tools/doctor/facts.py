@@ -16,9 +16,12 @@ from fedquilt.edge_agent import devices, sysfs
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.client import Clocks, Status
 from fedquilt.edge_agent.devices import jetson
+from fedquilt.tools.doctor import conditions
+from fedquilt.tools.doctor.conditions import Conditions
 
 ROOT: Final = Path("/")
 HELPER: Final = "run/fedquilt/clocks.sock"
+FLASHED: Final = "opt/fedquilt/current"  # what `fedquilt flash` puts the agent's packages in
 UNIT: Final = "etc/systemd/system/fedquilt-agent.service"
 JETPACK: Final = {32: 4, 35: 5, 36: 6, 38: 7, 39: 7}  # by the major number of Linux for Tegra
 SIZES: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}  # systemd's
@@ -51,6 +54,8 @@ class Machine:
     hidden: tuple[str, ...] = ()  # clocks whose frequencies this user may not read
     helper: Status | str | None = None  # the clock helper's; or why it does not answer; None: not there
     paths: tuple[Path, ...] = field(default=())  # where its Python packages are
+    flashed: bool = False  # its packages came by `fedquilt flash`: there is no pip that could change them
+    conditions: Conditions = Conditions()
 
 
 def look(root: Path, clock_s: float, now_s: float) -> Machine:
@@ -87,6 +92,14 @@ def look(root: Path, clock_s: float, now_s: float) -> Machine:
         hidden=tuple(lever.name for lever in found.hidden),
         helper=helper,
         paths=tuple(Path(path) for path in sys.path if path) if own else _packages(root),
+        flashed=sys.prefix.startswith("/opt/fedquilt/") if own else sysfs.there(root / FLASHED),
+        conditions=conditions.look(
+            root,
+            tegra=tegra,
+            held=isinstance(helper, Status) and helper.point is not None,
+            rails_w=reading.rails_w if reading is not None else {},
+            power_w=reading.power_w if reading is not None else None,
+        ),
     )
 
 

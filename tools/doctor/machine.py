@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from fedquilt.edge_agent.clocks.client import Status
-from fedquilt.tools.doctor import facts
+from fedquilt.tools.doctor import conditions, facts
 from fedquilt.tools.doctor.facts import Machine
 from fedquilt.tools.doctor.findings import Finding, error, ok, there, warning
 from fedquilt.tools.flash import targets
@@ -20,7 +20,7 @@ PYTHON: Final = {6: (3, 10), 7: (3, 12)}  # what NVIDIA's wheels for a JetPack a
 
 def check(machine: Machine) -> list[Finding]:
     """All findings about a machine."""
-    return there(one(machine) for one in CHECKS)
+    return [*there(one(machine) for one in CHECKS), *conditions.check(machine.conditions)]
 
 
 def python(machine: Machine) -> Finding | None:
@@ -29,8 +29,7 @@ def python(machine: Machine) -> Finding | None:
         return None
     has = ".".join(map(str, machine.python))
     if machine.python < (3, 10):
-        said = targets.TOO_OLD.get(f"jetpack{machine.jetpack}", targets.OWN_PYTHON)
-        return error("FQ101", f"this machine has Python {has}, and fedquilt needs 3.10 or newer", said)
+        return error("FQ101", f"this machine has Python {has}, and fedquilt needs 3.10 or newer", targets.OWN_PYTHON)
     made_for = PYTHON.get(machine.jetpack or 0)
     if made_for is not None and machine.python != made_for:
         wanted = ".".join(map(str, made_for))
@@ -120,13 +119,14 @@ def power_sensors(machine: Machine) -> Finding | None:
     """Check that power can be measured; None: not expected on this board."""
     if machine.power_w is not None:
         return ok("FQ150", f"power: {machine.power_w:.2f} W")
-    if not machine.tegra:
-        return None  # most other boards have no meter
+    if not machine.tegra or machine.conditions.rails_w:
+        return None  # most other boards have no meter; rails without a sum are `conditions.rails`
     return warning(
         "FQ150",
         f"no power sensor of {machine.board} can be read (its INA3221, below {machine.root / 'sys/bus/i2c/drivers'}): "
         "energy will be unknown",
-        "sudo pip install jetson-stats && sudo usermod -aG jtop fedquilt",
+        "sudo apt install python3-pip && sudo pip3 install jetson-stats && sudo usermod -aG jtop fedquilt"
+        + (", and on the operator's machine: fedquilt flash ... --extras onnx jetson" if machine.flashed else ""),
     )
 
 

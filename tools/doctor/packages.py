@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import mmap
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Final
 
 from fedquilt.tools.doctor.facts import Machine
-from fedquilt.tools.doctor.findings import Finding, ok, there, warning
+from fedquilt.tools.doctor.findings import Finding, error, ok, there, warning
+from fedquilt.tools.flash.targets import NVIDIA_JP6
+from fedquilt.tools.flash.wheels import NUMPY_2
 
 CUDA: Final = {4: 10, 5: 11, 6: 12, 7: 13}  # JetPack -> major version of the CUDA that its driver runs
-NVIDIA_JP6: Final = "https://pypi.jetson-ai-lab.io/jp6/cu126"  # wheels for JetPack 6; PyPI has none
+FLASH: Final = "on the operator's machine: fedquilt flash agent.toml --ssh USER@BOARD --target TARGET"
 _LIBRARY: Final = re.compile(rb"lib(?:torch|c10)\w*\.so\b")
 
 
@@ -26,6 +29,7 @@ class Packages:
     torch_cuda: str | None = None  # CUDA that torch was built with; None: without
     onnx_cuda: bool = False  # onnxruntime has its CUDA provider
     vision_torch: str | None = None  # the one version of torch that torchvision was built with
+    torch_numpy: int | None = None  # 1 or 2: NumPy with which torch was compiled; None: not known
     vision_lacks: tuple[str, ...] = ()  # libraries of torch that torchvision's operators need and torch has not
 
 
@@ -45,6 +49,7 @@ def look(paths: Sequence[Path]) -> Packages:
         versions=versions,
         torch_cuda=_literal(torch / "version.py", "cuda") if torch else None,
         onnx_cuda=bool(onnx and (onnx / "capi/libonnxruntime_providers_cuda.so").is_file()),
+        torch_numpy=_numpy_of(torch / "lib/libtorch_python.so") if torch else None,
         vision_torch=vision_torch,
         vision_lacks=_lacking(vision, torch) if torch and vision else (),
     )
@@ -52,7 +57,7 @@ def look(paths: Sequence[Path]) -> Packages:
 
 def check(machine: Machine, packages: Packages) -> list[Finding]:
     """All findings about packages, where there are any that run networks."""
-    return there([onnx(machine, packages), torch(machine, packages), vision(packages)])
+    return there([onnx(machine, packages), torch(machine, packages), numpy(machine, packages), vision(packages)])
 
 
 def onnx(machine: Machine, packages: Packages) -> Finding | None:
@@ -62,9 +67,7 @@ def onnx(machine: Machine, packages: Packages) -> Finding | None:
         return warning(
             "FQ201",
             f"onnxruntime {plain} and onnxruntime-gpu {gpu} are both installed, each with some of the other's files",
-            f"pip uninstall -y onnxruntime onnxruntime-gpu && {_onnx_gpu(machine)}"
-            if machine.gpu
-            else "pip uninstall -y onnxruntime onnxruntime-gpu && pip install onnxruntime",
+            _mend(machine, "gpu" if machine.gpu else "onnx", drop="onnxruntime onnxruntime-gpu"),
         )
     if plain is None and gpu is None:
         return None
@@ -72,7 +75,7 @@ def onnx(machine: Machine, packages: Packages) -> Finding | None:
         return warning(
             "FQ202",
             f"onnxruntime {plain or gpu} runs on the CPU alone, and there is a GPU: stitching is slow",
-            f"pip uninstall -y onnxruntime && {_onnx_gpu(machine)}",
+            _mend(machine, "gpu", drop="onnxruntime"),
         )
     return ok("FQ201", f"onnxruntime {gpu or plain}" + (", with CUDA" if packages.onnx_cuda else ", on the CPU"))
 
@@ -86,7 +89,7 @@ def torch(machine: Machine, packages: Packages) -> Finding | None:
         return warning(
             "FQ203",
             f"torch {version} runs on the CPU alone, and there is a GPU: training is slow",
-            _torch_gpu(machine),
+            _mend(machine, "train"),
         )
     driver = CUDA.get(machine.jetpack or 0)
     if driver is not None and packages.torch_cuda and packages.torch_cuda.split(".")[0] != str(driver):
@@ -94,7 +97,7 @@ def torch(machine: Machine, packages: Packages) -> Finding | None:
             "FQ204",
             f"torch {version} is for CUDA {packages.torch_cuda}, and JetPack {machine.jetpack} has CUDA {driver}: "
             "it will not find the GPU",
-            _torch_gpu(machine),
+            _mend(machine, "train"),
         )
     return ok(
         "FQ203", f"torch {version}" + (f", CUDA {packages.torch_cuda}" if packages.torch_cuda else ", on the CPU")
@@ -123,13 +126,34 @@ def expected(machine: Machine) -> bool:
     return machine.gpu and (not machine.tegra or (machine.jetpack or 0) >= 6)
 
 
-def _onnx_gpu(machine: Machine) -> str:
-    return f"pip install onnxruntime-gpu{f' --index-url {NVIDIA_JP6}' if machine.jetpack == 6 else ''}"
+def numpy(machine: Machine, packages: Packages) -> Finding | None:
+    """Check that torch was compiled for a NumPy as new as the one beside it; None: it was, or one is missing."""
+    version, torch = packages.versions.get("numpy"), packages.versions.get("torch")
+    if version is None or torch is None or packages.torch_numpy != 1 or int(version.split(".")[0]) < 2:
+        return None
+    return error(
+        "FQ206",
+        f"numpy {version} is beside torch {torch}, which was compiled with NumPy 1: no tensor becomes an array, and "
+        "every task with torch fails",
+        f"echo 'numpy<2' > numpy1.txt && {FLASH} --constraint numpy1.txt"
+        if machine.flashed
+        else "pip install 'numpy<2'",
+    )
 
 
-def _torch_gpu(machine: Machine) -> str:
-    index = f" --index-url {NVIDIA_JP6}" if machine.jetpack == 6 else ""
-    return f"pip install --force-reinstall torch torchvision{index}"
+def _mend(machine: Machine, extra: str, drop: str = "") -> str:
+    """The command that installs an extra's packages with the GPU; on a flashed board, which has no pip, flash again."""
+    jp6 = machine.jetpack == 6
+    if machine.flashed:
+        others = {"gpu": "gpu", "train": "gpu train" if machine.gpu else "onnx train", "onnx": "onnx"}[extra]
+        if jp6:
+            return f"{FLASH.replace('TARGET', 'jetpack6-gpu')} --extras {others}"
+        return (
+            f"{FLASH.replace('TARGET', f'jetpack{machine.jetpack}' if machine.jetpack else 'TARGET')} --extras {others}"
+        )
+    what = {"gpu": "onnxruntime-gpu", "train": "--force-reinstall torch torchvision", "onnx": "onnxruntime"}[extra]
+    index = f" --index-url {NVIDIA_JP6}" if jp6 and extra != "onnx" else ""
+    return (f"pip uninstall -y {drop} && " if drop else "") + f"pip install {what}{index}"
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -162,6 +186,17 @@ def _literal(path: Path, name: str) -> str | None:
             value = one.value
             return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
     return None
+
+
+def _numpy_of(library: Path) -> int | None:
+    """Major version of the NumPy whose headers a compiled library was made with, at most 2; None: it cannot be read."""
+    try:
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            if text.find(NUMPY_2) >= 0:
+                return 2
+            return 1 if text.find(NUMPY_2.replace(b"_core", b"core")) >= 0 else None
+    except (OSError, ValueError):
+        return None
 
 
 def _lacking(vision: Path, torch: Path) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """`fedquilt flash`: an agent onto a board, from the operator's machine.
 
 One bundle is built (`bundle`), and installed by what travels in it (`install`): into a mounted root file
-system from here, onto a running board through ssh (`remote`), or by whoever unpacks the archive there.
+system from here, into the root file system of a disk image (`image`), onto a running board through ssh (`remote`), or
+by whoever unpacks the archive there. `fleet` does so for every board of a table.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedquilt.core import JobError
-from fedquilt.tools.flash import bundle, install, targets, wheels
+from fedquilt.tools.flash import bundle, image, install, targets, wheels
 from fedquilt.tools.flash.remote import TOP, Host
 
 Say = Callable[[str], None]
@@ -21,9 +23,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Where:
-    """One of the three: a mounted root, a running board, an archive."""
+    """One of the four: a mounted root, a disk image, a running board, an archive."""
 
     rootfs: Path | None = None
+    image: Path | None = None  # that is copied; the copy gets fedquilt
+    out: Path | None = None  # the copy; None: fedquilt-DEVICE.img
     ssh: str | None = None
     tar: Path | None = None
     ssh_options: tuple[str, ...] = ()
@@ -37,6 +41,7 @@ class What:
     target: str
     settings: Path
     device: str | None = None
+    budget: str | None = None
     token: Path | None = None
     extras: tuple[str, ...] = ("onnx",)
     python: str | None = None
@@ -46,6 +51,7 @@ class What:
     index: str | None = None
     constraint: Path | None = None
     refresh: bool = False
+    own_python: Path | None = None
 
 
 def flash(what: What, where: Where, say: Say = print) -> None:
@@ -57,37 +63,77 @@ def flash(what: What, where: Where, say: Say = print) -> None:
         StoreError: a folder here cannot be used.
     """
     target = targets.find(what.target, what.python, what.interpreter)
-    board = bundle.board(what.settings, what.device, what.token)
+    board = bundle.board(what.settings, what.device, what.token, what.budget)
+    brings = _brings(what, target)
+    asked = {"interpreter": target.interpreter, "machine": target.machine, "own_python": brings}
     try:
-        root = None if where.rootfs is None else _mounted(where, say)
-        if root is not None:
-            install.check(root, {"interpreter": target.interpreter, "machine": target.machine})
-        host = None if where.ssh is None else Host(where.ssh, where.ssh_options)
-        user_is_root = host is not None and host.check(target.machine, target.interpreter)
-        cache = what.wheels or _cache()
-        extras = sorted({*what.extras, *(["identity"] if board.enrols else [])})
-        house, lock = wheels.house(target, extras, cache, what.index, constraint=what.constraint, refresh=what.refresh)
-        files = bundle.contents(board, target, house, lock, system_packages=what.system_packages)
-        size = sum(len(data) if isinstance(data, bytes) else data.stat().st_size for data in files.values())
-        say(
-            f"{board.device}: {len(house)} wheels for {target.name}, Python {target.python}; {size / 1e6:.1f} MB in all"
-        )
-        with tempfile.TemporaryDirectory(prefix="fedquilt-") as scratch:
+        with ExitStack() as stack:
+            root = None if where.rootfs is None else _mounted(where, say)
+            copied = None
+            if where.image is not None:
+                out = where.out or Path(f"fedquilt-{board.device}.img")
+                copied = stack.enter_context(image.opened(where.image, out, target.interpreter, say))
+                root = copied.root
+                root.dry_run = where.dry_run
             if root is not None:
-                bundle.write(files, Path(scratch) / TOP)
-                changes = install.install(Path(scratch) / TOP, root)
+                install.check(root, asked)
+            host = None if where.ssh is None else Host(where.ssh, where.ssh_options)
+            user_is_root = host is not None and host.check(target.machine, target.interpreter, brings)
+            files = _files(what, target, board, say)
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedquilt-")))
+            if root is not None:
+                bundle.write(files, scratch / TOP)
+                changes = install.install(scratch / TOP, root)
                 say(
                     f"{changes} things {'would change' if where.dry_run else 'changed'}"
                     if changes
                     else "nothing to do: all is so already"
                 )
+                if copied is not None and not where.dry_run:
+                    copied.finish()
             elif host is not None:
-                bundle.pack(files, Path(scratch) / "bundle.tar", TOP)
-                host.install(Path(scratch) / "bundle.tar", user_is_root, ["--dry-run"] if where.dry_run else [])
+                bundle.pack(files, scratch / "bundle.tar", TOP)
+                host.install(scratch / "bundle.tar", user_is_root, ["--dry-run"] if where.dry_run else [])
             else:
                 _archive(files, where, f"fedquilt-{board.device}", say)
     except install.Refused as error:
         raise JobError(str(error)) from None
+
+
+def _brings(what: What, target: targets.Target) -> bool:
+    """Whether a Python comes along; one that is needed is there, and of the target's version.
+
+    Raises:
+        JobError: it is missing, or another.
+    """
+    if what.own_python is None:
+        if target.brings:
+            raise JobError(f"--target {target.name} has no Python that fedquilt runs on: {targets.OWN_PYTHON}")
+        return False
+    if not target.brings:
+        raise JobError(f"--own-python is for jetpack4 and jetpack5 without an --interpreter, not for {target.name}")
+    if what.system_packages:
+        raise JobError(
+            "--system-packages: the board's own packages are for its own Python, not for one that comes along"
+        )
+    from fedquilt.tools.flash import own_python  # it is a program too
+
+    if (version := own_python.check(what.own_python)) != target.python:
+        raise JobError(f"--own-python {what.own_python} holds Python {version}: say --python {version}")
+    return True
+
+
+def _files(what: What, target: targets.Target, board: bundle.Board, say: Say) -> dict[str, bytes | Path]:
+    """The bundle's files, with the wheels that are missing here downloaded."""
+    extras = sorted({*what.extras, *(["identity"] if board.enrols else [])})
+    cache = what.wheels or _cache()
+    house, lock = wheels.house(target, extras, cache, what.index, constraint=what.constraint, refresh=what.refresh)
+    files = bundle.contents(
+        board, target, house, lock, system_packages=what.system_packages, own_python=what.own_python
+    )
+    size = sum(len(data) if isinstance(data, bytes) else data.stat().st_size for data in files.values())
+    say(f"{board.device}: {len(house)} wheels for {target.name}, Python {target.python}; {size / 1e6:.1f} MB in all")
+    return files
 
 
 def take_out(where: Where, *, purge: bool = False, say: Say = print) -> None:

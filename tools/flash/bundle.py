@@ -1,6 +1,7 @@
 """A bundle: one folder, or tar archive, with all that a board needs. Nothing is fetched when it is installed.
 
 bundle.json  install.sh  install.py  sysusers.conf  requirements.txt
+python.tar, if the board's own Python is too old
 wheels/      etc/ -> /etc/fedquilt      units/ -> /etc/systemd/system
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 import tarfile
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -30,6 +32,9 @@ ETC: Final = "/etc/fedquilt"
 HOME: Final = "/var/lib/fedquilt"
 DAEMON_BYTES: Final = 256 << 20  # of the agent itself, its libraries and what the kernel counts with it, beside a task
 NAMES: Final = {"ca": "ca.crt", "cert": "device.crt", "key": "device.key", "password_file": "password"}
+CREDENTIALS: Final = "${CREDENTIALS_DIRECTORY}"  # systemd's, from version 247 on
+OWN_CREDENTIALS: Final = "/run/fedquilt-agent"
+PYTHON: Final = "python.tar"  # Python that comes along
 SECRET: Final = frozenset({"etc/device.key", "etc/password", "etc/token"})
 
 
@@ -43,7 +48,7 @@ class Board:
     enrols: bool = False  # it gets or renews its certificate by itself
 
 
-def board(path: Path, device: str | None = None, token: Path | None = None) -> Board:
+def board(path: Path, device: str | None = None, token: Path | None = None, budget: str | None = None) -> Board:
     """Settings of one board, from its operator's agent.toml and the files named there.
 
     With a `url` under [enrol], the board makes a missing certificate and key itself.
@@ -52,11 +57,13 @@ def board(path: Path, device: str | None = None, token: Path | None = None) -> B
         path: the agent.toml.
         device: another name than the file's: one file can serve many boards.
         token: one-time enrolment token.
+        budget: another budget than the file's, such as "1GB".
 
     Raises:
         JobError: settings, a file or certificates are unusable, or would not be found on the board.
     """
-    table = {**config.read(path), **({} if device is None else {"device": device}), "home": HOME}
+    others = {key: value for key, value in (("device", device), ("budget", budget)) if value is not None}
+    table = {**config.read(path), **others, "home": HOME}
     known = _parsed(path, table)
     enrols = known.enrol.url is not None
     broker = dict(table.get("broker", {}))
@@ -86,8 +93,8 @@ def board(path: Path, device: str | None = None, token: Path | None = None) -> B
         if not place.startswith("/"):
             raise JobError(f"{path}: [data] {place!r} is on the board, so its whole path is wanted: /srv/{place}, say")
     files["agent.toml"] = config.text({**table, **({"broker": broker} if broker else {})}).encode()
-    budget = None if known.budget is None else agents.size_bytes(known.budget)
-    return Board(known.device, files, budget, enrols)
+    most = None if known.budget is None else agents.size_bytes(known.budget)
+    return Board(known.device, files, most, enrols)
 
 
 def _parsed(path: Path, table: Mapping[str, Any]) -> agents.AgentSettings:
@@ -111,23 +118,36 @@ def _read(path: Path) -> bytes:
 # -- units ----------------------------------------------------------------------------------------
 
 
-def units(board: Board) -> dict[str, bytes]:
-    """The systemd units of one board."""
+def units(board: Board, systemd: int = 249) -> dict[str, bytes]:
+    """The systemd units of one board, as its version of systemd takes them."""
     secrets = [
         name for name in ("device.key", "password") if name in board.files or (board.enrols and name == "device.key")
     ]
     words = {
         "CONDITIONS": f"ConditionPathExists={ETC}/device.crt" if board.enrols else "",
-        "ARGUMENTS": " --credentials ${CREDENTIALS_DIRECTORY}" if secrets else "",
-        "CREDENTIALS": "\n".join(f"LoadCredential={name}:{ETC}/{name}" for name in secrets),
+        "ARGUMENTS": f" --credentials {CREDENTIALS if systemd >= 247 else OWN_CREDENTIALS}" if secrets else "",
+        "CREDENTIALS": "\n".join(_handed(name, systemd) for name in secrets),
         "MEMORY_MAX": "75%" if board.budget_bytes is None else str(board.budget_bytes + DAEMON_BYTES),
     }
     made = {}
     for path in sorted((HERE / "units").iterdir()):
         if path.stem == "fedquilt-enrol" and not board.enrols:
             continue
-        made[path.name] = fill(path.read_text(encoding="utf-8"), words).encode()
+        text = fill(path.read_text(encoding="utf-8"), words)
+        if systemd < 247:
+            text = re.sub(r"^(Exec\w+=[-+]*)(?=systemd-|systemctl )", r"\1/bin/", text, flags=re.MULTILINE)
+        if systemd < 239:  # a group that it does not know would leave next to nothing allowed
+            text = "".join(line for line in text.splitlines(True) if not line.startswith("SystemCall"))
+        made[path.name] = text.encode()
     return made
+
+
+def _handed(name: str, systemd: int) -> str:
+    """Lines that hand a secret of root's to the agent: as a credential, or as a copy in a folder of its own."""
+    if systemd >= 247:
+        return f"LoadCredential={name}:{ETC}/{name}"
+    copy = f"/usr/bin/install -o fedquilt -g fedquilt -m 0400 {ETC}/{name} {OWN_CREDENTIALS}/{name}"
+    return f"RuntimeDirectory=fedquilt-agent\nRuntimeDirectoryMode=0700\nExecStartPre=+{copy}"
 
 
 def fill(text: str, words: Mapping[str, str]) -> str:
@@ -146,13 +166,22 @@ def fill(text: str, words: Mapping[str, str]) -> str:
 
 
 def contents(
-    board: Board, target: Target, house: Sequence[Path], lock: str, *, system_packages: bool = False
+    board: Board,
+    target: Target,
+    house: Sequence[Path],
+    lock: str,
+    *,
+    system_packages: bool = False,
+    own_python: Path | None = None,
 ) -> dict[str, bytes | Path]:
     """Every file of a bundle by its name: its bytes, or where they are."""
+    brought = {} if own_python is None else {PYTHON: own_python}
     digests = {path.name: wheels.sha256(path) for path in house}
+    digests |= {name: wheels.sha256(path) for name, path in brought.items()}
     files: dict[str, bytes | Path] = {f"wheels/{path.name}": path for path in house}
+    files |= brought
     files |= {f"etc/{name}": data for name, data in board.files.items()}
-    files |= {f"units/{name}": data for name, data in units(board).items()}
+    files |= {f"units/{name}": data for name, data in units(board, target.systemd).items()}
     files["requirements.txt"] = lock.encode()
     files["sysusers.conf"] = (HERE / "sysusers.conf").read_bytes()
     files["install.py"] = (HERE / "install.py").read_bytes()
@@ -170,7 +199,8 @@ def contents(
         "interpreter": target.interpreter,
         "system_packages": system_packages,
         "wheels": [path.name for path in house],
-        "unpacked_bytes": sum(_unpacked(path) for path in house),
+        "own_python": own_python is not None,
+        "unpacked_bytes": sum(_unpacked(path) for path in house) + sum(one.stat().st_size for one in brought.values()),
         "secret": sorted(SECRET & set(files)),
         "files": {name: _digest(name, data, digests) for name, data in sorted(files.items())},
     }

@@ -21,6 +21,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -167,7 +168,7 @@ def check(root: Root, manifest: Mapping[str, Any]) -> None:
         raise Refused(f"{where} holds no system: neither {python} nor /bin/sh is a program; mount it first")
     if found != wanted:
         raise Refused(f"{where} is {found}, and this bundle for {wanted}: build one with the --target of that board")
-    if machine(root.real(python.lstrip("/"))) is None:
+    if not manifest.get("own_python") and machine(root.real(python.lstrip("/"))) is None:
         others = sorted(path.name for path in root.real("usr/bin").glob("python3.[0-9]*") if "-" not in path.name)
         raise Refused(
             f"{where} has no {python}{' but ' + ', '.join(others) if others else ''}: build the bundle with the "
@@ -267,6 +268,11 @@ def _unpack(bundle: Path, home: Path, manifest: Mapping[str, Any]) -> None:
                     with archive.open(entry) as source, target.open("wb") as file:
                         shutil.copyfileobj(source, file, 1 << 20)
     python = manifest["interpreter"]
+    if manifest.get("own_python"):
+        with tarfile.open(bundle / "python.tar") as packed:
+            if odd := [one for one in packed.getnames() if one.split("/")[0] != "python" or ".." in one.split("/")]:
+                raise Refused(f"python.tar would write to {odd[0]}")
+            packed.extractall(new)  # noqa: S202 (its names are looked at above)
     (new / "bin").mkdir()
     for name in ("python", "python3"):
         (new / "bin" / name).symlink_to(python)

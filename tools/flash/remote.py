@@ -33,8 +33,8 @@ class Host:
             raise LinkError(f"--ssh {name!r} is no host: write user@host")
         self.name, self._options = name, tuple(options)
 
-    def check(self, machine: str, interpreter: str) -> bool:
-        """Whether root is who comes in.
+    def check(self, machine: str, interpreter: str, brings: bool = False) -> bool:
+        """Whether root is who comes in. `brings`: the interpreter comes along in the bundle.
 
         Raises:
             LinkError: it cannot be reached.
@@ -44,7 +44,7 @@ class Host:
         found, user = said[0].strip(), said[1].strip() if len(said) > 1 else ""
         if found != machine:
             raise Refused(f"{self.name} is {found or 'no Linux'}, and the target {machine}: name that board's --target")
-        if "python" not in said:
+        if not brings and "python" not in said:
             others = [line.rsplit("/", 1)[-1] for line in said if re.fullmatch(r"has \S+/python3\.\d+", line)]
             has = f" but {', '.join(others)}" if others else ""
             raise Refused(f"{self.name} has no {interpreter}{has}: name what it has with --python or --interpreter")

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 ROUNDS_MOST: Final = 6  # of finding that something more is needed
+FOR_A_GPU: Final = ("onnxruntime-gpu", "torch", "torchvision")  # an index besides PyPI has its own builds of these
+NUMPY_2: Final = b"numpy._core._multiarray_umath"  # is imported by what was compiled with the headers of NumPy 2
 STAMP: Final = (2020, 1, 1, 0, 0, 0)  # of every file in our own wheel: the same files, the same bytes
 
 
@@ -142,7 +144,7 @@ def house(
         target: kind of board.
         extras: of fedquilt.
         cache: folder of downloads.
-        index: one more package index.
+        index: one more package index; wheels with a GPU in them are taken from it, whatever PyPI has under their names.
         constraint: pip's constraints file with allowed versions.
         refresh: look for newer packages.
 
@@ -150,7 +152,8 @@ def house(
         JobError: an extra that fedquilt lacks; no such wheels; no such file of constraints.
         StoreError: the cache cannot be used.
     """
-    allowed = _allowed(constraint)
+    allowed, index = _allowed(constraint), index or target.index or None
+    extras = ["gpu" if extra == "onnx" and target.index else extra for extra in extras]
     known = {value for key, value in _said(Path(fedquilt.__file__).parents[1]) if key == "Provides-Extra"}
     for extra in extras:
         if extra not in known:
@@ -220,7 +223,48 @@ def _resolved(
 ) -> list[Path]:
     """Download with pip until nothing is missing; then only what the target needs is kept."""
     root = f"fedquilt[{','.join(extras)}]" if extras else "fedquilt"
-    more: list[str] = []
+    with tempfile.TemporaryDirectory(dir=folder) as built:
+        more = [] if index is None else _for_a_gpu(root, mine, target, Path(built), index, constraint)
+        return _complete(root, mine, target, folder, index, constraint, more)
+
+
+def _for_a_gpu(root: str, mine: Path, target: Target, folder: Path, index: str, constraint: Path | None) -> list[str]:
+    """Requirements that pin builds of the index: PyPI has newer ones of the same names, for a CUDA that is not there.
+
+    A wheel compiled with NumPy 1 pins NumPy as well: it does not run beside NumPy 2.
+    """
+    from packaging.requirements import Requirement
+
+    _, missing = closure(root, {"fedquilt": Wheel.read(mine)}, target)
+    alone = ["--no-deps", "--index-url", index]
+    for wanted in missing:
+        if Requirement(wanted).name in FOR_A_GPU:  # what the index does not have is looked for like all others
+            _pip([wanted], folder, target, constraint, alone, local=True)
+    pinned = []
+    for wheel in map(Wheel.read, sorted(folder.glob("*.whl"))):
+        pinned.append(f"{wheel.name} @ {wheel.path.resolve().as_uri()}")
+        if wheel.name == "torch" and not _knows_numpy_2(wheel.path):
+            pinned.append("numpy<2")
+    return pinned
+
+
+def _knows_numpy_2(torch: Path) -> bool:
+    """Whether a wheel of torch was compiled with the headers of NumPy 2; one without any compiled part counts so."""
+    with zipfile.ZipFile(torch) as archive:
+        names = [name for name in archive.namelist() if name.endswith("libtorch_python.so")]
+        return not names or any(NUMPY_2 in archive.read(name) for name in names)
+
+
+def _complete(
+    root: str,
+    mine: Path,
+    target: Target,
+    folder: Path,
+    index: str | None,
+    constraint: Path | None,
+    more: list[str],
+) -> list[Path]:
+    """Download until nothing is missing beside what is required already."""
     for _ in range(ROUNDS_MOST):
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             _download([f"{root} @ {mine.resolve().as_uri()}", *more], Path(scratch), target, index, constraint)
@@ -269,18 +313,36 @@ def _applies(one: Requirement, target: Target, extra: str) -> bool:
 
 
 def _download(what: Sequence[str], folder: Path, target: Target, index: str | None, constraint: Path | None) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
-    command += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", target.python]
-    for platform in target.platforms:
-        command += ["--platform", platform]
-    command += ["--extra-index-url", index] if index else []
-    command += ["--constraint", str(constraint)] if constraint else []
-    done = subprocess.run([*command, "--dest", str(folder), *what], capture_output=True, text=True, check=False)
-    if done.returncode:
-        told = [line.strip() for line in done.stderr.splitlines() if "error" in line.lower()]
-        why = "; ".join(told[-2:]) or done.stderr.strip()[-300:] or "pip said nothing"
+    besides = ["--extra-index-url", index] if index else []
+    why = _pip(what, folder, target, constraint, besides, local=index is not None)
+    if why is not None:
         raise JobError(
             f"no wheels for {target.name} (Python {target.python}, {target.machine}): {why}; is there a network, "
             "does this Python have pip, do these packages have wheels for that board (--index names another index)"
             f"{f', does {constraint} allow versions that go together' if constraint else ''}?"
         )
+
+
+def _pip(
+    what: Sequence[str], folder: Path, target: Target, constraint: Path | None, where: Sequence[str], *, local: bool
+) -> str | None:
+    """Download with pip; None, or why it cannot.
+
+    Args:
+        what: requirements.
+        folder: gets the wheels.
+        target: kind of board.
+        constraint: pip's constraints file.
+        where: pip's options that name indexes.
+        local: take wheels with the board's own tag too, and rather than others of the same version.
+    """
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command += ["--only-binary", ":all:", "--implementation", "cp", "--python-version", target.python]
+    for platform in ([target.local] if local else []) + list(target.platforms):
+        command += ["--platform", platform]
+    command += ["--constraint", str(constraint)] if constraint else []
+    done = subprocess.run([*command, *where, "--dest", str(folder), *what], capture_output=True, text=True, check=False)
+    if not done.returncode:
+        return None
+    told = [line.strip() for line in done.stderr.splitlines() if "error" in line.lower()]
+    return "; ".join(told[-2:]) or done.stderr.strip()[-300:] or "pip said nothing"

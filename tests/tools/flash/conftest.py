@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from boards import JETSON, plant, wheel
+from boards import ELF, JETSON, plant, required, wheel
 
 from fedquilt.tools.flash import bundle
 from fedquilt.tools.flash.install import Root
 from fedquilt.tools.flash.targets import Target
+
+SSH = """#!/bin/sh
+# a host that is here: options and the host's name first, then one command
+while [ "${1#-}" != "$1" ]; do shift; done
+echo "$1" >> "$FAKE/hosts"
+shift
+echo "$*" >> "$FAKE/commands"
+test -e "$FAKE/down" && { echo "ssh: connect to host orin port 22: No route to host" >&2; exit 255; }
+PATH="$FAKE/there:$PATH" exec sh -c "$*"
+"""
+SUDO = """#!/bin/sh
+# root of a board that is a folder
+for word; do
+    shift
+    case "$word" in /opt/*) word="$FAKE/board$word" ;; esac
+    set -- "$@" "$word"
+done
+exec "$@" --root "$FAKE/board"
+"""
 
 
 @pytest.fixture
@@ -39,3 +60,35 @@ def make(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return make
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An index of tiny wheels, and what has been downloaded from it."""
+    folder = tmp_path_factory.mktemp("shop")
+    for name in required():
+        wheel(folder / "index", name.replace("-", "_"), "99.0")
+    return folder
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shop: Path) -> Path:
+    """A folder with agent.toml, an index of tiny wheels as all that pip knows, ssh, and a board."""
+    (tmp_path / "agent.toml").write_text('device = "orin-1"\nhome = "x"\nbudget = "1GB"\n')
+    (tmp_path / "there").mkdir()
+    (tmp_path / "tmp").mkdir()
+    for path, text in (("ssh", SSH), ("there/sudo", SUDO), ("there/id", "#!/bin/sh\necho 1000\n")):
+        (tmp_path / path).write_text(text)
+        (tmp_path / path).chmod(0o755)
+    plant(tmp_path / "board", ELF, sys.executable)
+    for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(shop / "index"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shop / "cache"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setenv("FAKE", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

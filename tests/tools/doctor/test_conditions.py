@@ -1,0 +1,187 @@
+"""One condition that slows a board or falsifies its figures is planted in a board made of files, and that is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ordinary import User
+
+from fedquilt.edge_agent.clocks.client import Status
+from fedquilt.testing import boards
+from fedquilt.tools.doctor import conditions, facts, machine, packages
+from fedquilt.tools.doctor.facts import Machine
+
+OC = "sys/class/hwmon/hwmon9"
+
+
+def pin(root: Path, top: bool = True) -> None:
+    """What jetson_clocks writes: the lower limit of every clock is the upper one."""
+    for low, high in (("scaling_min_freq", "scaling_max_freq"), ("min_freq", "max_freq")):
+        for place in root.glob("sys/devices/**/" + low):
+            (place if top else place.with_name(high)).write_text((place.with_name(high) if top else place).read_text())
+
+
+def test_clocks_that_are_pinned_are_found(board: Any) -> None:
+    """At the top, as by jetson_clocks, or elsewhere; not where the clock helper holds them for a task."""
+    pin(board.root)
+    found = board.only()
+    assert (found.number, found.severity) == ("FQ161", "warning")
+    assert "policy0 at 1510 MHz" in found.sentence
+    assert "jetson_clocks --restore" in (found.mend or "")
+    held = conditions.look(board.root, tegra=True, held=True)
+    assert "FQ161" not in [one.number for one in conditions.check(held)]
+
+
+def test_one_clock_that_is_pinned_is_the_owners_choice(board: Any) -> None:
+    """A fixed GPU beside free cores is no jetson_clocks."""
+    (gpu,) = board.root.glob("sys/class/devfreq/*.gpu")
+    (gpu / "min_freq").write_text((gpu / "max_freq").read_text())
+    assert board.examine("machine") == []
+
+
+@pytest.mark.parametrize("kind", ["cpu-throttle-alert", "thermal-cpufreq-0", "thermal-devfreq-0"])
+def test_a_board_that_is_slowed_for_heat_is_found(board: Any, kind: str) -> None:
+    """By its cooling devices; a fan that turns is none."""
+    for number, (name, state) in enumerate((("pwm-fan", 3), (kind, 0))):
+        board.write(f"sys/class/thermal/cooling_device{number}/type", name)
+        board.write(f"sys/class/thermal/cooling_device{number}/cur_state", state)
+    assert board.examine("machine") == []
+    board.write("sys/class/thermal/cooling_device1/cur_state", 1)
+    found = board.only()
+    assert found.number == "FQ154"
+    assert kind in found.sentence
+    assert "pwm-fan" not in found.sentence
+
+
+def test_over_current_is_found_by_its_counters(board: Any) -> None:
+    """Jetson Linux has oc1 to oc3 below hwmon; all zero is well."""
+    for number in (1, 2, 3):
+        board.write(f"{OC}/oc{number}_event_cnt", 0)
+    assert board.examine("machine") == []
+    board.write(f"{OC}/oc3_event_cnt", 7)
+    found = board.only()
+    assert found.number == "FQ155"
+    assert "oc3 7 times" in found.sentence
+
+
+def test_a_gpu_that_is_gone_from_devfreq_is_found(board: Any) -> None:
+    """As after an upgrade of the kernel without its modules."""
+    (gpu,) = board.root.glob("sys/class/devfreq/*.gpu")
+    gpu.unlink()
+    assert "FQ173" in [one.number for one in board.examine("machine")]
+
+
+@pytest.mark.parametrize("watts", [-0.4, 5000.0])
+def test_power_that_cannot_be_is_found(watts: float) -> None:
+    """A shunt that is turned round, or a label of another channel."""
+    seen = conditions.Conditions(rails_w={"VDD_IN": watts, "VDD_SOC": 1.0}, power_w=None)
+    (found,) = conditions.check(seen)
+    assert found.number == "FQ156"
+    assert f"VDD_IN {watts:.2f} W" in found.sentence
+
+
+def test_rails_without_their_sum_are_found(board: Any) -> None:
+    """VDD_IN does not answer, and the other two are parts of it."""
+    for file in board.root.glob("sys/bus/i2c/drivers/ina3221/*/hwmon/hwmon*/curr1_input"):
+        file.write_text("")
+    assert board.only().number in ("FQ150", "FQ156")
+    (found,) = conditions.check(conditions.Conditions(rails_w={"VDD_SOC": 1.0}, power_w=None))
+    assert (found.number, "VDD_SOC" in found.sentence) == ("FQ156", True)
+    assert conditions.check(conditions.Conditions(rails_w={"VDD_IN": 5.0}, power_w=5.0)) == []
+
+
+@pytest.mark.parametrize(
+    ("swaps", "kind", "found"),
+    [
+        ("/dev/mmcblk0p3 partition 1000 0 -2", "SD", "/dev/mmcblk0p3"),
+        ("/var/swap file 1000 0 -2", "SD", "/var/swap"),
+        ("/var/swap file 1000 0 -2", "MMC", None),  # soldered eMMC has the same name
+        ("/dev/zram0 partition 1000 0 5", "SD", None),
+    ],
+)
+def test_swap_on_a_card_is_found(board: Any, swaps: str, kind: str, found: str | None) -> None:
+    """A partition of it, or a file on its file system."""
+    board.write("proc/swaps", f"Filename Type Size Used Priority\n{swaps}")
+    board.write("proc/mounts", "/dev/mmcblk0p1 / ext4 rw 0 0\nproc /proc proc rw 0 0")
+    board.write("sys/block/mmcblk0/device/type", kind)
+    told = [one for one in board.examine("machine") if one.number == "FQ131"]
+    assert [found in one.sentence for one in told if found] == ([True] if found else [])
+
+
+def test_all_is_read_as_an_ordinary_user(user: User) -> None:
+    """The board's own user finds the same conditions as root."""
+    root = user.folder / "board"
+    boards.plant(root, "jetson-orin-nano", 6)
+    user.shut(root / "sys/kernel/debug")
+    pin(root)
+    for name, text in ((f"{OC}/oc1_event_cnt", "2"), ("sys/class/thermal/cooling_device0/type", "cpu-throttle-alert")):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    (root / "sys/class/thermal/cooling_device0/cur_state").write_text("1")
+
+    def finds() -> list[str]:
+        seen = facts.look(root, 1.8e9, 0.0)
+        return [one.number for one in machine.check(seen) if one.severity != "ok" and one.number > "FQ150"]
+
+    assert sorted(user.does(finds)) == ["FQ154", "FQ155", "FQ161"]
+
+
+# -- what beside it is of another board or time ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("core", "numpy", "found"), [("core", "2.2.6", True), ("_core", "2.2.6", False), ("core", "1.26.4", False)]
+)
+def test_numpy_2_beside_a_torch_compiled_with_numpy_1_is_found(board: Any, core: str, numpy: str, found: bool) -> None:
+    """By the module that torch's library imports; as torch 2.8.0 for JetPack 6 meets PyPI's numpy."""
+    board.package("numpy", numpy)
+    (board.root / "usr/lib/python3/dist-packages/numpy-1.26.4.dist-info/METADATA").unlink()
+    board.package("numpy", numpy)
+    board.package("torch", "2.8.0", **{"version.py": "cuda = '12.6'"})
+    board.write("usr/lib/python3/dist-packages/torch/lib/libtorch_python.so", f"numpy.{core}._multiarray_umath")
+    told = [one.number for one in board.examine("machine")]
+    assert told == (["FQ206"] if found else [])
+
+
+def test_mends_of_a_flashed_board_ask_for_no_pip(board: Any) -> None:
+    """It has none: what is wrong with its packages is mended by flashing them."""
+    (board.root / "opt/fedquilt/current").mkdir(parents=True)
+    (board.root / "usr/lib/python3/dist-packages/onnxruntime/capi/libonnxruntime_providers_cuda.so").unlink()
+    mend = board.only().mend or ""
+    assert "fedquilt flash agent.toml --ssh USER@BOARD --target jetpack6-gpu --extras gpu" in mend
+    assert "pip" not in mend
+    seen = facts.look(board.root, board.clock_s, 0.0)
+    for versions in ({"torch": "2.9"}, {"onnxruntime": "1", "onnxruntime-gpu": "1"}, {"torch": "1", "numpy": "2.0"}):
+        held = packages.Packages(versions, torch_numpy=1)
+        assert not [one for one in packages.check(seen, held) if one.mend and "pip install" in one.mend]
+
+
+def test_a_board_without_a_profile_and_with_anothers_are_found(board: Any) -> None:
+    """An Orin NX 8 GB is not in the shipped table of modules; TX2's figures are no Orin's."""
+    board.table["profile"] = "jetson-tx2"
+    found = board.only()
+    assert found.number == "FQ317"
+    assert "jetson-orin-nano" in (found.mend or "")
+    del board.table["profile"]
+    (board.root / "sys/firmware/devicetree/base/compatible").write_bytes(b"acme,carrier\0nvidia,tegra234\0")
+    found = next(one for one in board.examine("machine") if one.number == "FQ316")
+    assert "fedquilt record" in (found.mend or "")
+
+
+def test_a_folder_of_examples_that_is_empty_is_found(board: Any) -> None:
+    """As a mount point whose disk is missing."""
+    (board.root / "srv/images/data.npz").unlink()
+    found = board.only()
+    assert (found.number, found.severity) == ("FQ309", "error")
+    assert "is empty" in found.sentence
+    board.table["data"] = {"path": "/srv/none.npz"}
+    (board.root / "srv/none.npz").touch()
+    assert board.only().number == "FQ309"
+
+
+def test_a_helper_that_holds_is_told_to_the_conditions() -> None:
+    """Without one, nothing is held."""
+    assert Machine(1.8e9).conditions == conditions.Conditions()
+    assert Status(clocks=()).point is None

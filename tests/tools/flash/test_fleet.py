@@ -1,0 +1,224 @@
+"""Many boards from one table: each its own name, budget and token; what is done is not done again, and all is told."""
+
+from __future__ import annotations
+
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from boards import PYTHON, TARGET
+
+from fedquilt import cli, config, wire
+from fedquilt.core import JobError
+from fedquilt.tools.flash import fleet, many
+from fedquilt.tools.flash.fleet import Row, State
+from fedquilt.tools.identity.register import Issued, Register, Token
+from fedquilt.transport.link import Message
+
+pytestmark = pytest.mark.skipif(not TARGET, reason="no target is a machine like this one")
+
+TABLE = """name,target,budget,labels,address
+orin-1,,1GB,hall-a,
+orin-2,,,hall-b window,me@orin-2
+"""
+
+
+@pytest.fixture
+def site(place: Path) -> Path:
+    """A place with a table of two boards, one of them reached by ssh, that enrol at an authority."""
+    assert cli.main(["ca", "init", "--ca", str(place / "ca")]) == 0
+    (place / "boards.csv").write_text(TABLE)
+    (place / "agent.toml").write_text(
+        'device = "any"\nhome = "x"\nbudget = "2GB"\n[broker]\nurl = "mqtts://hub:8883"\nca = "ca/ca.crt"\n'
+        '[enrol]\nurl = "https://hub:8884"\n'
+    )
+    return place
+
+
+def flash(site: Path, *more: str) -> int:
+    import sys
+
+    words = ["flash", "agent.toml", "--boards", "boards.csv", "--authority", "ca", "--target", TARGET]
+    return cli.main([*words, "--python", PYTHON, "--interpreter", sys.executable, *more])
+
+
+def test_each_board_gets_its_own_name_budget_and_token(site: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """One as an archive, one over ssh; the table at the end says where each was written and that it waits."""
+    assert flash(site) == 0
+    said = capfd.readouterr().out
+    with tarfile.open(site / "fedquilt-boards/orin-1.tar") as archive:
+        first = {one.name.split("/", 1)[1]: archive.extractfile(one).read() for one in archive if one.isfile()}  # type: ignore[union-attr]
+    table = config.parse(first["etc/agent.toml"].decode(), "")
+    assert (table["device"], table["budget"]) == ("orin-1", "1GB")
+    second = config.read(site / "board/etc/fedquilt/agent.toml")
+    assert (second["device"], second["budget"]) == ("orin-2", "2GB")
+    tokens = {first["etc/token"], (site / "board/etc/fedquilt/token").read_bytes()}
+    assert len(tokens) == 2
+    register = Register(site / "ca/register.db")
+    assert [one.pattern for one in register.tokens()] == ["orin-1", "orin-2"]
+    register.close()
+    assert {path.stat().st_mode & 0o777 for path in (site / "fedquilt-boards").glob("*.token")} == {0o600}
+    assert "hall-b window" in said
+    assert "me@orin-2" in said
+    assert said.count("waits for its first boot") == 2
+    assert "not enrolled yet: orin-1, orin-2" in said
+
+
+def test_a_run_that_broke_off_goes_on(site: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A board that does not answer stops no other; later only that one is flashed, with the token that it has."""
+    (site / "down").touch()
+    assert flash(site) == 2
+    both = capfd.readouterr()
+    assert "1 of 2 boards were not flashed" in both.err
+    assert "No route to host" in both.out
+    assert "not written: orin-2; the same command again" in both.out
+    made = (site / "fedquilt-boards/orin-1.tar").stat().st_mtime_ns
+    token = (site / "fedquilt-boards/orin-2.token").read_bytes()
+    (site / "down").unlink()
+    assert flash(site) == 0
+    said = capfd.readouterr().out
+    assert "orin-1: done before" in said
+    assert (site / "fedquilt-boards/orin-1.tar").stat().st_mtime_ns == made
+    assert (site / "board/etc/fedquilt/token").read_bytes() == token
+    register = Register(site / "ca/register.db")
+    assert len(register.tokens()) == 2
+    register.close()
+
+
+def test_a_row_that_changed_is_done_again_and_no_other(site: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """So is one whose archive is gone."""
+    assert flash(site) == 0
+    (site / "boards.csv").write_text(TABLE.replace("1GB", "3GB"))
+    capfd.readouterr()
+    assert flash(site) == 0
+    said = capfd.readouterr().out
+    assert "orin-2: done before" in said
+    assert "orin-1: done before" not in said
+    (site / "fedquilt-boards/orin-1.tar").unlink()
+    assert flash(site) == 0
+    assert "orin-1: done before" not in capfd.readouterr().out
+
+
+def test_a_dry_run_makes_no_token(site: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nor a folder's contents."""
+    assert flash(site, "--dry-run") == 0
+    register = Register(site / "ca/register.db")
+    assert register.tokens() == []
+    register.close()
+    assert list((site / "fedquilt-boards").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("name,color\norin-1,red\n", r"line 2: there is no column 'color'; .*name,target,budget,labels,address"),
+        ("name,target\norin-1,jetpack6,x\n", "more values than columns"),
+        ("name,target\nOrin 1,jetpack6\n", "'Orin 1' is no name of a board"),
+        ("name,target\na,jetpack6\nb,jetpack8\n", r"line 3: no target 'jetpack8': one of "),
+        ("name,target\na,jetpack6\na,jetpack6\n", r"line 3: a stands in the table twice"),
+        ("name,target,budget\na,jetpack6,much\n", r"line 2: 'much' is no size"),
+        ("name\na\n", "a has no target"),
+        ("name,target\n", "has no board"),
+    ],
+)
+def test_a_table_with_a_fault_is_refused_with_its_line(tmp_path: Path, text: str, says: str) -> None:
+    """Before anything is made."""
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(JobError, match=says):
+        fleet.read(tmp_path / "t.csv")
+    with pytest.raises(JobError, match="cannot be read"):
+        fleet.read(tmp_path / "none.csv")
+
+
+# -- how they are ---------------------------------------------------------------------------------
+
+
+def issued(at_s: float, ends_s: float = 1e9, revoked_s: float | None = None) -> Issued:
+    return Issued("1", "a", "device", "k", at_s, ends_s, revoked_s, "")
+
+
+def test_enrolment_is_what_the_register_says() -> None:
+    """A certificate from before the token is another card's."""
+    token = Token("a", 100.0, 1000.0, None, None, None)
+    used = token._replace(used_s=200.0)
+    assert fleet.enrolled([], [token], 150.0).startswith("waits for its first boot")
+    assert fleet.enrolled([issued(50.0)], [token], 150.0).startswith("waits")
+    assert fleet.enrolled([issued(50.0), issued(200.0)], [used], 250.0).startswith("enrolled 1970-01-01 00:03")
+    assert fleet.enrolled([], [token], 2000.0) == "token expired"
+    assert fleet.enrolled([issued(50.0, revoked_s=60.0)], [], 150.0) == "-"
+
+
+def test_a_watch_tells_each_change_once_and_ends_when_all_are_there() -> None:
+    """First boot, enrolment, online; a board that was never written is not waited for."""
+    rows = [Row("a", "jetpack6"), Row("b", "jetpack6"), Row("lost", "jetpack6")]
+    seen = iter([("waits", "offline"), ("waits", "offline"), ("enrolled 1", "offline"), ("enrolled 1", "online")])
+    waited: list[float] = []
+    said: list[str] = []
+
+    def look() -> list[State]:
+        enrolment, presence = next(seen)
+        told = [State(one, "x.img", enrolment, presence, done=True) for one in rows[:2]]
+        return [*told, State(rows[2], "not written", "-", "offline")]
+
+    ended = fleet.watch(look, waited.append, said.append)
+    assert [one.presence for one in ended] == ["online", "online", "offline"]
+    assert len(waited) == 3
+    assert [line.split("  ")[1] for line in said if "  a: " in line] == [
+        "a: waits, offline",
+        "a: enrolled 1, offline",
+        "a: enrolled 1, online",
+    ]
+    assert fleet.lines(ended, 200)[-1] == "still offline: lost"
+
+
+class Kept:
+    """A broker that keeps three messages."""
+
+    def __init__(self, *messages: Message) -> None:
+        self.filters: list[str] = []
+        self._messages = list(messages)
+
+    def subscribe(self, filters: Any) -> None:
+        self.filters += filters
+
+    def wait(self, timeout_s: float) -> None:
+        pass
+
+    def receive(self) -> list[Message]:
+        told, self._messages = self._messages, []
+        return told
+
+
+def test_presence_is_what_the_broker_keeps() -> None:
+    """The last word of each device counts; what is none is passed over."""
+
+    def told(device: str, online: bool) -> Message:
+        topic = wire.Topics("fleet").device(device, "up", "presence")
+        return Message(topic, wire.encode(wire.Presence(online=online, boot="1")))
+
+    bad = Message(wire.Topics("fleet").device("c", "up", "presence"), b"x")
+    link: Any = Kept(told("a", True), told("b", True), bad, told("b", False))
+    presences = fleet.Presences(link, "fleet")
+    presences.wait(1.0)
+    assert presences.online == {"a"}
+    assert link.filters == ["fq/1/fleet/dev/+/up/presence"]
+
+
+def test_states_join_table_register_and_presence(site: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What `--watch` and the table at the end show."""
+    assert flash(site) == 0
+    from fedquilt.tools import flash as tool
+
+    plan = fleet.Plan(tool.What(TARGET, site / "agent.toml"), None, site / "fedquilt-boards", site / "ca")
+    rows = fleet.read(site / "boards.csv", TARGET)
+    register = Register(site / "ca/register.db")
+    with register.together():
+        register.add(issued(time.time() + 1, time.time() + 1e6)._replace(name="orin-1"))
+        register.add(issued(time.time() + 1, time.time() + 1e6)._replace(name="other", serial="2"))
+    register.close()
+    one, two = fleet.states(rows, plan, {"orin-2": "no route"}, {"orin-1"})
+    assert (one.enrolment[:8], one.presence) == ("enrolled", "online")
+    assert (two.enrolment[:5], two.presence) == ("waits", "offline")
+    assert callable(many.main)

@@ -1,0 +1,90 @@
+"""Where the root file system lies in a disk image, by its partition table: GPT (L4T) or MBR (Raspberry Pi OS)."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from fedquilt.tools.flash.install import Refused
+
+SECTOR: Final = 512
+ROOT_NAME: Final = "APP"  # of L4T's root file system, in its partition tables
+SPARSE: Final = b"\x3a\xff\x26\xed"  # Android's sparse format, in which flash.sh writes system.img
+MOST_ENTRIES: Final = 256
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One partition. Number 0 is a whole image without a table."""
+
+    number: int
+    offset: int  # bytes
+    size: int  # bytes
+    name: str = ""
+
+    def __str__(self) -> str:
+        if not self.number:
+            return "the image, which is one file system"
+        return f"partition {self.number}" + (f" ({self.name})" if self.name else "")
+
+
+def root(image: Path) -> Partition:
+    """The partition with the root file system: L4T's is named APP, any other image's is its largest of type ext.
+
+    Raises:
+        Refused: a format that is no disk image, or one without such a partition.
+        OSError: it cannot be read.
+    """
+    with image.open("rb") as file:
+        if file.read(4) == SPARSE:
+            raise Refused(f"{image} is in Android's sparse format: simg2img {image} raw.img, and take raw.img")
+        found = [Partition(0, 0, image.stat().st_size), *(_gpt(file) or _mbr(file))]
+        ext = [one for one in found if _is_ext(file, one.offset)]
+    if not ext:
+        has = ", ".join(map(str, found[1:])) or "no partition table"
+        raise Refused(
+            f"{image} has no root file system of type ext4 ({has}): take a Raspberry Pi's or L4T's disk image"
+        )
+    return max(ext, key=lambda one: (one.name == ROOT_NAME, one.size))
+
+
+def _gpt(file: BinaryIO) -> list[Partition]:
+    """Entries of a GUID partition table (UEFI specification, 5.3)."""
+    head = _at(file, SECTOR, 92)
+    if head[:8] != b"EFI PART":
+        return []
+    first, count, size = struct.unpack("<QII", head[72:88])
+    if not 128 <= size <= 4096:
+        return []
+    found = []
+    for number in range(min(count, MOST_ENTRIES)):
+        entry = _at(file, first * SECTOR + number * size, 128)
+        if len(entry) == 128 and any(entry[:16]):
+            begin, end = struct.unpack("<QQ", entry[32:48])
+            name = entry[56:].decode("utf-16-le", "replace").rstrip("\0")
+            found.append(Partition(number + 1, begin * SECTOR, (end + 1 - begin) * SECTOR, name))
+    return found
+
+
+def _mbr(file: BinaryIO) -> list[Partition]:
+    """The four entries of a master boot record; logical partitions are left out, as no board boots from one."""
+    head = _at(file, 0, SECTOR)
+    if head[510:] != b"\x55\xaa":
+        return []
+    entries = [struct.unpack("<B3xB3xII", head[446 + 16 * number :][:16]) for number in range(4)]
+    return [
+        Partition(number + 1, begin * SECTOR, length * SECTOR)
+        for number, (_, kind, begin, length) in enumerate(entries)
+        if kind and length
+    ]
+
+
+def _is_ext(file: BinaryIO, offset: int) -> bool:
+    return _at(file, offset + 1024 + 56, 2) == b"\x53\xef"
+
+
+def _at(file: BinaryIO, offset: int, size: int) -> bytes:
+    file.seek(offset)
+    return file.read(size)
