@@ -150,14 +150,14 @@ class Store:
 
     def note_signed(self, signed: bool) -> None:
         """Note whether the coordinator that begins here checks who sends what."""
-        with _storing(self.home):
-            self._db.execute("insert or replace into counters values ('signed', ?)", (int(signed),))
+        with self._writing():
+            self._rows.count("signed", 1 + signed)  # 0: a counter that has not begun
 
     def signed(self) -> bool | None:
         """Whether the latest coordinator over a broker checked who sent what; None: there was none."""
         with _storing(self.home):
-            found = self._db.execute("select value from counters where name = 'signed'").fetchone()
-        return None if found is None else bool(found[0])
+            found = self._rows.counter("signed")
+        return found > 1 if found else None
 
     # -- jobs --
 
@@ -191,7 +191,7 @@ class Store:
         if not whole:
             damaged = self._rows.damaged(row.id, "its row in the list of runs is not what was written")
             created = row.created if isinstance(row.created, float) else 0.0
-            return Unreadable(*(ascii(each)[1:-1] for each in (row.id, row.status)), created, ascii(str(damaged))[1:-1])
+            return Unreadable(_plain(row.id), _plain(row.status), created, _plain(damaged))
         try:
             job = msgspec.json.decode(row.settings, type=Job)
         except msgspec.MsgspecError as error:
@@ -414,3 +414,8 @@ def _storing(home: Path) -> Iterator[None]:
         yield
     except (sqlite3.Error, OSError) as error:
         raise StoreError(f"cannot use the store {home}: {error}; is the disk full, or the folder not yours?") from None
+
+
+def _plain(text: object) -> str:
+    """A text that may hold anything, as ASCII."""
+    return ascii(str(text))[1:-1]

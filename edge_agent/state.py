@@ -22,9 +22,7 @@ method allows.
 from __future__ import annotations
 
 import errno
-import hashlib
 import logging
-import os
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import cache
@@ -38,17 +36,16 @@ from fedquilt.core import BlobRef, JobError, Update, WireError
 from fedquilt.disk import REAL, Disk, Lock, doing
 from fedquilt.edge_agent.events import Counted, Key
 from fedquilt.edge_agent.remembered import Private, Remembered
+from fedquilt.edge_agent.task.outputs import PRIVATE
 
 if TYPE_CHECKING:
-    from fedquilt.core import Tensors
+    pass
 
 log = logging.getLogger("fedquilt.agent")
 
 UPDATE: Final = "update.json"
-PRIVATE: Final = "private.safetensors"  # in scratch
 KEPT: Final = ".private"  # ending of its name in the outbox
 SPARE_BYTES: Final = 1 << 20  # disk space left for small files
-SMALL_BYTES: Final = 1 << 20  # bytes of tensors encoded as a whole before they are written
 
 
 class Local:
@@ -289,26 +286,6 @@ class Local:
         """Wait until a file or a folder's entries are on the disk, if the home is durable."""
         if self._durable:
             self._disk.sync(path)
-
-
-def write_tensors(path: Path | str, tensors: Tensors) -> BlobRef:
-    """Write a safetensors file and return its reference. For the task's process: this imports numpy.
-
-    Large ones are written piece by piece: beside the tensors, the whole would be a second copy in memory.
-
-    Raises:
-        StoreError: it cannot be written.
-    """
-    from fedquilt.tensors import encode, total_bytes, write
-
-    if total_bytes([tensors]) <= SMALL_BYTES:
-        payload = encode(tensors)
-        with doing(f"write {path}"):
-            REAL.write(path, payload)
-        return BlobRef(sha256=hashlib.sha256(payload).hexdigest(), size=len(payload))
-    write(Path(path), tensors)
-    with doing(f"read {path}"):
-        return BlobRef(sha256=REAL.digest(path), size=os.stat(path).st_size)
 
 
 @cache

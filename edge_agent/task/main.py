@@ -39,8 +39,8 @@ from fedquilt.core import (
 )
 from fedquilt.data import examples
 from fedquilt.data.spec import DataSpec
-from fedquilt.edge_agent import engines, state
-from fedquilt.edge_agent.task import budget
+from fedquilt.edge_agent import engines
+from fedquilt.edge_agent.task import budget, outputs
 from fedquilt.edge_agent.task.process import die_with
 from fedquilt.edge_agent.task.protocol import Event, Loaded, Order, Outcome, Progressed
 
@@ -287,13 +287,13 @@ def _written(answer: Answer, order: Order) -> tuple[dict[str, core.BlobRef], dic
             blobs[refs[name].sha256] = payload
         else:
             os.makedirs(order.out, exist_ok=True)
-            refs[name] = ref = state.write_tensors(f"{out}bundle", bundle)
+            refs[name] = ref = outputs.write_tensors(f"{out}bundle", bundle)
             os.replace(f"{out}bundle", f"{out}{ref.sha256}")
     private = None
     if answer.local or order.private is not None:
         tensors.require_finite(answer.local)
         os.makedirs(order.out, exist_ok=True)
-        private = state.write_tensors(f"{out}{state.PRIVATE}", answer.local)
+        private = outputs.write_tensors(f"{out}{outputs.PRIVATE}", answer.local)
     return refs, blobs, private
 
 

@@ -22,7 +22,7 @@ def simulate(
     seed: int | None, schedule: str | None, seeds: str, among: tuple[str, ...], kinds: tuple[str, ...], processes: int
 ) -> int:
     """Play federations whose disks, networks, clocks and processes fail, and check that nothing is lost by it."""
-    from fedquilt.tools.simulation.faults import commands
+    from fedquilt.testing.faults import commands
 
     if schedule is not None:
         return commands.one(commands.parsed(schedule, seed))

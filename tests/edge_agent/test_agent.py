@@ -34,7 +34,7 @@ from fedquilt.edge_agent.devices.simulated import SimulatedDevice
 from fedquilt.edge_agent.events import Acked, Failed
 from fedquilt.edge_agent.power.governor import Policy
 from fedquilt.edge_agent.settings import AgentSettings, GovernorSettings
-from fedquilt.edge_agent.state import PRIVATE, write_tensors
+from fedquilt.edge_agent.task.outputs import PRIVATE, write_tensors
 from fedquilt.edge_agent.task.protocol import Event, Loaded, Order, Outcome, Progressed
 from fedquilt.edge_agent.task.worker import InlineWorker, Worker
 from fedquilt.transport.link import MemoryBroker, MemoryLink

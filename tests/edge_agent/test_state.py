@@ -14,7 +14,8 @@ from fedquilt import tensors, wire
 from fedquilt.core import BlobRef, JobError, StoreError, Update, Usage
 from fedquilt.edge_agent.events import Counted
 from fedquilt.edge_agent.remembered import Private
-from fedquilt.edge_agent.state import PRIVATE, SPARE_BYTES, UPDATE, Local, write_tensors
+from fedquilt.edge_agent.state import SPARE_BYTES, UPDATE, Local
+from fedquilt.edge_agent.task.outputs import PRIVATE, write_tensors
 
 KEY = ("j-1", 3)
 

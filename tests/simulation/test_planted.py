@@ -19,10 +19,10 @@ from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.server import Server
 from fedquilt.core import BlobRef
 from fedquilt.disk import Place
-from fedquilt.tools.simulation.faults import search
-from fedquilt.tools.simulation.faults.disk import Connection, SimDisk
-from fedquilt.tools.simulation.faults.schedule import drawn, parse
-from fedquilt.tools.simulation.faults.world import Theatre
+from fedquilt.testing.faults import search
+from fedquilt.testing.faults.disk import Connection, SimDisk
+from fedquilt.testing.faults.schedule import drawn, parse
+from fedquilt.testing.faults.world import Theatre
 
 SEEDS = 200
 METHODS = ("fedavg", "ditto", "scaffold", "fedrep", "local")

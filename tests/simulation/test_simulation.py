@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from fedquilt import methods
-from fedquilt.tools.simulation.faults import search
-from fedquilt.tools.simulation.faults.schedule import KINDS, LATER, Schedule, parse
-from fedquilt.tools.simulation.faults.world import Theatre
+from fedquilt.testing.faults import search
+from fedquilt.testing.faults.schedule import KINDS, LATER, Schedule, parse
+from fedquilt.testing.faults.world import Theatre
 
 SEEDS = range(300)
 PART = 50  # seeds of one test

@@ -32,7 +32,7 @@ from fedquilt.core import BlobRef, Device, JobError, Profile, StoreError, Task, 
 from fedquilt.edge_agent import events, messages
 from fedquilt.edge_agent.duty import Duty
 from fedquilt.edge_agent.power.governor import Rule
-from fedquilt.edge_agent.state import PRIVATE
+from fedquilt.edge_agent.task.outputs import PRIVATE
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.edge_agent.task.worker import VirtualWorker
 from fedquilt.wire import Claim

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedquilt import bundle, methods, tensors
+from fedquilt.coordinator import mending
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Declined, Ended, Rejected, Resumed, Started
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.preflight import needs
@@ -214,7 +215,7 @@ class Simulation:
         assert job is not None
         for device, update in job.rounds.answered.items():  # those that an interrupted process has carried out
             if device not in self.adversaries and device not in self._overheard.heard(job.rounds.round):
-                self._overheard.hear(job.contribution(update))
+                self._overheard.hear(mending.contribution(self._store.depot, update))
         if not self._overheard.heard(job.rounds.round):
             return orders
         honest = self._overheard.write(self.devices / "honest.safetensors")

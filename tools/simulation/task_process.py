@@ -14,8 +14,7 @@ import msgspec
 from fedquilt import tensors, wire
 from fedquilt.coordinator.tasks import make_task
 from fedquilt.core import BlobRef, ModelError, Order, Task, Tensors, derive_seed
-from fedquilt.edge_agent import state
-from fedquilt.edge_agent.task import budget, protocol
+from fedquilt.edge_agent.task import budget, outputs, protocol
 from fedquilt.edge_agent.task.process import Child
 from fedquilt.edge_agent.task.worker import COMMAND
 
@@ -104,8 +103,8 @@ class TaskProcess:
         outcome = self.ask(asked)
         if outcome.code != "ok":
             raise ModelError(f"a task of {self._method} in {self._budget_bytes / 1e6:.0f} MB: {outcome.reason}")
-        if (out / state.PRIVATE).exists():
-            self._private = str(out / state.PRIVATE)
+        if (out / outputs.PRIVATE).exists():
+            self._private = str(out / outputs.PRIVATE)
         return outcome, {name: tensors.read(out / ref.sha256) for name, ref in outcome.bundles.items()}
 
     def ask(self, order: protocol.Order) -> protocol.Outcome:

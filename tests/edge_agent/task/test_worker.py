@@ -22,8 +22,8 @@ from fedquilt import compression, tensors
 from fedquilt.core import Cost, Encoding, Task, Work
 from fedquilt.edge_agent.devices import make
 from fedquilt.edge_agent.devices.simulated import SimulatedDevice
-from fedquilt.edge_agent.state import PRIVATE
 from fedquilt.edge_agent.task import budget, confine, worker
+from fedquilt.edge_agent.task.outputs import PRIVATE
 from fedquilt.edge_agent.task.process import Child
 from fedquilt.edge_agent.task.protocol import Loaded, Order, Outcome, Progressed
 from fedquilt.edge_agent.task.worker import COMMAND, ChildWorker, InlineWorker, Worker

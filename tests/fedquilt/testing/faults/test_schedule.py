@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 
 from fedquilt.core import JobError
-from fedquilt.tools.simulation.faults import search
-from fedquilt.tools.simulation.faults.schedule import KINDS, LATER, Crash, Cut, Schedule, Stop, drawn, parse
-from fedquilt.tools.simulation.faults.world import Theatre
+from fedquilt.testing.faults import search
+from fedquilt.testing.faults.schedule import KINDS, LATER, Crash, Cut, Schedule, Stop, drawn, parse
+from fedquilt.testing.faults.world import Theatre
 
 METHODS = ("fedavg", "ditto")
 

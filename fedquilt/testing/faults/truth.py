@@ -25,12 +25,12 @@ from fedquilt.core import Action, BlobRef, Bundle, Contribution, DeviceView, Pro
 from fedquilt.edge_agent import engines, events, messages
 from fedquilt.edge_agent.devices import make as make_board
 from fedquilt.edge_agent.engines import numpy_engine
-from fedquilt.edge_agent.state import PRIVATE
 from fedquilt.edge_agent.task import main
+from fedquilt.edge_agent.task.outputs import PRIVATE
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.testing import toys
+from fedquilt.testing.faults.schedule import Schedule
 from fedquilt.testing.scenes import Scene, scene
-from fedquilt.tools.simulation.faults.schedule import Schedule
 from fedquilt.tools.simulation.hands import OneEngine
 
 BUDGET: Final = "2GB"

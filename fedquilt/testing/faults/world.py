@@ -23,12 +23,12 @@ from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Ended
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Contribution, FedquiltError, Method, Update
 from fedquilt.edge_agent.state import UPDATE
-from fedquilt.tools.simulation.faults import schedule
-from fedquilt.tools.simulation.faults.broker import Noise, SimBroker
-from fedquilt.tools.simulation.faults.disk import Platter, SimDisk
-from fedquilt.tools.simulation.faults.schedule import COORDINATOR, Schedule
-from fedquilt.tools.simulation.faults.sides import AgentSide, BrokenError, CoordinatorSide, Side
-from fedquilt.tools.simulation.faults.truth import Node, Truth, Workshop
+from fedquilt.testing.faults import schedule
+from fedquilt.testing.faults.broker import Noise, SimBroker
+from fedquilt.testing.faults.disk import Platter, SimDisk
+from fedquilt.testing.faults.schedule import COORDINATOR, Schedule
+from fedquilt.testing.faults.sides import AgentSide, BrokenError, CoordinatorSide, Side
+from fedquilt.testing.faults.truth import Node, Truth, Workshop
 
 LIMIT_S: Final = 100_000.0  # virtual, within which every schedule's jobs end
 STEPS_MOST: Final = 2_000

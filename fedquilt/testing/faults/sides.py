@@ -23,10 +23,10 @@ from fedquilt.edge_agent.agent import Agent
 from fedquilt.edge_agent.devices import make as make_board
 from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.task.protocol import Event, Loaded, Order, Outcome
-from fedquilt.tools.simulation.faults import schedule
-from fedquilt.tools.simulation.faults.broker import SimBroker, SimLink
-from fedquilt.tools.simulation.faults.disk import Crash, Platter, SimDisk
-from fedquilt.tools.simulation.faults.truth import BOARD, BUDGET, Truth
+from fedquilt.testing.faults import schedule
+from fedquilt.testing.faults.broker import SimBroker, SimLink
+from fedquilt.testing.faults.disk import Crash, Platter, SimDisk
+from fedquilt.testing.faults.truth import BOARD, BUDGET, Truth
 
 FLEET: Final = "sim"
 WORK_S: Final = 1.0  # of a task

@@ -14,9 +14,9 @@ from typing import Final, NamedTuple
 import msgspec
 
 from fedquilt import methods
-from fedquilt.tools.simulation.faults.schedule import AnyFault, Newer, Schedule, drawn
-from fedquilt.tools.simulation.faults.sides import BrokenError
-from fedquilt.tools.simulation.faults.world import Observe, Theatre
+from fedquilt.testing.faults.schedule import AnyFault, Newer, Schedule, drawn
+from fedquilt.testing.faults.sides import BrokenError
+from fedquilt.testing.faults.world import Observe, Theatre
 
 BATCH: Final = 50  # seeds that a process takes at once
 TRIES: Final = 60  # plays that shrinking may take

@@ -11,9 +11,9 @@ import msgspec
 
 from fedquilt.coordinator.facts import AnyFact
 from fedquilt.core import JobError
-from fedquilt.tools.simulation.faults import schedule, search
-from fedquilt.tools.simulation.faults.schedule import Schedule
-from fedquilt.tools.simulation.faults.world import Theatre
+from fedquilt.testing.faults import schedule, search
+from fedquilt.testing.faults.schedule import Schedule
+from fedquilt.testing.faults.world import Theatre
 
 FAILED: Final = 8  # exit code
 EVERY_S: Final = 10.0  # between two lines of progress
