@@ -389,8 +389,7 @@ class Running:
         try:
             return tensors.unpack(payload, self.method.state)
         except StoreError as error:
-            where = self._store.depot.folder / ref.sha256
-            raise JobError(f"the state of {self.id} in {where} cannot be read ({error}): run it anew") from None
+            raise JobError(f"the state of {self.id}, {ref.sha256}, cannot be read ({error}): run it anew") from None
 
     def _blob(self, value: Tensors | BlobRef) -> BlobRef:
         if isinstance(value, BlobRef):

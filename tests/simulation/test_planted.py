@@ -20,7 +20,8 @@ from fedquilt.coordinator.server import Server
 from fedquilt.core import BlobRef
 from fedquilt.disk import Place
 from fedquilt.tools.simulation.faults import search
-from fedquilt.tools.simulation.faults.disk import Connection, SimDisk
+from fedquilt.tools.simulation.faults.database import Connection
+from fedquilt.tools.simulation.faults.disk import SimDisk
 from fedquilt.tools.simulation.faults.schedule import drawn, parse
 from fedquilt.tools.simulation.faults.world import Theatre
 

@@ -25,7 +25,8 @@ from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.task.protocol import Event, Loaded, Order, Outcome
 from fedquilt.tools.simulation.faults import schedule
 from fedquilt.tools.simulation.faults.broker import SimBroker, SimLink
-from fedquilt.tools.simulation.faults.disk import Crash, Platter, SimDisk
+from fedquilt.tools.simulation.faults.disk import Crash, SimDisk
+from fedquilt.tools.simulation.faults.platter import Platter
 from fedquilt.tools.simulation.faults.truth import BOARD, BUDGET, Truth
 
 FLEET: Final = "sim"

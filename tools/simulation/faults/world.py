@@ -25,7 +25,8 @@ from fedquilt.core import Contribution, FedquiltError, Method, Update
 from fedquilt.edge_agent.state import UPDATE
 from fedquilt.tools.simulation.faults import schedule
 from fedquilt.tools.simulation.faults.broker import Noise, SimBroker
-from fedquilt.tools.simulation.faults.disk import Platter, SimDisk
+from fedquilt.tools.simulation.faults.disk import SimDisk
+from fedquilt.tools.simulation.faults.platter import Platter
 from fedquilt.tools.simulation.faults.schedule import COORDINATOR, Schedule
 from fedquilt.tools.simulation.faults.sides import AgentSide, BrokenError, CoordinatorSide, Side
 from fedquilt.tools.simulation.faults.truth import Node, Truth, Workshop
