@@ -188,7 +188,7 @@ class Rounds(msgspec.Struct, frozen=True):
     state: BlobRef | None = None
     asked: frozenset[str] = frozenset()  # asked in this attempt, and not answered, declined or rejected
     roll: frozenset[str] = frozenset()  # asked in this or else the last round, and not declined
-    silent: frozenset[str] = frozenset()  # asked in an earlier attempt at this round, and not heard
+    silent: tuple[str, ...] = ()  # asked in earlier attempts at this round and not heard, the latest asked last
     answered: Mapping[str, Update] = field(default_factory=dict)  # device -> its update of this round
     asked_s: Mapping[str, float] = field(default_factory=dict)  # device -> when it was asked, on this process's clock
     work: Mapping[str, float] = field(default_factory=dict)  # device -> amount of work of its task in this round
@@ -280,7 +280,7 @@ def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
         case Resumed():
             phase: Phase = "open" if state.asked or state.answered else "selecting"
             state = replace(state, phase=phase, opened_s=now_s, extended=False, attempt=0, reason="")
-            return replace(state, declined={}, idle=frozenset(), silent=frozenset(), began_s=now_s)
+            return replace(state, declined={}, idle=frozenset(), silent=(), began_s=now_s)
         case Ended():
             return replace(state, phase=fact.status, reason=fact.reason)
         case Asked():
@@ -314,7 +314,8 @@ def _applied(state: Rounds, fact: AnyFact, now_s: float) -> Rounds:
             return replace(state, allowed_s=None, extended=True)
         case Reopened():
             state = replace(state, attempt=fact.attempt, opened_s=now_s, extended=False)
-            state = replace(state, silent=state.silent | state.asked)
+            silent = (*(device for device in state.silent if device not in state.asked), *sorted(state.asked))
+            state = replace(state, silent=silent)
             return replace(state, asked=frozenset(), declined={}, idle=frozenset())
         case Committed():
             return _committed(state, fact, now_s)
@@ -376,7 +377,7 @@ def _committed(state: Rounds, fact: Committed, now_s: float) -> Rounds:
         opened_s=now_s,
         state=fact.state,
         asked=frozenset(),
-        silent=frozenset(),
+        silent=(),
         answered={},
         declined={},
         idle=frozenset(),

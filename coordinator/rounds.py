@@ -154,11 +154,10 @@ def _select(state: Rounds, online: Collection[str], ask: Callable[[str], Ask]) -
 
 
 def _drawn(state: Rounds, free: set[str], count: int) -> tuple[str, ...]:
-    """Sample up to `count` free devices; those that stayed silent in an earlier attempt at the round go last."""
-    if tried := free & state.silent:
-        fresh = _drawn(state, free - tried, count)
-        again = _drawn(replace(state, silent=frozenset()), tried, count - len(fresh))
-        return tuple(sorted((*fresh, *again)))
+    """Sample up to `count` free devices; those that stayed silent in earlier attempts at the round go last, in turn."""
+    if tried := [device for device in state.silent if device in free]:
+        fresh = _drawn(replace(state, silent=()), free.difference(tried), count)
+        return tuple(sorted((*fresh, *tried[: max(count - len(fresh), 0)])))
     costs = {device: state.costs[device] for device in free if device in state.costs} if state.costs else {}
     known = free <= state.since.keys()
     since = state.since if known else {device: state.since.get(device, 0) for device in free}

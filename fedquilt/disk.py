@@ -1,7 +1,7 @@
 """The disk: a seam through which coordinator and agent reach their files and databases, and its errors in sentences.
 
 `Disk` is the machine's own. Each of its methods is a thin call, so that a simulation can have another one which
-loses, tears or refuses what is written (`fedquilt.tools.simulation.sim_disk`). What a file holds is on the disk only
+loses, tears or refuses what is written (`fedquilt.testing.faults`). What a file holds is on the disk only
 after `sync` of the file, and that it has its name there only after `sync` of its folder.
 """
 

@@ -746,5 +746,8 @@ def test_who_stayed_silent_in_one_attempt_is_asked_last_in_the_next() -> None:
     assert isinstance(again, Asked)
     assert again.devices != (slow,)
     assert decide(state, 0.0, {slow, quick}) == Asked(0, 1, (slow,))  # where nobody else is left
-    state = after(state, again, Answered(0, update(*again.devices)), Closed(0), committed(0))
-    assert state.silent == frozenset()
+    (second,) = again.devices
+    turns = after(state, again, Reopened(0, 2))
+    assert decide(turns, 0.0, {slow, second, quick}) == Asked(0, 2, (slow,))  # whoever has waited longest
+    state = after(state, again, Answered(0, update(second)), Closed(0), committed(0))
+    assert state.silent == ()

@@ -20,7 +20,8 @@ from fedquilt.coordinator.server import Server
 from fedquilt.core import BlobRef
 from fedquilt.disk import Place
 from fedquilt.testing.faults import search
-from fedquilt.testing.faults.disk import Connection, SimDisk
+from fedquilt.testing.faults.database import Connection
+from fedquilt.testing.faults.disk import SimDisk
 from fedquilt.testing.faults.schedule import drawn, parse
 from fedquilt.testing.faults.world import Theatre
 

@@ -22,6 +22,8 @@ REPLAYS = (
     "seed=47 method=ditto devices=2 rounds=2 crash:dev-0,117,1,0.62",
     # a board that is too slow for a round was asked in each attempt at it, while another one waited
     "seed=436 rounds=2 size=2 deadline_s=4.0 slow:dev-2,5.0",
+    # two boards had been silent, and the slow one of them was asked again and again
+    "seed=5155 size=2 deadline_s=4.0 slow:dev-2,5.0 cut:dev-0,3.22,15.0,1",
 )
 
 

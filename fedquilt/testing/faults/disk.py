@@ -1,25 +1,18 @@
 """A disk that lies: what was not synced may be lost or torn by a power failure, and any call may fail or be the last.
 
-A `Platter` is what one computer keeps: it outlives the processes on it. A `SimDisk` is one process's way to it. Files
-and folders are in memory, twice: as programs see them, and as they are after a power failure. A change of a folder's
-names is lost or kept as a whole (a renamed file is never in both places, nor in none), in any combination with others
-that were not synced either; of a file that was not synced, a power failure leaves the old bytes, the new ones, zeros,
-or a mixture. Databases are SQLite's own files in a real folder: a power failure cuts the write-ahead log somewhere
-after its last sync, and SQLite itself recovers from that.
+A `SimDisk` is one process's way to a `Platter`, which is what its computer keeps and which outlives it.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import random
 import sqlite3
 from collections.abc import Callable, Iterator
-from copy import deepcopy
-from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from fedquilt.disk import REAL, Disk, Found, Lock, Place
+from fedquilt.testing.faults.platter import Change, File, Folder, Node, Platter, SimLock, apply
 
 Gate: TypeAlias = Callable[[str, Place], "OSError | None"]
 """Called before each call with what it does ("read", "write", "sync", "name", "commit") and where.
@@ -27,178 +20,9 @@ Gate: TypeAlias = Callable[[str, Place], "OSError | None"]
 It returns the error that the call is to raise, or raises `Crash`.
 """
 
-TORN_BYTES: Final = 64  # a file that was being written ends, or turns into zeros or old bytes, at a multiple of this
-
 
 class Crash(BaseException):
     """The process is gone, in the middle of what it did. No `except Exception` may catch it."""
-
-
-class File:
-    """Bytes of a file: as programs see them, and as they are safe on the disk."""
-
-    __slots__ = ("data", "inode", "mtime_ns", "safe")
-
-    def __init__(self, data: bytes, inode: int, mtime_ns: int, safe: bytes | None = None) -> None:
-        self.data, self.inode, self.mtime_ns, self.safe = data, inode, mtime_ns, safe
-
-
-class Folder:
-    """Names in a folder: as programs see them, and as they are safe on the disk."""
-
-    __slots__ = ("inode", "names", "safe")
-
-    def __init__(self, inode: int) -> None:
-        self.inode = inode
-        self.names: dict[str, File | Folder] = {}
-        self.safe: dict[str, File | Folder] = {}
-
-
-Node: TypeAlias = File | Folder
-Change: TypeAlias = list[tuple[Folder, str, Node | None]]  # names set or removed together
-
-
-class Platter:
-    """Everything that one computer keeps, below one folder.
-
-    Args:
-        root: absolute path that stands for its folder; paths elsewhere are the real disk's, to be read only.
-        real: folder for databases, of its own.
-        wall_ns: the computer's clock.
-    """
-
-    def __init__(self, root: str, real: Path, wall_ns: Callable[[], int] = lambda: 0) -> None:
-        self.root, self.wall_ns = root.rstrip("/"), wall_ns
-        self.top = Folder(0)
-        self.changes: list[Change] = []  # of names, not synced yet
-        self.locks: dict[str, set[SimLock]] = {}
-        self.databases: dict[str, Database] = {}  # by path
-        self.lost = 0  # files and names that power failures have taken
-        self._real, self._inodes = real, 0
-
-    def inode(self) -> int:
-        """Number of a new file or folder."""
-        self._inodes += 1
-        return self._inodes
-
-    def database(self, path: str) -> Database:
-        """The database of a path, which is made with the first call."""
-        if path not in self.databases:
-            self.databases[path] = Database(self._real / f"{len(self.databases)}-{os.path.basename(path)}")
-        return self.databases[path]
-
-    def power_fails(self, roll: random.Random) -> None:
-        """Lose what was not synced, or a part of it. No process may have survived."""
-        way, upto = roll.random(), roll.randint(0, len(self.changes))
-        kept = {index for index in range(len(self.changes)) if (index < upto if way < 0.5 else roll.random() < 0.5)}
-        self.make_safe(kept)
-        self.lost += len(self.changes)
-        self.changes.clear()
-        self._restore(self.top, roll)
-        for database in self.databases.values():
-            database.crash(roll)
-
-    def make_safe(self, kept: set[int]) -> None:
-        """Have these changes of names on the disk, and with each of them those before it that it builds on."""
-        if len(kept) == len(self.changes):
-            for change in self.changes:
-                _apply(change, safe=True)
-            self.changes.clear()
-            return
-        slots: set[tuple[int, str]] = set()
-        for index in range(max(kept, default=-1), -1, -1):
-            mine = [(folder.inode, name) for folder, name, _ in self.changes[index]]
-            if index in kept or not slots.isdisjoint(mine):
-                kept.add(index)
-                slots.update(mine)
-        left: list[Change] = []
-        for index, change in enumerate(self.changes):
-            if index in kept:
-                _apply(change, safe=True)
-            else:
-                left.append(change)
-        self.changes[:] = left
-
-    def rot(self, place: float) -> bool:
-        """Flip a bit of one of the files, by a number from 0 to 1; False: there is none."""
-        files = [file for file in self._files(self.top) if file.data]
-        bits = sum(8 * len(file.data) for file in files)
-        bit = int(place * bits)
-        for file in files:
-            if bit < 8 * len(file.data):
-                data = bytearray(file.data)
-                data[bit // 8] ^= 1 << bit % 8
-                file.data = bytes(data)
-                file.safe = file.data if file.safe is not None else None
-                return True
-            bit -= 8 * len(file.data)
-        return False
-
-    def _files(self, folder: Folder) -> list[File]:
-        found: list[File] = []
-        for node in folder.names.values():
-            found += self._files(node) if isinstance(node, Folder) else [node]
-        return found
-
-    def copy(self) -> tuple[Folder, dict[str, tuple[bytes, bytes]]]:
-        """A copy of everything, for `restore`."""
-        return deepcopy(self.top), {path: each.image() for path, each in self.databases.items()}
-
-    def restore(self, copied: tuple[Folder, dict[str, tuple[bytes, bytes]]]) -> None:
-        """Have the contents of a copy; no process may be running."""
-        self.top = copied[0]
-        self.changes.clear()
-        for path, image in copied[1].items():
-            self.databases[path].restore(image)
-
-    def processes_end(self) -> None:
-        """Close what a killed process had open; files stay as programs have left them."""
-        for database in self.databases.values():
-            database.crash(None)
-
-    def _restore(self, folder: Folder, roll: random.Random) -> None:
-        folder.names = dict(folder.safe)
-        for node in folder.names.values():
-            if isinstance(node, Folder):
-                self._restore(node, roll)
-            elif node.safe is None or node.safe is not node.data:
-                self.lost += 1
-                node.data = node.safe = torn(node.safe or b"", node.data, roll)
-
-
-def torn(old: bytes, new: bytes, roll: random.Random) -> bytes:
-    """What a power failure leaves of a file whose new bytes were not synced."""
-    way = roll.random()
-    if way < 0.3:
-        return old
-    if way < 0.5:
-        return new
-    cut = roll.randrange(len(new) // TORN_BYTES + 1) * TORN_BYTES
-    if way < 0.75:
-        return new[:cut]
-    return new[:cut] + bytes(len(new) - cut) if way < 0.9 else new[:cut] + old[cut:]
-
-
-def _apply(change: Change, *, safe: bool) -> None:
-    for folder, name, node in change:
-        names = folder.safe if safe else folder.names
-        if node is None:
-            names.pop(name, None)
-        else:
-            names[name] = node
-
-
-class SimLock(Lock):
-    """A lock in memory."""
-
-    def __init__(self, holders: set[SimLock], shared: bool) -> None:
-        super().__init__(-1)
-        self._holders, self.shared = holders, shared
-        holders.add(self)
-
-    def close(self) -> None:
-        """Release it."""
-        self._holders.discard(self)
 
 
 class SimDisk(Disk):
@@ -432,7 +256,7 @@ class SimDisk(Disk):
             raise error
 
     def _change(self, change: Change) -> None:
-        _apply(change, safe=False)
+        apply(change, safe=False)
         self.platter.changes.append(change)
 
     def _outside(self, path: Place) -> bool:
@@ -479,108 +303,3 @@ def _found(name: str, node: Node) -> Found:
     if isinstance(node, Folder):
         return Found(name, True, 0, 0, node.inode)
     return Found(name, False, len(node.data), node.mtime_ns, node.inode)
-
-
-# -- databases ------------------------------------------------------------------------------------
-
-
-class Database:
-    """SQLite's files of one database, and how much of its write-ahead log is safe."""
-
-    def __init__(self, path: Path) -> None:
-        self._stem, self._number = path, 0
-        self.path = path
-        self.unsynced: int | None = None  # bytes of the write-ahead log before the commit that is under way
-        self._open: list[Connection] = []
-
-    def write(self, payload: bytes) -> None:
-        """Begin with these bytes of a database."""
-        self.path.write_bytes(payload)
-
-    def connect(self, ask: Callable[[str, Place], None]) -> Connection:
-        """A connection of a process; `ask` decides about each of its statements that write."""
-        made = sqlite3.connect(self.path, timeout=10, isolation_level=None, factory=Connection)
-        made.begin(self, ask)
-        self._open.append(made)
-        return made
-
-    def wal_bytes(self) -> int:
-        """Size of the write-ahead log."""
-        try:
-            return os.stat(f"{self.path}-wal").st_size
-        except FileNotFoundError:
-            return 0
-
-    def image(self) -> tuple[bytes, bytes]:
-        """The database and its write-ahead log."""
-        wal = Path(f"{self.path}-wal")
-        return self.path.read_bytes() if self.path.exists() else b"", wal.read_bytes() if wal.exists() else b""
-
-    def crash(self, roll: random.Random | None) -> None:
-        """End all its processes; with `roll` the power fails as well."""
-        if not self._open:
-            return
-        main, wal = self.image()
-        safe = len(wal) if all(connection.synchronous for connection in self._open) else 0
-        safe = min(safe, len(wal) if self.unsynced is None else self.unsynced)
-        if roll is not None and len(wal) > safe:
-            wal = wal[: roll.choice([safe, len(wal), roll.randint(safe, len(wal))])]
-        for connection in self._open:
-            connection.drop()
-        self._open.clear()
-        self.path.unlink(missing_ok=True)
-        self.restore((main, wal))
-
-    def restore(self, image: tuple[bytes, bytes]) -> None:
-        """Have these contents; nobody may be connected."""
-        self._number += 1
-        self.path = self._stem.with_name(f"{self._number}-{self._stem.name}")
-        self.path.write_bytes(image[0])
-        if image[1]:
-            Path(f"{self.path}-wal").write_bytes(image[1])
-        self.unsynced = None
-
-
-class Connection(sqlite3.Connection):
-    """A process's connection to a database."""
-
-    _base: Database
-    _ask: Callable[[str, Place], None]
-    synchronous = True  # SQLite's own default; a commit is on the disk when it returns
-
-    def begin(self, base: Database, ask: Callable[[str, Place], None]) -> None:
-        """Belong to a process."""
-        self._base, self._ask = base, ask
-
-    def drop(self) -> None:
-        """Close it for a process that is gone."""
-        super().close()
-
-    def close(self) -> None:
-        """Close it; the write-ahead log goes into the database."""
-        if self in self._base._open:
-            self._base._open.remove(self)
-        super().close()
-
-    def execute(self, sql: str, *given: Any) -> sqlite3.Cursor:
-        """Execute a statement; one that writes may fail, or be the last."""
-        word = sql[:8].lstrip().split(" ", 1)[0].lower()
-        if word == "pragma" and "synchronous" in sql:
-            self.synchronous = "full" in sql
-        if word not in ("insert", "update", "delete", "commit"):
-            return super().execute(sql, *given)
-        self._try("commit")
-        before = self._base.wal_bytes()
-        found = super().execute(sql, *given)
-        if not self.in_transaction:
-            self._base.unsynced = before
-            self._ask("sync", "fedquilt.db-wal")  # written, and not safe yet
-            self._base.unsynced = None
-        return found
-
-    def _try(self, what: str) -> None:
-        try:
-            self._ask(what, "fedquilt.db")
-        except OSError as error:
-            said = "database or disk is full" if error.errno == errno.ENOSPC else "disk I/O error"
-            raise sqlite3.OperationalError(said) from None

@@ -25,7 +25,8 @@ from fedquilt.edge_agent.settings import AgentSettings
 from fedquilt.edge_agent.task.protocol import Event, Loaded, Order, Outcome
 from fedquilt.testing.faults import schedule
 from fedquilt.testing.faults.broker import SimBroker, SimLink
-from fedquilt.testing.faults.disk import Crash, Platter, SimDisk
+from fedquilt.testing.faults.disk import Crash, SimDisk
+from fedquilt.testing.faults.platter import Platter
 from fedquilt.testing.faults.truth import BOARD, BUDGET, Truth
 
 FLEET: Final = "sim"

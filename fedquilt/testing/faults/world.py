@@ -25,7 +25,8 @@ from fedquilt.core import Contribution, FedquiltError, Method, Update
 from fedquilt.edge_agent.state import UPDATE
 from fedquilt.testing.faults import schedule
 from fedquilt.testing.faults.broker import Noise, SimBroker
-from fedquilt.testing.faults.disk import Platter, SimDisk
+from fedquilt.testing.faults.disk import SimDisk
+from fedquilt.testing.faults.platter import Platter
 from fedquilt.testing.faults.schedule import COORDINATOR, Schedule
 from fedquilt.testing.faults.sides import AgentSide, BrokenError, CoordinatorSide, Side
 from fedquilt.testing.faults.truth import Node, Truth, Workshop

@@ -14,7 +14,8 @@ from fedquilt.coordinator.settings import parse
 from fedquilt.coordinator.store import Store
 from fedquilt.disk import Disk
 from fedquilt.edge_agent.state import Local
-from fedquilt.testing.faults.disk import Crash, File, Platter, SimDisk
+from fedquilt.testing.faults.disk import Crash, SimDisk
+from fedquilt.testing.faults.platter import File, Platter
 
 ROLLS = range(60)
 

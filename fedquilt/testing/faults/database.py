@@ -1,0 +1,115 @@
+"""A database whose power fails: SQLite's own files, and its write-ahead log cut somewhere after its last sync."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fedquilt.disk import Place
+
+
+class Database:
+    """SQLite's files of one database, and how much of its write-ahead log is safe."""
+
+    def __init__(self, path: Path) -> None:
+        self._stem, self._number = path, 0
+        self.path = path
+        self.unsynced: int | None = None  # bytes of the write-ahead log before the commit that is under way
+        self._open: list[Connection] = []
+
+    def write(self, payload: bytes) -> None:
+        """Begin with these bytes of a database."""
+        self.path.write_bytes(payload)
+
+    def connect(self, ask: Callable[[str, Place], None]) -> Connection:
+        """A connection of a process; `ask` decides about each of its statements that write."""
+        made = sqlite3.connect(self.path, timeout=10, isolation_level=None, factory=Connection)
+        made.begin(self, ask)
+        self._open.append(made)
+        return made
+
+    def wal_bytes(self) -> int:
+        """Size of the write-ahead log."""
+        try:
+            return os.stat(f"{self.path}-wal").st_size
+        except FileNotFoundError:
+            return 0
+
+    def image(self) -> tuple[bytes, bytes]:
+        """The database and its write-ahead log."""
+        wal = Path(f"{self.path}-wal")
+        return self.path.read_bytes() if self.path.exists() else b"", wal.read_bytes() if wal.exists() else b""
+
+    def crash(self, roll: random.Random | None) -> None:
+        """End all its processes; with `roll` the power fails as well."""
+        if not self._open:
+            return
+        main, wal = self.image()
+        safe = len(wal) if all(connection.synchronous for connection in self._open) else 0
+        safe = min(safe, len(wal) if self.unsynced is None else self.unsynced)
+        if roll is not None and len(wal) > safe:
+            wal = wal[: roll.choice([safe, len(wal), roll.randint(safe, len(wal))])]
+        for connection in self._open:
+            connection.drop()
+        self._open.clear()
+        self.path.unlink(missing_ok=True)
+        self.restore((main, wal))
+
+    def restore(self, image: tuple[bytes, bytes]) -> None:
+        """Have these contents; nobody may be connected."""
+        self._number += 1
+        self.path = self._stem.with_name(f"{self._number}-{self._stem.name}")
+        self.path.write_bytes(image[0])
+        if image[1]:
+            Path(f"{self.path}-wal").write_bytes(image[1])
+        self.unsynced = None
+
+
+class Connection(sqlite3.Connection):
+    """A process's connection to a database."""
+
+    _base: Database
+    _ask: Callable[[str, Place], None]
+    synchronous = True  # SQLite's own default; a commit is on the disk when it returns
+
+    def begin(self, base: Database, ask: Callable[[str, Place], None]) -> None:
+        """Belong to a process."""
+        self._base, self._ask = base, ask
+
+    def drop(self) -> None:
+        """Close it for a process that is gone."""
+        super().close()
+
+    def close(self) -> None:
+        """Close it; the write-ahead log goes into the database."""
+        if self in self._base._open:
+            self._base._open.remove(self)
+        super().close()
+
+    def execute(self, sql: str, *given: Any) -> sqlite3.Cursor:
+        """Execute a statement; one that writes may fail, or be the last."""
+        word = sql[:8].lstrip().split(" ", 1)[0].lower()
+        if word == "pragma" and "synchronous" in sql:
+            self.synchronous = "full" in sql
+        if word not in ("insert", "update", "delete", "commit"):
+            return super().execute(sql, *given)
+        self._try("commit")
+        before = self._base.wal_bytes()
+        found = super().execute(sql, *given)
+        if not self.in_transaction:
+            self._base.unsynced = before
+            self._ask("sync", "fedquilt.db-wal")  # written, and not safe yet
+            self._base.unsynced = None
+        return found
+
+    def _try(self, what: str) -> None:
+        try:
+            self._ask(what, "fedquilt.db")
+        except OSError as error:
+            said = "database or disk is full" if error.errno == errno.ENOSPC else "disk I/O error"
+            raise sqlite3.OperationalError(said) from None

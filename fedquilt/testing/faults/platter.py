@@ -1,0 +1,188 @@
+"""What a computer keeps: files and folders twice, as programs see them and as they are after a power failure.
+
+A change of a folder's names is lost or kept as a whole (a renamed file is never in both places, nor in none), in any
+combination with others that were not synced either. Of a file that was not synced, a power failure leaves the old
+bytes, the new ones, zeros, or a mixture.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from fedquilt.disk import Lock
+from fedquilt.testing.faults.database import Database
+
+TORN_BYTES: Final = 64  # a file that was being written ends, or turns into zeros or old bytes, at a multiple of this
+
+
+class File:
+    """Bytes of a file: as programs see them, and as they are safe on the disk."""
+
+    __slots__ = ("data", "inode", "mtime_ns", "safe")
+
+    def __init__(self, data: bytes, inode: int, mtime_ns: int, safe: bytes | None = None) -> None:
+        self.data, self.inode, self.mtime_ns, self.safe = data, inode, mtime_ns, safe
+
+
+class Folder:
+    """Names in a folder: as programs see them, and as they are safe on the disk."""
+
+    __slots__ = ("inode", "names", "safe")
+
+    def __init__(self, inode: int) -> None:
+        self.inode = inode
+        self.names: dict[str, File | Folder] = {}
+        self.safe: dict[str, File | Folder] = {}
+
+
+Node: TypeAlias = File | Folder
+Change: TypeAlias = list[tuple[Folder, str, Node | None]]  # names set or removed together
+
+
+class Platter:
+    """Everything that one computer keeps, below one folder.
+
+    Args:
+        root: absolute path that stands for its folder; paths elsewhere are the real disk's, to be read only.
+        real: folder for databases, of its own.
+        wall_ns: the computer's clock.
+    """
+
+    def __init__(self, root: str, real: Path, wall_ns: Callable[[], int] = lambda: 0) -> None:
+        self.root, self.wall_ns = root.rstrip("/"), wall_ns
+        self.top = Folder(0)
+        self.changes: list[Change] = []  # of names, not synced yet
+        self.locks: dict[str, set[SimLock]] = {}
+        self.databases: dict[str, Database] = {}  # by path
+        self.lost = 0  # files and names that power failures have taken
+        self._real, self._inodes = real, 0
+
+    def inode(self) -> int:
+        """Number of a new file or folder."""
+        self._inodes += 1
+        return self._inodes
+
+    def database(self, path: str) -> Database:
+        """The database of a path, which is made with the first call."""
+        if path not in self.databases:
+            self.databases[path] = Database(self._real / f"{len(self.databases)}-{os.path.basename(path)}")
+        return self.databases[path]
+
+    def power_fails(self, roll: random.Random) -> None:
+        """Lose what was not synced, or a part of it. No process may have survived."""
+        way, upto = roll.random(), roll.randint(0, len(self.changes))
+        kept = {index for index in range(len(self.changes)) if (index < upto if way < 0.5 else roll.random() < 0.5)}
+        self.make_safe(kept)
+        self.lost += len(self.changes)
+        self.changes.clear()
+        self._restore(self.top, roll)
+        for database in self.databases.values():
+            database.crash(roll)
+
+    def make_safe(self, kept: set[int]) -> None:
+        """Have these changes of names on the disk, and with each of them those before it that it builds on."""
+        if len(kept) == len(self.changes):
+            for change in self.changes:
+                apply(change, safe=True)
+            self.changes.clear()
+            return
+        slots: set[tuple[int, str]] = set()
+        for index in range(max(kept, default=-1), -1, -1):
+            mine = [(folder.inode, name) for folder, name, _ in self.changes[index]]
+            if index in kept or not slots.isdisjoint(mine):
+                kept.add(index)
+                slots.update(mine)
+        left: list[Change] = []
+        for index, change in enumerate(self.changes):
+            if index in kept:
+                apply(change, safe=True)
+            else:
+                left.append(change)
+        self.changes[:] = left
+
+    def rot(self, place: float) -> bool:
+        """Flip a bit of one of the files, by a number from 0 to 1; False: there is none."""
+        files = [file for file in self._files(self.top) if file.data]
+        bits = sum(8 * len(file.data) for file in files)
+        bit = int(place * bits)
+        for file in files:
+            if bit < 8 * len(file.data):
+                data = bytearray(file.data)
+                data[bit // 8] ^= 1 << bit % 8
+                file.data = bytes(data)
+                file.safe = file.data if file.safe is not None else None
+                return True
+            bit -= 8 * len(file.data)
+        return False
+
+    def _files(self, folder: Folder) -> list[File]:
+        found: list[File] = []
+        for node in folder.names.values():
+            found += self._files(node) if isinstance(node, Folder) else [node]
+        return found
+
+    def copy(self) -> tuple[Folder, dict[str, tuple[bytes, bytes]]]:
+        """A copy of everything, for `restore`."""
+        return deepcopy(self.top), {path: each.image() for path, each in self.databases.items()}
+
+    def restore(self, copied: tuple[Folder, dict[str, tuple[bytes, bytes]]]) -> None:
+        """Have the contents of a copy; no process may be running."""
+        self.top = copied[0]
+        self.changes.clear()
+        for path, image in copied[1].items():
+            self.databases[path].restore(image)
+
+    def processes_end(self) -> None:
+        """Close what a killed process had open; files stay as programs have left them."""
+        for database in self.databases.values():
+            database.crash(None)
+
+    def _restore(self, folder: Folder, roll: random.Random) -> None:
+        folder.names = dict(folder.safe)
+        for node in folder.names.values():
+            if isinstance(node, Folder):
+                self._restore(node, roll)
+            elif node.safe is None or node.safe is not node.data:
+                self.lost += 1
+                node.data = node.safe = torn(node.safe or b"", node.data, roll)
+
+
+def torn(old: bytes, new: bytes, roll: random.Random) -> bytes:
+    """What a power failure leaves of a file whose new bytes were not synced."""
+    way = roll.random()
+    if way < 0.3:
+        return old
+    if way < 0.5:
+        return new
+    cut = roll.randrange(len(new) // TORN_BYTES + 1) * TORN_BYTES
+    if way < 0.75:
+        return new[:cut]
+    return new[:cut] + bytes(len(new) - cut) if way < 0.9 else new[:cut] + old[cut:]
+
+
+def apply(change: Change, *, safe: bool) -> None:
+    """Make a change, as programs see it or as it is on the disk."""
+    for folder, name, node in change:
+        names = folder.safe if safe else folder.names
+        if node is None:
+            names.pop(name, None)
+        else:
+            names[name] = node
+
+
+class SimLock(Lock):
+    """A lock in memory."""
+
+    def __init__(self, holders: set[SimLock], shared: bool) -> None:
+        super().__init__(-1)
+        self._holders, self.shared = holders, shared
+        holders.add(self)
+
+    def close(self) -> None:
+        """Release it."""
+        self._holders.discard(self)
