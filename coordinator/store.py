@@ -180,7 +180,8 @@ class Store:
         if not whole:
             damaged = self._rows.damaged(row.id, "its row in the list of runs is not what was written")
             created = row.created if isinstance(row.created, float) else 0.0
-            return Unreadable(*(ascii(each)[1:-1] for each in (row.id, row.status)), created, ascii(str(damaged))[1:-1])
+            id, status, reason = (ascii(each)[1:-1] for each in (row.id, row.status, str(damaged)))  # may be no text
+            return Unreadable(id, status, created, reason)
         try:
             job = msgspec.json.decode(row.settings, type=Job)
         except msgspec.MsgspecError as error:

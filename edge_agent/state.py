@@ -36,8 +36,7 @@ from fedquilt.blobs.shared_store import Lodger, Shared
 from fedquilt.blobs.store import Depot
 from fedquilt.core import BlobRef, JobError, Update, WireError
 from fedquilt.disk import REAL, Disk, Lock, doing
-from fedquilt.edge_agent.events import Counted, Key
-from fedquilt.edge_agent.remembered import Private, Remembered
+from fedquilt.edge_agent.remembered import Counted, Key, Private, Remembered
 
 if TYPE_CHECKING:
     from fedquilt.core import Tensors

@@ -12,8 +12,7 @@ import pytest
 
 from fedquilt import tensors, wire
 from fedquilt.core import BlobRef, JobError, StoreError, Update, Usage
-from fedquilt.edge_agent.events import Counted
-from fedquilt.edge_agent.remembered import Private
+from fedquilt.edge_agent.remembered import Counted, Private
 from fedquilt.edge_agent.state import PRIVATE, SPARE_BYTES, UPDATE, Local, write_tensors
 
 KEY = ("j-1", 3)
