@@ -191,7 +191,8 @@ class Store:
         if not whole:
             damaged = self._rows.damaged(row.id, "its row in the list of runs is not what was written")
             created = row.created if isinstance(row.created, float) else 0.0
-            return Unreadable(_plain(row.id), _plain(row.status), created, _plain(damaged))
+            id, status, reason = (ascii(each)[1:-1] for each in (row.id, row.status, str(damaged)))  # may be no text
+            return Unreadable(id, status, created, reason)
         try:
             job = msgspec.json.decode(row.settings, type=Job)
         except msgspec.MsgspecError as error:
@@ -414,8 +415,3 @@ def _storing(home: Path) -> Iterator[None]:
         yield
     except (sqlite3.Error, OSError) as error:
         raise StoreError(f"cannot use the store {home}: {error}; is the disk full, or the folder not yours?") from None
-
-
-def _plain(text: object) -> str:
-    """A text that may hold anything, as ASCII."""
-    return ascii(str(text))[1:-1]

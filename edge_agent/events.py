@@ -13,6 +13,7 @@ import msgspec
 from msgspec import field
 
 from fedquilt.core import CODECS, BlobRef, Task, Update
+from fedquilt.edge_agent.remembered import Counted
 from fedquilt.edge_agent.task.budget import Caution
 from fedquilt.wire import Claim
 
@@ -155,13 +156,6 @@ class Open(msgspec.Struct, frozen=True):
     def key(self) -> Key:
         """Job and round of the task."""
         return (self.task.job, self.task.round)
-
-
-class Counted(msgspec.Struct, frozen=True):
-    """Last round of a job that the coordinator has counted of this device."""
-
-    round: int
-    epoch: int = 0  # start of the coordinator that said so
 
 
 class Offer(msgspec.Struct, frozen=True):

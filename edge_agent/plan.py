@@ -35,7 +35,6 @@ from fedquilt.edge_agent.events import (
     Begin,
     Cleared,
     Connected,
-    Counted,
     Done,
     Drop,
     Event,
@@ -52,6 +51,7 @@ from fedquilt.edge_agent.events import (
     Tick,
 )
 from fedquilt.edge_agent.power import governor
+from fedquilt.edge_agent.remembered import Counted
 from fedquilt.edge_agent.task import budget
 from fedquilt.wire import Claim
 

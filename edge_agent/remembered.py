@@ -21,12 +21,20 @@ import msgspec
 from fedquilt import wire
 from fedquilt.core import AnyDigest, Count, Name, Wired, WireError
 from fedquilt.disk import Disk
-from fedquilt.edge_agent.events import Counted, Key
 
 log = logging.getLogger("fedquilt.agent")
 
+Key = tuple[str, int]  # job, round
+
 KEPT: Final = 2  # private states of a job
 _PRIVATE: Final = re.compile(r"([a-z0-9][a-z0-9._-]*)@(\d{1,16})\.([0-9a-f]{64})")
+
+
+class Counted(msgspec.Struct, frozen=True):
+    """Last round of a job that the coordinator has counted of this device."""
+
+    round: int
+    epoch: int = 0  # start of the coordinator that said so
 
 
 class Private(NamedTuple):

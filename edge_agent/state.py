@@ -27,19 +27,15 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from fedquilt import wire
 from fedquilt.blobs.shared_store import Lodger, Shared
 from fedquilt.blobs.store import Depot
 from fedquilt.core import BlobRef, JobError, Update, WireError
 from fedquilt.disk import REAL, Disk, Lock, doing
-from fedquilt.edge_agent.events import Counted, Key
-from fedquilt.edge_agent.remembered import Private, Remembered
+from fedquilt.edge_agent.remembered import Counted, Key, Private, Remembered
 from fedquilt.edge_agent.task.outputs import PRIVATE
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger("fedquilt.agent")
 

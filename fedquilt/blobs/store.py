@@ -12,10 +12,9 @@ its chunks: a record could claim data that a power cut lost. `resume` asks the f
 system where there is data and believes only what matches the manifest.
 
 What a disk gives back need not be what it was given. So a blob is hashed when it is opened, and what is damaged
-counts as absent: it is fetched or made again, or refused by whoever needs it. A process that opens a file again within
-VERIFIED_S does not hash it again while inode, size and time of the last change are the same: a round's model of
-45 MB, hashed for each of 10 devices, would take a second. Blobs in small.pack are hashed when the file is opened, and
-not between: only the process that has written them reads them.
+counts as absent: it is fetched or made again, or refused by whoever needs it. A file that stays the same is hashed once
+an hour by each process: to hash 45 MB takes a tenth of a second. Blobs in small.pack are hashed when that is
+opened, and not between: only the process that has written them reads them.
 
 ONNX graphs rely on flat names: they name their external data by sha256, in the same folder.
 """
@@ -36,6 +35,7 @@ from typing import Final
 from fedquilt import wire
 from fedquilt.blobs import chunks
 from fedquilt.blobs.pack import Pack
+from fedquilt.blobs.verified import Verified
 from fedquilt.core import BlobRef, StoreError
 from fedquilt.disk import REAL, Disk, Found
 
@@ -43,7 +43,6 @@ log = logging.getLogger("fedquilt.blobs.store")
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _STALE_S: Final = 24 * 3600.0
-VERIFIED_S: Final = 3600.0  # for which a file that has not changed counts as verified
 SMALL_BYTES: Final = 128 * 1024  # largest blob that is stowed without a file of its own
 _MENDS: Final = {
     errno.ENOSPC: "the disk is full; free some space or use another folder",
@@ -81,7 +80,7 @@ class Depot:
         self._prefix = os.path.join(folder, "")
         self._durable = durable
         self._wall_clock = wall_clock
-        self._verified: dict[str, tuple[Found, float]] = {}  # sha256 -> its file, and when it was hashed
+        self._verified = Verified(disk)
         with self._doing("make the folder"):
             if make:
                 (disk.settle if durable else disk.make)(folder)
@@ -123,7 +122,7 @@ class Depot:
 
     def doubt(self) -> None:
         """Hash every blob again when it is opened next: something has failed that may be a disk's fault."""
-        self._verified.clear()
+        self._verified.forget()
 
     def damaged(self, sha256: str) -> None:
         """Put a blob out of use that was found to be damaged, so that its user may store it again."""
@@ -244,7 +243,7 @@ class Depot:
                 self.disk.unlink(path)
             else:
                 self.disk.replace(path, self._at(ref.sha256))
-                self._note(ref.sha256)
+                self._verified.note(self._at(ref.sha256), ref.sha256)
 
     def drop(self, sha256: str) -> None:
         """Remove a blob, whole or in part."""
@@ -253,7 +252,7 @@ class Depot:
             if not self.disk.is_file(self._at(sha256)):
                 return
         with self._doing(f"remove blob {sha256[:12]}"):
-            self._verified.pop(sha256, None)
+            self._verified.forget(sha256)
             for path in (self._at(sha256), self._part(sha256)):
                 self.disk.unlink(path)
 
@@ -267,7 +266,7 @@ class Depot:
                 stale = self._wall_clock() - found.mtime_ns / 1e9 >= _STALE_S
                 superfluous = kind == "part" and self.ref(sha256) is not None
                 if (stale or superfluous) if kind else sha256 not in only:
-                    self._verified.pop(found.name, None)
+                    self._verified.forget(found.name)
                     self.disk.unlink(f"{self._prefix}{found.name}")
 
     def unused(self) -> list[tuple[str, int]]:
@@ -279,11 +278,7 @@ class Depot:
     def touch(self, sha256: str) -> None:
         """Note a use of a blob."""
         with self._doing(f"touch blob {sha256[:12]}"):
-            path, (known, hashed_s) = self._at(sha256), self._verified.get(sha256, (None, 0.0))
-            same = known is not None and self.disk.stat(path) == known
-            self.disk.touch(path)
-            if same and (found := self.disk.stat(path)) is not None:
-                self._verified[sha256] = (found, hashed_s)
+            self._verified.touched(self._at(sha256), sha256)
 
     # -- parts --
 
@@ -342,33 +337,20 @@ class Depot:
         return found is not None and found.size == ref.size
 
     def _sound(self, sha256: str) -> Found | None:
-        """A blob's file, hashed unless that was done of late; None: there is none, or it was damaged and is put aside.
-
-        What seems to be damaged is hashed twice, so that memory which was read wrongly once removes nothing.
-        """
+        """A blob's file; None: there is none, or it was damaged and is put aside."""
         path = self._at(sha256)
         found = self.disk.stat(path)
         if found is None or found.is_dir:
             return None
-        known, hashed_s = self._verified.get(sha256, (None, 0.0))
-        if known == found and time.monotonic() < hashed_s + VERIFIED_S:
-            return found
-        if self.disk.digest(path) != sha256 and self.disk.digest(path) != sha256:
+        if not self._verified.holds(path, found, sha256):
             self._set_aside(sha256)
             return None
-        self._verified[sha256] = (found, time.monotonic())
         return found
-
-    def _note(self, sha256: str) -> None:
-        """A file was given its name after its bytes were hashed."""
-        found = self.disk.stat(self._at(sha256))
-        if found is not None:
-            self._verified[sha256] = (found, time.monotonic())
 
     def _set_aside(self, sha256: str) -> None:
         path = self._at(sha256)
         log.warning("blob %s in %s is damaged: its bytes are not those it was stored with", sha256[:12], self.folder)
-        self._verified.pop(sha256, None)
+        self._verified.forget(sha256)
         self.disk.touch(path)  # it is kept for a day from now on
         self.disk.replace(path, f"{path}.damaged")
 
@@ -398,7 +380,7 @@ class Depot:
 
     def _place(self, path: str, sha256: str) -> None:
         self.disk.replace(path, self._at(sha256))
-        self._note(sha256)
+        self._verified.note(self._at(sha256), sha256)
         if self._durable:
             self.disk.sync(self.folder)
 

@@ -22,7 +22,6 @@ from fedquilt.edge_agent.events import (
     Begin,
     Cleared,
     Connected,
-    Counted,
     Done,
     Drop,
     Event,
@@ -37,6 +36,7 @@ from fedquilt.edge_agent.events import (
     Tick,
 )
 from fedquilt.edge_agent.plan import KILLED_MOST, REMEMBERED_JOBS, RESEND_MOST_S, advance, next_s
+from fedquilt.edge_agent.remembered import Counted
 from fedquilt.edge_agent.task.budget import ASSUMED_BASE_BYTES
 from fedquilt.wire import Claim
 

@@ -12,8 +12,7 @@ import pytest
 
 from fedquilt import tensors, wire
 from fedquilt.core import BlobRef, JobError, StoreError, Update, Usage
-from fedquilt.edge_agent.events import Counted
-from fedquilt.edge_agent.remembered import Private
+from fedquilt.edge_agent.remembered import Counted, Private
 from fedquilt.edge_agent.state import SPARE_BYTES, UPDATE, Local
 from fedquilt.edge_agent.task.outputs import PRIVATE, write_tensors
 

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from fedquilt.blobs import chunks
 from fedquilt.blobs.chunks import DamagedBlobError
 from fedquilt.blobs.store import Depot
 from fedquilt.core import BlobRef, StoreError
+from fedquilt.disk import Disk
 
 KIB = 1024
 DAY_S = 24 * 3600.0
@@ -314,3 +316,55 @@ def test_whatever_has_its_name_after_a_kill_is_whole(tmp_path: Path) -> None:
         whole = [name for name in names(folder) if "." not in name]
         assert len(whole) >= 4
         assert all(hashlib.sha256((folder / name).read_bytes()).hexdigest() == name for name in whole)
+
+
+def test_a_damaged_blob_counts_as_absent_and_can_be_stored_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By whatever it is asked for; the damaged file is kept aside for a day."""
+    payload = bytes(1000)
+    for ask in (
+        lambda depot, ref: depot.load(ref.sha256),
+        lambda depot, ref: depot.path(ref.sha256),
+        lambda depot, ref: depot.has(ref) or None,
+    ):
+        ref = Depot(tmp_path).put(payload)
+        (tmp_path / ref.sha256).write_bytes(payload[:-1] + b"\1")
+        depot = Depot(tmp_path)
+        assert ask(depot, ref) is None
+        assert (tmp_path / f"{ref.sha256}.damaged").is_file()
+        assert depot.put(payload) == ref
+        assert ask(depot, ref) is not None
+    assert caplog.text.count("is damaged: its bytes are not those it was stored with") == 3
+    Depot(tmp_path, lambda: time.time() + 2 * 86400).keep({ref.sha256})
+    assert [path.name for path in tmp_path.iterdir()] == [ref.sha256]
+
+
+def test_a_blob_is_stored_over_a_damaged_one(tmp_path: Path) -> None:
+    """Whoever has its bytes mends it."""
+    payload = b"x" * 100
+    ref = Depot(tmp_path).put(payload)
+    (tmp_path / ref.sha256).write_bytes(b"y" * 100)
+    assert Depot(tmp_path).put(payload) == ref
+    assert Depot(tmp_path).load(ref.sha256) == payload
+
+
+def test_a_file_is_hashed_once_while_it_stays_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A use of it changes nothing; after an hour, a change or a doubt it is hashed again."""
+    hashed: list[str] = []
+    digest = Disk.digest
+    monkeypatch.setattr(Disk, "digest", lambda disk, path: (hashed.append(str(path)), digest(disk, path))[1])
+    ref = Depot(tmp_path).put(b"x" * 100)
+    depot = Depot(tmp_path)
+    for _ in range(3):
+        assert depot.has(ref)
+        depot.touch(ref.sha256)
+    assert len(hashed) == 1
+    depot.doubt()
+    assert depot.has(ref)
+    now_s = time.monotonic() + 3601.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    assert depot.load(ref.sha256) == b"x" * 100
+    os.utime(tmp_path / ref.sha256, (5, 5))
+    assert depot.path(ref.sha256) is not None
+    assert len(hashed) == 4
