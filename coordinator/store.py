@@ -281,13 +281,8 @@ class Store:
 
     def states(self, but: str = "") -> set[str]:
         """Hashes (sha256) of every job's latest state, from which results are made. `but`: a job to leave out."""
-        query = """
-            select json_extract(body, '$.state.sha256') from sound where seq in (
-                select max(seq) from sound where job in (select id from jobs where id <> ?)
-                and json_extract(body, '$.state.sha256') is not null group by job)
-        """
         with _storing(self.home):
-            return {str(row[0]) for row in self._db.execute(query, (but,))}
+            return self._rows.states(but)
 
     def held(self, but: str = "") -> set[str]:
         """Blobs that some job may still need: the latest states, and updates that no state contains yet.
@@ -295,28 +290,15 @@ class Store:
         Args:
             but: a job to leave out, because its process knows its blobs without reading all its facts.
         """
-        query = """
-            with last(job, seq) as (
-                select job, max(seq) from sound where job in (select id from jobs where id <> :but)
-                and json_extract(body, '$.state.sha256') is not null group by job)
-            select json_extract(bundle.value, '$.sha256')
-            from sound left join last on last.job = sound.job, json_each(sound.body, '$.update.bundles') bundle
-            where sound.job in (select id from jobs where id <> :but) and sound.seq > coalesce(last.seq, 0)
-        """
         with _storing(self.home):
-            return self.states(but) | {str(row[0]) for row in self._db.execute(query, {"but": but})}
+            return self._rows.states(but) | self._rows.updates(but)
 
     # -- facts --
 
     def counted(self, update: Update) -> bool:
         """Whether the log of an update's job, under way or not, holds that it was counted."""
-        query = """
-            select 1 from sound where job = :job and instr(body, :device) and json_extract(body, '$.type') = 'Answered'
-            and json_extract(body, '$.round') = :round and json_extract(body, '$.update.device') = :device
-        """
-        known = {"job": update.job, "round": update.round, "device": update.device}
         with _storing(self.home):
-            return self._db.execute(query, known).fetchone() is not None
+            return self._rows.counted(update)
 
     @contextmanager
     def together(self) -> Iterator[None]:

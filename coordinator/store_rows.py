@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from fedquilt.coordinator.facts import AnyFact
-from fedquilt.core import JobError
+from fedquilt.core import JobError, Update
 
 FIRST: Final = b""  # instead of the checksum of a fact before the first one
 SUM_BYTES: Final = 16
@@ -202,3 +202,35 @@ class Rows:
         return DamagedRunError(
             f"the log of {id} in {self._home} is damaged: {what}; put back a copy of the whole home, or run it anew"
         )
+
+    # -- what jobs hold; `sound` is the view of facts that can be read as JSON --
+
+    def states(self, but: str) -> set[str]:
+        """Hashes (sha256) of the latest state of every job but one."""
+        query = """
+            select json_extract(body, '$.state.sha256') from sound where seq in (
+                select max(seq) from sound where job in (select id from jobs where id <> ?)
+                and json_extract(body, '$.state.sha256') is not null group by job)
+        """
+        return {str(row[0]) for row in self._db.execute(query, (but,))}
+
+    def updates(self, but: str) -> set[str]:
+        """Hashes (sha256) of the bundles of updates that no state contains yet, of every job but one."""
+        query = """
+            with last(job, seq) as (
+                select job, max(seq) from sound where job in (select id from jobs where id <> :but)
+                and json_extract(body, '$.state.sha256') is not null group by job)
+            select json_extract(bundle.value, '$.sha256')
+            from sound left join last on last.job = sound.job, json_each(sound.body, '$.update.bundles') bundle
+            where sound.job in (select id from jobs where id <> :but) and sound.seq > coalesce(last.seq, 0)
+        """
+        return {str(row[0]) for row in self._db.execute(query, {"but": but})}
+
+    def counted(self, update: Update) -> bool:
+        """Whether the log of an update's job holds that it was counted."""
+        query = """
+            select 1 from sound where job = :job and instr(body, :device) and json_extract(body, '$.type') = 'Answered'
+            and json_extract(body, '$.round') = :round and json_extract(body, '$.update.device') = :device
+        """
+        known = {"job": update.job, "round": update.round, "device": update.device}
+        return self._db.execute(query, known).fetchone() is not None

@@ -108,14 +108,11 @@ class SimulatedFleet:
             if name in self._away:
                 self._away.remove(name)
                 self._boots[name] = self._boots.get(name, 0) + 1
-                self._heard.append((name, self._presence(name, online=True)))
-                self._heard.append((name, self.profile(name)))
+                self._heard += [(name, self._presence(name, online=True)), (name, self.profile(name))]
 
     def leave(self, names: Iterable[str]) -> None:
         """Switch devices off: a task in hand is lost; private state and blobs are on disk and there again later."""
-        for name in names:
-            if name in self._away or name not in self._boots:
-                continue
+        for name in [name for name in names if name in self._boots and name not in self._away]:
             self._away.add(name)
             self._waiting.pop(name, None)
             if (gone := self._devices.pop(name, None)) is not None:
@@ -398,7 +395,5 @@ class _Device:
         else:
             os.unlink(f"{self._folder}{self._following}")
         self._fleet.private -= {self._following, self._unanswered}
-        os.unlink(
-            f"{self._folder}{self._unanswered}"
-        )  # last: without it, what follows could not be offered again after a kill
+        os.unlink(f"{self._folder}{self._unanswered}")  # last: with it, what follows is offered again after a kill
         self._follows = False
