@@ -9,19 +9,18 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import msgspec
-
 from fedquilt import wire
 from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Ended
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Contribution, FedquiltError, Method, Update
+from fedquilt.edge_agent.remembered import Remembered
 from fedquilt.edge_agent.state import UPDATE
 from fedquilt.testing.faults import schedule
 from fedquilt.testing.faults.broker import Noise, SimBroker
@@ -150,7 +149,7 @@ class World:
         self.coordinator.platter.database(f"/{COORDINATOR}/fedquilt.db").write(theatre.empty)
         with self._operator() as store:
             for id, truth in self.truths.items():
-                store._db.execute("update jobs set id = ? where id = ?", (id, store.add(truth.job, truth.folder)))
+                _renamed(store, store.add(truth.job, truth.folder), id)
         by_method = {truth.job.method: truth for truth in self.truths.values()}
         self.agents: list[AgentSide] = []
         for index in range(plan.devices):
@@ -348,10 +347,9 @@ class World:
         """What a device keeps belongs to the last round that it knows was counted, and it knows of all but the last."""
         disk, root = SimDisk(side.platter), side.platter.root
         given = [round for round, cohort in enumerate(cohorts) if side.name in cohort]
-        counted: Mapping[str, int] = {}
-        if disk.is_file(f"{root}/counted.json"):
-            counted = msgspec.json.decode(disk.read(f"{root}/counted.json"), type=dict[str, int])
-        last = counted.get(id, -1)
+        remembered = Remembered(Path(root), disk, durable=True)
+        counted = remembered.recover()
+        last = counted[id].round if id in counted else -1
         if last >= 0 and last not in given:
             raise BrokenError(f"{side.name} holds round {last} of {id} for counted; {given} were")
         waiting = {
@@ -364,8 +362,8 @@ class World:
                 f"{side.name} does not know that round {unknown} of {id} was counted, and offers it no more"
             )
         node: Node = truth.node(cohorts[: last + 1])
-        path = f"{root}/private/{id}.safetensors"
-        kept = disk.read(path) if disk.is_file(path) else None
+        path = remembered.private(id, last).path if id in counted else None
+        kept = None if path is None else disk.read(path)
         if last >= 0 and id in counted and kept != node.private.get(side.name):
             said = "nothing" if kept is None else "another"
             raise BrokenError(f"{side.name} has counted round {last} of {id} and keeps {said} private state of it")
@@ -374,3 +372,12 @@ class World:
         """End all processes."""
         for side in self.sides:
             side.close()
+
+
+def _renamed(store: Store, made: str, id: str) -> None:
+    """Give a job another id, as if it had been queued under it."""
+    with store._writing():
+        row = store._rows.job(made)
+        assert row is not None
+        store._rows.remove(made)
+        store._rows.add(row._replace(id=id))
