@@ -13,9 +13,8 @@ from typing import Final
 
 from fedquilt.core import ClockError, Device, JobError, Reading
 from fedquilt.edge_agent import devices, sysfs
-from fedquilt.edge_agent.clocks import controls
+from fedquilt.edge_agent.clocks import controls, modes
 from fedquilt.edge_agent.clocks.client import Clocks, Status
-from fedquilt.edge_agent.devices import jetson
 
 ROOT: Final = Path("/")
 HELPER: Final = "run/fedquilt/clocks.sock"
@@ -81,8 +80,8 @@ def look(root: Path, clock_s: float, now_s: float) -> Machine:
         power_w=reading.power_w if reading is not None else None,
         temperature_c=reading.temperature_c if reading is not None else None,
         undervoltage=_undervoltage(root / "sys/class/hwmon"),
-        mode=(jetson.mode(root) or (helper.mode if isinstance(helper, Status) else None)) if tegra else None,
-        mode_hidden=sysfs.hidden(root / jetson.STATUS),
+        mode=(modes.present(root) or (helper.mode if isinstance(helper, Status) else None)) if tegra else None,
+        mode_hidden=sysfs.hidden(root / modes.STATUS),
         modes=tuple(mode.name for mode in found.modes) if tegra else (),
         hidden=tuple(lever.name for lever in found.hidden),
         helper=helper,
