@@ -312,8 +312,9 @@ BOARDS |= {  # modules of the same families
             "2-0040": (("VDD_GPU", 20000, 0), ("VDD_CPU_SOC_MSS", 20000, 325), ("VIN_SYS_5V0", 5000, 1304)),
         },
         zones=("cpu-thermal", "gpu-thermal", "soc012-thermal", "soc345-thermal", "tj-thermal"),
-        source="jetson_stats, issue 711 (names) and pull request 900 (INA238); public logs of an idle board (rails, VIN, "
-        "zones); RidgeRun's module overview (tops); made up: addresses, clocks below the tops, nvpmodel.conf but for MAXN",
+        source="jetson_stats, issue 711 (names) and pull request 900 (INA238); public logs of an idle board "
+        "(rails, VIN, zones); RidgeRun's module overview (tops); made up: addresses, clocks below the tops, and "
+        "nvpmodel.conf but for MAXN",
         modes=(Mode("MAXN", 14),),
         input_w=23.0,
     ),

@@ -33,6 +33,7 @@ from fedquilt.testing.boards import plant
 EVERY: Final = [(board, jetpack) for board, one in layouts.BOARDS.items() for jetpack in one.jetpacks]
 ROUNDED: Final = 1.01  # nvpmodel's caps are rounded: 850 MHz means 854.25
 OTHERS: Final = ("15340000.vic", "bwmgr")  # devfreq devices that are no GPU
+ON: Final[dict[Path, int]] = {}  # root of a board -> number of its cores that are on
 STEPS: Final = 3  # of one case
 
 
@@ -45,15 +46,7 @@ def once(find: Callable[[Path], controls.Levers]) -> Callable[[Path], controls.L
     found: dict[tuple[object, ...], controls.Levers] = {}
 
     def discover(root: Path) -> controls.Levers:
-        folder = f"{root}/sys/devices/system/cpu/"
-        cores = []
-        for core in range(16):
-            try:
-                with open(f"{folder}cpu{core}/online") as file:
-                    cores.append(file.read())
-            except OSError:
-                break
-        key = (root, *cores)
+        key = (root, ON.get(root))
         if key not in found:
             found[key] = find(root)
         return found[key]
@@ -91,8 +84,10 @@ class World:
     def set(self, number: int) -> None:
         """As nvpmodel does: cores, limits and its status, which is new each time."""
         self.mode, mode = number, self.layout.modes[number]
-        for place, core in enumerate(self.cores):
-            self.write(self.root / f"sys/devices/system/cpu/cpu{core}/online", int(place < mode.cores))
+        if ON.get(self.root) != mode.cores:
+            ON[self.root] = mode.cores
+            for place, core in enumerate(self.cores):
+                self.write(self.root / f"sys/devices/system/cpu/cpu{core}/online", int(place < mode.cores))
         for folder in self.policies.values():
             self.limits(folder / "scaling_min_freq", folder / "scaling_max_freq", self.layout.cpu_khz, mode.cpu * 1000)
         self.limits(

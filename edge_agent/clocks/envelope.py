@@ -75,6 +75,32 @@ def permits(outer: Mode | None, inner: Mode) -> bool:
     return all(cap.value <= caps.get(cap.clock, UNCAPPED) * (1 + TOLERANCE) for cap in inner.caps)
 
 
+def check_masks(before: Mode | None, after: Mode) -> None:
+    """Refuse a mode that needs a restart of the board.
+
+    Raises:
+        ClockError: other parts of the GPU are on in it.
+    """
+    if before is not None and set(before.masks) != set(after.masks):
+        raise ClockError(
+            f"mode {after.name} switches other parts of the GPU on than {before.name}, which needs a restart of the "
+            f"board: `sudo nvpmodel -m {after.id}` and restart"
+        )
+
+
+def check_mode(owner: Mode | None, wanted: Mode, known: str | None) -> None:
+    """Refuse a mode beyond the owner's.
+
+    Raises:
+        ClockError: it turns on cores or raises caps.
+    """
+    if not permits(owner, wanted):
+        raise ClockError(
+            f"mode {wanted.name} has cores or clocks beyond the power mode, {known or 'which is not known'}: "
+            f"`sudo nvpmodel -m {wanted.id}` lets it, if the board's owner wants that"
+        )
+
+
 def offered(
     points: tuple[OperatingPoint, ...], levers: Levers, mode: Mode | None, most_hz: Mapping[str, float]
 ) -> tuple[OperatingPoint, ...]:

@@ -1,10 +1,10 @@
 """Clock helper: the only part of fedquilt that runs as root. It sets clocks for one client at a time.
 
-It accepts only frequencies that the board lists and its owner's bounds permit (the power mode, --max-w, --hottest:
-`fedquilt.edge_agent.clocks.envelope`), and restores the board's own settings when its client releases,
-hangs up or dies, stays silent beyond the watchdog's time, when the board is too hot or its power mode is changed, when it
-is stopped itself, and at its next start if it was killed (`fedquilt.edge_agent.clocks.hold`). No threads: one `step` at a
-time.
+It accepts only frequencies that the board lists and that its owner's bounds permit: the power mode, --max-w and
+--hottest (`fedquilt.edge_agent.clocks.envelope`). It restores the board's own settings when its client releases, hangs
+up, dies or is silent beyond the watchdog's time, when the board is too hot or its power mode is changed, when it is
+stopped itself, and at its next start if it was killed (`fedquilt.edge_agent.clocks.hold`). No threads: one `step` at
+a time.
 """
 
 from __future__ import annotations

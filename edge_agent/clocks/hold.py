@@ -21,7 +21,6 @@ from fedquilt.core import ClockError, OperatingPoint, StoreError, Wired
 from fedquilt.edge_agent import sysfs
 from fedquilt.edge_agent.clocks import controls, envelope, modes
 from fedquilt.edge_agent.clocks.controls import Lever, Levers, Settings, Write
-from fedquilt.edge_agent.clocks.modes import Mode
 
 log = logging.getLogger("fedquilt.clocks")
 
@@ -180,7 +179,7 @@ class Clamp:
         writes = controls.plan(found, point)  # before anything is changed
         envelope.check(found, point, most, owner)
         if mode is not None and not modes.same(mode.name, owner):
-            _check_mode(found.mode(owner), mode, owner)
+            envelope.check_mode(found.mode(owner), mode, owner)
             limited = envelope.below(found, most, envelope.bounds(found, found.mode(owner)))
             if limited:  # nvpmodel would raise it to the cap of the mode
                 raise ClockError(
@@ -304,7 +303,7 @@ class Clamp:
         before = self.mode()
         if modes.same(before, mode.name) and not again:
             return False
-        _check_masks(found.mode(before), mode)
+        envelope.check_masks(found.mode(before), mode)
         assert self._saved is not None
         self._mode_put = None if modes.same(mode.name, self._saved.mode) else mode.name
         self._remember(self._saved)  # before the change: what is found after a kill is not the owner's
@@ -364,23 +363,6 @@ class Clamp:
             os.fsync(folder)
         finally:
             os.close(folder)
-
-
-def _check_masks(before: Mode | None, after: Mode) -> None:
-    if before is not None and set(before.masks) != set(after.masks):
-        raise ClockError(
-            f"mode {after.name} switches other parts of the GPU on than {before.name}, which needs a restart of the "
-            f"board: `sudo nvpmodel -m {after.id}` and restart"
-        )
-
-
-def _check_mode(owner: Mode | None, wanted: Mode, known: str | None) -> None:
-    """Refuse a mode beyond the owner's."""
-    if not envelope.permits(owner, wanted):
-        raise ClockError(
-            f"mode {wanted.name} has cores or clocks beyond the power mode, {known or 'which is not known'}: "
-            f"`sudo nvpmodel -m {wanted.id}` lets it, if the board's owner wants that"
-        )
 
 
 def _became(point: OperatingPoint, found: Levers) -> OperatingPoint:

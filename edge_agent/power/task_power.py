@@ -171,6 +171,11 @@ class Pacer:
 
     def _choose(self, now_s: float) -> None:
         board = self._board
+        if board.points and not self._rule.permitted(board.points):
+            log.warning(
+                "the clocks are left to the board: no operating point is known to draw %g W or less (max_w)",
+                self._rule.max_w,
+            )
         point = governor.choose(self._rule, board.points, self._work, self._left_s, board.idle_w, self._pace)
         self._hold(None if self._rule.too_hot(self._celsius) else point, now_s)
 

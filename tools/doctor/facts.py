@@ -15,6 +15,7 @@ from fedquilt.core import ClockError, Device, JobError, Reading
 from fedquilt.edge_agent import devices, sysfs
 from fedquilt.edge_agent.clocks import controls, modes
 from fedquilt.edge_agent.clocks.client import Clocks, Status
+from fedquilt.edge_agent.devices.sensors.ina3221 import Ina3221
 
 ROOT: Final = Path("/")
 HELPER: Final = "run/fedquilt/clocks.sock"
@@ -42,6 +43,7 @@ class Machine:
     controllers: frozenset[str] | None = None  # of cgroup v2; None: there is none
     unit: Mapping[str, str] | None = None  # settings of the agent's unit; None: it is not installed
     power_w: float | None = None
+    rail_fault: str | None = None  # why the board's rails tell no total
     temperature_c: float | None = None
     undervoltage: bool | None = None
     mode: str | None = None  # nvpmodel's
@@ -78,6 +80,7 @@ def look(root: Path, clock_s: float, now_s: float) -> Machine:
         controllers=None if controllers is None else frozenset(controllers.split()),
         unit=_unit(root / UNIT),
         power_w=reading.power_w if reading is not None else None,
+        rail_fault=_rail_fault(root, now_s) if tegra else None,
         temperature_c=reading.temperature_c if reading is not None else None,
         undervoltage=_undervoltage(root / "sys/class/hwmon"),
         mode=(modes.present(root) or (helper.mode if isinstance(helper, Status) else None)) if tegra else None,
@@ -102,6 +105,12 @@ def _device(root: Path, now_s: float) -> tuple[Device | None, Reading | None]:
     except JobError:
         return None, None
     return device, device.read(now_s)
+
+
+def _rail_fault(root: Path, now_s: float) -> str | None:
+    """Sentence on rails whose total cannot be right; None: it can, or no rail answers."""
+    meter = Ina3221(root)
+    return meter.fault if meter.read(now_s).rails_w else None
 
 
 def _kib(meminfo: str, name: str) -> int | None:
