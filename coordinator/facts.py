@@ -188,7 +188,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Rounds(msgspec.Struct, frozen=True):
-    """State of a job: the sum of its facts."""
+    """State of a job's rounds, as all its facts applied in order make it (`apply`)."""
 
     plan: Plan
     phase: Phase = "new"

@@ -31,6 +31,7 @@ from fedquilt.core import (
     Seconds,
     Sentence,
     Task,
+    Told,
     Update,
     Wired,
     WireError,
@@ -67,7 +68,7 @@ class RoundState(Wired, frozen=True):
     note: Sentence = ""
 
 
-class Presence(Wired, frozen=True):
+class Presence(Told, frozen=True):
     """Presence of a device on dev/<device>/up/presence, retained and as its last will."""
 
     online: bool
@@ -75,7 +76,7 @@ class Presence(Wired, frozen=True):
     seq: Count = 0
 
 
-class Claim(Wired, frozen=True):
+class Claim(Told, frozen=True):
     """Claim on dev/<device>/up/claim: a task is accepted, or refused with a reason the coordinator can act on."""
 
     job: Name
@@ -86,7 +87,7 @@ class Claim(Wired, frozen=True):
     reason: Sentence = ""
 
 
-class Progress(Wired, frozen=True):
+class Progress(Told, frozen=True):
     """Progress of the open task on dev/<device>/up/progress, 0 to 1."""
 
     job: Name
@@ -95,7 +96,7 @@ class Progress(Wired, frozen=True):
     fraction: Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
-class Telemetry(Wired, frozen=True):
+class Telemetry(Told, frozen=True):
     """Sensor readings on dev/<device>/up/telemetry, best effort. Absent: not measurable."""
 
     power_w: float | None = None

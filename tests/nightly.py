@@ -29,6 +29,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]  # of the checkout
 SEEDS: Final = "0-999"  # that long fuzzing plays with every codec
 BENCHES: Final = ("idle", "blobs", "stitch", "memory", "energy", "deadlines", "footprint", "sensors", "fedsq")
 PYTHONS: Final = ("3.10", "3.12", "3.13")  # beside the one that `make test` runs on
+ONNXRUNTIMES: Final = ("1.19.2", "1.23.2")  # that read any file a graph names: the oldest permitted, and JetPack 6's
 WITHOUT_TORCH: Final = "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is not None)"
 
 Result = Literal["passed", "FAILED", "skipped"]
@@ -95,6 +96,7 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
         *(Stage(f"bench-{name}", f"fedquilt bench {name}", ((*command, "bench", name),)) for name in BENCHES),
         Stage("bench-sim", "fedquilt bench sim", ((*command, "bench", "sim", "--data", str(_images(data))),), given),
         *(without_torch(version) for version in PYTHONS),
+        *(with_onnxruntime(version) for version in ONNXRUNTIMES),
     ]
 
 
@@ -121,14 +123,44 @@ def _given(data: Path | None) -> Path | None:
 
 def without_torch(version: str, find: Callable[[str], str | None] | None = None) -> Stage:
     """The tests that need no torch, on another Python in an environment of its own."""
-    found = (find or interpreter)(version)
-    folder = ROOT / f".venv-nightly-{version}"
-    own = str(folder / "bin" / "python")
-    pip = (own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-e", ".[dev]")
-    return Stage(
+    return _apart(
         f"python-{version}",
         f"what needs no torch, on Python {version}",
-        ((found or "", "-m", "venv", str(folder)), pip, (own, "-c", WITHOUT_TORCH), (own, "-m", "pytest")),
+        (find or interpreter)(version),
+        version,
+        (),
+        (("-c", WITHOUT_TORCH), ("-m", "pytest")),
+    )
+
+
+def with_onnxruntime(version: str, find: Callable[[str], str | None] | None = None) -> Stage:
+    """The check of graphs and the engine behind it, beside another version of ONNX Runtime."""
+    return _apart(
+        f"onnxruntime-{version}",
+        f"the check of graphs beside ONNX Runtime {version}",
+        (find or interpreter)(PYTHONS[0]),
+        PYTHONS[0],
+        (f"onnxruntime=={version}",),
+        (("-m", "pytest", "tests/fedquilt/test_graph_check.py", "tests/edge_agent/test_onnx_engine.py"),),
+    )
+
+
+def _apart(
+    name: str,
+    about: str,
+    found: str | None,
+    version: str,
+    packages: tuple[str, ...],
+    commands: tuple[tuple[str, ...], ...],
+) -> Stage:
+    """A stage in an environment of its own, with these packages besides; `found`: a Python of this version."""
+    folder = ROOT / f".venv-nightly-{name.removeprefix('python-')}"
+    own = str(folder / "bin" / "python")
+    pip = (own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-e", ".[dev]", *packages)
+    return Stage(
+        name,
+        about,
+        ((found or "", "-m", "venv", str(folder)), pip, *((own, *command) for command in commands)),
         "" if found else f"there is no Python {version} here: neither python{version} nor one of pyenv's",
     )
 

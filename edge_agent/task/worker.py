@@ -125,7 +125,7 @@ class VirtualWorker:
         self.order = self._outcome = None
 
     def fds(self) -> Sequence[int]:
-        """None: nothing arrives from outside."""
+        """Return no file descriptors: a worker on virtual time has no process to hear from."""
         return ()
 
     def close(self) -> None:

@@ -13,12 +13,14 @@ RATE = 10  # readings a second
 ACTIVITIES = {"rest": (0.0, 0.02), "walk": (1.8, 0.25), "run": (2.8, 0.8)}  # steps a second, swing in g
 
 
-def readings(user: str, draw: random.Random) -> list[list[object]]:
+def readings(
+    user: str, draw: random.Random, activities: dict[str, tuple[float, float]] = ACTIVITIES
+) -> list[list[object]]:
     """40 seconds of each activity, at this person's own pace and with the board worn at an angle of their own."""
     pace, tilt = draw.uniform(0.85, 1.15), draw.uniform(-0.3, 0.3)
     rows: list[list[object]] = []
-    for activity in draw.sample(sorted(ACTIVITIES), len(ACTIVITIES)):
-        steps, swing = ACTIVITIES[activity]
+    for activity in draw.sample(sorted(activities), len(activities)):
+        steps, swing = activities[activity]
         for reading in range(40 * RATE):
             turn = 2 * math.pi * steps * pace * reading / RATE
             x = math.sin(tilt) + 0.5 * swing * math.sin(turn) + draw.gauss(0, 0.05)

@@ -15,7 +15,7 @@ class Display(Protocol):
         ...
 
     def close(self) -> None:
-        """End the display; the last line stays."""
+        """Leave the last line where it stands, and show no further one."""
         ...
 
 

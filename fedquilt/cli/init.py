@@ -21,6 +21,7 @@ from fedquilt.core import JobError, StoreError
 
 DIGITS: Final = "digits"  # stands for the handwritten digits that come with fedquilt
 BOARDS: Final = ("jetson-nano", "jetson-orin-nano", "raspberry-pi-5", "x86-host")
+DONORS: Final = {"mobilenet": "torchvision/mobilenet_v2", "squeezenet": "torchvision/squeezenet1_1"}  # of images
 NEEDED: Final = {"fedlps": {"encoder": 0.0}}  # parameters without whose values a network of random weights is refused
 
 
@@ -38,7 +39,11 @@ NEEDED: Final = {"fedlps": {"encoder": 0.0}}  # parameters without whose values 
     "fedquilt (default: ask, or digits).",
 )
 @option("--devices", type=options.POSITIVE, help="Number of devices (default: ask, or 4).")
-@option("--rounds", type=options.POSITIVE, help="Number of rounds (default: ask, or 10).")
+@option(
+    "--rounds",
+    type=options.POSITIVE,
+    help="Number of rounds (default: ask, or 10; at most 200 for a method that ends by itself).",
+)
 @option("--out", type=options.PATH, default=Path("job.toml"), help="The job file to write.")
 @option("--agent", is_flag=True, help="Write an agent.toml beside the job too, for a board of your own.")
 @option("--force", is_flag=True, help="Overwrite files that exist.")
@@ -53,7 +58,8 @@ def init(
 ) -> None:
     """Write a commented job file, from a few questions or from options.
 
-    On a terminal, `init` asks for what no option says. The job trains a small network whose shape fits the data.
+    On a terminal, `init` asks for what no option says. The job trains a small network whose shape fits the data; for a
+    method that begins with donors, the donors are two of torchvision's networks for images.
     """
     from fedquilt import disk
 
@@ -61,12 +67,14 @@ def init(
     for file in files:
         if file.exists() and not force:
             raise StoreError(f"{file} exists already: --force overwrites it, --out names another file")
-    chosen = _trains(method or _ask("method (`fedquilt methods` lists them)", "fedavg"))
+    chosen = method or _ask("method (`fedquilt methods` lists them)", "fedavg")
+    donors = _has_donors(chosen)
     path, shape, classes = _place(data or _ask(f"data: a path, or {DIGITS}", DIGITS), out)
+    if donors:
+        _require_images(chosen, path, shape)
     count = devices or int(_ask("devices", 4, options.POSITIVE))
-    texts = [
-        "\n".join(_job(out, chosen, path, shape, classes, count, rounds or int(_ask("rounds", 10, options.POSITIVE))))
-    ]
+    rounds = rounds or int(_ask("rounds", 200 if donors else 10, options.POSITIVE))
+    texts = ["\n".join(_job(out, chosen, path, shape, classes, count, rounds))]
     if agent:
         texts.append("\n".join(_agent(path)))
     if path.name == "digits.npz" and not (out.parent / path).exists():
@@ -83,17 +91,25 @@ def _ask(question: str, default: Any, kind: options.Checked | None = None) -> An
     return click.prompt(question, default=default, type=kind, err=True) if sys.stdin.isatty() else default
 
 
-def _trains(name: str) -> str:
-    """The name of a method that trains a network.
+def _has_donors(method: str) -> bool:
+    """Whether a method runs blocks of donors instead of training a network.
 
     Raises:
-        JobError: there is no such method, or it stitches donors.
+        JobError: there is no such method.
     """
     from fedquilt import methods
 
-    if "onnx" in methods.load(name).engines:  # it runs donors' blocks, of which init knows nothing
-        raise JobError(f"{name} begins with donors, which init cannot choose: tools/demo/job.toml is such a job")
-    return name
+    return "onnx" in methods.load(method).engines
+
+
+def _require_images(method: str, path: Path, shape: tuple[int, ...]) -> None:
+    """Raise JobError unless examples of this shape are images, as the donors take them."""
+    if len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3)):
+        return
+    raise JobError(
+        f"{method} begins with donors, init knows donors of images only, and examples of {path} have shape {shape}: "
+        "write a job with [[donors]] of your own (docs/jobs.md), as examples/series_stitching has for time series"
+    )
 
 
 def _digits() -> Path:
@@ -126,11 +142,14 @@ def _job(
 
     card = method_pages.card(method)
     name = re.sub(r"[^a-z0-9._-]+", "-", out.stem.lower()).strip("-._")[:40] or "job"
+    donors = _has_donors(method)
     yield "# A job for fedquilt; docs/jobs.md lists every key. Lines that begin with # hold defaults."
     yield ""
     yield f"name = {json.dumps(name)}"
     yield f"method = {json.dumps(method)}   # {card.title}"
-    yield f"rounds = {rounds}"
+    yield f"rounds = {rounds}" + ("        # at most: the job ends by itself" if donors else "")
+    if donors:
+        yield f"labels = {json.dumps([str(each) for each in range(classes)])}   # names of the classes in order"
     yield "# seed = 0          # everything random is drawn from it"
     if "numpy" in methods.load(method).engines:
         yield 'engine = "numpy"    # enough for a small network; without this line devices train with torch'
@@ -151,11 +170,7 @@ def _job(
         yield "[check]"
         yield "every = 1             # rounds between evaluations on the examples that each device holds out"
     yield ""
-    yield "[model]               # `fedquilt prepare` makes its first weights"
-    yield 'name = "mlp"          # fully connected; docs/jobs.md lists the other networks'
-    yield f"inputs = {math.prod(shape)}"
-    yield f"hidden = [{64 if math.prod(shape) > 256 else 32}]"
-    yield f"classes = {classes}"
+    yield from _donors() if donors else _model(math.prod(shape), classes)
     yield ""
     yield "[data]                # of simulated devices; a board of your own names its data in agent.toml"
     yield f"path = {json.dumps(str(data))}"
@@ -166,7 +181,29 @@ def _job(
     yield "[fleet]               # what `fedquilt fleet` simulates, in turn"
     yield f"devices = {devices}"
     yield f"boards = {json.dumps(list(BOARDS))}"
-    yield 'budgets = ["256MB"]   # memory that a task may take'
+    yield f'budgets = ["{"1GB" if donors else "256MB"}"]   # memory that a task may take'
+
+
+def _model(inputs: int, classes: int) -> Iterator[str]:
+    yield "[model]               # `fedquilt prepare` makes its first weights"
+    yield 'name = "mlp"          # fully connected; docs/jobs.md lists the other networks'
+    yield f"inputs = {inputs}"
+    yield f"hidden = [{64 if inputs > 256 else 32}]"
+    yield f"classes = {classes}"
+
+
+def _donors() -> Iterator[str]:
+    yield "[input]               # of the donors: images are scaled to it, and standardised as ImageNet's"
+    yield "channels = 3"
+    yield "size = 64             # larger images are told apart better, and take more time"
+    yield "mean = [0.485, 0.456, 0.406]"
+    yield "std = [0.229, 0.224, 0.225]"
+    for name, network in DONORS.items():
+        yield ""
+        yield "[[donors]]"
+        yield f'name = "{name}"'
+        yield f'network = {{ name = "{network}" }}'
+        yield 'weights = "DEFAULT"   # torchvision\'s, which `fedquilt prepare` downloads; or a file'
 
 
 def _value(value: Any) -> str:

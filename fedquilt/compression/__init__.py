@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,8 @@ from fedquilt.tensors import Shaped
 
 UNSENT: Final = "unsent/"  # in a device's private state: prefix of the rests that codecs have left out
 MARK: Final = "#"  # separates a tensor's name from that of a part it is sent in
+
+T = TypeVar("T")
 
 
 # -- on the device --------------------------------------------------------------------------------
@@ -132,18 +134,8 @@ def decode(wire: Encoding, sent: Tensors, base: Tensors) -> dict[str, np.ndarray
     """
     tensors.require_finite(sent)
     coder = CODERS[wire.codec]
-    plain: dict[str, np.ndarray] = {}
-    split: dict[str, dict[str, np.ndarray]] = {}
-    for name, array in sent.items():
-        of, _, part = name.rpartition(MARK)
-        if of and part in coder.parts:
-            split.setdefault(of, {})[part] = array
-        else:
-            plain[name] = array
+    plain, split = _apart(wire, sent)
     for name, parts in split.items():
-        if name in plain or parts.keys() != set(coder.parts):
-            told = ", ".join([*(["itself"] if name in plain else []), *sorted(parts)])
-            raise UpdateError(f"tensor {name!r} was sent as {told}; {wire.codec} wants {' and '.join(coder.parts)}")
         start = _start(base, name, None if not coder.alone else parts[coder.parts[0]].shape)
         if start is None and not coder.alone:
             raise UpdateError(f"tensor {name!r} was sent by {wire.codec}, but there is none that it moved from")
@@ -170,8 +162,24 @@ def told(wire: Encoding, sent: Mapping[str, Shaped], like: Mapping[str, Any]) ->
     if wire.codec == "raw":
         return dict(sent)
     coder = CODERS[wire.codec]
-    plain: dict[str, Shaped] = {}
-    split: dict[str, dict[str, Shaped]] = {}
+    plain, split = _apart(wire, sent)
+    for name, parts in split.items():
+        shape = coder.told([parts[part] for part in coder.parts], getattr(like.get(name), "shape", ()), wire.keep)
+        if shape is None:
+            raise UpdateError(f"tensor {name!r} is told in parts of types or shapes that {wire.codec} does not make")
+        plain[name] = Shaped(shape, np.dtype(np.float32))
+    return plain
+
+
+def _apart(wire: Encoding, sent: Mapping[str, T]) -> tuple[dict[str, T], dict[str, dict[str, T]]]:
+    """Tensors that travel as they are, and the parts of each that does not, by its name.
+
+    Raises:
+        UpdateError: a tensor has some of the codec's parts only, or travels in both ways.
+    """
+    coder = CODERS[wire.codec]
+    plain: dict[str, T] = {}
+    split: dict[str, dict[str, T]] = {}
     for name, each in sent.items():
         of, _, part = name.rpartition(MARK)
         if of and part in coder.parts:
@@ -180,12 +188,9 @@ def told(wire: Encoding, sent: Mapping[str, Shaped], like: Mapping[str, Any]) ->
             plain[name] = each
     for name, parts in split.items():
         if name in plain or parts.keys() != set(coder.parts):
-            raise UpdateError(f"tensor {name!r} is told as {', '.join(sorted(parts))}, not as {wire.codec} sends it")
-        shape = coder.told([parts[part] for part in coder.parts], getattr(like.get(name), "shape", ()), wire.keep)
-        if shape is None:
-            raise UpdateError(f"tensor {name!r} is told in parts of types or shapes that {wire.codec} does not make")
-        plain[name] = Shaped(shape, np.dtype(np.float32))
-    return plain
+            given = ", ".join([*(["itself"] if name in plain else []), *sorted(parts)])
+            raise UpdateError(f"tensor {name!r} was sent as {given}; {wire.codec} wants {' and '.join(coder.parts)}")
+    return plain, split
 
 
 def _start(base: Tensors, name: str, shape: tuple[int, ...] | None) -> np.ndarray | None:

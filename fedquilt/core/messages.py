@@ -1,4 +1,4 @@
-"""Messages between coordinator and devices: strictly decoded structs (`fedquilt.wire`)."""
+"""Messages between coordinator and devices: structs whose types and bounds are checked (`fedquilt.wire`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,15 @@ Layout = Annotated[dict[Label, Label], Meta(max_length=20_000)]
 
 
 class Wired(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all messages: immutable, by keyword, unknown fields refused."""
+    """Base of all messages: immutable, by keyword, unknown fields refused unless a subclass says otherwise."""
+
+
+class Told(Wired, frozen=True, forbid_unknown_fields=False):
+    """Base of what a device tells of itself: fields of a newer agent that this side does not know are skipped.
+
+    A field that changes what an update's tensors mean may be sent only where the task has asked for it, as `bases` is
+    by the task's codec: an older coordinator would skip it.
+    """
 
 
 class BlobRef(Wired, frozen=True):
@@ -79,7 +87,7 @@ class Task(Wired, frozen=True):
     wire: Encoding = Encoding()
 
 
-class Usage(Wired, frozen=True):
+class Usage(Told, frozen=True):
     """Measured cost of a task. Bytes count blob payloads, not protocol overhead."""
 
     wall_s: Seconds = 0.0
@@ -96,7 +104,7 @@ class Usage(Wired, frozen=True):
     up_bytes: Count = 0
 
 
-class Update(Wired, frozen=True):
+class Update(Told, frozen=True, omit_defaults=True):
     """Device to coordinator: a manifest of what was computed; the tensors are pulled as blobs."""
 
     job: Name
@@ -111,7 +119,7 @@ class Update(Wired, frozen=True):
     layouts: Annotated[dict[Label, Layout], Meta(max_length=2000)] = {}  # of bundles, as they travel; {}: not told
 
 
-class OperatingPoint(Wired, frozen=True):
+class OperatingPoint(Told, frozen=True):
     """One clock setting that a board can be held at, with the speed and power measured there."""
 
     name: Label
@@ -123,7 +131,7 @@ class OperatingPoint(Wired, frozen=True):
     busy_w: Amount | None = None  # of the whole board, while it works
 
 
-class Profile(Wired, frozen=True):
+class Profile(Told, frozen=True):
     """Self-description of a device. Numbers are measured on the device itself unless `provenance` differs."""
 
     device: Name

@@ -72,7 +72,7 @@ class Site:
     local: Tensors  # private per-job state: kept on the board, never sent
     load: Callable[[str], Tensors]  # bundle name -> tensors, read on demand
     path: Callable[[str], Path]  # bundle name -> file on disk (an ONNX graph, say)
-    cache_at: Path  # where `cache` is
+    cache_at: Path  # the folder that `cache` makes when it is first used: most methods need none
     progress: Callable[[float], None] = lambda fraction: None  # 0..1; raises when the task is cancelled
 
     @property

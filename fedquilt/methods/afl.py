@@ -180,10 +180,7 @@ def result(state: State) -> Artefact:
     """
     if not done(state) and state.gathered is None:
         raise ModelError("no device has sent its moments yet: there is no head")
-    head = state.head or _solved(state)
-    weights, bias = head["weights"], head["bias"]
-    present = np.flatnonzero(bias > np.float32(joint_head.NEVER)).tolist()
-    head = {**head, **stitched.full_head(weights[present], bias[present], present, len(bias))}
+    head = joint_head.handed_out(state.head or _solved(state))
     meta, arrays = stitched.to_artefact(stitched.Network((state.path,), {}, head), state.stock)
     return Artefact("stitched", meta, arrays)
 

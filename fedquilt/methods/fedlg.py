@@ -1,4 +1,4 @@
-"""FedLG: the few convolutions with the smallest gradients, a learnGene, are averaged; all else stays on the device.
+"""FedLG: devices average only the convolutions with the smallest gradients, the learnGene, and keep all other layers.
 
 Papers: Wang et al., Learngene: From Open-World to Your Learning Task, AAAI 2022 (arXiv 2106.06788), which takes
 the layers that change least as an ancestor learns; as a baseline in GENE-FL's comparison (arXiv 2504.14628,

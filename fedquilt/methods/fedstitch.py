@@ -56,6 +56,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 import msgspec
 import numpy as np
@@ -81,6 +82,7 @@ from fedquilt.models.stitching import (
     device_statistics,
     judging,
     least_squares,
+    names,
     orders,
     scoring,
     search,
@@ -90,7 +92,7 @@ from fedquilt.models.stitching import (
 )
 from fedquilt.models.stitching.class_moments import Pending
 from fedquilt.models.stitching.least_squares import Gathered
-from fedquilt.models.stitching.search_state import PAPER, Candidate, Params, State, describe
+from fedquilt.models.stitching.search_state import PAPER, Candidate, Params, State
 from fedquilt.models.stitching.vote import Ballot
 
 GROUPS_BYTES = 256 << 20  # sums of single devices held for residuals; beyond it, devices' sums are merged in groups
@@ -186,7 +188,10 @@ def fold(state: State, so_far: Sum | None, update: Contribution) -> Sum:
             class_moments.require_weight(part, update.weight)
             short = so_far.short + (update.metrics.get("short", 0.0) > 0)
             return replace(so_far, pending=so_far.pending.plus(part), short=short)
-    new = [least_squares.from_tensors(update.bundles.get(f"moments.{i}", {}), *s) for i, s in enumerate(_shapes(state))]
+    new = []
+    for i, (p, q, positions) in enumerate(_shapes(state)):
+        new.append(least_squares.from_tensors(update.bundles.get(f"moments.{i}", {}), p, q))
+        least_squares.require_weight(new[-1], positions, update.weight)
     groups = GROUPS_BYTES // sum(each.nbytes for each in new)
     before = so_far.moments or (None,) * len(new)
     gathered = [least_squares.gather(*pair, groups) for pair in zip(before, new, strict=True)]
@@ -238,12 +243,13 @@ def result(state: State) -> Artefact:
     return Artefact("stitched", {**meta, "search": told, "gains": judging.gains(state)}, arrays)
 
 
-def _shapes(state: State) -> list[tuple[int, int]]:
-    """Channels in and out of each junction that the devices' sums are for."""
+def _shapes(state: State) -> list[tuple[int, int, int]]:
+    """Channels in and out of each junction that the devices' sums are for, and positions of an example there."""
     blocks = state.stock.blocks
     assert state.current is not None
     channels = blocks[state.current.path[-1]].out_shape[0]
-    return [(channels, blocks[name].in_shape[0]) for name in search.projected(state)]
+    shapes = [blocks[name].in_shape for name in search.projected(state)]
+    return [(channels, shape[0], prod(shape[1:])) for shape in shapes]
 
 
 def _fitted(state: State, sums: tuple[Gathered, ...]) -> State:
@@ -258,7 +264,7 @@ def _fitted(state: State, sums: tuple[Gathered, ...]) -> State:
         residuals[name], note = _residual(name, each, state.params.ridge)
         notes.append(note)
     rows = sums[0].total.n
-    told = f"{len(junctions)} junctions after {describe(state.current.path)} solved from {rows:.0f} positions"
+    told = f"{len(junctions)} junctions after {names.path(state.current.path)} solved from {rows:.0f} positions"
     return search.grow(replace(state, log=(told, *notes)), junctions, residuals)
 
 
@@ -341,6 +347,8 @@ def _counts(update: Contribution, nets: int) -> dict[str, np.ndarray]:
         raise UpdateError(f"counts: {error}") from None
     if (counts["right"] > counts["examples"][0]).any():
         raise UpdateError("counts: more right answers than examples")
+    if (said := counts["examples"][0]) != update.weight:  # only the weight is held against what a board says it has
+        raise UpdateError(f"counts: of {said} examples, in an update that weighs {update.weight:g}")
     return counts
 
 

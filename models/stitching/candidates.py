@@ -21,10 +21,10 @@ from math import isfinite
 import numpy as np
 
 from fedquilt.core import derive_seed
-from fedquilt.models.stitching import class_moments, joint_head, stitched
+from fedquilt.models.stitching import class_moments, joint_head, names, stitched
 from fedquilt.models.stitching.class_moments import Sums
 from fedquilt.models.stitching.joint_head import Joined, Layout, Standard, Strength
-from fedquilt.models.stitching.search_state import Candidate, Finalist, Params, State, Stored, describe
+from fedquilt.models.stitching.search_state import Candidate, Finalist, Params, State, Stored
 from fedquilt.models.stitching.stitched import Stock
 
 Path = tuple[str, ...]
@@ -65,7 +65,7 @@ def chosen_taps(state: State) -> tuple[tuple[Path, ...], list[str]]:
     if gone:
         notes.append(
             f"not gathered, as all taps together would have more than {params.features} features: "
-            + ", ".join(named(stock, path) for path in gone)
+            + ", ".join(map(names.tap, gone))
         )
     return tuple(path for path in (*own, *made) if path not in gone), notes
 
@@ -263,8 +263,3 @@ def _worst(residuals: Sequence[float | None]) -> float | None:
 def criterion_of(candidate: Candidate) -> float:
     """Criterion of the taps of a candidate; infinite where it has none."""
     return float("inf") if candidate.criterion is None else candidate.criterion
-
-
-def named(stock: Stock, path: Path) -> str:
-    """A tap in words: the last block of an unmodified donor, or the whole path."""
-    return path[-1] if is_native(stock, path) else f"({describe(path)})"

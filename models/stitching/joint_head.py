@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fedquilt.core import Tensors
 from fedquilt.models.stitching.class_moments import Sums
 
 STRENGTHS = tuple(float(each) for each in np.round(10.0 ** np.arange(-4, 3.01, 0.25), 8))  # tried for a head
@@ -184,6 +185,20 @@ def discriminant(given: Standard, ridge: float) -> Head:
     weights[present] = found * given.inverse
     bias[present] = -0.5 * ((means + centre) * found).sum(axis=1) - weights[present] @ given.mean
     return Head(weights, bias)
+
+
+def handed_out(head: Tensors) -> dict[str, np.ndarray]:
+    """A head as it is handed out: a class whose bias is NEVER scores -inf, so that it wins in no runtime.
+
+    States hold NEVER instead, because what they hold has to be finite.
+
+    Args:
+        head: "weights" (labels, d), "bias" (labels,), and other tensors, which are returned as they are.
+    """
+    weights, bias = (head[part].astype(np.float32) for part in ("weights", "bias"))
+    never = bias <= np.float32(NEVER)
+    weights[never], bias[never] = 0.0, -np.inf
+    return {**head, "weights": weights, "bias": bias}
 
 
 # -- which taps -----------------------------------------------------------------------------------

@@ -6,18 +6,10 @@ from collections.abc import Callable, Sequence
 from math import sqrt
 from typing import Any
 
-import numpy as np
-
-from fedquilt.models.stitching import front, joint_head, stitched
-from fedquilt.models.stitching.candidates import criterion_of, is_native, named
+from fedquilt.models.stitching import front, joint_head, names, stitched
+from fedquilt.models.stitching.candidates import criterion_of, is_native
 from fedquilt.models.stitching.front import Cost
-from fedquilt.models.stitching.search_state import Candidate, State, describe
-
-Path = tuple[str, ...]
-
-SHALLOW = 0.5  # share of a donor's depth; shallower taps are left out first
-APART = 3.0  # factor between two strengths beyond which taps are chosen again
-KEPT = 2  # finished networks whose taps are left out last, after the donors' deep ones
+from fedquilt.models.stitching.search_state import Candidate, State
 
 
 def accuracy(state: State, candidate: Candidate) -> float | None:
@@ -90,8 +82,8 @@ def _sides(state: State) -> dict[str, tuple[Candidate | None, Candidate | None]]
 def told(state: State) -> list[str]:
     """The validation in sentences: every candidate, the chosen one, and the gains of joining and stitching."""
     ordered = sorted(state.candidates, key=lambda each: merit(state, each), reverse=True)
-    lines = [f"{name(state, each)}: {_percent(state, each)}{_costs(state, each)}" for each in ordered]
-    lines.append(f"chosen: {name(state, ordered[0])}")
+    lines = [f"{name(each)}: {_percent(state, each)}{_costs(state, each)}" for each in ordered]
+    lines.append(f"chosen: {name(ordered[0])}")
     if not state.examples:
         return lines
     for what, (one, other) in _sides(state).items():
@@ -104,7 +96,7 @@ def told(state: State) -> list[str]:
         noise = 100 * sqrt(share * (1 - share) / state.examples)
         verdict = f"adds {by:.1f} points" if by > 0 else f"does not pay: {by:.1f} points"
         where = f"on {state.examples} held-out examples (an accuracy's standard error there: {noise:.1f})"
-        lines.append(f"{doing} {verdict} {where}: {name(state, one)} beside {name(state, other)}")
+        lines.append(f"{doing} {verdict} {where}: {name(one)} beside {name(other)}")
     return lines
 
 
@@ -113,10 +105,7 @@ def handed_out(state: State, candidate: Candidate) -> stitched.Network:
     if not candidate.head:
         donor = state.stock.donors[state.stock.blocks[candidate.paths[0][-1]].donor]
         return stitched.Network(candidate.paths, state.junctions, align=donor.align)
-    weights, bias = candidate.head["weights"], candidate.head["bias"]
-    present = np.flatnonzero(bias > np.float32(joint_head.NEVER)).tolist()
-    head = stitched.full_head(weights[present], bias[present], present, len(state.stock.labels))
-    return stitched.Network(candidate.paths, state.junctions, head=head)
+    return stitched.Network(candidate.paths, state.junctions, head=joint_head.handed_out(candidate.head))
 
 
 def _costs(state: State, candidate: Candidate) -> str:
@@ -150,11 +139,9 @@ def summary(state: State, candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def name(state: State, candidate: Candidate) -> str:
-    """A candidate in words, for the log."""
-    if candidate.kind == "aligned":
-        return describe(candidate.paths[0])
-    return f"head on {' + '.join(named(state.stock, path) for path in candidate.paths)}"
+def name(candidate: Candidate) -> str:
+    """A candidate's name (`names.network`)."""
+    return names.network(candidate.paths, bool(candidate.head))
 
 
 def _percent(state: State, candidate: Candidate) -> str:

@@ -271,6 +271,23 @@ def from_tensors(given: Tensors, p: int, q: int) -> Moments:
     return Moments(n, _double(given["mean_x"]), _double(given["mean_y"]), xx, _double(given["xy"]), yy)
 
 
+def require_weight(given: Moments, positions: int, weight: float) -> None:
+    """Check that moments are of as many examples as their update weighs: only the weight is held against a board.
+
+    Args:
+        given: of one device.
+        positions: rows of one example.
+        weight: of the update.
+
+    Raises:
+        UpdateError: they are of another number of examples.
+    """
+    if given.n != positions * weight:
+        raise UpdateError(
+            f"moments: of {given.n:g} positions, {positions} an example, in an update that weighs {weight:g}"
+        )
+
+
 def _upper(p: int) -> Iterator[tuple[int, slice]]:
     """Yield each row of a symmetric matrix with the place of its part from the diagonal on in the packed half."""
     start = 0

@@ -15,8 +15,8 @@ import numpy as np
 
 from fedquilt import tensors
 from fedquilt.core import BlobRef, derive_seed
-from fedquilt.models.stitching import candidates, stitched, vote
-from fedquilt.models.stitching.search_state import Finalist, Net, Params, State, describe
+from fedquilt.models.stitching import candidates, names, stitched, vote
+from fedquilt.models.stitching.search_state import Finalist, Net, Params, State
 from fedquilt.models.stitching.stitched import Block, Stock
 from fedquilt.models.stitching.vote import Ballot, Winner
 
@@ -161,7 +161,7 @@ def _taken_back(state: State, spent: bool) -> State:
     if state.finished or not state.given_up or (state.frontier and not (spent and ended)):
         return state
     best = min(ended or state.given_up, key=lambda net: (-net.score, len(net.path), net.path))
-    log = (*state.log, f"taken back, as nothing else is left: {describe(best.path)}")
+    log = (*state.log, f"taken back, as nothing else is left: {names.path(best.path)}")
     if ended:
         return replace(state, finished=(best,), given_up=(), log=log)
     return replace(state, frontier=(best,), given_up=tuple(net for net in state.given_up if net != best), log=log)
@@ -241,7 +241,7 @@ def add_ballots(state: State, ballots: Mapping[str, Ballot]) -> State:
         state, ballots=voted, weights=known, subround=state.subround + 1, saturated=state.saturated or not fresh
     )
     if not complete and state.subround < state.params.subrounds:
-        note = f"{describe(net.path)}: {len(voted)} devices have scored {len(state.pool)} blocks"
+        note = f"{names.path(net.path)}: {len(voted)} devices have scored {len(state.pool)} blocks"
         return replace(state, log=(note,))
     return close_vote(state)
 
@@ -277,8 +277,8 @@ def projected(state: State) -> tuple[str, ...]:
     """The winners that need a junction."""
     assert state.current is not None
     last = state.stock.blocks[state.current.path[-1]]
-    names = (winner.block for winner in state.winners)
-    return tuple(name for name in names if not stitched.continues(last, state.stock.blocks[name]))
+    voted = (winner.block for winner in state.winners)
+    return tuple(name for name in voted if not stitched.continues(last, state.stock.blocks[name]))
 
 
 def grow(
@@ -308,11 +308,11 @@ def grow(
         child = Net((*net.path, winner.block), pool, score, (*net.residuals, left))
         if score < state.params.stop_below:
             state = replace(state, given_up=(*state.given_up, child))
-            notes.append(f"given up {describe(child.path)}: score {score:.3f} is below {state.params.stop_below:g}")
+            notes.append(f"given up {names.path(child.path)}: score {score:.3f} is below {state.params.stop_below:g}")
             continue
         before_it = len(state.finished)
         state = _joined(state, child)
-        notes += [f"finished {describe(each.path)}, score {score:.3f}" for each in state.finished[before_it:]]
+        notes += [f"finished {names.path(each.path)}, score {score:.3f}" for each in state.finished[before_it:]]
     if state.finished:
         state = replace(state, given_up=())
     nets = [*state.frontier, *state.finished, *state.given_up]
@@ -362,7 +362,7 @@ def _vote_notes(
 ) -> list[str]:
     assert state.current is not None
     total = sum(weights[device] for device in state.ballots)
-    notes = [f"{describe(state.current.path)}: {len(state.ballots)} devices scored {len(state.pool)} blocks"]
+    notes = [f"{names.path(state.current.path)}: {len(state.ballots)} devices scored {len(state.pool)} blocks"]
     for winner in winners:
         notes.append(
             f"picked {winner.block}: score {winner.score:.3f}, {winner.voters} of {len(state.ballots)} devices, "

@@ -199,8 +199,3 @@ class State:
     examples: int = 0  # held-out examples that the candidates were validated on
     chosen: int = 0  # index of the chosen candidate, after the validation
     log: tuple[str, ...] = ()  # the last step in sentences
-
-
-def describe(path: tuple[str, ...]) -> str:
-    """A path in words, for the log."""
-    return " > ".join(path)

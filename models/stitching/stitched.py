@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -347,50 +347,3 @@ def classify(network: Network, blocks: Mapping[str, Block], run: Run, x: np.ndar
         return z @ network.head["weights"].T + network.head["bias"]
     assert network.align is not None
     return align(outputs[0], network.align)
-
-
-def full_head(weights: np.ndarray, bias: np.ndarray, classes: Sequence[int], labels: int) -> dict[str, np.ndarray]:
-    """Extend a head of the classes that somebody has examples of to all labels.
-
-    A class that nobody has gets weights of 0 and a bias of -inf: it scores -inf, like a label without classes in
-    `align`, so that it never wins, in any runtime and however low the other scores are.
-
-    Args:
-        weights: (classes, d).
-        bias: (classes,).
-        classes: the label of each row, each below `labels`.
-        labels: number of labels of the job.
-
-    Returns:
-        {"weights": (labels, d), "bias": (labels,)}, float32.
-    """
-    whole = {"weights": np.zeros((labels, weights.shape[1]), np.float32), "bias": np.full(labels, -np.inf, np.float32)}
-    whole["weights"][list(classes)] = weights
-    whole["bias"][list(classes)] = bias
-    return whole
-
-
-def describe(taps: Sequence[Sequence[str]]) -> str:
-    """The paths of a network in words; with several taps, runs of one donor's blocks are shortened to their ends.
-
-    A path of several parts then stands in brackets.
-    """
-    if len(taps) == 1:
-        return " > ".join(taps[0])
-    paths = [list(_runs(tap)) for tap in taps]
-    return " + ".join(f"({' > '.join(path)})" if len(path) > 1 else path[0] for path in paths)
-
-
-def _runs(path: Sequence[str]) -> Iterator[str]:
-    """Yield a path's blocks, with three or more of a donor in a row as "donor.first-last"."""
-    place = 0
-    while place < len(path):
-        donor, _, first = path[place].rpartition(".")
-        end = place + 1
-        while end < len(path) and path[end] == f"{donor}.{int(first) + end - place}":
-            end += 1
-        if end - place > 2:
-            yield f"{path[place]}-{int(first) + end - place - 1}"
-        else:
-            yield from path[place:end]
-        place = end

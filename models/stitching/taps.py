@@ -81,17 +81,23 @@ def gather(ask: GatherAsk, site: Site) -> Answer:
 def count(ask: CountAsk, site: Site) -> Answer:
     """Count the right answers of each candidate on the device's held-out examples.
 
+    No device counts as more examples than its own, which is what it is held to: of more held-out ones some are drawn.
+
     Returns:
-        Bundle "counts": "examples" (1,), the number of held-out examples, and "right" (candidates,), int64.
+        Bundle "counts": "examples" (1,), the number of examples counted, and "right" (candidates,), int64.
 
     Raises:
         DataError: there are labels that the job does not have.
     """
     device_statistics.require_labels(site.held.y, ask.labels, site.device)
-    run = Flow(site, ask.blocks.values(), len(site.held) * _flops(ask))
+    rows = np.arange(len(site.held))
+    if len(rows) > max(len(site.train), 1):
+        rows = np.sort(site.rng.permutation(rows)[: max(len(site.train), 1)])
+    run = Flow(site, ask.blocks.values(), len(rows) * _flops(ask))
     right = np.zeros(len(ask.candidates), np.int64)
-    for first in range(0, len(site.held), device_statistics.WAVE):
-        x, y = (each[first : first + device_statistics.WAVE] for each in (site.held.x, site.held.y))
+    for first in range(0, len(rows), device_statistics.WAVE):
+        wave = rows[first : first + device_statistics.WAVE]
+        x, y = site.held.x[wave], site.held.y[wave]
         ends = dict(_pooled(run, ask, ask.paths, block_runner.Prepared(x, ask.input), site))
         for i, (taps, groups) in enumerate(zip(ask.candidates, ask.align, strict=True)):
             z = np.concatenate([ends[tap] for tap in taps], axis=1)
@@ -101,8 +107,8 @@ def count(ask: CountAsk, site: Site) -> Answer:
             else:
                 scores = stitched.align(z, groups)
             right[i] += int((scores.argmax(axis=1) == y).sum())
-    counts = {"examples": np.array([len(site.held)], np.int64), "right": right}
-    return Answer({"counts": counts}, 1.0, {"turn": float(ask.turn)}, site.local)
+    counts = {"examples": np.array([len(rows)], np.int64), "right": right}
+    return Answer({"counts": counts}, float(len(rows)), {"turn": float(ask.turn)}, site.local)
 
 
 def _rows(site: Site, width: int) -> int:

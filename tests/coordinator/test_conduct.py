@@ -72,3 +72,14 @@ def test_devices_that_are_quiet_are_not_remembered() -> None:
     for number in range(20_000):
         said(conduct, 1, number * 1.0, f"d{number}")
     assert len(conduct._accounts) <= 1024
+
+
+def test_who_was_slowed_of_late_is_remembered_though_it_has_its_time_back() -> None:
+    """Its count of dropped messages goes on within CALM_S, however many others come meanwhile."""
+    conduct, later_s = Conduct(), BURST_S / RATE + 1
+    assert later_s < CALM_S
+    flood = round(BURST_S / MESSAGE_S) + DROPPED_MOST
+    assert "aside" not in said(conduct, flood, 0.0)
+    for number in range(2000):
+        said(conduct, 1, later_s, f"d{number}")
+    assert said(conduct, flood, later_s)["aside"] == 1

@@ -89,6 +89,16 @@ def test_a_manifest_that_does_not_fit_says_what_differs(changes: dict[str, Any],
         manifest.require_fit(update({"model": MODEL}, **changes), Expected({"model": MODEL}), Encoding(), None)
 
 
+def test_a_part_of_what_is_expected_is_taken_and_no_tensor_may_be_larger() -> None:
+    """Where a method takes any part: fewer tensors, smaller ones, but none of more entries, nor of another name."""
+    expected = Expected({"model": MODEL}, whole=False)
+    manifest.require_fit(update({"model": {"w": MODEL["w"][:30]}}), expected, Encoding(), None)
+    with pytest.raises(UpdateError, match=r"'b' has shape \(10,\), expected \(9,\) or a part of it"):
+        manifest.require_fit(update({"model": {"b": np.zeros(10, np.float32)}}), expected, Encoding(), None)
+    with pytest.raises(UpdateError, match="names differ: z"):
+        manifest.require_fit(update({"model": {"z": MODEL["b"]}}), expected, Encoding(), None)
+
+
 def test_without_types_and_shapes_the_bytes_alone_are_bounded_by_the_model() -> None:
     """An update of an older agent; one of more bytes than the model's, or with a bundle more, is refused."""
     plain = update({"model": MODEL}, layouts={})

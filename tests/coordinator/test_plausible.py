@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from fedquilt import profiles
 from fedquilt.coordinator import plausible
 from fedquilt.coordinator.deadline import Ask
-from fedquilt.core import BlobRef, OperatingPoint, Profile, Update, Usage, Work
+from fedquilt.core import BlobRef, OperatingPoint, Profile, Update, UpdateError, Usage, Work
 
 PROFILE = Profile(device="a", board="b", memory_bytes=2, budget_bytes=1, engines=("numpy",), versions={})
 
@@ -66,6 +67,23 @@ def test_what_cannot_be_is_left_out_or_taken_for_the_most_that_can() -> None:
     assert (usage.wall_s, usage.energy_j, usage.idle_j, usage.energy_error_j) == (120.0, None, None, None)
     assert (usage.down_bytes, usage.up_bytes) == (1 << 20, 50)
     assert odd.count(";") == 3
+
+
+@pytest.mark.parametrize("name", ["energy_j", "idle_j", "energy_error_j"])
+def test_no_joules_of_a_board_are_believed_where_one_number_cannot_be(name: str) -> None:
+    """Each is held to the same bound by itself."""
+    found, odd = plausible.bounded(update(**{name: 1e24}), Ask(), 120.0)
+    assert (found.usage.energy_j, found.usage.idle_j, found.usage.energy_error_j) == (None, None, None)
+    assert "1e+24 J" in odd
+
+
+def test_a_board_is_taken_for_some_speed_whatever_its_profile_says() -> None:
+    """A number so small that no example would fit is no board's: a million FLOPs a second at the least."""
+    slow = msgspec.structs.replace(PROFILE, points=(OperatingPoint(name="p", flops_per_s=1e-320),))
+    ask = Ask(Work(flops_per_example=1e6), slow)
+    plausible.require_weight(msgspec.structs.replace(update(), weight=1200.0), ask, 120.0)
+    with pytest.raises(UpdateError, match="at 1e\\+06 FLOP/s it can have worked through 120 in 120 s"):
+        plausible.require_weight(msgspec.structs.replace(update(), weight=1201.0), ask, 120.0)
 
 
 @pytest.mark.parametrize("name", profiles.names())

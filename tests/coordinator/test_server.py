@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import resource
 import signal
 from collections.abc import Iterator
@@ -57,11 +58,21 @@ class Hand:
         self.tasks: list[Task | None] = []
         self.acks: list[wire.Ack] = []
         self.say("presence", wire.Presence(online=True, boot="1"), retain=True)
-        profile = Profile(
-            device=name, board="hand", memory_bytes=1 << 30, budget_bytes=1 << 29, engines=("numpy",), versions={}
+        self.profile = Profile(
+            device=name,
+            board="hand",
+            memory_bytes=1 << 30,
+            budget_bytes=1 << 29,
+            engines=("numpy",),
+            versions={},
+            codecs=codecs,
         )
-        profile = msgspec.structs.replace(profile, codecs=codecs)
-        self.say("profile", profile, retain=True)
+        self.say("profile", self.profile, retain=True)
+
+    def measured(self, **point: float) -> None:
+        """Say what the board does at its one operating point."""
+        points = (OperatingPoint(name="p", **point),)
+        self.say("profile", msgspec.structs.replace(self.profile, points=points), retain=True)
 
     def say(self, leaf: str, message: Any, retain: bool = False) -> None:
         payload = message if isinstance(message, bytes) else wire.encode(message)
@@ -92,6 +103,7 @@ class Stage:
 
     def __init__(self, folder: Path, **table: Any) -> None:
         self.folder, self.broker, self.facts = folder, MemoryBroker(), []
+        self.dues: list[tuple[float, float, int]] = []  # of each step: its time, when the next is due, rounds committed
         bundle.write(folder / "bundle", {"network": NETWORK, "flops": 8}, {"model": tensors.encode(MODEL)})
         self.store = Store(folder / "home")
         self.job = self.store.add(settings.parse({**TABLE, **table}), folder / "bundle")
@@ -125,7 +137,7 @@ class Stage:
             self.broker.now_s += 0.05
             self.broker.deliver()
             if not self.server.finished:
-                self.server.step(self.broker.now_s)
+                self.dues.append((self.broker.now_s, self.server.step(self.broker.now_s), len(self.told(Committed))))
             for hand in self.hands:
                 hand.listen(self.broker.now_s)
 
@@ -182,6 +194,18 @@ def test_a_round_that_follows_a_long_computation_has_its_whole_deadline(
         stage.play()
     assert [fact.round for fact in stage.told(Committed)] == [0, 1]
     assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    stage.store.close()
+
+
+def test_a_step_that_commits_a_round_wants_the_next_step_at_once(tmp_path: Path) -> None:
+    """The next round begins in a step of its own, by the time that it is after the commit."""
+    stage = Stage(tmp_path, rounds=2)
+    hand = stage.hand("a")
+    stage.play()
+    hand.answer(ones())
+    stage.play()
+    commits = [(now, due) for (*_, before), (now, due, after) in itertools.pairwise(stage.dues) if after > before]
+    assert [due - now for now, due in commits] == [0.0]
     stage.store.close()
 
 
@@ -413,18 +437,16 @@ def test_of_all_that_a_device_begins_to_send_one_update_at_most_is_on_the_disk(
         assert stage.server.finished
 
 
+@pytest.mark.parametrize("topic", ["progress", "nonsense"])
 def test_a_board_that_floods_is_set_aside_by_name_and_the_round_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, topic: str
 ) -> None:
-    """Whatever it floods with; it is asked again after a while, and costs the others nothing."""
+    """With messages that are read, or under topics that are none; it is asked again after a while."""
     stage = Stage(tmp_path, rounds=2, cohort={"deadline_s": 5000.0, "quorum": 0.5})
     a, b = stage.hand("a"), stage.hand("b")
     stage.play()
-    for number in range(20_000):
-        if number % 2:
-            a.say("progress", wire.Progress(job="j", round=0, attempt=0, fraction=0.5))
-        else:
-            a.link.publish("fq/1/f/dev/a/up/nonsense", b"")
+    for _ in range(20_000):
+        a.say(topic, wire.Progress(job="j", round=0, attempt=0, fraction=0.5))
     stage.play(0.2)
     assert [fact.reason for fact in stage.told(Rejected)] == [admission.FLOODED]
     assert f"a {admission.FLOODED}" in caplog.text
@@ -473,16 +495,7 @@ def test_a_device_counts_as_no_more_examples_than_it_can_have_worked_through(tmp
     """24 FLOPs an example, 1e6 a second as its profile says, two deadlines of 30 s and a minute: 5e6, and ten times."""
     stage = Stage(tmp_path, cohort={"deadline_s": 30.0, "attempts": 1, "max_examples": 10**9})
     a, b = stage.hand("a"), stage.hand("b")
-    slow = Profile(
-        device="a",
-        board="hand",
-        memory_bytes=1 << 30,
-        budget_bytes=1 << 29,
-        engines=("numpy",),
-        versions={},
-        points=(OperatingPoint(name="p", flops_per_s=1e6),),
-    )
-    a.say("profile", slow, retain=True)
+    a.measured(flops_per_s=1e6)
     stage.play()
     a.answer(ones(5.0), weight=5.1e7, usage=Usage(examples=51_000_000))
     b.answer(ones(2.0), weight=30.0, usage=Usage(examples=30))
@@ -849,16 +862,7 @@ def test_a_profile_of_extremes_bricks_nothing(tmp_path: Path) -> None:
     """Joules for a FLOP, and seconds for a task, that are beyond any number are not known."""
     stage = Stage(tmp_path, rounds=2, cohort={"prefer": "energy", "deadline": "predicted"})
     a = stage.hand("a")
-    profile = Profile(
-        device="a",
-        board="hand",
-        memory_bytes=1 << 30,
-        budget_bytes=1 << 29,
-        engines=("numpy",),
-        versions={},
-        points=(OperatingPoint(name="p", flops_per_s=1e-320, busy_w=1e24),),
-    )
-    a.say("profile", profile, retain=True)
+    a.measured(flops_per_s=1e-320, busy_w=1e24)
     stage.play()
     for _ in range(2):
         a.answer(ones(), usage=Usage(wall_s=1.0, point="p"))

@@ -27,8 +27,9 @@ def test_donors_of_time_series_are_stitched_and_exported(tmp_path: Path) -> None
     from fedquilt.models.stitching import export_onnx
     from fedquilt.tools.artefacts.run_model import accuracy, run_model
 
-    folder = tmp_path / "example"
-    shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("data", "donors"))
+    for name in ("timeseries", EXAMPLE.name):
+        shutil.copytree(EXAMPLE.parent / name, tmp_path / name, ignore=shutil.ignore_patterns("data", "donors"))
+    folder = tmp_path / EXAMPLE.name
     runpy.run_path(str(folder / "make.py"), run_name="__main__")
     job = settings.load(folder / "job.toml")
     made = prepare.whole(job, tmp_path / "bundle")

@@ -74,8 +74,8 @@ def test_an_unknown_name_is_answered_with_the_nearest(typed: str, meant: str) ->
     assert "Did you mean" not in "".join(traceback.format_exception(caught.value))
 
 
-def test_a_name_like_no_other_is_answered_with_none() -> None:
-    """A wrong guess is worse than no guess."""
+def test_a_name_like_no_other_is_answered_without_a_guess() -> None:
+    """The error suggests no name where fedquilt offers none that is spelt nearly so."""
     with pytest.raises(AttributeError, match=r"^module 'fedquilt' has no attribute 'xyzzy'$"):
         _ = fq.xyzzy  # type: ignore[attr-defined]
 

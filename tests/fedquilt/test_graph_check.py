@@ -86,6 +86,13 @@ def claiming(dims: list[int]) -> Any:
     return TensorProto(name="w", data_type=TensorProto.FLOAT, dims=dims, float_data=[1.0])
 
 
+def named_twice() -> Any:
+    """A tensor that says two files: which of them is read differs between readers."""
+    tensor = beside("f" * 64, 9)
+    tensor.external_data.add(key="location", value="../device.key")
+    return tensor
+
+
 HOSTILE: dict[str, tuple[Callable[[], Any], str]] = {
     "an absolute path": (lambda: model(node("Relu"), tensors=(beside("/etc/passwd", 9),)), "in a file beside"),
     "a path outside": (lambda: model(node("Relu"), tensors=(beside("../device.key", 9),)), "in a file beside"),
@@ -93,6 +100,7 @@ HOSTILE: dict[str, tuple[Callable[[], Any], str]] = {
     "memory": (lambda: model(node("Relu"), tensors=(beside("*/_ORT_MEM_ADDR_/*", 9),)), "named by its sha256"),
     "no such file": (lambda: model(node("Relu"), tensors=(beside("e" * 64, 9),)), "are not beside it"),
     "another key": (lambda: model(node("Relu"), tensors=(beside("e" * 64, 9, basepath="/"),)), "'basepath'"),
+    "a key twice": (lambda: model(node("Relu"), tensors=(named_twice(),)), "says 'location' twice"),
     "beyond its end": (lambda: model(node("Relu"), tensors=(beside("f" * 64, 99),)), "takes 99 bytes, and ffff"),
     "beyond by offset": (lambda: model(node("Relu"), tensors=(beside("f" * 64, 9, offset="8"),)), "has 8 from there"),
     "a negative offset": (lambda: model(node("Relu"), tensors=(beside("f" * 64, 9, offset="-9"),)), "said to be at"),
@@ -199,6 +207,15 @@ def test_what_networks_are_made_of_passes(tmp_path: Path) -> None:
     found = graph_check.of_file(stored(tmp_path, made))
     assert (found.weight_bytes, found.activation_bytes, found.nodes) == (64 + 16, 64, 7)
     assert found.metadata["weight_bytes"] == "80"
+
+
+def test_weights_in_a_branch_count_too() -> None:
+    """A board's memory is checked against what the whole graph weighs."""
+    branch = subgraph(node("Add", "x", "w"))
+    branch.initializer.append(constant("w", 1, 2, 3, 4, kind=np.float32))
+    held = constant("c", 1, kind=np.bool_)
+    made = model(node("If", "c", then_branch=branch, else_branch=subgraph(node("Identity"))), tensors=(held,))
+    assert graph_check.of_bytes(made.SerializeToString()).weight_bytes == 1 + 16
 
 
 def test_every_graph_of_the_demo_passes_and_says_what_it_weighs() -> None:

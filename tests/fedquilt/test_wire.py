@@ -4,6 +4,7 @@ import json
 import zlib
 from contextlib import suppress
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -105,6 +106,41 @@ def test_one_kind_of_message_is_not_taken_for_another() -> None:
     """Unknown fields are refused, not ignored."""
     with pytest.raises(WireError, match="not a CoordState"):
         wire.decode(wire.encode(wire.Presence(online=True, boot="b")), wire.CoordState)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_what_a_newer_device_tells_besides_is_skipped_and_what_asks_or_answers_is_refused(message: Wired) -> None:
+    """A neighbouring version's report is still read; a task with a part that is not understood is not carried out."""
+    payload = wire.encode(message)
+    fields = b',"of_a_later_version":{"a":[1]}' + payload[payload.index(b",", payload.index(b"crc")) :]
+    if type(message) in wire.UP.values():
+        assert wire.decode(seal(fields), type(message)) == message
+    else:
+        with pytest.raises(WireError, match="unknown field `of_a_later_version`"):
+            wire.decode(seal(fields), type(message))
+
+
+def test_what_a_newer_device_tells_inside_a_report_is_skipped_too() -> None:
+    """A task's cost and a board's operating points grow fields as meters do; a blob is named by two, and no others."""
+    update = next(message for message in MESSAGES if isinstance(message, Update))
+    payload = wire.encode(update)
+
+    def with_one_more(at: bytes) -> Update:
+        assert at in payload
+        grown = payload.replace(at, at + b'"of_a_later_version":1,')
+        return wire.decode(seal(grown[grown.index(b",", grown.index(b"crc")) :]), Update)
+
+    assert with_one_more(b'"usage":{') == update
+    with pytest.raises(WireError, match="unknown field"):
+        with_one_more(b'"model":{')
+
+
+def test_an_update_without_layouts_does_not_name_them() -> None:
+    """A coordinator from before that field reads it."""
+    (update,) = (message for message in MESSAGES if isinstance(message, Update))
+    assert b"layouts" not in wire.encode(update)
+    told = msgspec.structs.replace(update, layouts={"model": {"w": "f4:2"}})
+    assert wire.decode(wire.encode(told), Update).layouts == told.layouts
 
 
 def test_a_message_too_large_is_refused_by_both_sides() -> None:

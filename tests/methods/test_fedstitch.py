@@ -26,7 +26,16 @@ from fedquilt.core import (
 from fedquilt.data import images
 from fedquilt.methods import fedstitch
 from fedquilt.methods.fedstitch import METHOD, Params, State
-from fedquilt.models.stitching import block_runner, least_squares, scoring, search, stitched, vote
+from fedquilt.models.stitching import (
+    block_runner,
+    candidates,
+    class_moments,
+    least_squares,
+    scoring,
+    search,
+    stitched,
+    vote,
+)
 from fedquilt.models.stitching.search_state import Net
 from fedquilt.models.stitching.stitched import Block
 from fedquilt.testing.toys import SMALL, FakeRunner, build, given, members
@@ -180,6 +189,8 @@ def test_paths_that_were_cut_short_still_yield_a_network() -> None:
         found = METHOD.result(state)
         assert found.meta["head"] is None
         assert found.meta["taps"] in [[donor] for donor in donors]
+        merits = {net.path: (net.score, -len(net.path)) for net in state.finished}
+        assert merits[tuple(found.meta["taps"][0])] == max(merits.values())
     with pytest.raises(ModelError, match="no network is finished"):
         METHOD.result(play(native_continuation="exclude")[0])
 
@@ -371,10 +382,12 @@ def test_a_task_brings_only_the_files_it_needs() -> None:
         ("score", lambda u: {"scores": {**u["scores"], "picks": u["scores"]["picks"][::-1].copy()}}, "do not follow"),
         ("score", lambda u: {}, "no usable"),
         ("fit", lambda u: {"moments.0": {**u["moments.0"], "xy": u["moments.0"]["xy"] * np.inf}}, "not finite"),
+        ("fit", lambda u: {n: {**m, "n": 2 * m["n"]} for n, m in u.items()}, "an example, in an update that weighs"),
         ("gather", lambda u: {}, "missing"),
         ("gather", lambda u: {"moments": {**u["moments"], "means": u["moments"]["means"] * 99}}, "semi-definite"),
         ("gather", lambda u: {"moments": {**u["moments"], "factor": u["moments"]["factor"] * np.nan}}, "finite|NaN"),
         ("validate", lambda u: {"counts": {**u["counts"], "right": u["counts"]["right"] + 99}}, "more right answers"),
+        ("validate", lambda u: {"counts": {**u["counts"], "examples": u["counts"]["examples"] + 1}}, "that weighs"),
         ("validate", lambda u: {}, "no usable"),
     ],
 )
@@ -474,14 +487,18 @@ def test_the_result_names_the_worst_junction_of_each_network() -> None:
     stitched_ones = 0
     for finalist in last.finalists:
         known = [each for each in finalist.residuals[:-1] if each is not None]
-        if known:
-            stitched_ones += 1
-            assert told[(finalist.path[:-1],)] == max(known)
+        stitched_ones += bool(known)
+        assert told[(finalist.path[:-1],)] == (max(known) if known else None)
         assert len(finalist.residuals) == len(finalist.path) - 1
     assert stitched_ones
     finalist = replace(last.finalists[0], path=("ash.0", "elm.1", "elm.2"), residuals=(0.1, 0.7))
-    [told_of] = METHOD.result(replace(FULL[0], finalists=(finalist,))).meta["search"]
-    assert told_of["residual"] == 0.7  # it keeps its last block
+    [whole] = METHOD.result(replace(FULL[0], finalists=(finalist,))).meta["search"]
+    assert whole["residual"] == 0.7  # it keeps its last block
+    z, y = np.random.default_rng(0).normal(size=(60, 5)), np.arange(60) % 3
+    alone = replace(FULL[0].params, join=False)
+    gathered = replace(FULL[0], params=alone, finalists=(finalist,), taps=(finalist.path[:-1],))
+    [headed] = candidates.solved(gathered, class_moments.merge([], [class_moments.part(z, y, 3)]))
+    assert (headed.kind, headed.residual) == ("stitched", 0.1)
 
 
 def test_of_a_single_device_nothing_can_be_left_out() -> None:
@@ -532,7 +549,8 @@ def test_the_best_of_what_was_given_up_is_kept_rather_than_nothing() -> None:
     ended = search.grow(voted(partial, end, stop_below=0.6), {})
     assert [net.path for net in ended.finished] == [("ash.0", "fir.2")]
     assert ended.phase == "gather"
-    assert "taken back, as nothing else is left: ash.0 > fir.2" in METHOD.explain(ended)
+    taken = [line for line in METHOD.explain(ended) if line.startswith("taken back")]
+    assert taken == ["taken back, as nothing else is left: ash.0 > fir.2"]
     going = search.grow(voted(poor, partial, stop_below=0.6), {})
     assert going.current is not None
     assert going.current.path == ("ash.0", "elm.1")

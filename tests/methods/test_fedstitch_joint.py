@@ -80,16 +80,17 @@ def test_every_head_is_that_of_the_pooled_images_of_all_devices(cohort: int) -> 
 
 def test_every_device_is_heard_once_in_each_phase_and_no_round_is_wasted() -> None:
     """Three of eight in a round: three rounds each, of three, three and two devices."""
-    asked: dict[str, list[str]] = {"gather": [], "validate": []}
+    answered: dict[str, set[tuple[str, int]]] = {"gather": set(), "validate": set()}
 
     def fold(state: State, total: Any, update: Contribution) -> Any:
-        if state.phase in asked and update.device not in asked[state.phase]:
-            asked[state.phase].append(update.device)
+        if state.phase in answered:
+            answered[state.phase].add((update.device, state.turn))  # one update may be folded more than once
         return METHOD.fold(state, total, update)
 
     run = played(cohort=3, method=replace(METHOD, fold=fold))
     names = sorted(member.device for member in members(8))
-    assert {phase: sorted(devices) for phase, devices in asked.items()} == {"gather": names, "validate": names}
+    heard = {phase: sorted(device for device, _ in turns) for phase, turns in answered.items()}
+    assert heard == {"gather": names, "validate": names}
     assert [state.phase for state in run].count("gather") == 3
     assert [state.phase for state in run].count("validate") == 3
     assert run[-1].examples == 8 * 15
@@ -164,14 +165,17 @@ def test_a_class_that_nobody_has_is_named_and_never_wins() -> None:
     assert np.isfinite(found.tensors["head.weights"]).all()
 
 
-def test_a_single_example_gives_a_head() -> None:
+@pytest.mark.parametrize("same", [True, False])
+def test_a_single_example_gives_a_head(same: bool) -> None:
     """Of its class, without a criterion: no state ever holds what is not finite."""
     member = members(1)[0]
-    one = Member(member.device, Examples(member.train.x[:1], member.train.y[:1]), member.held)
-    last = played([one], expansions=0)[-1]
+    own = Examples(member.train.x[:1], member.train.y[:1])
+    kin = (member.held.y == own.y[0]) == same
+    last = played([Member(member.device, own, Examples(member.held.x[kin], member.held.y[kin]))], expansions=0)[-1]
     assert METHOD.done(last)
     assert {each.criterion for each in last.candidates} == {None}
-    assert all(each.right == (member.held.y == member.train.y[0]).sum() for each in last.candidates)
+    assert last.examples == 1  # of several held-out ones: no device counts as more than it has of its own
+    assert all(each.right == same for each in last.candidates)
 
 
 def test_heads_of_random_features_take_the_taps_themselves() -> None:
@@ -320,7 +324,7 @@ def gathering(**changes: Any) -> tuple[State, Any, Any]:
 
 
 def test_a_board_with_little_memory_gives_fewer_images() -> None:
-    """Never a matrix of features by features: as many rows as fit, at least some, and the story says so."""
+    """A device computes moments of as many images as fit into memory, 32 at least, and the log counts such devices."""
     state, task, site = gathering()
     whole = METHOD.work(task, site)
     assert (whole.weight, whole.metrics["short"]) == (45.0, 0.0)
@@ -384,6 +388,20 @@ def test_a_device_counts_no_more_than_its_update_weighs() -> None:
     many = {**told, "counts": 10**4 * told["counts"], "factor": np.float32(100) * told["factor"]}
     with pytest.raises(UpdateError, match="examples, in an update that weighs"):
         METHOD.fold(state, None, Contribution("dev-0", 0, answer.weight, answer.metrics, {"moments": many}))
+
+
+@pytest.mark.parametrize(("own", "held", "counted"), [(20, 8, 8), (8, 20, 8), (20, 0, 0)])
+def test_a_device_validates_on_no_more_examples_than_it_says_it_has(own: int, held: int, counted: int) -> None:
+    """Its update weighs as many as it counted, and the coordinator takes a weight up to the device's own examples."""
+    state = next(state for state in FULL if state.phase == "validate")
+    shares = [Examples(np.full((count, 8, 8), 9, np.uint8), np.zeros(count, np.int64)) for count in (own, held)]
+    order = METHOD.send(state, DeviceView("dev-0", None))
+    answer = METHOD.work(*given(METHOD, order, Member("dev-0", *shares), build()[1], seed=3))
+    assert (answer.weight, answer.bundles["counts"]["examples"].tolist()) == (counted, [counted])
+    update = Contribution("dev-0", 0, answer.weight, answer.metrics, answer.bundles)
+    assert METHOD.fold(state, None, update).counts["examples"].tolist() == [counted]
+    with pytest.raises(UpdateError, match=f"counts: of {counted} examples, in an update that weighs {counted + 1}"):
+        METHOD.fold(state, None, replace(update, weight=counted + 1.0))
 
 
 def test_a_state_keeps_half_of_the_matrix_and_no_devices_moments() -> None:

@@ -33,6 +33,7 @@ def test_there_is_a_stage_for_each_codec_bench_and_python() -> None:
     assert {name for name in found if name.startswith("bench-")} == {f"bench-{name}" for name in benches | {"sim"}}
     assert {f"fuzz-{codec}" for codec in CODECS} <= found.keys()
     assert {"matrix", "rehearsal", "python-3.10", "python-3.12", "python-3.13"} <= found.keys()
+    assert {"onnxruntime-1.19.2", "onnxruntime-1.23.2"} <= found.keys()
     assert "--data" in found["bench-sim"].hindrance
     assert not {stage.name: stage for stage in nightly.stages(ROOT)}["bench-sim"].hindrance
 
@@ -112,6 +113,15 @@ def test_a_python_that_is_not_there_or_does_not_start_skips_its_stage(tmp_path: 
         place.mkdir(parents=True)
         (place / "python").symlink_to(sys.executable)
     assert nightly.interpreter("3.10", env) == str(tmp_path / "versions" / "3.10.13" / "bin" / "python")
+
+
+def test_the_check_of_graphs_is_run_beside_the_versions_that_need_it() -> None:
+    """In an environment of its own, with the version pinned; without its Python the stage is skipped and says so."""
+    _, pip, tests = nightly.with_onnxruntime("1.19.2", lambda version: sys.executable).commands
+    assert pip[-1] == "onnxruntime==1.19.2"
+    assert pip[0] == tests[0]
+    assert all((ROOT / name).is_file() for name in tests[3:])
+    assert "no Python 3.10 here" in nightly.with_onnxruntime("1.19.2", lambda version: None).hindrance
 
 
 def test_what_is_nightly_is_no_part_of_make_test() -> None:

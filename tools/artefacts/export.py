@@ -12,7 +12,7 @@ from fedquilt import bundle, methods, tensors, units
 from fedquilt.coordinator.facts import Committed, Started
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Artefact, JobError, ModelError, StoreError
-from fedquilt.models.stitching import stitched
+from fedquilt.models.stitching import names, stitched
 
 
 def artefact(store: Store, run: str) -> Artefact:
@@ -62,9 +62,8 @@ def export(store: Store, run: str, out: Path) -> str:
         folder = store.job(run).bundle / "blobs"
         files = {name: folder / ref.sha256 for name, ref in index.files.items()}
         payload = export_onnx.stitched(found.meta, found.tensors, stitched.stock(index.meta).blocks, files)
-        blocks, taps = len(stitched.prefixes(found.meta["taps"])), len(found.meta["taps"])
-        joined = f" in {taps} paths side by side" if taps > 1 else ""
-        what = f"{blocks} blocks{joined}, labels {', '.join(found.meta['labels'])}"
+        what = names.network(found.meta["taps"], found.meta["head"] is not None)
+        what = f"{what}, labels {', '.join(found.meta['labels'])}"
     elif out.suffix == ".onnx":
         if found.kind != "weights":
             raise ModelError(f"{out}: a result of the kind {found.kind!r} has no ONNX; name a file .safetensors")

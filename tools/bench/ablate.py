@@ -27,7 +27,7 @@ from fedquilt.coordinator.settings import Job
 from fedquilt.core import FedquiltError, JobError
 from fedquilt.data.spec import DataSpec
 from fedquilt.methods import fedstitch
-from fedquilt.models.stitching import cka, stitched
+from fedquilt.models.stitching import cka, names
 from fedquilt.tools.bench.ablate_rows import ALIGNED, BASE, PARTS, VARIANTS, Row
 from fedquilt.tools.experiments import parallel, run_cache
 from fedquilt.tools.experiments.baselines import MOST_ROUNDS, Bench, Result, pooled
@@ -188,7 +188,7 @@ def searched(part: str, setting: Setting) -> list[dict[str, Any]]:
             "down_bytes": sum(each.down_bytes for each in rounds) / tasks,
             "up_bytes": sum(each.up_bytes for each in rounds) / tasks,
             "scored": scored,
-            "path": stitched.describe(found.meta["taps"]),
+            "path": names.network(found.meta["taps"], found.meta["head"] is not None),
         }
     ]
 

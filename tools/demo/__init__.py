@@ -7,7 +7,6 @@ memory budgets, broker, bytes, accuracy.
 
 from __future__ import annotations
 
-import re
 import time
 import webbrowser
 from collections.abc import Sequence
@@ -21,8 +20,8 @@ from fedquilt import bundle, disk, units
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import costs
-from fedquilt.core import Artefact, Examples
-from fedquilt.models.stitching.stitched import describe
+from fedquilt.core import Examples
+from fedquilt.models.stitching import names
 from fedquilt.tools.artefacts import export
 from fedquilt.tools.demo.compared import Compared, Device, Network, compare, mean_alone
 from fedquilt.tools.demo.live import Live, bold
@@ -69,7 +68,9 @@ def demo(out: Path, format: str = "text", wordy: bool = False, show: bool = Fals
     live.clear()
     whole = found.account.whole
     moved = whole.down_bytes + whole.up_bytes
-    stitched = Network(STITCHED, found.scores[-1].value, _path(artefact), whole.energy_j, moved)
+    taps, headed = artefact.meta["taps"], artefact.meta["head"] is not None
+    name = names.network(taps, headed)  # as in the log of the search
+    stitched = Network(STITCHED, found.scores[-1].value, name, whole.energy_j, moved)
     networks = _networks(stitched, others)
     np.savez_compressed(out / "held-out.npz", x=test.x, y=test.y)
     report = out / "report.html"
@@ -86,7 +87,7 @@ def demo(out: Path, format: str = "text", wordy: bool = False, show: bool = Fals
     if not text:
         print(msgspec.json.encode(result).decode())
         return 0
-    print("\n".join(_ending(networks, others.devices, found.account, plan)))
+    print("\n".join(_ending(networks, theirs(taps, headed), others.devices, found.account, plan)))
     print(f"\n{written}\n  classify with it: fedquilt run-model {out / 'stitched.onnx'} {out / 'held-out.npz'}")
     print(
         f"report, with plots: {report}   (`fedquilt demo --open` opens it)   {time.monotonic() - began_s:.0f} s in all"
@@ -126,15 +127,16 @@ def _networks(stitched: Network, others: Compared) -> list[Network]:
     ]
 
 
-def _path(artefact: Artefact) -> str:
-    """The blocks of a stitched network, named as in the log of its search."""
-    return describe(artefact.meta["taps"]) + (" > new head" if artefact.meta["head"] else "")
+def theirs(taps: Sequence[Sequence[str]], headed: bool) -> str:
+    """Sentence on the federation's network, which says so where all its blocks are of one donor.
 
-
-def _of_one(path: str) -> str:
-    """Remark on a network that joins no blocks of different donors; "" for others."""
-    donors = set(re.findall(r"(\w+)\.\d", path))
-    return f" (blocks of {donors.pop()} only)" if len(donors) == 1 else ""
+    Args:
+        taps: the network's paths, of block ids.
+        headed: whether it has a new head.
+    """
+    donors = {block.rpartition(".")[0] for path in taps for block in path}
+    of_one = f" (blocks of {donors.pop()} only)" if len(donors) == 1 else ""
+    return f"Their network, as donor.block: {names.network(taps, headed)}{of_one}"
 
 
 def verdict(networks: Sequence[Network]) -> str:
@@ -148,15 +150,14 @@ def verdict(networks: Sequence[Network]) -> str:
 
 
 def _ending(
-    networks: Sequence[Network], devices: Sequence[Device], account: costs.Account, plan: agents.Plan
+    networks: Sequence[Network], theirs: str, devices: Sequence[Device], account: costs.Account, plan: agents.Plan
 ) -> list[str]:
-    """The result as two tables."""
+    """The result as two tables, with the sentence `theirs` on the federation's network between them."""
     lines = [bold(f"{'accuracy on the test digits':29} {'%':>6} {'energy':>8} {'sent':>8}")]
     for network in networks:
         energy, moved = _cost(network)
         lines.append(f"{network.name:29} {100 * network.accuracy:6.1f} {energy:>8} {moved:>8}")
-    lines += [verdict(networks)]
-    lines += [f"Their network, as donor.block: {networks[0].note}{_of_one(networks[0].note)}"]
+    lines += [verdict(networks), theirs]
     lines += ["+ new head: last layer solved from all boards' images in one place, which no board would send", ""]
     lines.append(
         bold(f"{'board':20} {'memory':>7} {'images':>7} {'alone, %':>9} {'time':>8} {'energy':>8} {'sent':>8}")

@@ -13,6 +13,7 @@ from fedquilt import methods, tensors
 from fedquilt.coordinator.facts import Answered, Committed
 from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError
+from fedquilt.models.stitching import judging
 from fedquilt.models.stitching.search_state import State
 
 TOLERANCE: Final = 1e-3  # of scores, which are at most 1: another release of onnxruntime rounds otherwise
@@ -28,7 +29,7 @@ class Beside:
     only: int  # those that one of them alone has
     score: float | None  # between scores of the same network
     junction: float | None  # between weights of the same junction
-    chosen: tuple[tuple[str, ...], ...]  # paths of the network that the first has come to; () while none is finished
+    chosen: str  # name of the network that the first has come to; "": its search is not finished
     same: bool  # whether the other has come to the same
 
 
@@ -74,9 +75,9 @@ def scores(state: State) -> dict[tuple[str, ...], float]:
     return {**{net.path: net.score for net in nets}, **{net.path: net.score for net in state.finalists}}
 
 
-def chosen(state: State) -> tuple[tuple[str, ...], ...]:
-    """The paths of the network that a finished search has come to, side by side; () while it is not finished."""
-    return state.candidates[state.chosen].paths if state.phase == "done" and state.candidates else ()
+def chosen(state: State) -> str:
+    """The name of the network that a finished search has come to; "" while it is not finished."""
+    return judging.name(state.candidates[state.chosen]) if state.phase == "done" and state.candidates else ""
 
 
 def _apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
@@ -111,8 +112,7 @@ def lines(result: Mapping[str, Any]) -> list[str]:
     if result["junction"] is not None:
         told.append(f"  weights of junctions differ by {result['junction']:.1e} at most")
     if chosen:
-        paths = " + ".join(" > ".join(path) for path in chosen)
-        told.append(f"  chosen: {paths}; by the other {'too' if result['same'] else 'not'}")
+        told.append(f"  chosen: {chosen}; by the other {'too' if result['same'] else 'not'}")
     if not agrees(result):
         told.append(f"  they do not agree: {TOLERANCE:g} is allowed between scores, and there has to be one")
     return [*told, f"logs: {result['folder']}"]

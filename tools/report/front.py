@@ -9,13 +9,13 @@ from fedquilt import columns, methods, profiles
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Store
 from fedquilt.core import FedquiltError
-from fedquilt.models.stitching import front, stitched
+from fedquilt.models.stitching import front, names
 from fedquilt.tools.report import plots
 from fedquilt.tools.report.page import Section, Table, drawn
 
 Candidates = Sequence[Mapping[str, Any]]
 
-LONGEST = 70  # letters of a candidate's paths
+LONGEST = 70  # letters of a candidate's name
 
 
 def candidates(store: Store, run: str) -> Candidates:
@@ -45,7 +45,9 @@ def section(found: Candidates, job: Job) -> Section | None:
     note = (
         "Costs are of one example, milliseconds those of the board's first operating point, from its profile. On the "
         "front are candidates that no other beats: none is as accurate on held-out examples and as cheap, and better "
-        "in one of the two."
+        "in one of the two. "
+        'A "joined" candidate has one head on several taps, a "donor" a new head on one tap of an unmodified donor, a '
+        '"stitched" one a new head on one stitched path, and an "aligned" one its last donor\'s own classes.'
     )
     return Section((), drawn(_plot(found)), [note], Table(*table(found, job)))
 
@@ -77,8 +79,8 @@ def lines(found: Candidates, job: Job) -> list[str]:
         return []
     head, rows = table(found, job)
     numbered = [["", *head[1:]], *([str(number), *row[1:]] for number, row in enumerate(rows, 1))]
-    names = [f"{number}: {stitched.describe(each['taps'])}" for number, each in enumerate(_ordered(found), 1)]
-    return [*columns.table(numbered, "><><" + ">" * (len(head) - 4)), "", *names]
+    whole = [f"{number}: {_whole(each)}" for number, each in enumerate(_ordered(found), 1)]
+    return [*columns.table(numbered, "><><" + ">" * (len(head) - 4)), "", *whole]
 
 
 def _ordered(found: Candidates) -> Candidates:
@@ -87,29 +89,34 @@ def _ordered(found: Candidates) -> Candidates:
 
 def _plot(found: Candidates) -> plots.Plot:
     best = sorted((each for each in found if each["front"]), key=lambda each: each["flops"])
+    kinds = sorted({str(each["kind"]) for each in found})
 
     def place(each: Mapping[str, Any]) -> tuple[float, float]:
         return each["flops"] / 1e6, 100 * each["accuracy"]
 
     def draw(axis: Any, tip: plots.Tip) -> None:
         rising = [place(each) for each in best]
-        axis.plot([x for x, _ in rising], [y for _, y in rising], color=plots.COLOURS[0], linewidth=1.8)
-        kinds = list(dict.fromkeys(str(each["kind"]) for each in found))
+        axis.plot([x for x, _ in rising], [y for _, y in rising], color=plots.COLOURS[len(kinds)], linewidth=1.8)
         for each in found:
             x, y = place(each)
-            ink = plots.COLOURS[kinds.index(str(each["kind"])) % len(plots.COLOURS)]
-            size = 8 if each["front"] else 4.5
-            (dot,) = axis.plot([x], [y], "o", color=ink, markersize=size, clip_on=False)
+            ink = plots.COLOURS[kinds.index(str(each["kind"]))]
+            fill = ink if each["front"] else "none"  # those off the front lie close together
+            (dot,) = axis.plot([x], [y], "o", color=ink, markerfacecolor=fill, markersize=6, clip_on=False)
             tip(dot, f"{_name(each)} ({each['kind']}): {y:.1f} % at {x:.3g} MFLOP")
         axis.set_xlim(left=0.0)
         axis.set_xlabel("MFLOP of one example")
         axis.set_ylabel("accuracy on held-out examples, %")
 
     told = "; ".join(f"{_name(each)} {place(each)[1]:.1f} % at {place(each)[0]:.3g} MFLOP" for each in best)
-    return plots.Plot("Accuracy by cost", f"Accuracy by cost; on the front: {told}", draw, plots.BODY)
+    keys = (*kinds, "front (filled dots)")
+    return plots.Plot("Accuracy by cost", f"Accuracy by cost; on the front: {told}", draw, plots.BODY, keys=keys)
+
+
+def _whole(candidate: Mapping[str, Any]) -> str:
+    return names.network(candidate["taps"], candidate["kind"] != "aligned")
 
 
 def _name(candidate: Mapping[str, Any]) -> str:
-    """The candidate's paths, cut where they are long."""
-    name = stitched.describe(candidate["taps"])
+    """The candidate's name, cut where it is long."""
+    name = _whole(candidate)
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."

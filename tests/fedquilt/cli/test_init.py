@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedquilt import config, methods
+from fedquilt import bundle, config, methods, torchvision_compat
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
+from fedquilt.core import ModelError
 from fedquilt.edge_agent import settings as agents
 
 
@@ -44,6 +45,29 @@ def test_what_it_writes_is_prepared(method: str) -> None:
     assert main(["prepare", "jobs/one.toml"]) == 0
     text = Path("jobs/one.toml").read_text()
     assert all(f"{name} " in text for name in methods.load(method).params.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("method", [name for name in methods.names() if "onnx" in methods.load(name).engines])
+def test_a_job_with_donors_is_prepared(method: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torchvision finds the donors' weights: random ones lie where it keeps what it has downloaded."""
+    torch = pytest.importorskip("torch", reason="donors are cut by torch")
+    pytest.importorskip("onnx", reason="donors are cut into ONNX graphs")
+    try:
+        models = torchvision_compat.torchvision().models
+    except ModelError as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv("TORCH_HOME", str(here / "torch"))
+    kept = here / "torch" / "hub" / "checkpoints"
+    kept.mkdir(parents=True)
+    for architecture in ("mobilenet_v2", "squeezenet1_1"):
+        file = models.get_model_weights(architecture).DEFAULT.url.rpartition("/")[2]
+        torch.save(models.get_model(architecture).state_dict(), kept / file)
+    assert main(["init", "--method", method, "--out", "jobs/one.toml"]) == 0
+    assert main(["prepare", "jobs/one.toml"]) == 0
+    job, made = settings.load(Path("jobs/one.toml")), bundle.load(Path("jobs/one.bundle"))
+    assert (job.rounds, len(job.labels), job.model) == (200, 10, {})
+    assert list(made.meta["donors"]) == ["mobilenet", "squeezenet"]
+    assert made.meta["blocks"]["mobilenet.0"]["in_shape"] == [3, 64, 64]
 
 
 def test_what_it_writes_runs_on_a_fleet(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,13 +107,14 @@ def test_nothing_is_written_over(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_cannot_be_is_refused_before_anything_is_written(capsys: pytest.CaptureFixture[str]) -> None:
-    """A method of another spelling, one that stitches, data that are not there."""
+    """A method of another spelling, data that no donors are known for, data that are not there."""
+    np.savez("vectors.npz", x_train=np.zeros((6, 5), np.float32), y_train=np.arange(6) % 3)
     assert main(["init", "--method", "fedprx"]) == 2
     assert "did you mean 'fedprox'?" in capsys.readouterr().err
-    assert main(["init", "--method", "fedstitch"]) == 2
-    assert "donors" in capsys.readouterr().err
+    assert main(["init", "--method", "fedstitch", "--data", "vectors.npz"]) == 2
+    assert "examples of vectors.npz have shape (5,): write a job with [[donors]] of your own" in capsys.readouterr().err
     assert main(["init", "--data", "none.npz"]) == 3
-    assert not list(Path().iterdir())
+    assert list(Path().iterdir()) == [Path("vectors.npz")]
 
 
 def test_a_terminal_is_asked() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from fedquilt import graph_check
 from fedquilt.core import ModelError
 
 torch = pytest.importorskip("torch", reason="blocks are cut from torch networks")
@@ -17,8 +18,9 @@ ort = pytest.importorskip("onnxruntime")
 
 from torch import nn  # noqa: E402
 
-from fedquilt.models.networks import registry  # noqa: E402
+from fedquilt.models.networks import onnx_file, registry  # noqa: E402
 from fedquilt.models.stitching import blocks  # noqa: E402
+from fedquilt.torchvision_compat import torchvision  # noqa: E402
 
 PAPER = {"alexnet": 6, "densenet121": 6, "mobilenet_v2": 20, "resnet50": 6, "vgg16": 14}
 
@@ -61,6 +63,56 @@ def test_running_the_blocks_in_order_is_running_the_network(
     assert tiles == {part.index: 1 for part in parts} | ({count - 1: wide[name]} if name in wide else {})
     assert np.abs(wanted).max() > 0.01
     np.testing.assert_allclose(x, wanted, atol=1e-4 * np.abs(wanted).max(), rtol=0)
+
+
+def _convnext() -> nn.Module:
+    convnext = torchvision().models.convnext
+    return convnext.ConvNeXt([convnext.CNBlockConfig(8, 16, 2), convnext.CNBlockConfig(16, None, 1)], num_classes=10)
+
+
+def _swin(version: int) -> nn.Module:
+    swin = torchvision().models.swin_transformer
+    first = {"block": swin.SwinTransformerBlock, "downsample_layer": swin.PatchMerging}
+    second = {"block": swin.SwinTransformerBlockV2, "downsample_layer": swin.PatchMergingV2}
+    sizes = {"patch_size": [4, 4], "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": [4, 4]}
+    return swin.SwinTransformer(**sizes, num_classes=10, **(first if version == 1 else second))
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "count"),
+    [(_convnext, 32, 5), (lambda: _swin(1), 64, 2), (lambda: _swin(2), 64, 2)],
+    ids=["convnext", "swin", "swin_v2"],
+)
+def test_networks_of_attention_and_layer_norm_are_cut_into_graphs_that_boards_run(
+    make: Callable[[], nn.Module], size: int, count: int, tmp_path: Path
+) -> None:
+    """Small ones of torchvision's own code: shifted windows are written as slices, ranges and scatters of sizes."""
+    donor = _lively(make())
+    parts = blocks.split(donor, "donor", (3, size, size))
+    assert len(parts) == count
+    x = np.random.default_rng(0).normal(size=(3, 3, size, size)).astype(np.float32)
+    with torch.no_grad():
+        wanted = donor(torch.from_numpy(x)).numpy()
+    for part in parts:
+        x = _run(blocks.export(part), x, tmp_path)
+    np.testing.assert_allclose(x, wanted, atol=1e-4 * np.abs(wanted).max(), rtol=0)
+
+
+def test_a_vision_transformer_has_no_maps_to_cut_and_is_written_whole(tmp_path: Path) -> None:
+    """As a donor it is refused for its shape, with the mend; as one graph it is permitted, and does the same."""
+    sizes = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32}
+    donor = torchvision().models.VisionTransformer(**sizes, num_classes=10).eval()
+    with pytest.raises(ModelError, match=r"'d' cannot be split: .* take a convolutional network"):
+        blocks.split(donor, "d", (3, 32, 32))
+    x = torch.from_numpy(np.random.default_rng(0).normal(size=(3, 3, 32, 32)).astype(np.float32))
+    nn.init.normal_(donor.heads.head.weight)  # torchvision's first head says 0 to everything
+    with torch.no_grad():
+        wanted = donor(x).numpy()
+    graph = onnx_file.traced(donor, (3, 32, 32), "vit", "").SerializeToString()
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert graph_check.of_bytes(graph).nodes > 50
+    found = _run_graph(blocks.Graph(graph, None, 0, 0), x.numpy(), tmp_path)
+    np.testing.assert_allclose(found, wanted, atol=1e-4 * np.abs(wanted).max(), rtol=0)
 
 
 def test_the_average_pool_is_at_the_head_of_the_terminating_block() -> None:

@@ -119,7 +119,7 @@ def test_maps_become_rows_in_three_ways() -> None:
 
 
 def test_maps_of_a_series_become_rows_in_three_ways() -> None:
-    """flatten: a series is a row of c*l; gap: of c means; position: two rows of c means of a half."""
+    """Each series is one row of c * l values, one row of c channel means, or two rows of the means of a half."""
     maps = RNG.normal(size=(5, 3, 6)).astype(np.float32)
     halves = maps.reshape(5, 3, 2, 3).mean(axis=3, dtype=np.float64).transpose(0, 2, 1).reshape(10, 3)
     assert np.allclose(cka.gram(maps), cka.gram(maps.reshape(5, 18)))

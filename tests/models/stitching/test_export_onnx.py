@@ -23,7 +23,7 @@ ort = pytest.importorskip("onnxruntime")
 from onnx import helper, numpy_helper  # noqa: E402
 
 from fedquilt.edge_agent.engines.onnx_engine import OnnxEngine  # noqa: E402
-from fedquilt.models.stitching import tiled_linear  # noqa: E402
+from fedquilt.models.stitching import joint_head, tiled_linear  # noqa: E402
 from fedquilt.models.stitching.export_onnx import stitched  # noqa: E402
 
 DEMO = Path(__file__).resolve().parents[3] / "tools" / "demo"
@@ -271,8 +271,8 @@ def test_the_runtime_pools_a_tap_before_it_computes_the_next_and_memory_covers_t
 def test_a_class_that_nobody_has_never_wins(tmp_path: Path) -> None:
     """Its score is -inf in the file too, though every other score is far below zero; none is NaN."""
     meta, arrays = artefact([["plain.0"]], None, True)
-    rows = [0, 1, 2, 4, 5, 6, 7, 8, 9]
-    head = stitch.full_head(arrays["head.weights"][rows], np.full(9, -1e6), rows, 10)
+    bias = np.where(np.arange(10) == 3, joint_head.NEVER, -1e6)
+    head = joint_head.handed_out({"weights": arrays["head.weights"], "bias": bias})
     arrays |= {f"head.{part}": head[part] for part in PARTS}
     (tmp_path / "net.onnx").write_bytes(stitched(meta, arrays, STOCK.blocks, FILES))
     session = ort.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
@@ -291,6 +291,8 @@ def test_what_running_it_takes_is_in_the_file() -> None:
     assert facts["labels"] == '["0", "1", "2", "3", "4", "5", "6", "7", "8", "9"]'
     assert facts["input"] == '{"channels": 1, "size": 28, "mean": [0.0], "std": [1.0]}'
     assert facts["taps"] == json.dumps([ACROSS])
+    largest = max(STOCK.blocks[name].activation_bytes for name in ACROSS)
+    assert int(facts["activation_bytes"]) == largest + 4 * 28 * 28  # the file's input is held beside a block's maps
     assert int(facts["weight_bytes"]) > sum(STOCK.blocks[name].weight_bytes for name in ACROSS)
     assert (model.ir_version, [opset.version for opset in model.opset_import]) == (8, [17])
 

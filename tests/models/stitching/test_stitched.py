@@ -9,7 +9,7 @@ import pytest
 
 from fedquilt.core import ModelError
 from fedquilt.data import images
-from fedquilt.models.stitching import least_squares, stitched
+from fedquilt.models.stitching import joint_head, least_squares, stitched
 from fedquilt.models.stitching.stitched import Block
 
 RNG = np.random.default_rng(0)
@@ -202,21 +202,15 @@ def test_features_may_be_drawn_before_the_head() -> None:
     np.testing.assert_allclose(scores, features @ head["weights"].T, rtol=1e-6)
 
 
-def test_a_class_without_a_row_scores_less_than_any_other() -> None:
-    """Rows go to their labels; the label between them has no weights and -inf."""
-    head = stitched.full_head(np.array([[1.0, 2], [3, 4]]), np.array([-1e30, 6]), [0, 2], 3)
+def test_a_class_that_nobody_has_scores_less_than_any_other() -> None:
+    """Its bias NEVER becomes -inf and its weights 0; a bias just above NEVER stays as it is."""
+    stored = {"weights": np.array([[1.0, 2], [5, 5], [3, 4]]), "bias": np.array([-1e29, joint_head.NEVER, 6])}
+    head = joint_head.handed_out(stored)
     assert head["weights"].tolist() == [[1, 2], [0, 0], [3, 4]]
-    assert head["bias"].tolist() == [np.float32(-1e30), -np.inf, 6]
+    assert head["bias"].tolist() == [np.float32(-1e29), -np.inf, 6]
     scores = np.array([[-1e6, -1e6]]) @ head["weights"].T + head["bias"]
     assert scores.argmin() == 1
     assert not np.isnan(scores).any()
-
-
-def test_paths_are_told_in_full_and_several_in_short() -> None:
-    """Blocks of one donor in a row are shortened where a network has several taps."""
-    path = [*(f"a.{i}" for i in range(4)), "b.2", "b.3", "c.9"]
-    assert stitched.describe([path]) == "a.0 > a.1 > a.2 > a.3 > b.2 > b.3 > c.9"
-    assert stitched.describe([path, ["a.0"]]) == "(a.0-3 > b.2 > b.3 > c.9) + a.0"
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_the_demo_prints_at_most_forty_lines_without_colours(told: tuple[Path, s
     out, shown, imported = told
     lines = shown.splitlines()
     assert len(lines) <= 40
-    assert max(len(line.replace(str(out), "")) for line in lines) <= 120
+    assert max(len(line.replace(str(out), "")) for line in lines) <= 110
     assert "\x1b" not in shown
     assert "\r" not in shown
     for wanted in (
@@ -42,8 +42,11 @@ def test_the_demo_prints_at_most_forty_lines_without_colours(told: tuple[Path, s
         "donor residual as it is",
         "FedAvg from scratch",
         "The boards' network",
+        "Their network, as donor.block: head on ",
     ):
         assert wanted in shown, wanted
+    [name] = re.findall(r"^Their network, as donor\.block: (.+?)(?: \(blocks of \w+ only\))?$", shown, re.MULTILINE)
+    assert f", {name}, " in shown  # what export says of the file
     assert f"report, with plots: {out / 'report.html'}" in lines[-1]
     assert " torch" not in imported  # the coordinator, the comparisons, the export and the page need none
     assert "font cache" not in imported
@@ -87,9 +90,10 @@ def test_the_demo_stitches_a_network_and_sets_it_beside_everything_it_has_to_bea
     result = json.loads(ran.stdout.splitlines()[-1])
     rows = {row["name"]: row for row in result["accuracy"]}
     stitched = rows[demo.STITCHED]
-    assert stitched["note"].endswith(" > new head")
-    assert "chosen: head on " in ran.stdout
-    assert "joining taps" in ran.stdout
+    assert stitched["note"].startswith("head on ")
+    assert f"chosen: {stitched['note']}\n" in ran.stdout  # as the log of the search has it
+    assert stitched["note"].count(" + ") >= 1, "several taps are joined"
+    assert "joining taps adds " in ran.stdout
     for name, row in rows.items():
         if "as it is" in name or name in (demo.ALONE, "FedAvg from scratch"):
             assert stitched["accuracy"] > row["accuracy"], name
@@ -104,6 +108,20 @@ def test_the_demo_stitches_a_network_and_sets_it_beside_everything_it_has_to_bea
         assert ledger["energy_source"].startswith("profile ")
         assert 30e6 < ledger["peak_bytes"] < 512e6
         assert ledger["down_bytes"] > 100_000
+
+
+@pytest.mark.parametrize(
+    ("taps", "headed", "told"),
+    [
+        ([["a.0", "a.1"], ["a.0"]], True, "head on a.1 + a.0 (blocks of a only)"),
+        ([["a.0", "a.1"], ["b.0"]], True, "head on a.1 + b.0"),
+        ([["a.0", "b.1"], ["a.0"]], True, "head on (a.0 > b.1) + a.0"),
+        ([["my-net.0", "my-net.1", "my-net.2"]], False, "my-net.0-2 (blocks of my-net only)"),
+    ],
+)
+def test_a_network_of_one_donors_blocks_is_told_as_one(taps: list[list[str]], headed: bool, told: str) -> None:
+    """Joined depths of one donor are not called stitching; blocks of several donors need no remark."""
+    assert demo.theirs(taps, headed) == f"Their network, as donor.block: {told}"
 
 
 def test_a_defeat_is_told_as_one() -> None:

@@ -14,6 +14,7 @@ from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store import Store
 from fedquilt.core import JobError, Update, Usage
 from fedquilt.methods.fedstitch import METHOD, State
+from fedquilt.models.stitching import judging
 from fedquilt.testing.toys import SMALL, build, members, play
 from fedquilt.tools.emulate import beside
 
@@ -62,7 +63,7 @@ def test_a_run_beside_itself_differs_in_nothing(stored: Stored) -> None:
     last = SEARCH[-1]
     assert (found.rounds, found.tasks_s) == (len(SEARCH), (0.5, 2.0))
     assert (found.paths, found.only, found.score, found.junction) == (len(beside.scores(last)), 0, 0.0, 0.0)
-    assert found.chosen == last.candidates[last.chosen].paths
+    assert found.chosen == judging.name(last.candidates[last.chosen])
     assert found.same
 
 
@@ -97,7 +98,7 @@ def test_another_network_chosen_is_told(stored: Stored) -> None:
 def test_a_search_that_is_not_finished_has_chosen_none(stored: Stored) -> None:
     """Its scores are compared all the same."""
     found = beside.compare(stored(SEARCH[:2]), stored(SEARCH[:2]))
-    assert (found.chosen, found.same) == ((), True)
+    assert (found.chosen, found.same) == ("", True)
     assert found.paths > 0
 
 

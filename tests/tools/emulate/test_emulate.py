@@ -24,7 +24,7 @@ RESULT: dict[str, Any] = {
     "only": 1,
     "score": 2.5e-7,
     "junction": None,
-    "chosen": [["a.0", "b.1"], ["b.0"]],
+    "chosen": "head on (a.0 > b.1) + b.0",
     "same": True,
     "versions": {"qemu": "7.2", "onnxruntime": "1.19.2"},
     "folder": "/x",
@@ -104,8 +104,8 @@ def test_the_result_is_told_in_sentences() -> None:
     assert "12 networks known to both, 1 to one alone" in told
     assert "scores differ by 2.5e-07 at most" in told
     assert "junctions" not in told
-    assert "chosen: a.0 > b.1 + b.0; by the other too" in told
-    few = "\n".join(beside.lines({**RESULT, "tasks_s": [], "score": None, "chosen": []}))
+    assert "chosen: head on (a.0 > b.1) + b.0; by the other too" in told
+    few = "\n".join(beside.lines({**RESULT, "tasks_s": [], "score": None, "chosen": ""}))
     assert "0 tasks done in it\n" in few
     assert "scores differ" not in few
     assert "chosen" not in few

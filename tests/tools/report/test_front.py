@@ -81,6 +81,9 @@ def test_the_report_prints_and_draws_the_front(tmp_path: Path, capsys: pytest.Ca
     for text in ("What the candidates cost", "MFLOP of one example", "ms, jetson-nano"):
         assert text in page
     assert page.count(" MFLOP</title>") == len(found)
+    kinds = {each["kind"] for each in found}
+    assert len(kinds) > 1
+    assert all(f">{key}</text>" in page for key in (*kinds, "front (filled dots)"))  # the plot's legend
 
 
 def test_a_narrow_terminal_shows_a_row_of_numbers_for_each_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
