@@ -98,6 +98,7 @@ class Agent:
         if short := budget.no_engine(means.budget_bytes, means.engines):
             log.warning("%s: %s", self.device, short)
         self._tell_s, self._patience_s = math.inf, RETELL_S
+        self._means = means
         self._profile = messages.profile(self.device, board, means)
         self._progress_s = self._telemetry_s = -math.inf
 
@@ -320,6 +321,9 @@ class Agent:
             return
         self._telemetry_s = now_s
         told = messages.telemetry(self._board.read(now_s))
+        if self._board.points != self._profile.points:  # the owner has changed the power mode
+            self._profile = messages.profile(self.device, self._board, self._means)
+            self._publish("profile", self._profile, retain=True)
         if told is not None:
             self._publish("telemetry", told, reliable=False)
 

@@ -53,10 +53,12 @@ class GovernorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     policy: Policy = "energy"
     margin: Annotated[float, Meta(ge=0, le=10)] = 0.1  # share of the predicted time kept as reserve before the deadline
+    max_w: Annotated[float, Meta(gt=0)] | None = None  # no operating point that draws more is held
+    max_c: Annotated[float, Meta(gt=0, le=150)] | None = None  # hotter, and nothing is held
 
     def rule(self) -> Rule:
-        """Policy and margin as a rule of the governor."""
-        return Rule(self.policy, self.margin)
+        """The table as a rule of the governor."""
+        return Rule(self.policy, self.margin, self.max_w, self.max_c)
 
 
 class EnrolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -47,7 +47,9 @@ class Layout:
     rails: Mapping[str, tuple[Rail, ...]]  # by I2C address; "" is a channel without a label
     zones: tuple[str, ...]
     modes: tuple[Mode, ...]
+    source: str  # of rails, addresses, clocks and modes
     default: int = 0
+    input_w: float | None = None  # at VIN, where an INA238 measures it
 
 
 XAVIER_CPU = steps(115200, 1881600, 76800, 1907200)
@@ -66,10 +68,14 @@ ORIN_NANO = Layout(
     emc_mhz=2133,
     rails={"1-0040": THREE},
     zones=ORIN_ZONES,
+    source="NVIDIA, Jetson Linux R35, R36 guide for Orin: rails at 0x40; nvpmodel_p3767_0003.conf "
+    "(LineageOS, device concord)",
     modes=(Mode("15W", 6, emc=2133), Mode("7W", 4, 960, 408, 2133)),
 )
 
-BOARDS: Mapping[str, Layout] = {
+AGX_ORIN = "NVIDIA, Jetson Linux R35, R36 guide for Orin: rails at 0x40, 0x41, VDDQ_VDD2_1V8AO included in VIN_SYS_5V0"
+
+BOARDS: dict[str, Layout] = {
     "jetson-nano": Layout(
         model="NVIDIA Jetson Nano Developer Kit",
         compatible=("nvidia,p3450-0000", "nvidia,jetson-nano", "nvidia,tegra210"),
@@ -85,6 +91,8 @@ BOARDS: Mapping[str, Layout] = {
         emc_mhz=1600,
         rails={"6-0040": (("POM_5V_IN", 5000, 580), ("POM_5V_GPU", 5000, 8), ("POM_5V_CPU", 5000, 120))},
         zones=("AO-therm", "CPU-therm", "GPU-therm", "PLL-therm", "PMIC-Die", "thermal-fan-est"),
+        source="NVIDIA, Jetson Linux R32.7 guide for Nano: rails at 0x40; "
+        "nvpmodel_t210_jetson-nano.conf (jetson_stats, tests)",
         modes=(Mode("MAXN", 4), Mode("5W", 2, 918, 640, 1600)),
     ),
     "jetson-tx2": Layout(
@@ -108,9 +116,11 @@ BOARDS: Mapping[str, Layout] = {
             "0-0041": (("VDD_IN", 19000, 200), ("VDD_SYS_CPU", 19000, 50), ("VDD_SYS_DDR", 19000, 45)),
         },
         zones=("BCPU-therm", "MCPU-therm", "GPU-therm", "PLL-therm", "Tboard_tegra", "Tdiode_tegra", "PMIC-Die"),
+        source="NVIDIA, Jetson Linux R32.7 guide for TX2: rails at 0x40, 0x41; nvpmodel_t186.conf "
+        "(LineageOS, device quill)",
         modes=(
             Mode("MAXN", 6),
-            Mode("MAXQ", 4, 1200, 850, 1331),
+            Mode("MAXQ", 4, 1200, 850, 1331.2),
             Mode("MAXP_CORE_ALL", 6, 1400, 1120, 1600),
             Mode("MAXP_CORE_ARM", 4, 2000, 1120, 1600),
         ),
@@ -127,13 +137,15 @@ BOARDS: Mapping[str, Layout] = {
         emc_mhz=1866,
         rails={"7-0040": THREE},
         zones=XAVIER_ZONES,
+        source="NVIDIA, Jetson Linux R32.7, R35 guide for Xavier: rails at 0x40; "
+        "nvpmodel_t194_p3668.conf (LineageOS, device galen)",
         modes=(
-            Mode("15W_2CORE", 2, 1907, 1109, 1600),
-            Mode("15W_4CORE", 4, 1421, 1109, 1600),
-            Mode("15W_6CORE", 6, 1421, 1109, 1600),
-            Mode("10W_2CORE", 2, 1498, 803, 1600),
-            Mode("10W_4CORE", 4, 1190, 803, 1600),
-            Mode("20W_6CORE", 6, 1421, 1109, 1866),
+            Mode("MODE_15W_2CORE", 2, 1907.2, 1109.25, 1600),
+            Mode("MODE_15W_4CORE", 4, 1420.8, 1109.25, 1600),
+            Mode("MODE_15W_6CORE", 6, 1420.8, 1109.25, 1600),
+            Mode("MODE_10W_2CORE", 2, 1497.6, 803.25, 1600),
+            Mode("MODE_10W_4CORE", 4, 1190.4, 803.25, 1600),
+            Mode("MODE_20W_6CORE", 6, 1420.8, 1109.25, 1866),
         ),
         default=2,
     ),
@@ -155,10 +167,12 @@ BOARDS: Mapping[str, Layout] = {
             "1-0041": (("CV", 19000, 0), ("VDDRQ", 19000, 40), ("SYS5V", 19000, 90)),
         },
         zones=XAVIER_ZONES,
+        source="NVIDIA, Jetson Linux R32.7, R35 guide for Xavier; design guide DG-09840, 5.6.2: rails at 0x40, 0x41; "
+        "nvpmodel_t194.conf (LineageOS, device galen)",
         modes=(
             Mode("MAXN", 8),
-            Mode("MODE_10W", 2, 1200, 520, 1066),
-            Mode("MODE_15W", 4, 1200, 670, 1331),
+            Mode("MODE_10W", 2, 1200, 520, 1065.6),
+            Mode("MODE_15W", 4, 1200, 670, 1331.2),
             Mode("MODE_30W_ALL", 8, 1200, 900, 1600),
         ),
     ),
@@ -171,7 +185,8 @@ BOARDS: Mapping[str, Layout] = {
         cpu_khz=steps(115200, 1728000, 76800),
         gpu_mhz=steps(306, 1020, 102),
         emc_mhz=3199,
-        modes=(Mode("15W", 6, 1498, 612, 2133), Mode("25W", 6, 1344, 918, 3199), Mode("MAXN_SUPER", 6)),
+        source="NVIDIA, Jetson Linux R36.4 guide for Orin: rails at 0x40; nvpmodel_p3767_0003_super.conf (public copy)",
+        modes=(Mode("15W", 6, 1497.6, 612, 2133), Mode("25W", 6, 1344, 918, 3199), Mode("MAXN_SUPER", 6)),
         default=1,
     ),
     "jetson-orin-nx": replace(
@@ -183,11 +198,13 @@ BOARDS: Mapping[str, Layout] = {
         cpu_khz=steps(115200, 1958400, 76800, 1984000),
         gpu_mhz=steps(306, 918, 102),
         emc_mhz=3199,
+        source="NVIDIA, Jetson Linux R35, R36 guide for Orin: rails at 0x40; "
+        "nvpmodel_p3767_0000.conf (LineageOS, concord)",
         modes=(
             Mode("MAXN", 8),
-            Mode("10W", 4, 1190, 612, 2133),
-            Mode("15W", 4, 1651, 612, 3199),
-            Mode("25W", 8, 1498, 408, 3199),
+            Mode("10W", 4, 1190.4, 612, 2133),
+            Mode("15W", 4, 1651.2, 612),
+            Mode("25W", 8, 1497.6, 408),
         ),
     ),
     "jetson-agx-orin": replace(
@@ -203,12 +220,102 @@ BOARDS: Mapping[str, Layout] = {
             "1-0040": (("VDD_GPU_SOC", 19000, 160), ("VDD_CPU_CV", 19000, 20), ("VIN_SYS_5V0", 5000, 700)),
             "1-0041": (("NC", 0, 0), ("VDDQ_VDD2_1V8AO", 5000, 100), ("NC", 0, 0)),
         },
+        source=f"{AGX_ORIN}; nvpmodel_p3701_0000.conf (LineageOS, device concord)",
         modes=(
             Mode("MAXN", 12),
-            Mode("MODE_15W", 4, 1114, 408, 2133),
-            Mode("MODE_30W", 8, 1728, 612, 3199),
-            Mode("MODE_50W", 12, 1498, 816, 3199),
+            Mode("MODE_15W", 4, 1113.6, 408, 2133),
+            Mode("MODE_30W", 8, 1728, 612),
+            Mode("MODE_50W", 12, 1497.6, 816),
         ),
         default=2,
+    ),
+}
+
+BOARDS |= {  # modules of the same families
+    "jetson-orin-nano-4gb": replace(
+        ORIN_NANO,
+        model="NVIDIA Jetson Orin Nano Developer Kit",
+        compatible=("nvidia,p3768-0000+p3767-0004", "nvidia,p3767-0004", "nvidia,tegra234"),
+        memory_kib=3900928,
+        source="NVIDIA, Jetson Linux R35, R36 guide for Orin: rails at 0x40; "
+        "nvpmodel_p3767_0004.conf (LineageOS, concord)",
+        modes=(Mode("10W", 6), Mode("7W_AI", 4, 806.4, 408, 2133), Mode("7W_CPU", 4, 960, 306, 2133)),
+    ),
+    "jetson-orin-nx-8gb": replace(
+        BOARDS["jetson-orin-nx"],
+        compatible=("nvidia,p3768-0000+p3767-0001", "nvidia,p3767-0001", "nvidia,tegra234"),
+        memory_kib=7801856,
+        policies=((0, 1, 2, 3), (4, 5)),
+        gpu_mhz=steps(306, 714, 102, 765),
+        source="NVIDIA, Jetson Linux R35, R36 guide for Orin: rails at 0x40; "
+        "nvpmodel_p3767_0001.conf (LineageOS, concord)",
+        modes=(
+            Mode("MAXN", 6),
+            Mode("10W", 4, 1190.4, 612, 2133),
+            Mode("15W", 4, 1420.8, 612),
+            Mode("20W", 6, 1497.6, 408),
+        ),
+        default=2,
+    ),
+    "jetson-orin-nx-super": replace(
+        BOARDS["jetson-orin-nx"],
+        model="NVIDIA Jetson Orin NX Engineering Reference Developer Kit Super",
+        compatible=("nvidia,p3768-0000+p3767-0000-super", "nvidia,p3767-0000", "nvidia,tegra234"),
+        jetpacks=(6,),
+        gpu_mhz=steps(306, 1122, 102, 1173),
+        source="NVIDIA, Jetson Linux R36.4 guide for Orin: rails at 0x40; nvpmodel_p3767_0000_super.conf (public copy)",
+        modes=(
+            Mode("MAXN_SUPER", 8),
+            Mode("10W", 4, 1190.4, 612, 2133),
+            Mode("15W", 4, 1420.8, 612),
+            Mode("25W", 8, 1497.6, 408),
+            Mode("40W", 8, 1497.6, 1173),
+        ),
+        default=4,
+    ),
+    "jetson-agx-orin-32gb": replace(
+        BOARDS["jetson-agx-orin"],
+        compatible=("nvidia,p3737-0000+p3701-0004", "nvidia,p3701-0004", "nvidia,tegra234"),
+        memory_kib=31268864,
+        policies=((0, 1, 2, 3), (4, 5, 6, 7)),
+        gpu_mhz=steps(306, 918, 102, 930),
+        source=f"{AGX_ORIN}; nvpmodel_p3701_0004.conf (LineageOS, device concord); GPU top: not checked",
+        modes=(
+            Mode("MAXN", 8),
+            Mode("MODE_15W", 4, 1113.6, 408, 2133),
+            Mode("MODE_30W", 8, 1728, 612),
+            Mode("MODE_40W", 8, 1497.6, 816),
+        ),
+    ),
+    "jetson-agx-orin-industrial": replace(
+        BOARDS["jetson-agx-orin"],
+        model="NVIDIA Jetson AGX Orin Industrial",
+        compatible=("nvidia,p3737-0000+p3701-0008", "nvidia,p3701-0008", "nvidia,tegra234"),
+        jetpacks=(6,),
+        cpu_khz=steps(115200, 1958400, 76800, 2000000),
+        gpu_mhz=steps(306, 1122, 102, 1200),
+        source=f"{AGX_ORIN}; tops of CPU and GPU not checked; its nvpmodel.conf was not seen",
+        modes=(Mode("MAXN", 12),),
+        default=0,
+    ),
+    "jetson-agx-thor": Layout(
+        model="NVIDIA Jetson AGX Thor Developer Kit",
+        compatible=("nvidia,p4071-0000+p3834-0008", "nvidia,p3834-0008", "nvidia,tegra264"),
+        memory_kib=128785408,
+        jetpacks=(7,),
+        policies=tuple((core,) for core in range(14)),
+        cpu_khz=(1_000_000, 1_500_000, 2_000_000, 2_601_000),
+        gpu={7: "platform/bus@0/d0b0000000.pcie/gpu-gpc-0"},
+        gpu_mhz=(315, 630, 945, 1260, 1575),
+        emc_mhz=4266,
+        rails={
+            "2-0040": (("VDD_GPU", 20000, 0), ("VDD_CPU_SOC_MSS", 20000, 325), ("VIN_SYS_5V0", 5000, 1304)),
+        },
+        zones=("cpu-thermal", "gpu-thermal", "soc012-thermal", "soc345-thermal", "tj-thermal"),
+        source="jetson_stats, issue 711 (names) and pull request 900 (INA238); public logs of an idle board "
+        "(rails, VIN, zones); RidgeRun's module overview (tops); made up: addresses, clocks below the tops, and "
+        "nvpmodel.conf but for MAXN",
+        modes=(Mode("MAXN", 14),),
+        input_w=23.0,
     ),
 }

@@ -16,7 +16,13 @@ from pathlib import Path
 from fedquilt.core import JobError
 from fedquilt.profiles.layouts import BOARDS, UNCAPPED, Layout, Rail
 
-KERNEL = {4: "R32 (release), REVISION: 7.4", 5: "R35 (release), REVISION: 4.1", 6: "R36 (release), REVISION: 4.3"}
+KERNEL = {
+    4: "R32 (release), REVISION: 7.4",
+    5: "R35 (release), REVISION: 4.1",
+    6: "R36 (release), REVISION: 4.3",
+    7: "R38 (release), REVISION: 2.0",
+}
+SOURCE = "SOURCE"  # file in the tree's root: where its layout comes from
 
 
 def plant(root: Path, board: str, jetpack: int) -> None:
@@ -25,7 +31,7 @@ def plant(root: Path, board: str, jetpack: int) -> None:
     Args:
         root: stands for "/"; made if it is not there.
         board: one of `fake_layouts.BOARDS`.
-        jetpack: 4, 5 or 6; decides between the two layouts of the power monitor and of the GPU.
+        jetpack: 4 to 7; decides between the two layouts of the power monitor and of the GPU.
 
     Raises:
         JobError: there is no such board, or that JetPack does not run on it.
@@ -40,6 +46,11 @@ def plant(root: Path, board: str, jetpack: int) -> None:
     _memory_clock(root, layout, jetpack)
     for number, (address, rails) in enumerate(layout.rails.items()):
         (_iio if jetpack == 4 else _hwmon)(root, address, number, rails)
+    if layout.input_w is not None:
+        chip = {"name": "ina238", "power1_input": round(layout.input_w * 1e6)}
+        _write(root, "sys/bus/i2c/drivers/ina2xx/2-0044/hwmon/hwmon9", chip)
+        _link(root / "sys/class/hwmon/hwmon9", root / "sys/bus/i2c/drivers/ina2xx/2-0044/hwmon/hwmon9")
+    (root / SOURCE).write_text(f"{layout.source}\nReadings are made up unless the source has them.\n")
     for number, zone in enumerate(layout.zones):
         celsius = 100 if zone == "PMIC-Die" else 40 + number / 2  # that one always says 100
         _write(root, f"sys/class/thermal/thermal_zone{number}", {"type": zone, "temp": int(1000 * celsius)})
@@ -109,10 +120,10 @@ def _graphics(root: Path, layout: Layout, jetpack: int) -> None:
     """The GPU among other devfreq devices, each a link in /sys/class/devfreq to a folder inside its device."""
     device, _, inside = layout.gpu[jetpack].partition("/devfreq/")
     name = inside or device.rsplit("/", 1)[-1]
-    node = name.partition(".")[2]
+    node = name.partition(".")[2] or name
     _devfreq(root, device, name, node, layout.gpu_mhz, "nvhost_podgov")
     _write(root, f"sys/devices/{device}", {"load": 0})
-    host = {4: "13e10000.host1x", 5: "13e40000.host1x", 6: "platform/bus@0/13e00000.host1x"}[jetpack]
+    host = {4: "13e10000.host1x", 5: "13e40000.host1x"}.get(jetpack, "platform/bus@0/13e00000.host1x")
     _devfreq(root, f"{host}/15340000.vic", "15340000.vic", "vic", (115.2, 435.2, 729.6), "wmark_active")
 
 
@@ -134,7 +145,11 @@ def _devfreq(root: Path, device: str, name: str, node: str, mhz: Sequence[float]
 
 
 def _memory_clock(root: Path, layout: Layout, jetpack: int) -> None:
-    """The cap that nvpmodel writes (0: none), and debugfs, which only root reads on a board."""
+    """The cap that nvpmodel writes (0: none), and debugfs, which only root reads on a board; Thor's is a devfreq."""
+    if jetpack >= 7:
+        _devfreq(root, "platform/bwmgr", "bwmgr", "bwmgr", (204, layout.emc_mhz), "userspace")
+        (root / "sys/kernel/debug").mkdir(parents=True, exist_ok=True)
+        return
     if jetpack >= 6:
         _write(root, "sys/kernel/nvpmodel_clk_cap", {"emc": 0})
     else:
@@ -171,8 +186,10 @@ def _hwmon(root: Path, address: str, number: int, rails: Sequence[Rail]) -> None
 def _modes(root: Path, layout: Layout, jetpack: int) -> None:
     """Write nvpmodel's catalogue of modes, and the mode set last."""
     cores = [core for policy in layout.policies for core in policy]
-    gpu = next((root / "sys/class/devfreq").glob("*.g*")).resolve().relative_to(root.resolve())
+    device, _, inside = layout.gpu[jetpack].partition("/devfreq/")
+    gpu = f"sys/devices/{device}/devfreq/{inside or device.rsplit('/', 1)[-1]}"
     cap = "nvpmodel_clk_cap/emc" if jetpack >= 6 else "nvpmodel_emc_cap/emc_iso_cap"
+    emc = "class/devfreq/bwmgr/max_freq" if jetpack >= 7 else f"kernel/{cap}"
     text = ["< PARAM TYPE=FILE NAME=CPU_ONLINE >"]
     text += [f"CORE_{core} /sys/devices/system/cpu/cpu{core}/online" for core in sorted(cores)]
     for policy in layout.policies:
@@ -181,7 +198,7 @@ def _modes(root: Path, layout: Layout, jetpack: int) -> None:
         text += [f"MAX_FREQ {place}_max_freq", f"MIN_FREQ {place}_min_freq"]
     text += ["", "< PARAM TYPE=CLOCK NAME=GPU >", f"FREQ_TABLE /{gpu}/available_frequencies"]
     text += [f"MAX_FREQ /{gpu}/max_freq", f"MIN_FREQ /{gpu}/min_freq"]
-    text += ["", "< PARAM TYPE=CLOCK NAME=EMC >", f"MAX_FREQ /sys/kernel/{cap}"]
+    text += ["", "< PARAM TYPE=CLOCK NAME=EMC >", f"MAX_FREQ /sys/{emc}"]
     for number, mode in enumerate(layout.modes):
         text += ["", f"< POWER_MODEL ID={number} NAME={mode.name} >"]
         text += [f"CPU_ONLINE CORE_{core} {int(place < mode.cores)}" for place, core in enumerate(cores)]

@@ -85,6 +85,11 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
         ),
         Stage("matrix", "every test marked nightly: each method with each network", ((*tests, "-m", "nightly"),)),
         Stage(
+            "envelope",
+            "100,000 random boards, power modes, deadlines and faults: no hold beyond the owner's bounds",
+            ((python, "-m", "tests.envelope_cases", "--cases", "0-99999"),),
+        ),
+        Stage(
             "rehearsal",
             "a flashed system booted with systemd, and its agent",
             ((*command, "emulate", "--systemd"),),

@@ -56,16 +56,18 @@ class Clock(Wired, frozen=True):
     now_hz: Amount | None
     governor: Label | None
     hidden: bool = False  # nothing is listed because the sender may not read the list
+    ceiling_hz: Amount | None = None  # highest that the owner's bounds permit; None: no bound
 
 
 class Status(Wired, frozen=True):
     """Status of the helper: as root it also reads the lists in debugfs, which an agent's user may not."""
 
     clocks: tuple[Clock, ...]
-    mode: Label | None = None  # nvpmodel's
+    mode: Label | None = None  # nvpmodel's, as the owner has set it
     modes: tuple[Label, ...] = ()
     temperature_c: float | None = None  # hottest zone
     hottest_c: float | None = None  # limit above which nothing is held
+    max_w: float | None = None  # watts above which no point is held
     holder: Sentence | None = None  # description of the holder
     point: OperatingPoint | None = None
     owes: tuple[Sentence, ...] = ()  # settings of the board that could not be restored; the helper tries again

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
 from fedquilt.core import ClockError, OperatingPoint, Wired
 from fedquilt.edge_agent import sysfs
+from fedquilt.edge_agent.clocks.modes import Mode, catalogue, same
 
 TOLERANCE: Final = 0.01  # 1421 is accepted for 1420.8 MHz
 GPUS: Final = ("gv11b", "gp10b", "ga10b", "gb10b", "gpu")
@@ -127,16 +128,6 @@ class Write:
 
 
 @dataclass(frozen=True)
-class Mode:
-    """One of nvpmodel's modes. Ids differ between releases: a mode is identified by its name."""
-
-    name: str
-    id: int
-    masks: tuple[str, ...] = ()  # parts of the GPU that are off in it: that changes only at boot
-    emc_hz: int | None = None
-
-
-@dataclass(frozen=True)
 class Levers:
     """All controls of a board."""
 
@@ -156,9 +147,9 @@ class Levers:
         """State of all levers now, in `mode`."""
         return Settings(mode=mode, levers=tuple(lever.setting() for lever in self.found))
 
-    def mode(self, name: str) -> Mode | None:
+    def mode(self, name: str | None) -> Mode | None:
         """Mode by name, with or without the prefix MODE_, blanks or capitals."""
-        return next((mode for mode in self.modes if plain(mode.name) == plain(name)), None)
+        return next((mode for mode in self.modes if same(mode.name, name)), None)
 
 
 # -- what there is --------------------------------------------------------------------------------
@@ -166,7 +157,7 @@ class Levers:
 
 def discover(root: Path = Path("/")) -> Levers:
     """Find the controls below `root`; levers that are absent or list nothing cannot be held."""
-    modes = _modes(root / "etc/nvpmodel.conf")
+    modes = catalogue(root)
     return Levers((*_cpus(root), *_devfreq(root), *_emc(root, modes)), modes)
 
 
@@ -180,7 +171,7 @@ def _cpus(root: Path) -> Iterable[Lever]:
     folders = sysfs.glob(system, "cpufreq/policy[0-9]*") or sysfs.glob(system, "cpu[0-9]*/cpufreq")
     seen = {folder.resolve(): folder for folder in reversed(_numbered(folders))}
     for folder in reversed(seen.values()):
-        if number(folder / "scaling_max_freq") is None:
+        if number(folder / "scaling_max_freq") is None or _off(system, folder):
             continue  # all its cores are off
         listed, hidden = _listed(folder / "scaling_available_frequencies")
         yield Lever(
@@ -194,6 +185,12 @@ def _cpus(root: Path) -> Iterable[Lever]:
             now=_there(folder / "scaling_cur_freq"),
             hidden=hidden,
         )
+
+
+def _off(system: Path, folder: Path) -> bool:
+    """Whether every core of a policy is off; a core that cannot be turned off has no file for it, and is on."""
+    cores = (text(folder / "related_cpus") or "").split()
+    return bool(cores) and all(text(system / f"cpu{core}/online") == "0" for core in cores)
 
 
 def _devfreq(root: Path) -> Iterable[Lever]:
@@ -233,23 +230,6 @@ def _emc(root: Path, modes: Sequence[Mode]) -> Iterable[Lever]:
         told = {number(clock / "min_rate"), number(clock / "max_rate"), *(mode.emc_hz for mode in modes)}
         listed = tuple(sorted(hz for hz in told if hz))
     yield Lever("emc", "emc", listed, high=cap, now=rate, rate=rate, lock=lock, hidden=hidden and not listed)
-
-
-def _modes(conf: Path) -> tuple[Mode, ...]:
-    """Lines `< POWER_MODEL ID=1 NAME=MAXQ >`, and after each its values as `PARAMETER ARGUMENT value`."""
-    modes: list[Mode] = []
-    for line in (sysfs.text(conf) or "").splitlines():
-        if header := re.match(r"<\s*(\w+)(?:\s+ID=(\d+)\s+NAME=([^\s>]+))?", line):
-            if header[1] == "POWER_MODEL" and header[2]:
-                modes.append(Mode(header[3], int(header[2])))
-            elif modes:
-                break  # the modes end here
-        elif modes and len(words := line.split()) == 3 and not line.startswith("#"):
-            if words[1].endswith("PG_MASK"):
-                modes[-1] = replace(modes[-1], masks=(*modes[-1].masks, " ".join(words)))
-            elif words[:2] == ["EMC", "MAX_FREQ"] and words[2].isdigit():
-                modes[-1] = replace(modes[-1], emc_hz=int(words[2]))
-    return tuple(modes)
 
 
 # -- what to write --------------------------------------------------------------------------------
@@ -319,11 +299,6 @@ def text(path: Path | None) -> str | None:
 def number(path: Path | None) -> int | None:
     """Whole number in a file; None without one."""
     return None if path is None else sysfs.whole(path)
-
-
-def plain(name: str) -> str:
-    """Name of a mode without the parts in which releases differ: MODE_15W, "MAXN SUPER"."""
-    return name.lower().replace(" ", "_").removeprefix("mode_")
 
 
 def _listed(path: Path) -> tuple[tuple[int, ...], bool]:

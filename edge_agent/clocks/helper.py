@@ -1,8 +1,10 @@
 """Clock helper: the only part of fedquilt that runs as root. It sets clocks for one client at a time.
 
-It accepts only frequencies that the board lists, and restores the board's own settings when its client releases,
-hangs up or dies, stays silent beyond the watchdog's time, when the board is too hot, when it is stopped itself,
-and at its next start if it was killed (`fedquilt.edge_agent.clocks.hold`). No threads: one `step` at a time.
+It accepts only frequencies that the board lists and that its owner's bounds permit: the power mode, --max-w and
+--hottest (`fedquilt.edge_agent.clocks.envelope`). It restores the board's own settings when its client releases, hangs
+up, dies or is silent beyond the watchdog's time, when the board is too hot or its power mode is changed, when it is
+stopped itself, and at its next start if it was killed (`fedquilt.edge_agent.clocks.hold`). No threads: one `step` at
+a time.
 """
 
 from __future__ import annotations
@@ -256,20 +258,23 @@ class Helper:
 
     def _status(self) -> Status:
         found = controls.discover(self._clamp.root)
+        owner = self._clamp.owner() if found.modes else None
+        most = self._clamp.bounds(found, owner)
         return Status(
-            clocks=tuple(clock(lever) for lever in found.found),
-            mode=self._clamp.mode() if found.modes else None,
+            clocks=tuple(clock(lever, most.get(lever.name)) for lever in found.found),
+            mode=owner,
             modes=tuple(mode.name for mode in found.modes),
             temperature_c=controls.hottest_c(self._clamp.root),
             hottest_c=self._clamp.hottest_c,
+            max_w=self._clamp.max_w,
             holder=None if self._holder is None else str(self._holder),
             point=self._clamp.point,
             owes=self._owed,
         )
 
 
-def clock(lever: Lever) -> Clock:
-    """State of a lever now."""
+def clock(lever: Lever, ceiling: int | None = None) -> Clock:
+    """State of a lever now; `ceiling` is its highest permitted value, in its unit."""
 
     def hz(path: Path | None) -> float | None:
         value = controls.number(path)
@@ -284,6 +289,7 @@ def clock(lever: Lever) -> Clock:
         now_hz=hz(lever.now),
         governor=controls.text(lever.governor),
         hidden=lever.hidden,
+        ceiling_hz=None if ceiling is None else float(ceiling * lever.unit_hz),
     )
 
 
@@ -298,6 +304,7 @@ def serve(
     group: str | None = None,
     watchdog_s: float = WATCHDOG_S,
     hottest_c: float = HOTTEST_C,
+    max_w: float | None = None,
     dry_run: bool = False,
 ) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP; then restore and end.
@@ -313,7 +320,7 @@ def serve(
     ended: list[int] = []
     for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(kind, lambda kind, _: ended.append(kind))
-    clamp = Clamp(root, state, hottest_c=hottest_c, dry_run=dry_run)
+    clamp = Clamp(root, state, hottest_c=hottest_c, max_w=max_w, dry_run=dry_run)
     helper = Helper(clamp, path, state, group=number, watchdog_s=watchdog_s)
     try:
         print(f"setting clocks for {f'root and group {group}' if group else 'root alone'} on {path}", flush=True)

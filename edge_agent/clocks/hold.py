@@ -1,4 +1,4 @@
-"""Hold a board's clocks at one operating point, and restore the previous settings afterwards.
+"""Hold a board's clocks at one operating point within its owner's bounds, and restore the settings afterwards.
 
 Before its first change it writes the board's settings to a journal, on disk for good (fsync). The journal goes
 only when everything is restored: a start after a kill -9 finds it and restores.
@@ -12,6 +12,7 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -19,8 +20,8 @@ import msgspec
 from fedquilt.core import ClockError, OperatingPoint, StoreError, Wired
 from fedquilt.disk import REAL
 from fedquilt.edge_agent import sysfs
-from fedquilt.edge_agent.clocks import controls
-from fedquilt.edge_agent.clocks.controls import Lever, Levers, Mode, Settings, Write
+from fedquilt.edge_agent.clocks import controls, envelope, modes
+from fedquilt.edge_agent.clocks.controls import Lever, Levers, Settings, Write
 
 log = logging.getLogger("fedquilt.clocks")
 
@@ -34,6 +35,8 @@ class Journal(Wired, frozen=True):
 
     boot: str | None  # another boot of the board resets clocks; only a mode survives it
     settings: Settings
+    put: str | None = None  # mode that a hold has set; None: the owner's own
+    mark: str | None = None  # `modes.mark` as of then: another one means that the owner has set a mode since
 
 
 class Clamp:
@@ -41,8 +44,11 @@ class Clamp:
 
     Args:
         state: folder of the journal; it has to outlive a restart of the board, as nvpmodel's mode does.
+        hottest_c: degrees Celsius above which nothing is held.
+        max_w: watts above which no point is held, by the point's own `busy_w`; None: no such limit.
         dry_run: log the writes, and write nothing.
         put: writes one value to one of the kernel's files.
+        nvpmodel: runs nvpmodel with arguments and returns its output, or None; default: the board's own program.
 
     Raises:
         StoreError: the folder cannot be made.
@@ -54,12 +60,17 @@ class Clamp:
         state: Path,
         *,
         hottest_c: float = 85.0,
+        max_w: float | None = None,
         dry_run: bool = False,
         put: Callable[[Path, str], None] = lambda path, value: _put(path, value),
+        nvpmodel: Callable[..., str | None] | None = None,
     ) -> None:
         self.point: OperatingPoint | None = None  # held now
-        self.hottest_c = hottest_c
+        self.hottest_c, self.max_w = hottest_c, max_w
         self.root, self._dry_run, self._put = root, dry_run, put
+        self._nvpmodel = nvpmodel or self._program
+        self._mode_put: str | None = None  # mode that a hold has set; None: the owner's own
+        self._mark: str | None = None  # of nvpmodel's status when it was last looked at
         self._journal = state / "clocks.json"
         self._saved: Settings | None = None  # settings before; None: nothing was changed
         self._cooling = False
@@ -80,9 +91,9 @@ class Clamp:
             with contextlib.suppress(OSError):
                 self._journal.replace(self._journal.with_suffix(".unreadable"))
             return [f"{self._journal} cannot be read ({error}): clocks stay as they are until the board is restarted"]
-        self._saved = journal.settings
+        self._saved, self._mode_put, self._mark = journal.settings, journal.put, journal.mark
         if journal.boot != self._boot():
-            self._saved = msgspec.structs.replace(journal.settings, levers=())
+            self._saved, self._mark = msgspec.structs.replace(journal.settings, levers=()), None
         return self.restore()
 
     def hold(self, point: OperatingPoint) -> OperatingPoint:
@@ -91,10 +102,12 @@ class Clamp:
         Clocks that another point held and this one does not name return to the board.
 
         Raises:
-            ClockError: too hot, not on the board's lists, or not accepted; then nothing is held any more.
+            ClockError: too hot, beyond the owner's bounds, not on the board's lists, or not accepted; then nothing
+                is held any more.
         """
         try:
             self._check_heat()
+            self._check_power(point)
             return self._hold(point)
         except ClockError as error:
             left = self.restore()
@@ -108,13 +121,14 @@ class Clamp:
             return []
         left: list[str] = []
         try:
+            self._follow()
             self._set_mode(controls.discover(self.root), self._saved.mode)
         except ClockError as error:
             left.append(str(error))
         found = controls.discover(self.root)
         left += self._apply(controls.undo(found, self._saved))
         if not left:
-            self._saved = None
+            self._saved = self._mode_put = None
             self._forget()
         return left
 
@@ -124,34 +138,61 @@ class Clamp:
         return self._saved is not None and self.point is None
 
     def watch(self) -> str | None:
-        """Release if the board is too hot: returns the reason, or None."""
+        """Release if the board is too hot or its owner has changed the power mode: returns the reason, or None."""
         hot = controls.hottest_c(self.root)
-        if self._cooling and (hot is None or hot < self.hottest_c - COOLER_C):
+        if self._cooling and hot is not None and hot < self.hottest_c - COOLER_C:
             self._cooling = False
-        if self.point is None or hot is None or hot <= self.hottest_c:
+        if self.point is None:
             return None
-        self._cooling = True
-        self.restore()
-        return f"let go: the hottest zone is at {hot:g} C, the limit is {self.hottest_c:g} C"
+        try:
+            why = self._follow()
+        except ClockError as error:
+            why = f"let go: {error}"
+        if why is None and (heat := self._too_hot(hot, self.hottest_c)) is not None:
+            self._cooling = True
+            why = f"let go: {heat}, the limit is {self.hottest_c:g} C"
+        if why is not None:
+            self.restore()
+        return why
 
     def mode(self) -> str | None:
-        """Present mode of nvpmodel by name; None: there is no nvpmodel, or it does not answer."""
+        """Present mode of nvpmodel by name, as it says or by its status; None: there is none, or it is not known."""
         said = self._nvpmodel("-q") or ""
-        return next((line.partition(":")[2].strip() for line in said.splitlines() if "Power Mode:" in line), None)
+        told = next((line.partition(":")[2].strip() for line in said.splitlines() if "Power Mode:" in line), None)
+        return told or modes.present(self.root)
+
+    def owner(self) -> str | None:
+        """The owner's mode by name: that of before the hold, if the hold has set another. None: not known."""
+        return self.mode() if self._saved is None or self._mode_put is None else self._saved.mode
+
+    def bounds(self, found: Levers, owner: str | None) -> envelope.Bounds:
+        """Highest value of each lever in the owner's mode and within the limits that were there before the hold."""
+        before = found.settings(None) if self._saved is None else self._saved
+        return envelope.bounds(found, found.mode(owner), {old.name: old.high for old in before.levers})
 
     # -- how ----------------------------------------------------------------------------------
 
     def _hold(self, point: OperatingPoint) -> OperatingPoint:
+        self._follow()
         found = controls.discover(self.root)
-        mode = found.mode(point.name)
-        if mode is None or self._dry_run:
-            writes = controls.plan(found, point)  # before anything is changed
-            if self._dry_run:
-                log.info("would set %s", "; ".join([*([f"mode {mode.name}"] if mode else []), *map(str, writes)]))
-                self.point = point
-                return point
+        owner = self.owner() if found.modes else None
+        mode, most = found.mode(point.name), self.bounds(found, owner)
+        writes = controls.plan(found, point)  # before anything is changed
+        envelope.check(found, point, most, owner)
+        if mode is not None and not modes.same(mode.name, owner):
+            envelope.check_mode(found.mode(owner), mode, owner)
+            limited = envelope.below(found, most, envelope.bounds(found, found.mode(owner)))
+            if limited:  # nvpmodel would raise it to the cap of the mode
+                raise ClockError(
+                    f"mode {mode.name} is not set: {limited} is limited below the power mode of this board"
+                )
+        if self._dry_run:
+            log.info("would set %s", "; ".join([*([f"mode {mode.name}"] if mode else []), *map(str, writes)]))
+            self.point = point
+            return point
         if self._saved is None:
-            saved = found.settings(self.mode() if found.modes else None)
+            self._mark = modes.mark(self.root)
+            saved = found.settings(owner)
             self._remember(saved)
             self._saved = saved
         wanted = mode.name if mode else self._saved.mode
@@ -159,23 +200,58 @@ class Clamp:
         changed = self._set_mode(found, wanted, again)
         if changed:
             found = controls.discover(self.root)  # other cores are on now, so other policies exist
-        writes = controls.plan(found, point)
+            writes = controls.plan(found, point)
         self._complete(found)
         self._check_saved({write.lever for write in writes})
         held = {write.lever.kind for write in writes}
         others = [lever.kind for lever in found.found if lever.kind not in held]
         back = [] if changed and mode else controls.undo(found, self._saved, others)  # a mode has limits of its own
-        wrong = self._apply([*back, *writes])
+        wrong = self._apply([*back, *writes], most)
         if wrong:
             raise ClockError("; ".join(wrong))
-        self.point = _became(point, found)
-        return self.point
+        became = _became(point, found)
+        envelope.check(found, became, most, owner)  # a memory clock may have rounded up
+        self.point = became
+        return became
+
+    def _follow(self) -> str | None:
+        """Take over a mode that the owner has set since the hold began; returns a sentence on it, or None.
+
+        What is restored then are the limits of the new mode: the old ones would let the clocks beyond its caps.
+        """
+        if self._saved is None or self._dry_run:
+            return None
+        mark, ours = modes.mark(self.root), self._mode_put or self._saved.mode
+        if mark is not None and mark == self._mark:
+            return None
+        now = self.mode()
+        if now is None or (modes.same(now, ours) and (None in (mark, self._mark, self._mode_put))):
+            self._mark = mark
+            return None
+        found = controls.discover(self.root)
+        mode = found.mode(now)
+        before, saved = self._saved.mode, self._saved
+        saved = msgspec.structs.replace(saved, mode=now) if mode is None else envelope.moved(saved, found, mode)
+        self._mode_put, self._mark = None, mark
+        self._remember(saved)
+        self._saved = saved
+        return f"let go: the owner has set the power mode {now} (before: {before or 'not known'})"
 
     def _check_heat(self) -> None:
-        hot = controls.hottest_c(self.root)
         limit = self.hottest_c - (COOLER_C if self._cooling else 0.0)
-        if hot is not None and hot > limit:
-            raise ClockError(f"the hottest zone is at {hot:g} C, clocks are held up to {limit:g} C: let the board cool")
+        if (heat := self._too_hot(controls.hottest_c(self.root), limit)) is not None:
+            raise ClockError(f"{heat}, clocks are held up to {limit:g} C: let the board cool")
+
+    def _too_hot(self, hot: float | None, limit: float) -> str | None:
+        """Sentence on a board that is too hot, or whose thermal zones have all stopped to answer; None: neither."""
+        if hot is not None:
+            return f"the hottest zone is at {hot:g} C" if hot > limit else None
+        return "no thermal zone answers" if sysfs.zones(self.root / "sys/class/thermal") else None
+
+    def _check_power(self, point: OperatingPoint) -> None:
+        if self.max_w is not None and (point.busy_w is None or point.busy_w > self.max_w):
+            draws = "does not say what it draws" if point.busy_w is None else f"draws {point.busy_w:g} W"
+            raise ClockError(f"{point.name!r} {draws}, and no point above {self.max_w:g} W is held here (--max-w)")
 
     def _complete(self, found: Levers) -> None:
         """Remember the settings of new levers: those of cores that a mode has switched on."""
@@ -197,10 +273,15 @@ class Clamp:
                 if path is not None and getattr(known[lever.name], name) is None:
                     raise ClockError(f"{lever.name} cannot be held: {path} did not say how it was set before")
 
-    def _apply(self, writes: list[Write]) -> list[str]:
-        """Write, then read back; returns sentences on failures."""
+    def _apply(self, writes: list[Write], most: envelope.Bounds = MappingProxyType({})) -> list[str]:
+        """Write, then read back; returns sentences on failures. A rate beyond its bound is not locked."""
         wrong: list[str] = []
         for write in writes:
+            lever = write.lever
+            now, bound = controls.number(lever.rate), most.get(lever.name)
+            if write.file == lever.lock and write.value and bound is not None and (now is None or now > bound):
+                wrong.append(f"{write.file} is left open: {lever.rate} says {now}, and {bound} is permitted")
+                continue
             try:
                 self._put(write.file, str(write.value))
             except OSError as error:
@@ -221,17 +302,21 @@ class Clamp:
         if mode is None:
             return False
         before = self.mode()
-        if before is not None and controls.plain(before) == controls.plain(mode.name) and not again:
+        if modes.same(before, mode.name) and not again:
             return False
-        _check_masks(found.mode(before or ""), mode)
+        envelope.check_masks(found.mode(before), mode)
+        assert self._saved is not None
+        self._mode_put = None if modes.same(mode.name, self._saved.mode) else mode.name
+        self._remember(self._saved)  # before the change: what is found after a kill is not the owner's
         said = self._nvpmodel("-m", str(mode.id))
-        after = self.mode()
-        if after is None or controls.plain(after) != controls.plain(mode.name):
+        after, self._mark = self.mode(), modes.mark(self.root)
+        self._remember(self._saved)
+        if not modes.same(after, mode.name):
             why = "it needs a restart of the board" if "reboot" in (said or "").lower() else f"it is in {after} still"
             raise ClockError(f"nvpmodel did not go to mode {mode.name}: {why}")
         return True
 
-    def _nvpmodel(self, *arguments: str) -> str | None:
+    def _program(self, *arguments: str) -> str | None:
         """Output of nvpmodel; None: there is none, or it fails. Its question about a restart is never answered yes."""
         program = self.root / NVPMODEL
         if not sysfs.there(program):
@@ -256,7 +341,7 @@ class Clamp:
 
     def _remember(self, saved: Settings) -> None:
         try:
-            REAL.put(self._journal, msgspec.json.encode(Journal(boot=self._boot(), settings=saved)))
+            REAL.put(self._journal, msgspec.json.encode(Journal(self._boot(), saved, self._mode_put, self._mark)))
         except OSError as error:
             raise ClockError(f"no clock is touched, as {self._journal} cannot be written: {error.strerror}") from None
 
@@ -266,14 +351,6 @@ class Clamp:
             REAL.sync(self._journal.parent)
         except OSError as error:
             log.warning("%s stays: %s", self._journal, error.strerror)
-
-
-def _check_masks(before: Mode | None, after: Mode) -> None:
-    if before is not None and set(before.masks) != set(after.masks):
-        raise ClockError(
-            f"mode {after.name} switches other parts of the GPU on than {before.name}, which needs a restart of the "
-            f"board: `sudo nvpmodel -m {after.id}` and restart"
-        )
 
 
 def _became(point: OperatingPoint, found: Levers) -> OperatingPoint:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from fedquilt import profiles
-from fedquilt.core import Meter
+from fedquilt.core import Meter, OperatingPoint
 from fedquilt.edge_agent import sysfs
-from fedquilt.edge_agent.clocks import controls
+from fedquilt.edge_agent.clocks import modes
 from fedquilt.edge_agent.devices.linux import ClockHelper, LinuxDevice
 from fedquilt.edge_agent.devices.sensors import jtop
 from fedquilt.edge_agent.devices.sensors.ina3221 import Ina3221
 
-STATUS: Final = "var/lib/nvpmodel/status"  # the mode set last by nvpmodel
 NONE: Final = ""  # for a board known to differ from every profile
 FITS: Final = {  # name of module or board after "nvidia," in its device tree -> profile
     "p3541-0000": NONE,  # Nano 2 GB, which calls itself a 4 GB one too
@@ -31,9 +29,16 @@ FITS: Final = {  # name of module or board after "nvidia," in its device tree ->
     "p3767-0005": "jetson-orin-nano",
     "p3767-0003-super": "jetson-orin-nano-super",
     "p3767-0005-super": "jetson-orin-nano-super",
+    "p3767-0000-super": "jetson-orin-nx-super",
     "p3767-0000": "jetson-orin-nx",
+    "p3767-0001": "jetson-orin-nx-8gb",
+    "p3767-0004-super": "jetson-orin-nano-4gb-super",
+    "p3767-0004": "jetson-orin-nano-4gb",
     "p3701-0000": "jetson-agx-orin",
     "p3701-0005": "jetson-agx-orin",
+    "p3701-0004": "jetson-agx-orin-32gb",
+    "p3701-0008": "jetson-agx-orin-industrial",
+    "p3834-0008": "jetson-agx-thor",
 }
 
 
@@ -83,10 +88,11 @@ class JetsonDevice(LinuxDevice):
         own: Meter | None = None,
     ) -> None:
         super().__init__(root, profile=profile, clocks=clocks, meter=meter or Ina3221(root), own=own)
-        self.mode = (None if self._status is None else self._status.mode) or mode(root)
-        if clocks is None and self.mode is not None:
-            held = [point for point in self.points if controls.plain(point.name) == controls.plain(self.mode)]
-            self.points = tuple(held) or self.points
+
+    def _offered(self) -> tuple[OperatingPoint, ...]:
+        found = super()._offered()
+        held = () if self.adjustable else tuple(point for point in found if modes.same(point.name, self.mode))
+        return held or found
 
 
 def fitting(root: Path) -> profiles.Board | None:
@@ -99,18 +105,3 @@ def fitting(root: Path) -> profiles.Board | None:
             if name in profiles.names():
                 return profiles.load(str(name))
     return None
-
-
-def mode(root: Path) -> str | None:
-    """Name of the board's present nvpmodel mode; None: unknown. Ids differ between releases.
-
-    nvpmodel keeps the id in /var/lib/nvpmodel/status ("pmode:0002"); before it was ever set, the catalogue's
-    default holds. Where this user may not read that file, the mode is not known.
-    """
-    if sysfs.hidden(root / STATUS):
-        return None
-    status = re.search(r"pmode:(\d+)", sysfs.text(root / STATUS) or "")
-    default = re.search(r"<\s*PM_CONFIG\s+DEFAULT=(\d+)", sysfs.text(root / "etc/nvpmodel.conf") or "")
-    found = status or default
-    known = {mode.id: mode.name for mode in controls.discover(root).modes}
-    return known.get(int(found[1])) if found is not None else None

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 from fedquilt import profiles
 from fedquilt.core import ClockError, Cost, Meter, OperatingPoint, Reading, Work
 from fedquilt.edge_agent import sysfs
-from fedquilt.edge_agent.clocks import controls
+from fedquilt.edge_agent.clocks import controls, envelope, modes
 from fedquilt.edge_agent.clocks.client import Status
 from fedquilt.edge_agent.devices import points
 from fedquilt.edge_agent.devices.sensors.battery import Batteries
@@ -22,6 +22,7 @@ from fedquilt.edge_agent.devices.sensors.rapl import Rapl
 log = logging.getLogger("fedquilt.devices")
 
 PROCESSOR_CHIPS: Final = frozenset({"coretemp", "k10temp", "k8temp", "zenpower", "cpu_thermal"})
+ASK_S: Final = 5.0  # interval between questions to the clock helper about the mode, where its status is hidden
 FITS: Final = {"raspberrypi,5-model-b": "raspberry-pi-5"}  # device tree -> profile
 
 
@@ -86,15 +87,18 @@ class LinuxDevice:
         self.memory_bytes = self._memory.total_bytes
         self.board = _board(root)
         self.adjustable, self.holds = clocks is not None, False
-        self.points: tuple[OperatingPoint, ...] = ()
+        self.mode: str | None = None  # nvpmodel's
+        self._all: tuple[OperatingPoint, ...] = ()  # in the board's widest mode
+        self._looked_s, self._mark = 0.0, modes.mark(root)  # of the latest look at the mode
         self.idle_w: float | None = None
         self.provenance = "sysfs"
         self._status = None if clocks is None else _asked(clocks)
         if profile is not None:
-            self.points = points.fit(profile, _lists(root, self._status))
+            self._all = points.fit(profile, _lists(root, self._status))
             self.idle_w = None if profile.idle_w is None else profile.idle_w.value
             self.provenance = profile.provenance()
-        self._clocks = clocks
+        self._root, self._clocks = root, clocks
+        self.points: tuple[OperatingPoint, ...] = self._offered()
         self._batteries = Batteries(root / "sys/class/power_supply")
         meters = (own, self._batteries, meter or Hwmon(root / "sys/class/hwmon"), Rapl(root / "sys/class/powercap"))
         self._meter = Widest(each for each in meters if each is not None)
@@ -107,6 +111,7 @@ class LinuxDevice:
         batteries if they alone feed the board, a meter of the whole board, and only then RAPL's processor and memory.
         """
         self._keep(now_s)
+        self._follow(now_s)
         power = self._meter.read(now_s)
         return Reading(
             energy_j=power.energy_j,
@@ -129,7 +134,11 @@ class LinuxDevice:
         if point.name not in {known.name for known in self.points}:
             raise ClockError(f"{self.board} has no operating point {point.name!r}")
         self.holds = False
-        taken = self._clocks.hold(point)
+        try:
+            taken = self._clocks.hold(point)
+        except ClockError:
+            self._look()  # the owner may have changed the mode a moment ago
+            raise
         self.holds = True
         return taken
 
@@ -142,6 +151,37 @@ class LinuxDevice:
     def cost(self, work: Work, measured: Cost) -> Cost:
         """The measured cost."""
         return measured
+
+    def _offered(self) -> tuple[OperatingPoint, ...]:
+        """Points within the owner's present mode: by its catalogue, and by what the clock helper permits."""
+        found = controls.discover(self._root)
+        told = self._status
+        self.mode = (None if told is None else told.mode) or modes.present(self._root)
+        mode = found.mode(self.mode)
+        before = {} if self._clocks is not None else {lever.name: controls.number(lever.high) for lever in found.found}
+        most = envelope.most_hz(found, envelope.bounds(found, mode, before))
+        for clock in () if told is None else told.clocks:
+            if clock.ceiling_hz is not None:
+                axis = f"{clock.kind}_hz"
+                most[axis] = min(clock.ceiling_hz, most.get(axis, clock.ceiling_hz))
+        return envelope.offered(self._all, found, mode, most)
+
+    def _follow(self, now_s: float) -> None:
+        """Look whether the owner has changed the mode: at nvpmodel's status, or else by asking the clock helper."""
+        if not self._all:
+            return
+        mark = modes.mark(self._root)
+        asked = self._clocks is not None and now_s >= self._looked_s + ASK_S and sysfs.hidden(self._root / modes.STATUS)
+        if mark != self._mark or asked:
+            self._looked_s, self._mark = now_s, mark
+            self._look()
+
+    def _look(self) -> None:
+        if self._clocks is not None:
+            self._status = _asked(self._clocks)
+        before, self.points = self.points, self._offered()
+        if len(before) != len(self.points):
+            log.info("%d of %d operating points are within mode %s", len(self.points), len(self._all), self.mode)
 
     def _keep(self, now_s: float) -> None:
         """Signal the clock helper, which releases the clocks after some seconds of silence."""

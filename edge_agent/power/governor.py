@@ -21,6 +21,8 @@ Policies:
     board    none: the board's own governor stays in charge
 If no point meets the deadline, each policy takes the fastest. A point whose profile lacks the numbers
 is left out; without any, the policy is `board`. An unknown idle_w counts as 0, which favours racing.
+The owner's bounds come first: a point above `max_w` is never chosen, whatever the deadline, and above `max_c`
+nothing is held. The board's own governor, under `board` or for want of a point, heeds its power mode alone.
 
 A task that turns out late is stepped up, never down, and at most once every STEP_S.
 """
@@ -46,6 +48,18 @@ class Rule(NamedTuple):
 
     policy: Policy = "energy"
     margin: float = 0.1  # share of the predicted time that is kept as reserve
+    max_w: float | None = None  # most that a point may draw; None: no limit
+    max_c: float | None = None  # hottest that the board may be at a held point; None: the clock helper's limit alone
+
+    def permitted(self, points: Sequence[OperatingPoint]) -> Sequence[OperatingPoint]:
+        """Points within `max_w`. One whose power is not known may be above it, and is left out."""
+        if self.max_w is None:
+            return points
+        return [point for point in points if point.busy_w is not None and point.busy_w <= self.max_w]
+
+    def too_hot(self, temperature_c: float | None) -> bool:
+        """Whether nothing may be held at a temperature; one that is not known is too hot only if a limit is set."""
+        return self.max_c is not None and (temperature_c is None or temperature_c > self.max_c)
 
 
 class Forecast(NamedTuple):
@@ -89,7 +103,7 @@ def choose(
     pace: float = 1.0,
 ) -> OperatingPoint | None:
     """Choose the point to hold; None: leave the clocks to the board. Among equals the faster one."""
-    found = forecasts(points, work, left_s, idle_w, pace)
+    found = forecasts(rule.permitted(points), work, left_s, idle_w, pace)
     if rule.policy == "board" or not found:
         return None
     if rule.policy == "max":

@@ -53,6 +53,8 @@ class Pacer:
         self._done = self._before = 0.0  # shares of the work: done, and done before this stretch
         self._left_s, self._pace = math.inf, 1.0
         self._held: OperatingPoint | None = None
+        self._refused = False  # the board did not take the latest point
+        self._celsius: float | None = None
         self._label: str | None = None
         self._costs: list[Cost] = []
         self._seen_s = self._predicted_s = 0.0  # sums over finished stretches with a held point
@@ -63,6 +65,7 @@ class Pacer:
         """Start a task, whose process is about to start. Loading counts as its energy, at the board's own clocks."""
         self.stop()
         reading = self._board.read(now_s)
+        self._celsius = reading.temperature_c
         self._ledger = energy.Ledger(now_s).seen(now_s, reading)
         self._began_s = self._since_s = now_s
         self._every_s = energy.SAMPLE_S if self._ledger.at_s is not None else math.inf
@@ -76,8 +79,9 @@ class Pacer:
         self._work, self._since_s, self._stepped_s = work, now_s, now_s
         self._left_s, self._pace = due_s - now_s, 1.0 if pace is None else pace
         if self._board.adjustable:
-            board = self._board
-            self._hold(governor.choose(self._rule, board.points, work, self._left_s, board.idle_w, self._pace), now_s)
+            self._choose(now_s)
+            if self._held is None and self._refused:
+                self._choose(now_s)  # the owner may have changed the mode since the points were read
 
     def progress(self, fraction: float, now_s: float) -> None:
         """Account for the share done; step up if the rest would come too late."""
@@ -95,15 +99,20 @@ class Pacer:
         rest = governor.part(self._work, 1 - self._done)
         board = self._board
         faster = governor.step_up(self._rule, board.points, self._held, rest, left_s, board.idle_w, pace)
-        if faster is not None:
+        if faster is not None and not self._rule.too_hot(self._celsius):
             self._close_stretch(self._done, now_s, now_s - self._began_s - self._told_s)
             self._hold(faster, now_s)
 
     def sample(self, now_s: float) -> None:
         """Read the sensors, if it is time."""
         if self._ledger is not None and now_s >= self._sample_s:
-            self._ledger = self._ledger.seen(now_s, self._board.read(now_s))
+            reading = self._board.read(now_s)
+            self._celsius = reading.temperature_c
+            self._ledger = self._ledger.seen(now_s, reading)
             self._sample_s = now_s + self._every_s
+            if self._held is not None and self._rule.too_hot(self._celsius):
+                log.warning("clocks are released: the board is hotter than [governor] max_c, or tells no temperature")
+                self._try(self._board.release)
             self._look(now_s, now_s - self._began_s - self._told_s)
 
     def due_s(self) -> float:
@@ -160,10 +169,21 @@ class Pacer:
 
     # -- clocks --
 
+    def _choose(self, now_s: float) -> None:
+        board = self._board
+        if board.points and not self._rule.permitted(board.points):
+            log.warning(
+                "the clocks are left to the board: no operating point is known to draw %g W or less (max_w)",
+                self._rule.max_w,
+            )
+        point = governor.choose(self._rule, board.points, self._work, self._left_s, board.idle_w, self._pace)
+        self._hold(None if self._rule.too_hot(self._celsius) else point, now_s)
+
     def _hold(self, point: OperatingPoint | None, now_s: float) -> None:
         if point is None:
             return
         taken = self._try(lambda: self._board.hold(point))
+        self._refused = taken is None
         if taken is None:  # continue at the board's own clocks
             if self._held is not None:
                 self._try(self._board.release)

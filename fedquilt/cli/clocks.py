@@ -42,15 +42,28 @@ def clocks() -> None:
     metavar="C",
     help="Temperature in degrees Celsius above which no clock is held.",
 )
+@option(
+    "--max-w",
+    type=options.NUMBER,
+    metavar="W",
+    help="Watts above which no operating point is held (default: no limit beside the power mode).",
+)
 @dry_run
 @where
 def serve(
-    group: str | None, state: Path, watchdog: float, hottest: float, dry_run: bool, socket: Path, root: Path
+    group: str | None,
+    state: Path,
+    watchdog: float,
+    hottest: float,
+    max_w: float | None,
+    dry_run: bool,
+    socket: Path,
+    root: Path,
 ) -> None:
     """Run the helper that sets clocks for an agent; needs root."""
     from fedquilt.edge_agent.clocks import helper
 
-    helper.serve(root, socket, state, group=group, watchdog_s=watchdog, hottest_c=hottest, dry_run=dry_run)
+    helper.serve(root, socket, state, group=group, watchdog_s=watchdog, hottest_c=hottest, max_w=max_w, dry_run=dry_run)
 
 
 @clocks.command()

@@ -10,8 +10,18 @@ import pytest
 from fedquilt import profiles
 from fedquilt.core import JobError
 
-BOARDS = ["jetson-agx-orin", "jetson-agx-xavier", "jetson-nano", "jetson-orin-nano", "jetson-orin-nano-super"]
-BOARDS += ["jetson-orin-nx", "jetson-tx2", "jetson-xavier-nx", "raspberry-pi-5", "x86-host"]
+BOARDS = ["jetson-agx-orin", "jetson-agx-orin-32gb", "jetson-agx-orin-industrial", "jetson-agx-thor"]
+BOARDS += ["jetson-agx-xavier", "jetson-nano", "jetson-orin-nano", "jetson-orin-nano-4gb", "jetson-orin-nano-4gb-super"]
+BOARDS += [
+    "jetson-orin-nano-super",
+    "jetson-orin-nx",
+    "jetson-orin-nx-8gb",
+    "jetson-orin-nx-super",
+    "jetson-tx2",
+    "jetson-xavier-nx",
+    "raspberry-pi-5",
+    "x86-host",
+]
 
 SMALL = """
 board = "small"
@@ -34,6 +44,9 @@ busy_w = { value = 3, source = "guess" }
 
 CORES = {"jetson-nano": 128, "jetson-tx2": 256, "jetson-xavier-nx": 384, "jetson-agx-xavier": 512}
 CORES |= {"jetson-orin-nano": 1024, "jetson-orin-nano-super": 1024, "jetson-orin-nx": 1024, "jetson-agx-orin": 2048}
+CORES |= {"jetson-orin-nano-4gb": 512, "jetson-orin-nano-4gb-super": 512, "jetson-orin-nx-8gb": 1024}
+CORES |= {"jetson-orin-nx-super": 1024, "jetson-agx-orin-32gb": 1792, "jetson-agx-orin-industrial": 2048}
+CORES |= {"jetson-agx-thor": 2560}
 BUS_BYTES = {
     "jetson-nano": 8,
     "jetson-tx2": 16,
@@ -42,6 +55,9 @@ BUS_BYTES = {
     "jetson-orin-nano": 16,
 }
 BUS_BYTES |= {"jetson-orin-nano-super": 16, "jetson-orin-nx": 16, "jetson-agx-orin": 32}
+BUS_BYTES |= {"jetson-orin-nano-4gb": 8, "jetson-orin-nano-4gb-super": 8, "jetson-orin-nx-8gb": 16}
+BUS_BYTES |= {"jetson-orin-nx-super": 16, "jetson-agx-orin-32gb": 32, "jetson-agx-orin-industrial": 32}
+BUS_BYTES |= {"jetson-agx-thor": 32}
 GRIDDED = [*CORES, "raspberry-pi-5"]
 WATTS = {"cpu_w": 0.2, "gpu_w": 0.6, "emc_w": 0.2}  # of what follows clocks
 
@@ -167,6 +183,27 @@ def test_every_point_has_a_name_of_its_own_and_says_what_it_does(name):
         lists = board.clocks.lists()
         for point in points[len(board.points) :]:
             assert all(getattr(point, axis) in values for axis, values in lists.items())
+
+
+def test_idle_power_names_its_hardware_and_is_absent_where_nobody_measured_it():
+    """Which module, and what of the board was off: no number is borrowed in silence."""
+    idle = {name: profiles.load(name) for name in BOARDS if profiles.load(name).idle_w is not None}
+    for name, board in idle.items():
+        text = board.sources[board.idle_w.source].text
+        assert any(word in text for word in ("module", "Orin Nano", "board", "developer kit", "processor")), name
+    assert not {"jetson-agx-thor", "jetson-agx-orin-industrial", "jetson-orin-nano-4gb", "jetson-orin-nx-8gb"} & set(
+        idle
+    )
+    assert idle["raspberry-pi-5"].idle_w.value == 3.3
+    assert "4 GB board" in idle["raspberry-pi-5"].sources["review"].text
+    assert idle["jetson-agx-orin-32gb"].idle_w.value == pytest.approx(2.39 + 0.80 + 3.52)
+
+
+def test_super_modes_have_their_true_tops():
+    """Orin NX: 1173 MHz for the GPU; Orin Nano: 1020 MHz and 1728 MHz for the CPU."""
+    assert profiles.load("jetson-orin-nx-super").top()["gpu_hz"] == 1173e6
+    for name in ("jetson-orin-nano-super", "jetson-orin-nano-4gb-super"):
+        assert (profiles.load(name).top()["gpu_hz"], profiles.load(name).top()["cpu_hz"]) == (1020e6, 1728e6)
 
 
 def test_numbers_travel_without_their_sources():

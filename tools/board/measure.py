@@ -124,6 +124,7 @@ def measure(
         wanted = [OperatingPoint(name=OWN)] if rig.clocks is None else list(points)
         for place, point in enumerate(wanted):
             share_s = (end_s - rig.now()) / (len(wanted) - place)
+            say(f"[{place + 1}/{len(wanted)}] {point.name}; at most {max(0.0, end_s - rig.now()) / 60:.1f} min more")
             try:
                 if share_s < LEAST_S:
                     raise _Skip("no time was left")

@@ -76,10 +76,11 @@ def main(
     clocks = Clocks.connect(socket)
     try:
         device = devices.make("auto", root, connect=lambda: None)
-        lists = {} if clocks is None else listed(clocks.status().clocks)
+        told = () if clocks is None else clocks.status().clocks
+        lists = listed(told)
         if not lists and named:
             raise JobError(f"points cannot be chosen: no clock helper at {socket}, or it lists no clocks")
-        points = [typed.point(name) for name in named] if named else measure.chosen(measure.candidates(lists))
+        points = [typed.point(name) for name in named] if named else measure.chosen(measure.candidates(permitted(told)))
         if dry_run:
             plan = [point.name for point in points] or [measure.OWN]
             say(msgspec.json.encode({"points": plan, "minutes": minutes}).decode() if format == "json" else _plan(plan))
@@ -107,6 +108,16 @@ def listed(clocks: Sequence[Clock]) -> Lists:
         if each and (shared := set.intersection(*each)):
             found[axis] = tuple(sorted(shared))
     return found
+
+
+def permitted(clocks: Sequence[Clock]) -> Lists:
+    """As `listed`, without settings beyond the owner's bounds, such as the caps of the present power mode."""
+
+    def within(clock: Clock) -> Clock:
+        most = float("inf") if clock.ceiling_hz is None else clock.ceiling_hz
+        return msgspec.structs.replace(clock, listed_hz=tuple(hz for hz in clock.listed_hz if hz <= most))
+
+    return listed([within(clock) for clock in clocks])
 
 
 def profile(recording: Recording, facts: Facts, lists: Lists) -> Result:
@@ -227,7 +238,32 @@ def lines(result: Result) -> list[str]:
     else:
         said += [f"    {each.point.name:28} {_errors(result, place)}" for place, each in enumerate(recording.points)]
         said.append(result.board.sources[FITTED].text)
+        said += trust(result)
     said += [f"skipped {name}: {reason}" for name, reason in recording.skipped]
+    return said
+
+
+TRUST: Final = ((0.1, "well"), (0.25, "roughly"))  # worst error at points left out of the fit
+
+
+def trust(result: Result) -> list[str]:
+    """How far to trust the model at points that were not measured: by its errors at those left out of the fit."""
+    said = []
+    for name, errors in (
+        ("time", result.time_errors),
+        ("traffic", result.traffic_errors),
+        ("power", result.power_errors),
+    ):
+        if errors is None:
+            continue
+        if errors.worst is None:
+            said.append(f"{name}: not cross-validated, as too few points were measured: give it more --minutes")
+            continue
+        word = next((word for limit, word in TRUST if errors.worst <= limit), "badly")
+        advice = "" if word != "badly" else ": measure the points that you need by --points"
+        said.append(
+            f"{name}: the model holds {word} elsewhere, within {_percent(errors.worst)} at every point left out{advice}"
+        )
     return said
 
 

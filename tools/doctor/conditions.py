@@ -1,4 +1,4 @@
-"""Conditions that slow a board or falsify its figures: pinned clocks, throttling, a lost GPU, odd rails, slow swap.
+"""Conditions that slow a board or falsify its figures: pinned clocks, throttling, a lost GPU, slow swap.
 
 `look` reads each from the kernel's own files, as any user may; `check` judges them.
 """
@@ -16,7 +16,6 @@ from fedquilt.edge_agent.clocks import controls
 from fedquilt.tools.doctor.findings import Finding, ok, there, warning
 
 THROTTLES: Final = re.compile(r"throttle|cpufreq|devfreq")  # types of cooling devices that slow a clock; fans do not
-WATTS_MOST: Final = 1000.0  # no board that an agent runs on draws more
 
 
 @dataclass(frozen=True)
@@ -29,22 +28,16 @@ class Conditions:
     held: bool = False  # the clock helper holds them for a task
     slowed: tuple[str, ...] = ()  # cooling devices at work
     over_current: Mapping[str, int] = field(default_factory=dict)  # counter -> events since the board was started
-    rails_w: Mapping[str, float] = field(default_factory=dict)
-    power_w: float | None = None
     swap_on_card: str | None = None  # device or file of a swap that lies on an SD card
 
 
-def look(
-    root: Path, *, tegra: bool, held: bool = False, rails_w: Mapping[str, float] = {}, power_w: float | None = None
-) -> Conditions:
+def look(root: Path, *, tegra: bool, held: bool = False) -> Conditions:
     """Read the conditions of the board whose files are under `root`.
 
     Args:
         root: folder of `proc` and `sys`.
         tegra: whether it is a Jetson.
         held: whether the clock helper holds its clocks now.
-        rails_w: power of its rails by label, watts.
-        power_w: power of the whole, watts; None: not measured.
     """
     found = controls.discover(root)
     limits = {}
@@ -59,8 +52,6 @@ def look(
         held=held,
         slowed=_slowed(root / "sys/class/thermal"),
         over_current=_over_current(root / "sys/class/hwmon"),
-        rails_w=rails_w,
-        power_w=power_w,
         swap_on_card=_swap_on_card(root),
     )
 
@@ -124,26 +115,6 @@ def gpu(seen: Conditions) -> Finding | None:
     )
 
 
-def rails(seen: Conditions) -> Finding | None:
-    """Check that the power of the rails can be true; None: it can, or no rail tells any."""
-    wrong = {name: watts for name, watts in seen.rails_w.items() if not 0 <= watts < WATTS_MOST}
-    if wrong:
-        told = ", ".join(f"{name} {watts:.2f} W" for name, watts in wrong.items())
-        return warning(
-            "FQ156",
-            f"power that cannot be ({told}): a sensor is turned round, loose, or not what its label says; energy is "
-            "unknown while it is so",
-            "grep . /sys/class/hwmon/hwmon*/{in,curr}*_{label,input}; a meter of your own: docs/add-a-sensor.md",
-        )
-    if seen.rails_w and seen.power_w is None:
-        return warning(
-            "FQ156",
-            f"rails answer ({', '.join(seen.rails_w)}), but not all that make up the board's power: energy is unknown",
-            "grep . /sys/class/hwmon/hwmon*/in*_{label,enable}; a channel with enable 0 is off",
-        )
-    return None
-
-
 def swap(seen: Conditions) -> Finding | None:
     """Check that no swap lies on an SD card; None: none does."""
     if seen.swap_on_card is None:
@@ -156,7 +127,7 @@ def swap(seen: Conditions) -> Finding | None:
     )
 
 
-CHECKS: Final[Sequence[Callable[[Conditions], Finding | None]]] = (pinned, hot, over_current, gpu, rails, swap)
+CHECKS: Final[Sequence[Callable[[Conditions], Finding | None]]] = (pinned, hot, over_current, gpu, swap)
 
 
 # -- reading --------------------------------------------------------------------------------------

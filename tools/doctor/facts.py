@@ -13,9 +13,9 @@ from typing import Final
 
 from fedquilt.core import ClockError, Device, JobError, Reading
 from fedquilt.edge_agent import devices, sysfs
-from fedquilt.edge_agent.clocks import controls
+from fedquilt.edge_agent.clocks import controls, modes
 from fedquilt.edge_agent.clocks.client import Clocks, Status
-from fedquilt.edge_agent.devices import jetson
+from fedquilt.edge_agent.devices.sensors.ina3221 import Ina3221
 from fedquilt.tools.doctor import conditions
 from fedquilt.tools.doctor.conditions import Conditions
 
@@ -46,6 +46,7 @@ class Machine:
     controllers: frozenset[str] | None = None  # of cgroup v2; None: there is none
     unit: Mapping[str, str] | None = None  # settings of the agent's unit; None: it is not installed
     power_w: float | None = None
+    rail_fault: str | None = None  # why the board's rails tell no total
     temperature_c: float | None = None
     undervoltage: bool | None = None
     mode: str | None = None  # nvpmodel's
@@ -84,10 +85,11 @@ def look(root: Path, clock_s: float, now_s: float) -> Machine:
         controllers=None if controllers is None else frozenset(controllers.split()),
         unit=_unit(root / UNIT),
         power_w=reading.power_w if reading is not None else None,
+        rail_fault=_rail_fault(root, now_s) if tegra else None,
         temperature_c=reading.temperature_c if reading is not None else None,
         undervoltage=_undervoltage(root / "sys/class/hwmon"),
-        mode=(jetson.mode(root) or (helper.mode if isinstance(helper, Status) else None)) if tegra else None,
-        mode_hidden=sysfs.hidden(root / jetson.STATUS),
+        mode=(modes.present(root) or (helper.mode if isinstance(helper, Status) else None)) if tegra else None,
+        mode_hidden=sysfs.hidden(root / modes.STATUS),
         modes=tuple(mode.name for mode in found.modes) if tegra else (),
         hidden=tuple(lever.name for lever in found.hidden),
         helper=helper,
@@ -97,8 +99,6 @@ def look(root: Path, clock_s: float, now_s: float) -> Machine:
             root,
             tegra=tegra,
             held=isinstance(helper, Status) and helper.point is not None,
-            rails_w=reading.rails_w if reading is not None else {},
-            power_w=reading.power_w if reading is not None else None,
         ),
     )
 
@@ -116,6 +116,12 @@ def _device(root: Path, now_s: float) -> tuple[Device | None, Reading | None]:
     except JobError:
         return None, None
     return device, device.read(now_s)
+
+
+def _rail_fault(root: Path, now_s: float) -> str | None:
+    """Sentence on rails whose total cannot be right; None: it can, or no rail answers."""
+    meter = Ina3221(root)
+    return meter.fault if meter.read(now_s).rails_w else None
 
 
 def _kib(meminfo: str, name: str) -> int | None:

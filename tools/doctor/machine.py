@@ -119,8 +119,15 @@ def power_sensors(machine: Machine) -> Finding | None:
     """Check that power can be measured; None: not expected on this board."""
     if machine.power_w is not None:
         return ok("FQ150", f"power: {machine.power_w:.2f} W")
-    if not machine.tegra or machine.conditions.rails_w:
-        return None  # most other boards have no meter; rails without a sum are `conditions.rails`
+    if not machine.tegra:
+        return None  # most other boards have no meter
+    if machine.rail_fault is not None:
+        return warning(
+            "FQ156",
+            f"the power of {machine.board} is not known: {machine.rail_fault}",
+            "grep . /sys/class/hwmon/hwmon*/{in,curr}[123]_*; report board and output; a wall or USB-C meter helps "
+            "meanwhile (`meter` in agent.toml)",
+        )
     return warning(
         "FQ150",
         f"no power sensor of {machine.board} can be read (its INA3221, below {machine.root / 'sys/bus/i2c/drivers'}): "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,25 @@ import pytest
 from fedquilt import profiles
 from fedquilt.core import Covers, OperatingPoint, Power
 from fedquilt.edge_agent.clocks.client import Status
+from fedquilt.edge_agent.clocks.modes import present as mode
 from fedquilt.edge_agent.devices import jetson
-from fedquilt.edge_agent.devices.jetson import JetsonDevice, detect, mode
+from fedquilt.edge_agent.devices.jetson import JetsonDevice, detect
 from fedquilt.edge_agent.devices.sensors.ina3221 import Ina3221
 from fedquilt.profiles.layouts import BOARDS
 from fedquilt.testing.boards import plant
 
 EVERY = [(board, jetpack) for board, layout in BOARDS.items() for jetpack in layout.jetpacks]
 ORIN = "sys/bus/i2c/drivers/ina3221/1-0040/hwmon/hwmon1"
+WATTS = {  # by hand: volts times amperes of the input rail, or of the rails that are no part of another
+    "jetson-nano": 5 * 0.58,
+    "jetson-tx2": 19 * 0.2,
+    "jetson-xavier-nx": 5 * 1.2,
+    "jetson-agx-xavier": 19 * (0.12 + 0.06 + 0.13 + 0.04 + 0.09),
+    **dict.fromkeys(("jetson-orin-nano", "jetson-orin-nano-super", "jetson-orin-nano-4gb"), 5 * 1.2),
+    **dict.fromkeys(("jetson-orin-nx", "jetson-orin-nx-super", "jetson-orin-nx-8gb"), 5 * 1.2),
+    **dict.fromkeys(("jetson-agx-orin", "jetson-agx-orin-32gb", "jetson-agx-orin-industrial"), 19 * 0.18 + 5 * 0.7),
+    "jetson-agx-thor": 23.0,  # not the 13.02 W of its three rails
+}
 NANO = "sys/bus/i2c/drivers/ina3221x/6-0040/iio:device0"
 
 
@@ -59,7 +71,8 @@ def test_every_board_tells_its_power_temperature_and_memory(tmp_path: Path, boar
     device = planted(tmp_path, board, jetpack)
     reading = device.read(0.0)
     rails = {label: mv * ma / 1e6 for chip in layout.rails.values() for label, mv, ma in chip if label != "NC"}
-    total = rails.get("VDD_IN") or rails.get("POM_5V_IN") or sum(rails.values())
+    rails |= {} if layout.input_w is None else {"VIN": layout.input_w}
+    total = WATTS[board]
     assert reading.rails_w == pytest.approx(rails, abs=0.001)  # whole milliwatts on JetPack 4
     assert reading.power_w == pytest.approx(total, abs=0.005)
     assert reading.temperature_c is not None
@@ -109,11 +122,21 @@ def test_the_input_rail_is_the_total_and_the_others_are_parts(tmp_path: Path):
     assert sum(reading.rails_w.values()) > 6
 
 
-def test_agx_orin_has_no_input_rail_so_its_rails_are_summed(tmp_path: Path):
-    """Two monitors, two unconnected channels: 3.04 + 0.38 + 3.5 + 0.5 W, and the source says that it is a sum."""
+def test_agx_orins_memory_is_counted_once(tmp_path: Path):
+    """VDDQ_VDD2_1V8AO's 0.5 W are part of VIN_SYS_5V0 by NVIDIA's table: 3.04 + 0.38 + 3.5 W, not 7.42 W."""
     reading = planted(tmp_path, "jetson-agx-orin", 6).read(0.0)
-    assert reading.power_w == pytest.approx(7.42)
-    assert reading.energy_source == "ina3221 sum of VDD_GPU_SOC, VDD_CPU_CV, VIN_SYS_5V0, VDDQ_VDD2_1V8AO"
+    assert reading.power_w == pytest.approx(6.92)
+    assert reading.energy_source == "ina3221 sum of VDD_GPU_SOC, VDD_CPU_CV, VIN_SYS_5V0"
+    assert reading.rails_w["VDDQ_VDD2_1V8AO"] == pytest.approx(0.5)
+
+
+def test_every_tree_names_its_source_in_a_file_of_its_own(tmp_path: Path):
+    """At least 14 boards and JetPacks."""
+    assert len(EVERY) >= 14
+    for board, jetpack in EVERY:
+        plant(tmp_path / f"{board}-{jetpack}", board, jetpack)
+        text = (tmp_path / f"{board}-{jetpack}" / "SOURCE").read_text()
+        assert any(name in text for name in ("NVIDIA, Jetson Linux", "jetson_stats")), text
 
 
 THOR = {
@@ -143,10 +166,10 @@ def test_the_input_that_an_ina238_measures_is_the_total(tmp_path: Path):
 
 def test_one_silent_rail_makes_a_sum_unknown_but_not_an_input_rail(tmp_path: Path):
     """A part would pass for the whole; where the input itself is measured, the parts are beside the point."""
-    silent = {"sys/bus/i2c/drivers/ina3221/1-0041/hwmon/hwmon2/curr2_input": "Resource temporarily unavailable"}
+    silent = {f"{ORIN}/curr2_input": "Resource temporarily unavailable"}
     reading = planted(tmp_path / "agx", "jetson-agx-orin", 5, files=silent).read(0.0)
     assert (reading.power_w, reading.energy_source) == (None, None)
-    assert set(reading.rails_w) == {"VDD_GPU_SOC", "VDD_CPU_CV", "VIN_SYS_5V0"}
+    assert set(reading.rails_w) == {"VDD_GPU_SOC", "VIN_SYS_5V0", "VDDQ_VDD2_1V8AO"}
     reading = planted(tmp_path / "nano", "jetson-orin-nano", 5, files={f"{ORIN}/curr3_input": "?"}).read(0.0)
     assert reading.power_w == pytest.approx(6.0)
 
@@ -159,12 +182,84 @@ def test_a_silent_input_rail_makes_the_power_unknown(tmp_path: Path):
     assert (reading.power_w, set(reading.rails_w)) == (None, {"POM_5V_GPU", "POM_5V_CPU"})
 
 
-def test_a_current_below_zero_is_the_sensors_offset(tmp_path: Path):
-    """No rail feeds power back, in either layout."""
+def test_a_part_a_little_below_zero_has_an_offset_and_reads_zero(tmp_path: Path):
+    """No rail feeds power back, in either layout; further below, the part is left out rather than told as 0."""
     reading = planted(tmp_path / "5", "jetson-orin-nx", 5, files={f"{ORIN}/curr2_input": "-8"}).read(0.0)
     assert reading.rails_w["VDD_CPU_GPU_CV"] == 0.0
     reading = planted(tmp_path / "4", "jetson-nano", 4, files={f"{NANO}/in_power1_input": "-40"}).read(0.0)
     assert reading.rails_w["POM_5V_GPU"] == 0.0
+    reading = planted(tmp_path / "far", "jetson-nano", 4, files={f"{NANO}/in_power1_input": "-4000"}).read(0.0)
+    assert "POM_5V_GPU" not in reading.rails_w
+
+
+@pytest.mark.parametrize(
+    ("board", "file", "value", "fault"),
+    [
+        ("jetson-orin-nx", f"{ORIN}/curr1_input", "-40", r"the rail VDD_IN reads -0\.20 W, below 0"),
+        ("jetson-orin-nx", f"{ORIN}/curr1_input", "0", r"the total of 0\.00 W is implausible"),
+        ("jetson-orin-nx", f"{ORIN}/curr1_input", "32760000", r"the total of 163800\.00 W is implausible"),
+        (
+            "jetson-orin-nx",
+            f"{ORIN}/curr1_input",
+            "100",
+            r"parts of .* add up to 3\.50 W, and it reads 0\.50 W",
+        ),
+        ("jetson-orin-nx", f"{ORIN}/curr1_input", "?", r"the rail VDD_IN does not answer"),
+        ("jetson-orin-nx", f"{ORIN}/in1_label", "NC", r"the rail VDD_IN is missing: VDD_CPU_GPU_CV, VDD_SOC alone"),
+        ("jetson-agx-orin", f"{ORIN}/in3_label", "NC", r"the rail VIN_SYS_5V0 is missing"),
+        ("jetson-agx-orin", f"{ORIN}/curr1_input", "-100", r"the rail VDD_GPU_SOC reads -1\.90 W, below 0"),
+    ],
+)
+def test_a_total_that_cannot_be_right_is_unknown_and_the_reason_is_told(
+    tmp_path: Path, board: str, file: str, value: str, fault: str
+):
+    """Negative, zero, beyond any supply, less than its parts, silent, missing: not 0, and no part for the whole."""
+    device = planted(tmp_path, board, 5, files={file: value})
+    assert device.read(0.0).power_w is None
+    meter = Ina3221(tmp_path)
+    meter.read(0.0)
+    assert re.search(fault, str(meter.fault))
+
+
+def test_a_total_that_stands_still_while_its_parts_move_is_stuck(tmp_path: Path):
+    """VDD_IN 6.00 W for 50 readings, its parts between 2.5 and 4.5 W: unknown from then on, until it moves."""
+    plant(tmp_path, "jetson-orin-nx", 6)
+    meter = Ina3221(tmp_path)
+    for count in range(60):
+        (tmp_path / ORIN / "curr2_input").write_text(f"{200 + 400 * (count % 2)}\n")
+        power = meter.read(float(count))
+        assert (power.total_w is None) == (count >= 49), count
+    assert "is stuck" in str(meter.fault)
+    (tmp_path / ORIN / "curr1_input").write_text("1208\n")
+    assert meter.read(60.0).total_w == pytest.approx(6.04)
+
+
+def test_a_quiet_board_is_not_called_stuck(tmp_path: Path):
+    """At rest everything stands still."""
+    plant(tmp_path, "jetson-orin-nx", 6)
+    meter = Ina3221(tmp_path)
+    assert all(meter.read(float(count)).total_w == pytest.approx(6.0) for count in range(200))
+
+
+def test_what_a_usb_c_supply_has_agreed_to_is_no_power(tmp_path: Path):
+    """UCSI tells the volts and amperes of the contract, 20 V times 3 A here, not what the board draws."""
+    plant(tmp_path, "jetson-orin-nx", 6)
+    supply = tmp_path / "sys/class/power_supply/ucsi-source-psy-1-0008"
+    supply.mkdir(parents=True)
+    for name, text in (("type", "USB"), ("voltage_now", "20000000"), ("current_now", "3000000"), ("online", "1")):
+        (supply / name).write_text(f"{text}\n")
+    device = detect(tmp_path)
+    assert device is not None
+    assert device.read(0.0).power_w == pytest.approx(6.0)
+
+
+def test_rails_of_an_unknown_board_are_not_added_up(tmp_path: Path):
+    """Which of them is part of which cannot be said."""
+    compatible = "nvidia,p9999-0000\0nvidia,tegra999\0"
+    labels = {f"{ORIN}/in{channel}_label": f"RAIL_{channel}" for channel in (1, 2, 3)}
+    device = planted(tmp_path, "jetson-orin-nx", 6, files={"proc/device-tree/compatible": compatible, **labels})
+    reading = device.read(0.0)
+    assert (reading.power_w, len(reading.rails_w)) == (None, 3)
 
 
 def test_unconnected_unlabelled_and_disabled_channels_and_the_shunts_sum_are_no_rails(tmp_path: Path):
@@ -187,7 +282,7 @@ def test_a_label_on_two_monitors_is_two_rails(tmp_path: Path):
     second = {"sys/bus/i2c/drivers/ina3221/1-0041/hwmon/hwmon2/in2_label": "VDD_CPU_CV"}
     reading = planted(tmp_path, "jetson-agx-orin", 5, files=second).read(0.0)
     assert reading.rails_w["VDD_CPU_CV (2)"] == pytest.approx(0.5)
-    assert reading.power_w == pytest.approx(7.42)
+    assert reading.power_w == pytest.approx(6.92)
 
 
 def test_rails_are_found_by_class_where_the_bus_is_not_shown(tmp_path: Path):

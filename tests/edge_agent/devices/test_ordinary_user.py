@@ -14,7 +14,7 @@ from ordinary import Served, User
 from fedquilt import profiles
 from fedquilt.core import ClockError, Device, JobError, OperatingPoint
 from fedquilt.edge_agent import devices
-from fedquilt.edge_agent.clocks import controls
+from fedquilt.edge_agent.clocks import controls, modes
 from fedquilt.edge_agent.clocks.client import Clocks, Status
 from fedquilt.edge_agent.devices.jetson import JetsonDevice
 from fedquilt.profiles.layouts import BOARDS
@@ -78,7 +78,7 @@ def test_a_board_is_read_with_debugfs_shut(user: User, planted: Any, board: str,
     assert (told["power_w"], told["temperature_c"]) == (reading.power_w, reading.temperature_c)
 
 
-@every_board
+@pytest.mark.parametrize(("board", "jetpack"), [pair for pair in EVERY if pair[1] < 7])  # Thor has a devfreq device
 def test_the_memory_clock_is_known_and_its_frequencies_are_not(user: User, planted: Any, board: str, jetpack: int):
     """The caps of the modes are no list: on a TX2 they end below its highest clock, and 3 of 198 points were left."""
     seen, whole = planted(board, jetpack)
@@ -111,7 +111,7 @@ def test_with_the_helper_a_board_has_every_point_that_root_sees(user: User, plan
             return shown(device.points)
 
         assert user.does(reads) == wanted
-    assert len(wanted) > 100
+    assert len(wanted) > 20
     assert any(emc is not None for *_, emc in wanted)
 
 
@@ -224,7 +224,7 @@ def test_all_files_may_be_shut_but_that_of_the_memory(user: User, board: str, je
         reading = device.read(0.0)
         assert (reading.power_w, reading.energy_j, reading.temperature_c, reading.battery) == (None, None, None, None)
         assert reading.available_bytes is not None
-        return [shown(device.points), devices.jetson.mode(root)]  # type: ignore[attr-defined]
+        return [shown(device.points), modes.present(root)]
 
     points, mode = user.does(reads)
     assert mode is None

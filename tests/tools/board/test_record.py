@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ import pytest
 from fedquilt import profiles
 from fedquilt.core import ClockError, JobError, OperatingPoint, Reading, StoreError
 from fedquilt.edge_agent.clocks.client import Clock
-from fedquilt.profiles import model, write
+from fedquilt.profiles import fit, model, write
 from fedquilt.tools.board import measure, record, workloads
 from fedquilt.tools.board.measure import Rig
 
@@ -100,6 +101,44 @@ def test_the_profile_that_comes_out_holds_the_board_s_own_law_and_reads_back():
     assert result.time_errors.worst < 1e-6
     assert "at points left out of the fit" in board.sources["fit"].text
     assert "A fake board in a test." in board.sources["measured"].text
+
+
+def test_progress_is_shown_with_the_time_that_is_left():
+    """Before each point its number, its name and the most that is still to come; a default run ends within 10 min."""
+    said: list[str] = []
+    board = FakeBoard()
+    measure.measure(board.rig(), POINTS, 300.0, said.append)
+    starts = [line for line in said if line.startswith("[")]
+    assert [line.split("]")[0] for line in starts] == [f"[{k}/{len(POINTS)}" for k in range(1, len(POINTS) + 1)]
+    assert starts[0].startswith(f"[1/{len(POINTS)}] {POINTS[0].name}; at most 4.8 min more")
+    assert board.now_s - 100.0 < 600.0
+
+
+def test_how_far_to_trust_the_fit_is_said_by_points_left_out_of_it():
+    """The board's own law holds well; one odd point makes it bad; too few points cannot be cross-validated."""
+    result = record.profile(measure.measure(FakeBoard().rig(), POINTS, 120.0), FACTS, LISTS)
+    assert record.trust(result)[0].startswith(
+        "time: the model holds well elsewhere, within 0.0 % at every point left out"
+    )
+    board = FakeBoard()
+
+    def odd(point: OperatingPoint) -> None:
+        if point.name == POINTS[3].name:
+            board.pass_s(3 * 1e9 * TIME.seconds(measure.clocks_of(point), TOP), 1.0)
+
+    board.trouble = odd
+    off = record.profile(measure.measure(board.rig(), POINTS, 120.0), FACTS, LISTS)
+    assert "time: the model holds badly elsewhere" in record.trust(off)[0]
+    assert "by --points" in record.trust(off)[0]
+    few = dataclasses.replace(result, time_errors=fit.Errors((0.0,), (None,)), traffic_errors=None, power_errors=None)
+    assert record.trust(few) == ["time: not cross-validated, as too few points were measured: give it more --minutes"]
+
+
+def test_only_points_within_the_owners_mode_are_measured():
+    """A mode that caps the GPU: the profile still lists all its clocks."""
+    clocks = [Clock("gpu", "gpu", (1e8, 2e8, 3e8), 1e8, 2e8, 1e8, None, ceiling_hz=2e8)]
+    assert record.permitted(clocks) == {"gpu_hz": (1e8, 2e8)}
+    assert record.listed(clocks) == {"gpu_hz": (1e8, 2e8, 3e8)}
 
 
 def test_time_is_bounded_and_what_was_left_out_is_said():

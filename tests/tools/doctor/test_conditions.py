@@ -73,25 +73,6 @@ def test_a_gpu_that_is_gone_from_devfreq_is_found(board: Any) -> None:
     assert "FQ173" in [one.number for one in board.examine("machine")]
 
 
-@pytest.mark.parametrize("watts", [-0.4, 5000.0])
-def test_power_that_cannot_be_is_found(watts: float) -> None:
-    """A shunt that is turned round, or a label of another channel."""
-    seen = conditions.Conditions(rails_w={"VDD_IN": watts, "VDD_SOC": 1.0}, power_w=None)
-    (found,) = conditions.check(seen)
-    assert found.number == "FQ156"
-    assert f"VDD_IN {watts:.2f} W" in found.sentence
-
-
-def test_rails_without_their_sum_are_found(board: Any) -> None:
-    """VDD_IN does not answer, and the other two are parts of it."""
-    for file in board.root.glob("sys/bus/i2c/drivers/ina3221/*/hwmon/hwmon*/curr1_input"):
-        file.write_text("")
-    assert board.only().number in ("FQ150", "FQ156")
-    (found,) = conditions.check(conditions.Conditions(rails_w={"VDD_SOC": 1.0}, power_w=None))
-    assert (found.number, "VDD_SOC" in found.sentence) == ("FQ156", True)
-    assert conditions.check(conditions.Conditions(rails_w={"VDD_IN": 5.0}, power_w=5.0)) == []
-
-
 @pytest.mark.parametrize(
     ("swaps", "kind", "found"),
     [

@@ -155,6 +155,26 @@ def test_power_sensors_that_do_not_answer_are_found(board: Any) -> None:
     assert "jetson-stats" in (found.mend or "")
 
 
+@pytest.mark.parametrize(
+    ("file", "value", "said"),
+    [
+        ("curr1_input", "-40", "VDD_IN reads -0.20 W, below 0"),
+        ("curr1_input", "0", "the total of 0.00 W is implausible"),
+        ("curr1_input", "", "VDD_IN does not answer"),
+        ("in1_label", "NC", "VDD_IN is missing"),
+        ("curr1_input", "100", "the parts of the rail VDD_IN add up to"),
+    ],
+)
+def test_rails_whose_total_cannot_be_right_are_found(board: Any, file: str, value: str, said: str) -> None:
+    """Negative, stuck at 0, silent, missing, less than its parts: a finding, and no power."""
+    for path in board.root.glob(f"sys/bus/i2c/drivers/ina3221/*/hwmon/hwmon*/{file}"):
+        path.write_text(value)
+    found = board.only()
+    assert found.number == "FQ156"
+    assert said in found.sentence
+    assert "wall" in (found.mend or "")
+
+
 def test_a_board_that_is_too_hot_or_does_not_say_is_found(board: Any) -> None:
     """92 C; then no zone at all."""
     for zone in board.root.glob("sys/class/thermal/thermal_zone*/temp"):

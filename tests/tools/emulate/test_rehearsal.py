@@ -70,7 +70,7 @@ def test_a_board_is_laid_with_its_debugfs_shut_and_its_disk_in_the_root(tmp_path
     files = layouts.lay(layout, tmp_path / "tree", root)
     assert (files / "kernel/debug").stat().st_mode & 0o777 == 0o700
     assert list((files / "fs/cgroup").iterdir()) == []
-    assert f"R{ {4: 32, 5: 35, 6: 36}[layout[1]] } " in (root / "etc/nv_tegra_release").read_text()
+    assert f"R{ {4: 32, 5: 35, 6: 36, 7: 38}[layout[1]] } " in (root / "etc/nv_tegra_release").read_text()
     assert (root / "etc/nvpmodel.conf").read_text().startswith("< PARAM")
     wanted = layouts.expected(tmp_path / "tree")
     assert wanted.board == layouts.BOARDS[layout[0]].model

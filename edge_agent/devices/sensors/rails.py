@@ -1,0 +1,122 @@
+"""Roles of power rails by board: which rail is the total, or which add up to it, and which lie inside another.
+
+Sources: NVIDIA's developer guides, the tables "Power monitor" of each board (Jetson Linux R32.7 for Nano, TX2 and
+Xavier; R35 and R36 for Orin; R38 for Thor). On AGX Orin the guide says that VDDQ_VDD2_1V8AO's power is also
+included in VIN_SYS_5V0. On Thor an INA238 measures VIN, the input of module and carrier board; the three INA3221 rails
+are parts of it (jetson_stats, pull request 900; a public log of an idle board: 13 W of rails, 23 W at VIN).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+OFFSET_W: Final = 0.5  # a sensor without current may read so far below 0; further, and it is wired or set up wrongly
+LEAST_W: Final = 0.1  # no board that runs Linux draws less
+MOST_W: Final = 500.0  # no board of these has a supply for more
+SLACK: Final = 1.15  # parts may exceed their whole so far, as rails are read one after the other
+SLACK_W: Final = 0.5
+MOVED_W: Final = 1.0  # if the parts moved so far and the total not at all, the total is stuck
+WINDOW: Final = 50  # readings
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Roles of one family's rails."""
+
+    fits: tuple[str, ...]  # beginnings of module or board names after "nvidia," in the device tree
+    sums: tuple[str, ...]  # rails whose sum is the total: one, where a rail measures the board's or module's input
+    inside: Mapping[str, str] = field(default_factory=dict)  # part -> rail that its power is included in
+
+    def parts(self, whole: str) -> list[str]:
+        """Rails directly inside another."""
+        return [part for part, place in self.inside.items() if place == whole]
+
+
+def _in(whole: str, *parts: str) -> Roles:
+    return Roles((), (whole,), dict.fromkeys(parts, whole))
+
+
+_NANO = _in("POM_5V_IN", "POM_5V_GPU", "POM_5V_CPU")
+_TX2 = _in("VDD_IN", "VDD_SYS_CPU", "VDD_SYS_DDR", "VDD_SYS_GPU", "VDD_SYS_SOC", "VDD_4V0_WIFI")
+_SODIMM = _in("VDD_IN", "VDD_CPU_GPU_CV", "VDD_SOC")
+_THOR = _in("VIN", "VDD_GPU", "VDD_CPU_SOC_MSS", "VIN_SYS_5V0")
+
+TABLE: Final[Sequence[Roles]] = (
+    Roles(("p3448", "p3450", "p3541", "jetson-nano"), _NANO.sums, _NANO.inside),
+    Roles(("p2180", "p2371"), ("VDD_IN",), {"VDD_GPU": "VDD_IN", "VDD_CPU": "VDD_IN"}),  # TX1
+    Roles(("p3310", "p3489", "p3636", "p2771", "quill"), _TX2.sums, _TX2.inside),
+    Roles(("p3668",), _SODIMM.sums, _SODIMM.inside),  # Xavier NX
+    Roles(("p2888", "p2972", "galen"), ("GPU", "CPU", "SOC", "CV", "VDDRQ", "SYS5V")),  # AGX Xavier
+    Roles(("p3767",), _SODIMM.sums, _SODIMM.inside),  # Orin NX and Orin Nano
+    Roles(("p3701",), ("VDD_GPU_SOC", "VDD_CPU_CV", "VIN_SYS_5V0"), {"VDDQ_VDD2_1V8AO": "VIN_SYS_5V0"}),  # AGX Orin
+    Roles(("p3834",), _THOR.sums, _THOR.inside),
+)
+
+
+def find(compatible: Collection[str], labels: Collection[str]) -> Roles | None:
+    """Roles by the board's names in the device tree, or, where that is hidden, by the labels of its rails.
+
+    None: neither is known. Which rails are parts of which cannot be said then.
+    """
+    names = [part for board in compatible for part in board.removeprefix("nvidia,").split("+")]
+    named = [roles for name in names for roles in TABLE if name.startswith(roles.fits)]
+    if named:
+        return named[0]
+    known = [roles for roles in TABLE if {*roles.sums, *roles.inside} >= set(labels) and set(roles.sums) <= set(labels)]
+    return next(iter(known), None)
+
+
+class Sum(NamedTuple):
+    """Total of a board's rails; `fault` says in a sentence why there is none."""
+
+    watts: float | None
+    fault: str | None = None
+
+
+def total(roles: Roles | None, watts: Mapping[str, float | None]) -> Sum:
+    """The board's power from its rails by label; None where it cannot be right, which is never taken for 0.
+
+    Args:
+        roles: of the board's rails.
+        watts: of each rail, with its sign; None: the rail does not answer.
+    """
+    if not watts:
+        return Sum(None)
+    if roles is None:
+        return Sum(None, f"it is not known which of the rails {', '.join(watts)} are parts of which on this board")
+    for label in roles.sums:
+        if label not in watts:
+            return Sum(None, f"the rail {label} is missing: {', '.join(watts)} alone are not the whole board")
+        power = watts[label]
+        if power is None:
+            return Sum(None, f"the rail {label} does not answer")
+        if power < (0.0 if len(roles.sums) == 1 else -OFFSET_W):
+            return Sum(None, f"the rail {label} reads {power:.2f} W, below 0")
+    found = sum(max(0.0, watts[label] or 0.0) for label in roles.sums)
+    if not LEAST_W <= found <= MOST_W:
+        return Sum(None, f"the total of {found:.2f} W is implausible")
+    for label in roles.sums:
+        parts = sum(max(0.0, watts.get(part) or 0.0) for part in roles.parts(label))
+        if parts > SLACK * max(0.0, watts[label] or 0.0) + SLACK_W:
+            said = f"{watts[label]:.2f} W"
+            return Sum(None, f"the parts of the rail {label} add up to {parts:.2f} W, and it reads {said}")
+    return Sum(found)
+
+
+class Stuck:
+    """Whether a total stands still while its parts move, over the last readings."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[float, float]] = []  # (total, sum of its parts)
+
+    def seen(self, whole: float, parts: float) -> str | None:
+        """Sentence on a total that is stuck, with one more reading; None: it is not."""
+        if self._seen and whole != self._seen[-1][0]:
+            self._seen.clear()
+        self._seen = [*self._seen[1 - WINDOW :], (whole, parts)]
+        moved = max(each for _, each in self._seen) - min(each for _, each in self._seen)
+        if len(self._seen) < WINDOW or moved < MOVED_W:
+            return None
+        return f"the total reads {whole:.2f} W without change while its parts moved by {moved:.2f} W: it is stuck"
