@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import ssl
@@ -289,7 +290,7 @@ def test_a_running_agent_is_not_disturbed(board: Any, mosquitto: Callable[..., A
     broker = mosquitto()
     lock = Local(board.root / "var/lib/fedquilt").lock()
     found = asked(board, url=broker.url)
-    with open(lock, "rb"):
+    with contextlib.closing(lock):
         pass
     assert bad(found) == []
     assert "runs here" in found[-1].sentence
