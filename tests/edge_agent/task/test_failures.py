@@ -59,4 +59,4 @@ def test_a_method_whose_work_returns_no_answer_is_told_so(tmp_path: Path) -> Non
         task=task, device="a", budget_bytes=1 << 30, data={}, bundles={}, private=None, cache="", out=str(tmp_path)
     )
     with pytest.raises(JobError, match="`work` of method 'prox:METHOD' returned NoneType, and a fedquilt"):
-        main.worked(order, method, SimpleNamespace())  # type: ignore[arg-type]
+        main.worked(order, method, SimpleNamespace(lost=""))  # type: ignore[arg-type]

@@ -161,7 +161,7 @@ def test_a_commit_survives_and_one_under_way_is_there_or_not(tmp_path: Path) -> 
                 raise Crash
 
         store = Store(Path("/home"), disk=SimDisk(computer, gate))  # type: ignore[arg-type]
-        insert = "insert into counters values (?, 1)"
+        insert = "insert into counters values (?, 1, x'')"
         store._db.execute(insert, ("first",))
         with pytest.raises(Crash):
             store._db.execute(insert, ("second",))
