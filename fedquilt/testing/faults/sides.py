@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from fedquilt import wire
 from fedquilt.coordinator.executors import OverLink
+from fedquilt.coordinator.facts import Answered
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
 from fedquilt.core import FedquiltError, JobError, StoreError
@@ -168,13 +169,35 @@ class CoordinatorSide(Side):
 
     observe: Callable[[Any, Any], None]
     load: Callable[[str], Any]
+    acknowledged: set[tuple[str, int, str]]  # job, round and device of every update that it said it has counted
 
     def _start(self, link: SimLink) -> Server:
         self.store = Store(Path(self.platter.root), disk=self._disk)
         if not self.store.lock():
             raise JobError("another coordinator runs in its home")
+        self._require_recorded()
+        link.rewrite = self._noted
         executor = OverLink(link, FLEET, self.store.depot, self.store.next_epoch())
         return Server(executor, self.store, self.observe, load=self.load, poll_s=30.0)
+
+    def _noted(self, topic: str, payload: bytes) -> bytes:
+        """What it sends, unchanged; acknowledgements are noted."""
+        route = wire.route(topic)
+        if route.kind is wire.Ack:
+            ack = wire.decode(payload, wire.Ack)
+            if ack.accepted:
+                self.acknowledged.add((ack.job, ack.round, route.device))
+        return payload
+
+    def _require_recorded(self) -> None:
+        """Raise BrokenError unless the log has every update that an earlier process has acknowledged."""
+        if self._happened["rot"] or self._happened["restore"]:
+            return
+        for job in {job for job, _, _ in self.acknowledged}:
+            facts = [fact for _, _, fact in self.store.facts(job)]
+            known = {(job, fact.round, fact.update.device) for fact in facts if isinstance(fact, Answered)}
+            if lost := {each for each in self.acknowledged if each[0] == job} - known:
+                raise BrokenError(f"acknowledged, and not in the log after a restart: {sorted(lost)}")
 
     def restore(self, copied: Any) -> None:
         """End the process, and start it again on a copy of its home."""

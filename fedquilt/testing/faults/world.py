@@ -144,7 +144,7 @@ class World:
         self._wall_ns = dict.fromkeys([COORDINATOR], 0)
         self._began_ns = time.time_ns()
         self.coordinator = self._side(CoordinatorSide, COORDINATOR, folder)
-        self.coordinator.observe = self._seen
+        self.coordinator.observe, self.coordinator.acknowledged = self._seen, set()
         self.coordinator.load = self._watched
         self.coordinator.platter.database(f"/{COORDINATOR}/fedquilt.db").write(theatre.empty)
         with self._operator() as store:
@@ -213,7 +213,13 @@ class World:
 
     def _seen(self, job: object, fact: AnyFact) -> None:
         id: str = job.id  # type: ignore[attr-defined]
-        self.committed += isinstance(fact, Committed)
+        if isinstance(fact, Committed):
+            self.committed += 1
+            state = fact.state.sha256
+            if not SimDisk(self.coordinator.platter).is_file(f"/{COORDINATOR}/blobs/{state}"):
+                raise BrokenError(
+                    f"{id}: the log names the state {state[:12]} of round {fact.round} before it is stored"
+                )
         if isinstance(fact, Ended) and fact.status != "stopped":
             self._ended[id] = fact
         self._observe(id, fact)
