@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from fedquilt import wire
 from fedquilt.coordinator.executors import OverLink
-from fedquilt.coordinator.facts import Answered
+from fedquilt.coordinator.facts import Answered, AnyFact, Committed
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.store import Store
 from fedquilt.core import FedquiltError, JobError, StoreError
@@ -176,6 +176,16 @@ class CoordinatorSide(Side):
         if not self.store.lock():
             raise JobError("another coordinator runs in its home")
         self._require_recorded()
+        append = self.store.append
+
+        def after_its_state(id: str, fact: AnyFact) -> None:
+            if isinstance(fact, Committed):
+                state = fact.state.sha256
+                if not SimDisk(self.platter).is_file(f"{self.platter.root}/blobs/{state}"):
+                    raise BrokenError(f"{id}: the log names the state {state[:12]} before it is stored")
+            append(id, fact)
+
+        self.store.append = after_its_state  # type: ignore[method-assign]
         link.rewrite = self._noted
         executor = OverLink(link, FLEET, self.store.depot, self.store.next_epoch())
         return Server(executor, self.store, self.observe, load=self.load, poll_s=30.0)
