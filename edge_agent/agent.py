@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from fedquilt import methods, plugins, profiles, systemd, wire
+from fedquilt import labels, methods, plugins, profiles, systemd, wire
 from fedquilt.blobs.shared_store import Shared
 from fedquilt.blobs.store import SMALL_BYTES
 from fedquilt.blobs.transfer import Transfers
@@ -85,6 +85,7 @@ class Agent:
         self._topics = wire.Topics(settings.fleet)
         self._transfers = Transfers(link, self.local.depot, self._topics, "up", self._may_give)
         means = _means(settings.budget_bytes(board.memory_bytes), settings.plugins)
+        means = msgspec.structs.replace(means, labels=labels.parse(settings.labels))
         kept, counted = self.local.recover()
         offers = {key: events.Offer(update, private, due_s=-math.inf) for key, (update, private) in kept.items()}
         self.duty = Duty(

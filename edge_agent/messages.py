@@ -30,6 +30,7 @@ def profile(device: str, board: Device, means: Means) -> Profile:
         idle_w=board.idle_w,
         provenance=board.provenance,
         codecs=means.codecs,
+        labels=means.labels,
     )
 
 

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from fedquilt import config, profiles
+from fedquilt import config, labels, profiles
 from fedquilt.core import JobError, Name
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent.power.governor import Policy, Rule
@@ -82,6 +82,7 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     meter: str | dict[str, Any] | None = None  # one beside its own: entry point or module:name, or a table with `name`
     warm_s: Annotated[float, Meta(ge=0)] = 60.0  # time for which a task's process waits for the next one
     telemetry_s: Annotated[float, Meta(gt=0)] = 30.0
+    labels: tuple[str, ...] = ()  # words by which jobs select boards: fedquilt.labels
     broker: BrokerSettings = BrokerSettings()
     enrol: EnrolSettings = EnrolSettings()
     governor: GovernorSettings = GovernorSettings()
@@ -132,6 +133,8 @@ def parse(table: Mapping[str, Any]) -> AgentSettings:
     settings = config.convert(table, AgentSettings, "an agent's settings")
     if settings.data:
         DataSpec.parse(settings.data)
+    with config.naming("labels"):
+        labels.parse(settings.labels)
     for key, size in (("budget", settings.budget), ("cache", settings.cache)):
         if size is not None:
             try:

@@ -49,6 +49,7 @@ from fedquilt.core.messages import (
     Update,
     Usage,
     Wired,
+    Word,
     Work,
 )
 from fedquilt.core.method import (
@@ -137,6 +138,7 @@ __all__ = [
     "Usage",
     "WireError",
     "Wired",
+    "Word",
     "Work",
     "derive_seed",
     "derived",

@@ -96,6 +96,7 @@ class Plan:
                     "home": str(self.folder(run, device)),
                     "board": board,
                     "budget": spec.budgets[index % len(spec.budgets)],
+                    "labels": list(spec.labels_of(index)),
                     "governor": {"policy": spec.policy},
                     "data": {"seed": self.job.seed, **self.job.data, "share": index, "shares": self.size},
                     **({"plugins": allowed} if allowed else {}),
@@ -139,11 +140,7 @@ class Plan:
         examples.require_shares(
             fitting.require_fit(made.meta, spec), spec
         )  # else every board would find out for itself
-        if self.job.cohort.size > self.size:
-            raise JobError(
-                f"[cohort] size is {self.job.cohort.size}, and the fleet has {self.size} devices: ask for fewer, or "
-                "simulate more ([fleet] devices, or --devices)"
-            )
+        self.job.fleet.require(self.job.cohort, self.size)
         with config.naming("[fleet]"):
             for budget in dict.fromkeys(self.job.fleet.budgets):
                 settings.size_bytes(budget)
@@ -158,7 +155,8 @@ class Plan:
             JobError, ModelError, DataError: as `require`, or the method cannot train the bundle's network.
         """
         made = self.require(make)
-        cohort = msgspec.structs.replace(self.job.cohort, start_devices=self.size)
+        there = self.job.fleet.selected(self.job.cohort, self.size)
+        cohort = msgspec.structs.replace(self.job.cohort, start_devices=there)
         job, folder = msgspec.structs.replace(self.job, cohort=cohort), self.bundle.resolve()
         run = store.unfinished(job, folder, "fleet")
         if run is None:

@@ -58,6 +58,21 @@ def test_a_fleet_on_virtual_time_that_waits_for_boards_that_never_come_says_so(t
         fleet.virtually(given)
 
 
+def test_a_job_asks_the_boards_that_it_selects_and_no_others(tmp_path: Path) -> None:
+    """The first round waits for these alone; a selection of none is refused before anything is queued."""
+    fleet_of = {"devices": 3, "labels": ["site=lab", "site=hall window"]}
+    given = plan(tmp_path, cohort={"select": ["site=lab", "!window"]}, fleet=fleet_of)
+    run, ended = fleet.virtually(given)
+    asked = {fact.update.device for fact in facts_of(given, run) if isinstance(fact, Answered)}
+    assert (ended, asked) == ("done", {"x86-host-00", "x86-host-02"})
+    nobody = plan(tmp_path, cohort={"select": ["attic"]}, fleet=fleet_of)
+    with pytest.raises(JobError, match=r"\[cohort\] select = \['attic'\]: no simulated board"):
+        fleet.virtually(nobody)
+    many = plan(tmp_path, cohort={"select": ["window"], "size": 2}, fleet=fleet_of)
+    with pytest.raises(JobError, match="the fleet has 1 devices of"):
+        fleet.virtually(many)
+
+
 def test_a_fleet_on_virtual_time_trains_and_reports_what_its_boards_would_take(tmp_path: Path) -> None:
     """Times and joules come from the profiles, and say so."""
     given = plan(tmp_path)
