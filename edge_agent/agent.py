@@ -7,7 +7,8 @@ import logging
 import math
 import os
 import signal
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -54,6 +55,7 @@ class Agent:
     Args:
         boot: name of this start of the agent, different at each.
         durable, shared, disk: see `fedquilt.edge_agent.state.Local`.
+        clock: seconds since 1970 as this board counts them; None: it has no clock of its own.
 
     Raises:
         StoreError: its home cannot be read or written.
@@ -73,7 +75,9 @@ class Agent:
         durable: bool = True,
         shared: Shared | None = None,
         disk: Disk = REAL,
+        clock: Callable[[], float | None] = time.time,
     ) -> None:
+        self._clock = clock
         self.device, self.settings = settings.device, settings
         self.local = Local(Path(settings.home), durable=durable, shared=shared, disk=disk)
         self._whole_bytes = 0 if durable else SMALL_BYTES
@@ -321,7 +325,7 @@ class Agent:
         if now_s < self._telemetry_s + self.settings.telemetry_s:
             return
         self._telemetry_s = now_s
-        told = messages.telemetry(self._board.read(now_s))
+        told = messages.telemetry(self._board.read(now_s), self._worker.resident_bytes or None, self._clock())
         if self._board.points != self._profile.points:  # the owner has changed the power mode
             self._profile = messages.profile(self.device, self._board, self._means)
             self._publish("profile", self._profile, retain=True)

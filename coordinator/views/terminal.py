@@ -14,7 +14,7 @@ import msgspec
 
 from fedquilt import methods
 from fedquilt.coordinator import eligibility
-from fedquilt.coordinator.executors import OverLink
+from fedquilt.coordinator.boards_link import Boards, NotedLink
 from fedquilt.coordinator.facts import (
     Answered,
     AnyFact,
@@ -199,7 +199,9 @@ def coordinate(
     if identity is not None:
         link = FleetLink(link, identity, fleet)
     store.note_signed(identity is not None)
-    server = Server(OverLink(link, fleet, store.depot, store.next_epoch()), store, console.observe, only)
+    noted = Boards(store.home)
+    executor = NotedLink(link, fleet, store.depot, store.next_epoch(), noted)
+    server = Server(executor, store, console.observe, only)
     with stopping() as stop:
 
         def ask() -> bool:

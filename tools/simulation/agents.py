@@ -250,7 +250,8 @@ def virtually(
             options = settings.parse(table)
             board = make(options.board)
             own = broker.connect()
-            agents.append(Agent(own, options, board, InlineWorker(board, together.load), durable=False, shared=shared))
+            worker = InlineWorker(board, together.load)
+            agents.append(Agent(own, options, board, worker, durable=False, shared=shared, clock=lambda: None))
             sides.append((own, agents[-1]))
             pulse.tell(lambda: f"{run}: {len(agents)} of {plan.size} boards are made")
 
