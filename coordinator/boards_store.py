@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -168,9 +168,9 @@ class BoardStore:
             rows = [] if found is None else [self._reading(step, each, found[0]) for each in at]
         return [Reading(*row) for row in rows if row is not None]
 
-    def _reading(self, step: int, at: int, board: int) -> tuple[float | None, ...] | None:
+    def _reading(self, step: int, at: int, board: int) -> tuple[Any, ...] | None:
         query = f"select at, {_VALUES} from readings where step = ? and at = ? and board = ?"  # noqa: S608
-        row: tuple[float | None, ...] | None = self._db.execute(query, (step, at, board)).fetchone()
+        row: tuple[Any, ...] | None = self._db.execute(query, (step, at, board)).fetchone()
         return row
 
     @contextmanager
