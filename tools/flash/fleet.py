@@ -22,7 +22,7 @@ from typing import Final
 
 import msgspec
 
-from fedquilt import columns, config, enrolment, wire
+from fedquilt import columns, config, enrolment, progress, wire
 from fedquilt import labels as words
 from fedquilt.core import FedquiltError, JobError, StoreError, WireError
 from fedquilt.edge_agent import settings as agents
@@ -146,7 +146,9 @@ def _row(given: Mapping[str, str], target: str | None, where: str) -> Row:
 # -- flashing -------------------------------------------------------------------------------------
 
 
-def flash(rows: Sequence[Row], plan: Plan, say: Say = print, now_s: Callable[[], float] = time.time) -> dict[str, str]:
+def flash(
+    rows: Sequence[Row], plan: Plan, say: Say = progress.LINE.aside, now_s: Callable[[], float] = time.time
+) -> dict[str, str]:
     """Flash every board that is not done yet; why not, for those that failed. One that fails does not stop the others.
 
     Raises:
@@ -170,9 +172,10 @@ def flash(rows: Sequence[Row], plan: Plan, say: Say = print, now_s: Callable[[],
             base = plan.folder / "base.img.part"  # unpacked once for all
             stack.callback(base.unlink, missing_ok=True)
             image.plain(plan.base or base, base)
-        for row in waiting:
+        for number, row in enumerate(waiting):
             try:
-                _one(row, replace(plan, base=base), enrols, _inputs(row, plan), say, now_s)
+                with progress.during(f"flashing {row.name}", done=number, total=len(waiting)):
+                    _one(row, replace(plan, base=base), enrols, _inputs(row, plan), say, now_s)
             except FedquiltError as error:
                 failed[row.name] = str(error)
                 say(f"{row.name}: not flashed: {error}")

@@ -44,8 +44,6 @@ from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, simulate
 from fedquilt.transport.mqtt import MqttLink
 
 WAITS_S: Final = 3600.0  # of virtual time for which nobody is at a run
-PULSE_S: Final = 5.0  # how often it is told how far a fleet on virtual time is, between its facts
-PULSE_LIVE_S: Final = 0.5  # on a terminal, where it is one line that is overwritten
 
 # an agent that does not outlive this process, however this process ends
 AGENT = (
@@ -236,8 +234,7 @@ def virtually(
         if not store.lock():
             raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")
         run = plan.submit(store, make)
-        console = Console(wordy=wordy, clock=lambda: broker.now_s)
-        pulse = _Pulse(console, real_clock)
+        console = Console(wordy=wordy, clock=lambda: broker.now_s, real_clock=real_clock)
         console.say(f"{run}: making {plan.size} boards")
         link = broker.connect()
         server = Server(OverLink(link, plan.fleet, store.depot, store.next_epoch()), store, console.observe, only=run)
@@ -253,10 +250,10 @@ def virtually(
             worker = InlineWorker(board, together.load)
             agents.append(Agent(own, options, board, worker, durable=False, shared=shared, clock=lambda: None))
             sides.append((own, agents[-1]))
-            pulse.tell(lambda: f"{run}: {len(agents)} of {plan.size} boards are made")
+            console.status(lambda: f"{run}: {len(agents)} of {plan.size} boards are made")
 
         def watch() -> None:
-            pulse.tell(lambda: _how_far(run, server, agents))
+            console.status(lambda: _how_far(run, server, agents))
             waiting.look(server, broker.now_s)
 
         with _quiet(wordy):
@@ -278,21 +275,6 @@ def _quiet(wordy: bool) -> Iterator[None]:
         yield
     finally:
         log.setLevel(before)
-
-
-class _Pulse:
-    """Tells how far a fleet on virtual time is, at once and then every few seconds of real time."""
-
-    def __init__(self, console: Console, clock: Callable[[], float]) -> None:
-        self._console, self._clock = console, clock
-        self._due_s = clock()
-
-    def tell(self, line: Callable[[], str]) -> None:
-        """Show `line` if it is time."""
-        now_s = self._clock()
-        if now_s >= self._due_s:
-            self._due_s = now_s + (PULSE_LIVE_S if self._console.live else PULSE_S)
-            self._console.status(line())
 
 
 class _Waiting:
