@@ -80,6 +80,11 @@ class Boards:
             self._read(device, message, int(at))
         return None
 
+    def known(self) -> list[tuple[Board, Reading | None]]:
+        """Every board with its latest reading, as of now; another thread may ask."""
+        sums = self._sums
+        return [(each, sums[each.device][1] if each.device in sums else None) for each in self._boards.copy().values()]
+
     def asked(self, device: str, task: Task) -> None:
         """Note that a board was sent a task."""
         self._put(boards.asked(self._of(device), task, self._clock()), SOON_S)

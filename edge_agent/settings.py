@@ -43,7 +43,7 @@ class BrokerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cert: str | None = None
     key: str | None = None
     password_file: str | None = None
-    keepalive_s: Annotated[int, Meta(ge=1, le=65535)] = 12  # silent for half as long again: the board counts as gone
+    keepalive_s: Annotated[int, Meta(ge=1, le=65535)] = 10  # silent for half as long again: the board counts as gone
     session_expiry_s: Annotated[int, Meta(ge=0)] = 3600
     max_payload: Annotated[int, Meta(ge=2048)] | None = None
 

@@ -12,9 +12,10 @@ from contextlib import contextmanager
 
 import msgspec
 
-from fedquilt import methods, progress
+from fedquilt import methods, open_metrics, progress
 from fedquilt.coordinator import eligibility
 from fedquilt.coordinator.boards_link import Boards, NotedLink
+from fedquilt.coordinator.exposed import Exposed
 from fedquilt.coordinator.facts import (
     Answered,
     AnyFact,
@@ -184,22 +185,32 @@ def coordinate(
     only: str | None = None,
     watch: Callable[[], None] = lambda: None,
     identity: Identity | None = None,
+    metrics: str | None = None,
 ) -> None:
     """Run a coordinator until the job `only` has ended (or for ever), or SIGINT or SIGTERM comes.
 
     `watch` is called once a turn; an exception it raises ends the coordinator in good order. With an `identity` it is
-    signed: it takes messages of boards alone that have proved to be who they say.
+    signed: it takes messages of boards alone that have proved to be who they say. `metrics` is HOST:PORT, where they
+    are served.
 
     Raises:
-        JobError: boards would not take the identity for the coordinator's.
+        JobError: boards would not take the identity for the coordinator's, or metrics cannot be served.
     """
     if identity is not None:
         link = FleetLink(link, identity, fleet)
     store.note_signed(identity is not None)
     noted = Boards(store.home)
     executor = NotedLink(link, fleet, store.depot, store.next_epoch(), noted)
-    server = Server(executor, store, console.observe, only)
-    with stopping() as stop:
+    counts = Exposed(noted.known)
+
+    def observe(job: Running, fact: AnyFact) -> None:
+        console.observe(job, fact)
+        counts.observe(job, fact)
+
+    server = Server(executor, store, observe, only)
+    with open_metrics.served(metrics, counts.families) as place, stopping() as stop:
+        if place:
+            console.say(f"metrics at {place}")
 
         def ask() -> bool:
             watch()

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedquilt.cli import homes, options
-from fedquilt.cli.commands import verb, wordy
+from fedquilt.cli.commands import option, verb, wordy
 from fedquilt.core import JobError
 
 
 @verb()
 @options.home
+@option("--metrics", metavar="HOST:PORT", help="Serve metrics in the OpenMetrics format at http://HOST:PORT/metrics.")
 @options.broker()
-def serve(home: Path, broker: options.Broker) -> None:
+def serve(home: Path, metrics: str | None, broker: options.Broker) -> None:
     """Run the coordinator: carry out the jobs submitted to --home, one after the other, until stopped."""
     from fedquilt.coordinator.store import Store
     from fedquilt.coordinator.views.terminal import Console, coordinate
@@ -27,4 +28,4 @@ def serve(home: Path, broker: options.Broker) -> None:
             f"serving {home} on {broker.url}; submit with `fedquilt run JOB --home {home}`, "
             f"watch with `fedquilt logs RUN --follow --home {home}`"
         )
-        coordinate(store, link, broker.fleet, console, identity=identity)
+        coordinate(store, link, broker.fleet, console, identity=identity, metrics=metrics)

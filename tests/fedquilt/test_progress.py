@@ -91,9 +91,14 @@ def test_what_says_nothing_itself_is_shown_to_go_on(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(progress, "TICK_S", 0.001)
     line = Line(out)
     before = threading.active_count()
-    with pytest.raises(ZeroDivisionError), progress.ticking(lambda: line.at("bench: 1 s so far"), 0.001):
-        assert shown.wait(20)
-        raise ZeroDivisionError
+
+    def fail() -> None:
+        with progress.ticking(lambda: line.at("bench: 1 s so far"), 0.001):
+            assert shown.wait(20)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert threading.active_count() == before
     with progress.during("bench", line):
         pass
