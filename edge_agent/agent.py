@@ -38,6 +38,7 @@ from fedquilt.edge_agent.state import Local
 from fedquilt.edge_agent.task import budget, confine
 from fedquilt.edge_agent.task.protocol import Order
 from fedquilt.edge_agent.task.worker import ChildWorker, Worker
+from fedquilt.logs import about
 from fedquilt.transport import link as links
 from fedquilt.transport.link import Link, Message
 from fedquilt.transport.malformed import Garbage
@@ -194,7 +195,9 @@ class Agent:
             log.error("the answer to %s, round %d, cannot be noted: %s", *key, error)
             return
         if not accepted:
-            log.warning("the update of %s, round %d, was refused: %s", *key, reason)
+            log.warning(
+                "the update of %s, round %d, was refused: %s", *key, reason, extra=about(run=key[0], round=key[1])
+            )
         self.duty.act(actions, now_s)
 
     def _clear(self, update: Update) -> None:
@@ -211,11 +214,12 @@ class Agent:
 
     def say(self, claim: wire.Claim) -> None:
         """Publish a claim, and log refusals."""
+        ids = about(run=claim.job, round=claim.round)
         if claim.code == "cleared":
-            log.info("%s, round %d, given up: %s", claim.job, claim.round, claim.reason)
+            log.info("%s, round %d, given up: %s", claim.job, claim.round, claim.reason, extra=ids)
         elif not claim.accepted:
             self.local.depot.doubt()  # as it may be what the disk has made of a blob
-            log.warning("%s, round %d, refused (%s): %s", claim.job, claim.round, claim.code, claim.reason)
+            log.warning("%s, round %d, refused (%s): %s", claim.job, claim.round, claim.code, claim.reason, extra=ids)
         self._publish("claim", claim)
 
     def drop(self, update: Update) -> None:

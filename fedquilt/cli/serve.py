@@ -12,10 +12,13 @@ from fedquilt.core import JobError
 @verb()
 @options.home
 @option("--metrics", metavar="HOST:PORT", help="Serve metrics in the OpenMetrics format at http://HOST:PORT/metrics.")
+@options.log_format
 @options.broker()
-def serve(home: Path, metrics: str | None, broker: options.Broker) -> None:
+def serve(home: Path, metrics: str | None, log_format: str, broker: options.Broker) -> None:
     """Run the coordinator: carry out the jobs submitted to --home, one after the other, until stopped."""
+    from fedquilt import logs
     from fedquilt.coordinator.store import Store
+    from fedquilt.coordinator.views.json_console import JsonConsole
     from fedquilt.coordinator.views.terminal import Console, coordinate
 
     with Store(home) as store:
@@ -23,6 +26,9 @@ def serve(home: Path, metrics: str | None, broker: options.Broker) -> None:
         if not store.lock():
             raise JobError(f"another coordinator serves {home} already")
         console = Console(wordy=wordy() > 0, named=True)
+        if log_format == "json":
+            logs.as_json()
+            console = JsonConsole()
         link, identity = homes.link_to(broker, console.say)
         console.say(
             f"serving {home} on {broker.url}; submit with `fedquilt run JOB --home {home}`, "

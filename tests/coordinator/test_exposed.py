@@ -129,7 +129,7 @@ def test_an_error_of_metrics_is_theirs_alone(caplog: pytest.LogCaptureFixture) -
 def test_what_is_no_place_to_serve_at_is_refused(listen: str) -> None:
     """With the form that is wanted."""
     with (
-        pytest.raises(JobError, match="write HOST:PORT, such as 127.0.0.1:9464"),
+        pytest.raises(JobError, match=r"write HOST:PORT, such as 127\.0\.0\.1:9464"),
         open_metrics.served(listen, list),
     ):
         pass
