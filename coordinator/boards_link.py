@@ -31,7 +31,7 @@ TIDY_S: Final = 300.0
 DOUBT_S: Final = 30.0  # after a start: who was online before, and has not been heard of, is not
 MOST: Final = 20_000  # boards that are noted
 _OFTEN: Final = (Telemetry, wire.Progress)
-RETRY_S: Final = 60.0  # after an error of the disk
+RETRY_S: Final = 10.0  # after an error of the disk
 
 
 class Boards:

@@ -7,7 +7,7 @@ where they are served. They are served from a thread of their own: who reads the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -24,7 +24,7 @@ class Family(NamedTuple):
     kind: Literal["gauge", "counter"]
     about: str
     labels: tuple[str, ...]
-    samples: list[tuple[tuple[str, ...], float]]  # values of `labels`, and the value
+    samples: Sequence[tuple[tuple[str, ...], float]]  # values of `labels`, and the value
 
 
 def address(listen: str) -> tuple[str, int]:
