@@ -9,13 +9,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from fedquilt import labels, methods, plugins, profiles, systemd, wire
+from fedquilt import open_metrics, profiles, systemd, wire
 from fedquilt.blobs.shared_store import Shared
 from fedquilt.blobs.store import SMALL_BYTES
 from fedquilt.blobs.transfer import Transfers
@@ -30,7 +29,8 @@ from fedquilt.core import (
     WireError,
 )
 from fedquilt.disk import REAL, Disk
-from fedquilt.edge_agent import devices, engines, events, messages, plan
+from fedquilt.edge_agent import devices, events, exposed, messages, plan
+from fedquilt.edge_agent import means as means_of
 from fedquilt.edge_agent.duty import Duty
 from fedquilt.edge_agent.events import Acked, Arrived, Cleared, Connected, Failed, Fetched
 from fedquilt.edge_agent.settings import AgentSettings, size_bytes
@@ -64,6 +64,7 @@ class Agent:
     """
 
     finished = False
+    told: wire.Telemetry | None
 
     def __init__(
         self,
@@ -89,8 +90,7 @@ class Agent:
         self._session = 0
         self._topics = wire.Topics(settings.fleet)
         self._transfers = Transfers(link, self.local.depot, self._topics, "up", self._may_give)
-        means = _means(settings.budget_bytes(board.memory_bytes), settings.plugins)
-        means = msgspec.structs.replace(means, labels=labels.parse(settings.labels))
+        means = means_of.of(settings, board.memory_bytes)
         kept, counted = self.local.recover()
         offers = {key: events.Offer(update, private, due_s=-math.inf) for key, (update, private) in kept.items()}
         self.duty = Duty(
@@ -104,9 +104,14 @@ class Agent:
         if short := budget.no_engine(means.budget_bytes, means.engines):
             log.warning("%s: %s", self.device, short)
         self._tell_s, self._patience_s = math.inf, RETELL_S
-        self._means = means
+        self._means, self.told = means, None  # `told`: the last telemetry
         self._profile = messages.profile(self.device, board, means)
         self._progress_s = self._telemetry_s = -math.inf
+
+    @property
+    def connected(self) -> bool:
+        """Whether the broker is reached."""
+        return self._link.connected
 
     def fds(self) -> Sequence[int]:
         """File descriptors of the worker."""
@@ -329,7 +334,9 @@ class Agent:
         if now_s < self._telemetry_s + self.settings.telemetry_s:
             return
         self._telemetry_s = now_s
-        told = messages.telemetry(self._board.read(now_s), self._worker.resident_bytes or None, self._clock())
+        self.told = told = messages.telemetry(
+            self._board.read(now_s), self._worker.resident_bytes or None, self._clock()
+        )
         if self._board.points != self._profile.points:  # the owner has changed the power mode
             self._profile = messages.profile(self.device, self._board, self._means)
             self._publish("profile", self._profile, retain=True)
@@ -342,15 +349,6 @@ class Agent:
             self._link.publish(topic, wire.encode(message), retain=retain, reliable=reliable)
         except (LinkError, WireError) as error:
             log.error("cannot tell the coordinator: %s", error)
-
-
-@cache  # looked up on disk, and constant while a process runs
-def _means(budget_bytes: int, allowed: tuple[str, ...] | None) -> events.Means:
-    """Engines and methods on this machine, as far as agent.toml allows those of other packages."""
-    with plugins.restricted(allowed):
-        known = (*methods.names(), *methods.outside(), *(name for name in allowed or () if ":" in name))
-        found = plugins.modules()
-    return events.Means(budget_bytes, engines.available(), known, plugins=found, confined=confine.possible())
 
 
 # -- a real one -----------------------------------------------------------------------------------
@@ -390,7 +388,8 @@ def run_agent(settings: AgentSettings) -> None:
     online = f"online as {settings.device} of fleet {settings.fleet}, through {broker}"
     watched = systemd.Watched(agent, lambda: link.problem or (online if link.connected else f"asks for {broker}"))
     try:
-        links.run(watched, link, lambda: bool(stopped))
+        with open_metrics.served(settings.metrics.listen, lambda: exposed.families(agent)):
+            links.run(watched, link, lambda: bool(stopped))
     finally:
         systemd.notify("STOPPING=1")
         agent.goodbye()

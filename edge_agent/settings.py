@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from fedquilt import config, labels, profiles
+from fedquilt import config, labels, open_metrics, profiles
 from fedquilt.core import JobError, Name
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent.power.governor import Policy, Rule
@@ -68,6 +68,12 @@ class EnrolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token: str | None = None  # file with the one-time token; None: "token" beside broker.key
 
 
+class MetricsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where this board's own metrics are served. See `fedquilt.open_metrics`."""
+
+    listen: str | None = None  # HOST:PORT; None: nowhere
+
+
 class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of one agent: agent.toml."""
 
@@ -86,6 +92,7 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     broker: BrokerSettings = BrokerSettings()
     enrol: EnrolSettings = EnrolSettings()
     governor: GovernorSettings = GovernorSettings()
+    metrics: MetricsSettings = MetricsSettings()
     data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.data.spec.DataSpec
 
     def budget_bytes(self, memory_bytes: int) -> int:
@@ -133,6 +140,9 @@ def parse(table: Mapping[str, Any]) -> AgentSettings:
     settings = config.convert(table, AgentSettings, "an agent's settings")
     if settings.data:
         DataSpec.parse(settings.data)
+    if settings.metrics.listen is not None:
+        with config.naming("[metrics] listen"):
+            open_metrics.address(settings.metrics.listen)
     with config.naming("labels"):
         labels.parse(settings.labels)
     for key, size in (("budget", settings.budget), ("cache", settings.cache)):
