@@ -33,6 +33,7 @@ create table if not exists readings (
     available_bytes integer, task_bytes integer, battery real, primary key (step, at, board)) without rowid;
 pragma user_version = {VERSION};
 """
+_decoded: Final = msgspec.json.Decoder(Board).decode
 _VALUES: Final = "power_w, power_most_w, temperature_c, available_bytes, task_bytes, battery"
 _COARSER: Final = """
 insert or replace into readings
@@ -144,7 +145,7 @@ class BoardStore:
         found = []
         for (body,) in rows:
             try:
-                found.append(msgspec.json.decode(body, type=Board))
+                found.append(_decoded(body))
             except msgspec.MsgspecError:
                 continue
         return found
@@ -153,8 +154,8 @@ class BoardStore:
         """Device -> its latest reading of the last FRESH_S seconds."""
         with _doing(self._home):
             rows = self._db.execute(
-                f"select device, at, {_VALUES} from readings join boards on boards.id = board "  # noqa: S608
-                "where step = ? and at > ? order by at",
+                f"select device, max(at), {_VALUES} from readings join boards on boards.id = board "  # noqa: S608
+                "where step = ? and at > ? group by board",  # the other values are of the row with the largest `at`
                 (STEPS[0][0], int(now - FRESH_S)),
             ).fetchall()
         return {device: Reading(*values) for device, *values in rows}

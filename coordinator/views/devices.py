@@ -143,7 +143,9 @@ def _about(board: Board, now: float) -> str:
 
 def _cut(line: str, wide: int) -> str:
     """A line without what would move a terminal's cursor, no longer than `wide`."""
-    clean = "".join(each if each.isprintable() else "?" for each in line).rstrip()
+    if not line.isprintable():
+        line = "".join(each if each.isprintable() else "?" for each in line)
+    clean = line.rstrip()
     return clean if len(clean) <= wide else f"{clean[: wide - 1]}…"
 
 
