@@ -316,7 +316,7 @@ def test_a_fleet_is_told_of_from_the_first_second(tmp_path: Path, capsys: pytest
     fleet.virtually(given, real_clock=lambda: float(next(ticks)))
     told = capsys.readouterr().out.splitlines()
     assert "3 boards" in told[0]
-    assert any("1 of 3 boards are made" in line for line in told)
+    assert any("2 of 3 boards are made" in line for line in told)
     at_work = [place for place, line in enumerate(told) if "round 0: 0 of 3 answered" in line and "at work" in line]
     committed = [place for place, line in enumerate(told) if "round 0: updates aggregated" in line]
     assert at_work
