@@ -1,7 +1,8 @@
 """Progress of what takes longer than a few seconds: one live line on a terminal, elsewhere a line now and then.
 
 A terminal's line is rewritten in place. A file or a pipe gets a first line after QUIET_S, then one after EVERY_S or a
-tenth of the time that has passed, whichever is longer: of an hour's work some thirty lines.
+quarter of the time that has passed, whichever is longer, and after RARELY_S at the latest: of an hour's work some thirty
+lines.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from fedquilt import units
 
 QUIET_S: Final = 5.0
 EVERY_S: Final = 10.0
-SHARE: Final = 0.1  # of the time passed so far, between two lines
+RARELY_S: Final = 300.0
+SHARE: Final = 0.25  # of the time passed so far, between two lines
 LIVE_S: Final = 0.1  # between two changes of a terminal's line
 TICK_S: Final = 1.0
 
@@ -66,7 +68,7 @@ class Line:
                 self._due_s = now_s + LIVE_S
                 self._draw(told)
             else:
-                self._due_s = now_s + max(EVERY_S, SHARE * (now_s - self._begun_s))
+                self._due_s = now_s + min(max(EVERY_S, SHARE * (now_s - self._begun_s)), RARELY_S)
                 print(told, file=self._out, flush=True)
 
     def say(self, *lines: str) -> None:
