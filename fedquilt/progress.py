@@ -1,7 +1,7 @@
 """Progress of what takes longer than a few seconds: one live line on a terminal, elsewhere a line now and then.
 
 A terminal's line is rewritten in place. A file or a pipe gets a first line after QUIET_S, then one after EVERY_S or a
-quarter of the time that has passed, whichever is longer, and after RARELY_S at the latest: of an hour's work some thirty
+quarter of the time that has passed, whichever is longer, but not later than RARELY_S: of an hour's work some thirty
 lines.
 """
 
