@@ -147,12 +147,12 @@ def ticking(tell: Callable[[], None], every_s: float = TICK_S) -> Iterator[None]
 
 
 @contextmanager
-def during(what: str, line: Line = LINE, done: float | None = None, total: float | None = None) -> Iterator[None]:
+def during(what: str, line: Line = LINE) -> Iterator[None]:
     """Show what goes on and for how long it has, while the body runs, of which nobody knows how far it is."""
     began_s = time.monotonic()
 
     def tell() -> None:
-        line.at(f"{what}: {units.duration(time.monotonic() - began_s)} so far", done, total)
+        line.at(f"{what}: {units.duration(time.monotonic() - began_s)} so far")
 
     try:
         with ticking(tell):

@@ -166,16 +166,23 @@ def flash(
     for row in rows:
         if row not in waiting:
             say(f"{row.name}: done before")
+    done, name = 0, ""
+
+    def tell() -> None:
+        progress.LINE.at(f"flashing {name}", done, len(waiting))
+
     with ExitStack() as stack:
+        stack.callback(progress.LINE.end)
+        stack.enter_context(progress.ticking(tell))
         base = plan.base
         if base is not None and len(waiting) > 1 and not plan.dry_run:
             base = plan.folder / "base.img.part"  # unpacked once for all
             stack.callback(base.unlink, missing_ok=True)
             image.plain(plan.base or base, base)
-        for number, row in enumerate(waiting):
+        for done, row in enumerate(waiting):
+            name = row.name
             try:
-                with progress.during(f"flashing {row.name}", done=number, total=len(waiting)):
-                    _one(row, replace(plan, base=base), enrols, _inputs(row, plan), say, now_s)
+                _one(row, replace(plan, base=base), enrols, _inputs(row, plan), say, now_s)
             except FedquiltError as error:
                 failed[row.name] = str(error)
                 say(f"{row.name}: not flashed: {error}")
