@@ -166,10 +166,10 @@ def flash(
     for row in rows:
         if row not in waiting:
             say(f"{row.name}: done before")
-    done, name = 0, ""
+    now = (0, "")  # how many are over, and who is flashed
 
     def tell() -> None:
-        progress.LINE.at(f"flashing {name}", done, len(waiting))
+        progress.LINE.at(f"flashing {now[1]}", now[0], len(waiting))
 
     with ExitStack() as stack:
         stack.callback(progress.LINE.end)
@@ -179,8 +179,8 @@ def flash(
             base = plan.folder / "base.img.part"  # unpacked once for all
             stack.callback(base.unlink, missing_ok=True)
             image.plain(plan.base or base, base)
-        for done, row in enumerate(waiting):
-            name = row.name
+        for number, row in enumerate(waiting):
+            now = (number, row.name)
             try:
                 _one(row, replace(plan, base=base), enrols, _inputs(row, plan), say, now_s)
             except FedquiltError as error:
