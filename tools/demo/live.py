@@ -12,6 +12,8 @@ from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.views.terminal import Console
 from fedquilt.transport.link import Link
 
+EVERY = 10  # rounds between two that are told of where no line can be rewritten: however slow it is, it is a page
+
 
 class Live(Console):
     """A console that shows only how far the search is."""
@@ -26,7 +28,7 @@ class Live(Console):
             self._joules += fact.update.usage.energy_j or 0.0
         state = job.rounds
         there, cohort = len(state.answered), len(state.asked) + len(state.answered)
-        if cohort:
+        if cohort and (self._line.live or state.round % EVERY == 0):
             self.show(f"round {state.round}: {there} of {cohort} boards have answered, {self._joules:.0f} J so far")
 
     def show(self, line: str) -> None:
@@ -41,9 +43,9 @@ class Live(Console):
         """Nothing: the demo's broker runs in this process."""
 
     def wait(self, server: Server) -> None:
-        """Show how many boards have started, until the first round."""
+        """On a terminal, show how many boards have started, until the first round."""
         job = server.active
-        if job is not None and job.rounds.phase in ("new", "selecting") and not job.rounds.round:
+        if self._line.live and job is not None and job.rounds.phase in ("new", "selecting") and not job.rounds.round:
             there = len(server.registry.able(job.engines, time.monotonic()))
             self.show(f"starting the boards' processes: {there} of {job.job.cohort.start_devices} are online")
 
