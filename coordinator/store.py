@@ -166,13 +166,14 @@ class Store:
         rows = [row for row in self.jobs() if (row.job, row.bundle, row.origin) == (job, bundle, origin)]
         return next((row.id for row in reversed(rows) if row.status not in ("done", "failed")), None)
 
-    def add(self, job: Job, bundle: Path, origin: Origin = "run") -> str:
+    def add(self, job: Job, bundle: Path, origin: Origin = "run", *, id: str = "") -> str:
         """Queue a job; its id is `<name>-<date>-<time>-<random>`, so that devices never confuse two runs.
 
-        The random digits separate runs begun in the same second by coordinators with homes of their own.
+        The random digits separate runs begun in the same second by coordinators with homes of their own. A caller may
+        give an `id` of its own, which no other run has, where everything has to be repeated exactly.
         """
         now = time.time()
-        id = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(3)}"
+        id = id or f"{job.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(3)}"
         with self._writing():
             self._rows.add(Stored(id, msgspec.json.encode(job).decode(), str(bundle), "queued", now, origin))
         return id
