@@ -44,14 +44,15 @@ from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Ende
 from fedquilt.coordinator.store import Store
 from fedquilt.tools.simulation import agents as fleet
 
-DEVICES, ROUNDS = 3, 6
+DEVICES = 3
+KINDS = ("coordinator", "agent", "task", "broker")
 LIMIT_S = 600.0  # without a new fact
 TASK_KILLS = 2  # of one board's task in one round: the third would have the board refuse it, as it should
 IN_A_ROW = 4  # kills without an answer in between: else nothing would ever be done
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # method -> network, and how long a task is
     "fedprox": ("perceptron", {"engine": "numpy", "params": {"lr": 0.1, "batch": 8, "epochs": 150}}),
     "scaffold": ("batch-norm", {"engine": "torch", "params": {"lr": 0.05, "batch": 8, "epochs": 3}}),  # private state
-    "ditto": ("perceptron", {"engine": "numpy", "params": {"lr": 0.1, "batch": 8, "epochs": 80}}),  # likewise
+    "ditto": ("perceptron", {"engine": "numpy", "params": {"lr": 0.01, "batch": 8, "epochs": 80}}),  # likewise
 }
 
 
@@ -67,20 +68,21 @@ class Campaign:
         case: of `CASES`.
         roll: draws who dies, and when.
         kills: at most.
-        only: kinds that may die; (): all.
+        rounds: of the job.
     """
 
-    def __init__(self, folder: Path, case: str, roll: random.Random, kills: int, only: Collection[str] = ()) -> None:
+    def __init__(self, folder: Path, case: str, roll: random.Random, kills: int, rounds: int = 6) -> None:
         network, table = CASES[case]
         self.folder, self.killed = folder, Counter[str]()
-        self._roll, self._kills, self._only = roll, kills, only
+        self._roll, self._kills = roll, kills
+        self._next: list[str] = []  # kinds to kill: each once, before any of them again
         self._home = folder / "runs"
         self._log = folder / "all.log"
         self._bundle = bundle_of(network, folder / "job.bundle")
         job = {
             "name": "kills",
             "method": case,
-            "rounds": ROUNDS,
+            "rounds": rounds,
             "seed": 3,
             **table,
             "cohort": {"start_devices": DEVICES},
@@ -143,8 +145,9 @@ class Campaign:
     def _kill(
         self, processes: Processes, broker: Mosquitto, commands: Mapping[str, Sequence[str]], found: Sequence[Any]
     ) -> bool:
-        """Kill somebody who is there, and have him start again; False: nobody of the drawn kind is there."""
-        kind = self._roll.choice([k for k in ("coordinator", "agent", "task", "broker") if k in (self._only or k)])
+        """Kill one of the kind whose turn it is, and start it again; False: there is none just now."""
+        self._next = self._next or self._roll.sample(KINDS, len(KINDS))
+        kind = self._next[-1]
         device = self._roll.choice(sorted(commands.keys() - {"coordinator"}))
         if kind == "broker":
             broker.kill()
@@ -164,7 +167,7 @@ class Campaign:
             name = device if kind == "agent" else kind
             processes.kill(name)
             processes.start(name, self._log, *commands[name])
-        self.killed[kind] += 1
+        self.killed[self._next.pop()] += 1
         return True
 
     # -- afterwards --
