@@ -28,7 +28,7 @@ from fedquilt.coordinator import store_tables, write_ahead
 from fedquilt.coordinator.facts import AnyFact, Ended
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store_rows import DamagedRunError, Rows, Stored, decoded, encoded
-from fedquilt.core import JobError, StoreError, Update
+from fedquilt.core import UNDECODABLE, JobError, StoreError, Update
 from fedquilt.disk import REAL, Disk, Lock
 
 UNENDED: Final = ("queued", "running", "stopping")  # its coordinator, if any, may be working on the run
@@ -196,7 +196,7 @@ class Store:
             return Unreadable(id, status, created, reason)
         try:
             job = msgspec.json.decode(row.settings, type=Job)
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             reason = f"{self.home}: {row.id} was made by another version of fedquilt: {error}"
             return Unreadable(row.id, row.status, row.created, reason)
         return Row(row.id, job, Path(row.bundle), row.status, row.created, cast("Origin", row.origin), row.epoch)
@@ -385,7 +385,7 @@ class Store:
         for seq, at, body in rows:
             try:
                 yield seq, at, decoded(body)
-            except msgspec.MsgspecError as error:
+            except UNDECODABLE as error:
                 raise JobError(
                     f"fact {seq} of {id} in {self.home} cannot be read by this version ({error}): go on with the "
                     "version that wrote it, or run the job anew"

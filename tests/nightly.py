@@ -28,6 +28,7 @@ from fedquilt.tools.emulate import rehearsal
 ROOT: Final = Path(__file__).resolve().parents[1]  # of the checkout
 SEEDS: Final = "100000"  # that `fedquilt simulate` plays
 KILLS: Final = "200"
+INPUTS: Final = "10000000"  # of `tests/fuzz.py`
 BENCHES: Final = ("idle", "blobs", "stitch", "memory", "energy", "deadlines", "footprint", "sensors", "fedsq")
 PYTHONS: Final = ("3.10", "3.12", "3.13")  # beside the one that `make test` runs on
 ONNXRUNTIMES: Final = ("1.19.2", "1.23.2")  # that read any file a graph names: the oldest permitted, and JetPack 6's
@@ -85,6 +86,11 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
             "flips",
             "a thousand bits flipped in a federation's homes: each is mended or named",
             ((python, "tests/flips.py", "--flips", "1000"),),
+        ),
+        Stage(
+            "fuzz",
+            f"{INPUTS} mutated inputs for the decoders of both sides: only the errors that they name, memory flat",
+            ((python, "tests/fuzz.py", "--inputs", INPUTS, "--processes", str(os.cpu_count() or 1)),),
         ),
         Stage(
             "kills",
