@@ -24,7 +24,18 @@ from fedquilt.bundle import Index
 from fedquilt.coordinator import facts, manifest, settings, store_rows, write_ahead
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views.scores import Score, Scores
-from fedquilt.core import CODECS, BlobRef, Encoding, JobError, ModelError, StoreError, Update, UpdateError, WireError
+from fedquilt.core import (
+    CODECS,
+    UNDECODABLE,
+    BlobRef,
+    Encoding,
+    JobError,
+    ModelError,
+    StoreError,
+    Update,
+    UpdateError,
+    WireError,
+)
 from fedquilt.core.method import Expected
 from fedquilt.disk import REAL
 from fedquilt.edge_agent import enrol, remembered
@@ -263,9 +274,10 @@ def _tensors(folder: Path) -> dict[str, Decoder]:
 def measured(payload: bytes) -> bytes:
     """A safetensors blob whose first number is the size of its header, if that can be told."""
     end = payload.find(b"}", payload.rfind(b"data_offsets")) + 1
-    return (
-        struct.pack("<Q", end + 1 - 8 if payload[end : end + 1] == b"}" else end - 8) + payload[8:] if end else payload
-    )
+    end += payload[end : end + 1] == b"}"
+    while end % 8 and payload[end : end + 1] == b" ":
+        end += 1
+    return struct.pack("<Q", end - 8) + payload[8:] if end > 8 else payload
 
 
 def _graphs() -> tuple[bytes, ...]:
@@ -542,8 +554,8 @@ def _tables() -> dict[str, Decoder]:
 
     def stock(payload: bytes) -> object:
         try:
-            table = json.loads(payload)
-        except (ValueError, RecursionError):
+            table = msgspec.json.decode(payload)
+        except UNDECODABLE:
             return None
         return stitched.stock(table) if isinstance(table, dict) else None
 

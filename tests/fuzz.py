@@ -132,11 +132,14 @@ def spread(made: Mapping[str, Decoder], inputs: int) -> dict[str, int]:
 @contextlib.contextmanager
 def prepared(only: Sequence[str]) -> Iterator[dict[str, Decoder]]:
     """The decoders whose names begin with one of `only` (none: all), with files in a folder of their own."""
-    logging.disable(logging.CRITICAL)
     shared = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="fedquilt-fuzz-", dir=shared if shared.is_dir() else None) as folder:
-        made = every(Path(folder))
-        yield {name: made[name] for name in made if not only or name.startswith(tuple(only))}
+    logging.disable(logging.CRITICAL)
+    try:
+        with tempfile.TemporaryDirectory(prefix="fedquilt-fuzz-", dir=shared if shared.is_dir() else None) as folder:
+            made = every(Path(folder))
+            yield {name: made[name] for name in made if not only or name.startswith(tuple(only))}
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def resident_mb() -> float:

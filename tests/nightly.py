@@ -98,6 +98,12 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
             ((python, "tests/kills.py", "--kills", KILLS),),
             without,
         ),
+        Stage(
+            "hostile-board",
+            "what a flood of an enrolled board costs the coordinator: 50 MB and a processor second a minute at the most",
+            ((python, "tests/hostile_board.py", "--seconds", "60"),),
+            without,
+        ),
         Stage("matrix", "every test marked nightly: each method with each network", ((*tests, "-m", "nightly"),)),
         Stage(
             "envelope",
