@@ -197,7 +197,7 @@ class InFile:
             os.close(self._file)
 
     def _read(self, into: np.ndarray, offset: int) -> None:
-        """Fill each row of `into` (k, width) by one read, at `offset` in the first example and as far in the following."""
+        """Fill row i of `into` (k, width) by one read at `offset` within example i."""
         view, row = into.reshape(-1).view(np.uint8).data, into.shape[1] * into.itemsize
         with doing("read maps back from the disk", MEND):
             for i in range(len(into)):
