@@ -218,7 +218,10 @@ class OverLink:
                 for device, size in self._transfers.take_strain().items():
                     self._conduct.hashed(device, size, now_s)
                 return None
-            return route.device, wire.decode(message.payload, route.kind)
+            said = wire.decode(message.payload, route.kind)
+            if (named := getattr(said, "device", route.device)) != route.device:
+                raise WireError(f"it names another device, {named}")
+            return route.device, said
         except WireError as error:
             if route is None and (slowed := self._slowed(wire.sender(message.topic), message, now_s)):
                 return slowed.event

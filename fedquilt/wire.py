@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from fedquilt.core import (
+    UNDECODABLE,
     Count,
     Digest,
     Label,
@@ -224,7 +225,7 @@ def decode(payload: bytes, kind: type[M]) -> M:
     decoder = _decoders.get(kind) or _decoders.setdefault(kind, msgspec.json.Decoder(kind))
     try:
         return decoder.decode(b"{" + rest[1:] if rest[:1] == b"," else b"{" + rest)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+    except UNDECODABLE as error:
         raise WireError(f"not a {kind.__name__}: {error}") from None
 
 

@@ -28,6 +28,7 @@ from fedquilt.core.errors import (
 )
 from fedquilt.core.messages import (
     CODECS,
+    UNDECODABLE,
     Action,
     Amount,
     AnyDigest,
@@ -83,6 +84,7 @@ from fedquilt.core.training import (
 
 __all__ = [
     "CODECS",
+    "UNDECODABLE",
     "Action",
     "Amount",
     "Answer",

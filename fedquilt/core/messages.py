@@ -10,6 +10,9 @@ from msgspec import Meta
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}\Z")]
 """A job, fleet or device id: safe in a topic, a file name and a log line."""
 
+UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError)
+"""What msgspec raises for bytes that are not JSON of the wanted type: every reader of bytes from outside takes all."""
+
 Code = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9._-]{0,63}|[A-Za-z_][\w.]{0,99}:[A-Za-z_]\w{0,99})\Z")]
 """A method by its name, or as module:name."""
 
