@@ -59,6 +59,7 @@ def demo(out: Path, format: str = "text", wordy: bool = False, show: bool = Fals
         return 8
     with Store(plan.home) as store:
         if text:
+            live.clear()
             live.show("comparing with the donors, with each board alone and with FedAvg from scratch ...")
         evaluate.evaluate(store, run)
         found = gather(store, run)
