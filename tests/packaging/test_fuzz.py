@@ -32,6 +32,7 @@ CALLS = {  # (module or object, function) that make values of bytes
 OWN = {  # modules that read only what the same machine's owner or the same process wrote
     "models/partial/dual_copy.py": "a key of a cache, made in the same function",
     "models/partial/gate_cache.py": "a board's own cache, whose rows have checksums",
+    "coordinator/boards_store.py": "the coordinator's own notes on boards; a row that cannot be read is left out",
     "fedquilt/data/readers/base.py": "examples of the board's owner",
     "fedquilt/data/readers/audio.py": "likewise",
     "fedquilt/data/readers/images.py": "likewise",
