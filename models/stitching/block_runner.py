@@ -153,7 +153,7 @@ def joined(maps: Source, junction: Tensors | None, block: Block) -> Source:
     """Maps resized and projected for `block` when they are read; without a junction, the maps themselves."""
     if junction is None:
         return maps
-    beside = 4 * (prod(maps.shape[1:]) + max(maps.shape[1], block.in_shape[0]) * prod(block.in_shape[1:]))
+    beside = _resizing_bytes(maps, block.in_shape[1:], max(maps.shape[1], block.in_shape[0]))
     return Mapped(maps, lambda part: stitched.join(part, junction, block), block.in_shape, beside)
 
 
@@ -161,9 +161,14 @@ def resized(maps: Source, *sizes: int) -> Source:
     """Maps resized to other sizes when they are read."""
     if maps.shape[2:] == sizes:
         return maps
-    larger = prod(max(pair) for pair in zip(sizes, maps.shape[2:], strict=True))
-    beside = 4 * (prod(maps.shape[1:]) + maps.shape[1] * larger)
+    beside = _resizing_bytes(maps, sizes, maps.shape[1])
     return Mapped(maps, lambda part: images.resize(part, *sizes), (maps.shape[1], *sizes), beside)
+
+
+def _resizing_bytes(maps: Source, sizes: Sequence[int], channels: int) -> int:
+    """Memory to read one example's maps and resize up to `channels` of them, one axis after the other."""
+    larger = prod(max(pair) for pair in zip(sizes, maps.shape[2:], strict=True))
+    return 4 * (prod(maps.shape[1:]) + channels * larger)
 
 
 def pieces(source: Source) -> Iterator[tuple[int, np.ndarray]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,6 +140,21 @@ def test_stored_images_are_prepared_as_they_are_asked_for() -> None:
     source = block_runner.Prepared(stored, wanted)
     assert source.shape == (5, 3, 6, 6)
     assert np.array_equal(source.rows(1, 4), images.prepare(stored, wanted)[1:4])
+
+
+@pytest.mark.parametrize("size", [8, 32, 64])
+def test_a_join_takes_no_more_memory_than_it_is_planned_with(tmp_path: Path, size: int) -> None:
+    """Maps are resized one axis after the other: what lies between counts too."""
+    maps = InFile((1, 16, 32, 32), tmp_path)
+    maps.put(DRAWS.normal(size=maps.shape))
+    junction = {"weights": DRAWS.normal(size=(8, 16)).astype(np.float32), "bias": np.zeros(8, np.float32)}
+    source = block_runner.joined(maps, junction, replace(TILED, in_shape=(8, size, size)))
+    source.rows(0, 1)  # what is made once, such as the matrices of the resize
+    tracemalloc.start()
+    made = source.rows(0, 1)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes <= source.example_bytes + made.nbytes + 8192  # and Python's own objects
 
 
 def test_positions_of_series_are_sampled_and_resized_as_those_of_maps_of_one_row() -> None:
