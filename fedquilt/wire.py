@@ -44,6 +44,8 @@ MAX_CHUNK: Final = 256 * 1024
 MIN_CHUNK: Final = 1024
 MAX_WINDOW: Final = 64  # chunk indices in one request
 
+Seconds1970 = Annotated[float, Meta(ge=-1e12, le=1e12)]
+
 # -- messages -------------------------------------------------------------------------------------
 
 
@@ -110,6 +112,9 @@ class Telemetry(Told, frozen=True):
     available_bytes: Count | None = None
     battery: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     charging: bool | None = None
+    task_bytes: Count | None = None  # resident memory of the task's process
+    mode: Label | None = None  # power mode that the board's owner has set
+    clock_s: Seconds1970 | None = None  # the board's own clock when it was sent
 
 
 class Ack(Wired, frozen=True):

@@ -50,6 +50,7 @@ from fedquilt.core.messages import (
     Update,
     Usage,
     Wired,
+    Word,
     Work,
 )
 from fedquilt.core.method import (
@@ -139,6 +140,7 @@ __all__ = [
     "Usage",
     "WireError",
     "Wired",
+    "Word",
     "Work",
     "derive_seed",
     "derived",

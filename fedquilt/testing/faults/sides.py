@@ -247,7 +247,8 @@ class AgentSide(Side):
             data={"share": self.name},
         )
         board = make_board(BOARD)
-        return Agent(link, options, board, SimWorker(self), f"{self.name}-{self.lives}", disk=self._disk)
+        boot = f"{self.name}-{self.lives}"
+        return Agent(link, options, board, SimWorker(self), boot, disk=self._disk, clock=lambda: None)
 
     def work(self, order: Order) -> Outcome:
         """Carry out an order: its output lies in its folder afterwards, not synced."""
