@@ -218,10 +218,10 @@ class OverLink:
                 for device, size in self._transfers.take_strain().items():
                     self._conduct.hashed(device, size, now_s)
                 return None
-            said = wire.decode(message.payload, route.kind)
-            if (named := getattr(said, "device", route.device)) != route.device:
+            told = wire.decode(message.payload, route.kind)
+            if (named := getattr(told, "device", route.device)) != route.device:
                 raise WireError(f"it names another device, {named}")
-            return route.device, said
+            return route.device, told
         except WireError as error:
             if route is None and (slowed := self._slowed(wire.sender(message.topic), message, now_s)):
                 return slowed.event

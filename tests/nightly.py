@@ -100,7 +100,7 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
         ),
         Stage(
             "hostile-board",
-            "what an enrolled board's flood costs a coordinator: 50 MB and a processor second a minute at the most",
+            "what a flood of an enrolled board costs a coordinator: memory, and processor time a minute",
             ((python, "tests/hostile_board.py", "--seconds", "60"),),
             without,
         ),

@@ -96,6 +96,11 @@ class Side(ABC):
             self._end(power=False)
             self.up_s = self.due_s = now_s + AGAIN_S
 
+    def ends(self) -> None:
+        """End the process; it is started again a while later."""
+        self._end(power=False)
+        self.up_s = self.due_s = self.broker.now_s + AGAIN_S
+
     def sleep(self, seconds: float) -> None:
         """Its own clock jumps."""
         self._offset_s += seconds
@@ -213,9 +218,8 @@ class CoordinatorSide(Side):
 
     def restore(self, copied: Any) -> None:
         """End the process, and start it again on a copy of its home."""
-        self._end(power=False)
+        self.ends()
         self.platter.restore(copied)
-        self.up_s = self.due_s = self.broker.now_s + AGAIN_S
 
     def second(self) -> bool:
         """Whether a second coordinator could be started in the same home."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import logging
 import math
@@ -20,7 +21,7 @@ from fedquilt import wire
 from fedquilt.coordinator.facts import Answered, AnyFact, Committed, Ended
 from fedquilt.coordinator.store import Store
 from fedquilt.core import Contribution, FedquiltError, Method, Update
-from fedquilt.edge_agent.remembered import Remembered
+from fedquilt.edge_agent.remembered import Private, Remembered
 from fedquilt.edge_agent.state import UPDATE
 from fedquilt.testing.faults import schedule
 from fedquilt.testing.faults.broker import Noise, SimBroker
@@ -255,7 +256,7 @@ class World:
                 self._at(at_s, "", lambda: self._rot(who, place))
             case schedule.Restore(at_s, back_s):
                 self._at(max(0.0, at_s - back_s), "", lambda: kept.append(self.coordinator.platter.copy()))
-                self._at(at_s, "restore", lambda: self.coordinator.restore(kept.pop()))
+                self._at(at_s, "restore", lambda: self._restore(kept.pop()))
 
     def _at(self, at_s: float, name: str, do: Callable[[], None]) -> None:
         def happens() -> None:
@@ -276,6 +277,11 @@ class World:
         side = next((side for side in self.sides if side.name == who), None)
         if side is not None and side.platter.rot(place):
             self.happened["rot"] += 1
+            side.ends()  # a process does not hash again what it has hashed within the hour
+
+    def _restore(self, copied: Any) -> None:
+        self.coordinator.restore(copied)
+        self._ended.clear()  # a job that had ended may have to go on
 
     def _operator(self) -> Store:
         return Store(Path(f"/{COORDINATOR}"), disk=SimDisk(self.coordinator.platter))
@@ -350,6 +356,8 @@ class World:
         remembered = Remembered(Path(root), disk, durable=True)
         counted = remembered.recover()
         last = counted[id].round if id in counted else -1
+        if last >= 0 and last not in given and self.happened["restore"]:
+            return  # it has counted a round that was played again without it, and has not been asked since
         if last >= 0 and last not in given:
             raise BrokenError(f"{side.name} holds round {last} of {id} for counted; {given} were")
         waiting = {
@@ -362,8 +370,10 @@ class World:
                 f"{side.name} does not know that round {unknown} of {id} was counted, and offers it no more"
             )
         node: Node = truth.node(cohorts[: last + 1])
-        path = remembered.private(id, last).path if id in counted else None
-        kept = None if path is None else disk.read(path)
+        private = remembered.private(id, last) if id in counted else Private()
+        kept = None if private.path is None else disk.read(private.path)
+        if kept is not None and self.happened["rot"] and hashlib.sha256(kept).hexdigest() != private.sha256:
+            return  # its next task is refused for it by name
         if last >= 0 and id in counted and kept != node.private.get(side.name):
             said = "nothing" if kept is None else "another"
             raise BrokenError(f"{side.name} has counted round {last} of {id} and keeps {said} private state of it")
