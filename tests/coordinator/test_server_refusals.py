@@ -247,14 +247,15 @@ def test_a_device_counts_as_no_more_examples_than_it_can_have_worked_through(tmp
     stage.store.close()
 
 
-def test_a_device_cannot_speak_for_another(stage: Stage) -> None:
-    """The topic, which the broker's access list guards, says who it is."""
+def test_a_device_cannot_speak_for_another(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    """The topic, which the broker's access list guards, says who it is; the log names it."""
     a, _ = stage.hand("a"), stage.hand("b")
     stage.play()
     a.answer(ones(), device="b")
     stage.play()
     assert not stage.told(Answered)
-    assert not a.acks[0].accepted
+    assert not a.acks
+    assert "dev/a/up/update: it names another device, b" in caplog.text
 
 
 def test_garbage_from_the_network_is_counted_and_dropped(stage: Stage) -> None:
