@@ -159,4 +159,4 @@ def averaged(before: float | None, seen: float) -> float:
 
 def part(work: Work, share: float) -> Work:
     """Share of a task's work. `work.on(examples)` has been applied."""
-    return Work(flops=work.flops * share, read_bytes=work.read_bytes * share)
+    return work.part(share)
