@@ -53,7 +53,7 @@ class Rule(NamedTuple):
     """Operator's policy."""
 
     policy: Policy = "energy"
-    margin: float = 0.1  # share of the predicted time that is kept as reserve
+    margin: float = 0.05  # share of the predicted time that is kept as reserve
     max_w: float | None = None  # most that a point may draw; None: no limit
     max_c: float | None = None  # hottest that the board may be at a held point; None: the clock helper's limit alone
 
@@ -107,7 +107,7 @@ def forecasts(
             least_j = energy_j - CURIOSITY * spread * max(above_j, 0.0)
         most_s = each.seconds * (1 + CAUTION * each.seconds_spread)
         found.append(Forecast(point, each.seconds, most_s, each.watts, energy_j, least_j))
-    return sorted(found, key=lambda each: (each.most_s, each.seconds))
+    return sorted(found, key=lambda each: each.seconds)
 
 
 def choose(
@@ -125,14 +125,14 @@ def choose(
     if rule.policy == "board" or not found:
         return None
     if rule.policy == "max":
-        return found[0].point
+        return _fastest(found)
     if rule.policy == "energy" and all(each.energy_j is None for each in found):
         return None
     in_time = [each for each in found if max(each.seconds * (1 + rule.margin), each.most_s) <= left_s]
-    if rule.policy == "paper":
-        return max(in_time, key=lambda each: each.seconds, default=found[0]).point
+    if rule.policy == "paper" and in_time:
+        return in_time[-1].point
     priced = [(each.least_j, each.seconds, each) for each in in_time if each.least_j is not None]
-    return min(priced, key=lambda each: each[:2])[2].point if priced else found[0].point
+    return min(priced, key=lambda each: each[:2])[2].point if priced else _fastest(found)
 
 
 def step_up(
@@ -163,5 +163,26 @@ def step_up(
     if rest_s <= left_s:
         return None
     known = taught(learned, seen, at_once=True)
-    faster = [each.point for each in forecasts(points, rest, left_s, idle_w, known) if each.seconds < rest_s]
+    others = [point for point in points if point.name != seen.point.name]
+    told = forecasts(others, rest, left_s, idle_w, known)
+    faster = [each.point for each in told if each.seconds < rest_s or _above(each.point, seen.point)]
     return choose(rule, faster, rest, left_s, idle_w, known)
+
+
+def _fastest(found: Sequence[Forecast]) -> OperatingPoint:
+    """The fastest by estimate, or the highest of the points that are above it: no work is slower at higher clocks.
+
+    So a clock that seemed to be of no use, by a profile of other work, is raised before a task is late.
+    """
+    above = [each for each in found if _above(each.point, found[0].point)]
+    return max([found[0], *above], key=lambda each: (sum(_clocks(each.point)), -each.seconds)).point
+
+
+def _above(one: OperatingPoint, other: OperatingPoint) -> bool:
+    """Whether a point has no clock below another's, and one above; a clock left to the board compares with none."""
+    pairs = [(a, b) for a, b in zip(_clocks(one), _clocks(other), strict=True) if a and b]
+    return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
+
+
+def _clocks(point: OperatingPoint) -> tuple[float, ...]:
+    return (point.cpu_hz or 0.0, point.gpu_hz or 0.0, point.emc_hz or 0.0)

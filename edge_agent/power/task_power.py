@@ -22,7 +22,7 @@ import msgspec
 
 from fedquilt.core import ClockError, Cost, Device, OperatingPoint, Reading, Work
 from fedquilt.edge_agent.power import energy, governor
-from fedquilt.edge_agent.power.learned import Learned, Seen, taught
+from fedquilt.edge_agent.power.learned import Learned, Seen, highest, taught
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +162,8 @@ class Pacer:
     def _seen(self, share: float, watts: float | None, now_s: float) -> Seen:
         """Present stretch, with a share of the work, at the point held."""
         assert self._held is not None
-        return Seen(self._held, self._work.part(share), self._board_s(share, now_s), watts)
+        work, seconds = self._work.part(share), self._board_s(share, now_s)
+        return Seen(self._held, work, seconds, watts, highest(self._board.points))
 
     def _watts(self, measured: Cost, told: Cost, now_s: float) -> float | None:
         """Mean power since the point is held; None: no meter, or one that is too coarse for so short a time."""
