@@ -44,7 +44,7 @@ from fedquilt.edge_agent.power.learned import Learned, Seen, estimates, taught
 STEP_S: Final = 3.0  # shortest interval between changes of clocks: each takes time, and its effect has to be seen first
 LEAST_DONE: Final = 0.02  # share of the work to be done at a point before its pace is meaningful
 CAUTION: Final = 1.645  # spreads by which a point may be slower than estimated: one in twenty is
-CURIOSITY: Final = 0.3  # spreads by which it is taken for cheaper than estimated
+CURIOSITY: Final = 0.6  # spreads by which it is taken for cheaper than estimated
 
 Policy: TypeAlias = Literal["energy", "paper", "max", "board"]
 

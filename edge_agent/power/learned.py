@@ -35,7 +35,7 @@ from fedquilt import cost_model
 from fedquilt.core import Amount, Count, Label, OperatingPoint, Wired, Work
 
 AXES: Final = ("cpu_hz", "gpu_hz", "emc_hz")
-TIME: Final = (0.3, 0.3, 0.3, 0.3, 0.2)  # prior spread of each weight: profile, cpu, gpu, emc, constant
+TIME: Final = (0.6, 0.4, 0.4, 0.4, 0.1)  # prior spread of each weight: profile, cpu, gpu, emc, constant
 POWER: Final = (0.3, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)  # profile, cpu^3, gpu^3, speed * (cpu^2, gpu^2, 1), constant
 NOISE: Final = 0.05  # relative error of one measurement
 KEPT: Final = 0.98  # weight of a task after the next one: about fifty count

@@ -31,6 +31,8 @@ STEP_S: Final = 0.5  # of virtual time
 TOLD: Final = 0.025  # share of a task after which its process tells how far it is
 TRAINING: Final = 10  # tasks before what is judged
 FIRST: Final = 2  # tasks that may be late in any case: nobody knows yet what they are
+POLICIES: Final[tuple[governor.Policy, ...]] = ("max", "paper", "board", "energy")
+SEEDS, TASKS = (0, 1), 30
 
 
 class Law(Protocol):
@@ -239,9 +241,10 @@ def errors(case: Case, points: Sequence[OperatingPoint], state: Learned, work: W
     return math.fsum(time) / len(time), math.fsum(power) / len(power)
 
 
-def judge(case: Case, seeds: Sequence[int], count: int) -> dict[str, Any]:
+def judge(
+    case: Case, seeds: Sequence[int] = SEEDS, count: int = TASKS, policies: Sequence[governor.Policy] = POLICIES
+) -> dict[str, Any]:
     """One row of the table: joules over the optimum's, per cent, of the tasks after TRAINING; late tasks; errors."""
-    policies: tuple[governor.Policy, ...] = ("max", "paper", "board", "energy")
     joules = dict.fromkeys((*policies, "optimum"), 0.0)
     late = dict.fromkeys(policies, 0)
     time, power, first = [], [], 0
@@ -262,6 +265,7 @@ def judge(case: Case, seeds: Sequence[int], count: int) -> dict[str, Any]:
     return {
         "case": case.name,
         "tasks": len(seeds) * count,
+        "joules": {name: round(value, 1) for name, value in joules.items()},
         "above_optimum_percent": {name: round(100 * (joules[name] / joules["optimum"] - 1), 2) for name in policies},
         "late_percent": {name: round(100 * late[name] / judged, 2) for name in policies},
         "late_of_the_first": first,
@@ -279,3 +283,34 @@ def cases(law: Law | None = None) -> list[Case]:
         Case("CPU, as recorded", board, "cpu", "cpu", 0.05),
         Case("GPU, CPU recorded", board, "cpu", "cuda", 0.05),
     ]
+
+
+def whole(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """All kinds of tasks together, per cent: joules of `energy` above the optimum's, most late tasks, mean errors."""
+    ours, least = (math.fsum(row["joules"][name] for row in rows) for name in ("energy", "optimum"))
+    return {
+        "above_optimum": round(100 * (ours / least - 1), 2),
+        "late": max(row["late_percent"]["energy"] for row in rows),
+        "time_error": round(math.fsum(row["time_error_percent"] for row in rows) / len(rows), 2),
+        "power_error": round(math.fsum(row["power_error_percent"] for row in rows) / len(rows), 2),
+    }
+
+
+def lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The rows for people."""
+    first = rows[0]
+    text = [
+        f"boards whose physics is not the governor's model: {first['tasks']} tasks of each kind, 12 points recorded, "
+        f"errors of {100 * NOISE:.0f} %",
+        f"joules above the optimum's from task {TRAINING + 1} on, and late tasks from task {FIRST + 1} on, %:",
+        f"{'':24} {'max':>7} {'paper':>7} {'board':>7} {'ours':>7}   {'late: paper':>11} {'board':>6} {'ours':>6}"
+        f"   {'time off':>8} {'power off':>9}",
+    ]
+    for row in rows:
+        above, late = row["above_optimum_percent"], row["late_percent"]
+        numbers = " ".join(f"{above[policy]:7.1f}" for policy in POLICIES)
+        text.append(
+            f"{row['case']:24} {numbers}   {late['paper']:11.1f} {late['board']:6.1f} {late['energy']:6.1f}"
+            f"   {row['time_error_percent']:8.1f} {row['power_error_percent']:9.1f}"
+        )
+    return text
