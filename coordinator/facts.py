@@ -247,7 +247,8 @@ class Rounds(msgspec.Struct, frozen=True):
     def answered_by(self, update: Update, now_s: float, ask: Ask = Ask()) -> Answered:
         """Fact that an update has arrived; after a restart of the coordinator the device's clock is used."""
         waited_s = now_s - self.asked_s.get(update.device, now_s)
-        expected_s = deadline.expected_s(ask.work, ask.profile, update.usage.point)
+        point, examples = update.usage.point, update.usage.examples
+        expected_s = deadline.expected_s(ask.work, ask.profile, point, max(examples or 1, 1))
         return Answered(self.round, update, max(waited_s, update.usage.wall_s), expected_s)
 
 
@@ -351,7 +352,8 @@ def _timed(state: Rounds, fact: Answered) -> deadline.Known:
         return state.took
     device = fact.update.device
     work = state.work.get(device, 1.0)  # as of `Ask.amount`
-    took = deadline.Took(fact.round, fact.took_s, work, fact.update.usage.wall_s, fact.expected_s)
+    usage = fact.update.usage
+    took = deadline.Took(fact.round, fact.took_s, work, usage.wall_s, fact.expected_s, max(usage.examples or 1, 1))
     return deadline.noted(state.took, device, took)
 
 

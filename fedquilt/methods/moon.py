@@ -77,7 +77,7 @@ class Contrast:
 
 def send(state: fedavg.State, device: DeviceView) -> Order:
     """Order training with two more forward passes and one more copy of the model."""
-    return fedavg.order(state, {"model": state.model}, passes=5, anchors=2)
+    return fedavg.order(state, {"model": state.model}, looks=2, anchors=2)
 
 
 def work(task: Task, site: Site) -> Answer:

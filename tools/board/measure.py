@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+import msgspec
+
 from fedquilt.core import ClockError, OperatingPoint, Reading
 from fedquilt.edge_agent.power.energy import Ledger
 from fedquilt.profiles import MOST_POINTS, fit
@@ -83,7 +85,7 @@ class Recording:
 def candidates(lists: dict[str, tuple[float, ...]]) -> list[OperatingPoint]:
     """Every point worth measuring, from what the board's clocks can be set to: as in a profile's grid."""
     grid = laws.grid(lists, MOST_POINTS)
-    return [OperatingPoint(name=laws.name(clocks), **clocks) for clocks in grid]
+    return [msgspec.convert({"name": laws.name(clocks), **clocks}, OperatingPoint) for clocks in grid]
 
 
 def chosen(points: Sequence[OperatingPoint]) -> list[OperatingPoint]:
