@@ -52,13 +52,13 @@ def parse(meta: Mapping[str, Any]) -> tuple[Layer, ...]:
 
 def owners(layers: Sequence[Layer], names: Iterable[str]) -> dict[str, str]:
     """Tensor -> path of the layer that uses it: the nearest module around it. The rest belong to the first layer."""
-    paths = {layer.path for layer in layers}
+    paths, first = {layer.path for layer in layers}, layers[0].path if layers else ""
     found = {}
     for name in names:
         path = name
         while path and path not in paths:
             path = path.rpartition(".")[0]
-        found[name] = path if path in paths else layers[0].path
+        found[name] = path if path in paths else first
     return found
 
 
