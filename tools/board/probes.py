@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import msgspec
 import numpy as np
 
 from fedquilt import layer_costs, tensors
@@ -38,7 +37,8 @@ CONV: Final = (  # (name, settings, pixels, examples, batch)
     ("plain", {"channels": 3, "width": 32}, 32, 48, 16),
     ("separable", {"channels": 3}, 32, 64, 16),
 )
-SCORED: Final = ((16, 32, 1), (16, 32, 16), (32, 16, 16), (96, 8, 16), (32, 24, 64))  # (channels, pixels, images)
+SCORED: Final = ((16, 4, 16), (16, 32, 16), (32, 16, 48), (96, 4, 64), (32, 24, 32), (160, 2, 64), (96, 8, 16))
+"""(channels, pixels, images) of inverted residual blocks."""
 WIDER: Final = 6  # times the channels inside a probe's inverted residual block
 SEED: Final = 0
 
@@ -120,20 +120,39 @@ def training(
 
 
 def scored() -> list[Probe]:
-    """Runs of inverted residual blocks (MobileNet's) by ONNX Runtime, as stitching scores them."""
-    from fedquilt.models.stitching import orders
+    """Inverted residual blocks (MobileNet's) on ONNX Runtime, with the Gram matrices that score their outputs."""
+    from fedquilt.models.stitching import block_runner, orders, scoring
+    from fedquilt.models.stitching.activations import InMemory
 
-    engine = made("onnx")
     folder = Path(tempfile.mkdtemp(prefix="fedquilt-probes-"))
+    site = _Place(made("onnx"), folder)
     found = []
     for channels, pixels, count in SCORED:
-        path = folder / f"{channels}-{pixels}.onnx"
-        block = _block(channels, pixels, path)
-        x = np.random.default_rng(SEED).standard_normal((count, channels, pixels, pixels), np.float32)
-        work = orders.cost([(block, count)], 0, count)
-        found.append(Probe(msgspec.structs.replace(work, tasks=0.0), lambda path=path, x=x: engine.run(path, x)))
-        engine.run(path, x[:1])  # sessions are kept from task to task
+        block = _block(channels, pixels, folder)
+        x = InMemory.of(np.random.default_rng(SEED).standard_normal((count, channels, pixels, pixels), np.float32))
+
+        def run(block: Any = block, x: Any = x, count: int = count) -> None:
+            flow: Any = block_runner.Flow(site, [block], block.flops)  # type: ignore[arg-type]
+            scoring.gram(flow.block(block, x), count, "flatten")
+
+        found.append(Probe(orders.cost([(block, count)], 0, count), run))
+        run()  # sessions are kept from task to task
     return found
+
+
+class _Place(NamedTuple):
+    """What running blocks needs of a `fedquilt.core.Site`."""
+
+    engine: Any
+    cache: Path
+    budget_bytes: int = 1 << 40
+
+    def path(self, name: str) -> Path:
+        """File of a graph."""
+        return self.cache / name
+
+    def progress(self, fraction: float) -> None:
+        """Nobody is told."""
 
 
 def made(name: str) -> Any:
@@ -143,7 +162,7 @@ def made(name: str) -> Any:
     return engines.make(name, 1 << 40)
 
 
-def _block(channels: int, pixels: int, path: Path) -> Any:
+def _block(channels: int, pixels: int, folder: Path) -> Any:
     """An inverted residual block as an ONNX file, and its facts."""
     from onnx import TensorProto, helper, numpy_helper
 
@@ -164,6 +183,7 @@ def _block(channels: int, pixels: int, path: Path) -> Any:
     value = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", channels, pixels, pixels]) for name in "xy"]
     held = [numpy_helper.from_array(np.asarray(array), name) for name, array in {**weights, **limits}.items()]
     graph = helper.make_graph(nodes, "block", value[:1], value[1:], held)
+    path = folder / f"{channels}-{pixels}.onnx"
     path.write_bytes(
         helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8).SerializeToString()
     )
