@@ -177,8 +177,11 @@ class Update(Told, frozen=True, omit_defaults=True):
     note: Sentence = ""  # what the round's log should say of it: private state that was lost and has begun anew
 
 
-class Rates(Told, frozen=True, omit_defaults=True):
-    """Speed of one workload at an operating point: `fedquilt.cost_model` adds up the four times."""
+class Rates(Told, frozen=True, array_like=True, omit_defaults=True):
+    """Speed of one workload at an operating point: `fedquilt.cost_model` adds up the four times.
+
+    It travels as a list, in this order: 200 points of a few workloads have to fit into a message of 128 KiB.
+    """
 
     flops_per_s: Amount | None = None  # sustained on our own work, not a data sheet's peak
     bytes_per_s: Amount | None = None  # memory traffic, likewise
