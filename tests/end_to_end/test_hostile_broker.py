@@ -43,6 +43,11 @@ ATTACKS = (
 )
 
 
+def session_of(payload: bytes) -> bytes:
+    """The session that an envelope names."""
+    return payload.split(b'"in":"')[1][:16]
+
+
 class Mallory(threading.Thread):
     """Carries everything from one broker to the other, and does to it what `ATTACKS` says, whenever it can."""
 
@@ -138,10 +143,11 @@ class Mallory(threading.Thread):
             unsigned = Update(**{name: getattr(update, name) for name in update.__struct_fields__} | {"weight": 0.5})
             yield message._replace(payload=wire.encode(unsigned))
         for older in kept[:-1]:
-            said = wire.decode(inside(older), Update)
-            if said.round < update.round and self._first("an update of an earlier round", (update.round, said.round)):
+            said, session = wire.decode(inside(older), Update), session_of(older)
+            rounds = (route.device, update.round, said.round, session)
+            if said.round < update.round and self._first("an update of an earlier round", rounds):
                 yield message._replace(payload=older)
-            if older.split(b'"in":"')[1][:16] != message.payload.split(b'"in":"')[1][:16] and self._first(
+            if session != session_of(message.payload) and self._first(
                 "an update of an earlier start of the coordinator", route.device
             ):
                 yield message._replace(payload=older)
