@@ -39,7 +39,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import tensors
+from fedquilt import layer_costs, tensors
 from fedquilt.core import (
     Answer,
     Artefact,
@@ -53,7 +53,6 @@ from fedquilt.core import (
     Tensors,
     UpdateError,
 )
-from fedquilt.layer_costs import Layer
 from fedquilt.layers import calls, head, layers
 from fedquilt.methods import fedavg
 from fedquilt.models import learngene, subspaces
@@ -94,7 +93,7 @@ class State:
     network: dict[str, Any]
     flops: float
     example_bytes: int
-    layers: tuple[Layer, ...]  # empty: not in the bundle
+    layers: tuple[layer_costs.Layer, ...]  # empty: not in the bundle
     seed: int
     first: dict[str, dict[str, np.ndarray]]  # layer -> its tensors at the job's start
     statistics: dict[str, np.ndarray]  # tensors that belong to no layer, at the job's start
@@ -164,8 +163,8 @@ def send(state: State, device: DeviceView) -> Order | None:
     order = fedavg.order(plain, {**bundles, "statistics": state.statistics}, anchors=2)
     bound = [] if newcomer else list(taken)
     asked = {"ask": "train", "all": list(parts), "bound": bound, "shared": list(state.shared), "layers": state.size}
-    work, samples = order.work, state.params["fisher_samples"] if bound and state.params["elastic"] else 0
-    work = msgspec.structs.replace(work, flops=work.flops + 3 * state.flops * samples)
+    samples = state.params["fisher_samples"] if bound and state.params["elastic"] else 0
+    work = msgspec.structs.replace(order.work, flops=order.work.flops + 3 * state.flops * samples)
     return replace(order, params={**order.params, **asked}, work=work)
 
 

@@ -24,6 +24,7 @@ from fedquilt.coordinator import tasks
 from fedquilt.core import BlobRef, Bundle, DeviceView, Examples, Method, OperatingPoint, Work
 from fedquilt.methods import fedavg, fedsq, fedstitch
 from fedquilt.models.stitching import search
+from fedquilt.models.stitching.search_state import Params
 from fedquilt.tools.artefacts.prepare import prepare
 from fedquilt.tools.board import probes
 from fedquilt.tools.report.figures import figure, figure_lines
@@ -83,7 +84,7 @@ def _measured(turns: int, folder: Path) -> dict[str, Any]:
     points = {clock: _point(clock, known, told) for clock in CLOCKS}
     found = {
         name: {
-            clock: {"predicted_s": cost_model.seconds(case.work, point), "measured_s": took[name].seconds[clock]}
+            clock: {"predicted_s": _predicted_s(case.work, point), "measured_s": took[name].seconds[clock]}
             for clock, point in points.items()
         }
         for name, case in tried.items()
@@ -108,6 +109,12 @@ def lines(result: dict[str, Any]) -> list[str]:
         )
         told.append(f"  {name:28}{shown}")
     return [*told, *figure_lines(result)]
+
+
+def _predicted_s(work: Work, point: OperatingPoint) -> float:
+    seconds = cost_model.seconds(work, point)
+    assert seconds is not None, "the rates of every workload here are measured"
+    return seconds
 
 
 def _off(each: Mapping[str, float]) -> float:
@@ -182,7 +189,7 @@ def _scoring(folder: Path) -> Case:
     }
     prepare(job, folder / "donor")
     made, find = bundle.load(folder / "donor"), stitch.finder(folder / "donor", bundle.load(folder / "donor"))
-    params = fedstitch.Params(samples=SCORED, fit_samples=SCORED, spread=False)
+    params = Params(samples=SCORED, fit_samples=SCORED, spread=False)
     state = fedstitch.METHOD.init(made, params, 0)
     net = search.beginnings(state.stock)[0]
     state = replace(state, phase="score", current=net, pool=search.offered(net, state.stock, params))
