@@ -356,7 +356,7 @@ def parse(text: str, where: str) -> Board:
     for axis, values in lists.items():
         if list(values) != sorted(set(values)):
             raise JobError(f"{where}: [clocks] {axis} must rise from the lowest value to the highest")
-    for called, times in {
+    for table, times in {
         "model": board.model,
         **{f"workloads.{key}": one for key, one in board.workloads.items()},
     }.items():
@@ -365,5 +365,5 @@ def parse(text: str, where: str) -> Board:
         axes = {axis for unit in UNITS.values() for axis in times.inverse(unit).cycles}
         axes |= set(times.draw().axes_w) if isinstance(times, Model) else set()
         if missing := sorted(axes - set(lists)):
-            raise JobError(f"{where}: [{called}] uses {', '.join(missing)}, of which [clocks] lists no values")
+            raise JobError(f"{where}: [{table}] uses {', '.join(missing)}, of which [clocks] lists no values")
     return board

@@ -83,6 +83,22 @@ class Work(Wired, frozen=True, omit_defaults=True):
             bytes_per_batch=0.0,
         )
 
+    def plus(self, other: Work) -> Work:
+        """Add another work of the same task, whose counts by mini-batch are converted to this one's mini-batches."""
+        if not other.flops and not other.flops_per_example and not other.launches:
+            return self
+        times = self.batch / other.batch if self.batch and other.batch else 1.0
+        sums = {name: getattr(self, name) + getattr(other, name) for name in ADDED if "_per_batch" not in name}
+        for name in ("launches_per_batch", "bytes_per_batch"):
+            sums[name] = getattr(self, name) + times * getattr(other, name)
+        return msgspec.structs.replace(
+            self,
+            **sums,
+            batch=self.batch or other.batch,
+            peak_bytes=max(self.peak_bytes, other.peak_bytes),
+            workload=self.workload or other.workload,
+        )
+
     def part(self, share: float) -> Work:
         """A share of this work, 0 to 1: seconds of the parts add up to those of the whole."""
         return msgspec.structs.replace(self, **{name: getattr(self, name) * share for name in (*ADDED, "tasks")})
@@ -167,8 +183,11 @@ class Update(Told, frozen=True, omit_defaults=True):
     note: Sentence = ""  # what the round's log should say of it: private state that was lost and has begun anew
 
 
-class Rates(Told, frozen=True, omit_defaults=True):
-    """Speed of one workload at an operating point: `fedquilt.cost_model` adds up the four times."""
+class Rates(Told, frozen=True, array_like=True, omit_defaults=True):
+    """Speed of one workload at an operating point: `fedquilt.cost_model` adds up the four times.
+
+    It travels as a list, in this order: 200 points of a few workloads have to fit into a message of 128 KiB.
+    """
 
     flops_per_s: Amount | None = None  # sustained on our own work, not a data sheet's peak
     bytes_per_s: Amount | None = None  # memory traffic, likewise
