@@ -18,16 +18,7 @@ from fedquilt import open_metrics, profiles, systemd, wire
 from fedquilt.blobs.shared_store import Shared
 from fedquilt.blobs.store import SMALL_BYTES
 from fedquilt.blobs.transfer import Transfers
-from fedquilt.core import (
-    BlobRef,
-    Device,
-    LinkError,
-    StoreError,
-    Task,
-    Update,
-    Wired,
-    WireError,
-)
+from fedquilt.core import BlobRef, Device, LinkError, StoreError, Task, Update, Wired, WireError
 from fedquilt.disk import REAL, Disk
 from fedquilt.edge_agent import devices, events, exposed, messages, plan
 from fedquilt.edge_agent import means as means_of

@@ -266,7 +266,7 @@ def _added(
     n = len(spreads)
     if law is None:
         ratio = min(max(measured / told, 1 / MOST), MOST)
-        rates = {name: rates for name, rates in seen.point.rates.items() if name == seen.work.workload}
+        rates = {name: each for name, each in seen.point.rates.items() if name == seen.work.workload}
         top = {**clocks_of(seen.point), **seen.top}
         law = Law(
             at=replace(seen.point, rates=rates), top=top, ratio=ratio, rows=(0.0,) * (n * n), aims=(0.0,) * n, count=0
