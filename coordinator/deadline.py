@@ -49,6 +49,7 @@ class Took(NamedTuple):
     work: float  # `Ask.amount` of its task
     busy_s: float = 0.0  # part of `seconds` within the task itself
     expected_s: float | None = None  # duration predicted by the board's profile, at the point at which the task ran
+    examples: int = 1  # of the device's own, that `expected_s` counts
 
 
 class Ask(NamedTuple):
@@ -63,10 +64,9 @@ class Ask(NamedTuple):
         """Work as one number; 1 where the method predicts none, so that all rounds count alike."""
         return amount(self.work) or 1.0
 
-    @property
-    def expected_s(self) -> float | None:
-        """Duration predicted by the board's profile at its fastest point, as if with one example of its own."""
-        return expected_s(self.work, self.profile)
+    def expected_s(self, examples: int = 1) -> float | None:
+        """Duration predicted by the board's profile at its fastest point, with so many examples of the device's own."""
+        return expected_s(self.work, self.profile, examples=examples)
 
 
 class Short(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,14 +103,14 @@ def amount(work: Work) -> float:
     return work.on(1).flops
 
 
-def expected_s(work: Work, profile: Profile | None, point: str | None = None) -> float | None:
+def expected_s(work: Work, profile: Profile | None, point: str | None = None, examples: int = 1) -> float | None:
     """Duration of a task that a profile predicts at one of its points, or at the fastest; None: no prediction.
 
     `point` is as in `Usage`: None where the board's own governor was active, which mostly means the fastest;
-    "a, then b" where it changed during the task, in unknown shares: their mean.
+    "a, then b" where it changed during the task, in unknown shares: their mean. `examples`: the device's own.
     """
     points: Sequence[OperatingPoint] = profile.points if profile else ()
-    work = work.on(1)
+    work = work.on(examples)
     if point is None:
         every = [cost_model.seconds(work, each) for each in points]
         return min((time for time in every if time is not None), default=None)
@@ -157,18 +157,21 @@ class Fleet(NamedTuple):
     logs: tuple[float, ...]  # median of log(time / profile) of each device
     rest_s: float  # longest time outside the task itself
     pace_s: float | None  # slowest pace
+    examples: int = 1  # most that a device has
 
     @staticmethod
     def of(known: Known) -> Fleet:
         """Summarise the durations of all devices."""
         logs = tuple(statistics.median(own) for took in known.values() if (own := _logs(took)))
         rest_s = max((_rest_s(took) for took in known.values()), default=0.0)
-        return Fleet(logs, rest_s, max((pace(took) for took in known.values()), default=None))
+        examples = max((each.examples for took in known.values() for each in took), default=1)
+        return Fleet(logs, rest_s, max((pace(took) for took in known.values()), default=None), examples)
 
 
 def _upper_s(took: Sequence[Took], ask: Ask, fleet: Fleet) -> float | None:
     """Time that a device exceeds once in ten rounds; None: nothing to predict it from."""
-    base_s, own = ask.expected_s, _logs(took)
+    many = took[-1].examples if took else fleet.examples  # only the device knows how many it has, until it has told
+    base_s, own = ask.expected_s(many), _logs(took)
     if base_s is not None and own:
         return _rest_s(took) + base_s * _p90(own, OWN_SPREAD)
     if took:

@@ -247,7 +247,7 @@ class Rounds(msgspec.Struct, frozen=True):
     def answered_by(self, update: Update, now_s: float, ask: Ask = Ask()) -> Answered:
         """Fact that an update has arrived; after a restart of the coordinator the device's clock is used."""
         waited_s = now_s - self.asked_s.get(update.device, now_s)
-        expected_s = deadline.expected_s(ask.work, ask.profile, update.usage.point)
+        expected_s = deadline.expected_s(ask.work, ask.profile, update.usage.point, update.usage.examples or 1)
         return Answered(self.round, update, max(waited_s, update.usage.wall_s), expected_s)
 
 
@@ -349,9 +349,9 @@ def _timed(state: Rounds, fact: Answered) -> deadline.Known:
     """Record the device's duration, where later deadlines are predicted from it."""
     if fact.took_s is None or state.plan.cohort.deadline == "fixed":
         return state.took
-    device = fact.update.device
+    device, usage = fact.update.device, fact.update.usage
     work = state.work.get(device, 1.0)  # as of `Ask.amount`
-    took = deadline.Took(fact.round, fact.took_s, work, fact.update.usage.wall_s, fact.expected_s)
+    took = deadline.Took(fact.round, fact.took_s, work, usage.wall_s, fact.expected_s, usage.examples or 1)
     return deadline.noted(state.took, device, took)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt import bundle, compression, tensors, tiers
-from fedquilt.coordinator import checks, folding, manifest, mending, plausible, stop
+from fedquilt.coordinator import checks, folding, manifest, mending, plausible, stop, tasks
 from fedquilt.coordinator.admission import Examined
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.coordinator.eligibility import Seen, Wants
@@ -24,7 +24,6 @@ from fedquilt.coordinator.folding import Folding, blobs
 from fedquilt.coordinator.preflight import first_state, needs, require_made_for
 from fedquilt.coordinator.round_metrics import average, missing
 from fedquilt.coordinator.store import Row, Store
-from fedquilt.coordinator.tasks import blob_bytes, make_task
 from fedquilt.core import (
     Action,
     BlobRef,
@@ -126,7 +125,7 @@ class Running:
         if order is None:
             return None
         self._seeded = self._seeded or derived(self.job.seed, self.job.name, self.rounds.round)
-        made = make_task(
+        made = tasks.make_task(
             order,
             blob=self._blob,
             job=self.id,
@@ -134,6 +133,7 @@ class Running:
             attempt=self.rounds.attempt,
             method=self.job.method,
             engine=engine,
+            held=self._held(),
             actions=actions or self.rounds.actions,
             seed=self._seeded(device),
             deadline_s=self.rounds.deadline_left_s(now_s),
@@ -151,12 +151,21 @@ class Running:
         known = self._asks.get(device)
         if known is None or known.profile != profile:
             order = self._order(device, profile)
-            known = Ask(Work(), profile) if order is None else Ask(order.work, profile, blob_bytes(order))
+            known = Ask(Work(), profile)
+            if order is not None:
+                able = [engine for engine in self.engines if profile is not None and engine in profile.engines]
+                work = tasks.work_of(order, self.rounds.actions, (able or self.engines)[0], self._held())
+                known = Ask(work, profile, tasks.blob_bytes(order))
             self._asks[device] = known
             self._orders.pop(device, None)
             if order is not None:
                 self._keep(device, order)
         return known
+
+    def _held(self) -> float:
+        """Share of a device's examples that is held out, as far as the job tells."""
+        held = (self.job.data or {}).get("held")
+        return float(held) if isinstance(held, int | float) and 0 <= held < 1 else tasks.HELD
 
     def _keep(self, device: str, order: Order) -> None:
         """Keep an order for when its task is made, unless it holds tensors that the others' do not: they take room."""

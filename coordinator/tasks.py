@@ -2,40 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import msgspec
 
 from fedquilt import tensors
 from fedquilt.core import Action, BlobRef, Order, Task, Tensors, Work
+from fedquilt.core.messages import ADDED
+
+HELD: Final = 0.2  # share of a device's examples that is held out, where the job does not tell: `DataSpec.held`
 
 
 def make_task(
-    order: Order, *, blob: Callable[[Tensors | BlobRef], BlobRef], actions: tuple[Action, ...], **named: Any
+    order: Order,
+    *,
+    blob: Callable[[Tensors | BlobRef], BlobRef],
+    actions: tuple[Action, ...],
+    engine: str,
+    held: float = HELD,
+    **named: Any,
 ) -> Task:
     """Build the task message of an order.
 
     Args:
         order: of the method.
         blob: stores a bundle's tensors, or finds them; returns their reference.
-        actions: "train", "check" or both.
+        actions: "work", "check" or both.
+        engine: name of the device's engine that is to be used.
+        held: share of the device's examples that is held out.
         named: the other fields of `Task`.
     """
     return Task(
         actions=actions,
         params=dict(order.params),
         bundles={name: blob(value) for name, value in order.bundles.items()},
-        work=order.work if "work" in actions else evaluation(order),
+        work=work_of(order, actions, engine, held),
+        engine=engine,
         **named,
     )
 
 
-def evaluation(order: Order) -> Work:
-    """Estimate evaluation cost as one forward pass, a third of a training epoch.
+def work_of(order: Order, actions: Sequence[Action], engine: str, held: float = HELD) -> Work:
+    """Predict the cost of what an order's actions ask for, as work of the engine that carries it out.
 
-    No method predicts it; one whose evaluation adapts the model first (Per-FedAvg) takes more.
+    Args:
+        order: of the method.
+        actions: "work", "check" or both.
+        engine: name.
+        held: share of a device's examples that is held out.
     """
+    work = order.work if "work" in actions else evaluation(order, held)
+    if "work" in actions and "check" in actions:
+        work = work.plus(evaluation(order, held))
+    return msgspec.structs.replace(work, workload=f"{engine}-{work.workload}" if work.workload else "")
+
+
+def evaluation(order: Order, held: float = HELD) -> Work:
+    """Predict an evaluation's cost from the method's cost of running its network, on the held-out examples.
+
+    Where the method tells none it is a third of a training epoch; one whose evaluation adapts the model first
+    (Per-FedAvg) takes more.
+    """
+    if order.check is not None:
+        share = held / (1 - held)  # held out for each example that is trained on
+        return msgspec.structs.replace(
+            order.work, **{name: share * getattr(order.check, name) for name in ADDED}, batch=order.check.batch
+        )
     passes = 3 * max(1, int(order.params.get("epochs", 1)))
     return msgspec.structs.replace(
         order.work,

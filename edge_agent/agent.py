@@ -18,21 +18,13 @@ from fedquilt import open_metrics, profiles, systemd, wire
 from fedquilt.blobs.shared_store import Shared
 from fedquilt.blobs.store import SMALL_BYTES
 from fedquilt.blobs.transfer import Transfers
-from fedquilt.core import (
-    BlobRef,
-    Device,
-    LinkError,
-    StoreError,
-    Task,
-    Update,
-    Wired,
-    WireError,
-)
+from fedquilt.core import BlobRef, Device, LinkError, StoreError, Task, Update, Wired, WireError
 from fedquilt.disk import REAL, Disk
 from fedquilt.edge_agent import devices, events, exposed, messages, plan
 from fedquilt.edge_agent import means as means_of
 from fedquilt.edge_agent.duty import Duty
 from fedquilt.edge_agent.events import Acked, Arrived, Cleared, Connected, Failed, Fetched
+from fedquilt.edge_agent.power.learned import Learned
 from fedquilt.edge_agent.settings import AgentSettings, size_bytes
 from fedquilt.edge_agent.state import Local
 from fedquilt.edge_agent.task import budget, confine
@@ -95,7 +87,7 @@ class Agent:
         offers = {key: events.Offer(update, private, due_s=-math.inf) for key, (update, private) in kept.items()}
         self.duty = Duty(
             self.device,
-            events.State(means, outbox=offers, counted=counted),
+            events.State(means, outbox=offers, counted=counted, learned=self.local.learned()),
             board,
             worker,
             settings.governor.rule(),
@@ -297,6 +289,10 @@ class Agent:
         if update.note:
             log.warning("%s, round %d: %s", update.job, update.round, update.note)
         return self.local.commit(update, blobs, private)
+
+    def remember(self, learned: Mapping[str, Learned]) -> None:
+        """See `duty.Surroundings`."""
+        self.local.remember(learned)
 
     def progressed(self, task: Task, fraction: float, now_s: float) -> None:
         """See `duty.Surroundings`."""

@@ -17,6 +17,7 @@ from fedquilt.core import BlobRef, Device, Reading, StoreError, Task, Update, Wi
 from fedquilt.edge_agent import events, messages, plan
 from fedquilt.edge_agent.events import Arrived, Begin, Done, Failed, Tick
 from fedquilt.edge_agent.power.governor import Rule
+from fedquilt.edge_agent.power.learned import Learned
 from fedquilt.edge_agent.power.task_power import Pacer
 from fedquilt.edge_agent.task.protocol import Event, Loaded, Order, Outcome
 from fedquilt.edge_agent.task.worker import Worker
@@ -62,6 +63,10 @@ class Surroundings(Protocol):
         `blobs` are the bundles that came with the order's outcome instead of in files, by sha256; `private` is the
         private state that the task has written.
         """
+        ...
+
+    def remember(self, learned: Mapping[str, Learned]) -> None:
+        """Keep what the board has learned for the time after a restart, by workload."""
         ...
 
     def progressed(self, task: Task, fraction: float, now_s: float) -> None:
@@ -126,6 +131,8 @@ class Duty:
                         self._around.offer(update, now_s)
                     case events.Drop(update):
                         self._around.drop(update)
+                    case events.Learn(learned):
+                        self._around.remember(learned)
             except StoreError as error:
                 return self.feed(Failed("disk", str(error)), now_s)
 
@@ -149,8 +156,8 @@ class Duty:
         if isinstance(event, Outcome):
             return self._ended(open, event, now_s)
         if isinstance(event, Loaded):
-            pace = self.state.paces.get(open.task.method)
-            return self._pacer.loaded(open.task.work.on(event.examples), open.due_s, pace, now_s)
+            known = self.state.learned.get(events.workload(open.task), Learned())
+            return self._pacer.loaded(open.task.work.on(event.examples), open.due_s, known, now_s)
         self._pacer.progress(event.fraction, now_s)
         self._around.progressed(open.task, event.fraction, now_s)
 
@@ -170,4 +177,4 @@ class Duty:
             return self.feed(Failed("failed", f"the method's answer cannot be sent: {error}"), now_s)
         except StoreError as error:
             return self.feed(Failed("disk", str(error)), now_s)
-        return self.feed(Done(update, private, spent.pace, outcome.planned_bytes), now_s)
+        return self.feed(Done(update, private, spent.learned, outcome.planned_bytes), now_s)

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import field
 
 from fedquilt.core import CODECS, BlobRef, Task, Update
+from fedquilt.edge_agent.power.learned import Learned
 from fedquilt.edge_agent.remembered import Counted
 from fedquilt.edge_agent.task.budget import Caution
 from fedquilt.wire import Claim
@@ -52,7 +53,7 @@ class Done(msgspec.Struct, frozen=True):
 
     update: Update
     private: bool  # the result includes private state
-    pace: float | None = None  # measured over predicted seconds; None: no prediction
+    learned: Learned = Learned()  # of its workload, this task included
     planned_bytes: int | None = None  # peak that its engine predicted, beside the bare process
 
 
@@ -123,7 +124,13 @@ class Drop(msgspec.Struct, frozen=True):
     update: Update
 
 
-Action = Say | Fetch | Abandon | Begin | Stop | Send | Drop
+class Learn(msgspec.Struct, frozen=True):
+    """Write down what the board has learned, by workload."""
+
+    learned: Mapping[str, Learned]
+
+
+Action = Say | Fetch | Abandon | Begin | Stop | Send | Drop | Learn
 
 # -- state ----------------------------------------------------------------------------------------
 
@@ -177,5 +184,10 @@ class State(msgspec.Struct, frozen=True):
     counted: Mapping[str, Counted] = field(default_factory=dict)  # by job
     refusal: Claim | None = None  # latest refusal, repeated with its task
     base_bytes: Mapping[str, int] = field(default_factory=dict)  # engine -> resident with nothing but it
-    paces: Mapping[str, float] = field(default_factory=dict)  # method -> measured over predicted seconds
+    learned: Mapping[str, Learned] = field(default_factory=dict)  # by `workload`, the latest last
     cautions: Mapping[tuple[str, str], Caution] = field(default_factory=dict)  # (method, engine) -> what was seen
+
+
+def workload(task: Task) -> str:
+    """Kind of work that a task is, for what is learned of it: its engine, its method, and how its work is made up."""
+    return " ".join(filter(None, (task.engine, task.method, task.work.workload)))

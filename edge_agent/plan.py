@@ -41,6 +41,7 @@ from fedquilt.edge_agent.events import (
     Failed,
     Fetch,
     Fetched,
+    Learn,
     Offer,
     Open,
     RefusalCode,
@@ -49,8 +50,9 @@ from fedquilt.edge_agent.events import (
     State,
     Stop,
     Tick,
+    workload,
 )
-from fedquilt.edge_agent.power import governor
+from fedquilt.edge_agent.power.learned import Learned
 from fedquilt.edge_agent.remembered import Counted
 from fedquilt.edge_agent.task import budget
 from fedquilt.wire import Claim
@@ -58,6 +60,7 @@ from fedquilt.wire import Claim
 RESEND_MOST_S: Final = 60.0
 REFETCH_MOST_S: Final = 60.0
 REMEMBERED_JOBS: Final = 64
+REMEMBERED_WORKLOADS: Final = 16  # that something was learned of
 COUNTED: Final = "counted already: this is an old message, or the coordinator's log is an older copy"
 KILLED_MOST: Final = 2  # most restarts of a task whose process was killed from outside
 
@@ -256,20 +259,22 @@ def _proceed(state: State) -> Step:
 
 
 def _done(state: State, event: Done, now_s: float) -> Step:
-    update, bases, paces = event.update, dict(state.base_bytes), dict(state.paces)
+    update, bases = event.update, dict(state.base_bytes)
     if state.open is not None and update.usage.base_bytes is not None:
         engine = state.open.task.engine
         bases[engine] = min(update.usage.base_bytes, bases.get(engine, update.usage.base_bytes))
-    if state.open is not None and event.pace is not None:
-        method = state.open.task.method
-        paces[method] = governor.averaged(paces.get(method), event.pace)
+    noted: tuple[Action, ...] = ()
+    if state.open is not None and event.learned != state.learned.get(kind := workload(state.open.task), Learned()):
+        others = {name: known for name, known in state.learned.items() if name != kind}
+        kept = dict([*others.items(), (kind, event.learned)][-REMEMBERED_WORKLOADS:])
+        state, noted = replace(state, learned=kept), (Learn(kept),)
     peak = update.usage.peak_bytes
     if state.open is not None and event.planned_bytes is not None and peak is not None:
         base = budget.base_bytes(state.open.task.engine, bases)  # of a bare process: this one may have been warm
         seen = _caution(state, state.open.task).seen(peak - base, event.planned_bytes)
         state = _cautious(state, state.open.task, seen)
     outbox = {**state.outbox, (update.job, update.round): Offer(update, event.private, now_s + RESEND_S)}
-    return replace(_without_open(state), outbox=outbox, base_bytes=bases, paces=paces), (Send(update),)
+    return replace(_without_open(state), outbox=outbox, base_bytes=bases), (Send(update), *noted)
 
 
 def _failed(state: State, open: Open, event: Failed) -> Step:

@@ -52,7 +52,9 @@ class GovernorSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Choice of the device's clocks. See `fedquilt.edge_agent.power.governor`."""
 
     policy: Policy = "energy"
-    margin: Annotated[float, Meta(ge=0, le=10)] = 0.1  # share of the predicted time kept as reserve before the deadline
+    margin: Annotated[float, Meta(ge=0, le=10)] = (
+        0.05  # share of the predicted time kept as reserve before the deadline
+    )
     max_w: Annotated[float, Meta(gt=0)] | None = None  # no operating point that draws more is held
     max_c: Annotated[float, Meta(gt=0, le=150)] | None = None  # hotter, and nothing is held
 

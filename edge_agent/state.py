@@ -6,6 +6,7 @@
     <home>/outbox/<job>@<round>/      update.json, and the private state the round leaves: <sha256>.private
     <home>/private/                   private states of jobs (`fedquilt.edge_agent.remembered`); never sent
     <home>/counted.json               job -> last round that was counted, and the private state it left
+    <home>/learned.json               speed and power of each engine and workload, as tasks have shown them
 
 A result becomes durable in one step: its blobs are stored by content, where nothing refers to them yet;
 update.json and the private state are completed in scratch/, and the folder is renamed into outbox/.
@@ -32,16 +33,24 @@ from typing import Final
 from fedquilt import wire
 from fedquilt.blobs.shared_store import Lodger, Shared
 from fedquilt.blobs.store import Depot
-from fedquilt.core import BlobRef, JobError, Update, WireError
+from fedquilt.core import BlobRef, JobError, Label, Update, Wired, WireError
 from fedquilt.disk import REAL, Disk, Lock, doing
+from fedquilt.edge_agent.power.learned import Learned
 from fedquilt.edge_agent.remembered import Counted, Key, Private, Remembered
 from fedquilt.edge_agent.task.outputs import PRIVATE
 
 log = logging.getLogger("fedquilt.agent")
 
 UPDATE: Final = "update.json"
+LEARNED: Final = "learned.json"
 KEPT: Final = ".private"  # ending of its name in the outbox
 SPARE_BYTES: Final = 1 << 20  # disk space left for small files
+
+
+class Lessons(Wired, frozen=True):
+    """Content of learned.json, which has a checksum as messages have it."""
+
+    workloads: dict[Label, Learned]
 
 
 class Local:
@@ -240,6 +249,29 @@ class Local:
 
     def _folder(self, key: Key) -> Path:
         return self._outbox / f"{key[0]}@{key[1]}"
+
+    # -- what the board has learned --
+
+    def learned(self) -> dict[str, Learned]:
+        """What an earlier process has learned, by workload; what is damaged or of another version is learned anew."""
+        file = self.home / LEARNED
+        with doing(f"read {file}"):
+            if not self._durable or not self._disk.is_file(file):
+                return {}
+            payload = self._disk.read(file)
+        try:
+            found = wire.decode(payload, Lessons).workloads
+        except WireError as error:
+            log.warning("%s is damaged (%s); speed and power of tasks are learned anew", file, error)
+            return {}
+        return {workload: known for workload, known in found.items() if known.sound}
+
+    def remember(self, learned: Mapping[str, Learned]) -> None:
+        """Keep what the board has learned. Without a sync: after a power failure it may be what it was before."""
+        if self._durable:
+            with doing(f"write {self.home / LEARNED}"):
+                lessons = Lessons(workloads={workload[:200]: known for workload, known in learned.items()})
+                self._disk.put(self.home / LEARNED, wire.encode(lessons), durable=False)
 
     # -- room --
 

@@ -14,6 +14,10 @@
     [model]                          # how speed and power follow from clocks: `fedquilt.profiles.model`
     flop_gpu_cycles = { value = 0.0028, source = "fit" }
 
+    [workloads.torch-conv]           # how speed does for one workload, an engine's kind of work: `record` measures it
+    flop_cpu_cycles = { value = 0.034, source = "fit" }
+    launch_cpu_cycles = { value = 22000, source = "fit" }
+
     [[points]]                       # named modes; a board is held at the first unless told otherwise
     name = "MAXN"
     gpu_hz = { value = 1300500000, source = "modes" }
@@ -35,7 +39,7 @@ import msgspec
 from msgspec import Meta
 
 from fedquilt import config
-from fedquilt.core import JobError, Label, Name, OperatingPoint
+from fedquilt.core import JobError, Label, Name, OperatingPoint, Rates
 from fedquilt.profiles import model as laws
 
 Provenance = Literal["measured", "datasheet", "table", "assumed"]
@@ -79,8 +83,11 @@ class Clocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {axis: getattr(self, axis).values for axis in laws.AXES if getattr(self, axis) is not None}
 
 
-class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The coefficients of `fedquilt.profiles.model`; one left out is 0."""
+Unit: TypeAlias = Literal["flop", "byte", "launch", "task"]
+
+
+class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The coefficients of the times in `fedquilt.profiles.model`; one left out is 0."""
 
     flop_s: Figure | None = None  # a: seconds per FLOP that no clock shortens
     flop_cpu_cycles: Figure | None = None  # b
@@ -90,22 +97,28 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     byte_cpu_cycles: Figure | None = None
     byte_gpu_cycles: Figure | None = None
     byte_emc_cycles: Figure | None = None
-    base_w: Figure | None = None
-    cpu_w: Figure | None = None  # at the highest clock, as the next two
-    gpu_w: Figure | None = None
-    emc_w: Figure | None = None
-    exponent: Figure | None = None  # k
+    launch_s: Figure | None = None
+    launch_cpu_cycles: Figure | None = None
+    launch_gpu_cycles: Figure | None = None
+    launch_emc_cycles: Figure | None = None
+    task_s: Figure | None = None
+    task_cpu_cycles: Figure | None = None
+    task_gpu_cycles: Figure | None = None
+    task_emc_cycles: Figure | None = None
 
-    def inverse(self, unit: Literal["flop", "byte"]) -> laws.Inverse:
-        """The time of one FLOP, or of one byte."""
+    def inverse(self, unit: Unit) -> laws.Inverse:
+        """The time of one FLOP, byte, launch or task."""
         cycles = {axis: self._value(f"{unit}_{axis[:-3]}_cycles") for axis in laws.AXES}
         return laws.Inverse(self._value(f"{unit}_s"), {axis: count for axis, count in cycles.items() if count})
 
-    def draw(self) -> laws.Draw:
-        """The power while busy."""
-        axes_w = {axis: self._value(key) for axis, key in laws.POWERED.items()}
-        known = {axis: watts for axis, watts in axes_w.items() if watts}
-        return laws.Draw(self._value("base_w"), known, self._value("exponent") or laws.Draw.exponent)
+    def rates(self, clocks: laws.Clocks, top: Mapping[str, float]) -> dict[str, float]:
+        """The numbers of `fedquilt.core.Rates` that these times tell, at clocks of a board with these highest ones."""
+        found = {}
+        for key, unit in UNITS.items():
+            each_s = self.inverse(unit).seconds(clocks, top)
+            if each_s is not None:
+                found[key] = _rounded(1 / each_s if key.endswith("_per_s") else each_s)
+        return found
 
     def figures(self, *prefixes: str) -> tuple[Figure, ...]:
         """The coefficients whose names begin so; all of them without a prefix."""
@@ -117,9 +130,33 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return 0.0 if figure is None else figure.value
 
 
+class Model(Times, frozen=True, forbid_unknown_fields=True):
+    """The coefficients of `fedquilt.profiles.model`; one left out is 0."""
+
+    base_w: Figure | None = None
+    cpu_w: Figure | None = None  # at the highest clock, as the next two
+    gpu_w: Figure | None = None
+    emc_w: Figure | None = None
+    exponent: Figure | None = None  # k
+
+    def draw(self) -> laws.Draw:
+        """The power while busy."""
+        axes_w = {axis: self._value(key) for axis, key in laws.POWERED.items()}
+        known = {axis: watts for axis, watts in axes_w.items() if watts}
+        return laws.Draw(self._value("base_w"), known, self._value("exponent") or laws.Draw.exponent)
+
+
+UNITS: Final[Mapping[str, Unit]] = {  # a number of `fedquilt.core.Rates` -> what the time is of
+    "flops_per_s": "flop",
+    "bytes_per_s": "byte",
+    "launch_s": "launch",
+    "task_s": "task",
+}
 BEHIND: Final[Mapping[str, tuple[str, ...]]] = {  # a point's number -> the coefficients it comes from
     "flops_per_s": ("flop_",),
     "bytes_per_s": ("byte_",),
+    "launch_s": ("launch_",),
+    "task_s": ("task_",),
     "busy_w": ("base_w", "cpu_w", "gpu_w", "emc_w", "exponent"),
 }
 
@@ -134,6 +171,8 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     emc_hz: Figure | None = None
     flops_per_s: Figure | None = None
     bytes_per_s: Figure | None = None
+    launch_s: Figure | None = None
+    task_s: Figure | None = None
     busy_w: Figure | None = None
 
     def figures(self) -> tuple[Figure, ...]:
@@ -165,6 +204,7 @@ class Board(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     idle_w: Figure | None = None
     clocks: Clocks | None = None
     model: Model | None = None
+    workloads: Annotated[dict[Label, Times], Meta(max_length=20)] = {}  # by `fedquilt.core.Work.workload`
     thermal: Thermal | None = None
 
     def figures(self) -> tuple[Sourced, ...]:
@@ -172,7 +212,9 @@ class Board(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         whole: list[Sourced | None] = [self.memory_bytes, self.idle_w]
         if self.clocks is not None:
             whole += [self.clocks.cpu_hz, self.clocks.gpu_hz, self.clocks.emc_hz]
-        parts = [part for part in (self.model, self.thermal, *self.points) if part is not None]
+        parts = [
+            part for part in (self.model, *self.workloads.values(), self.thermal, *self.points) if part is not None
+        ]
         return (*(f for f in whole if f is not None), *(figure for part in parts for figure in part.figures()))
 
     def provenance(self, *figures: Sourced | None) -> Provenance:
@@ -194,27 +236,31 @@ class Board(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         new = [(laws.name(each), full) for each, full in zip(clocks, every, strict=True) if full not in taken]
         return (*named, *(self._filled(name, full) for name, full in new))
 
-    def basis(self, point: str, *numbers: str) -> tuple[Figure, ...]:
-        """What some numbers of an operating point rest on: the figures of its mode, or the model's coefficients."""
+    def basis(self, point: str, *numbers: str, workload: str = "") -> tuple[Figure, ...]:
+        """What some numbers of an operating point rest on: the figures of its mode, or the model's coefficients.
+
+        `workload`: the one whose speed is meant, where the board has measured it.
+        """
         mode = next((mode for mode in self.points if mode.name == point), None)
         found: list[Figure] = []
         for number in numbers:
+            if number in UNITS and workload in self.workloads:
+                found += self.workloads[workload].figures(*BEHIND[number])
+                continue
             given: Figure | None = getattr(mode, number, None)
             found += [given] if given is not None else self.model.figures(*BEHIND[number]) if self.model else []
         return tuple(found)
 
     def _filled(self, name: str, known: Mapping[str, float | None]) -> OperatingPoint:
         numbers = {key: value for key, value in known.items() if value is not None}
+        top = self.top()
         if self.model is not None:
-            top = self.top()
-            for key, law in (("flops_per_s", self.model.inverse("flop")), ("bytes_per_s", self.model.inverse("byte"))):
-                each_s = law.seconds(known, top)
-                if each_s is not None:
-                    numbers.setdefault(key, _rounded(1 / each_s))
+            numbers = {**self.model.rates(known, top), **numbers}
             busy_w = self.model.draw().watts(known, top)
             if busy_w is not None:
                 numbers.setdefault("busy_w", _rounded(busy_w))
-        return OperatingPoint(name=name, **numbers)
+        each = {workload: Rates(**times.rates(known, top)) for workload, times in self.workloads.items()}
+        return OperatingPoint(name=name, **numbers, rates=each)
 
     def top(self) -> dict[str, float]:
         """The highest value of each clock there is a list of."""
@@ -310,9 +356,14 @@ def parse(text: str, where: str) -> Board:
     for axis, values in lists.items():
         if list(values) != sorted(set(values)):
             raise JobError(f"{where}: [clocks] {axis} must rise from the lowest value to the highest")
-    if board.model is not None:
-        times = [board.model.inverse("flop").cycles, board.model.inverse("byte").cycles, board.model.draw().axes_w]
-        missing = sorted({axis for each in times for axis in each} - set(lists))
-        if missing:
-            raise JobError(f"{where}: [model] uses {', '.join(missing)}, of which [clocks] lists no values")
+    for table, times in {
+        "model": board.model,
+        **{f"workloads.{key}": one for key, one in board.workloads.items()},
+    }.items():
+        if times is None:
+            continue
+        axes = {axis for unit in UNITS.values() for axis in times.inverse(unit).cycles}
+        axes |= set(times.draw().axes_w) if isinstance(times, Model) else set()
+        if missing := sorted(axes - set(lists)):
+            raise JobError(f"{where}: [{table}] uses {', '.join(missing)}, of which [clocks] lists no values")
     return board

@@ -138,6 +138,17 @@ def _fit(x: np.ndarray, y: np.ndarray, floor: float = 0.0) -> tuple[list[float],
     return [float(value) for value in found], Errors(tuple(float(e) for e in x @ found / y - 1), tuple(left_out))
 
 
+def positive(counts: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+    """Cost of one of each count, none negative, whose sums are nearest the values in relative terms.
+
+    Args:
+        counts: a row for each value.
+        values: all above 0.
+    """
+    found = _non_negative(np.array(counts, float), np.array(values, float), 0.0)
+    return [float(value) for value in found]
+
+
 def _non_negative(x: np.ndarray, y: np.ndarray, floor: float) -> np.ndarray:
     """Least squares of relative errors over coefficients >= 0, by every subset of columns, small ones first."""
     rows = x / y[:, None]

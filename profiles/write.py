@@ -21,6 +21,7 @@ def text(board: Board) -> str:
     parts += [f"[sources.{_key(key)}]\n{_lines(source)}" for key, source in known["sources"].items()]
     parts += [f"[clocks.{axis}]\n{_lines(steps)}" for axis, steps in known.get("clocks", {}).items() if steps]
     parts += [f"[{key}]\n{_lines(known[key])}" for key in ("model", "thermal") if key in known]
+    parts += [f"[workloads.{_key(key)}]\n{_lines(times)}" for key, times in known["workloads"].items()]
     parts += [f"[[points]]\n{_lines(point)}" for point in known["points"]]
     return signed("\n".join(parts))
 

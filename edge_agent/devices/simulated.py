@@ -89,7 +89,7 @@ class SimulatedDevice:
         self.idle_w = None if profile.idle_w is None else profile.idle_w.value
         self.provenance: str = profile.provenance()
         self.factor = _lognormal(traits.spread, traits.seed, "board")  # of its profile's times, the whole board
-        self._rests_on: dict[str, str] = {}  # point -> provenance of its numbers
+        self._rests_on: dict[tuple[str, str], str] = {}  # (point, workload) -> provenance of its numbers
         self._tasks = 0  # number of finished tasks
         self._charge_j = None if traits.battery_wh is None else traits.battery_wh * J_PER_WH
         self._temperature_c = None if profile.thermal is None else profile.thermal.ambient_c.value
@@ -156,17 +156,18 @@ class SimulatedDevice:
         point = self._point
         duration_s = cost_model.seconds(work, point)
         if duration_s is None:  # what this host took says nothing of the board, least of all its joules
-            return Cost(duration_s=measured.duration_s, point=point.name)
+            least_s = cost_model.launch_s(work, point) if measured.duration_s else 0.0
+            return Cost(duration_s=max(measured.duration_s, least_s), point=point.name)
         duration_s *= self.factor * _lognormal(self._traits.noise, self._traits.seed, "task", self._tasks)
+        duration_s = max(duration_s, cost_model.launch_s(work, point))
         energy_j = cost_model.joules(duration_s, point)
         if energy_j is None:
             return Cost(duration_s=duration_s, point=point.name)
-        rests_on = self._rests_on.get(point.name)
+        rests_on = self._rests_on.get((point.name, work.workload))
         if rests_on is None:
-            rests_on = self._profile.provenance(
-                *self._profile.basis(point.name, "busy_w", "flops_per_s", "bytes_per_s")
-            )
-            self._rests_on[point.name] = rests_on
+            figures = self._profile.basis(point.name, *profiles.BEHIND, workload=work.workload)
+            rests_on = self._profile.provenance(*figures)
+            self._rests_on[point.name, work.workload] = rests_on
         return Cost(
             duration_s=duration_s,
             energy_j=energy_j,

@@ -11,7 +11,11 @@ The bound, `energy_error_j`, has three parts:
   - for a counter, the most that one interval added: it may lag by so much at either end;
   - in full, unwatched time: a gap of more than GAP_S between two powers, and the time before the first
     and after the last reading, both counted at the nearest power.
-It lacks the error of the sensor itself (an INA3221's shunt: some per cent), which no board reports.
+Joules are unknown, not guessed, where the meter has failed on the way: silent for more than LOST_S, at a value that
+stands still for long beside how it moved before, or with numbers that no such board can draw, which are passed over
+until it tells possible ones.
+
+The bound lacks the error of the sensor itself (an INA3221's shunt: some per cent), which no board reports.
 """
 
 from __future__ import annotations
@@ -25,6 +29,10 @@ from msgspec.structs import replace
 from fedquilt.core import Cost, Reading
 
 SAMPLE_S = 0.1  # interval between sensor readings while a task runs
+LOST_S = 5.0  # silence of a meter in a task, above which nobody knows what the board drew
+STILL_S, STILL_TIMES = 10.0, 20.0  # a frozen meter: longer than this at one value, and so many times longer than before
+NEVER_S = 60.0  # likewise of a meter that has never moved, as a coarse one on an idle board
+MOST_W = 2000.0  # no board draws more
 LET_GO = "let go"  # suffix of a point's name: from there on the board's clocks were its own
 GAP_S = 1.0  # powers further apart leave the time between them unknown
 
@@ -43,18 +51,24 @@ class Ledger(msgspec.Struct, frozen=True):
     first_w: float | None = None  # power assumed before the first reading
     last_w: float | None = None  # power assumed after the last reading
     counted: bool = False  # some of it is from a counter
+    most_w: float = MOST_W  # no more is believed
+    silent_s: float = 0.0  # longest time between two usable readings
+    still_s: float = 0.0  # time since which the meter tells the same value
+    stood_s: float = 0.0  # longest time for which it has told one value and then another
 
     def seen(self, now_s: float, reading: Reading) -> Ledger:
         """The sums with one more reading."""
-        if not _usable(reading) or (self.at_s is not None and now_s <= self.at_s):
+        if not _usable(reading, self.most_w) or (self.at_s is not None and now_s <= self.at_s):
             return self
         if self.at_s is None:
             power = _finite(reading.power_w)
-            return replace(self, at_s=now_s, last=reading, first_s=now_s, first_w=power, last_w=power)
+            first = replace(self, at_s=now_s, last=reading, first_s=now_s, first_w=power, last_w=power, still_s=now_s)
+            return replace(first, silent_s=max(self.silent_s, now_s - self.began_s))
         added = _interval(self.last, reading, now_s - self.at_s)
-        if added is None:  # the counter fell, or only one of both has it: wait for one that fits
-            return self
+        if added is None or added[0] > self.most_w * (now_s - self.at_s):
+            return self  # the counter fell or jumped, or only one of both has it: wait for one that fits
         energy, error, first_w, last_w, counted = added
+        moved = _value(reading) != _value(self.last)
         return replace(
             self,
             at_s=now_s,
@@ -66,18 +80,23 @@ class Ledger(msgspec.Struct, frozen=True):
             first_w=first_w if self.first_w is None else self.first_w,
             last_w=last_w,
             counted=self.counted or counted,
+            silent_s=max(self.silent_s, now_s - self.at_s),
+            still_s=now_s if moved else self.still_s,
+            stood_s=max(self.stood_s, now_s - self.still_s) if moved else self.stood_s,
         )
 
     def again(self, now_s: float) -> Ledger:
         """New stretch that begins now, with the last reading of this one if it is recent enough."""
-        fresh = Ledger(now_s)
-        return fresh if self.at_s is None or self.at_s < now_s else fresh.seen(now_s, self.last)
+        fresh = Ledger(now_s, most_w=self.most_w, stood_s=self.stood_s)
+        if self.at_s is None or self.at_s < now_s:
+            return fresh
+        return replace(fresh.seen(now_s, self.last), still_s=self.still_s)
 
     def cost(self, now_s: float, idle_w: float | None, point: str | None = None) -> Cost:
-        """Cost from `began_s` until now. Joules are None without a meter."""
+        """Cost from `began_s` until now. Joules are None without a meter, or with one that has failed."""
         duration_s = max(now_s - self.began_s, 0.0)
         idle_j = None if idle_w is None else idle_w * duration_s
-        if self.at_s is None or self.first_w is None or self.last_w is None:
+        if self.at_s is None or self.first_w is None or self.last_w is None or self._failed(now_s):
             return Cost(duration_s=duration_s, idle_j=idle_j, point=point)
         held_j = self.first_w * max(self.first_s - self.began_s, 0.0) + self.last_w * max(now_s - self.at_s, 0.0)
         return Cost(
@@ -88,6 +107,12 @@ class Ledger(msgspec.Struct, frozen=True):
             energy_source=self._source(),
             point=point,
         )
+
+    def _failed(self, now_s: float) -> bool:
+        """Whether the meter was silent for too long, or stands still as it did not before."""
+        at_s = now_s if self.at_s is None else self.at_s
+        limit_s = max(STILL_S, STILL_TIMES * self.stood_s) if self.stood_s else NEVER_S
+        return max(self.silent_s, now_s - at_s) > LOST_S or at_s - self.still_s > limit_s
 
     def _source(self) -> str:
         """Description of the sensor, its rate of readings and the conversion to joules."""
@@ -125,8 +150,16 @@ def _moved(cost: Cost, before: Cost | None) -> bool:
     return before is None or cost.point != before.point
 
 
-def _usable(reading: Reading) -> bool:
-    return _finite(reading.energy_j) is not None or _finite(reading.power_w) is not None
+def _usable(reading: Reading, most_w: float) -> bool:
+    power_w = _finite(reading.power_w)
+    if power_w is not None and not 0 <= power_w <= most_w:
+        return False
+    return _finite(reading.energy_j) is not None or power_w is not None
+
+
+def _value(reading: Reading) -> float | None:
+    counter = _finite(reading.energy_j)
+    return _finite(reading.power_w) if counter is None else counter
 
 
 def _finite(value: float | None) -> float | None:

@@ -12,6 +12,11 @@ sum in its equation 5, and its Table II shows that the order is an open question
 by 12 % and the power as well, so there the fastest point is simply the best; from 0.85 to 1.12 GHz the
 power grows by 25 % and the time falls by 17 %. So no point is preferred: each is computed.
 
+Times and powers are those of `learned`: the profile's at first, and then what tasks of this engine and workload have
+shown. An estimate is less sure the less is known of its point. Where the deadline is tight, a point counts as slow as
+it may well be, so known points are chosen; where there is slack, as cheap as it may be, so unknown ones are tried
+(as BoFL does, Middleware 2022), and are known from then on.
+
 Policies:
     energy   the cheapest of the points that meet the deadline with `margin` to spare
     paper    FedStitch, section IV-D: the frequency goes down while the task is below the deadline and up while
@@ -29,16 +34,17 @@ A task that turns out late is stepped up, never down, and at most once every STE
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final, Literal, NamedTuple, TypeAlias
 
-from fedquilt import cost_model
 from fedquilt.core import OperatingPoint, Work
+from fedquilt.edge_agent.power.learned import Learned, Seen, estimates, taught
 
 STEP_S: Final = 3.0  # shortest interval between changes of clocks: each takes time, and its effect has to be seen first
 LEAST_DONE: Final = 0.02  # share of the work to be done at a point before its pace is meaningful
-WEIGHT: Final = 0.3  # weight of the latest task in the board's pace
-PACE_MOST: Final = 1000.0  # beyond this factor, either way, the cause is not the clocks
+CAUTION: Final = 1.645  # spreads by which a point may be slower than estimated: one in twenty is
+CURIOSITY: Final = 0.6  # spreads by which it is taken for cheaper than estimated
 
 Policy: TypeAlias = Literal["energy", "paper", "max", "board"]
 
@@ -47,7 +53,7 @@ class Rule(NamedTuple):
     """Operator's policy."""
 
     policy: Policy = "energy"
-    margin: float = 0.1  # share of the predicted time that is kept as reserve
+    margin: float = 0.05  # share of the predicted time that is kept as reserve
     max_w: float | None = None  # most that a point may draw; None: no limit
     max_c: float | None = None  # hottest that the board may be at a held point; None: the clock helper's limit alone
 
@@ -63,15 +69,22 @@ class Rule(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """Prediction of a task at one point. `energy_j` is until the deadline, idle included; None: unknown."""
+    """Prediction of a task at one point. Joules are until the deadline, idle included; None: unknown."""
 
     point: OperatingPoint
     seconds: float
+    most_s: float  # as long as it may take, as far as the point is unknown
+    watts: float | None
     energy_j: float | None
+    least_j: float | None  # as little as it may take, likewise
 
 
 def forecasts(
-    points: Sequence[OperatingPoint], work: Work, left_s: float, idle_w: float | None, pace: float = 1.0
+    points: Sequence[OperatingPoint],
+    work: Work,
+    left_s: float,
+    idle_w: float | None,
+    learned: Learned = Learned(),
 ) -> list[Forecast]:
     """Predictions of a task at each point with enough numbers, fastest first.
 
@@ -80,17 +93,20 @@ def forecasts(
         work: of the task.
         left_s: seconds until the deadline; negative after it.
         idle_w: watts of the idle board; None: unknown, counted as 0.
-        pace: measured over predicted seconds of earlier tasks on this board.
+        learned: of this engine and workload on this board.
     """
     found = []
-    for point in points:
-        seconds = cost_model.seconds(work, point)
-        if seconds is None:
+    for point, each in zip(points, estimates(learned, points, work), strict=True):
+        if each is None:
             continue
-        seconds *= pace
-        busy_j = cost_model.joules(seconds, point)
-        energy_j = None if busy_j is None else busy_j + (idle_w or 0.0) * max(left_s - seconds, 0.0)
-        found.append(Forecast(point, seconds, energy_j))
+        energy_j = least_j = None
+        if each.watts is not None:
+            above_j = (each.watts - (idle_w or 0.0)) * each.seconds
+            energy_j = above_j + (idle_w or 0.0) * max(left_s, each.seconds)
+            spread = min(math.hypot(each.seconds_spread, each.watts_spread), 1.0)
+            least_j = energy_j - CURIOSITY * spread * max(above_j, 0.0)
+        most_s = each.seconds * (1 + CAUTION * each.seconds_spread)
+        found.append(Forecast(point, each.seconds, most_s, each.watts, energy_j, least_j))
     return sorted(found, key=lambda each: each.seconds)
 
 
@@ -100,63 +116,73 @@ def choose(
     work: Work,
     left_s: float,
     idle_w: float | None = None,
-    pace: float = 1.0,
+    learned: Learned = Learned(),
 ) -> OperatingPoint | None:
     """Choose the point to hold; None: leave the clocks to the board. Among equals the faster one."""
-    found = forecasts(rule.permitted(points), work, left_s, idle_w, pace)
+    found = forecasts(rule.permitted(points), work, left_s, idle_w, learned)
+    if rule.max_w is not None:
+        found = [each for each in found if each.watts is not None and each.watts <= rule.max_w]
     if rule.policy == "board" or not found:
         return None
     if rule.policy == "max":
-        return found[0].point
+        return _fastest(found)
     if rule.policy == "energy" and all(each.energy_j is None for each in found):
         return None
-    in_time = [each for each in found if each.seconds * (1 + rule.margin) <= left_s]
-    if rule.policy == "paper":
-        return max(in_time, key=lambda each: each.seconds, default=found[0]).point
-    priced = [(each.energy_j, each.seconds, each) for each in in_time if each.energy_j is not None]
-    return min(priced, key=lambda each: each[:2])[2].point if priced else found[0].point
+    in_time = [each for each in found if max(each.seconds * (1 + rule.margin), each.most_s) <= left_s]
+    if rule.policy == "paper" and in_time:
+        return in_time[-1].point
+    priced = [(each.least_j, each.seconds, each) for each in in_time if each.least_j is not None]
+    return min(priced, key=lambda each: each[:2])[2].point if priced else _fastest(found)
 
 
 def step_up(
     rule: Rule,
     points: Sequence[OperatingPoint],
-    held: OperatingPoint,
+    seen: Seen,
     rest: Work,
     left_s: float,
     idle_w: float | None = None,
-    pace: float = 1.0,
+    learned: Learned = Learned(),
 ) -> OperatingPoint | None:
     """Choose a faster point for the rest of a task that would miss its deadline at the held one; None: stay.
 
+    What the present stretch shows counts at once, however unlike all before it is: the task may be of a new kind.
+
     Args:
-        rule: policy; "board" never steps up.
+        rule: policy; only "energy" and "paper" step up.
         points: of the board.
-        held: present point.
+        seen: present stretch, at the point held now.
         rest: work that is left.
         left_s: seconds until the deadline.
         idle_w: watts of the idle board; None: unknown.
-        pace: of this task so far, see `pace_of`.
+        learned: before this stretch.
     """
-    now_s = cost_model.seconds(rest, held)
-    if rule.policy not in ("energy", "paper") or now_s is None or now_s * pace <= left_s:
+    if rule.policy not in ("energy", "paper") or seen.work.tasks < LEAST_DONE or seen.seconds <= 0:
         return None
-    faster = [each for each in forecasts(points, rest, left_s, idle_w, pace) if each.seconds < now_s * pace]
-    return choose(rule, [each.point for each in faster], rest, left_s, idle_w, pace)
-
-
-def pace_of(work: Work, held: OperatingPoint, done: float, seen_s: float) -> float | None:
-    """Measured over predicted seconds, for a share of the work done at a point; None: too little was done."""
-    predicted_s = cost_model.seconds(work, held)
-    if predicted_s is None or done < LEAST_DONE or seen_s <= 0:
+    rest_s = seen.seconds / seen.work.tasks * rest.tasks
+    if rest_s <= left_s:
         return None
-    return min(max(seen_s / (done * predicted_s), 1 / PACE_MOST), PACE_MOST)
+    known = taught(learned, seen, at_once=True)
+    others = [point for point in points if point.name != seen.point.name]
+    told = forecasts(others, rest, left_s, idle_w, known)
+    faster = [each.point for each in told if each.seconds < rest_s or _above(each.point, seen.point)]
+    return choose(rule, faster, rest, left_s, idle_w, known)
 
 
-def averaged(before: float | None, seen: float) -> float:
-    """Pace of a board including its latest task: the first one counts in full, as a profile may be far off."""
-    return seen if before is None else (1 - WEIGHT) * before + WEIGHT * seen
+def _fastest(found: Sequence[Forecast]) -> OperatingPoint:
+    """The fastest by estimate, or the highest of the points that are above it: no work is slower at higher clocks.
+
+    So a clock that seemed to be of no use, by a profile of other work, is raised before a task is late.
+    """
+    above = [each for each in found if _above(each.point, found[0].point)]
+    return max([found[0], *above], key=lambda each: (sum(_clocks(each.point)), -each.seconds)).point
 
 
-def part(work: Work, share: float) -> Work:
-    """Share of a task's work. `work.on(examples)` has been applied."""
-    return Work(flops=work.flops * share, read_bytes=work.read_bytes * share)
+def _above(one: OperatingPoint, other: OperatingPoint) -> bool:
+    """Whether a point has no clock below another's, and one above; a clock left to the board compares with none."""
+    pairs = [(a, b) for a, b in zip(_clocks(one), _clocks(other), strict=True) if a and b]
+    return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
+
+
+def _clocks(point: OperatingPoint) -> tuple[float, ...]:
+    return (point.cpu_hz or 0.0, point.gpu_hz or 0.0, point.emc_hz or 0.0)

@@ -50,19 +50,70 @@ class BlobRef(Wired, frozen=True):
     size: Count
 
 
-class Work(Wired, frozen=True):
-    """Predicted cost of a task, as far as its sender knows; deadlines and memory checks use it."""
+class Work(Wired, frozen=True, omit_defaults=True):
+    """Predicted cost of a task, as far as its sender knows; deadlines, clocks and memory checks use it.
+
+    Counts with "_per_example" and "_per_batch" come in addition, for the device's own examples: `on`.
+    """
 
     flops: Amount = 0.0  # one multiply-add is 2
-    flops_per_example: Amount = 0.0  # in addition, for each example of the device's own
-    read_bytes: Amount = 0.0  # weights and activations read from memory
+    flops_per_example: Amount = 0.0
+    read_bytes: Amount = 0.0  # weights and activations read from memory and written to it
+    bytes_per_example: Amount = 0.0
+    launches: Amount = 0.0  # operations that an engine begins, whatever their size: kernels of a GPU
+    launches_per_batch: Amount = 0.0  # of one mini-batch, in all passes over the examples
+    bytes_per_batch: Amount = 0.0
+    batch: Count = 0  # examples in a mini-batch; 0: all of them
+    tasks: Annotated[float, Meta(ge=0, le=1)] = 1.0  # share of a task's own cost: below 1 for a part of a task
     examples: Count = 0
     peak_bytes: Count = 0  # least memory beyond an idle engine's; 0: not predicted
+    workload: Label = ""  # which of a point's `rates` apply, "torch-conv"; "": the point's own numbers
 
     def on(self, examples: int) -> Work:
-        """The same work on a device with `examples` examples of its own: `flops` is then the total."""
-        flops = self.flops + self.flops_per_example * examples
-        return msgspec.structs.replace(self, flops=flops, flops_per_example=0.0)
+        """The same work on a device with `examples` examples of its own: all counts are then totals."""
+        batches = -(-examples // self.batch) if self.batch else min(examples, 1)
+        return msgspec.structs.replace(
+            self,
+            flops=self.flops + self.flops_per_example * examples,
+            read_bytes=self.read_bytes + self.bytes_per_example * examples + self.bytes_per_batch * batches,
+            launches=self.launches + self.launches_per_batch * batches,
+            flops_per_example=0.0,
+            bytes_per_example=0.0,
+            launches_per_batch=0.0,
+            bytes_per_batch=0.0,
+        )
+
+    def plus(self, other: Work) -> Work:
+        """Add another work of the same task, whose counts by mini-batch are converted to this one's mini-batches."""
+        if not other.flops and not other.flops_per_example and not other.launches:
+            return self
+        times = self.batch / other.batch if self.batch and other.batch else 1.0
+        sums = {name: getattr(self, name) + getattr(other, name) for name in ADDED if "_per_batch" not in name}
+        for name in ("launches_per_batch", "bytes_per_batch"):
+            sums[name] = getattr(self, name) + times * getattr(other, name)
+        return msgspec.structs.replace(
+            self,
+            **sums,
+            batch=self.batch or other.batch,
+            peak_bytes=max(self.peak_bytes, other.peak_bytes),
+            workload=self.workload or other.workload,
+        )
+
+    def part(self, share: float) -> Work:
+        """A share of this work, 0 to 1: seconds of the parts add up to those of the whole."""
+        return msgspec.structs.replace(self, **{name: getattr(self, name) * share for name in (*ADDED, "tasks")})
+
+
+ADDED: Final = (
+    "flops",
+    "flops_per_example",
+    "read_bytes",
+    "bytes_per_example",
+    "launches",
+    "launches_per_batch",
+    "bytes_per_batch",
+)
+"""Counts of `Work` that add up where one work follows another."""
 
 
 Action = Literal["check", "work"]
@@ -132,16 +183,31 @@ class Update(Told, frozen=True, omit_defaults=True):
     note: Sentence = ""  # what the round's log should say of it: private state that was lost and has begun anew
 
 
-class OperatingPoint(Told, frozen=True):
+class Rates(Told, frozen=True, array_like=True, omit_defaults=True):
+    """Speed of one workload at an operating point: `fedquilt.cost_model` adds up the four times.
+
+    It travels as a list, in this order: 200 points of a few workloads have to fit into a message of 128 KiB.
+    """
+
+    flops_per_s: Amount | None = None  # sustained on our own work, not a data sheet's peak
+    bytes_per_s: Amount | None = None  # memory traffic, likewise
+    launch_s: Seconds | None = None  # cost of one of `Work.launches`, whatever its size
+    task_s: Seconds | None = None  # cost of a task, whatever its work: reading its files, building its network
+
+
+class OperatingPoint(Told, frozen=True, omit_defaults=True):
     """One clock setting that a board can be held at, with the speed and power measured there."""
 
     name: Label
     cpu_hz: Amount | None = None
     gpu_hz: Amount | None = None
     emc_hz: Amount | None = None
-    flops_per_s: Amount | None = None  # sustained on our own work, not a data sheet's peak
-    bytes_per_s: Amount | None = None  # memory traffic, likewise
+    flops_per_s: Amount | None = None  # these four as in `Rates`, for workloads that `rates` does not have
+    bytes_per_s: Amount | None = None
+    launch_s: Seconds | None = None
+    task_s: Seconds | None = None
     busy_w: Amount | None = None  # of the whole board, while it works
+    rates: Annotated[dict[Label, Rates], Meta(max_length=20)] = {}  # by `Work.workload`
 
 
 class Profile(Told, frozen=True):

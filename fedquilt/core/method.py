@@ -33,6 +33,7 @@ class Order:
     params: Mapping[str, Any]
     bundles: Mapping[str, Tensors | BlobRef]
     work: Work = Work()
+    check: Work | None = None  # of an evaluation on as many examples as the device trains on; None: not predicted
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from fedquilt import tensors, tiers
+from fedquilt import layer_costs, tensors, tiers
 from fedquilt.core import (
     Answer,
     Contribution,
@@ -53,7 +53,12 @@ def narrowed(state: fedavg.State, at: Places, own: Tensors | None = None) -> fed
     sub = {**width.cut(state.model, at), **(own or {})}
     flops, activations = width.lighter(state.model, sub)
     return fedavg.State(
-        state.params, state.network, sub, state.flops * flops, math.ceil(state.example_bytes * activations)
+        state.params,
+        state.network,
+        sub,
+        state.flops * flops,
+        math.ceil(state.example_bytes * activations),
+        layers=layer_costs.cut(state.layers, state.model, sub),
     )
 
 
@@ -89,17 +94,15 @@ def settling(
         own, asked, bundles, work = rate_of(state, device), [], {}, Work()
         for rate, at in parts(state).items():
             light = narrowed(state, at, state.widths.get(f"{rate:g}"))
-            found = fedavg.order(light, {}, moved={}).work
-            peak = max(found.peak_bytes, 2 * tensors.total_bytes([state.model]))  # it is built whole, as for training
+            found = fedavg.look(light)
+            peak = max(
+                fedavg.order(light, {}, moved={}).work.peak_bytes, 2 * tensors.total_bytes([state.model])
+            )  # it is built whole, as for training
             if rate > own and not _roomy(device, msgspec.structs.replace(found, peak_bytes=peak)):
                 continue
             asked.append(rate)
             bundles[f"part.{rate:g}"] = light.model
-            work = Work(
-                flops_per_example=work.flops_per_example + light.flops,
-                read_bytes=work.read_bytes + tensors.total_bytes([light.model]),
-                peak_bytes=max(work.peak_bytes, peak),
-            )
+            work = work.plus(msgspec.structs.replace(found, peak_bytes=peak))
         table = {"network": state.network, "asked": asked, "scaled": scaled, "still": sorted(still(state))}
         return Order(table, bundles, work)
 

@@ -45,12 +45,10 @@ def init(bundle: Bundle, params: Params, seed: int) -> fedlora.State:
 def send(state: fedlora.State, device: DeviceView) -> Order:
     """Order two trainings of the shared model: the cost is twice FedAvg's, with one more copy in memory."""
     if not state.backbone:
-        return fedavg.order(state, {"model": state.model}, passes=6, anchors=2)
-    whole = fedavg.State(
-        state.params, state.network, {**state.backbone, **state.model}, state.flops, state.example_bytes
-    )
+        return fedavg.order(state, {"model": state.model}, trainings=2, anchors=2)
+    whole = fedlora.adapted(state)
     bundles = {"model": state.model, "backbone": state.backbone}
-    return fedavg.order(whole, bundles, passes=4, anchors=2, moved=state.model)
+    return fedavg.order(whole, bundles, trainings=2, anchors=2, moved=state.model)
 
 
 def work(task: Task, site: Site) -> Answer:

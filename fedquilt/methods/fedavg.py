@@ -12,13 +12,14 @@ in float64, in sorted order of devices.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import footprint, tensors
+from fedquilt import footprint, layer_costs, tensors
 from fedquilt.core import (
     Answer,
     Artefact,
@@ -69,6 +70,15 @@ class State:
     model: dict[str, np.ndarray]
     flops: float  # of one forward pass of one example
     example_bytes: int  # bytes of one example in training at the least, beside the weights; 0: not in the bundle
+    layers: tuple[layer_costs.Layer, ...] = field(default=(), kw_only=True)  # their costs; (): not in the bundle
+
+    def costs(self) -> tuple[layer_costs.Layer, ...]:
+        """Costs of the layers; of a bundle that has none, one layer that stands for all."""
+        return self.layers or layer_costs.parse({"flops": self.flops})
+
+    def of(self, model: Mapping[str, np.ndarray]) -> State:
+        """The same network's plain state with other tensors: for size and cost."""
+        return State(self.params, self.network, dict(model), self.flops, self.example_bytes, layers=self.layers)
 
 
 @dataclass(frozen=True)
@@ -91,7 +101,9 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
     network, model = dict(bundle.meta["network"]), dict(bundle.load("model"))
     if "calls" in bundle.meta:
         network["calls"] = list(bundle.meta["calls"])
-    return State(table, network, model, float(bundle.meta.get("flops", 0)), int(bundle.meta.get("example_bytes", 0)))
+    flops, example_bytes = float(bundle.meta.get("flops", 0)), int(bundle.meta.get("example_bytes", 0))
+    found = layer_costs.parse(bundle.meta) if "layers" in bundle.meta else ()
+    return State(table, network, model, flops, example_bytes, layers=found)
 
 
 def send(state: State, device: DeviceView) -> Order:
@@ -100,28 +112,51 @@ def send(state: State, device: DeviceView) -> Order:
 
 
 def order(
-    state: State, bundles: Mapping[str, Tensors], *, passes: int = 3, anchors: int = 0, moved: Tensors | None = None
+    state: State,
+    bundles: Mapping[str, Tensors],
+    *,
+    trainings: float = 1.0,
+    looks: float = 0.0,
+    anchors: int = 0,
+    moved: Tensors | None = None,
 ) -> Order:
     """Order of a method that trains the whole network by mini-batches, with its predicted cost.
 
     Args:
         state: gives the parameters, the network's table and the cost of a forward pass.
         bundles: tensors to send, by name.
-        passes: forward passes that one example's training costs; a backward pass counts as about two.
+        trainings: how often an example is trained on in an epoch: forward, and backward through what `moved` needs.
+        looks: forward passes besides.
         anchors: copies of the model held besides those of plain SGD. The predicted peak is that of one example at a
             time, and an engine with more room takes more; with trained batch normalisation it is that of a mini-batch.
         moved: the trained tensors, if not all: the others have no gradients and no moments.
     """
     size = tensors.total_bytes([state.model])
-    per_example = passes * state.flops * state.params["epochs"]
     moments = 2 if state.params.get("optimizer") == "adam" else int(state.params.get("momentum", 0) > 0)
     library = str(state.network.get("name", "")).partition("/")[0]
     convolutions = footprint.convolutions(np.ndim(array) for array in state.model.values())
     moving = (1 + moments) * (size if moved is None else tensors.total_bytes([moved]))
     fixed = footprint.fixed_bytes(size, convolutions, moving, copies=footprint.COPIES + anchors, library=library)
     peak_bytes = fixed + at_once(state, moved) * state.example_bytes
-    work = Work(flops_per_example=per_example, read_bytes=3 * size, peak_bytes=peak_bytes)
-    return Order({**state.params, "network": state.network}, bundles, work)
+    costs, names = state.costs(), state.model if moved is None else moved
+    each = layer_costs.Pass().plus(layer_costs.training(costs, names), trainings)
+    each = each.plus(layer_costs.forward(costs), looks)
+    steps = {name: round(trainings * count) for name, count in layer_costs.learned(state.model, names).items()}
+    work = layer_costs.work(each, state.params, steps, size)
+    kind = layer_costs.kind(costs, state.model)
+    return Order(
+        {**state.params, "network": state.network},
+        bundles,
+        msgspec.structs.replace(work, peak_bytes=peak_bytes, workload=kind),
+        check=look(state),
+    )
+
+
+def look(state: State) -> Work:
+    """Cost of running the network once over as many examples as a device trains on."""
+    kind = layer_costs.kind(state.costs(), state.model)
+    found = layer_costs.looked(layer_costs.forward(state.costs()), tensors.total_bytes([state.model]))
+    return msgspec.structs.replace(found, workload=kind)
 
 
 def at_once(state: State, moved: Tensors | None = None) -> int:
@@ -135,7 +170,7 @@ def at_once(state: State, moved: Tensors | None = None) -> int:
     return int(state.params.get("batch", 1)) if footprint.coupled(state.model.keys(), names) else 1
 
 
-FIT = tuple(field.name for field in fields(Fit))
+FIT = tuple(each.name for each in fields(Fit))
 
 
 def fit_of(task: Task) -> Fit:

@@ -19,14 +19,28 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import layers, tensors
-from fedquilt.core import Answer, Artefact, Bundle, Contribution, DeviceView, Hooks, Order, Site, Step, Task, expects
+from fedquilt import layer_costs, layers, tensors
+from fedquilt.core import (
+    Answer,
+    Artefact,
+    Bundle,
+    Contribution,
+    DeviceView,
+    Hooks,
+    Order,
+    Site,
+    Step,
+    Task,
+    Work,
+    expects,
+)
 from fedquilt.methods import depthfl, fedavg, heterofl
 from fedquilt.models.networks import stages
 from fedquilt.models.partial import depth as by_depth
@@ -102,20 +116,27 @@ def send(state: fedavg.State, device: DeviceView) -> Order:
 
 
 def _cost(state: fedavg.State, order: Order, found: list[Group]) -> Any:
-    """FLOPs: for each group a forward pass up to its end and twice its own; memory: that of the largest group."""
+    """Cost: for each group a forward pass up to its end and a backward pass through its own; memory: the largest's."""
     if len(found) == 1:
         return order.work
-    model, before, passes, peaks = network(state), 0.0, 0.0, []
+    model, peaks = network(state), []
+    works: list[Work] = []
+    before: dict[str, np.ndarray] = {}
     head = {name: model[name] for name in model.keys() - {name for group in found for name in group.names}}
     for group in found:
         own = {name: model[name] for name in group.names}
-        flops, activations = by_width.lighter(model, own)
-        before += flops
-        passes += before + 2 * flops
+        _, activations = by_width.lighter(model, own)
+        before |= own
+        part = state.of({**before, **head})
+        part = replace(
+            part,
+            flops=state.flops * by_width.lighter(model, before)[0],
+            layers=layer_costs.cut(state.layers, state.model, part.model),
+        )
+        works.append(fedavg.order(part, {}, moved={**own, **head}).work)
         light = replace(state, example_bytes=math.ceil(activations * state.example_bytes))
         peaks.append(fedavg.order(light, {}, moved={**own, **head}).work.peak_bytes)
-    flops = state.flops * state.params["epochs"] * passes
-    return msgspec.structs.replace(order.work, flops_per_example=flops, peak_bytes=max(peaks))
+    return msgspec.structs.replace(reduce(Work.plus, works), peak_bytes=max(peaks))
 
 
 # -- on the device --------------------------------------------------------------------------------

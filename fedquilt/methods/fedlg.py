@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-import msgspec
 import numpy as np
 from msgspec import Meta
 
@@ -64,7 +63,8 @@ def send(state: State, device: DeviceView) -> Order:
     sent = fedrep.send(state, device)
     work = sent.work
     if not state.shared:  # one more pass, forward and back, for the gradients of the trained network
-        work = msgspec.structs.replace(work, flops_per_example=work.flops_per_example + 3 * state.flops)
+        again = replace(state.of({**state.own, **state.model}), params={**state.params, "epochs": 1})
+        work = work.plus(fedavg.order(again, {}).work)
     params = {**sent.params, "candidates": list(state.candidates), "shared": list(state.shared)}
     return replace(sent, params=params, work=work)
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import layers, tensors
+from fedquilt import layer_costs, layers, tensors
 from fedquilt.core import Answer, Artefact, Bundle, DeviceView, Hooks, ModelError, Order, Site, Step, Task, Tensors
 from fedquilt.methods import fedavg
 from fedquilt.models.partial import lora
@@ -73,13 +73,16 @@ def head(backbone: Tensors, network: Mapping[str, Any]) -> tuple[str, ...]:
 
 def send(state: State, device: DeviceView) -> Order:
     """Order training of the shared part; the backbone never changes, so it is sent once."""
-    plain = fedavg.State(
-        state.params, state.network, {**state.backbone, **state.model}, state.flops, state.example_bytes
-    )
     anchors = 1 if state.params.get("mu", 1.0) else 0
-    # a backward pass through frozen weights costs as much as the forward one, not twice as much
     bundles = {"model": state.model, "backbone": state.backbone}
-    return fedavg.order(plain, bundles, passes=2, anchors=anchors, moved=state.model)
+    return fedavg.order(adapted(state), bundles, anchors=anchors, moved=state.model)
+
+
+def adapted(state: State) -> fedavg.State:
+    """The network with its adapters, for size and cost."""
+    whole = state.of({**state.backbone, **state.model})
+    added = {name: array for name, array in state.model.items() if name not in state.backbone}
+    return replace(whole, layers=layer_costs.beside(state.layers, state.backbone, added))
 
 
 def scale(params: Mapping[str, Any]) -> float:

@@ -135,7 +135,7 @@ def send(state: State, device: DeviceView) -> Order:
     bundles = {"model": state.model, "plan": {"json": masks.to_array(state.plan)}}
     if others is not None:
         bundles["others"] = {"theta": others}
-    order = fedavg.order(state, bundles, passes=6, anchors=anchors)
+    order = fedavg.order(state, bundles, trainings=2, anchors=anchors)
     return replace(order, params={**order.params, "masked": True, "alone": others is None})
 
 

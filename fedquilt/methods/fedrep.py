@@ -20,7 +20,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-import msgspec
 import numpy as np
 from msgspec import Meta
 
@@ -75,10 +74,11 @@ def send(state: State, device: DeviceView) -> Order:
     """Order training of the shared part; tensors that never change are sent once."""
     trained = {**state.own, **state.model}
     all_of_it = {**state.backbone, **trained}
-    plain = fedavg.State(state.params, state.network, all_of_it, state.flops, state.example_bytes)
+    plain = state.of(all_of_it)
+    if state.backbone:
+        plain = fedlora.adapted(fedlora.State(**vars(state.of(trained)), backbone=state.backbone))
     still = {"backbone": state.backbone} if state.backbone else {}
-    passes = 2 if still else 3  # a backward pass through frozen weights costs as much as a forward one
-    return fedavg.order(plain, {"model": state.model, "own": state.own, **still}, passes=passes, moved=trained)
+    return fedavg.order(plain, {"model": state.model, "own": state.own, **still}, moved=trained)
 
 
 def whole(site: Site) -> dict[str, np.ndarray]:
@@ -119,8 +119,7 @@ def result(state: State) -> Artefact:
     """Shared part within the job's first network; `meta["private"]` names the tensors that stay on devices."""
     model, private = {**state.own, **state.model}, sorted(state.own.keys() - state.model.keys())
     if state.backbone:
-        merged = (state.params, state.network, state.model, state.flops, state.example_bytes, state.backbone)
-        model = fedlora.plain(fedlora.State(*merged))
+        model = fedlora.plain(fedlora.State(**vars(state.of(state.model)), backbone=state.backbone))
     return Artefact("weights", {"network": state.network, "private": private}, model)
 
 
@@ -155,11 +154,14 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
 
 
 def order(state: State, device: DeviceView) -> Order:
-    """Order training of head and representation; the head's passes count as forward passes."""
+    """Order training of head and representation; the head's own epochs train nothing else."""
     sent = send(state, device)
-    work = sent.work  # the head's steps: a forward pass each, whose backward pass costs next to nothing
-    flops = work.flops_per_example + state.flops * state.params["head_epochs"] * bool(state.own)
-    return replace(sent, work=msgspec.structs.replace(work, flops_per_example=flops))
+    if not state.own:
+        return sent
+    all_of_it = state.of({**state.backbone, **state.own, **state.model})
+    light = replace(all_of_it, params={**state.params, "epochs": state.params["head_epochs"]})
+    head = fedavg.order(light, {}, moved=state.own).work
+    return replace(sent, work=sent.work.plus(head))
 
 
 def work(task: Task, site: Site) -> Answer:

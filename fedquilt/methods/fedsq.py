@@ -21,10 +21,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import tensors
+from fedquilt import layer_costs, tensors
 from fedquilt.core import (
     Answer,
     Artefact,
@@ -105,10 +106,25 @@ def travelling(model: Tensors, trained: list[str], bn: str) -> dict[str, np.ndar
 
 
 def send(state: State, device: DeviceView) -> Order:
-    """Order training of w_QK's trained tensors; w_SK is sent once."""
+    """Order training of w_QK's trained tensors; w_SK is sent once.
+
+    With a cache the frozen part runs in a device's first round alone, once for each example; whether the examples fit
+    into `cache_mb` only the device knows. Without one it runs in every epoch, and so do w_SK's layers behind it.
+    """
     whole = replace(state, model=state.frozen)  # for the size in memory
-    passes = 4 if state.params["gates"] == "frozen" else 3
-    return fedavg.order(whole, {"model": state.model, "frozen": state.frozen}, passes=passes, anchors=1)
+    order = fedavg.order(whole, {"model": state.model, "frozen": state.frozen}, anchors=1)
+    if not state.layers:
+        return order
+    tail = replace(whole, layers=layer_costs.split(state.layers, state.model)[1])
+    cached, new = state.params["cache"] != "off", not device.rounds
+    each = fedavg.order(tail, {}, moved=state.model)
+    frozen = fedavg.look(whole)  # w_SK, and what lies before its trained part
+    epochs = 1 if cached else int(state.params["epochs"])
+    work, check = each.work, each.check or frozen
+    if new or not cached:
+        work = work.plus(layer_costs.repeated(frozen, epochs))
+        check = check.plus(frozen)
+    return replace(order, work=msgspec.structs.replace(work, peak_bytes=order.work.peak_bytes), check=check)
 
 
 def work(task: Task, site: Site) -> Answer:

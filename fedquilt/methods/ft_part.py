@@ -14,10 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta
 
-from fedquilt import layers, tensors
+from fedquilt import layers
 from fedquilt.core import Answer, Bundle, DeviceView, Hooks, ModelError, Order, Site, Step, Task
 from fedquilt.methods import fedavg, fedrep, ft_full
 
@@ -53,11 +52,8 @@ def send(state: fedrep.State, device: DeviceView) -> Order | None:
     light = replace(state, example_bytes=int(state.params["kept"] * state.example_bytes))
     whole = replace(light, model={**state.own, **state.model})
     order = fedavg.order(whole, {"model": state.model, "own": state.own}, moved=state.model)
-    share = tensors.total_bytes([state.model]) / tensors.total_bytes([whole.model])
-    flops = order.work.flops_per_example * (1 + 2 * share) / 3  # forward through all, backward through the last
-    work = msgspec.structs.replace(order.work, flops_per_example=flops)
     counted = fedavg.at_once(whole, state.model)
-    return ft_full.limited(replace(order, work=work), light, device, ("torch", "numpy"), counted)
+    return ft_full.limited(order, light, device, ("torch", "numpy"), counted)
 
 
 def work(task: Task, site: Site) -> Answer:

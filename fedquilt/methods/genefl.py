@@ -39,7 +39,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fedquilt import tensors
+from fedquilt import layer_costs, tensors
 from fedquilt.core import (
     Answer,
     Artefact,
@@ -93,6 +93,7 @@ class State:
     network: dict[str, Any]
     flops: float
     example_bytes: int
+    layers: tuple[layer_costs.Layer, ...]  # empty: not in the bundle
     seed: int
     first: dict[str, dict[str, np.ndarray]]  # layer -> its tensors at the job's start
     statistics: dict[str, np.ndarray]  # tensors that belong to no layer, at the job's start
@@ -136,6 +137,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
         network=begun.network,
         flops=begun.flops,
         example_bytes=begun.example_bytes,
+        layers=begun.layers,
         seed=seed,
         first=first,
         statistics={name: array for name, array in begun.model.items() if name not in known},
@@ -157,14 +159,13 @@ def send(state: State, device: DeviceView) -> Order | None:
     parts = {layer: told[layer] if layer in taken else held for layer, held in state.first.items()}
     bundles: dict[str, Tensors] = {PREFIX + layer: part for layer, part in parts.items()}
     model = {name: array for part in state.first.values() for name, array in part.items()} | state.statistics
-    plain = fedavg.State(state.params, state.network, model, state.flops, state.example_bytes)  # for size and cost
+    plain = fedavg.State(state.params, state.network, model, state.flops, state.example_bytes, layers=state.layers)
     order = fedavg.order(plain, {**bundles, "statistics": state.statistics}, anchors=2)
     bound = [] if newcomer else list(taken)
     asked = {"ask": "train", "all": list(parts), "bound": bound, "shared": list(state.shared), "layers": state.size}
-    work = order.work
-    if bound and state.params["elastic"]:
-        work = msgspec.structs.replace(work, flops=work.flops + 3 * state.flops * state.params["fisher_samples"])
-    return Order({**order.params, **asked}, order.bundles, work)
+    samples = state.params["fisher_samples"] if bound and state.params["elastic"] else 0
+    work = msgspec.structs.replace(order.work, flops=order.work.flops + 3 * state.flops * samples)
+    return replace(order, params={**order.params, **asked}, work=work)
 
 
 def work(task: Task, site: Site) -> Answer:

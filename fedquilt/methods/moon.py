@@ -76,8 +76,8 @@ class Contrast:
 
 
 def send(state: fedavg.State, device: DeviceView) -> Order:
-    """Order training with two more forward passes and one more copy of the model."""
-    return fedavg.order(state, {"model": state.model}, passes=5, anchors=2)
+    """Order training with two more forward passes, once a device has a model of its own, and one more copy."""
+    return fedavg.order(state, {"model": state.model}, looks=2 if device.rounds else 0, anchors=2)
 
 
 def work(task: Task, site: Site) -> Answer:

@@ -64,7 +64,7 @@ class Ahead:
 
 def send(state: fedavg.State, device: DeviceView) -> Order:
     """Order training at twice FedAvg's cost, with one more copy of the model."""
-    return fedavg.order(state, {"model": state.model}, passes=6, anchors=2)
+    return fedavg.order(state, {"model": state.model}, trainings=2, anchors=2)
 
 
 def work(task: Task, site: Site) -> Answer:

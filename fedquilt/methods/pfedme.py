@@ -75,7 +75,7 @@ class Envelope:
 
 def send(state: fedavg.State, device: DeviceView) -> Order:
     """Order training with K steps per mini-batch and one more copy of the model."""
-    return fedavg.order(state, {"model": state.model}, passes=3 * state.params["inner"], anchors=2)
+    return fedavg.order(state, {"model": state.model}, trainings=state.params["inner"], anchors=2)
 
 
 def work(task: Task, site: Site) -> Answer:

@@ -15,6 +15,7 @@ import numpy as np
 
 from fedquilt import footprint
 from fedquilt.core import ModelError
+from fedquilt.layer_costs import Layer
 from fedquilt.models.networks import registry
 
 _BITS = 24  # of a float's mantissa
@@ -51,6 +52,16 @@ def flops(network: Mapping[str, Any]) -> float:
 def calls(network: Mapping[str, Any]) -> list[str]:
     """Paths of its modules in the order of calls, as `models.networks.calls` traces them."""
     return ["", *map(str, range(2 * len(_widths(network)) - 2))]
+
+
+def costs(network: Mapping[str, Any]) -> list[Layer]:
+    """Costs of its layers, as `models.networks.layer_costs` traces them: products, and ReLUs between."""
+    found: list[Layer] = []
+    for path, (out, into) in layers(network).items():
+        if found:
+            found.append(Layer(str(int(path) - 1), 0.0, 0.0, 8.0 * into, 1))
+        found.append(Layer(path, 2.0 * out * into, 0.0, 4.0 * (into + out), 1))
+    return found
 
 
 def layers(network: Mapping[str, Any]) -> dict[str, tuple[int, int]]:

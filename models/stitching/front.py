@@ -57,7 +57,7 @@ def milliseconds(flops: float, read_bytes: float, board: str) -> float | None:
         JobError: there is no such profile.
     """
     points = profiles.load(board).operating_points()
-    seconds = cost_model.seconds(Work(flops=flops, read_bytes=read_bytes), points[0]) if points else None
+    seconds = cost_model.seconds(Work(flops=flops, read_bytes=read_bytes, tasks=0.0), points[0]) if points else None
     return None if seconds is None else 1e3 * seconds
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import prod
-from typing import Any
+from math import ceil, prod
+from typing import Any, Final
 
 import msgspec
 
@@ -27,6 +27,8 @@ from fedquilt.models.stitching import (
 )
 from fedquilt.models.stitching.search_state import State
 from fedquilt.models.stitching.stitched import Block, Stock
+
+RUN_AT_ONCE: Final = 16  # images that an engine runs at once, where memory allows
 
 
 def score_order(state: State, device: DeviceView) -> Order:
@@ -74,7 +76,7 @@ def score_order(state: State, device: DeviceView) -> Order:
         if params.score_at == "input"
         else least_squares.fit_bytes(blocks[net.path[-1]].out_shape[0], params.positions)
     )
-    return _order(state, ask, [net.path], _cost(runs, matrices, 2 * n))
+    return _order(state, ask, [net.path], cost(runs, matrices, 2 * n))
 
 
 def fit_order(state: State) -> Order:
@@ -94,7 +96,7 @@ def fit_order(state: State) -> Order:
     n = params.fit_samples
     ran = [blocks[name] for name in net.path] + list(_family(state.stock, (), wanted).values())
     matrices = least_squares.moments_bytes(blocks[net.path[-1]].out_shape[0])
-    return _order(state, ask, [net.path], _cost([(b, n) for b in ran], matrices, n))
+    return _order(state, ask, [net.path], cost([(b, n) for b in ran], matrices, n))
 
 
 def gather_order(state: State) -> Order:
@@ -110,14 +112,25 @@ def gather_order(state: State) -> Order:
         projection_seed=candidates.projection_seed(state),
     )
     n, runs = params.head_samples, [(blocks[ids[-1]], params.head_samples) for ids in stitched.prefixes(state.taps)]
-    return _order(state, ask, state.taps, _cost(runs, moments_bytes(ask), n))
+    return _order(state, ask, state.taps, cost(runs, moments_bytes(ask), n))
 
 
 def moments_order(ask: taps.GatherAsk, files: Mapping[str, BlobRef]) -> Order:
     """Ask for the moments of all of a device's images at taps of unmodified donors."""
     blocks = [ask.blocks[ids[-1]] for ids in stitched.prefixes(ask.paths)]
-    once = _cost([(block, 1.0) for block in blocks], moments_bytes(ask), 0)
-    work = msgspec.structs.replace(once, flops=0.0, flops_per_example=once.flops)
+    once = cost([(block, 1.0) for block in blocks], moments_bytes(ask), 0)
+    weights = sum(block.weight_bytes for block in blocks)
+    work = msgspec.structs.replace(
+        once,
+        flops=0.0,
+        flops_per_example=once.flops,
+        read_bytes=0.0,
+        bytes_per_example=once.read_bytes - weights,
+        launches=0.0,
+        launches_per_batch=once.launches,
+        bytes_per_batch=float(weights),
+        batch=RUN_AT_ONCE,
+    )
     bundles = {name: files[name] for block in blocks for name in block.files}
     return Order({"phase": "gather", **msgspec.to_builtins(ask)}, bundles, work)
 
@@ -140,7 +153,7 @@ def count_order(state: State) -> Order:
         labels=len(state.stock.labels),
     )
     n = state.params.samples
-    order = _order(state, ask, paths, _cost([(blocks[ids[-1]], n) for ids in stitched.prefixes(paths)], 0, n))
+    order = _order(state, ask, paths, cost([(blocks[ids[-1]], n) for ids in stitched.prefixes(paths)], 0, n))
     heads = {f"head.{i}": each.head for i, each in enumerate(state.candidates) if each.head}
     return replace(order, bundles={**order.bundles, **heads})
 
@@ -195,15 +208,23 @@ def _family(stock: Stock, path: Iterable[str], candidates: Iterable[str]) -> dic
     return {name: stock.blocks[name] for name in sorted(names)}
 
 
-def _cost(runs: Iterable[tuple[Block, float]], matrices_bytes: int, examples: int) -> Work:
+def cost(runs: Iterable[tuple[Block, float]], matrices_bytes: int, examples: int) -> Work:
     """Work of running each block on a number of images, with the matrices of a fit.
 
-    The peak is the largest memory of one block for one image, weights included; an engine with more room runs more
-    images at once, and keeps weights and maps.
+    A launch is one run of a graph, of RUN_AT_ONCE images; what happens within it is in its FLOPs and bytes. Traffic is
+    the weights in each run, and for each image the maps that are alive at once, or what enters and leaves if that is
+    more. The peak is the largest memory of one block for one image, weights included; an engine with more room runs
+    more images at once, and keeps weights and maps.
     """
-    flops = read = peak = 0.0
+    flops = read = peak = launches = 0.0
     for block, images in runs:
         flops += images * block.flops
-        read += block.weight_bytes + 4.0 * images * (prod(block.in_shape) + prod(block.out_shape))
+        times = ceil(images / RUN_AT_ONCE)
+        launches += times * sum(len(stage) for stage in block.stages)
+        maps = max(block.activation_bytes, 4.0 * (prod(block.in_shape) + prod(block.out_shape)))
+        read += times * block.weight_bytes + images * maps
         peak = max(peak, footprint.scoring_bytes(block.resident_bytes, block.activation_bytes, 1))
-    return Work(flops=flops, read_bytes=read, examples=examples, peak_bytes=int(max(peak, matrices_bytes)))
+    peak_bytes = int(max(peak, matrices_bytes))
+    return Work(
+        flops=flops, read_bytes=read, launches=launches, examples=examples, peak_bytes=peak_bytes, workload="score"
+    )

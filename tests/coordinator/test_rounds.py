@@ -514,7 +514,7 @@ def test_what_a_device_took_is_counted_from_when_it_was_asked_and_outlives_a_res
     slow = msgspec.structs.replace(update("a"), usage=Usage(wall_s=28.0))
     assert restarted.answered_by(slow, 6.0).took_s == 28.0
     replayed = after(state, Answered(0, update("a"), 30.0), now_s=9999.0)
-    assert replayed.took == {"a": ((0, 30.0, 2.0, 0.0, None),)}
+    assert replayed.took == {"a": ((0, 30.0, 2.0, 0.0, None, 1),)}
 
 
 def test_what_a_replacement_has_to_do_is_noted_too_and_only_for_its_round() -> None:

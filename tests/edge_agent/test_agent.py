@@ -632,14 +632,19 @@ def test_clocks_are_not_changed_at_once(site: Site) -> None:
     assert site.board.clocks == ["slow"]
 
 
-def test_a_boards_pace_is_remembered_for_the_next_task(site: Site) -> None:
-    """It took twice the 40 s predicted; so the next one, due in 60 s as well, runs fast."""
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_boards_pace_is_remembered_for_the_next_task(site: Site, restarted: bool) -> None:
+    """It took twice the 40 s predicted; so the next one, due in 60 s, runs fast, by a new agent too."""
     working(site, deadline_s=1000.0)
     site.run(79.0)
     site.bench.finish()
     site.run()
     site.ack()
-    assert site.agent.duty.state.paces["fedavg"] == pytest.approx(2.0, rel=0.05)
+    (known,) = site.agent.duty.state.learned.values()
+    assert known.time is not None
+    assert known.time.ratio == pytest.approx(2.0, rel=0.05)
+    if restarted:
+        site.start()
     working(site, round=1)
     assert site.board.clocks == ["slow", "-", "fast"]
 

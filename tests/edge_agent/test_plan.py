@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedquilt.core import BlobRef, Encoding, Reading, Task, Update, Usage, Work
+from fedquilt.core import BlobRef, Encoding, OperatingPoint, Reading, Task, Update, Usage, Work
 from fedquilt.edge_agent import plan
 from fedquilt.edge_agent.events import (
     REFETCH_S,
@@ -28,14 +28,17 @@ from fedquilt.edge_agent.events import (
     Failed,
     Fetch,
     Fetched,
+    Learn,
     Means,
+    Open,
     Say,
     Send,
     State,
     Stop,
     Tick,
 )
-from fedquilt.edge_agent.plan import KILLED_MOST, REMEMBERED_JOBS, RESEND_MOST_S, advance, next_s
+from fedquilt.edge_agent.plan import KILLED_MOST, REMEMBERED_JOBS, REMEMBERED_WORKLOADS, RESEND_MOST_S, advance, next_s
+from fedquilt.edge_agent.power.learned import Learned, Seen, taught
 from fedquilt.edge_agent.remembered import Counted
 from fedquilt.edge_agent.task.budget import ASSUMED_BASE_BYTES
 from fedquilt.wire import Claim
@@ -514,3 +517,24 @@ def test_whatever_happens_one_task_is_worked_on_at_a_time_and_none_that_was_coun
                 assert (action.update.job, action.update.round) in state.outbox
         assert busy == (state.open is not None and state.open.working)
         assert next_s(advance(state, Tick(), now_s)[0]) > now_s
+
+
+def test_what_was_learned_is_kept_of_the_latest_workloads_and_written_down() -> None:
+    """By engine and method; the longest unseen goes first, and a task that taught nothing writes nothing."""
+    state = State(MEANS)
+    learned = taught(Learned(), Seen(OperatingPoint(name="a", flops_per_s=1.0), Work(flops=1.0), 2.0, None))
+    for index in range(REMEMBERED_WORKLOADS + 1):
+        each = task(method=f"m{index}")
+        done = Done(Update(**{**vars_of(each), "usage": Usage()}), False, learned)
+        state, actions = advance(msgspec.structs.replace(state, open=Open(each, frozenset(), working=True)), done, 0.0)
+        assert actions[-1] == Learn(state.learned)
+    assert list(state.learned) == [f"numpy m{index}" for index in range(1, REMEMBERED_WORKLOADS + 1)]
+    again = msgspec.structs.replace(state, open=Open(each, frozenset(), working=True))
+    assert not any(isinstance(action, Learn) for action in advance(again, done, 0.0)[1])
+
+
+def vars_of(each: Task) -> dict[str, Any]:
+    """An update's fields that answer a task."""
+    return {
+        "job": each.job, "round": each.round, "attempt": 0, "device": "d", "weight": 1.0, "bundles": {}, "metrics": {}
+    }  # fmt: skip

@@ -37,8 +37,8 @@ def test_paths_are_taken_from_the_files_own_folder(tmp_path: Path) -> None:
 
 
 def test_the_governor_saves_energy_unless_told_otherwise(tmp_path: Path) -> None:
-    """A tenth of the time to spare; a recorded profile lies beside the file."""
-    assert settings.load(write(tmp_path, GOOD)).governor.rule() == Rule("energy", 0.1)
+    """A twentieth of the time to spare; a recorded profile lies beside the file."""
+    assert settings.load(write(tmp_path, GOOD)).governor.rule() == Rule("energy", 0.05)
     told = settings.load(write(tmp_path, f"profile = 'mine.toml'\n{GOOD}[governor]\npolicy = 'max'\nmargin = 0\n"))
     assert told.governor.rule() == Rule("max", 0)
     assert told.profile == str(tmp_path / "mine.toml")

@@ -7,11 +7,13 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 
 from fedquilt import tensors, wire
-from fedquilt.core import BlobRef, JobError, StoreError, Update, Usage
+from fedquilt.core import BlobRef, JobError, OperatingPoint, StoreError, Update, Usage, Work
+from fedquilt.edge_agent.power.learned import Learned, Seen, taught
 from fedquilt.edge_agent.remembered import Counted, Private
 from fedquilt.edge_agent.state import SPARE_BYTES, UPDATE, Local
 from fedquilt.edge_agent.task.outputs import PRIVATE, write_tensors
@@ -312,3 +314,41 @@ def test_a_jobs_cache_lasts_until_another_job_or_boot(tmp_path: Path, monkeypatc
     monkeypatch.setattr("fedquilt.edge_agent.state._boot", lambda: "another")
     assert not list(Local(tmp_path).cache("b").iterdir())
     assert [path.name for path in tmp_path.glob("cache/*")] == ["another"]
+
+
+POINT = OperatingPoint(name="MAXN", gpu_hz=1.3e9, flops_per_s=10.0, busy_w=9.0)
+KNOWN = {"torch fedavg": taught(Learned(), Seen(POINT, Work(flops=100.0), 12.0, 8.0))}
+
+
+def test_what_a_board_has_learned_is_there_after_a_restart(tmp_path: Path) -> None:
+    """As it was, by workload; a home without it knows nothing."""
+    assert Local(tmp_path).learned() == {}
+    Local(tmp_path).remember(KNOWN)
+    assert Local(tmp_path).learned() == KNOWN
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x00" * 40, b"{}", None])
+def test_damaged_lessons_are_learned_anew(
+    tmp_path: Path, damage: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Torn, overwritten, of another format, or with one digit changed: said, and no reason not to start."""
+    Local(tmp_path).remember(KNOWN)
+    file = tmp_path / "learned.json"
+    file.write_bytes(file.read_bytes().replace(b"0.", b"1.", 1) if damage is None else damage)
+    assert Local(tmp_path).learned() == {}
+    assert "learned.json is damaged" in caplog.text
+
+
+def test_lessons_of_a_law_of_other_sizes_are_left_out(tmp_path: Path) -> None:
+    """A version before had fewer weights, say."""
+    known = KNOWN["torch fedavg"]
+    assert known.time is not None
+    small = msgspec.structs.replace(known, time=msgspec.structs.replace(known.time, aims=(1.0,)))
+    Local(tmp_path).remember({**KNOWN, "onnx fedstitch": small})
+    assert Local(tmp_path).learned() == KNOWN
+
+
+def test_devices_that_are_not_durable_keep_no_lessons(tmp_path: Path) -> None:
+    """A simulated fleet writes no files for them."""
+    Local(tmp_path / "d", durable=False).remember(KNOWN)
+    assert not (tmp_path / "d/learned.json").exists()

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fedquilt import profiles
-from fedquilt.core import JobError
+from fedquilt import cost_model, profiles
+from fedquilt.core import JobError, OperatingPoint, Rates, Work
 
 BOARDS = ["jetson-agx-orin", "jetson-agx-orin-32gb", "jetson-agx-orin-industrial", "jetson-agx-thor"]
 BOARDS += ["jetson-agx-xavier", "jetson-nano", "jetson-orin-nano", "jetson-orin-nano-4gb", "jetson-orin-nano-4gb-super"]
@@ -112,6 +112,30 @@ def test_assumed_speeds_follow_from_the_rule_they_state(name):
     assert 1 / byte_s == pytest.approx(0.6 * 2 * top["emc_hz"] * BUS_BYTES[name], rel=5e-3)
 
 
+RATES = Rates(flops_per_s=1.234e10, bytes_per_s=1.234e9, launch_s=1.234e-5, task_s=0.01234)
+CYCLES = {"nano": 2.5, "tx2": 2.5, "xavier": 1.6, "orin": 1.5, "thor": 1.0, "raspberry": 1.5}  # times an EPYC core's
+
+
+@pytest.mark.parametrize("name", GRIDDED)
+def test_assumed_launches_follow_the_processor_as_they_state(name):
+    """90000 cycles for an operation and 15 million for a task, times what the core needs more of them."""
+    times = profiles.load(name).model
+    more = next(more for key, more in reversed(CYCLES.items()) if key in name)
+    assert dict(times.inverse("launch").cycles) == {"cpu_hz": 90_000 * more}
+    assert dict(times.inverse("task").cycles) == {"cpu_hz": 15e6 * more}
+    assert f"times {more:g}, as a" in profiles.load(name).sources["launch"].text
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_no_task_of_a_shipped_board_is_free(name):
+    """One epoch of a small perceptron costs more than the milliseconds of its launches at every point."""
+    work = Work(flops=2.6e6, launches=864.0)
+    for point in profiles.load(name).operating_points():
+        assert point.launch_s
+        assert point.task_s
+        assert cost_model.seconds(work, point) > 864 * point.launch_s > 0.01
+
+
 @pytest.mark.parametrize("name", sorted(set(CORES) - {"jetson-tx2"}))
 def test_assumed_time_is_split_as_it_states(name):
     """23 % follows no clock, 5 % the CPU's, 44 % the GPU's, 28 % the memory's, at the highest clocks."""
@@ -178,7 +202,11 @@ def test_every_point_has_a_name_of_its_own_and_says_what_it_does(name):
     assert [point.name for point in points[: len(board.points)]] == [mode.name for mode in board.points]
     assert len({point.name for point in points}) == len(points) <= profiles.MOST_POINTS
     assert all(point.flops_per_s and point.bytes_per_s and point.busy_w for point in points)
-    assert len(msgspec.json.encode(points)) < 40_000
+    assert len(msgspec.json.encode(points)) < 50_000
+    rates = dict.fromkeys(("numpy-dense", "torch-dense", "torch-conv", "onnx-score"), RATES)
+    recorded = [msgspec.structs.replace(point, rates=rates) for point in points]
+    assert len(msgspec.json.encode(recorded)) < 120_000  # below the 128 KiB that brokers take
+    assert msgspec.json.decode(msgspec.json.encode(recorded), type=list[OperatingPoint]) == recorded
     if name in GRIDDED:
         lists = board.clocks.lists()
         for point in points[len(board.points) :]:

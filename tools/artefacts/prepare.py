@@ -127,7 +127,7 @@ def _model(table: Mapping[str, Any], wanted: Input | inputs.Values | None) -> tu
         return _drawn(network, int(table.get("seed", 0)))
     import torch
 
-    from fedquilt.models.networks import calls
+    from fedquilt.models.networks import calls, layer_costs
     from fedquilt.models.partial import trace
 
     if "weights_classes" in table:
@@ -146,6 +146,7 @@ def _model(table: Mapping[str, Any], wanted: Input | inputs.Values | None) -> tu
     each_bytes = footprint.least_bytes(trained) if whole else footprint.example_bytes(trained)
     order = calls.trace(model, registry.input_shape(network))
     facts = {"network": network, "flops": flops, "example_bytes": each_bytes, "calls": order}
+    facts["layers"] = layer_costs.trace(model, registry.input_shape(network))
     facts |= {"pretrained": table.get("weights") is not None}
     if registry.outside(network):
         facts |= {"plugins": registry.needs(network), "outputs": _outputs(model, network)}
@@ -178,6 +179,7 @@ def _drawn(network: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], dict[
         "flops": drawn.flops(network),
         "example_bytes": footprint.example_bytes(drawn.trained(network)),
         "calls": drawn.calls(network),
+        "layers": drawn.costs(network),
         "pretrained": False,
     }
     return facts, {"model": tensors.encode(model), "masks": tensors.encode({"json": plan})}

@@ -20,9 +20,10 @@ from fedquilt.coordinator import rounds
 from fedquilt.coordinator.deadline import POLICIES, Ask
 from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Closed, Committed, Plan, Rounds, Started, apply
 from fedquilt.coordinator.settings import Cohort
-from fedquilt.core import BlobRef, Cost, Profile, Update, Usage, Work
+from fedquilt.core import BlobRef, Cost, OperatingPoint, Profile, Update, Usage, Work
 from fedquilt.edge_agent.devices.simulated import SimulatedDevice
 from fedquilt.edge_agent.power import governor
+from fedquilt.edge_agent.power.learned import Learned, Seen, highest, taught
 from fedquilt.tools.report.figures import at_least, figure, figure_lines
 
 BOARDS: Final = ("jetson-nano", "jetson-tx2", "jetson-xavier-nx", "jetson-orin-nano")
@@ -52,27 +53,26 @@ class Board:
             points=self.device.points,
         )
         self._rule = governor.Rule(policy)
-        self._pace: float | None = None
+        self._learned = Learned()
 
     def work(self, work: Work, left_s: float) -> Cost:
         """Carry out a task, with so much time until its deadline."""
-        point = governor.choose(
-            self._rule, self.device.points, work, left_s, self.device.idle_w, 1.0 if self._pace is None else self._pace
-        )
-        held = self.device.hold(point or self.device.points[0])
-        begun, rest = governor.part(work, LOOKED), governor.part(work, 1 - LOOKED)
-        begun_s = self.device.cost(begun, NOTHING).duration_s
-        pace = governor.pace_of(work, held, LOOKED, begun_s)
-        assert pace is not None
-        faster = governor.step_up(
-            self._rule, self.device.points, held, rest, left_s - begun_s, self.device.idle_w, pace
-        )
+        points, idle_w = self.device.points, self.device.idle_w
+        point = governor.choose(self._rule, points, work, left_s, idle_w, self._learned)
+        held = self.device.hold(point or points[0])
+        begun, rest = work.part(LOOKED), work.part(1 - LOOKED)
+        first = self._seen(held, begun)
+        faster = governor.step_up(self._rule, points, first, rest, left_s - first.seconds, idle_w, self._learned)
         if faster is not None:
             held = self.device.hold(faster)
-        took = Cost(duration_s=begun_s + self.device.cost(rest, NOTHING).duration_s, point=held.name)
+        second = self._seen(held, rest)
+        took = Cost(duration_s=first.seconds + second.seconds, point=held.name)
         self.device.cost(work, took)  # now it is over
-        self._pace = governor.averaged(self._pace, pace)
+        self._learned = taught(taught(self._learned, first), second)
         return took
+
+    def _seen(self, held: OperatingPoint, work: Work) -> Seen:
+        return Seen(held, work, self.device.cost(work, NOTHING).duration_s, held.busy_w, highest(self.device.points))
 
 
 @dataclass

@@ -8,6 +8,9 @@ Twice, with the same tasks:
     time at its fastest point. Every board's joules are counted until the end of the round, idle included, and
     compared with the cheapest that trying every point of its profile finds, without any margin.
 
+And then the governor on boards whose physics is not its own model, where it has to learn (`governed`), beside the
+fastest point, the paper's rule, the board's own governors and the optimum.
+
 The demo's donors are small; so that a round is not over before a message is through, each task is counted as
 SCALE times its arithmetic and memory traffic. That changes no ratio. Times and powers are the profiles', and
 what those rest on stands beside them: where that is "assumed", so are the savings.
@@ -36,6 +39,7 @@ from fedquilt.edge_agent.power.governor import Policy, Rule
 from fedquilt.models.stitching import stitched
 from fedquilt.tools import demo
 from fedquilt.tools.artefacts import export
+from fedquilt.tools.bench import governed
 from fedquilt.tools.report.figures import at_least, figure, figure_lines
 from fedquilt.tools.simulation import agents
 
@@ -226,6 +230,8 @@ def measure() -> dict[str, Any]:
         runs = {policy: federate(policy, Path(folder)) for policy in POLICIES}
     boards = runs["max"].boards
     again, told = replay(boards), {policy: summary(run) for policy, run in runs.items()}
+    learning = [governed.judge(case) for case in governed.cases()]
+    all_kinds = governed.whole(learning)
     other = sum(run.path != runs["max"].path for run in runs.values())
     return {
         "bench": "energy",
@@ -236,11 +242,16 @@ def measure() -> dict[str, Any]:
         "federation": told,
         "at_the_round_time_of_max": again,
         "paper_saved_percent": PAPER,
+        "learning": learning,
         "figures": {
             "policies_that_chose_other_blocks": figure(other, 0, "of 4"),
             "energy_saved_against_max": at_least(again["saved_percent"]["fleet"]["energy"], 0.0, "%"),
             "energy_above_the_cheapest_there_is": figure(again["above_cheapest_percent"]["fleet"], 2.0, "%"),
             "tasks_in_time_under_energy": at_least(100 * told["energy"]["in_time"], 95.0, "%"),
+            "learning_joules_above_the_optimum": figure(all_kinds["above_optimum"], 3.0, "%"),
+            "learning_tasks_late": figure(all_kinds["late"], 2.0, "%"),
+            "learning_time_off": figure(all_kinds["time_error"], 10.0, "%"),
+            "learning_power_off": figure(all_kinds["power_error"], 6.0, "%"),
         },
     }
 
@@ -270,7 +281,7 @@ def lines(result: dict[str, Any]) -> list[str]:
         share = 100 * each["fleet_j"] / result["federation"]["max"]["fleet_j"]
         numbers = f"{each['fleet_j']:9.0f} {share:6.1f}% {each['round_s']:9.1f} {each['deadline_s']:9.1f}"
         text.append(f"{policy:18} {numbers} {100 * each['in_time']:7.0f}%")
-    return text
+    return [*text, "", *governed.lines(result["learning"])]
 
 
 def _basis(board: Mapping[str, Any] | None) -> str:

@@ -33,7 +33,7 @@ def point(text: str) -> OperatingPoint:
         hz[f"{found[1].lower()}_hz"] = float(found[2]) * UNITS[found[3].lower()]
     if named and not 0 < len(first.strip()) <= 200:
         raise JobError("name a mode of the board, or clocks as in cpu=1.2GHz,gpu=850MHz")
-    return OperatingPoint(name=first.strip() if named else text.strip()[:200], **hz)
+    return msgspec.convert({"name": first.strip() if named else text.strip()[:200], **hz}, OperatingPoint)
 
 
 def status(root: Path, socket: Path, format: str) -> int:

@@ -3,8 +3,10 @@
 Idle power first, where there is a meter. Then at each of a few operating points (`profiles.fit.design`: the
 fastest, the middle, then mostly corners) two units of work are repeated: arithmetic and memory traffic. The
 median time of each and the mean power go into the profile, and the model of `profiles.model` is fitted to
-them. Sensors are read between units. What the time does not suffice for is left out, and that is said.
-The clocks are given back however this ends; the clock helper sees to it even if this process is killed.
+them. Probes of each workload (`probes`) follow: an engine's own small trainings and runs, whose least times
+tell what a launch and a task cost. Sensors are read between units. What the time does not suffice for is left
+out, and that is said. The clocks are given back however this ends; the clock helper sees to it even if this
+process is killed.
 """
 
 from __future__ import annotations
@@ -12,14 +14,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from fedquilt.core import ClockError, OperatingPoint, Reading
+import msgspec
+
+from fedquilt.core import ClockError, OperatingPoint, Rates, Reading
 from fedquilt.edge_agent.power.energy import Ledger
 from fedquilt.profiles import MOST_POINTS, fit
 from fedquilt.profiles import model as laws
+from fedquilt.tools.board.probes import Probe
+from fedquilt.tools.board.probes import rates as workload_rates
 from fedquilt.tools.board.workloads import Workload
 
 log = logging.getLogger("fedquilt.record")
@@ -28,7 +34,8 @@ OWN: Final = "as-is"  # the one point of a board whose clocks cannot be set
 SETTLE_S: Final = 0.5  # clocks and voltages after a change
 LEAST_S: Final = 1.5  # of one point; with less it is skipped
 LEAST_UNITS: Final = 3  # timed at a point, or it is skipped
-COMPUTING: Final = 0.7  # of a point's time; the rest is memory traffic
+COMPUTING: Final = 0.7  # of the time of plain units at a point; the rest is memory traffic
+PLAIN: Final = 0.4  # of a point's time for plain units, where there are workloads to probe
 IDLE_SHARE, IDLE_MOST_S = 0.05, 20.0  # of the whole time for idle power
 IDLE_STEP_S: Final = 0.5  # between its readings
 
@@ -58,13 +65,14 @@ class Rig:
     clocks: Setter | None  # None: they stay as the board has them
     now: Callable[[], float]
     sleep: Callable[[float], None]
+    probes: Mapping[str, Sequence[Probe]] = field(default_factory=dict)  # by workload: `probes.available`
 
 
 @dataclass(frozen=True)
 class Measured:
     """One point, as the board said that it was held."""
 
-    point: OperatingPoint  # with flops_per_s, bytes_per_s and, where there is a meter, busy_w
+    point: OperatingPoint  # with flops_per_s, bytes_per_s, rates by workload and, where there is a meter, busy_w
     units: int  # of arithmetic that were timed
     took_s: float
 
@@ -83,7 +91,7 @@ class Recording:
 def candidates(lists: dict[str, tuple[float, ...]]) -> list[OperatingPoint]:
     """Every point worth measuring, from what the board's clocks can be set to: as in a profile's grid."""
     grid = laws.grid(lists, MOST_POINTS)
-    return [OperatingPoint(name=laws.name(clocks), **clocks) for clocks in grid]
+    return [msgspec.convert({"name": laws.name(clocks), **clocks}, OperatingPoint) for clocks in grid]
 
 
 def chosen(points: Sequence[OperatingPoint]) -> list[OperatingPoint]:
@@ -176,9 +184,15 @@ def _point(rig: Rig, point: OperatingPoint, end_s: float) -> Measured:
         rig.sleep(SETTLE_S)
     rig.work.compute()  # the first one at new clocks is not like the others
     _check(rig, end_s)
-    half_s = rig.now() + COMPUTING * (end_s - rig.now())
-    compute_s, busy_w = _timed(rig, rig.work.compute, half_s, end_s)
-    traffic_s, _ = _timed(rig, rig.work.traffic, end_s, end_s)
+    plain_s = (PLAIN if rig.probes else 1.0) * (end_s - rig.now())
+    plain_end_s = rig.now() + plain_s
+    compute_s, busy_w = _timed(rig, rig.work.compute, plain_end_s - (1 - COMPUTING) * plain_s, end_s)
+    traffic_s, _ = _timed(rig, rig.work.traffic, plain_end_s, end_s)
+    rates = {}
+    for place, (workload, some) in enumerate(rig.probes.items()):
+        until_s = rig.now() + (end_s - rig.now()) / (len(rig.probes) - place)
+        if (found := _rates(rig, some, until_s, end_s)) is not None:
+            rates[workload] = found
     return Measured(
         point=OperatingPoint(
             name=point.name,
@@ -188,10 +202,29 @@ def _point(rig: Rig, point: OperatingPoint, end_s: float) -> Measured:
             flops_per_s=rig.work.flops / statistics.median(compute_s),
             bytes_per_s=rig.work.read_bytes / statistics.median(traffic_s),
             busy_w=busy_w,
+            rates=rates,
         ),
         units=len(compute_s),
         took_s=rig.now() - began_s,
     )
+
+
+def _rates(rig: Rig, probes: Sequence[Probe], until_s: float, end_s: float) -> Rates | None:
+    """Rates of one workload from the least time of each probe; None: the time does not suffice, or none fits."""
+    times: list[list[float]] = [[] for _ in probes]
+    try:
+        while rig.now() < until_s or len(times[-1]) < LEAST_UNITS:
+            for probe, seen in zip(probes, times, strict=True):
+                _check(rig, end_s)
+                before_s = rig.now()
+                probe.run()
+                seen.append(rig.now() - before_s)
+    except _Skip:
+        pass
+    if len(times[-1]) < LEAST_UNITS or not all(min(seen) > 0 for seen in times):
+        return None
+    found = workload_rates(probes, [min(seen) for seen in times])
+    return found if found.flops_per_s else None
 
 
 def _timed(rig: Rig, unit: Callable[[], object], until_s: float, end_s: float) -> tuple[list[float], float | None]:

@@ -15,13 +15,13 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from fedquilt import disk, profiles
-from fedquilt.core import ClockError, JobError, OperatingPoint
+from fedquilt.core import ClockError, JobError, OperatingPoint, Rates
 from fedquilt.edge_agent import devices
 from fedquilt.edge_agent.clocks.client import Clock, Clocks
 from fedquilt.profiles import Board, Figure, Point, Source, Steps, fit, write
 from fedquilt.profiles import model as laws
 from fedquilt.tools.board import clocks as typed
-from fedquilt.tools.board import measure, workloads
+from fedquilt.tools.board import measure, probes, workloads
 from fedquilt.tools.board.measure import Measured, Recording
 
 MEASURED, FITTED, HOST, LISTED = "measured", "fit", "host", "clocks"  # sources
@@ -85,9 +85,9 @@ def main(
             plan = [point.name for point in points] or [measure.OWN]
             say(msgspec.json.encode({"points": plan, "minutes": minutes}).decode() if format == "json" else _plan(plan))
             return 0
-        work = workloads.best()
+        work, probed = workloads.best(), probes.available()
         load = f"{os.getloadavg()[0]:.1f} other"
-        rig = measure.Rig(work, device.read, clocks if lists else None, time.monotonic, time.sleep)
+        rig = measure.Rig(work, device.read, clocks if lists else None, time.monotonic, time.sleep, probed)
         quiet = format == "json"
         recording = measure.measure(rig, points, 60 * minutes, (lambda line: None) if quiet else say)
     finally:
@@ -152,6 +152,7 @@ def profile(recording: Recording, facts: Facts, lists: Lists) -> Result:
         sources=sources,
         clocks=clocks,
         model=model,
+        workloads=_workloads(recording, top if model is not None else {}),
         points=tuple(_as_point(each.point) for each in done),
     )
     return Result(board, recording, *errors)
@@ -178,9 +179,33 @@ def _model(recording: Recording, top: dict[str, float]) -> tuple[profiles.Model,
     return profiles.Model(**figures), (time_errors, traffic_errors, power_errors)
 
 
+def _workloads(recording: Recording, top: dict[str, float]) -> dict[str, profiles.Times]:
+    """Times of each workload by the board's clocks: fitted where there is a model, else as at the first point."""
+    found = {}
+    for workload in sorted({name for each in recording.points for name in each.point.rates}):
+        numbers: dict[str, float] = {}
+        seen = [each.point for each in recording.points if workload in each.point.rates]
+        for key, unit in profiles.UNITS.items():
+            known = [(measure.clocks_of(point), _each_s(getattr(point.rates[workload], key), key)) for point in seen]
+            each_s = [fit.Seen(clocks, value) for clocks, value in known if value]
+            if not each_s:
+                continue
+            law = fit.inverse(each_s, top)[0] if top else laws.Inverse(each_s[0].value)
+            numbers[f"{unit}_s"] = law.fixed_s
+            numbers |= {f"{unit}_{axis[:-3]}_cycles": count for axis, count in law.cycles.items()}
+        source = FITTED if top else MEASURED
+        found[workload] = profiles.Times(**{key: _figure(value, source) for key, value in numbers.items() if value > 0})
+    return found
+
+
+def _each_s(value: float | None, key: str) -> float | None:
+    """Seconds of one FLOP, byte, launch or task from a number of `Rates`."""
+    return 1 / value if value and key.endswith("_per_s") else value
+
+
 def _as_point(point: OperatingPoint) -> Point:
     clocks = {axis: _figure(getattr(point, axis), MEASURED) for axis in laws.AXES}
-    numbers = {key: _figure(getattr(point, key), MEASURED) for key in profiles.BEHIND}
+    numbers = {key: _figure(getattr(point, key), MEASURED) for key in profiles.BEHIND}  # rates are in [workloads]
     return Point(name=point.name, **clocks, **numbers)
 
 
@@ -239,8 +264,18 @@ def lines(result: Result) -> list[str]:
         said += [f"    {each.point.name:28} {_errors(result, place)}" for place, each in enumerate(recording.points)]
         said.append(result.board.sources[FITTED].text)
         said += trust(result)
+    said += [_rates_text(name, rates) for name, rates in recording.points[0].point.rates.items()]
     said += [f"skipped {name}: {reason}" for name, reason in recording.skipped]
     return said
+
+
+def _rates_text(workload: str, rates: Rates) -> str:
+    """What one workload's task costs at the first point."""
+    parts = [f"{(rates.flops_per_s or 0) / 1e9:.3g} GFLOP/s"]
+    parts += [f"{rates.bytes_per_s / 1e9:.3g} GB/s"] if rates.bytes_per_s else []
+    parts += [f"{1e6 * rates.launch_s:.3g} us a launch"] if rates.launch_s else []
+    parts += [f"{1e3 * rates.task_s:.3g} ms a task"] if rates.task_s else []
+    return f"{workload} at {parts[0]}{''.join(f', {each}' for each in parts[1:])}"
 
 
 TRUST: Final = ((0.1, "well"), (0.25, "roughly"))  # worst error at points left out of the fit

@@ -32,6 +32,7 @@ from fedquilt.core import BlobRef, Device, JobError, Profile, StoreError, Task, 
 from fedquilt.edge_agent import events, messages
 from fedquilt.edge_agent.duty import Duty
 from fedquilt.edge_agent.power.governor import Rule
+from fedquilt.edge_agent.power.learned import Learned
 from fedquilt.edge_agent.task.outputs import PRIVATE
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.edge_agent.task.worker import VirtualWorker
@@ -332,6 +333,9 @@ class _Device:
         self.have.discard(sha256)
 
     def progressed(self, task: Task, fraction: float, now_s: float) -> None:
+        pass
+
+    def remember(self, learned: Mapping[str, Learned]) -> None:
         pass
 
     def order(self, task: Task, budget_bytes: int, plan_bytes: int, *, spare: bool = False) -> Order:

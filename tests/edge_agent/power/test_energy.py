@@ -156,3 +156,55 @@ def test_stretches_are_added_up() -> None:
     assert total([one, one]).point == "MAXQ"
     assert total([one, Cost(duration_s=1.0)]).point == "MAXQ, then let go"
     assert total([Cost(duration_s=1.0)]).point is None
+
+
+def test_a_meter_that_dies_on_the_way_makes_the_joules_unknown() -> None:
+    """Ten seconds of 5 W, then nothing for twenty: nobody knows; a silence of a second is bridged."""
+    alive = [(i / 2, 5.0 + i % 2) for i in range(21)]
+    dead = powers(*alive).cost(30.0, idle_w=1.0, point="MAXN")
+    assert (dead.energy_j, dead.energy_error_j, dead.energy_source) == (None, None, None)
+    assert (dead.duration_s, dead.idle_j, dead.point) == (30.0, 30.0, "MAXN")
+    assert powers(*alive).cost(11.0, None).energy_j is not None
+    assert powers(*alive, (30.0, 5.0)).cost(30.5, None).energy_j is None  # nor does it help that it comes back
+    assert powers((6.0, 5.0), (6.5, 5.5)).cost(7.0, None).energy_j is None  # nor that it had not begun
+
+
+def test_a_meter_that_freezes_on_the_way_makes_the_joules_unknown() -> None:
+    """It moved with every reading for ten seconds, and then told one value for twenty; so with a counter."""
+    moving = [(i / 2, 5.0 + i % 2) for i in range(21)]
+    frozen = [(10.0 + i / 2, 6.0) for i in range(1, 41)]
+    assert powers(*moving, *frozen[:10]).cost(15.0, None).energy_j is not None
+    assert powers(*moving, *frozen).cost(30.0, None).energy_j is None
+    counted = counters(*((at_s, 5 * at_s) for at_s, _ in moving), *((at_s, 50.0) for at_s, _ in frozen))
+    assert counted.cost(30.0, None).energy_j is None
+
+
+def test_a_coarse_meter_is_not_taken_for_a_frozen_one() -> None:
+    """A plug that tells tenths of a watt stands still for three seconds at a time, and so it may for thirty."""
+    readings = [(float(i), 4.7 + 0.1 * (i // 3 % 2)) for i in range(31)]
+    still = [(30.0 + i, 4.7) for i in range(1, 31)]
+    assert powers(*readings, *still).cost(60.0, None).energy_j is not None
+    assert powers(*((float(i), 4.7) for i in range(31))).cost(30.0, None).energy_j == pytest.approx(141.0)
+
+
+def test_what_no_board_can_draw_is_passed_over() -> None:
+    """Of 5 W boards: 900 W for a moment, and a counter that leaps by 4 kJ and does not come back."""
+    ledger = Ledger(0.0, most_w=40.0)
+    for at_s, watts in ((0.0, 5.0), (0.5, 900.0), (1.0, -3.0), (1.5, 5.0)):
+        ledger = ledger.seen(at_s, Reading(power_w=watts, energy_source="ina3221 VDD_IN"))
+    assert ledger.cost(1.5, None).energy_j == pytest.approx(7.5)
+    leap = Ledger(0.0, most_w=40.0)
+    for index in range(20):
+        leap = leap.seen(float(index), Reading(energy_j=5.0 * index + (4000.0 if index > 5 else 0.0)))
+    assert leap.cost(19.0, None).energy_j is None
+
+
+def test_a_new_stretch_remembers_how_a_meter_moves() -> None:
+    """It froze in the first stretch: the second one is unknown as well."""
+    ledger = powers(*((i / 2, 5.0 + i % 2) for i in range(21)))
+    for index in range(1, 21):
+        ledger = ledger.seen(10.0 + index / 2, Reading(power_w=6.0, energy_source="ina3221 VDD_IN"))
+    second = ledger.again(20.0)
+    for index in range(1, 11):
+        second = second.seen(20.0 + index / 2, Reading(power_w=6.0, energy_source="ina3221 VDD_IN"))
+    assert second.cost(25.0, None).energy_j is None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fedquilt.core import OperatingPoint, Work
-from fedquilt.edge_agent.power import governor
-from fedquilt.edge_agent.power.governor import Rule, averaged, choose, forecasts, pace_of, part, step_up
+from fedquilt.edge_agent.power.governor import Rule, choose, forecasts, step_up
+from fedquilt.edge_agent.power.learned import Learned, Seen, taught
 
 WORK = Work(flops=100.0)
 
@@ -18,6 +18,12 @@ def point(name: str, flops_per_s: float | None, busy_w: float | None) -> Operati
 # 40 s, 20 s, 10 s; above 1 W of idle they take 40, 40 and 90 J
 SLOW, MIDDLE, FAST = point("slow", 2.5, 2.0), point("middle", 5.0, 3.0), point("fast", 10.0, 10.0)
 BOARD = (MIDDLE, FAST, SLOW)
+
+
+def slower(factor: float, held: OperatingPoint = SLOW) -> Learned:
+    """What one task teaches that took this much longer than the profile says."""
+    seconds = WORK.flops / (held.flops_per_s or 1.0)
+    return taught(Learned(), Seen(held, WORK, seconds * factor, held.busy_w))
 
 
 def name(chosen: OperatingPoint | None) -> str | None:
@@ -73,9 +79,9 @@ def test_without_counting_idle_racing_looks_better_than_it_is() -> None:
 
 
 def test_a_board_that_is_slower_than_its_profile_gets_a_faster_point() -> None:
-    """Twice as slow: 80, 40 and 20 s."""
-    assert chosen("energy", 50.0, pace=2.0) == "middle"
-    assert chosen("energy", 43.0, pace=2.0) == "fast"
+    """Twice as slow: about 80, 40 and 20 s, and longer for all that one task tells."""
+    assert name(choose(Rule(), BOARD, WORK, 80.0, 1.0, slower(2.0))) == "middle"
+    assert name(choose(Rule(), BOARD, WORK, 43.0, 1.0, slower(2.0))) == "fast"
 
 
 def test_points_that_lack_numbers_are_left_out() -> None:
@@ -101,45 +107,37 @@ def test_energy_without_any_power_leaves_the_board_alone() -> None:
 
 def test_a_task_in_time_is_left_alone() -> None:
     """Half of it is done, the rest takes 20 s of the 20 that are left."""
-    assert step_up(Rule(), BOARD, SLOW, part(WORK, 0.5), 20.0, 1.0) is None
+    assert step_up(Rule(), BOARD, Seen(SLOW, WORK.part(0.5), 20.0, None), WORK.part(0.5), 20.0, 1.0) is None
 
 
 @pytest.mark.parametrize(
-    ("policy", "left_s", "pace", "expected"),
+    ("policy", "left_s", "factor", "expected"),
     [
         ("energy", 15.0, 1.0, "middle"),  # the rest takes 20, 10 or 5 s
-        ("energy", 10.5, 1.0, "fast"),
+        ("energy", 10.4, 1.0, "fast"),
         ("energy", 1.0, 1.0, "fast"),  # late whatever happens: as little as possible
-        ("energy", 30.0, 2.0, "middle"),
+        ("energy", 35.0, 2.0, "middle"),
         ("paper", 15.0, 1.0, "middle"),
         ("max", 1.0, 1.0, None),
         ("board", 1.0, 1.0, None),
     ],
 )
-def test_a_late_task_is_stepped_up(policy: str, left_s: float, pace: float, expected: str | None) -> None:
+def test_a_late_task_is_stepped_up(policy: str, left_s: float, factor: float, expected: str | None) -> None:
     """To the cheapest, or slowest, point that still makes it."""
     rule = Rule(policy)  # type: ignore[arg-type]
-    assert name(step_up(rule, BOARD, SLOW, part(WORK, 0.5), left_s, 1.0, pace)) == expected
+    seen = Seen(SLOW, WORK.part(0.5), 20.0 * factor, None)
+    assert name(step_up(rule, BOARD, seen, WORK.part(0.5), left_s, 1.0)) == expected
 
 
 def test_there_is_nothing_above_the_fastest_point() -> None:
     """Late as it may be."""
-    assert step_up(Rule(), BOARD, FAST, WORK, 1.0, 1.0) is None
+    assert step_up(Rule(), (FAST, SLOW), Seen(FAST, WORK.part(0.5), 5.0, None), WORK.part(0.5), 1.0, 1.0) is None
 
 
-def test_the_pace_is_time_seen_over_time_predicted() -> None:
-    """A fifth of 40 s took 16 s; a little says nothing; nonsense is bounded."""
-    assert pace_of(WORK, SLOW, 0.2, 16.0) == pytest.approx(2.0)
-    assert pace_of(WORK, SLOW, 0.01, 16.0) is None
-    assert pace_of(WORK, SLOW, 0.2, 0.0) is None
-    assert pace_of(WORK, point("unknown", None, None), 0.5, 16.0) is None
-    assert pace_of(WORK, SLOW, 1.0, 1e9) == governor.PACE_MOST
-
-
-def test_a_boards_pace_is_averaged_after_the_first() -> None:
-    """2, then 0.7 of it and 0.3 of 1."""
-    assert averaged(None, 2.0) == 2.0
-    assert averaged(2.0, 1.0) == pytest.approx(1.7)
+@pytest.mark.parametrize(("share", "seconds"), [(0.01, 16.0), (0.2, 0.0)])
+def test_too_little_of_a_task_says_nothing_of_its_pace(share: float, seconds: float) -> None:
+    """A hundredth of the work, and a clock that stands still."""
+    assert step_up(Rule(), BOARD, Seen(SLOW, WORK.part(share), seconds, None), WORK.part(1 - share), 1.0, 1.0) is None
 
 
 def test_the_cheapest_is_the_cheapest_of_all_points() -> None:

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from fedquilt import profiles
-from fedquilt.core import ClockError, JobError, OperatingPoint, Reading, StoreError
+from fedquilt.core import ClockError, JobError, OperatingPoint, Reading, StoreError, Work
 from fedquilt.edge_agent.clocks.client import Clock
 from fedquilt.profiles import fit, model, write
-from fedquilt.tools.board import measure, record, workloads
+from fedquilt.tools.board import measure, probes, record, workloads
 from fedquilt.tools.board.measure import Rig
 
 LISTS = {"cpu_hz": (0.5e9, 1e9, 1.5e9, 2e9), "gpu_hz": (0.3e9, 0.8e9, 1.3e9)}
@@ -279,3 +279,42 @@ def test_the_units_of_work_are_float32_and_count_what_they_say():
     assert (answer.shape, answer.dtype) == ((4, 64, 56, 56), "float32")
     work.traffic()
     assert work.read_bytes == 2 * 64 * 2**20
+
+
+LAUNCH = model.Inverse(1e-5, {"cpu_hz": 2e4})
+
+
+def test_a_workload_s_rates_are_told_apart_and_fitted_over_the_clocks():
+    """Probes of a board whose launches follow the processor alone: every rate comes back, at other points too."""
+    board = FakeBoard()
+    works = [Work(flops=1e9, launches=10.0), Work(flops=1e7, launches=900.0), Work(flops=1e6, launches=1.0)]
+
+    def run(work: Work) -> None:
+        clocks = board.clocks()
+        speed_s, launch_s = TIME.seconds(clocks, TOP), LAUNCH.seconds(clocks, TOP)
+        board.pass_s(work.flops * speed_s + work.launches * launch_s + 0.002, 3.0)
+
+    some = {"torch-conv": [probes.Probe(work, lambda work=work: run(work)) for work in works]}
+    recorded = record.profile(
+        measure.measure(dataclasses.replace(board.rig(), probes=some), POINTS, 240.0), FACTS, LISTS
+    )
+    read = profiles.parse(write.text(recorded.board), "recorded")
+    times = read.workloads["torch-conv"]
+    assert times.inverse("launch").cycles == pytest.approx(dict(LAUNCH.cycles), rel=1e-3)
+    assert times.inverse("flop").cycles == pytest.approx(dict(TIME.cycles), rel=1e-3)
+    assert times.inverse("task").fixed_s == pytest.approx(0.002, rel=1e-3)
+    low = next(point for point in read.operating_points() if point.cpu_hz == LISTS["cpu_hz"][1])
+    assert low.rates["torch-conv"].launch_s == pytest.approx(LAUNCH.seconds({"cpu_hz": 1e9}, TOP), rel=1e-3)
+    assert "torch-conv at" in "\n".join(record.lines(recorded))
+
+
+def test_a_board_without_clocks_has_the_rates_of_its_one_point_and_no_time_leaves_a_workload_out():
+    board = FakeBoard()
+    works = [Work(flops=1e9, launches=launches, tasks=0.0) for launches in (0.0, 1.0)]
+    quick = [probes.Probe(each, lambda each=each: board.pass_s(0.01 * (1 + each.launches), 3.0)) for each in works]
+    slow = [probes.Probe(Work(flops=1e9), lambda: board.pass_s(50.0, 3.0))]
+    rig = dataclasses.replace(board.rig(clocks=False), probes={"torch-dense": quick, "torch-conv": slow})
+    recorded = record.profile(measure.measure(rig, POINTS, 60.0), FACTS, {})
+    assert list(recorded.board.workloads) == ["torch-dense"]
+    [point] = recorded.board.operating_points()
+    assert point.rates["torch-dense"].launch_s == pytest.approx(0.01)

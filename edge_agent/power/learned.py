@@ -1,0 +1,288 @@
+"""Learned speed and power of one workload on this board. Pure: measured stretches of tasks in, estimates out.
+
+A profile says how long work takes at each operating point and what the board draws there, as `fedquilt record` has
+measured it with work of its own. A task is not like that: it may run on the GPU where the CPU was recorded, wait for
+memory or for launches, and leave units idle. So two laws are learned for each engine and workload. Each is a sum of
+columns with weights that are not negative:
+
+    seconds = the profile's + amount * (1 / f_cpu + 1 / f_gpu + 1 / f_emc + 1)
+    watts   = the profile's + f_cpu^3 + f_gpu^3 + speed * (f_cpu^2 + f_gpu^2 + 1) + 1
+
+The time is a roofline whose parts add up: what follows each clock, and what follows none. In the power, f^3 is a unit
+that runs whether it is of use or not, its voltage following the clock; the terms with the speed (work done in a second)
+are units that draw only while they work. Where a voltage is at its floor, the profile's column and the constant carry
+the difference, as they do for leakage.
+
+Each column of the time is scaled so that it alone would explain the first measurement, and each of the power to be as
+large at the highest clocks. Weights begin at (1, 0, 0, ...), which is the profile times one factor, with a
+Gaussian prior: a few measurements move only the directions that they show, and what is left of the prior says how
+sure an estimate is at a point that was never held. A measurement adds one row to a matrix of fixed size, older rows
+count less, and errors are relative. All in plain floats: an agent's daemon imports no numpy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from operator import mul
+from types import MappingProxyType
+from typing import Annotated, Final, NamedTuple
+
+from msgspec import Meta
+from msgspec.structs import replace
+
+from fedquilt import cost_model
+from fedquilt.core import Amount, Count, Label, OperatingPoint, Wired, Work
+
+AXES: Final = ("cpu_hz", "gpu_hz", "emc_hz")
+TIME: Final = (0.6, 0.4, 0.4, 0.4, 0.1)  # prior spread of each weight: profile, cpu, gpu, emc, constant
+POWER: Final = (0.3, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)  # profile, cpu^3, gpu^3, speed * (cpu^2, gpu^2, 1), constant
+NOISE: Final = 0.05  # relative error of one measurement
+KEPT: Final = 0.98  # weight of a task after the next one: about fifty count
+EXACT: Final = 1e-6  # a profile that is so near leaves nothing to learn: simulated boards without noise
+ODD: Final = 0.5  # least relative error at which a measurement is taken for another regime ...
+SURE: Final = 4.0  # ... and this many times the spread that was expected
+YOUNG: Final = 4  # measurements before which nothing is unlike all before, and the scale is still looked for
+MOST: Final = 1000.0  # beyond this factor from the profile, either way, the cause is not the clocks
+SWEEPS: Final = 100  # most rounds of the solver, which stops earlier
+SOLVED: Final = 1e-6  # change of a weight at which the solver stops
+
+Numbers = Annotated[tuple[float, ...], Meta(max_length=64)]
+
+
+class Law(Wired, frozen=True):
+    """What was measured of one quantity, as the normal equations of its weights."""
+
+    at: OperatingPoint  # point of the first measurement: the columns' unit
+    top: dict[Label, Amount]  # highest clocks of the board then, by axis
+    ratio: Amount  # measured there, over the profile's
+    rows: Numbers  # information, n * n, without the prior
+    aims: Numbers  # right-hand sides, n
+    count: Count
+    odd: bool = False  # the latest measurement was unlike all before, and was left out
+
+
+class Learned(Wired, frozen=True):
+    """What a board has learned of one engine and workload; the laws are None as long as the profile holds."""
+
+    time: Law | None = None
+    power: Law | None = None
+
+    @property
+    def sound(self) -> bool:
+        """Whether the laws have the sizes of this version; others are of no use to it."""
+        laws = ((self.time, len(TIME)), (self.power, len(POWER)))
+        return all(law is None or (len(law.rows), len(law.aims)) == (size * size, size) for law, size in laws)
+
+
+class Seen(NamedTuple):
+    """One stretch of a task, held at one point from its beginning to its end."""
+
+    point: OperatingPoint
+    work: Work  # done in the stretch
+    seconds: float
+    watts: float | None  # mean of the whole board; None: no meter, or none that can be trusted
+    top: Mapping[str, float] = MappingProxyType({})  # highest clocks of the board, by axis; those of `point` if missing
+
+
+class Estimate(NamedTuple):
+    """Estimate of a task at one point. Spreads are standard deviations, relative to the value."""
+
+    seconds: float
+    seconds_spread: float
+    watts: float | None  # None: the profile has no power for the point
+    watts_spread: float
+
+
+def estimates(learned: Learned, points: Sequence[OperatingPoint], work: Work) -> list[Estimate | None]:
+    """Estimate the work at each point, in their order; None: the profile says nothing of its time there."""
+    time, power = _fitted(learned.time, TIME), _fitted(learned.power, POWER)
+    there_s = None if power is None else _seconds(time, power.law.at, work)[0]
+    found: list[Estimate | None] = []
+    for point in points:
+        seconds, spread = _seconds(time, point, work)
+        if not seconds:
+            found.append(None)
+            continue
+        watts: tuple[float | None, float] = (point.busy_w, 0.0)
+        if power is not None and point.busy_w is not None:
+            watts = power.at(_power_columns(power.law, point, seconds, there_s))
+        found.append(Estimate(seconds, spread, *watts))
+    return found
+
+
+def taught(learned: Learned, seen: Seen, *, at_once: bool = False) -> Learned:
+    """What is known after one more stretch. Values that cannot be true teach nothing.
+
+    A stretch unlike all before is left out; a second one in a row makes the law begin anew, as the work now runs
+    elsewhere: on the CPU for want of a GPU, say.
+
+    Args:
+        learned: before.
+        seen: the stretch.
+        at_once: begin anew at the first stretch that is unlike all before.
+    """
+    told_s = cost_model.seconds(seen.work, seen.point)
+    if told_s is None or not 0 < seen.seconds < math.inf:
+        return learned
+    point, watts = seen.point, seen.watts
+    time = _added(
+        learned.time, TIME, seen, (told_s, seen.seconds), at_once, lambda law: _time_columns(law, point, seen.work)
+    )
+    anew = learned.time is not None and time is not None and time.count < learned.time.count
+    power = None if anew else learned.power
+    if watts is not None and 0 < watts < math.inf and point.busy_w and not (time and time.odd):
+        fit = _fitted(time, TIME)
+        here_s = _seconds(fit, point, seen.work)[0]
+
+        def columns(law: Law) -> list[float]:
+            return _power_columns(law, point, here_s, _seconds(fit, law.at, seen.work)[0])
+
+        power = _added(power, POWER, seen, (point.busy_w, watts), at_once, columns)
+    return Learned(time=time, power=power)
+
+
+# -- columns --------------------------------------------------------------------------------------
+
+
+def _time_columns(law: Law, point: OperatingPoint, work: Work) -> list[float] | None:
+    here_s, there_s = cost_model.seconds(work, point), cost_model.seconds(work, law.at)
+    if here_s is None or there_s is None:
+        return None
+    unit_s = law.ratio * there_s
+    clocks = [unit_s / share if share else 0.0 for share in _shares(clocks_of(law.at), point, AXES)]
+    return [law.ratio * here_s, *clocks, unit_s]
+
+
+def _power_columns(law: Law, point: OperatingPoint, here_s: float | None, there_s: float | None) -> list[float]:
+    """Columns of a point where the work takes `here_s`, and `there_s` at the law's first point."""
+    speed = there_s / here_s if here_s and there_s else 1.0
+    unit_w = law.ratio * (law.at.busy_w or 0.0)
+    here, there = _shares(law.top, point, AXES), _shares(law.top, law.at, AXES)
+    cubes = [unit_w * share**3 for share in here[:2]]
+    used = [unit_w * speed * first * share**2 for share, first in zip(here[:2], there[:2], strict=True)]
+    return [law.ratio * (point.busy_w or 0.0), *cubes, *used, unit_w * speed * there[2], unit_w]
+
+
+def clocks_of(point: OperatingPoint) -> dict[str, float]:
+    """Clocks of a point by axis, in hertz; those that it leaves to the board are left out."""
+    return {axis: hz for axis in AXES if (hz := getattr(point, axis))}
+
+
+def highest(points: Sequence[OperatingPoint]) -> dict[str, float]:
+    """Highest clock of the points by axis, in hertz."""
+    known = {axis: [hz for point in points if (hz := getattr(point, axis))] for axis in AXES}
+    return {axis: max(values) for axis, values in known.items() if values}
+
+
+def _shares(unit: Mapping[str, float], point: OperatingPoint, axes: Sequence[str]) -> list[float]:
+    """Clocks over those of a unit: 1 where the point leaves a clock to the board, 0 where the unit has none."""
+    known = clocks_of(point)
+    return [known.get(axis, unit[axis]) / unit[axis] if axis in unit else 0.0 for axis in axes]
+
+
+def _seconds(time: _Fit | None, point: OperatingPoint, work: Work) -> tuple[float | None, float]:
+    """Seconds of some work and their relative spread, by a fitted law; by the profile without one."""
+    columns = None if time is None else _time_columns(time.law, point, work)
+    if time is None or columns is None:
+        return cost_model.seconds(work, point), 0.0
+    return time.at(columns)
+
+
+# -- fitting --------------------------------------------------------------------------------------
+
+
+class _Fit(NamedTuple):
+    """Weights of a law, with the covariance of their errors, n by n."""
+
+    law: Law
+    weights: list[float]
+    covariance: list[list[float]]
+
+    def at(self, columns: Sequence[float]) -> tuple[float, float]:
+        """Value of a row of columns, and its relative spread."""
+        value = sum(weight * x for weight, x in zip(self.weights, columns, strict=True))
+        square = sum(x * sum(map(mul, row, columns)) for x, row in zip(columns, self.covariance, strict=True))
+        return value, math.sqrt(max(square, 0.0)) / value
+
+
+def _fitted(law: Law | None, spreads: Sequence[float]) -> _Fit | None:
+    """Weights that explain the measurements best, none below 0, by coordinate descent."""
+    if law is None:
+        return None
+    n = len(spreads)
+    prior = [1 / spread**2 for spread in spreads]
+    matrix = [[law.rows[n * i + j] + (prior[i] if i == j else 0.0) for j in range(n)] for i in range(n)]
+    aims = [aim + (prior[0] if i == 0 else 0.0) for i, aim in enumerate(law.aims)]
+    covariance = _inverse(matrix)
+    weights = [max(0.0, sum(map(mul, row, aims))) for row in covariance]
+    for _ in range(SWEEPS):
+        moved = 0.0
+        for i, row in enumerate(matrix):
+            better = max(0.0, weights[i] + (aims[i] - sum(map(mul, row, weights))) / row[i])
+            moved, weights[i] = max(moved, abs(better - weights[i])), better
+        if moved < SOLVED:
+            break
+    return _Fit(law, weights, covariance)
+
+
+def _inverse(matrix: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Inverse of a positive definite matrix, by Gauss and Jordan; the prior keeps it far from singular."""
+    n = len(matrix)
+    rows = [[*row, *(float(i == j) for j in range(n))] for i, row in enumerate(matrix)]
+    for i in range(n):
+        rows[i] = [value / rows[i][i] for value in rows[i]]
+        for k in range(n):
+            if k != i and (factor := rows[k][i]):
+                rows[k] = [value - factor * other for value, other in zip(rows[k], rows[i], strict=True)]
+    return [row[n:] for row in rows]
+
+
+def _added(
+    law: Law | None,
+    spreads: Sequence[float],
+    seen: Seen,
+    values: tuple[float, float],
+    at_once: bool,
+    columns: Callable[[Law], list[float] | None],
+) -> Law | None:
+    """A law with one more stretch. `values`: what the profile tells of it, and what was measured."""
+    told, measured = values
+    if law is None and abs(measured / told - 1) < EXACT:
+        return None
+    fit = _fitted(law, spreads)
+    if fit is not None:
+        row = columns(fit.law)
+        if row is None:
+            return law
+        value, spread = fit.at(row)
+        if abs(measured / value - 1) > max(ODD, SURE * math.hypot(spread, NOISE)):
+            if fit.law.count < YOUNG:
+                law = _scaled(fit.law, measured / value)
+            elif fit.law.odd or at_once:
+                law = None
+            else:
+                return replace(fit.law, odd=True)
+    n = len(spreads)
+    if law is None:
+        ratio = min(max(measured / told, 1 / MOST), MOST)
+        rates = {name: each for name, each in seen.point.rates.items() if name == seen.work.workload}
+        top = {**clocks_of(seen.point), **seen.top}
+        law = Law(
+            at=replace(seen.point, rates=rates), top=top, ratio=ratio, rows=(0.0,) * (n * n), aims=(0.0,) * n, count=0
+        )
+    row = columns(law)
+    if row is None:
+        return law
+    share = [x / measured for x in row]
+    known = min(seen.work.tasks, 1.0)  # stretches of one task have one error in common
+    weight, kept = known / NOISE**2, 1 - (1 - KEPT) * known
+    rows = tuple(kept * law.rows[n * i + j] + weight * share[i] * share[j] for i in range(n) for j in range(n))
+    aims = tuple(kept * aim + weight * x for aim, x in zip(law.aims, share, strict=True))
+    return replace(law, rows=rows, aims=aims, count=law.count + 1, odd=False)
+
+
+def _scaled(law: Law, factor: float) -> Law:
+    """A law with the same evidence, whose prior is a profile of other values: of a board that is so much slower."""
+    rows, aims = tuple(value * factor**2 for value in law.rows), tuple(value * factor for value in law.aims)
+    return replace(law, ratio=law.ratio * factor, rows=rows, aims=aims)

@@ -1,0 +1,73 @@
+"""Costs of a network's layers, traced by running it. Imports torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from fedquilt.layer_costs import Layer
+
+
+def trace(model: nn.Module, shape: tuple[int, ...]) -> list[Layer]:
+    """Layers that one example of `shape` (without batch) goes through, each at its first operation.
+
+    In evaluation mode, as `calls.trace`, but with gradients: without them torch runs a transformer's layers by kernels
+    of their own, which training does not use.
+    """
+    counter = _Counter(model)
+    was_training = model.training
+    place = next((value.device for value in model.parameters()), torch.device("cpu"))
+    try:
+        x = torch.zeros(1, *shape, device=place)
+        with torch.enable_grad(), counter:
+            model.eval()(x)
+    finally:
+        model.train(was_training)
+        counter.close()
+    return [Layer(path, *numbers) for path, numbers in counter.found.items()]
+
+
+class _Counter(TorchDispatchMode):  # type: ignore[misc]
+    """Sums over operations, by the innermost module that runs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._own = {value.untyped_storage().data_ptr() for value in (*model.parameters(), *model.buffers())}
+        self._running = [""]
+        self.found: dict[str, list[Any]] = {}
+        self._watches = []
+        for path, each in model.named_modules():
+            self._watches.append(each.register_forward_pre_hook(lambda _, given, path=path: self._running.append(path)))
+            self._watches.append(each.register_forward_hook(lambda _, given, made: self._left()))
+
+    def close(self) -> None:
+        """Leave the network as it was."""
+        for watch in self._watches:
+            watch.remove()
+
+    def _left(self) -> None:
+        self._running.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and count it; a view of a tensor costs nothing."""
+        made = func(*args, **(kwargs or {}))
+        if func.is_view:
+            return made
+        row = self.found.setdefault(self._running[-1], [0.0, 0.0, 0.0, 0])
+        given = [value for value in _tensors((args, kwargs)) if value.untyped_storage().data_ptr() not in self._own]
+        weighted = len(given) < len(_tensors((args, kwargs)))
+        count = flop_registry.get(func.overloadpacket)
+        if count is not None:
+            row[0 if weighted else 1] += float(count(*args, **(kwargs or {}), out_val=made))
+        row[2] += float(sum(value.nbytes for value in (*given, *_tensors(made))))
+        row[3] += 1
+        return made
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """Every tensor in nested values."""
+    return [each for each in torch.utils._pytree.tree_leaves(values) if isinstance(each, torch.Tensor)]

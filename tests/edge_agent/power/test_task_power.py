@@ -1,0 +1,151 @@
+"""Power management of one task, on a board with a meter that fails and clocks that somebody else moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from fedquilt.core import ClockError, Cost, OperatingPoint, Reading, Work
+from fedquilt.edge_agent.power.governor import Rule
+from fedquilt.edge_agent.power.learned import Learned
+from fedquilt.edge_agent.power.task_power import Pacer, Spent
+
+SLOW = OperatingPoint(name="slow", cpu_hz=1e9, flops_per_s=2.5, busy_w=4.0)
+FAST = OperatingPoint(name="fast", cpu_hz=2e9, flops_per_s=5.0, busy_w=16.0)
+WORK = Work(flops=100.0)  # 40 or 20 s
+
+Meter = Callable[[float], Reading]
+
+
+def healthy(now_s: float) -> Reading:
+    """About 5 W, never twice the same."""
+    return Reading(power_w=5.0 + 0.01 * (now_s % 1.0), energy_source="plug")
+
+
+class Board:
+    """Takes all clocks; `meter` says what its sensors do."""
+
+    board, memory_bytes, provenance, adjustable = "hand-made", 8 << 30, "measured", True
+    points: tuple[OperatingPoint, ...] = (SLOW, FAST)
+    idle_w: float | None = 1.0
+
+    def __init__(self, meter: Meter = healthy) -> None:
+        self.meter, self.clocks, self.holds, self.refuses = meter, ["own"], False, ""
+
+    def read(self, now_s: float) -> Reading:
+        return self.meter(now_s)
+
+    def hold(self, point: OperatingPoint) -> OperatingPoint:
+        if self.refuses:
+            raise ClockError(self.refuses)
+        self.clocks.append(point.name)
+        self.holds = True
+        return point
+
+    def release(self) -> None:
+        self.clocks.append("own")
+        self.holds = False
+
+    def cost(self, work: Work, measured: Cost) -> Cost:
+        return measured
+
+
+def worked(board: Board, seconds: float = 60.0, lost_s: float | None = None) -> Spent:
+    """A task that takes this long, with all the time there is; from `lost_s` on the clocks are somebody else's."""
+    pacer = Pacer(board, Rule())
+    pacer.begin(0.0)
+    pacer.loaded(WORK, 1000.0, Learned(), 0.0)
+    for tenth in range(1, int(10 * seconds)):
+        if lost_s is not None and tenth == int(10 * lost_s):
+            board.holds = False
+        pacer.sample(tenth / 10)
+        pacer.progress(tenth / (10 * seconds), tenth / 10)
+    return pacer.end(WORK, seconds, seconds)
+
+
+def test_a_task_teaches_time_and_power_of_the_point_it_ran_at() -> None:
+    """60 s instead of 40, and 5 W instead of 4."""
+    board = Board()
+    spent = worked(board)
+    assert board.clocks == ["own", "slow", "own"]
+    assert spent.cost.energy_j == pytest.approx(300.0, rel=0.01)
+    assert spent.learned.time is not None
+    assert spent.learned.power is not None
+    assert (spent.learned.time.at, spent.learned.time.ratio) == (SLOW, pytest.approx(1.5))
+    assert spent.learned.power.ratio == pytest.approx(5.0 / 4.0, rel=0.01)
+    assert spent.learned.power.top == {"cpu_hz": 2e9}
+
+
+FAILS: dict[str, Meter] = {
+    "dies": lambda now_s: healthy(now_s) if now_s < 20.0 else Reading(),
+    "freezes": lambda now_s: healthy(min(now_s, 20.55)),
+    "jumps": lambda now_s: Reading(energy_j=5.0 * now_s + (1e6 if now_s > 20.0 else 0.0), energy_source="rapl"),
+    "falls": lambda now_s: Reading(energy_j=5.0 * now_s + (1e6 if now_s < 20.0 else 0.0), energy_source="rapl"),
+    "tells nonsense": lambda now_s: Reading(power_w=5.0 if now_s < 20.0 else -3.0, energy_source="plug"),
+    "was never there": lambda now_s: Reading(temperature_c=40.0),
+}
+
+
+@pytest.mark.parametrize("fails", FAILS)
+def test_a_meter_that_fails_on_the_way_teaches_no_power_and_reports_no_joules(fails: str) -> None:
+    """The time is known all the same."""
+    spent = worked(Board(FAILS[fails]))
+    assert spent.cost.energy_j is None
+    assert spent.cost.idle_j == 60.0
+    assert spent.learned.power is None
+    assert spent.learned.time is not None
+
+
+def test_a_stretch_whose_clocks_somebody_else_moved_teaches_nothing() -> None:
+    """Nobody knows since when it ran at other clocks; what was somebody else's is not given back either."""
+    board = Board()
+    spent = worked(board, lost_s=30.0)
+    assert spent.learned == Learned()
+    assert spent.cost.point == "slow, then let go"
+    assert board.clocks == ["own", "slow"]
+
+
+def test_clocks_that_are_refused_teach_nothing() -> None:
+    """The board's own governor carried the task out."""
+    board = Board()
+    board.refuses = "too hot"
+    assert worked(board).learned == Learned()
+    assert board.clocks == ["own"]
+
+
+def test_without_idle_power_the_idle_joules_are_unknown() -> None:
+    """And those of the task are not."""
+    board = Board()
+    board.idle_w = None
+    spent = worked(board)
+    assert spent.cost.idle_j is None
+    assert spent.cost.energy_j == pytest.approx(300.0, rel=0.01)
+
+
+def test_a_profile_with_holes_leaves_the_clocks_alone() -> None:
+    """No point has a speed: nothing is held and nothing learned."""
+    board = Board()
+    board.points = tuple(OperatingPoint(name=each.name, cpu_hz=each.cpu_hz) for each in (SLOW, FAST))
+    assert worked(board).learned == Learned()
+    assert board.clocks == ["own"]
+
+
+def test_a_task_that_is_stepped_up_teaches_both_points() -> None:
+    """It takes four times as long as predicted; at the higher clock it is in time."""
+    board = Board()
+    pacer = Pacer(board, Rule())
+    pacer.begin(0.0)
+    pacer.loaded(WORK, 60.0, Learned(), 0.0)
+    done, now_s = 0.0, 0.0
+    while done < 1.0:
+        now_s = round(now_s + 0.1, 3)
+        done += 0.1 / (160.0 if board.clocks[-1] == "slow" else 40.0)
+        pacer.sample(now_s)
+        if done < 1.0:
+            pacer.progress(done, now_s)
+    spent = pacer.end(WORK, now_s, now_s)
+    assert board.clocks == ["own", "slow", "fast", "own"]
+    assert spent.cost.point == "slow, then fast"
+    assert spent.learned.time is not None
+    assert spent.learned.time.count == 2

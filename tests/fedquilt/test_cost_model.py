@@ -1,0 +1,149 @@
+"""The cost model: four times that add up, and what holds for every work and point."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from fedquilt import cost_model, profiles
+from fedquilt.core import Cost, JobError, OperatingPoint, Rates, Work
+from fedquilt.edge_agent.devices.simulated import SimulatedDevice, Traits
+from fedquilt.profiles import write
+
+POINT = OperatingPoint(
+    name="p",
+    flops_per_s=100.0,
+    bytes_per_s=10.0,
+    launch_s=0.5,
+    task_s=3.0,
+    busy_w=4.0,
+    rates={"torch-conv": Rates(flops_per_s=200.0, bytes_per_s=20.0, launch_s=0.25, task_s=1.0)},
+)
+WORK = Work(flops=200.0, read_bytes=40.0, launches=6.0)
+
+
+def test_arithmetic_traffic_launches_and_the_task_add_up():
+    """2 s of arithmetic, 4 s of traffic, 3 s of launches and 3 s of the task."""
+    assert cost_model.seconds(WORK, POINT) == 2 + 4 + 3 + 3
+    assert cost_model.launch_s(WORK, POINT) == 6.0
+    assert cost_model.joules(12.0, POINT) == 48.0
+
+
+def test_a_measured_workload_has_rates_of_its_own_and_another_takes_the_points():
+    conv = msgspec.structs.replace(WORK, workload="torch-conv")
+    assert cost_model.seconds(conv, POINT) == 1 + 2 + 1.5 + 1
+    assert cost_model.seconds(msgspec.structs.replace(WORK, workload="onnx-conv"), POINT) == 12.0
+
+
+def test_a_profile_without_launches_predicts_as_it_did():
+    old = OperatingPoint(name="p", flops_per_s=100.0, bytes_per_s=10.0)
+    assert cost_model.seconds(WORK, old) == 6.0
+    assert cost_model.launch_s(WORK, old) == 0.0
+
+
+def test_work_that_nobody_predicted_has_no_time():
+    assert cost_model.seconds(Work(), POINT) is None
+    assert cost_model.seconds(Work(read_bytes=5.0), POINT) is None
+    assert cost_model.seconds(WORK, OperatingPoint(name="p", launch_s=1.0)) is None  # no speed is known
+    assert cost_model.seconds(Work(launches=2.0), OperatingPoint(name="p", launch_s=1.0)) == 2.0
+    assert cost_model.seconds(Work(flops=1e24), OperatingPoint(name="p", flops_per_s=1e-320)) is None
+
+
+def test_own_examples_count_by_example_and_by_started_batch():
+    """70 examples in batches of 32 are three batches."""
+    work = Work(
+        flops=1, flops_per_example=2, read_bytes=3, bytes_per_example=4, bytes_per_batch=5,
+        launches=6, launches_per_batch=7, batch=32,
+    )  # fmt: skip
+    whole = work.on(70)
+    assert (whole.flops, whole.read_bytes, whole.launches) == (141, 3 + 280 + 15, 6 + 21)
+    assert whole.on(70) == whole
+    assert msgspec.structs.replace(work, batch=0).on(70).launches == 13  # one batch of all examples
+    assert work.on(0).launches == 6
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.9])
+def test_parts_of_work_take_as_long_as_the_whole(share: float):
+    """Energy adds over time, the task's own cost included: no part pays it twice."""
+    parts = [cost_model.seconds(WORK.part(each), POINT) or 0.0 for each in (share, 1 - share)]
+    assert sum(parts) == pytest.approx(cost_model.seconds(WORK, POINT))
+
+
+BOARD = """
+board = "toy"
+title = "for this test"
+memory_bytes = { value = 1000, source = "sheet" }
+
+[sources.sheet]
+provenance = "datasheet"
+text = "Read in a data sheet that does not exist."
+
+[sources.fit]
+provenance = "measured"
+text = "Measured in a dream, for the sake of this test."
+
+[clocks]
+cpu_hz = { values = [1000, 2000], source = "sheet" }
+
+[model]
+flop_cpu_cycles = { value = 10, source = "sheet" }
+launch_s = { value = 0.001, source = "sheet" }
+launch_cpu_cycles = { value = 2, source = "sheet" }
+base_w = { value = 1, source = "sheet" }
+cpu_w = { value = 4, source = "sheet" }
+
+[workloads.torch-conv]
+flop_cpu_cycles = { value = 5, source = "fit" }
+task_cpu_cycles = { value = 500, source = "fit" }
+launch_cpu_cycles = { value = 4, source = "fit" }
+
+[[points]]
+name = "MAX"
+cpu_hz = { value = 2000, source = "sheet" }
+"""
+
+
+def test_a_profile_tells_the_times_of_each_workload_at_each_of_its_points():
+    board = profiles.parse(BOARD, "toy")
+    top, low = board.operating_points()
+    assert (top.flops_per_s, top.launch_s, top.task_s) == (200.0, 0.002, None)
+    assert top.rates == {"torch-conv": Rates(flops_per_s=400.0, launch_s=0.002, task_s=0.25)}
+    assert low.rates["torch-conv"] == Rates(flops_per_s=200.0, launch_s=0.004, task_s=0.5)
+    assert profiles.parse(write.text(board), "again") == board
+
+
+def test_a_workload_names_only_clocks_that_the_board_lists():
+    with pytest.raises(JobError, match=r"\[workloads.torch-conv\] uses gpu_hz"):
+        profiles.parse(BOARD.replace("task_cpu_cycles", "task_gpu_cycles"), "toy")
+
+
+def test_faster_clocks_are_never_slower():
+    """Whatever the work: each of the four times falls with the clocks or stays."""
+    points = profiles.parse(BOARD, "toy").operating_points()
+    for work in (WORK, msgspec.structs.replace(WORK, workload="torch-conv"), Work(launches=3.0)):
+        fast, slow = (cost_model.seconds(work, point) for point in points)
+        assert fast is not None
+        assert slow is not None
+        assert fast <= slow
+
+
+def test_a_simulated_board_is_never_faster_than_its_launches():
+    """Noise and a fast host do not take a task below what its launches alone cost."""
+    board = profiles.parse(BOARD, "toy")
+    work = Work(flops=1.0, launches=1000.0)  # 2 s of launches, 5 ms of arithmetic
+    for seed in range(20):
+        device = SimulatedDevice(board, traits=Traits(noise=0.5, spread=0.5, seed=seed))
+        assert device.cost(work, Cost(duration_s=0.0)).duration_s >= 2.0
+    silent = msgspec.structs.replace(work, flops=0.0, launches=0.0, workload="torch-conv")  # only the task is known
+    assert SimulatedDevice(board).cost(silent, Cost(duration_s=0.01)).duration_s == 0.25
+
+
+def test_the_energy_rests_on_what_its_workload_was_measured_by():
+    device = SimulatedDevice(profiles.parse(BOARD, "toy"))
+    assert device.cost(Work(flops=1.0), Cost(duration_s=0.0)).energy_source == "profile toy (datasheet)"
+
+
+def test_work_without_new_counts_travels_as_agents_before_them_expect():
+    """An agent from before launches refuses unknown fields: those at their defaults are left out."""
+    sent = msgspec.json.decode(msgspec.json.encode(Work(flops=5.0, examples=3)))
+    assert sent == {"flops": 5.0, "examples": 3}
