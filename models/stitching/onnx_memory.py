@@ -1,0 +1,166 @@
+"""Memory that ONNX Runtime takes for a graph's values, from the graph alone. Imports onnx.
+
+The rules are those of the runtime's allocation planner on a processor, with its pattern of one large block off
+(`fedquilt.edge_agent.engines.onnx_engine`):
+
+- A value's buffer is taken when it is computed, and is free after its last use. A later value of the same size takes
+  the latest such buffer; until then the runtime holds it. Buffers that none takes are returned.
+- The input belongs to the caller and stays; the output has a buffer of its own.
+- Element-wise operations write into an input that nothing else uses; reshaping shares its input's buffer.
+- Activations after a convolution or product are part of it, and x * sigmoid(x) is one operation that is not in place.
+- Recurrent layers compute the gates of all steps first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import onnx
+
+FLOAT_BYTES = 4
+ITEM_BYTES = {onnx.TensorProto.INT64: 8, onnx.TensorProto.DOUBLE: 8, onnx.TensorProto.BOOL: 1}  # all others: 4
+SHARES = {"Dropout", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
+ACTIVATIONS = {"Clip", "HardSigmoid", "LeakyRelu", "Relu", "Sigmoid", "Tanh"}
+IN_PLACE = ACTIVATIONS | {"Abs", "Add", "Div", "Elu", "Erf", "Exp", "Mul", "Neg", "Reciprocal", "Sqrt", "Sub"}
+FUSING = {"Conv", "Gemm"}  # with an activation that follows
+GATES = {"GRU": 3, "LSTM": 4, "RNN": 1}
+
+
+def activation_bytes(model: onnx.ModelProto) -> int | None:
+    """Peak bytes of one example's values held at the same time; None: a shape is unknown."""
+    return alive_bytes(model.graph, _sizes(model))
+
+
+def alive_bytes(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> int | None:
+    """Peak bytes that the runtime holds at once for values.
+
+    Args:
+        graph: with one input and one output.
+        sizes: bytes of each value of one example.
+
+    Returns:
+        None if the size of a computed value is not given.
+    """
+    nodes = _Nodes(graph)
+    if not nodes.computed <= sizes.keys():
+        return None
+    buffers: list[_Buffer] = []
+    held: dict[str, _Buffer] = {}  # by the values that lie there
+    free: list[_Buffer] = []  # the latest last
+    steps = len(graph.node)
+    for place, node in enumerate(graph.node):
+        for name in node.output if node.op_type != "Constant" else ():
+            if not name:
+                continue
+            given = nodes.taken_over(place, name, sizes)
+            buffer = held.get(given) if given else None
+            if name in nodes.gone:
+                buffer = _Buffer(0, place)
+            elif buffer is None:
+                buffer = None if name == nodes.output else _reused(free, sizes[name])
+            if buffer is None:
+                buffer = _Buffer(sizes[name], place)
+                buffers.append(buffer)
+            held[name] = buffer
+            buffer.last = steps if name == nodes.output else max(place, buffer.last)
+        buffers += [_Buffer(size, place, place) for size in [_scratch(node, sizes)] if size]
+        for name in {*node.input} & held.keys():
+            held[name].last = max(held[name].last, place)
+        for name in [name for name in held if nodes.until.get(name, -1) <= place and name != nodes.output]:
+            buffer = held.pop(name)
+            if buffer.size and buffer not in held.values():
+                free.append(buffer)
+    always = sizes.get(nodes.input, 0)
+    return always + max(
+        (sum(each.size for each in buffers if each.first <= place <= each.last) for place in range(steps)), default=0
+    )
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """Bytes that the runtime holds from one node to another."""
+
+    size: int
+    first: int
+    last: int = -1
+
+
+class _Nodes:
+    """Where values of a graph are used, and which operations the runtime joins."""
+
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self._graph = graph
+        self.input, self.output = graph.input[0].name, graph.output[0].name
+        constants = {tensor.name for tensor in graph.initializer}
+        constants |= {name for node in graph.node if node.op_type == "Constant" for name in node.output}
+        made = {name for node in graph.node for name in node.output if name}
+        self.computed = {self.input, *made} - constants
+        self.until = {name: place for place, node in enumerate(graph.node) for name in node.input}
+        self._users: dict[str, list[onnx.NodeProto]] = {}
+        for node in graph.node:
+            for name in node.input:
+                self._users.setdefault(name, []).append(node)
+        self._maker = {name: node for node in graph.node for name in node.output}
+        self.gone = {name for name in made if self._gate_of_itself(name)}
+
+    def taken_over(self, place: int, output: str, sizes: Mapping[str, int]) -> str | None:
+        """Name of the value whose buffer a node's output takes; None: it takes another one."""
+        node = self._graph.node[place]
+        inputs = [name for name in node.input if name in self.computed and name != self.input]
+        if node.op_type in SHARES:
+            return node.input[0] if node.input[0] in inputs and output != self.output else None
+        fused = node.op_type in ACTIVATIONS and self._fused(node.input[0])
+        if node.op_type not in IN_PLACE or (output == self.output and not fused) or self.gone & {*node.input}:
+            return None
+        last = [name for name in inputs[:2] if self.until[name] == place and sizes[name] == sizes[output]]
+        return last[0] if last else None
+
+    def _fused(self, name: str) -> bool:
+        maker = self._maker.get(name)
+        return maker is not None and maker.op_type in FUSING and len(self._users[name]) == 1
+
+    def _gate_of_itself(self, name: str) -> bool:
+        """Whether a value is the sigmoid of x in x * sigmoid(x), which the runtime never computes by itself."""
+        maker, users = self._maker[name], self._users.get(name, [])
+        return (
+            maker.op_type == "Sigmoid"
+            and len(users) == 1
+            and users[0].op_type == "Mul"
+            and {*users[0].input} == {maker.input[0], name}
+        )
+
+
+def _reused(free: list[_Buffer], size: int) -> _Buffer | None:
+    found = next((buffer for buffer in reversed(free) if buffer.size == size), None)
+    if found is not None:
+        free.remove(found)
+    return found
+
+
+def _scratch(node: onnx.NodeProto, sizes: Mapping[str, int]) -> int:
+    """Bytes that an operation takes for itself while it runs."""
+    if node.op_type == "HardSwish":  # a product with a hard sigmoid of its own
+        return sizes[node.output[0]]
+    if node.op_type in GATES and node.output[0]:
+        return GATES[node.op_type] * sizes[node.output[0]]
+    return 0
+
+
+def _sizes(model: onnx.ModelProto) -> dict[str, int]:
+    """Bytes of the values of one example whose shapes can be inferred."""
+    one = onnx.ModelProto()
+    one.CopyFrom(model)
+    for value in (*one.graph.input, *one.graph.output):
+        if value.type.tensor_type.shape.dim:
+            value.type.tensor_type.shape.dim[0].dim_value = 1
+    del one.graph.value_info[:]
+    graph = onnx.shape_inference.infer_shapes(one, data_prop=True).graph
+    found = {}
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        kind = value.type.tensor_type
+        if kind.HasField("shape") and all(dim.dim_value for dim in kind.shape.dim):
+            items = math.prod(dim.dim_value for dim in kind.shape.dim)
+            found[value.name] = ITEM_BYTES.get(kind.elem_type, FLOAT_BYTES) * items
+    return found
