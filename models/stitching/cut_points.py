@@ -114,15 +114,16 @@ def by_rule(model: nn.Module, found: Sequence[Operation], donor: str, architectu
 def trunk_of(model: nn.Module) -> str:
     """Name of the innermost Sequential with nine tenths of the convolutions; its children are the network's parts.
 
-    In a transformer, it is the one with nine tenths of the attention.
+    In a transformer, it is the one with nine tenths of the attention, however deep.
     """
     name, module = "", model
     counted = ATTENTION if _count(model, ATTENTION) else CONVOLUTIONS
     while True:
         total = _count(module, counted)
+        below = module.named_children() if counted is CONVOLUTIONS else [*module.named_modules()][1:]
         inner = (
             (child_name, child)
-            for child_name, child in module.named_children()
+            for child_name, child in below
             if isinstance(child, nn.Sequential) and len(child) > 1 and _count(child, counted) >= 0.9 * total > 0
         )
         found = next(inner, None)

@@ -17,14 +17,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import onnx
+from onnx import numpy_helper
+from onnx.reference import ReferenceEvaluator
 
-FLOAT_BYTES = 4
 ITEM_BYTES = {onnx.TensorProto.INT64: 8, onnx.TensorProto.DOUBLE: 8, onnx.TensorProto.BOOL: 1}  # all others: 4
 SHARES = {"Dropout", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
 ACTIVATIONS = {"Clip", "HardSigmoid", "LeakyRelu", "Relu", "Sigmoid", "Tanh"}
 IN_PLACE = ACTIVATIONS | {"Abs", "Add", "Div", "Elu", "Erf", "Exp", "Mul", "Neg", "Reciprocal", "Sqrt", "Sub"}
 FUSING = {"Conv", "Gemm"}  # with an activation that follows
+ARITHMETIC = {"Add", "Cast", "Concat", "Div", "Gather", "Mul", "Slice", "Squeeze", "Sub", "Unsqueeze"}
+FEW = 1000  # items: shapes have fewer, weights that are left out more
 GATES = {"GRU": 3, "LSTM": 4, "RNN": 1}
 
 
@@ -148,19 +152,69 @@ def _scratch(node: onnx.NodeProto, sizes: Mapping[str, int]) -> int:
     return 0
 
 
+# -- shapes ---------------------------------------------------------------------------------------
+
+
 def _sizes(model: onnx.ModelProto) -> dict[str, int]:
     """Bytes of the values of one example whose shapes can be inferred."""
+    one = _one_example(model)
+    while True:
+        graph = onnx.shape_inference.infer_shapes(one, data_prop=True).graph
+        kinds = {
+            value.name: value.type.tensor_type
+            for value in (*graph.input, *graph.value_info, *graph.output)
+            if value.type.tensor_type.HasField("shape")
+            and all(dim.dim_value for dim in value.type.tensor_type.shape.dim)
+        }
+        shapes = {name: tuple(dim.dim_value for dim in kind.shape.dim) for name, kind in kinds.items()}
+        if not _fold(one, shapes):
+            return {name: ITEM_BYTES.get(kinds[name].elem_type, 4) * math.prod(shapes[name]) for name in shapes}
+
+
+def _one_example(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A copy for one example, in which large weights are known by their shapes alone."""
     one = onnx.ModelProto()
     one.CopyFrom(model)
     for value in (*one.graph.input, *one.graph.output):
         if value.type.tensor_type.shape.dim:
             value.type.tensor_type.shape.dim[0].dim_value = 1
     del one.graph.value_info[:]
-    graph = onnx.shape_inference.infer_shapes(one, data_prop=True).graph
-    found = {}
-    for value in (*graph.input, *graph.value_info, *graph.output):
-        kind = value.type.tensor_type
-        if kind.HasField("shape") and all(dim.dim_value for dim in kind.shape.dim):
-            items = math.prod(dim.dim_value for dim in kind.shape.dim)
-            found[value.name] = ITEM_BYTES.get(kind.elem_type, FLOAT_BYTES) * items
-    return found
+    large = [tensor for tensor in one.graph.initializer if math.prod(tensor.dims) > FEW]
+    for tensor in large:
+        one.graph.initializer.remove(tensor)
+        one.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    return one
+
+
+def _fold(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Turn arithmetic of shapes into constants, as attention divides widths; False: there is none left.
+
+    onnx's own inference follows sizes through additions and products, not through divisions.
+    """
+    known = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    changed = False
+    for node in model.graph.node:
+        if node.op_type == "Constant":
+            known[node.output[0]] = ReferenceEvaluator(_alone(model, node)).run(None, {})[0]
+            continue
+        if node.op_type == "Shape" and node.input[0] in shapes:
+            fed = {node.input[0]: np.zeros(shapes[node.input[0]], np.float32)}
+        elif node.op_type in ARITHMETIC and {*node.input} - {""} <= known.keys():
+            fed = {name: known[name] for name in node.input if name}
+        else:
+            continue
+        value = np.asarray(ReferenceEvaluator(_alone(model, node)).run(None, fed)[0])
+        if value.size > FEW:
+            continue
+        known[node.output[0]] = value
+        name = node.output[0]
+        node.CopyFrom(onnx.helper.make_node("Constant", [], [name], value=numpy_helper.from_array(value)))
+        changed = True
+    return changed
+
+
+def _alone(model: onnx.ModelProto, node: onnx.NodeProto) -> onnx.ModelProto:
+    """A model of one node whose inputs are all given."""
+    inputs = [onnx.ValueInfoProto(name=name) for name in dict.fromkeys(node.input) if name]
+    graph = onnx.helper.make_graph([node], "node", inputs, [onnx.ValueInfoProto(name=node.output[0])])
+    return onnx.helper.make_model(graph, opset_imports=model.opset_import)

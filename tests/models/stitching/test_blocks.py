@@ -189,14 +189,15 @@ class Swapped(nn.Module):
         return self.head(self.two(x.transpose(1, 2)).mean(dim=2))
 
 
-def test_values_that_are_channels_last_are_no_place_to_cut() -> None:
-    """After the normalisation they are (n, steps, channels): to another donor's block they would be noise."""
-    with pytest.raises(ModelError, match="cannot be cut after 'norm'"):
-        blocks.split(Swapped().eval(), "donor", (20, 3), cuts=["norm"])
-    assert [part.in_shape for part in blocks.split(Swapped().eval(), "donor", (20, 3), cuts=["one"])] == [
-        (20, 3),
-        (4, 18),
-    ]
+@pytest.mark.parametrize("cut", ["one", "norm"])
+def test_values_that_are_channels_last_are_handed_on_transposed(cut: str) -> None:
+    """After the normalisation they are (n, steps, channels): as they are, they would be noise to another donor."""
+    donor = Swapped().eval()
+    parts = blocks.split(donor, "donor", (20, 3), cuts=[cut])
+    assert [(part.in_shape, part.out_shape) for part in parts] == [((20, 3), (4, 18)), ((4, 18), (2,))]
+    x = torch.randn(5, 20, 3)
+    with torch.no_grad():
+        torch.testing.assert_close(parts[1].module(parts[0].module(x)), donor(x))
 
 
 class Branching(nn.Module):
