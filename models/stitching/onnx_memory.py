@@ -4,7 +4,8 @@ The rules are those of the runtime's allocation planner on a processor, with its
 (`fedquilt.edge_agent.engines.onnx_engine`):
 
 - A value's buffer is taken when it is computed, and is free after its last use. A later value of the same size takes
-  the latest such buffer; until then the runtime holds it. Buffers that none takes are returned.
+  the latest such buffer; until then the runtime holds it. Buffers that none takes are returned, and so are those of
+  values whose shapes the runtime learns only as it runs.
 - The input belongs to the caller and stays; the output has a buffer of its own.
 - Element-wise operations write into an input that nothing else uses; reshaping shares its input's buffer.
 - Activations after a convolution or product are part of it, and x * sigmoid(x) is one operation that is not in place.
@@ -14,7 +15,7 @@ The rules are those of the runtime's allocation planner on a processor, with its
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,22 +28,23 @@ SHARES = {"Dropout", "Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"}
 ACTIVATIONS = {"Clip", "HardSigmoid", "LeakyRelu", "Relu", "Sigmoid", "Tanh"}
 IN_PLACE = ACTIVATIONS | {"Abs", "Add", "Div", "Elu", "Erf", "Exp", "Mul", "Neg", "Reciprocal", "Sqrt", "Sub"}
 FUSING = {"Conv", "Gemm"}  # with an activation that follows
-ARITHMETIC = {"Add", "Cast", "Concat", "Div", "Gather", "Mul", "Slice", "Squeeze", "Sub", "Unsqueeze"}
+ARITHMETIC = {"Add", "Cast", "Concat", "Div", "Gather", "Mod", "Mul", "Reshape", "Slice", "Squeeze", "Sub", "Unsqueeze"}
 FEW = 1000  # items: shapes have fewer, weights that are left out more
 GATES = {"GRU": 3, "LSTM": 4, "RNN": 1}
 
 
 def activation_bytes(model: onnx.ModelProto) -> int | None:
     """Peak bytes of one example's values held at the same time; None: a shape is unknown."""
-    return alive_bytes(model.graph, _sizes(model))
+    return alive_bytes(model.graph, _sizes(model), _planned(model))
 
 
-def alive_bytes(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> int | None:
+def alive_bytes(graph: onnx.GraphProto, sizes: Mapping[str, int], planned: Collection[str] | None = None) -> int | None:
     """Peak bytes that the runtime holds at once for values.
 
     Args:
         graph: with one input and one output.
         sizes: bytes of each value of one example.
+        planned: values whose shapes the runtime knows before it runs; None: all.
 
     Returns:
         None if the size of a computed value is not given.
@@ -63,7 +65,8 @@ def alive_bytes(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> int | None:
             if name in nodes.gone:
                 buffer = _Buffer(0, place)
             elif buffer is None:
-                buffer = None if name == nodes.output else _reused(free, sizes[name])
+                known = name != nodes.output and (planned is None or name in planned)
+                buffer = _reused(free, sizes[name]) if known else None
             if buffer is None:
                 buffer = _Buffer(sizes[name], place)
                 buffers.append(buffer)
@@ -74,7 +77,7 @@ def alive_bytes(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> int | None:
             held[name].last = max(held[name].last, place)
         for name in [name for name in held if nodes.until.get(name, -1) <= place and name != nodes.output]:
             buffer = held.pop(name)
-            if buffer.size and buffer not in held.values():
+            if buffer.size and buffer not in held.values() and (planned is None or name in planned):
                 free.append(buffer)
     always = sizes.get(nodes.input, 0)
     return always + max(
@@ -171,6 +174,19 @@ def _sizes(model: onnx.ModelProto) -> dict[str, int]:
             return {name: ITEM_BYTES.get(kinds[name].elem_type, 4) * math.prod(shapes[name]) for name in shapes}
 
 
+def _planned(model: onnx.ModelProto) -> set[str]:
+    """Values whose shapes are known before any example is: numbers, or the name of the batch."""
+    graph = onnx.shape_inference.infer_shapes(model).graph
+    first = graph.input[0].type.tensor_type.shape.dim
+    batch = first[0].dim_param if first else ""  # inference makes up names for what it does not know
+    return {
+        value.name
+        for value in graph.value_info
+        if value.type.tensor_type.HasField("shape")
+        and all(dim.dim_value or (batch and dim.dim_param == batch) for dim in value.type.tensor_type.shape.dim)
+    }
+
+
 def _one_example(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy for one example, in which large weights are known by their shapes alone."""
     one = onnx.ModelProto()
@@ -191,7 +207,8 @@ def _fold(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> bool
 
     onnx's own inference follows sizes through additions and products, not through divisions.
     """
-    known = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    inside = (tensor for tensor in model.graph.initializer if tensor.data_location != onnx.TensorProto.EXTERNAL)
+    known = {tensor.name: numpy_helper.to_array(tensor) for tensor in inside}
     changed = False
     for node in model.graph.node:
         if node.op_type == "Constant":
