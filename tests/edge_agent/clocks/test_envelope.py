@@ -118,9 +118,7 @@ def test_a_client_that_is_wrong_about_watts_does_not_get_beyond_max_w(nx: World)
     profile = profiles.load("jetson-orin-nx")
     known = points.fit(profile, points.lists(controls.discover(nx.root).found))
     most = sorted(point.busy_w for point in known if point.busy_w)[len(known) // 2]
-    clamp = Clamp(
-        nx.root, nx.state, max_w=most, watts=points.watts(profile, nx.root), put=nx.put, nvpmodel=nx.nvpmodel
-    )
+    clamp = Clamp(nx.root, nx.state, max_w=most, watts=points.watts(profile, nx.root), put=nx.put, nvpmodel=nx.nvpmodel)
     grid = [point for point in known if point.name.startswith("cpu") and point.busy_w]
     hungry, frugal = (choose(grid, key=lambda point: point.busy_w or 0.0) for choose in (max, min))
     for wrong in (replace(hungry, busy_w=1.0), replace(hungry, name=frugal.name, busy_w=1.0)):

@@ -170,7 +170,9 @@ def test_the_owners_bounds_reach_the_clock_helper(tmp_path: Path) -> None:
     def start(more: str) -> str:
         path = tmp_path / "agent.toml"
         path.write_text(f'device = "d"\nhome = "/h"\n{more}')
-        (line,) = (each for each in unit(bundle.board(path), "fedquilt-clocks.service") if each.startswith("ExecStart="))
+        (line,) = (
+            each for each in unit(bundle.board(path), "fedquilt-clocks.service") if each.startswith("ExecStart=")
+        )
         return line.partition("clocks serve ")[2]
 
     assert start("") == "--group fedquilt"
