@@ -167,7 +167,7 @@ def _sizes(model: onnx.ModelProto) -> dict[str, int]:
             value.name: value.type.tensor_type
             for value in (*graph.input, *graph.value_info, *graph.output)
             if value.type.tensor_type.HasField("shape")
-            and all(dim.dim_value for dim in value.type.tensor_type.shape.dim)
+            and all(dim.HasField("dim_value") for dim in value.type.tensor_type.shape.dim)
         }
         shapes = {name: tuple(dim.dim_value for dim in kind.shape.dim) for name, kind in kinds.items()}
         if not _fold(one, shapes):
@@ -176,7 +176,7 @@ def _sizes(model: onnx.ModelProto) -> dict[str, int]:
 
 def _planned(model: onnx.ModelProto) -> set[str]:
     """Values whose shapes are known before any example is: numbers, or the name of the batch."""
-    graph = onnx.shape_inference.infer_shapes(model).graph
+    graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
     first = graph.input[0].type.tensor_type.shape.dim
     batch = first[0].dim_param if first else ""  # inference makes up names for what it does not know
     return {
