@@ -7,7 +7,7 @@ Light: torch is imported by `weigh` alone. Constants were fitted with `fedquilt 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,12 +38,13 @@ class Trained:
     """Properties of a network that determine the memory of its training."""
 
     weights_bytes: int  # parameters and buffers
-    convolutions: int  # tensors with four axes
+    convolutions: int  # weights of convolutions, see `convolutions`
     largest_bytes: int  # the largest of them
     kept_bytes: int  # activations of one example that the forward pass keeps for the backward one
     widest_bytes: int  # largest of those
     still_bytes: int = 0  # part of the parameters that is frozen: without gradients and moments
     passing_bytes: int = 0  # largest activation of one example, kept or not
+    kinds: int = 0  # of operations in its backward pass, beside USUAL
 
 
 def weigh(model: nn.Module, x: torch.Tensor) -> tuple[Trained, torch.Tensor]:
@@ -82,14 +83,28 @@ def weigh(model: nn.Module, x: torch.Tensor) -> tuple[Trained, torch.Tensor]:
     weights = [value.untyped_storage().nbytes() for value in held]
     trained = Trained(
         weights_bytes=sum(weights),
-        convolutions=convolutions(value.ndim for value in held),
+        convolutions=convolutions(value.shape for value in held),
         largest_bytes=max(weights, default=0),
         kept_bytes=-(-sum(kept.values()) // len(x)),
         widest_bytes=-(-max(kept.values(), default=0) // len(x)),
         still_bytes=sum(value.untyped_storage().nbytes() for value in model.parameters() if not value.requires_grad),
         passing_bytes=-(-passing // len(x)),
+        kinds=len(_kinds(answer) - USUAL),
     )
     return trained, answer
+
+
+def _kinds(answer: object) -> set[str]:
+    """Names of the operations in the backward pass of a network's answer, as torch calls them."""
+    found: set[str] = set()
+    seen, left = set(), [getattr(answer, "grad_fn", None)]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found.add(node.name().rstrip("0123456789"))
+            left += [before for before, _ in node.next_functions]
+    return found
 
 
 # -- training -------------------------------------------------------------------------------------
@@ -98,6 +113,24 @@ LIBRARY_BYTES = {"torchvision": 64_000_000}
 """What the library of a network holds besides, once it is imported; torchvision imports torch's compiler."""
 FIRST_KERNEL_BYTES, KERNEL_BYTES = 9_000_000, 500_000
 """What is compiled for a network's convolutions: once, and for each of them."""
+USUAL = frozenset(
+    f"{name}Backward"
+    for name in (
+        "Add",
+        "Addmm",
+        "Cat",
+        "Convolution",
+        "MaxPool2DWithIndices",
+        "Mean",
+        "NativeBatchNorm",
+        "Relu",
+        "T",
+        "View",
+    )
+) | {"torch::autograd::AccumulateGrad"}
+"""Operations that FIRST_USE_BYTES includes: those of the networks that it was fitted with."""
+KIND_BYTES = 400_000
+"""What each other kind of operation adds, whatever its size: pages of torch's libraries with its two passes."""
 COPIES = 2
 """Of the weights: as received, and the model's own. Anchors, as a correction's start, come on top; of what is trained
 also the gradients, and what the optimizer remembers."""
@@ -137,31 +170,49 @@ def training_bytes(
         piece_bytes: bytes kept for the backward pass that are held at once; None: all.
     """
     moving = (1 + moments) * (network.weights_bytes - network.still_bytes)
-    fixed = fixed_bytes(network.weights_bytes, network.convolutions, moving, copies=COPIES + anchors, library=library)
+    fixed = fixed_bytes(
+        network.weights_bytes,
+        network.convolutions,
+        moving,
+        copies=COPIES + anchors,
+        library=library,
+        kinds=network.kinds,
+    )
     kept_bytes = examples * network.kept_bytes
     held_bytes = kept_bytes if piece_bytes is None else min(piece_bytes, kept_bytes)
     return fixed + examples * _working_bytes(network, again=piece_bytes is not None) + held_bytes
 
 
 def fixed_bytes(
-    weights_bytes: int, convolutions: int, moving_bytes: int = 0, *, copies: int = COPIES, library: str = ""
+    weights_bytes: int,
+    convolutions: int,
+    moving_bytes: int = 0,
+    *,
+    copies: int = COPIES,
+    library: str = "",
+    kinds: int = 0,
 ) -> int:
     """Part of `training_bytes` that does not shrink with the micro-batch.
 
     Args:
         weights_bytes: of the network.
-        convolutions: number of tensors with four axes.
+        convolutions: number of weights of convolutions.
         moving_bytes: gradients and optimizer state; 0 in an evaluation.
         copies: copies of the weights held at once.
         library: prefix of the network's name, up to a slash.
+        kinds: of operations beside USUAL; orders, which know a network by its tensors alone, leave them out.
     """
     compiled = FIRST_KERNEL_BYTES * min(convolutions, 1) + KERNEL_BYTES * convolutions
-    return LIBRARY_BYTES.get(library, 0) + compiled + int((copies + FREED) * weights_bytes) + moving_bytes
+    used = compiled + KIND_BYTES * kinds
+    return LIBRARY_BYTES.get(library, 0) + used + int((copies + FREED) * weights_bytes) + moving_bytes
 
 
-def convolutions(axes: Iterable[int]) -> int:
-    """How many of a network's tensors, each with so many axes, are weights of convolutions."""
-    return sum(each == 4 for each in axes)
+def convolutions(shapes: Iterable[Sequence[int]]) -> int:
+    """How many of a network's tensors are weights of convolutions, by their shapes.
+
+    Those have four axes, or three along time; a first axis of 1 is that of learned places or tokens.
+    """
+    return sum(len(shape) == 4 or (len(shape) == 3 and shape[0] > 1) for shape in shapes)
 
 
 def example_bytes(network: Trained) -> int:
@@ -211,11 +262,6 @@ def _working_bytes(network: Trained, *, again: bool = False) -> int:
 
 SESSION_BYTES = 2 << 20
 """An ONNX Runtime session beside its weights and activations."""
-GAPS = 1.4
-"""Factor on the activations for what the runtime takes: it holds freed values of a shape that comes again, and scratch.
-
-Measured with onnxruntime 1.31 at 224 pixels: 1.28 to 1.46 for blocks of ResNet-50 and DenseNet-121, 1.0 for VGG-16's.
-"""
 
 
 def scoring_bytes(weights_bytes: int, activation_bytes: int, examples: int) -> int:
@@ -223,7 +269,7 @@ def scoring_bytes(weights_bytes: int, activation_bytes: int, examples: int) -> i
 
     Args:
         weights_bytes: of the graph.
-        activation_bytes: most that is alive at once for one example (`fedquilt.models.stitching.tiled_linear`).
+        activation_bytes: most that is held at once for one example (`fedquilt.models.stitching.onnx_memory`).
         examples: of a micro-batch.
     """
-    return SESSION_BYTES + weights_bytes + int(GAPS * examples * activation_bytes)
+    return SESSION_BYTES + weights_bytes + examples * activation_bytes

@@ -56,6 +56,8 @@ XAVIER_CPU = steps(115200, 1881600, 76800, 1907200)
 ORIN_GPU = {5: "17000000.ga10b", 6: "platform/bus@0/17000000.gpu"}
 THREE = (("VDD_IN", 5000, 1200), ("VDD_CPU_GPU_CV", 5000, 400), ("VDD_SOC", 5000, 300))
 
+ORIN = "NVIDIA, Jetson Linux R35, R36 guide for Orin: rails at 0x40"
+
 ORIN_NANO = Layout(
     model="NVIDIA Jetson Orin Nano Developer Kit",
     compatible=("nvidia,p3768-0000+p3767-0005", "nvidia,p3767-0005", "nvidia,tegra234"),
@@ -68,12 +70,11 @@ ORIN_NANO = Layout(
     emc_mhz=2133,
     rails={"1-0040": THREE},
     zones=ORIN_ZONES,
-    source="NVIDIA, Jetson Linux R35, R36 guide for Orin: rails at 0x40; nvpmodel_p3767_0003.conf "
-    "(LineageOS, device concord)",
+    source=f"{ORIN}; nvpmodel_p3767_0003.conf (LineageOS, device concord)",
     modes=(Mode("15W", 6, emc=2133), Mode("7W", 4, 960, 408, 2133)),
 )
 
-AGX_ORIN = "NVIDIA, Jetson Linux R35, R36 guide for Orin: rails at 0x40, 0x41, VDDQ_VDD2_1V8AO included in VIN_SYS_5V0"
+AGX_ORIN = f"{ORIN}, 0x41, VDDQ_VDD2_1V8AO included in VIN_SYS_5V0"
 
 BOARDS: dict[str, Layout] = {
     "jetson-nano": Layout(
@@ -198,8 +199,7 @@ BOARDS: dict[str, Layout] = {
         cpu_khz=steps(115200, 1958400, 76800, 1984000),
         gpu_mhz=steps(306, 918, 102),
         emc_mhz=3199,
-        source="NVIDIA, Jetson Linux R35, R36 guide for Orin: rails at 0x40; "
-        "nvpmodel_p3767_0000.conf (LineageOS, concord)",
+        source=f"{ORIN}; nvpmodel_p3767_0000.conf (LineageOS, concord)",
         modes=(
             Mode("MAXN", 8),
             Mode("10W", 4, 1190.4, 612, 2133),
@@ -237,8 +237,7 @@ BOARDS |= {  # modules of the same families
         model="NVIDIA Jetson Orin Nano Developer Kit",
         compatible=("nvidia,p3768-0000+p3767-0004", "nvidia,p3767-0004", "nvidia,tegra234"),
         memory_kib=3900928,
-        source="NVIDIA, Jetson Linux R35, R36 guide for Orin: rails at 0x40; "
-        "nvpmodel_p3767_0004.conf (LineageOS, concord)",
+        source=f"{ORIN}; nvpmodel_p3767_0004.conf (LineageOS, concord)",
         modes=(Mode("10W", 6), Mode("7W_AI", 4, 806.4, 408, 2133), Mode("7W_CPU", 4, 960, 306, 2133)),
     ),
     "jetson-orin-nx-8gb": replace(
@@ -247,8 +246,7 @@ BOARDS |= {  # modules of the same families
         memory_kib=7801856,
         policies=((0, 1, 2, 3), (4, 5)),
         gpu_mhz=steps(306, 714, 102, 765),
-        source="NVIDIA, Jetson Linux R35, R36 guide for Orin: rails at 0x40; "
-        "nvpmodel_p3767_0001.conf (LineageOS, concord)",
+        source=f"{ORIN}; nvpmodel_p3767_0001.conf (LineageOS, concord)",
         modes=(
             Mode("MAXN", 6),
             Mode("10W", 4, 1190.4, 612, 2133),

@@ -27,7 +27,7 @@ from typing import Final
 
 import msgspec
 
-from fedquilt.core import UNDECODABLE, ClockError, JobError, StoreError
+from fedquilt.core import UNDECODABLE, ClockError, JobError, OperatingPoint, StoreError
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.client import (
     REQUEST_MOST_BYTES,
@@ -305,9 +305,10 @@ def serve(
     watchdog_s: float = WATCHDOG_S,
     hottest_c: float = HOTTEST_C,
     max_w: float | None = None,
+    watts: Callable[[OperatingPoint], float | None] | None = None,
     dry_run: bool = False,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP; then restore and end.
+    """Serve until SIGTERM, SIGINT or SIGHUP; then restore and end. Bounds as of `Clamp`.
 
     Raises:
         JobError: no such group.
@@ -320,7 +321,7 @@ def serve(
     ended: list[int] = []
     for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(kind, lambda kind, _: ended.append(kind))
-    clamp = Clamp(root, state, hottest_c=hottest_c, max_w=max_w, dry_run=dry_run)
+    clamp = Clamp(root, state, hottest_c=hottest_c, max_w=max_w, watts=watts, dry_run=dry_run)
     helper = Helper(clamp, path, state, group=number, watchdog_s=watchdog_s)
     try:
         print(f"setting clocks for {f'root and group {group}' if group else 'root alone'} on {path}", flush=True)

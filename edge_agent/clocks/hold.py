@@ -45,7 +45,8 @@ class Clamp:
     Args:
         state: folder of the journal; it has to outlive a restart of the board, as nvpmodel's mode does.
         hottest_c: degrees Celsius above which nothing is held.
-        max_w: watts above which no point is held, by the point's own `busy_w`; None: no such limit.
+        max_w: watts above which no point is held; None: no such limit.
+        watts: power of a point in watts, or None for an unknown one; default: the `busy_w` that its client says.
         dry_run: log the writes, and write nothing.
         put: writes one value to one of the kernel's files.
         nvpmodel: runs nvpmodel with arguments and returns its output, or None; default: the board's own program.
@@ -61,12 +62,14 @@ class Clamp:
         *,
         hottest_c: float = 85.0,
         max_w: float | None = None,
+        watts: Callable[[OperatingPoint], float | None] | None = None,
         dry_run: bool = False,
         put: Callable[[Path, str], None] = lambda path, value: _put(path, value),
         nvpmodel: Callable[..., str | None] | None = None,
     ) -> None:
         self.point: OperatingPoint | None = None  # held now
         self.hottest_c, self.max_w = hottest_c, max_w
+        self._watts = watts or (lambda point: point.busy_w)
         self.root, self._dry_run, self._put = root, dry_run, put
         self._nvpmodel = nvpmodel or self._program
         self._mode_put: str | None = None  # mode that a hold has set; None: the owner's own
@@ -249,8 +252,11 @@ class Clamp:
         return "no thermal zone answers" if sysfs.zones(self.root / "sys/class/thermal") else None
 
     def _check_power(self, point: OperatingPoint) -> None:
-        if self.max_w is not None and (point.busy_w is None or point.busy_w > self.max_w):
-            draws = "does not say what it draws" if point.busy_w is None else f"draws {point.busy_w:g} W"
+        if self.max_w is None:
+            return
+        watts = self._watts(point)
+        if watts is None or watts > self.max_w:
+            draws = "draws nobody knows how much" if watts is None else f"draws {watts:g} W"
             raise ClockError(f"{point.name!r} {draws}, and no point above {self.max_w:g} W is held here (--max-w)")
 
     def _complete(self, found: Levers) -> None:

@@ -66,6 +66,13 @@ def make(
     raise JobError("board 'auto' needs a Linux host with /proc/meminfo; name a profile to simulate one instead")
 
 
+def shipped(root: Path) -> profiles.Board | None:
+    """Profile that ships for the board whose files are under `root`; None: there is none for it."""
+    from fedquilt.edge_agent.devices import jetson, linux
+
+    return jetson.fitting(root) or linux.fitting(root, linux.FITS)
+
+
 def meter(wanted: str | Mapping[str, Any]) -> Meter:
     """Create the meter that agent.toml names: a class or function of an entry point or `module:name`, called once.
 

@@ -13,6 +13,7 @@ from fedquilt.edge_agent import sysfs
 from fedquilt.edge_agent.clocks import controls, envelope, modes
 from fedquilt.edge_agent.clocks.client import Status
 from fedquilt.edge_agent.devices import points
+from fedquilt.edge_agent.devices.sensors import pmic
 from fedquilt.edge_agent.devices.sensors.battery import Batteries
 from fedquilt.edge_agent.devices.sensors.hwmon import Hwmon
 from fedquilt.edge_agent.devices.sensors.memory import Memory
@@ -56,7 +57,9 @@ def detect(
     """Detect a Linux host; None: `proc/meminfo` does not exist. Arguments as of `LinuxDevice`."""
     if not sysfs.there(root / "proc/meminfo"):
         return None
-    return LinuxDevice(root, profile=profile or fitting(root, FITS), clocks=clocks, own=own)
+    known = fitting(root, FITS)
+    meter = None if known is None else pmic.connect(root)
+    return LinuxDevice(root, profile=profile or known, clocks=clocks, meter=meter, own=own)
 
 
 class LinuxDevice:

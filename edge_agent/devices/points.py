@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Final, Protocol
 
 import msgspec
 
 from fedquilt import profiles
 from fedquilt.core import OperatingPoint
+from fedquilt.edge_agent.clocks import controls
 from fedquilt.profiles.model import AXES, name
 
 SLACK: Final = 0.01  # 1421 is accepted for 1420.8 MHz
@@ -48,7 +50,6 @@ def fit(profile: profiles.Board, own: Lists) -> tuple[OperatingPoint, ...]:
     A mode stands at the highest frequencies that the board lists up to the mode's caps. The grid is that of the
     profile's model over the board's own clocks, if both have the same highest clocks.
 
-
     A clock that the board does not list is left out of its points and stays as the board sets it. Points
     without any clock are kept.
     """
@@ -61,6 +62,24 @@ def fit(profile: profiles.Board, own: Lists) -> tuple[OperatingPoint, ...]:
             taken.add(_clocks(point))
             found.append(point)
     return tuple(found[: profiles.MOST_POINTS])
+
+
+def watts(profile: profiles.Board, root: Path) -> Callable[[OperatingPoint], float | None]:
+    """Power by this profile of points that a client asks for, whatever power the client says.
+
+    Args:
+        profile: of the board.
+        root: folder that has `sys`. It is read at each call, as a driver may list its clock late.
+
+    Returns:
+        A function of a point: watts of the profile's point of the same name and clocks; None: it has none.
+    """
+
+    def look(point: OperatingPoint) -> float | None:
+        own = fit(profile, lists(controls.discover(root).found))
+        return next((each.busy_w for each in own if (each.name, _clocks(each)) == (point.name, _clocks(point))), None)
+
+    return look
 
 
 def _capped(point: OperatingPoint, own: Lists) -> OperatingPoint | None:

@@ -50,7 +50,12 @@ class Probe(NamedTuple):
         moving_bytes = moving * (held.weights_bytes - held.still_bytes)
         copies = footprint.COPIES + anchors
         return room_bytes - footprint.fixed_bytes(
-            held.weights_bytes, held.convolutions, moving_bytes, copies=copies, library=self.library
+            held.weights_bytes,
+            held.convolutions,
+            moving_bytes,
+            copies=copies,
+            library=self.library,
+            kinds=held.kinds,
         )
 
     @property

@@ -48,6 +48,11 @@ def clocks() -> None:
     metavar="W",
     help="Watts above which no operating point is held (default: no limit beside the power mode).",
 )
+@option(
+    "--profile",
+    metavar="PROFILE",
+    help="For --max-w: profile of this board, a file or the name of one that ships (default: the one of its kind).",
+)
 @dry_run
 @where
 def serve(
@@ -56,14 +61,29 @@ def serve(
     watchdog: float,
     hottest: float,
     max_w: float | None,
+    profile: str | None,
     dry_run: bool,
     socket: Path,
     root: Path,
 ) -> None:
     """Run the helper that sets clocks for an agent; needs root."""
+    from fedquilt import profiles
+    from fedquilt.edge_agent import devices
     from fedquilt.edge_agent.clocks import helper
+    from fedquilt.edge_agent.devices import points
 
-    helper.serve(root, socket, state, group=group, watchdog_s=watchdog, hottest_c=hottest, max_w=max_w, dry_run=dry_run)
+    board = profiles.find(profile) if profile is not None else devices.shipped(root) if max_w is not None else None
+    helper.serve(
+        root,
+        socket,
+        state,
+        group=group,
+        watchdog_s=watchdog,
+        hottest_c=hottest,
+        max_w=max_w,
+        watts=None if board is None else points.watts(board, root),
+        dry_run=dry_run,
+    )
 
 
 @clocks.command()

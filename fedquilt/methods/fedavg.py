@@ -134,7 +134,7 @@ def order(
     size = tensors.total_bytes([state.model])
     moments = 2 if state.params.get("optimizer") == "adam" else int(state.params.get("momentum", 0) > 0)
     library = str(state.network.get("name", "")).partition("/")[0]
-    convolutions = footprint.convolutions(np.ndim(array) for array in state.model.values())
+    convolutions = footprint.convolutions(np.shape(array) for array in state.model.values())
     moving = (1 + moments) * (size if moved is None else tensors.total_bytes([moved]))
     fixed = footprint.fixed_bytes(size, convolutions, moving, copies=footprint.COPIES + anchors, library=library)
     peak_bytes = fixed + at_once(state, moved) * state.example_bytes

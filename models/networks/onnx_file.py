@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -33,7 +32,7 @@ def traced(module: nn.Module, shape: Sequence[int], name: str, mend: str) -> onn
     """
     file = io.BytesIO()
     try:
-        with warnings.catch_warnings(), torch.no_grad(), _plain_attention():
+        with warnings.catch_warnings(), torch.no_grad(), registry.plain_attention():
             # torch's newer exporter needs one package more and writes an opset that boards cannot read
             warnings.simplefilter("ignore")
             torch.onnx.export(
@@ -50,17 +49,6 @@ def traced(module: nn.Module, shape: Sequence[int], name: str, mend: str) -> onn
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(f"{name} cannot be written as ONNX: {reason}; {mend}") from error
     return onnx.load_from_string(file.getvalue())
-
-
-@contextlib.contextmanager
-def _plain_attention() -> Iterator[None]:
-    """Have `nn.MultiheadAttention` compute by single operations: in evaluation it calls one that ONNX does not have."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def written(network: Mapping[str, Any], weights: Tensors) -> bytes:

@@ -26,7 +26,7 @@ from fedquilt import graph_check
 from fedquilt.core import ModelError
 from fedquilt.models.networks import onnx_file, registry, small
 from fedquilt.models.stitching import cut_points as where
-from fedquilt.models.stitching import tiled_linear
+from fedquilt.models.stitching import onnx_memory, tiled_linear
 
 IR_VERSION = 8
 INLINE_BYTES = 16 * 1024  # a block with fewer bytes of weights is one file
@@ -101,7 +101,8 @@ def split(
     blocks, first = [], 0
     for index, end in enumerate(ends):
         kind: Kind = "start" if index == 0 else "end" if index == len(names) else "middle"
-        blocks.append(_block(traced, donor, index, kind, nodes[first : end + 1]))
+        last = (found[first].last, found[end].last and kind != "end")
+        blocks.append(_block(traced, donor, index, kind, nodes[first : end + 1], last))
         first = end
     return blocks
 
@@ -142,7 +143,7 @@ def _drop_aliases(graph: onnx.GraphProto) -> None:
 
 
 def _graph(model: onnx.ModelProto) -> Graph:
-    activation_bytes = tiled_linear.activation_bytes(model)
+    activation_bytes = onnx_memory.activation_bytes(model)
     weight_bytes = sum(_bytes(tensor) for tensor in model.graph.initializer)
     model.ir_version = IR_VERSION
     model.producer_name, model.producer_version = "fedquilt", ""
@@ -195,17 +196,34 @@ def _replace_odd_pools(traced: fx.GraphModule) -> None:
     traced.recompile()
 
 
-def _block(traced: fx.GraphModule, donor: str, index: int, kind: Kind, nodes: list[fx.Node]) -> Block:
-    """Build a block from `nodes`: the incoming value, then the block's operations."""
+def _block(
+    traced: fx.GraphModule, donor: str, index: int, kind: Kind, nodes: list[fx.Node], last: tuple[bool, bool]
+) -> Block:
+    """Build a block from `nodes`: the incoming value, then the block's operations.
+
+    Args:
+        traced: the network.
+        donor: its name.
+        index: of the block in it.
+        kind: of the block.
+        nodes: in order.
+        last: whether the network has the channels of the incoming and of the outgoing value last; a block has
+            them first.
+    """
     graph = fx.Graph()
-    copies = {nodes[0]: graph.placeholder("x")}
+    x = graph.placeholder("x")
+    copies = {nodes[0]: graph.call_method("transpose", (x, 1, 2)) if last[0] else x}
     used = {source for node in nodes[1:] for source in node.all_input_nodes}
     constants = [node for node in traced.graph.nodes if node.op == "get_attr" and node in used - {*nodes}]
     for node in [*constants, *nodes[1:]]:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(copies[nodes[-1]])
+    y = copies[nodes[-1]]
+    graph.output(graph.call_method("transpose", (y, 1, 2)) if last[1] else y)
     module = fx.GraphModule(traced, graph).eval()
-    in_shape, out_shape = where.shape_of(nodes[0])[1:], where.shape_of(nodes[-1])[1:]
+    in_shape, out_shape = (
+        where.shape_of(node)[1:][:: -1 if turned else 1]
+        for node, turned in zip((nodes[0], nodes[-1]), last, strict=True)
+    )
     flops = registry.cost(module, in_shape).flops
     return Block(donor, index, kind, module, in_shape, out_shape, flops)
 

@@ -1,9 +1,11 @@
 """Places where a traced network can be cut, and the rule that chooses among them. Imports torch.
 
 A cut is allowed after an operation if no other value is used later and its value is a stack of maps: square ones
-(n, c, h, h) for images, (n, c, l) for time series. Maps that are not square for a square image are channels-last, and
-noise to a block of another network. The shape of a series' values does not show whether they are channels-last: they
-count as maps from a convolution on, up to the next transposition.
+(n, c, h, h) for images, (n, c, l) for time series and the tokens of a transformer. Maps that are not square for a
+square image are channels-last, and noise to a block of another network. The shape of values with three axes does not
+show where their channels are: convolutions put them first, linear layers and layer normalisation work on the last
+axis, transpositions swap them, and all other operations keep them. Where they are last, a block hands them on
+transposed.
 """
 
 from __future__ import annotations
@@ -18,10 +20,14 @@ from torch import fx, nn
 
 from fedquilt.core import ModelError
 from fedquilt.models.networks import small
+from fedquilt.models.networks.vit import Attention
 
-MAPS = "square maps (n, c, h, h), or of maps (n, c, l) between convolutions along time"
+MAPS = "square maps (n, c, h, h), or of maps (n, c, l) along time or of a transformer's tokens"
+FIRST, LAST = 1, 2  # axis of the channels of values with three axes
 POOLS = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AvgPool1d, nn.AvgPool2d, small.ProductPool)
 POOLING = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.avg_pool1d, F.avg_pool2d)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
+ATTENTION = (nn.MultiheadAttention, Attention)
 
 # last modules of parts that consist of several modules: a dense block and the transition after it
 _PARTS: Mapping[str, tuple[str, ...]] = {
@@ -39,6 +45,7 @@ class Operation:
     whole: bool  # a cut is allowed after it: its value is maps, and the only one used later
     weighs: bool  # it has weights
     pools: bool  # it averages over the map
+    last: bool = False  # its value is (n, l, channels): a block hands it on transposed
 
 
 def operations(model: nn.Module, traced: fx.GraphModule) -> list[Operation]:
@@ -47,23 +54,22 @@ def operations(model: nn.Module, traced: fx.GraphModule) -> list[Operation]:
     place = {node: i for i, node in enumerate(nodes)}
     until = {node: max((place.get(user, len(nodes)) for user in node.users), default=-1) for node in nodes}
     trunk = trunk_of(model)
-    found, alive, channels_first = [], set[fx.Node](), False
+    found, alive, channels = [], set[fx.Node](), _channels(traced)
     for i, node in enumerate(nodes):
         alive = {other for other in alive if until[other] > i}
         if node.op != "get_attr":  # a constant is copied to every block that uses it
             alive.add(node)
         module = traced.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if isinstance(module, nn.Conv1d) or _transposes(node):
-            channels_first = isinstance(module, nn.Conv1d)
         shape = shape_of(node)
         found.append(
             Operation(
                 name=node.name,
                 part=_part(owner_of(node), trunk),
                 owner=owner_of(node),
-                whole=alive == {node} and (_square(shape) or (len(shape) == 3 and channels_first)),
+                whole=alive == {node} and (_square(shape) or (len(shape) == 3 and node in channels)),
                 weighs=module is not None and any(True for _ in module.parameters()),
                 pools=_pools(node, module),
+                last=len(shape) == 3 and channels.get(node) == LAST,
             )
         )
     return found
@@ -93,7 +99,7 @@ def named(found: Sequence[Operation], donor: str, cuts: Sequence[str]) -> list[s
 
 
 def by_rule(model: nn.Module, found: Sequence[Operation], donor: str, architecture: str = "") -> list[str]:
-    """Names of the operations before every part with a convolution, and before the classifier's pool.
+    """Names of the operations before every part with a convolution or attention, and before the classifier's pool.
 
     Raises:
         ModelError: the network has no such places.
@@ -106,14 +112,19 @@ def by_rule(model: nn.Module, found: Sequence[Operation], donor: str, architectu
 
 
 def trunk_of(model: nn.Module) -> str:
-    """Name of the innermost Sequential with nine tenths of the convolutions; its children are the network's parts."""
+    """Name of the innermost Sequential with nine tenths of the convolutions; its children are the network's parts.
+
+    In a transformer, it is the one with nine tenths of the attention, however deep.
+    """
     name, module = "", model
+    counted = ATTENTION if _count(model, ATTENTION) else CONVOLUTIONS
     while True:
-        total = _convolutions(module)
+        total = _count(module, counted)
+        below = module.named_children() if counted is CONVOLUTIONS else [*module.named_modules()][1:]
         inner = (
             (child_name, child)
-            for child_name, child in module.named_children()
-            if isinstance(child, nn.Sequential) and len(child) > 1 and _convolutions(child) >= 0.9 * total > 0
+            for child_name, child in below
+            if isinstance(child, nn.Sequential) and len(child) > 1 and _count(child, counted) >= 0.9 * total > 0
         )
         found = next(inner, None)
         if found is None:
@@ -142,8 +153,11 @@ def _part(owner: str, trunk: str) -> str:
 def _before_convolutions(model: nn.Module, found: Sequence[Operation]) -> list[str]:
     ends: list[str] = []
     seen = False  # whether a convolution came before
+    trunk = trunk_of(model)
     for before, op in pairwise(found):
-        if op.part and op.part != before.part and _convolutions(model.get_submodule(op.part)):
+        if not op.part or op.part == before.part or trunk.startswith(f"{op.part}."):
+            continue
+        if _count(model.get_submodule(op.part), CONVOLUTIONS + ATTENTION):
             if seen and before.whole:
                 ends.append(before.name)
             seen = True
@@ -170,8 +184,41 @@ def _head(found: Sequence[Operation], donor: str) -> int:
     return start
 
 
-def _convolutions(module: nn.Module) -> int:
-    return sum(isinstance(inner, nn.Conv1d | nn.Conv2d) for inner in module.modules())
+def _count(module: nn.Module, kinds: tuple[type, ...]) -> int:
+    return sum(isinstance(inner, kinds) for inner in module.modules())
+
+
+def _channels(traced: fx.GraphModule) -> dict[fx.Node, int]:
+    """Axis of the channels of each value, where the operations show it: FIRST or LAST."""
+    found: dict[fx.Node, int] = {}
+    for node in traced.graph.nodes:
+        module = traced.get_submodule(str(node.target)) if node.op == "call_module" else None
+        axis = _axis(node, module, found)
+        if axis is not None:
+            found[node] = axis
+    return found
+
+
+def _axis(node: fx.Node, module: nn.Module | None, found: Mapping[fx.Node, int]) -> int | None:
+    shape = shape_of(node)
+    before = next((each for each in node.all_input_nodes if each in found), None)
+    axis = None if before is None else found[before]
+    if isinstance(module, CONVOLUTIONS):
+        return FIRST
+    if isinstance(module, nn.Linear | nn.LayerNorm) and len(shape) == 3:
+        return axis or LAST
+    if before is None or _transposes(node):
+        return FIRST + LAST - axis if axis and len(shape) == 3 and _swaps(node) else None
+    was = shape_of(before)  # (): several values, as attention makes them
+    kept = not shape or not was or len(shape) == len(was) or (len(shape), len(was), shape[1]) == (3, 4, was[1])
+    return axis if kept else None
+
+
+def _swaps(node: fx.Node) -> bool:
+    """Whether a transposition of a value (n, a, b) makes it (n, b, a)."""
+    axes = node.args[1] if len(node.args) == 2 and isinstance(node.args[1], tuple | list) else node.args[1:]
+    places = [axis % 3 for axis in axes if isinstance(axis, int)]
+    return places in ([0, 2, 1], [1, 2], [2, 1])
 
 
 def _square(shape: tuple[int, ...]) -> bool:

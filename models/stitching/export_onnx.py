@@ -23,7 +23,7 @@ from onnx import TensorProto, helper, numpy_helper
 from fedquilt import graph_check
 from fedquilt.core import ModelError, Tensors
 from fedquilt.data import images
-from fedquilt.models.stitching import fold_junction, tiled_linear
+from fedquilt.models.stitching import fold_junction, onnx_memory
 from fedquilt.models.stitching.stitched import Block, from_artefact, grows, junction_name, prefixes
 
 OPSET = 17  # of the blocks' graphs
@@ -77,7 +77,7 @@ def stitched(meta: Mapping[str, Any], arrays: Tensors, blocks: Mapping[str, Bloc
     }
     if model.ByteSize() > LARGEST_BYTES:
         raise ModelError(f"the network takes {model.ByteSize() / 1e9:.1f} GB, one ONNX file holds 2 GB at most")
-    if (alive := tiled_linear.activation_bytes(model)) is not None:  # else engines run one example at a time
+    if (alive := onnx_memory.activation_bytes(model)) is not None:  # else engines run one example at a time
         facts["activation_bytes"] = str(alive)
     helper.set_model_props(model, facts)
     return model.SerializeToString(deterministic=True)

@@ -16,7 +16,6 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 FLOAT_BYTES = 4
-IN_PLACE = {"Relu", "Clip", "LeakyRelu", "Sigmoid", "HardSigmoid", "HardSwish", "Tanh"}
 
 Shapes = Mapping[str, Sequence[int]]  # by names of values; the batch size is 0
 
@@ -68,32 +67,6 @@ def stages(model: onnx.ModelProto, tile_bytes: int) -> list[list[onnx.ModelProto
     if first < len(graph.node):
         made.append([_part(model, first, len(graph.node), value, graph.output[0])])
     return made
-
-
-def activation_bytes(model: onnx.ModelProto) -> int | None:
-    """Peak bytes of one example's float32 values alive at the same time; None: a shape is unknown."""
-    sizes = {name: FLOAT_BYTES * math.prod(shape[1:]) for name, shape in _shapes(model).items()}
-    return alive_bytes(model.graph, sizes)
-
-
-def alive_bytes(graph: onnx.GraphProto, sizes: Mapping[str, int]) -> int | None:
-    """Peak bytes of values alive at the same time, given the size of each; None: a size is unknown.
-
-    The input stays alive throughout, as it belongs to the caller. An activation function reuses its input's memory:
-    ONNX Runtime fuses it with a convolution, or runs it in place.
-    """
-    until = {name: place for place, node in enumerate(graph.node) for name in node.input}
-    until |= {graph.input[0].name: len(graph.node), graph.output[0].name: len(graph.node)}
-    alive, most = {graph.input[0].name}, 0
-    for place, node in enumerate(graph.node):
-        if node.op_type in IN_PLACE and until.get(node.input[0]) == place:
-            alive -= {node.input[0]}
-        alive |= {*node.output} - {""}
-        if not alive <= sizes.keys():
-            return None
-        most = max(most, sum(sizes[name] for name in alive))
-        alive = {name for name in alive if until.get(name, -1) > place}
-    return most
 
 
 # -- where to cut ---------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 
 from fedquilt.edge_agent.engines.onnx_engine import LARGEST_BATCH, OnnxEngine  # noqa: E402
-from fedquilt.footprint import GAPS, SESSION_BYTES  # noqa: E402
+from fedquilt.footprint import SESSION_BYTES  # noqa: E402
 
 MB = 2**20
 
@@ -78,8 +78,7 @@ def test_micro_batches_fit_beside_the_weights_and_give_the_same_answer(
     say what it needs, one example runs at a time.
     """
     weights = np.random.default_rng(0).normal(size=(1024, 1024)).astype(np.float32)
-    activation_bytes = None if held_bytes is None else int(held_bytes / GAPS)  # the runtime holds more than is alive
-    graph = product(tmp_path, weights, activation_bytes=activation_bytes)
+    graph = product(tmp_path, weights, activation_bytes=held_bytes)
     engine = OnnxEngine(20 * MB, base_bytes=0)
     x = np.random.default_rng(1).normal(size=(256, 1024)).astype(np.float32)
     np.testing.assert_allclose(engine.run(graph, x), x @ weights, rtol=1e-4, atol=1e-3)

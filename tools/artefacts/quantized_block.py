@@ -16,7 +16,7 @@ from onnxruntime.quantization.quant_utils import add_pre_process_metadata
 from fedquilt.edge_agent.engines import onnx_session
 from fedquilt.models.stitching import (
     export_onnx,
-    tiled_linear,
+    onnx_memory,
 )
 from fedquilt.models.stitching.stitched import Block
 
@@ -76,6 +76,6 @@ def _activation_bytes(model: onnx.ModelProto, shape: Sequence[int]) -> int:
     example = {session.get_inputs()[0].name: np.zeros((1, *shape), np.float32)}
     found = session.run(None, example) + list(example.values())
     sizes = {name: value.nbytes for name, value in zip((*values, *example), found, strict=True)}
-    most = tiled_linear.alive_bytes(model.graph, sizes)
+    most = onnx_memory.alive_bytes(model.graph, sizes)
     assert most is not None
     return most

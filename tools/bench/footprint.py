@@ -29,16 +29,25 @@ from fedquilt.methods.fedavg import Params
 from fedquilt.tools.report.figures import at_least, figure, figure_lines
 from fedquilt.tools.simulation.task_process import TaskProcess
 
-NETWORKS: Mapping[str, tuple[Mapping[str, Any], int]] = {  # table, pixels
-    "mlp": ({"name": "mlp", "inputs": 3 * 32 * 32, "classes": 10}, 32),
-    "cnn": ({"name": "cnn", "channels": 3, "size": 32, "classes": 10}, 32),
-    "plain": ({"name": "plain", "channels": 3, "classes": 10}, 32),
-    "residual": ({"name": "residual", "channels": 3, "classes": 10}, 32),
-    "separable": ({"name": "separable", "channels": 3, "classes": 10}, 32),
-    "resnet20": ({"name": "resnet20-cifar", "classes": 10}, 32),
+SMALL, LARGE = (3, 32, 32), (3, 64, 64)  # images
+NETWORKS: Mapping[str, tuple[Mapping[str, Any], tuple[int, ...]]] = {  # table, shape of an example
+    "mlp": ({"name": "mlp", "inputs": 3 * 32 * 32, "classes": 10}, SMALL),
+    "cnn": ({"name": "cnn", "channels": 3, "size": 32, "classes": 10}, SMALL),
+    "plain": ({"name": "plain", "channels": 3, "classes": 10}, SMALL),
+    "residual": ({"name": "residual", "channels": 3, "classes": 10}, SMALL),
+    "separable": ({"name": "separable", "channels": 3, "classes": 10}, SMALL),
+    "resnet20": ({"name": "resnet20-cifar", "classes": 10}, SMALL),
+    "vit": ({"name": "vit", "channels": 3, "size": 32, "classes": 10}, SMALL),
+    "conv1d": ({"name": "conv1d", "channels": 6, "steps": 128, "classes": 10}, (128, 6)),
+    "gru": ({"name": "gru", "channels": 6, "steps": 128, "classes": 10, "width": 64}, (128, 6)),
+    "transformer": ({"name": "transformer", "vocabulary": 5000, "length": 128, "classes": 10, "width": 64}, (128,)),
     **{
-        name: ({"name": f"torchvision/{name}", "classes": 10}, 64)
+        name: ({"name": f"torchvision/{name}", "classes": 10}, LARGE)
         for name in ("alexnet", "densenet121", "mobilenet_v2", "resnet50", "vgg16")
+    },
+    **{  # constants were fitted without these
+        name: ({"name": f"torchvision/{name}", "classes": 10}, LARGE)
+        for name in ("convnext_tiny", "efficientnet_b0", "mobilenet_v3_small", "shufflenet_v2_x0_5", "squeezenet1_1")
     },
 }
 BATCHES = (1, 8, 32)
@@ -146,14 +155,15 @@ def _subject(name: str, folder: Path) -> Subject:
     from fedquilt.models.networks import registry
     from fedquilt.models.stitching import blocks
 
-    table, size = NETWORKS[name]
-    shape = (3, size, size)
+    table, shape = NETWORKS[name]
     torch.manual_seed(0)
     model = registry.build(table)
     (folder / "model").write_bytes(tensors.encode({key: value.numpy() for key, value in model.state_dict().items()}))
     draws = np.random.default_rng(0)
     count = STEPS * max(BATCHES)
-    x = draws.integers(0, 255, (count, size, size, 3), dtype=np.uint8)
+    image = {"channels": shape[0], "size": shape[1]} if len(shape) == 3 else {}
+    stored = (*shape[1:], shape[0]) if image else shape
+    x = draws.integers(0, 255, (count, *stored), dtype=np.uint8)
     np.savez(folder / "images.npz", x_train=x, y_train=np.arange(count) % 10)
     architecture = str(table["name"]).partition("torchvision/")[2]
     whole = blocks.Block(name, 0, "start", model.eval(), shape, (10,), 0.0)
@@ -166,7 +176,7 @@ def _subject(name: str, folder: Path) -> Subject:
     trained, _ = footprint.weigh(model, torch.zeros(2, *shape))
     return Subject(
         name,
-        {**table, "input": {"channels": 3, "size": size}},
+        {**table, "input": image},
         folder,
         trained,
         footprint.coupled(model.state_dict()),

@@ -144,7 +144,10 @@ def _slowed(thermal: Path) -> tuple[str, ...]:
 
 
 def _over_current(hwmon: Path) -> dict[str, int]:
-    """Counters oc1_event_cnt to oc3_event_cnt, from JetPack 5 on (Jetson Linux Developer Guide)."""
+    """Read how many over-current events each counter of the kernel has, by its name without "_event_cnt".
+
+    JetPack 5 and newer have `oc1_event_cnt` to `oc3_event_cnt` (Jetson Linux Developer Guide).
+    """
     found = {}
     for file in sysfs.glob(hwmon, "hwmon*/oc*_event_cnt"):
         events = sysfs.whole(file)

@@ -23,6 +23,7 @@ from fedquilt import config, profiles
 from fedquilt.core import JobError
 from fedquilt.disk import doing
 from fedquilt.edge_agent import settings as agents
+from fedquilt.edge_agent.clocks.helper import HOTTEST_C
 from fedquilt.tools.flash import install, wheels
 from fedquilt.tools.flash.targets import Target
 from fedquilt.transport.broker import Broker
@@ -46,6 +47,7 @@ class Board:
     files: Mapping[str, bytes]
     budget_bytes: int | None  # None: half of the board's memory
     enrols: bool = False  # it gets or renews its certificate by itself
+    limits: tuple[str, ...] = ()  # arguments of `fedquilt clocks serve` for the bounds that its owner has set
 
 
 def board(
@@ -102,7 +104,17 @@ def board(
             raise JobError(f"{path}: [data] {place!r} is on the board, so its whole path is wanted: /srv/{place}, say")
     files["agent.toml"] = config.text({**table, **({"broker": broker} if broker else {})}).encode()
     most = None if known.budget is None else agents.size_bytes(known.budget)
-    return Board(known.device, files, most, enrols)
+    return Board(known.device, files, most, enrols, _limits(known.governor, table.get("profile")))
+
+
+def _limits(governor: agents.GovernorSettings, profile: str | None) -> tuple[str, ...]:
+    """Arguments by which the clock helper, too, enforces the bounds under [governor]; () if there are none."""
+    told = [] if governor.max_w is None else ["--max-w", f"{governor.max_w:g}"]
+    if told and profile is not None:
+        told += ["--profile", profile]
+    if governor.max_c is not None and governor.max_c < HOTTEST_C:
+        told += ["--hottest", f"{governor.max_c:g}"]
+    return tuple(told)
 
 
 def _parsed(path: Path, table: Mapping[str, Any]) -> agents.AgentSettings:
@@ -135,6 +147,7 @@ def units(board: Board, systemd: int = 249) -> dict[str, bytes]:
         "CONDITIONS": f"ConditionPathExists={ETC}/device.crt" if board.enrols else "",
         "ARGUMENTS": f" --credentials {CREDENTIALS if systemd >= 247 else OWN_CREDENTIALS}" if secrets else "",
         "CREDENTIALS": "\n".join(_handed(name, systemd) for name in secrets),
+        "LIMITS": "".join(f" {word}" for word in board.limits),
         "MEMORY_MAX": "75%" if board.budget_bytes is None else str(board.budget_bytes + DAEMON_BYTES),
     }
     made = {}

@@ -7,11 +7,13 @@ from pathlib import Path
 import envelope_cases
 import pytest
 from envelope_cases import EVERY, World
+from msgspec.structs import replace
 
+from fedquilt import profiles
 from fedquilt.core import ClockError, OperatingPoint
 from fedquilt.edge_agent.clocks import controls, envelope, modes
 from fedquilt.edge_agent.clocks.hold import Clamp
-from fedquilt.edge_agent.devices import jetson
+from fedquilt.edge_agent.devices import jetson, points
 from fedquilt.testing.boards import plant
 
 FAST = OperatingPoint(name="fast", cpu_hz=1984e6, gpu_hz=918e6, busy_w=25.0)
@@ -106,9 +108,24 @@ def test_no_point_above_max_w_is_held_nor_one_that_does_not_say(nx: World):
     clamp = Clamp(nx.root, nx.state, max_w=10.0, put=nx.put, nvpmodel=nx.nvpmodel)
     with pytest.raises(ClockError, match="'fast' draws 25 W, and no point above 10 W is held here"):
         clamp.hold(FAST)
-    with pytest.raises(ClockError, match="does not say what it draws"):
+    with pytest.raises(ClockError, match="'typed' draws nobody knows how much"):
         clamp.hold(OperatingPoint(name="typed", gpu_hz=306e6))
     assert clamp.hold(SLOW).name == "slow"
+
+
+def test_a_client_that_is_wrong_about_watts_does_not_get_beyond_max_w(nx: World):
+    """The helper goes by the profile of the board: neither an understated power nor an unknown name gets through."""
+    profile = profiles.load("jetson-orin-nx")
+    known = points.fit(profile, points.lists(controls.discover(nx.root).found))
+    most = sorted(point.busy_w for point in known if point.busy_w)[len(known) // 2]
+    clamp = Clamp(nx.root, nx.state, max_w=most, watts=points.watts(profile, nx.root), put=nx.put, nvpmodel=nx.nvpmodel)
+    grid = [point for point in known if point.name.startswith("cpu") and point.busy_w]
+    hungry, frugal = (choose(grid, key=lambda point: point.busy_w or 0.0) for choose in (max, min))
+    for wrong in (replace(hungry, busy_w=1.0), replace(hungry, name=frugal.name, busy_w=1.0)):
+        with pytest.raises(ClockError, match="and no point above"):
+            clamp.hold(wrong)
+        assert clamp.point is None
+    assert clamp.hold(replace(frugal, busy_w=None)).name == frugal.name
 
 
 def test_nothing_is_held_when_all_thermal_zones_fall_silent(nx: World):

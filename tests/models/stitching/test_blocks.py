@@ -98,12 +98,11 @@ def test_networks_of_attention_and_layer_norm_are_cut_into_graphs_that_boards_ru
     np.testing.assert_allclose(x, wanted, atol=1e-4 * np.abs(wanted).max(), rtol=0)
 
 
-def test_a_vision_transformer_has_no_maps_to_cut_and_is_written_whole(tmp_path: Path) -> None:
-    """As a donor it is refused for its shape, with the mend; as one graph it is permitted, and does the same."""
+def test_a_vision_transformer_is_written_whole_too(tmp_path: Path) -> None:
+    """As one graph it is permitted, and does the same."""
     sizes = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 32}
     donor = torchvision().models.VisionTransformer(**sizes, num_classes=10).eval()
-    with pytest.raises(ModelError, match=r"'d' cannot be split: .* take a convolutional network"):
-        blocks.split(donor, "d", (3, 32, 32))
+    assert len(blocks.split(donor, "d", (3, 32, 32))) == 4
     x = torch.from_numpy(np.random.default_rng(0).normal(size=(3, 3, 32, 32)).astype(np.float32))
     nn.init.normal_(donor.heads.head.weight)  # torchvision's first head says 0 to everything
     with torch.no_grad():
@@ -190,14 +189,15 @@ class Swapped(nn.Module):
         return self.head(self.two(x.transpose(1, 2)).mean(dim=2))
 
 
-def test_values_that_are_channels_last_are_no_place_to_cut() -> None:
-    """After the normalisation they are (n, steps, channels): to another donor's block they would be noise."""
-    with pytest.raises(ModelError, match="cannot be cut after 'norm'"):
-        blocks.split(Swapped().eval(), "donor", (20, 3), cuts=["norm"])
-    assert [part.in_shape for part in blocks.split(Swapped().eval(), "donor", (20, 3), cuts=["one"])] == [
-        (20, 3),
-        (4, 18),
-    ]
+@pytest.mark.parametrize("cut", ["one", "norm"])
+def test_values_that_are_channels_last_are_handed_on_transposed(cut: str) -> None:
+    """After the normalisation they are (n, steps, channels): as they are, they would be noise to another donor."""
+    donor = Swapped().eval()
+    parts = blocks.split(donor, "donor", (20, 3), cuts=[cut])
+    assert [(part.in_shape, part.out_shape) for part in parts] == [((20, 3), (4, 18)), ((4, 18), (2,))]
+    x = torch.randn(5, 20, 3)
+    with torch.no_grad():
+        torch.testing.assert_close(parts[1].module(parts[0].module(x)), donor(x))
 
 
 class Branching(nn.Module):
@@ -448,3 +448,45 @@ def _run_graph(made: blocks.Graph, x: np.ndarray, folder: Path) -> np.ndarray:
     options.log_severity_level = 3
     session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     return session.run(None, {"x": x})[0]
+
+
+@pytest.mark.parametrize(
+    ("network", "shape", "width"),
+    [
+        ({"name": "torchvision/vit_b_16", "classes": 10}, (3, 224, 224), 768),
+        ({"name": "vit", "channels": 3, "size": 16, "classes": 10, "depth": 3, "width": 32}, (3, 16, 16), 32),
+    ],
+)
+def test_a_transformer_splits_before_each_of_its_layers(
+    network: dict[str, object], shape: tuple[int, int, int], width: int, tmp_path: Path
+) -> None:
+    """Its tokens are maps (channels, tokens) between blocks, which together are the network, in torch and in ONNX."""
+    if str(network["name"]).startswith("torchvision/"):
+        torchvision()
+    torch.manual_seed(0)
+    model = registry.build(network).eval()
+    with torch.no_grad():
+        for value in model.parameters():  # torchvision's classifier begins with zeros
+            value.add_(0.02 * torch.randn_like(value))
+    parts = blocks.split(model, "v", shape, architecture=str(network["name"]).partition("torchvision/")[2])
+    layers = 12 if width == 768 else 3
+    tokens = 197 if width == 768 else 16
+    assert [part.out_shape for part in parts[:-1]] == [(width, tokens)] * (1 + layers)
+    assert [part.in_shape for part in parts[1:]] == [(width, tokens)] * (1 + layers)
+    each = {round(part.flops) for part in parts[1:-1]}
+    products = 2 * tokens * width * (4 * width + 2 * tokens) + 4 * tokens * width * (3072 if width == 768 else 64)
+    assert len(each) == 1
+    assert each.pop() == pytest.approx(products, rel=0.02)
+    x = torch.randn(2, *shape)
+    with torch.no_grad():
+        wanted = model(x)
+        value = x
+        for part in parts:
+            value = part.module(value)
+    torch.testing.assert_close(value, wanted)
+    made = blocks.export(parts[1])
+    assert made[0][0].activation_bytes > 4 * 2 * width * tokens
+    maps = np.random.default_rng(0).normal(size=(3, width, tokens)).astype(np.float32)
+    with torch.no_grad():
+        alone = parts[1].module(torch.from_numpy(maps)).numpy()
+    np.testing.assert_allclose(_run(made, maps, tmp_path), alone, atol=1e-4, rtol=1e-4)

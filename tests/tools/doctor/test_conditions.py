@@ -140,7 +140,7 @@ def test_mends_of_a_flashed_board_ask_for_no_pip(board: Any) -> None:
 
 
 def test_a_board_without_a_profile_and_with_anothers_are_found(board: Any) -> None:
-    """An Orin NX 8 GB is not in the shipped table of modules; TX2's figures are no Orin's."""
+    """FQ317 for settings that name the profile of another board; FQ316 for a module that no shipped profile lists."""
     board.table["profile"] = "jetson-tx2"
     found = board.only()
     assert found.number == "FQ317"

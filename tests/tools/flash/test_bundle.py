@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from boards import JETSON, wheel
 
-from fedquilt import config
+from fedquilt import config, profiles
 from fedquilt.core import JobError
 from fedquilt.edge_agent import settings as agents
 from fedquilt.tools.flash import bundle
@@ -164,6 +164,27 @@ def test_the_agents_memory_is_its_budget_and_what_the_daemon_takes() -> None:
     assert "MemoryMax=75%" in unit(Board("d", {}, None))
 
 
+def test_the_owners_bounds_reach_the_clock_helper(tmp_path: Path) -> None:
+    """Watts and degrees under [governor], and the profile by which watts are judged; nothing where nothing is set."""
+
+    def start(more: str) -> str:
+        path = tmp_path / "agent.toml"
+        path.write_text(f'device = "d"\nhome = "/h"\n{more}')
+        (line,) = (
+            each for each in unit(bundle.board(path), "fedquilt-clocks.service") if each.startswith("ExecStart=")
+        )
+        return line.partition("clocks serve ")[2]
+
+    assert start("") == "--group fedquilt"
+    assert start("[governor]\nmax_w = 12.5\nmax_c = 70") == "--group fedquilt --max-w 12.5 --hottest 70"
+    assert start("[governor]\nmax_c = 95") == "--group fedquilt"  # the helper's own limit is lower
+    shipped = start('profile = "jetson-orin-nx"\n[governor]\nmax_w = 15')
+    assert shipped == "--group fedquilt --max-w 15 --profile jetson-orin-nx"
+    (tmp_path / "own.toml").write_bytes((Path(profiles.__file__).parent / "jetson-orin-nx.toml").read_bytes())
+    recorded = start('profile = "own.toml"\n[governor]\nmax_w = 15')
+    assert recorded == "--group fedquilt --max-w 15 --profile /etc/fedquilt/profile.toml"
+
+
 def test_secrets_reach_the_agent_as_credentials() -> None:
     """None without one: systemd would look for it in vain."""
     keyed = unit(Board("d", {"device.key": b"", "password": b""}, None))
@@ -184,7 +205,7 @@ def test_a_board_that_enrols_starts_its_agent_when_it_has() -> None:
     assert set(bundle.units(enrols)) - set(bundle.units(other)) == {"fedquilt-enrol.service", "fedquilt-enrol.timer"}
     assert "ConditionPathExists" not in "\n".join(unit(other))
     for text in (*bundle.units(enrols).values(), *bundle.units(other).values()):
-        assert not [word for word in (b"@MEM", b"@ARG", b"@CRED", b"@COND") if word in text]
+        assert not [word for word in (b"@MEM", b"@ARG", b"@CRED", b"@COND", b"@LIM") if word in text]
 
 
 def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path) -> None:

@@ -1,0 +1,100 @@
+"""A Raspberry Pi 5's power controller, by the answer of a real one (public output of `vcgencmd pmic_read_adc`)."""
+
+from __future__ import annotations
+
+import array
+from pathlib import Path
+
+import pytest
+
+from fedquilt.edge_agent.devices import linux
+from fedquilt.edge_agent.devices.sensors import pmic
+
+ANSWER = """\
+ 3V7_WL_SW_A current(0)=0.05855580A
+   3V3_SYS_A current(1)=0.06148359A
+   1V8_SYS_A current(2)=0.13272650A
+  DDR_VDD2_A current(3)=0.13955800A
+  DDR_VDDQ_A current(4)=0.00980400A
+   1V1_SYS_A current(5)=0.19811380A
+    0V8_SW_A current(6)=0.34157550A
+  VDD_CORE_A current(7)=5.03652000A
+   3V3_DAC_A current(17)=0.00006105A
+   3V3_ADC_A current(18)=0.00054945A
+   0V8_AON_A current(16)=0.00531135A
+      HDMI_A current(22)=0.02161170A
+ 3V7_WL_SW_V volt(8)=3.61069200V
+   3V3_SYS_V volt(9)=3.29982600V
+   1V8_SYS_V volt(10)=1.81684800V
+  DDR_VDD2_V volt(11)=1.10109800V
+  DDR_VDDQ_V volt(12)=0.60366240V
+   1V1_SYS_V volt(13)=1.10292900V
+    0V8_SW_V volt(14)=0.80292960V
+  VDD_CORE_V volt(15)=0.89369880V
+   3V3_DAC_V volt(20)=3.29944700V
+   3V3_ADC_V volt(21)=3.30402600V
+   0V8_AON_V volt(19)=0.79618980V
+      HDMI_V volt(23)=4.92450000V
+     EXT5V_V volt(24)=4.92450000V
+      BATT_V volt(25)=0.00341880V
+"""
+
+
+def test_each_rail_with_a_current_counts_and_none_else() -> None:
+    """All four cores busy: 4.50 W in the cores, 5.91 W in all; the 5 V input and the clock's cell have no current."""
+    found = pmic.Pmic(lambda: ANSWER).read(1.0)
+    assert found.rails_w["VDD_CORE"] == pytest.approx(5.03652 * 0.8936988)
+    assert len(found.rails_w) == 12
+    assert not {"EXT5V", "BATT"} & found.rails_w.keys()
+    assert found.total_w == pytest.approx(sum(found.rails_w.values()))
+    assert found.total_w == pytest.approx(5.75, abs=0.2)
+    assert pmic.Pmic.covers == "processor"  # not the board: USB devices are not in it
+
+
+@pytest.mark.parametrize(
+    "answer", [None, "", 'error=1 error_msg="Command not registered"', "VDD_CORE_V volt(15)=0.75V"]
+)
+def test_a_firmware_without_that_answer_tells_no_power(answer: str | None) -> None:
+    """Nor does a voltage alone."""
+    found = pmic.Pmic(lambda: answer).read(1.0)
+    assert (found.total_w, dict(found.rails_w)) == (None, {})
+
+
+def test_the_mailbox_is_asked_as_vcgencmd_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Number of the request and layout of its words; the answer stands where the question did."""
+    asked = []
+
+    def ioctl(file: int, number: int, words: array.array[int]) -> int:
+        data = words.tobytes()
+        asked.append((number, words[0], words[2], words[3], data[24 : data.index(b"\0", 24)]))
+        answer = ANSWER.encode()
+        memoryview(words).cast("B")[24 : 24 + len(answer) + 1] = answer + b"\0"
+        return 0
+
+    monkeypatch.setattr(pmic.fcntl, "ioctl", ioctl)
+    mailbox = tmp_path / "dev/vcio"
+    mailbox.parent.mkdir()
+    assert pmic.connect(tmp_path) is None  # no such file
+    mailbox.touch()
+    assert pmic.command(mailbox, "pmic_read_adc") == ANSWER
+    room = pmic.TEXT_BYTES
+    assert asked == [(0xC0086400, room + 28, 0x30080, room, b"pmic_read_adc")]
+
+
+def test_a_plain_file_is_no_mailbox(tmp_path: Path) -> None:
+    """As in a tree of files: the kernel refuses the question."""
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/vcio").touch()
+    assert pmic.connect(tmp_path) is None
+
+
+def test_a_pi_5_is_measured_by_its_power_controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by the device tree, with the firmware's answer; on another board nobody asks."""
+    (tmp_path / "proc/device-tree").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 8255488 kB\nMemAvailable: 7000000 kB\n")
+    monkeypatch.setattr(pmic, "command", lambda mailbox, question: ANSWER)
+    for compatible, source in ((b"raspberrypi,5-model-b\0brcm,bcm2712\0", "pmic"), (b"acme,board\0", None)):
+        (tmp_path / "proc/device-tree/compatible").write_bytes(compatible)
+        device = linux.detect(tmp_path)
+        assert device is not None
+        assert device.read(1.0).energy_source == source
