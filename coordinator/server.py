@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
@@ -273,8 +273,7 @@ class Server:
         job = self.active
         assert job is not None
         log.warning("%s has waited for devices for %.0f s: %s is next", job.id, turns.PATIENCE_S, served[0])
-        for device in sorted(job.rounds.asked):
-            self._withdraw(device)
+        self._take_back(job.rounds.asked | set(job.rounds.silent), now_s)
         self._store.set_status(job.id, "queued")
         self._gave_way_s[job.id] = now_s
         self.active, self._arriving = None, {}
@@ -367,14 +366,14 @@ class Server:
             case facts.Asked():
                 for device in fact.devices:
                     self._issue(device, now_s)
+                self._take_back(set(job.rounds.silent) - job.rounds.asked, now_s)  # whom this attempt does without
             case facts.Answered():
                 self._begun.pop(fact.update.device, None)  # it counts: none of its blobs is left over
             case facts.Lost():
                 log.warning("%s: %s's update is asked for again: %s", job.id, fact.device, fact.reason)
                 self._renew(fact.device, self._store.epoch, now_s)
-            case facts.Closed() | facts.Reopened() | facts.Ended():
-                for device in sorted(before.asked):
-                    self._act(admission.Withdraw(device), now_s)
+            case facts.Closed() | facts.Ended():
+                self._take_back(before.asked | set(before.silent), now_s)
             case facts.Committed():
                 spent = job.spent(before)
                 job.committed()
@@ -383,11 +382,15 @@ class Server:
                     self._store.depot.drop(sha256)
         self._tell()
 
+    def _take_back(self, devices: Collection[str], now_s: float) -> None:
+        """Withdraw tasks. `Reopened` withdraws none: a device that the next attempt asks too works on."""
+        for device in sorted(devices):
+            self._act(admission.Withdraw(device), now_s)
+
     def _leave(self) -> None:
         assert self.active is not None
         self._store.set_status(self.active.id, self.active.rounds.phase)
-        if self._only == self.active.id:
-            self.finished = True
+        self.finished = self.finished or self._only == self.active.id
         self.active = None
         self._poll_s = -math.inf
 
