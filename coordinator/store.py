@@ -397,5 +397,7 @@ def _storing(home: Path) -> Iterator[None]:
         yield
     except (sqlite3.Error, OSError) as error:
         if type(error) is sqlite3.DatabaseError:  # its subclasses are about the disk, the statement or a lock
-            raise StoreError(f"{home / 'fedquilt.db'} is damaged ({error}): put back a copy of the whole home") from None
+            raise StoreError(
+                f"{home / 'fedquilt.db'} is damaged ({error}): put back a copy of the whole home"
+            ) from None
         raise StoreError(f"cannot use the store {home}: {error}; is the disk full, or the folder not yours?") from None

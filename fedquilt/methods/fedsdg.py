@@ -312,4 +312,5 @@ METHOD = replace(
     step=step,
     result=result,
     explain=lambda state: state.told,
+    keeps="changes of adapters and head, `most` of them, which are compared",
 )

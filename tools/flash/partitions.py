@@ -49,9 +49,7 @@ def root(image: Path, *, called: Path | None = None) -> Partition:
         ext = [one for one in found if _is_ext(file, one.offset)]
     if not ext:
         has = ", ".join(map(str, found[1:])) or "no partition table"
-        raise Refused(
-            f"{name} has no root file system of type ext4 ({has}): take a Raspberry Pi's or L4T's disk image"
-        )
+        raise Refused(f"{name} has no root file system of type ext4 ({has}): take a Raspberry Pi's or L4T's disk image")
     return max(ext, key=lambda one: (one.name == ROOT_NAME, one.size))
 
 
