@@ -28,6 +28,7 @@ from fedquilt.core.errors import (
 )
 from fedquilt.core.messages import (
     CODECS,
+    UNDECODABLE,
     Action,
     Amount,
     AnyDigest,
@@ -49,6 +50,7 @@ from fedquilt.core.messages import (
     Update,
     Usage,
     Wired,
+    Word,
     Work,
 )
 from fedquilt.core.method import (
@@ -82,6 +84,7 @@ from fedquilt.core.training import (
 
 __all__ = [
     "CODECS",
+    "UNDECODABLE",
     "Action",
     "Amount",
     "Answer",
@@ -137,6 +140,7 @@ __all__ = [
     "Usage",
     "WireError",
     "Wired",
+    "Word",
     "Work",
     "derive_seed",
     "derived",

@@ -144,9 +144,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
 @expects(lambda state: Expected({"delta": state.model}))
 def fold(state: State, so_far: Held | None, update: Contribution) -> Held:
     """Hold an update's change of the shared part, up to `most` of a round."""
-    delta = update.bundles.get("delta", {})
-    tensors.require_same(delta, state.model)
-    return hold(so_far, update, delta, state.params["most"], state.seed)
+    return hold(so_far, update, "delta", state.model, state.params["most"], state.seed)
 
 
 def step(state: State, total: Held | None) -> State:

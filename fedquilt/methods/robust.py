@@ -93,8 +93,14 @@ class Held:
         return [f"{self.left_out} {what} beyond the {len(self.sent)} held at once were left out"] * bool(self.left_out)
 
 
-def hold(so_far: Held | None, update: Contribution, sent: Tensors, most: int, seed: int) -> Held:
-    """Add a device's tensors; beyond `most`, those drawn by `seed` stay, whatever the order of arrival."""
+def hold(so_far: Held | None, update: Contribution, name: str, like: Tensors, most: int, seed: int) -> Held:
+    """Add an update's bundle of a name; beyond `most`, those drawn by `seed` stay, whatever the order of arrival.
+
+    Raises:
+        UpdateError: a tensor's name, shape or type differs from `like`, or a number is out of range.
+    """
+    sent = update.bundles.get(name, {})
+    tensors.require_same(sent, like)
     held = {**(so_far.sent if so_far else {}), update.device: sent}
     left_out = so_far.left_out if so_far else 0
     if len(held) <= most:
@@ -111,9 +117,7 @@ def init(bundle: Bundle, params: Any, seed: int) -> State:
 @expects(fedavg.whole)
 def fold(state: State, so_far: Held | None, update: Contribution) -> Held:
     """Hold an update, up to `most` of a round."""
-    model = update.bundles.get("model", {})
-    tensors.require_same(model, state.model)
-    return hold(so_far, update, model, state.params["most"], state.seed)
+    return hold(so_far, update, "model", state.model, state.params["most"], state.seed)
 
 
 def step(state: State, total: Held | None) -> State:

@@ -152,6 +152,8 @@ class BoardLink(Sealed):
         self._patience_s = AGAIN_S
         self._renew_s = 0.0
         self._connection = 0  # number of the broker's, at the last look
+        self._announced: int | None = None  # start of the coordinator for which a session is wanted
+        self._disproved: int | None = None  # start that was announced, while a handshake showed another
         self._trouble: str | None = None
         link.subscribe(self._topics.for_device(device))
 
@@ -200,7 +202,8 @@ class BoardLink(Sealed):
         route = wire.route(message.topic)
         if route.leaf == "coord":
             told = wire.decode(message.payload, wire.CoordState)
-            if told.online and (self._key is None or told.epoch != self._key.epoch):
+            if told.online and (self._key is None or told.epoch not in (self._key.epoch, self._disproved)):
+                self._announced = told.epoch
                 self._want()
             return None
         if route.direction != "dn" or route.device != self._device:
@@ -265,6 +268,8 @@ class BoardLink(Sealed):
 
     def _agreed(self, session: Session) -> None:
         self._key, self._attempt, self._wanted, self._alone = session, None, False, False
+        if self._announced not in (None, session.epoch):
+            self._disproved = self._announced
         self._turns += 1
         self._due_s, self._patience_s = self._began_s + AGAIN_S, AGAIN_S
         self._renew_s, self._trouble = self._clock() + RENEW_S, None

@@ -90,7 +90,7 @@ class FleetLink(Sealed):
             except (WireError, JobError) as error:
                 self._refuse(message, error)
                 if isinstance(error, StrangeSessionError) and not message.retained:
-                    self._ask(route.device)
+                    self._ask_if_unknown(route.device)
         self._tell_refused()
         return taken
 
@@ -120,9 +120,13 @@ class FleetLink(Sealed):
             raise UnsignedError
         return message if told.boot == self._boots.get(device) else None
 
-    def _ask(self, device: str) -> None:
-        """Ask a device to begin, which knows another start of this coordinator."""
-        if _rarely(self._asked_s, device, self._clock(), ASK_S):
+    def _ask_if_unknown(self, device: str) -> None:
+        """Ask a device to begin that has no session with this start of the coordinator.
+
+        A device that has one is not asked: what comes under another session was sent before that one began, and each
+        new session would make the messages on their way under the latest one late again.
+        """
+        if self._session_of(device) is None and _rarely(self._asked_s, device, self._clock(), ASK_S):
             self._hello(device, "dn", wire.Hello())
 
     def _greeted(self, device: str, hello: wire.Hello) -> None:

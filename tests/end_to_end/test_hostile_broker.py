@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from certified import Certified
 from processes import LIMIT_S, Processes, answers, facts, make_job, until
 
@@ -41,6 +40,11 @@ ATTACKS = (
     "a changed chunk",
     "an announcement of another coordinator",
 )
+
+
+def session_of(payload: bytes) -> bytes:
+    """The session that an envelope names."""
+    return payload.split(b'"in":"')[1][:16]
 
 
 class Mallory(threading.Thread):
@@ -138,10 +142,11 @@ class Mallory(threading.Thread):
             unsigned = Update(**{name: getattr(update, name) for name in update.__struct_fields__} | {"weight": 0.5})
             yield message._replace(payload=wire.encode(unsigned))
         for older in kept[:-1]:
-            said = wire.decode(inside(older), Update)
-            if said.round < update.round and self._first("an update of an earlier round", (update.round, said.round)):
+            said, session = wire.decode(inside(older), Update), session_of(older)
+            rounds = (route.device, update.round, said.round, session)
+            if said.round < update.round and self._first("an update of an earlier round", rounds):
                 yield message._replace(payload=older)
-            if older.split(b'"in":"')[1][:16] != message.payload.split(b'"in":"')[1][:16] and self._first(
+            if session != session_of(message.payload) and self._first(
                 "an update of an earlier start of the coordinator", route.device
             ):
                 yield message._replace(payload=older)
@@ -159,16 +164,6 @@ class Side:
             file.write("\nuser mallory\ntopic readwrite #\n")
         started = mosquitto(*(folder / "fedquilt.conf").read_text().splitlines()[2:])
         self.url = started.url.replace("mqtt://", "mqtts://")
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    """Nobody outlives the test."""
-    made = Processes()
-    yield made
-    for process in made.running.values():
-        process.kill()
-        process.wait()
 
 
 def test_a_hostile_broker_delays_and_changes_no_bit_of_the_result(

@@ -38,7 +38,7 @@ def test_a_method_keeps_to(check: Callable[..., None], name: str) -> None:
 
 
 def test_what_a_method_keeps_of_each_device_it_says_itself() -> None:
-    """So that `fedquilt conformance` does not hold it against the method; one that is silent is held to keep nothing."""
+    """So that `fedquilt conformance` does not hold it against the method; one that says nothing has to keep nothing."""
     assert {name for name in methods.names() if methods.load(name).keeps} == FOR_EACH_BYTES.keys()
     with pytest.raises(Skipped, match="by its own account a round keeps whole models"):
         GROWS("robust")

@@ -332,6 +332,42 @@ def test_a_forged_announcement_costs_a_handshake_every_few_seconds_at_most(fleet
     assert len(fleet.broker.of(up("a", "hello"))) - before <= 2 * (10.0 / sealed.HINT_S + 1)
 
 
+def test_a_forged_announcement_that_the_broker_keeps_costs_one_handshake(fleet: Fleet) -> None:
+    """It comes again with every subscription; a coordinator that has truly begun anew asks for a handshake itself."""
+    fleet.run(6.0)
+    before = len(fleet.broker.of(up("a", "hello")))
+    fleet.mallory.publish(TOPICS.coord, wire.encode(wire.CoordState(online=True, epoch=99)), retain=True)
+    for _ in range(10):
+        fleet.boards["a"].subscribe(TOPICS.for_device("a"))
+        fleet.run(3.0)
+    assert len(fleet.broker.of(up("a", "hello"))) == before + 2
+    session, fleet.epoch = fleet.boards["a"].session, 98
+    fleet.coordinate()
+    fleet.boards["a"].publish(up("a"), CLAIM)
+    fleet.run(6.0)
+    assert fleet.boards["a"].session == session + 1
+
+
+def test_what_comes_late_from_the_session_before_begins_no_other_one(fleet: Fleet) -> None:
+    """On a slow network there is always something on its way; each new session would make more of it late."""
+    board = fleet.boards["a"]
+    fleet.run(6.0)
+    board.publish(up("a", "progress"), CLAIM)
+    fleet.mallory.publish(down("a", "hello"), wire.encode(wire.Hello()))
+    fleet.run(1.0)
+    late, session, hellos = (
+        fleet.broker.of(up("a", "progress"))[0],
+        board.session,
+        len(fleet.broker.of(up("a", "hello"))),
+    )
+    assert hellos == 4  # two handshakes
+    for _ in range(60):
+        fleet.mallory.publish(up("a", "progress"), late)
+        fleet.run(0.5)
+    assert board.session == session
+    assert len(fleet.broker.of(up("a", "hello"))) == hellos
+
+
 def test_what_is_larger_than_any_message_is_not_even_hashed(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """A broker may carry a megabyte; a manifest has a quarter of one at most."""
     fleet.boards["a"].publish(up("a"), CLAIM)

@@ -1,0 +1,130 @@
+"""A coordinator and devices whose every message a test says, over a MemoryBroker on virtual time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fedquilt import bundle, tensors, wire
+from fedquilt.blobs.store import Depot
+from fedquilt.blobs.transfer import Transfers
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.executors import OverLink
+from fedquilt.coordinator.facts import (
+    AnyFact,
+    Committed,
+)
+from fedquilt.coordinator.server import Server
+from fedquilt.coordinator.store import Store
+from fedquilt.core import CODECS, OperatingPoint, Profile, Task, Update, Usage
+from fedquilt.transport.link import MemoryBroker
+
+NETWORK = {"name": "mlp", "inputs": 2, "hidden": [], "classes": 2}
+MODEL = {"1.weight": np.zeros((2, 2), np.float32), "1.bias": np.zeros(2, np.float32)}
+TABLE = {"name": "j", "method": "fedavg", "rounds": 1, "cohort": {"deadline_s": 30.0, "attempts": 1}}
+
+
+class Hand:
+    """A device whose every message is said by the test."""
+
+    def __init__(self, broker: MemoryBroker, name: str, folder: Path, codecs: tuple[str, ...] = CODECS) -> None:
+        self.name, self.topics = name, wire.Topics("f")
+        self.link = broker.connect()
+        self.depot = Depot(folder)
+        self.transfers = Transfers(self.link, self.depot, self.topics, "up", lambda device, sha256: True)
+        self.link.subscribe(self.topics.for_device(name))
+        self.tasks: list[Task | None] = []
+        self.acks: list[wire.Ack] = []
+        self.say("presence", wire.Presence(online=True, boot="1"), retain=True)
+        self.profile = Profile(
+            device=name,
+            board="hand",
+            memory_bytes=1 << 30,
+            budget_bytes=1 << 29,
+            engines=("numpy",),
+            versions={},
+            codecs=codecs,
+        )
+        self.say("profile", self.profile, retain=True)
+
+    def measured(self, **point: float) -> None:
+        """Say what the board does at its one operating point."""
+        points = (OperatingPoint(name="p", **point),)
+        self.say("profile", msgspec.structs.replace(self.profile, points=points), retain=True)
+
+    def say(self, leaf: str, message: Any, retain: bool = False) -> None:
+        payload = message if isinstance(message, bytes) else wire.encode(message)
+        self.link.publish(self.topics.device(self.name, "up", leaf), payload, retain=retain)
+
+    def answer(self, model: dict[str, np.ndarray], **changes: Any) -> Update:
+        task = next(task for task in reversed(self.tasks) if task)
+        ref = self.depot.put(tensors.encode(model))
+        values = {"job": task.job, "round": task.round, "attempt": task.attempt, "device": self.name, "weight": 1.0}
+        update = Update(**{**values, "bundles": {"model": ref}, "metrics": {}, "usage": Usage(), **changes})
+        self.say("update", update)
+        return update
+
+    def listen(self, now_s: float) -> None:
+        for message in self.link.receive():
+            route = wire.route(message.topic)
+            if self.transfers.handle(route, message.payload, now_s):
+                continue
+            if route.leaf == "task":
+                self.tasks.append(wire.decode(message.payload, Task) if message.payload else None)
+            elif route.leaf == "ack":
+                self.acks.append(wire.decode(message.payload, wire.Ack))
+        self.transfers.step(now_s)
+
+
+class Stage:
+    """A coordinator, hands, and time that the test moves on."""
+
+    def __init__(self, folder: Path, **table: Any) -> None:
+        self.folder, self.broker, self.facts = folder, MemoryBroker(), []
+        self.dues: list[tuple[float, float, int]] = []  # of each step: its time, when the next is due, rounds committed
+        bundle.write(folder / "bundle", {"network": NETWORK, "flops": 8}, {"model": tensors.encode(MODEL)})
+        self.store = Store(folder / "home")
+        self.job = self.store.add(settings.parse({**TABLE, **table}), folder / "bundle")
+        self.hands: list[Hand] = []
+        self.start()
+
+    def start(self) -> None:
+        """A coordinator process begins."""
+        self.link = self.broker.connect()
+        self.executor = OverLink(self.link, "f", self.store.depot, self.store.next_epoch())
+        self.server = Server(self.executor, self.store, self.observe, only=self.job)
+
+    def restart(self) -> None:
+        """It dies, and another begins on the same folder."""
+        self.broker.lose(self.link)
+        self.store.close()
+        self.store = Store(self.folder / "home")
+        self.start()
+
+    def observe(self, job: Any, fact: AnyFact) -> None:
+        self.facts.append(fact)
+
+    def hand(self, name: str, **changes: Any) -> Hand:
+        self.hands.append(Hand(self.broker, name, self.folder / name, **changes))
+        return self.hands[-1]
+
+    def play(self, seconds: float = 2.0) -> None:
+        """Let virtual time pass in steps of 50 ms."""
+        until = self.broker.now_s + seconds
+        while self.broker.now_s < until:
+            self.broker.now_s += 0.05
+            self.broker.deliver()
+            if not self.server.finished:
+                self.dues.append((self.broker.now_s, self.server.step(self.broker.now_s), len(self.told(Committed))))
+            for hand in self.hands:
+                hand.listen(self.broker.now_s)
+
+    def told(self, kind: type) -> list[Any]:
+        return [fact for fact in self.facts if isinstance(fact, kind)]
+
+
+def ones(factor: float = 1.0) -> dict[str, np.ndarray]:
+    return {name: np.full_like(array, factor) for name, array in MODEL.items()}

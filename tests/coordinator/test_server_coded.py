@@ -1,0 +1,111 @@
+"""Updates under a codec, from devices driven by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from by_hand import MODEL, Hand, Stage
+
+from fedquilt import tensors
+from fedquilt.coordinator.facts import (
+    Answered,
+    Committed,
+    Rejected,
+)
+from fedquilt.coordinator.views import why
+from fedquilt.core import Update
+from fedquilt.methods import fedavg
+
+
+@pytest.fixture
+def coded(tmp_path: Path) -> Iterator[Stage]:
+    """A job of one round whose updates go up by int8."""
+    made = Stage(tmp_path, wire={"codec": "int8"})
+    yield made
+    made.store.close()
+
+
+def by_int8(hand: Hand, value: float, **changes: Any) -> Update:
+    """An answer of which every entry has moved from what was sent by `value`, in 127 steps."""
+    task = next(task for task in reversed(hand.tasks) if task)
+    assert task.wire.codec == "int8"
+    step = np.full(1, value / 127, np.float32)
+    sent = {f"{name}#int8": np.full(array.shape, 127, np.int8) for name, array in MODEL.items()}
+    sent |= {f"{name}#step": step for name in MODEL}
+    return hand.answer(sent, **{"bases": {"model": task.bundles["model"].sha256}, **changes})
+
+
+def ended_at(stage: Stage) -> list[float]:
+    stored = stage.store.depot.path(stage.told(Committed)[0].state.sha256)
+    assert stored is not None
+    return tensors.unpack(stored.read_bytes(), fedavg.State).model["1.bias"].tolist()
+
+
+def test_a_coded_update_is_decoded_when_it_comes_and_kept_as_it_will_be_folded(coded: Stage) -> None:
+    """Its own blob goes, the log names the plain one, and the device's acknowledgement is the usual one."""
+    a, b = coded.hand("a"), coded.hand("b")
+    coded.play()
+    update = by_int8(a, 1.0)
+    coded.play()
+    (fact,) = coded.told(Answered)
+    assert fact.update.bases == {}
+    kept = coded.store.depot.path(fact.update.bundles["model"].sha256)
+    assert kept is not None
+    np.testing.assert_allclose(tensors.read(kept)["1.bias"], [1, 1], rtol=1e-6)
+    assert coded.store.depot.path(update.bundles["model"].sha256) is None
+    assert [ack.accepted for ack in a.acks] == [True]
+    by_int8(b, 3.0)
+    coded.play()
+    np.testing.assert_allclose(ended_at(coded), [2, 2], rtol=1e-6)
+
+
+def test_coded_updates_on_both_sides_of_a_restart_count_as_if_there_were_none(coded: Stage) -> None:
+    """What the first was decoded from is not asked for again; what the second has moved from is made anew."""
+    a, b = coded.hand("a"), coded.hand("b")
+    coded.play()
+    by_int8(a, 1.0)
+    coded.play()
+    coded.restart()
+    coded.play()
+    by_int8(b, 3.0)
+    coded.play()
+    np.testing.assert_allclose(ended_at(coded), [2, 2], rtol=1e-6)
+    assert coded.told(Rejected) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"bases": {"model": "a" * 64}}, "bundle 'model' has moved from aaaaaaaaaaaa, which this round has not sent"),
+        ({"bases": {}, "value": np.inf}, "'1.bias#step' holds 1 values that are not finite"),
+        ({"value": -1.0}, "tensor '1.bias', part step: -0.00787402, wanted a number of at least 0"),
+    ],
+)
+def test_a_coded_update_that_cannot_be_decoded_is_refused_with_its_reason(
+    coded: Stage, changes: dict[str, Any], said: str
+) -> None:
+    """Moved from what nobody sent, or by steps that are none; its blob goes, the other device's work counts."""
+    a, b = coded.hand("a"), coded.hand("b")
+    coded.play()
+    bad = by_int8(a, **{"value": 1.0, **changes})
+    by_int8(b, 3.0)
+    coded.play()
+    assert said in coded.told(Rejected)[0].reason
+    assert coded.store.depot.path(bad.bundles["model"].sha256) is None
+    coded.play(40.0)
+    assert coded.told(Committed) == [] or ended_at(coded) == pytest.approx([3, 3])
+
+
+def test_a_device_of_an_older_version_is_not_asked_and_the_log_says_why(coded: Stage) -> None:
+    """It knows no int8; the others make the round."""
+    old, new = coded.hand("old", codecs=("raw",)), coded.hand("new")
+    coded.play()
+    by_int8(new, 2.0)
+    coded.play()
+    assert old.tasks == []
+    np.testing.assert_allclose(ended_at(coded), [2, 2], rtol=1e-6)
+    assert "[wire]" in why.of(coded.store, coded.job)[0]["old"].text

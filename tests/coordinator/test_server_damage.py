@@ -1,0 +1,275 @@
+"""Damaged files, numbers out of range and full disks under a coordinator with devices driven by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from by_hand import TABLE, Stage, ones
+
+from fedquilt import tensors, wire
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.facts import (
+    Answered,
+    Committed,
+    Ended,
+    Lost,
+    Rejected,
+)
+from fedquilt.coordinator.views import log
+from fedquilt.core import BlobRef, StoreError, Usage
+from fedquilt.methods import fedavg
+
+
+def flip(path: Path) -> None:
+    """Flip a bit in the middle of a file."""
+    payload = bytearray(path.read_bytes())
+    payload[len(payload) // 2] ^= 4
+    path.write_bytes(payload)
+
+
+def test_the_first_state_of_a_job_is_made_again_if_it_is_damaged(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It follows from the bundle."""
+    hand = stage.hand("a")
+    stage.play()
+    (sha256,) = stage.store.states()
+    flip(stage.store.depot.folder / sha256)
+    stage.restart()
+    stage.play()
+    assert f"({sha256[:12]}) was gone or damaged: it is made again" in caplog.text
+    hand.answer(ones())
+    stage.play()
+    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+
+
+def test_a_blob_that_is_damaged_while_it_is_served_is_made_again(stage: Stage) -> None:
+    """The device says that it could not fetch it, by asking again; its task is sent again with a blob that is whole."""
+    hand = stage.hand("a")
+    stage.play()
+    task = hand.tasks[-1]
+    assert task is not None
+    blob = task.bundles["model"]
+    stage.store.depot.damaged(blob.sha256)
+    stage.play(6.0)
+    assert stage.store.depot.has(blob)
+
+
+def test_a_counted_update_that_is_damaged_is_asked_for_again_and_the_result_is_the_same(tmp_path: Path) -> None:
+    """The coordinator restarts with one of two answers, which it has to read again; the device works again."""
+    found = []
+    for name, damaged in (("calm", False), ("hit", True)):
+        stage = Stage(tmp_path / name)
+        a, b = stage.hand("a"), stage.hand("b")
+        stage.play()
+        a.answer(ones(1.0))
+        stage.play()
+        (answered,) = stage.told(Answered)
+        stage.restart()
+        if damaged:
+            flip(stage.store.depot.folder / answered.update.bundles["model"].sha256)
+        stage.play()
+        b.answer(ones(5.0))
+        stage.play()
+        if damaged:
+            (lost,) = stage.told(Lost)
+            assert (lost.device, "or damaged" in lost.reason) == ("a", True)
+            task = a.tasks[-1]
+            assert task is not None
+            assert (task.round, task.epoch) == (0, 3)  # two starts, and another number for the device's sake
+            a.answer(ones(1.0))
+            stage.play()
+        assert [fact.status for fact in stage.told(Ended)] == ["done"]
+        found.append(stage.told(Committed)[-1].state)
+        stage.store.close()
+    assert found[0] == found[1]
+
+
+def test_a_device_that_knows_a_later_start_gets_its_task_from_a_still_later_one(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """This home is an older copy: its coordinator says so, once, and goes on."""
+    hand = stage.hand("a")
+    stage.play()
+    claim = {"job": stage.job, "round": 0, "attempt": 0, "counted": 5, "epoch": 9}
+    for _ in range(2):
+        hand.say("claim", wire.Claim(**claim, accepted=False, code="counted"))
+        stage.play()
+    task = hand.tasks[-1]
+    assert task is not None
+    assert task.epoch == 10
+    assert stage.store.epoch == 10
+    assert caplog.text.count("a has counted round 5") == 1
+    assert "this home is an older copy" in caplog.text
+
+
+def test_a_job_whose_log_is_damaged_hides_no_other_and_keeps_its_blobs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It fails, by name, with nothing added to its log; the next one is done."""
+    stage = Stage(tmp_path)
+    hand = stage.hand("a")
+    stage.play()
+    kept = stage.store.states()
+    stage.store._db.execute("update facts set at = at + 1 where seq = 1")
+    later = stage.store.add(settings.parse(TABLE), tmp_path / "bundle")
+    stage.job = later
+    stage.restart()
+    stage.server._only = None
+    stage.play()
+    hand.answer(ones())
+    stage.play()
+    assert [(row.id == later, row.status) for row in stage.store.jobs()] == [(False, "failed"), (True, "done")]
+    assert "is damaged: fact 1" in caplog.text
+    assert "blobs that seem to be of no use are kept" in caplog.text
+    assert all(stage.store.depot.ref(sha256) for sha256 in kept)
+    stage.store.close()
+
+
+@pytest.mark.parametrize("value", [1.7e308, -1.7e308, 3.0])
+def test_a_metric_that_is_huge_bricks_nothing(stage: Stage, value: float) -> None:
+    """Its weighted sum is beyond any number, its mean is not."""
+    hands = [stage.hand("a"), stage.hand("b")]
+    stage.play()
+    for hand in hands:
+        hand.answer(ones(), weight=10.0, metrics={"loss": value})
+    stage.play()
+    assert stage.told(Committed)[0].metrics == {"loss": pytest.approx(value)}
+    assert log.summary(stage.store.job(stage.job), stage.store)["problem"] is None
+    assert stage.store.status(stage.job) == "done"
+
+
+def test_a_sum_of_examples_that_is_no_number_is_left_out_with_a_note(stage: Stage) -> None:
+    """Nothing is written that could not be read back; and an evaluation on fewer than no examples is refused."""
+    a, b, c = (stage.hand(name) for name in "abc")
+    stage.play()
+    a.answer(ones(), metrics={"check.examples": 1.7e308})
+    b.answer(ones(), metrics={"check.examples": 1.7e308})
+    c.answer(ones(), metrics={"check.examples": -1.0})
+    stage.play()
+    assert "'check.examples' is negative" in stage.told(Rejected)[0].reason
+    (fact,) = stage.told(Committed)
+    assert fact.metrics == {}
+    assert fact.notes[-1] == (
+        "no value of the number of held-out examples: what the devices report adds up beyond any number"
+    )
+
+
+@pytest.mark.parametrize(
+    ("weight", "metrics", "said"),
+    [
+        (
+            1.0,
+            {"check.accuracy": 0.0, "check.loss": 0.0, "check.examples": 0.0},
+            "no evaluation: none of the devices holds out an example ([data] held)",
+        ),
+        (0.0, {"loss": 1.0, "steps": 0.0}, "no mean of loss, steps: every update counts as 0 examples"),
+    ],
+)
+def test_what_no_device_has_an_example_of_is_said_in_words(
+    stage: Stage, weight: float, metrics: dict[str, float], said: str
+) -> None:
+    """Not as a list of the metrics' names."""
+    hands = [stage.hand("a"), stage.hand("b")]
+    stage.play()
+    for hand in hands:
+        hand.answer(ones(), weight=weight, metrics=metrics)
+    stage.play()
+    assert stage.told(Committed)[0].notes[-1] == said
+
+
+def test_a_profile_of_extremes_bricks_nothing(tmp_path: Path) -> None:
+    """Joules for a FLOP, and seconds for a task, that are beyond any number are not known."""
+    stage = Stage(tmp_path, rounds=2, cohort={"prefer": "energy", "deadline": "predicted"})
+    a = stage.hand("a")
+    a.measured(flops_per_s=1e-320, busy_w=1e24)
+    stage.play()
+    for _ in range(2):
+        a.answer(ones(), usage=Usage(wall_s=1.0, point="p"))
+        stage.play()
+    assert stage.store.status(stage.job) == "done"
+    assert [fact.expected_s for fact in stage.told(Answered)] == [None, None]
+    stage.store.close()
+
+
+def test_a_fact_that_cannot_be_kept_ends_its_job_and_not_the_coordinator(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A method whose notes are not Unicode; the sentence that says so is."""
+    a = stage.hand("a")
+    stage.play()
+    monkeypatch.setattr(stage.server.active, "method", replace(fedavg.METHOD, explain=lambda state: ["a file \udcff"]))
+    a.answer(ones())
+    stage.play()
+    assert stage.store.status(stage.job) == "failed"
+    assert "cannot be kept" in stage.told(Ended)[0].reason
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """The kernel refuses to make any file longer, as a full disk does."""
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_an_update_that_finds_the_disk_full_is_taken_once_there_is_room(stage: Stage) -> None:
+    """The device keeps it and offers it again; what was accepted before is not lost."""
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    a.answer(ones())
+    stage.play()
+    b.depot.put(tensors.encode(ones(3.0)))
+    with full_disk():
+        update = b.answer(ones(3.0))
+        stage.play()
+    assert [fact.update.device for fact in stage.told(Answered)] == ["a"]
+    assert b.acks == []
+    b.say("update", update)
+    stage.play()
+    assert stage.told(Ended)[0].status == "done"
+
+
+def test_a_log_that_cannot_be_written_ends_the_coordinator_with_a_sentence_and_a_restart_continues(
+    stage: Stage,
+) -> None:
+    """Nothing is acted on that is not on disk."""
+    a = stage.hand("a")
+    stage.play()
+    claim = {"job": stage.job, "round": 0, "attempt": 0, "accepted": False, "code": "data", "reason": "none"}
+    a.say("claim", wire.Claim(**claim))
+    with full_disk(), pytest.raises(StoreError, match="is the disk full"):
+        stage.play()
+    assert a.acks == []
+    stage.restart()
+    stage.play()
+    a.answer(ones())
+    stage.play()
+    assert stage.told(Ended)[0].status == "done"
+
+
+def test_a_device_that_changes_its_mind_about_an_update_fills_no_disk(stage: Stage) -> None:
+    """What it no longer offers is no longer fetched, and what is refused is dropped."""
+    a = stage.hand("a")
+    stage.play()
+    for factor in range(5):
+        a.answer(ones(), bundles={"model": BlobRef(sha256=f"{factor:064x}", size=1000)})
+    a.answer({"1.bias": np.zeros(2, np.float32)})
+    stage.play()
+    assert "tensor names differ" in stage.told(Rejected)[0].reason
+    kept = {path.name for path in (stage.folder / "home" / "blobs").iterdir() if len(path.name) == 64}
+    task = next(task for task in a.tasks if task)
+    pinned = {ref.sha256 for ref in task.bundles.values()} | stage.store.states()
+    assert kept == pinned

@@ -1,0 +1,164 @@
+"""Jobs that are stopped, resumed, broken, or wait for boards, with devices driven by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from by_hand import MODEL, TABLE, Stage, ones
+
+from fedquilt import bundle, tensors, wire
+from fedquilt.coordinator import settings, turns
+from fedquilt.coordinator.facts import (
+    Answered,
+    Ended,
+)
+
+
+def test_a_stopped_job_takes_its_tasks_back_and_resumes_where_it_was(stage: Stage) -> None:
+    """`fedquilt stop`, then `fedquilt resume`."""
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    a.answer(ones())
+    stage.play()
+    stage.store.set_status(stage.job, "stopping")
+    stage.play()
+    assert stage.store.status(stage.job) == "stopped"
+    assert b.tasks[-1] is None
+    stage.store.set_status(stage.job, "running")
+    stage.restart()
+    stage.play()
+    b.answer(ones())
+    stage.play()
+    assert stage.store.status(stage.job) == "done"
+    assert len(stage.told(Answered)) == 2
+
+
+def test_work_that_comes_while_its_job_is_stopped_is_kept_for_when_it_goes_on(stage: Stage) -> None:
+    """It is neither taken nor refused: the device keeps it in its outbox."""
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    a.answer(ones())
+    stage.play()
+    stage.store.set_status(stage.job, "stopping")
+    stage.play()
+    update = b.answer(ones())
+    stage.server.finished = False
+    stage.play()
+    assert b.acks == []
+    stage.store.set_status(stage.job, "running")
+    stage.restart()
+    stage.play()
+    b.say("update", update)
+    stage.play()
+    assert stage.store.status(stage.job) == "done"
+
+
+def test_work_for_a_job_that_nobody_here_knows_is_refused(stage: Stage) -> None:
+    """So that a device does not offer it for ever."""
+    a = stage.hand("a")
+    stage.play()
+    a.answer(ones(), job="of-old")
+    stage.play()
+    assert [(ack.accepted, ack.reason) for ack in a.acks] == [(False, "no job of-old is under way here")]
+
+
+def test_a_job_whose_bundle_is_gone_fails_with_the_mend(stage: Stage) -> None:
+    """And the coordinator goes on."""
+    (stage.folder / "bundle" / "bundle.json").unlink()
+    stage.play()
+    assert stage.store.status(stage.job) == "failed"
+    (ended,) = [fact for _, _, fact in stage.store.facts(stage.job)]
+    assert "fedquilt prepare" in ended.reason
+
+
+def test_a_job_whose_state_is_lost_or_whose_method_breaks_fails_alone(tmp_path: Path) -> None:
+    """A coordinator that serves other jobs goes on."""
+    stage = Stage(tmp_path, rounds=2)
+    hand = stage.hand("a")
+    stage.play()
+    hand.answer(ones())
+    stage.play()
+    (sha256,) = stage.store.states()
+    stage.store.depot.drop(sha256)
+    stage.restart()
+    stage.play()
+    assert stage.store.status(stage.job) == "failed"
+    *_, (_, _, ended) = stage.store.facts(stage.job)
+    assert "is gone from" in ended.reason
+    broken = stage.store.add(settings.parse(TABLE), stage.folder / "broken")
+    bundle.write(stage.folder / "broken", {}, {"model": tensors.encode(MODEL)})  # without its network
+    stage.server.finished, stage.server._only = False, broken
+    stage.play()
+    assert stage.store.status(broken) == "failed"
+
+
+def test_a_job_whose_boards_never_come_lets_the_next_one_be_done(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And goes on where it was when its turn comes again: with the answer that it had."""
+    stage = Stage(tmp_path, cohort={"deadline_s": 600.0})
+    first, a, b = stage.job, stage.hand("a"), stage.hand("b")
+    stage.play()
+    a.answer(ones())
+    stage.play()
+    b.say("presence", wire.Presence(online=False, boot="1"), retain=True)
+    second = stage.store.add(settings.parse({**TABLE, "name": "k"}), stage.folder / "bundle")
+    stage.server._only = None
+    stage.play(20.0 + turns.PATIENCE_S)
+    assert [stage.store.status(job) for job in (first, second)] == ["queued", "running"]
+    assert f"{second} is next" in caplog.text
+    a.answer(ones())
+    stage.play()
+    assert [stage.store.status(job) for job in (first, second)] == ["running", "done"]
+    b.say("presence", wire.Presence(online=True, boot="2"), retain=True)
+    stage.play()
+    b.answer(ones())
+    stage.play()
+    assert stage.store.status(first) == "done"
+    assert [fact.update.device for _, _, fact in stage.store.facts(first) if isinstance(fact, Answered)] == ["a", "b"]
+    stage.store.close()
+
+
+def test_jobs_whose_boards_never_come_have_their_turns_in_order(tmp_path: Path) -> None:
+    """Of three, the one that gave way last is the last to come again: none is passed over."""
+    stage = Stage(tmp_path)
+    jobs = [stage.job]
+    for name in "kl":
+        jobs.append(stage.store.add(settings.parse({**TABLE, "name": name}), stage.folder / "bundle"))
+    stage.server._only = None
+    served = []
+    for _ in range(4):
+        stage.play(5.0)
+        served.append(stage.server.active.id)
+        stage.play(turns.PATIENCE_S)
+    assert served == [*jobs, jobs[0]]
+    stage.store.close()
+
+
+def test_a_fleets_run_that_was_killed_does_not_keep_others_from_being_served(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its simulated boards are gone with it; that it is left alone is said once."""
+    job = settings.parse({**TABLE, "name": "simulated"})
+    left = stage.store.add(job, stage.folder / "bundle", "fleet")
+    stage.store.set_status(left, "running")
+    stage.server._only = None
+    stage.hand("a")
+    stage.play(5.0)
+    assert stage.server.active.id == stage.job
+    assert [record.message for record in caplog.records if left in record.message] == [
+        f"{left} is a simulated fleet's, whose boards are not here: it is left to `fedquilt fleet`"
+    ]
+    assert stage.store.status(left) == "running"
+
+
+def test_a_job_that_was_stopped_before_it_began_can_be_resumed(stage: Stage) -> None:
+    """Its log holds nothing but the stop."""
+    stage.store.append(stage.job, Ended("stopped", "by request"))
+    stage.store.set_status(stage.job, "running")
+    a = stage.hand("a")
+    stage.play()
+    a.answer(ones())
+    stage.play()
+    assert stage.store.status(stage.job) == "done"

@@ -1,0 +1,301 @@
+"""What the coordinator refuses of a device driven by hand: bad updates, floods, claims, garbage."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from by_hand import Stage, ones
+
+from fedquilt import tensors, wire
+from fedquilt.coordinator import admission, conduct
+from fedquilt.coordinator.facts import (
+    Answered,
+    Asked,
+    Committed,
+    Declined,
+    Ended,
+    Rejected,
+    Surveyed,
+)
+from fedquilt.core import BlobRef, Usage
+from fedquilt.methods import fedavg
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({**ones(), "1.bias": np.array([np.nan, 1], np.float32)}, "'1.bias' holds 1 values that are not finite"),
+        ({**ones(), "1.bias": np.zeros(3, np.float32)}, "'1.bias' has shape (3,), expected (2,)"),
+        ({"1.bias": np.zeros(2, np.float32)}, "tensor names differ: 1.weight"),
+        ({**ones(), "1.bias": np.full(2, 1e300)}, "a: tensor '1.bias' is float64, expected float32"),
+        ({**ones(), "1.bias": np.full(2, 7, np.int64)}, "a: tensor '1.bias' is int64, expected float32"),
+        ({**ones(), "1.bias": np.full(2, 3e38, np.float32)}, "a: tensor '1.bias' holds numbers from 3e+38 to 3e+38"),
+    ],
+)
+def test_a_bad_update_is_refused_with_its_reason_and_costs_nothing(
+    stage: Stage, model: dict[str, np.ndarray], said: str
+) -> None:
+    """NaN, a wrong shape, a missing tensor, another type, too large; the other device's work is kept."""
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    b.answer(ones(2.0))
+    a.answer(model)
+    stage.play()
+    assert said in stage.told(Rejected)[0].reason
+    assert not a.acks[0].accepted
+    assert [fact.update.device for fact in stage.told(Committed) and stage.told(Answered)] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("weight", "examples", "said"),
+    [
+        (1e24, None, "a wants to count as 1e+24 examples, and no device may count as more than 10000000"),
+        (40.0, 30, "a wants to count as 40 examples and says that it has 30"),
+    ],
+)
+def test_a_device_counts_as_no_more_examples_than_it_has(
+    stage: Stage, weight: float, examples: int | None, said: str
+) -> None:
+    """A weight of 1e24 would make the model the device's own; the round is committed without it."""
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    a.answer(ones(5.0), weight=weight, usage=Usage(examples=examples))
+    b.answer(ones(2.0), weight=30.0, usage=Usage(examples=30))
+    stage.play()
+    assert said in stage.told(Rejected)[0].reason
+    stored = stage.store.depot.path(stage.told(Committed)[0].state.sha256)
+    assert stored is not None
+    assert tensors.unpack(stored.read_bytes(), fedavg.State).model["1.bias"].tolist() == [2.0, 2.0]
+
+
+def test_a_state_that_is_not_finite_is_not_committed(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a method makes of finite updates: the job fails, and says which tensor came out so and of whom."""
+    a = stage.hand("a")
+    stage.play()
+    assert stage.server.active is not None
+    broken = {**ones(), "1.bias": np.array([np.inf, 1], np.float32)}
+    method = dataclasses.replace(
+        stage.server.active.method, step=lambda state, total: dataclasses.replace(state, model=broken)
+    )
+    monkeypatch.setattr(stage.server.active, "method", method)
+    a.answer(ones(1.0))
+    stage.play()
+    assert not stage.told(Committed)
+    (ended,) = stage.told(Ended)
+    assert ended.status == "failed"
+    assert "model['1.bias'] came out as numbers that are not finite, from updates of a" in ended.reason
+
+
+def test_an_update_that_is_no_tensors_at_all_is_refused(stage: Stage) -> None:
+    """Bytes that are not safetensors."""
+    a = stage.hand("a")
+    stage.play()
+    a.answer(ones(), bundles={"model": a.depot.put(b"\x80\x04pickle!")})
+    stage.play()
+    assert "not a safetensors blob" in stage.told(Rejected)[0].reason
+
+
+def test_an_update_larger_than_the_job_allows_is_refused_before_it_is_fetched(stage: Stage) -> None:
+    """A device cannot fill the coordinator's disk."""
+    a = stage.hand("a")
+    stage.play()
+    a.answer(ones(), bundles={"model": BlobRef(sha256="a" * 64, size=1 << 40)})
+    stage.play()
+    assert stage.told(Rejected)[0].reason.startswith("a: bundle 'model' has 1099511627776 bytes")
+    assert not list(stage.store.depot.folder.glob("a" * 64 + "*"))
+
+
+def test_a_job_may_allow_less_than_its_model_takes(tmp_path: Path) -> None:
+    """`max_update_mb` holds beside what follows from the model."""
+    model = {"1.weight": np.zeros((600, 600), np.float32)}
+    stage = Stage(tmp_path, max_update_mb=1)
+    stage.server.step(0.0)
+    a = stage.hand("a")
+    stage.play()
+    a.answer(model)
+    stage.play()
+    assert stage.told(Rejected)[0].reason == "a: larger than max_update_mb = 1"
+    stage.store.close()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"1.bias": np.zeros(3, np.float32)}, "a: tensor '1.bias' has shape (3,), expected (2,)"),
+        ({"1.bias": np.zeros(2)}, "a: tensor '1.bias' is float64, expected float32"),
+        ({"2.bias": np.zeros(2, np.float32)}, "a: tensor names differ: 2.bias"),
+    ],
+)
+def test_an_update_is_refused_for_its_manifest_before_a_byte_of_it_is_fetched(
+    stage: Stage, changed: dict[str, np.ndarray], said: str
+) -> None:
+    """Its message tells names, types and shapes; nothing is asked of the board and nothing is on the disk."""
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    model = {**ones(), **changed}
+    held = {path.name for path in stage.store.depot.folder.iterdir()}
+    a.answer(model, layouts={"model": tensors.layout(model)})
+    b.answer(ones(2.0), layouts={"model": tensors.layout(ones())})
+    stage.play(0.2)
+    assert [fact.reason for fact in stage.told(Rejected)] == [said]
+    assert stage.executor._transfers.traffic_bytes("a", "up") == 0
+    stage.play()
+    ref = a.depot.put(tensors.encode(model))
+    assert ref.sha256 not in {path.name for path in stage.store.depot.folder.iterdir()} - held
+    assert [fact.update.device for fact in stage.told(Answered)] == ["b"]
+    assert not stage.told(Answered)[0].update.layouts  # the log does not keep it
+
+
+@pytest.mark.parametrize("ends", ["withheld", "failed", "closed"])
+def test_of_all_that_a_device_begins_to_send_one_update_at_most_is_on_the_disk(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """Twenty updates, of each the first bundle whole and half of the second; none at all once the round is closed."""
+    monkeypatch.delitem(fedavg.fold.__dict__, "expected")  # else none of them would be fetched
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    before = {path.name for path in stage.store.depot.folder.iterdir()}
+    size = 2_000_000
+    for number in range(20):
+        whole = a.depot.put(np.full(1000, number, np.uint8).tobytes())
+        half = a.depot.put(np.full(size, number, np.uint8).tobytes())
+        a.answer(ones(), bundles={"one": whole, "two": half})
+        for _ in range(6):
+            stage.play(0.05)
+        a.depot.drop(half.sha256)
+        if ends == "failed":
+            stage.play(4.0)
+    parts = list(stage.store.depot.folder.glob("*.part"))
+    new = {path.name for path in stage.store.depot.folder.iterdir()} - before
+    assert len(parts) <= 1
+    assert len(new) <= 2
+    if ends == "closed":
+        b.answer(ones())
+        stage.play(40.0)  # its deadline
+        assert not list(stage.store.depot.folder.glob("*.part"))
+        assert stage.server.finished
+
+
+@pytest.mark.parametrize("topic", ["progress", "nonsense"])
+def test_a_board_that_floods_is_set_aside_by_name_and_the_round_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, topic: str
+) -> None:
+    """With messages that are read, or under topics that are none; it is asked again after a while."""
+    stage = Stage(tmp_path, rounds=2, cohort={"deadline_s": 5000.0, "quorum": 0.5})
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    for _ in range(20_000):
+        a.say(topic, wire.Progress(job="j", round=0, attempt=0, fraction=0.5))
+    stage.play(0.2)
+    assert [fact.reason for fact in stage.told(Rejected)] == [admission.FLOODED]
+    assert f"a {admission.FLOODED}" in caplog.text
+    b.answer(ones(2.0))
+    stage.play(2.0)
+    assert [fact.update.device for fact in stage.told(Answered)] == ["b"]
+    assert stage.told(Committed)
+    assert stage.told(Asked)[-1].devices == ("b",)
+    assert "flooding" in stage.told(Surveyed)[-1].passed
+    stage.play(conduct.ASIDE_S)
+    a.say("presence", wire.Presence(online=True, boot="2"), retain=True)
+    stage.play(2.0)
+    assert "a" in stage.told(Surveyed)[-1].eligible
+    stage.store.close()
+
+
+@pytest.mark.parametrize(
+    ("usage", "said"),
+    [
+        ({"energy_j": 1e24, "wall_s": 1e9}, "1e+24 J"),
+        ({"energy_j": 1.0, "idle_j": 1e9}, "1e+09 J"),
+        ({"down_bytes": 1 << 50}, "down_bytes of 1125899906842624"),
+        ({"up_bytes": 1 << 50}, "up_bytes of 1125899906842624"),
+    ],
+)
+def test_a_claim_of_joules_or_bytes_that_cannot_be_ends_no_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, usage: dict[str, Any], said: str
+) -> None:
+    """What the board has worked out counts, what it claims to have taken does not; the log names it."""
+    stage = Stage(tmp_path, rounds=2, stop={"max_joules": 1e6, "max_bytes": 10_000_000})
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    a.answer(ones(1.0), usage=Usage(**usage))
+    b.answer(ones(3.0), usage=Usage(energy_j=100.0, wall_s=1.0))
+    stage.play()
+    assert [fact.update.device for fact in stage.told(Answered)] == ["a", "b"]
+    assert len(stage.told(Asked)) == 2  # the second round has begun
+    assert not stage.told(Ended)
+    assert "a claims what cannot be" in caplog.text
+    assert said in caplog.text
+    assert "b claims" not in caplog.text
+    stage.store.close()
+
+
+def test_a_device_counts_as_no_more_examples_than_it_can_have_worked_through(tmp_path: Path) -> None:
+    """24 FLOPs an example, 1e6 a second as its profile says, two deadlines of 30 s and a minute: 5e6, and ten times."""
+    stage = Stage(tmp_path, cohort={"deadline_s": 30.0, "attempts": 1, "max_examples": 10**9})
+    a, b = stage.hand("a"), stage.hand("b")
+    a.measured(flops_per_s=1e6)
+    stage.play()
+    a.answer(ones(5.0), weight=5.1e7, usage=Usage(examples=51_000_000))
+    b.answer(ones(2.0), weight=30.0, usage=Usage(examples=30))
+    stage.play()
+    assert "a wants to count as 5.1e+07 examples, and at 1e+06 FLOP/s" in stage.told(Rejected)[0].reason
+    stage.store.close()
+
+
+def test_a_device_cannot_speak_for_another(stage: Stage) -> None:
+    """The topic, which the broker's access list guards, says who it is."""
+    a, _ = stage.hand("a"), stage.hand("b")
+    stage.play()
+    a.answer(ones(), device="b")
+    stage.play()
+    assert not stage.told(Answered)
+    assert not a.acks[0].accepted
+
+
+def test_garbage_from_the_network_is_counted_and_dropped(stage: Stage) -> None:
+    """And the round goes on."""
+    a = stage.hand("a")
+    stage.play()
+    for leaf in ("presence", "profile", "claim", "update", "blob/get", "nonsense"):
+        a.say(leaf, b"\x00garbage")
+    stage.play()
+    assert stage.executor.garbage.dropped == 6
+    a.answer(ones())
+    stage.play()
+    assert stage.server.finished
+
+
+def test_garbage_floods_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Three messages of a device are told, then a number."""
+    stage = Stage(tmp_path, cohort={"deadline_s": 2000.0})
+    a = stage.hand("a")
+    stage.play()
+    for _ in range(500):
+        a.say("claim", b"\x00garbage")
+    stage.play(650.0)
+    told = [record.message for record in caplog.records if "dropped" in record.message]
+    assert len(told) == 4
+    assert told[-1].startswith("dropped 497 more messages under fq/1/f/dev/a/up; the last: ")
+    stage.store.close()
+
+
+def test_a_refusal_is_noted_with_its_reason_and_another_device_is_asked(tmp_path: Path) -> None:
+    """One contribution wanted, two devices online."""
+    stage = Stage(tmp_path, cohort={"size": 1, "min_devices": 2})
+    hands = {hand.name: hand for hand in (stage.hand("a"), stage.hand("b"))}
+    stage.play()
+    first = next(hand for hand in hands.values() if hand.tasks)
+    task = first.tasks[0]
+    assert task is not None
+    claim = {"job": task.job, "round": 0, "attempt": 0, "accepted": False, "code": "memory", "reason": "too big"}
+    first.say("claim", wire.Claim(**claim))
+    stage.play()
+    other = hands[({"a", "b"} - {first.name}).pop()]
+    assert [(fact.device, fact.reason) for fact in stage.told(Declined)] == [(first.name, "too big")]
+    assert other.tasks
+    stage.store.close()

@@ -1,0 +1,191 @@
+"""A coordinator that dies and begins again, with devices driven by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from by_hand import TABLE, Stage, ones
+
+from fedquilt import methods, wire
+from fedquilt.cli import main
+from fedquilt.coordinator import settings
+from fedquilt.coordinator.facts import (
+    Answered,
+    Asked,
+    Committed,
+    Ended,
+    Extended,
+)
+from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.views import log, why
+
+
+def test_a_coordinator_that_dies_mid_round_continues_the_round(stage: Stage) -> None:
+    """What was accepted before is not asked again; the second device's update closes the round."""
+    a, b = stage.hand("a"), stage.hand("b")
+    stage.play()
+    a.answer(ones(1.0))
+    stage.play()
+    stage.restart()
+    stage.play()
+    assert a.tasks[-1] is None
+    b.answer(ones(3.0))
+    stage.play()
+    assert [fact.update.device for fact in stage.told(Answered)] == ["a", "b"]
+    assert stage.told(Ended)[0].status == "done"
+
+
+def test_a_restart_whose_boards_wills_are_published_commits_with_all_of_them(stage: Stage) -> None:
+    """Five are at their tasks, four look offline to the new coordinator: the fifth's update is not the round."""
+    hands = [stage.hand(name) for name in "abcde"]
+    stage.play()
+    for hand in hands[1:]:
+        hand.say("presence", wire.Presence(online=False, boot="1"), retain=True)
+    stage.restart()
+    stage.play()
+    hands[0].answer(ones(1.0))
+    stage.play(25.0)  # longer than a grace
+    assert stage.told(Committed) == []
+    for hand in hands[1:]:
+        hand.say("presence", wire.Presence(online=True, boot="1"), retain=True)
+        hand.answer(ones(6.0))
+    stage.play()
+    assert sorted(fact.update.device for fact in stage.told(Answered)) == list("abcde")
+    assert stage.told(Ended)[0].status == "done"
+
+
+def test_a_board_that_looks_offline_after_a_restart_has_its_grace_before_it_is_replaced(tmp_path: Path) -> None:
+    """As with a coordinator that has been there all along; of two, one is wanted."""
+    stage = Stage(tmp_path, cohort={"size": 1, "start_devices": 2, "deadline_s": 600.0})
+    hands = {name: stage.hand(name) for name in "ab"}
+    stage.play()
+    (first,) = stage.told(Asked)[0].devices
+    hands[first].say("presence", wire.Presence(online=False, boot="1"), retain=True)
+    stage.restart()
+    stage.play(15.0)
+    assert len(stage.told(Asked)) == 1
+    stage.play(10.0)
+    assert [fact.devices for fact in stage.told(Asked)[1:]] == [tuple({"a", "b"} - {first})]
+    stage.store.close()
+
+
+def test_a_predicted_deadline_outlives_the_coordinator(tmp_path: Path) -> None:
+    """a took 20 s; the next round gives it 30 s of 600, before and after a restart, and tells so."""
+    stage = Stage(tmp_path, rounds=2, cohort={"deadline_s": 600.0, "deadline": "predicted"})
+    a = stage.hand("a")
+    stage.play(20.0)
+    a.answer(ones())
+    stage.play()
+    first, second = stage.told(Asked)
+    assert (first.deadline_s, second.deadline_s) == (None, pytest.approx(1.5 * stage.told(Answered)[0].took_s))
+    assert second.deadline_s == pytest.approx(30.0, abs=2.0)
+    assert "deadline 30 s, predicted" in log.sentences(second)[0]
+    task = a.tasks[-1]
+    assert task is not None
+    assert task.deadline_s == pytest.approx(second.deadline_s, abs=0.1)
+    before = stage.server.active.rounds
+    stage.restart()
+    stage.play()
+    after = stage.server.active.rounds
+    assert (after.deadline_s, after.took, after.work) == (before.deadline_s, before.took, before.work)
+    stage.play(60.0)
+    assert len(stage.told(Extended)) == 1
+    stage.restart()
+    stage.play()
+    assert stage.server.active.rounds.extended
+    a.answer(ones())
+    stage.play()
+    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    stage.store.close()
+
+
+def test_who_there_was_to_choose_from_outlives_the_coordinator(tmp_path: Path) -> None:
+    """The choice after a restart rests on the same log, and who is not drawn can be told his place."""
+    stage = Stage(tmp_path, rounds=2, cohort={"size": 1, "min_devices": 3})
+    hands = {name: stage.hand(name) for name in "abc"}
+    stage.play()
+    (asked,) = stage.told(Asked)
+    before = stage.server.active.rounds
+    assert before.eligible == {"a", "b", "c"}
+    stage.restart()
+    stage.play()
+    after = stage.server.active.rounds
+    assert (after.eligible, after.since, after.passed) == (before.eligible, before.since, before.passed)
+    hands[asked.devices[0]].answer(ones())
+    stage.play()
+    told = why.of(stage.store, stage.job)[0]
+    assert sorted(part.text for part in told.values()) == [
+        "not drawn: place 2 of 3, 1 selected",
+        "not drawn: place 3 of 3, 1 selected",
+        "update received",
+    ]
+    stage.store.close()
+
+
+def test_a_run_leaves_alone_what_an_interrupted_one_still_needs(tmp_path: Path) -> None:
+    """Both begin with the same state, byte for byte, and one had an update already when it was stopped."""
+    stage = Stage(tmp_path)
+    a, _ = stage.hand("a"), stage.hand("b")
+    stage.play()
+    a.answer(ones(3.0))
+    stage.play()
+    stage.store.set_status(stage.job, "stopping")
+    stage.play()
+    first, needed = stage.job, stage.store.held()
+    assert len(needed) == 2
+
+    stage.job = stage.store.add(settings.parse(TABLE), tmp_path / "bundle")
+    stage.restart()
+    stage.play()
+    for hand in stage.hands:
+        hand.answer(ones())
+    stage.play()
+    assert [fact.status for fact in stage.told(Ended)] == ["stopped", "done"]
+    assert all(stage.store.depot.path(sha256) for sha256 in needed)
+
+    stage.job = first
+    stage.store.set_status(first, "running")
+    stage.restart()
+    stage.play()
+    stage.hands[1].answer(ones(5.0))
+    stage.play()
+    assert stage.store.status(first) == "done"
+    stage.store.close()
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_a_job_that_was_done_when_its_coordinator_was_killed_stays_done(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, served: bool
+) -> None:
+    """Killed between the last fact and the status; then somebody stops what looks like a running job."""
+    a = stage.hand("a")
+    stage.play()
+    a.answer(ones())
+
+    def killed(id: str, status: str) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage.store, "set_status", killed)
+        with pytest.raises(KeyboardInterrupt):
+            stage.play()
+    if served:
+        stage.store.set_status(stage.job, "stopping")
+        stage.restart()
+        stage.play()
+    else:
+        assert main(["stop", stage.job, "--home", str(stage.store.home)]) == 0
+    row = stage.store.job(stage.job)
+    assert row.status == "done"
+    assert Running(row, stage.store, 0.0, methods.load("fedavg")).rounds.phase == "done"
+
+
+def test_after_a_restart_a_task_waits_for_what_its_device_says_it_is(stage: Stage) -> None:
+    """A task sent before would name the method's first engine, which the device may not have: it would decline."""
+    a = stage.hand("a")
+    stage.play()
+    stage.restart()
+    stage.play()
+    assert {task.engine for task in a.tasks if task is not None} == {"numpy"}
+    assert sum(task is not None for task in a.tasks) > 1
