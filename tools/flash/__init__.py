@@ -128,9 +128,7 @@ def _files(what: What, target: targets.Target, board: bundle.Board, say: Say) ->
     """The bundle's files, with the wheels that are missing here downloaded."""
     extras = sorted({*what.extras, *(["identity"] if board.enrols else [])})
     cache = what.wheels or _cache()
-    house, lock = wheels.house(
-        target, extras, cache, what.index, constraint=what.constraint, refresh=what.refresh, say=say
-    )
+    house, lock = wheels.house(target, extras, cache, what.index, constraint=what.constraint, refresh=what.refresh)
     files = bundle.contents(
         board, target, house, lock, system_packages=what.system_packages, own_python=what.own_python
     )

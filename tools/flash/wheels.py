@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from email.parser import HeaderParser
 from importlib import metadata
@@ -135,7 +135,6 @@ def house(
     *,
     constraint: Path | None = None,
     refresh: bool = False,
-    say: Callable[[str], None] = lambda line: None,
 ) -> tuple[list[Path], str]:
     """Collect an agent's wheels with these extras for a target, fedquilt's own first, and the lock of their hashes.
 
@@ -148,7 +147,6 @@ def house(
         index: one more package index; wheels with a GPU in them are taken from it, whatever PyPI has under their names.
         constraint: pip's constraints file with allowed versions.
         refresh: look for newer packages.
-        say: prints a line, before what may take minutes.
 
     Raises:
         JobError: an extra that fedquilt lacks; no such wheels; no such file of constraints.
@@ -170,7 +168,6 @@ def house(
         asked = hashlib.sha256(repr(question).encode()).hexdigest()
         found = None if refresh else _kept(folder, asked)
         if found is None:
-            say(f"downloading wheels for {target.name} into {folder}: minutes, once")
             found = _resolved(mine, target, extras, folder, index, constraint)
             _keep(folder, found, asked)
         for other in folder.glob("*.whl"):

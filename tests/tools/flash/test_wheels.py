@@ -148,12 +148,9 @@ def names_at(house: list[Path], name: str) -> int:
 
 def test_every_board_gets_the_same_versions_without_a_network(index: Path, tmp_path: Path) -> None:
     """Newer ones only when they are asked for; a damaged one is fetched again."""
-    said: list[str] = []
-    first = wheels.house(JP7, [], tmp_path / "cache", say=said.append)
-    assert said == [f"downloading wheels for jetpack7 into {first[0][0].parent}: minutes, once"]
+    first = wheels.house(JP7, [], tmp_path / "cache")
     wheel(index, "paho_mqtt", "100.0")
-    assert wheels.house(JP7, [], tmp_path / "cache", say=said.append) == first
-    assert len(said) == 1
+    assert wheels.house(JP7, [], tmp_path / "cache") == first
     newer, _ = wheels.house(JP7, [], tmp_path / "cache", refresh=True)
     paho = newer[names_at(newer, "paho_mqtt")]
     assert paho.name.startswith("paho_mqtt-100.0")
