@@ -123,7 +123,7 @@ def test_an_unknown_run_names_those_there_are(tmp_path: Path, opened: Callable[[
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     """A file where the folder should be."""
     (tmp_path / "home").write_text("")
-    with pytest.raises(StoreError, match="is damaged"):
+    with pytest.raises(StoreError, match="cannot use the store"):
         Store(tmp_path / "home")
 
 
