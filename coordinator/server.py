@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
@@ -161,7 +161,8 @@ class Server:
             case admission.Issue(device):
                 self._issue(device, now_s)
             case admission.Withdraw(device):
-                self._withdraw(device)
+                self._executor.withdraw(device)
+                self._let_go(device)
             case admission.Patience(device):
                 self._executor.be_patient(device)
             case admission.Fetch(device, update):
@@ -184,10 +185,6 @@ class Server:
             self._executor.renew(self._store.next_epoch(above))
             self._store.begin(self.active.id)
         self._issue(device, now_s)
-
-    def _withdraw(self, device: str) -> None:
-        self._executor.withdraw(device)
-        self._let_go(device)
 
     def _let_go(self, device: str, instead: Update | None = None) -> None:
         """Drop what has come of the last update that a device began to send, unless it sends the same again.
@@ -275,8 +272,7 @@ class Server:
         assert job is not None
         told = (job.id, turns.PATIENCE_S, served[0])
         log.warning("%s has waited for devices for %.0f s: %s is next", *told, extra=about(run=job.id))
-        for device in sorted(job.rounds.asked):
-            self._withdraw(device)
+        self._take_back(job.rounds.asked | set(job.rounds.silent), now_s)
         self._store.set_status(job.id, "queued")
         self._gave_way_s[job.id] = now_s
         self.active, self._arriving = None, {}
@@ -369,15 +365,15 @@ class Server:
             case facts.Asked():
                 for device in fact.devices:
                     self._issue(device, now_s)
+                self._take_back(set(job.rounds.silent) - job.rounds.asked, now_s)  # whom this attempt does without
             case facts.Answered():
                 self._begun.pop(fact.update.device, None)  # it counts: none of its blobs is left over
             case facts.Lost():
                 ids = about(run=job.id, round=fact.round, device=fact.device)
                 log.warning("%s: %s's update is asked for again: %s", job.id, fact.device, fact.reason, extra=ids)
                 self._renew(fact.device, self._store.epoch, now_s)
-            case facts.Closed() | facts.Reopened() | facts.Ended():
-                for device in sorted(before.asked):
-                    self._act(admission.Withdraw(device), now_s)
+            case facts.Closed() | facts.Ended():
+                self._take_back(before.asked | set(before.silent), now_s)
             case facts.Committed():
                 spent = job.spent(before)
                 job.committed()
@@ -386,11 +382,15 @@ class Server:
                     self._store.depot.drop(sha256)
         self._tell()
 
+    def _take_back(self, devices: Collection[str], now_s: float) -> None:
+        """Withdraw tasks. `Reopened` withdraws none: a device that the next attempt asks too works on."""
+        for device in sorted(devices):
+            self._act(admission.Withdraw(device), now_s)
+
     def _leave(self) -> None:
         assert self.active is not None
         self._store.set_status(self.active.id, self.active.rounds.phase)
-        if self._only == self.active.id:
-            self.finished = True
+        self.finished = self.finished or self._only == self.active.id
         self.active = None
         self._poll_s = -math.inf
 

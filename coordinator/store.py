@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import sqlite3
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from fedquilt.blobs.store import Depot
 from fedquilt.coordinator import store_tables, write_ahead
 from fedquilt.coordinator.facts import AnyFact, Ended
 from fedquilt.coordinator.settings import Job
-from fedquilt.coordinator.store_rows import DamagedRunError, Rows, Stored, decoded, encoded
+from fedquilt.coordinator.store_rows import DamagedRunError, Rows, Stored, decoded, encoded, storing
 from fedquilt.core import UNDECODABLE, JobError, StoreError, Update
 from fedquilt.disk import REAL, Disk, Lock
 
@@ -74,7 +73,7 @@ class Store:
 
     def __init__(self, home: Path, *, durable: bool = True, disk: Disk = REAL) -> None:
         self.home, self._disk = home, disk
-        with _storing(home):
+        with storing(home):
             (disk.settle if durable else disk.make)(home)
             before = write_ahead.look(disk, home / "fedquilt.db")
             self._db = disk.connect(home / "fedquilt.db")
@@ -109,7 +108,7 @@ class Store:
     def lock(self) -> bool:
         """Become the only coordinator of this folder; False: another runs here. Ends with the process."""
         self._require_whole()
-        with _storing(self.home):  # a process that tests whether the folder is served holds the lock for a moment
+        with storing(self.home):  # a process that tests whether the folder is served holds the lock for a moment
             self._lock = self._disk.lock(self.home / "lock", tries=LOCK_TRIES)
         return self._lock is not None
 
@@ -117,7 +116,7 @@ class Store:
         """Whether a coordinator holds this folder, this process included."""
         if self._lock is not None:
             return True
-        with _storing(self.home):
+        with storing(self.home):
             probe = self._disk.lock(self.home / "lock", shared=True)  # several may test at once
         if probe is not None:
             probe.close()
@@ -137,7 +136,7 @@ class Store:
     @property
     def epoch(self) -> int:
         """Number of the last start of a coordinator here."""
-        with _storing(self.home):
+        with storing(self.home):
             return self._epoch()
 
     def _epoch(self) -> int:
@@ -155,7 +154,7 @@ class Store:
 
     def signed(self) -> bool | None:
         """Whether the latest coordinator over a broker checked who sent what; None: there was none."""
-        with _storing(self.home):
+        with storing(self.home):
             found = self._rows.counter("signed")
         return found > 1 if found else None
 
@@ -184,7 +183,7 @@ class Store:
 
     def all_jobs(self) -> list[Row | Unreadable]:
         """All jobs in the order of queueing, also those whose settings this version cannot read."""
-        with _storing(self.home):
+        with storing(self.home):
             rows = self._rows.jobs()
         return [self._row(row, whole) for row, whole in rows]
 
@@ -258,12 +257,12 @@ class Store:
             return row.status
         if not self.served():
             return "interrupted"
-        with _storing(self.home):
+        with storing(self.home):
             return row.status if row.epoch == self._epoch() else "waiting"
 
     def status(self, id: str) -> str:
         """Status of a job as stored; "": unknown; "damaged": its row is not what was written."""
-        with _storing(self.home):
+        with storing(self.home):
             try:
                 found = self._rows.job(id)
             except DamagedRunError:
@@ -277,12 +276,12 @@ class Store:
 
     def unsound(self) -> list[str]:
         """Ids of runs whose rows are damaged: while there are any, blobs that seem to be of no use may be theirs."""
-        with _storing(self.home):
+        with storing(self.home):
             return self._rows.unsound()
 
     def states(self, but: str = "") -> set[str]:
         """Hashes (sha256) of every job's latest state, from which results are made. `but`: a job to leave out."""
-        with _storing(self.home):
+        with storing(self.home):
             return self._rows.states(but)
 
     def held(self, but: str = "") -> set[str]:
@@ -291,14 +290,14 @@ class Store:
         Args:
             but: a job to leave out, because its process knows its blobs without reading all its facts.
         """
-        with _storing(self.home):
+        with storing(self.home):
             return self._rows.states(but) | self._rows.updates(but)
 
     # -- facts --
 
     def counted(self, update: Update) -> bool:
         """Whether the log of an update's job, under way or not, holds that it was counted."""
-        with _storing(self.home):
+        with storing(self.home):
             return self._rows.counted(update)
 
     @contextmanager
@@ -343,7 +342,7 @@ class Store:
         """
         self._require_whole()
         try:
-            with _storing(self.home), self._rows.together():
+            with storing(self.home), self._rows.together():
                 yield
         except DamagedRunError as error:
             raise StoreError(str(error)) from None
@@ -380,7 +379,7 @@ class Store:
             JobError: a fact that this version does not know.
             DamagedRunError: what is stored is not what was written.
         """
-        with _storing(self.home):
+        with storing(self.home):
             rows = self._rows.facts(id, after)
         for seq, at, body in rows:
             try:
@@ -390,11 +389,3 @@ class Store:
                     f"fact {seq} of {id} in {self.home} cannot be read by this version ({error}): go on with the "
                     "version that wrote it, or run the job anew"
                 ) from None
-
-
-@contextmanager
-def _storing(home: Path) -> Iterator[None]:
-    try:
-        yield
-    except (sqlite3.Error, OSError) as error:
-        raise StoreError(f"cannot use the store {home}: {error}; is the disk full, or the folder not yours?") from None

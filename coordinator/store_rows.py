@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from fedquilt.coordinator.facts import AnyFact
-from fedquilt.core import JobError, Update
+from fedquilt.core import JobError, StoreError, Update
 
 FIRST: Final = b""  # instead of the checksum of a fact before the first one
 SUM_BYTES: Final = 16
@@ -28,6 +28,23 @@ decoded: Final = msgspec.json.Decoder(AnyFact).decode
 
 class DamagedRunError(JobError):
     """A run whose rows are not those that were written."""
+
+
+@contextmanager
+def storing(home: Path) -> Iterator[None]:
+    """What goes wrong with a home's database and folder in here, as a sentence about that home.
+
+    Raises:
+        StoreError: in place of SQLite's and the system's errors.
+    """
+    try:
+        yield
+    except (sqlite3.Error, OSError) as error:
+        if type(error) is sqlite3.DatabaseError:  # its subclasses are about the disk, the statement or a lock
+            raise StoreError(
+                f"{home / 'fedquilt.db'} is damaged ({error}): put back a copy of the whole home"
+            ) from None
+        raise StoreError(f"cannot use the store {home}: {error}; is the disk full, or the folder not yours?") from None
 
 
 class Stored(NamedTuple):

@@ -322,4 +322,5 @@ METHOD = replace(
     fold=fold,
     step=step,
     explain=explain,
+    keeps="what every device has published of its mask",
 )

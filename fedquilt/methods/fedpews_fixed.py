@@ -99,4 +99,5 @@ METHOD = replace(
     work=work,
     check=check,
     fold=fold,
+    keeps="",  # it publishes no mask
 )

@@ -310,4 +310,5 @@ METHOD = replace(
     step=step,
     result=result,
     explain=lambda state: state.told,
+    keeps="changes of adapters and head, `most` of them, which are compared",
 )

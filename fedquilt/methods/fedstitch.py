@@ -391,4 +391,5 @@ METHOD = Method(
     explain=lambda state: state.log,
     tasks=("classes",),  # donors are classifiers
     exact=True,  # linear systems are solved from the moments, and votes are counted
+    keeps="every device's ballot, and sums of devices apart from each other, up to a bound",
 )

@@ -174,4 +174,5 @@ METHOD = replace(
     step=step,
     explain=lambda state: state.told,
     least=lambda params: params.least(),
+    keeps="whole models, `most` of them, which the rules compare",
 )

@@ -217,9 +217,14 @@ def what_a_round_adds_up_does_not_grow_with_its_devices(name: str, each_bytes: i
 
     Args:
         name: of the method.
-        each_bytes: bytes that the method has to keep for each device, by its own account.
+        each_bytes: bytes that the method has to keep for each device.
+
+    Raises:
+        Skipped: the method says that it keeps something for each device (`Method.keeps`), and no `each_bytes` is given.
     """
     here = scene(name)
+    if here.method.keeps and not each_bytes:
+        raise Skipped(f"by its own account a round keeps {here.method.keeps}")
     arrays, beside = [], []
     for count in (3, 12):
         devices = (members if "onnx" in here.method.engines else learners)(count)

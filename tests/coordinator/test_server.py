@@ -227,6 +227,33 @@ def test_an_attempt_that_is_over_takes_its_tasks_back(tmp_path: Path) -> None:
     stage.store.close()
 
 
+def test_a_device_that_is_asked_again_at_the_deadline_works_on(tmp_path: Path) -> None:
+    """Its task is replaced and never emptied in between, which would end its work: a slow one would never answer."""
+    stage = Stage(tmp_path, cohort={"deadline_s": 30.0, "attempts": 3})
+    slow = stage.hand("slow")
+    stage.play(62.0)
+    assert [fact.attempt for fact in stage.told(Asked)] == [0, 1, 2]
+    attempts = [task.attempt if task else None for task in slow.tasks]
+    assert list(dict.fromkeys(attempts)) == [0, 1, 2]
+    slow.answer(ones())
+    stage.play()
+    assert [fact.status for fact in stage.told(Ended)] == ["done"]
+    assert slow.tasks[-1] is None
+    stage.store.close()
+
+
+def test_an_attempt_that_nobody_was_asked_in_leaves_no_task_when_its_job_ends(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, cohort={"deadline_s": 30.0, "attempts": 2})
+    gone = stage.hand("gone")
+    stage.play()
+    gone.say("presence", wire.Presence(online=False, boot="1"), retain=True)
+    stage.play(35.0)
+    stage.store.set_status(stage.job, "stopping")
+    stage.play()
+    assert gone.tasks[-1] is None
+    stage.store.close()
+
+
 def test_a_stale_task_that_the_broker_kept_is_taken_back_when_it_is_claimed(stage: Stage) -> None:
     """Before the device works for nothing."""
     a, _ = stage.hand("a"), stage.hand("b")

@@ -130,7 +130,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_a_damaged_database_is_an_error_not_a_crash(tmp_path: Path) -> None:
     """Garbage in place of SQLite."""
     (tmp_path / "fedquilt.db").write_bytes(b"not a database" * 100)
-    with pytest.raises(StoreError, match="cannot use the store"):
+    with pytest.raises(StoreError, match="is damaged"):
         Store(tmp_path)
 
 
@@ -438,6 +438,19 @@ def test_a_database_that_is_damaged_as_a_whole_is_read_and_never_written(
     for write in (lambda: store.set_status(runs[0], "done"), store.lock, store.next_epoch):
         with pytest.raises(StoreError, match=r"fedquilt.db is damaged .* put back a copy of the whole home"):
             write()
+
+
+@pytest.mark.parametrize("damage", ["cut", "no database"])
+def test_a_database_that_cannot_be_opened_is_told_to_be_damaged(
+    tmp_path: Path, opened: Callable[[], Store], damage: str
+) -> None:
+    """It is not taken for a full disk or a folder of somebody else's."""
+    three_runs(tmp_path)
+    path = tmp_path / "fedquilt.db"
+    payload = path.read_bytes()
+    path.write_bytes(payload[: len(payload) // 3] if damage == "cut" else b"x" * len(payload))
+    with pytest.raises(StoreError, match=r"fedquilt.db is damaged \(.*put back a copy of the whole home$"):
+        opened()
 
 
 def test_a_home_without_checksums_is_given_them(tmp_path: Path, opened: Callable[[], Store]) -> None:

@@ -113,8 +113,10 @@ def _program(name: str) -> str:
 class Image:
     """A copy of an image while fedquilt is put into it; see `opened`."""
 
-    def __init__(self, copy: Path, out: Path, scratch: Path, interpreter: str, say: Callable[[str], None]) -> None:
-        self.partition = partitions.root(copy)
+    def __init__(
+        self, base: Path, copy: Path, out: Path, scratch: Path, interpreter: str, say: Callable[[str], None]
+    ) -> None:
+        self.partition = partitions.root(copy, called=base)
         self._system, self._copy, self._out = FileSystem(copy, self.partition.offset), copy, out
         self._scratch, self._say = scratch, say
         for taken in TAKEN:
@@ -205,7 +207,7 @@ def opened(base: Path, out: Path, interpreter: str, say: Callable[[str], None]) 
     try:
         plain(base, copy)
         with tempfile.TemporaryDirectory(prefix="fedquilt-") as scratch:
-            yield Image(copy, out, Path(scratch), interpreter, say)
+            yield Image(base, copy, out, Path(scratch), interpreter, say)
     finally:
         copy.unlink(missing_ok=True)
 

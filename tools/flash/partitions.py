@@ -30,23 +30,26 @@ class Partition:
         return f"partition {self.number}" + (f" ({self.name})" if self.name else "")
 
 
-def root(image: Path) -> Partition:
+def root(image: Path, *, called: Path | None = None) -> Partition:
     """The partition with the root file system: L4T's is named APP, any other image's is its largest of type ext.
+
+    Args:
+        image: disk image.
+        called: file that a refusal names in place of `image`, where that is a copy.
 
     Raises:
         Refused: a format that is no disk image, or one without such a partition.
         OSError: it cannot be read.
     """
+    name = called or image
     with image.open("rb") as file:
         if file.read(4) == SPARSE:
-            raise Refused(f"{image} is in Android's sparse format: simg2img {image} raw.img, and take raw.img")
+            raise Refused(f"{name} is in Android's sparse format: simg2img {name} raw.img, and take raw.img")
         found = [Partition(0, 0, image.stat().st_size), *(_gpt(file) or _mbr(file))]
         ext = [one for one in found if _is_ext(file, one.offset)]
     if not ext:
         has = ", ".join(map(str, found[1:])) or "no partition table"
-        raise Refused(
-            f"{image} has no root file system of type ext4 ({has}): take a Raspberry Pi's or L4T's disk image"
-        )
+        raise Refused(f"{name} has no root file system of type ext4 ({has}): take a Raspberry Pi's or L4T's disk image")
     return max(ext, key=lambda one: (one.name == ROOT_NAME, one.size))
 
 

@@ -102,6 +102,28 @@ def test_a_row_that_changed_is_done_again_and_no_other(site: Path, capfd: pytest
     assert "orin-1: done before" not in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("watch", [(), ("--watch",)])
+def test_a_broker_that_is_away_hides_neither_the_table_nor_enrolments(
+    site: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, watch: tuple[str, ...]
+) -> None:
+    """Boards enrol without it; a watch goes on by the register alone."""
+    (site / "boards.csv").write_text(TABLE.splitlines()[0] + "\norin-1,,1GB,hall-a,\n")
+    settings = (site / "agent.toml").read_text()
+    (site / "agent.toml").write_text(settings.replace("mqtts://hub:8883", "mqtts://127.0.0.1:1"))
+    assert cli.main(["ca", "issue", "coordinator", "--ca", "ca"]) == 0
+
+    def enrols(seconds: float) -> None:
+        register = Register(site / "ca/register.db")
+        register.add(issued(time.time() + 1, time.time() + 1e6)._replace(name="orin-1"))
+        register.close()
+
+    monkeypatch.setattr(time, "sleep", enrols)
+    assert flash(site, "--cert", "coordinator.crt", "--key", "coordinator.key", *watch) == 0
+    said = capfd.readouterr().out
+    assert "who is online is not looked at: nothing listens at mqtts://127.0.0.1:1" in said
+    assert f"{'enrolled' if watch else 'waits for its first boot'}" in said.rsplit("not looked at", 1)[1]
+
+
 def test_a_dry_run_makes_no_token(site: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Nor a folder's contents."""
     assert flash(site, "--dry-run") == 0

@@ -192,7 +192,10 @@ def test_a_second_flash_of_the_same_image_is_refused(base: Path, tmp_path: Path,
 def test_what_is_no_image_is_told(tmp_path: Path, data: bytes, says: str) -> None:
     """A zip file, an empty one; one that is missing or cut short."""
     (tmp_path / "x.img").write_bytes(data)
-    with pytest.raises(Refused, match=says), image.opened(tmp_path / "x.img", tmp_path / "o.img", "/p", print):
+    with (
+        pytest.raises(Refused, match=f"x.img has {says}"),
+        image.opened(tmp_path / "x.img", tmp_path / "o.img", "/p", print),
+    ):
         pass
     with pytest.raises(JobError, match="is no file"), image.opened(tmp_path / "y", tmp_path / "o.img", "/p", print):
         pass
