@@ -10,9 +10,9 @@ cluster's:
     S_l  = N_l / sum N * (1 - cos(theta^l, theta~^l)), the L_t lowest layers are sent        (Eq. 9)
 
 The coordinator averages each layer over the devices of the cluster that sent it (Eq. 10). A device is first asked
-for a subspace of its examples, its fingerprint (Eq. 11); the fingerprints of the first rounds are clustered
-by K-means, later ones go to the nearest cluster (Eq. 12). So a device that appears in the middle of a job begins with
-its cluster's learnGene, the layers shared at that time, and the job's first weights elsewhere; all over the wire.
+for a subspace of its examples, its fingerprint (Eq. 11); those of the first rounds are clustered by K-means, later
+ones go to the nearest cluster (Eq. 12). So a device that appears in the middle of a job begins with its cluster's
+learnGene, the layers shared at that time, and the job's first weights elsewhere.
 
 Privacy: a fingerprint's first vector is close to the mean of the device's examples, and one of no more examples than
 `directions` reveals them completely. Layers reveal the examples that they were trained on: all of them, as in the
@@ -394,7 +394,7 @@ METHOD = replace(
     step=step,
     result=result,
     explain=explain,
-    tasks=("classes",),  # L_t follows the devices' accuracy
+    tasks=("classes",),
     exact=True,  # fingerprints are directions of length 1
     anew=False,  # the own model is what a device trains for
     keeps="every fingerprint of the first round, and the sums of each cluster",

@@ -332,11 +332,9 @@ class _Device:
     def abandon(self, sha256: str) -> None:
         self.have.discard(sha256)
 
-    def progressed(self, task: Task, fraction: float, now_s: float) -> None:
-        pass
+    def progressed(self, task: Task, fraction: float, now_s: float) -> None: ...
 
-    def remember(self, learned: Mapping[str, Learned]) -> None:
-        pass
+    def remember(self, learned: Mapping[str, Learned]) -> None: ...
 
     def order(self, task: Task, budget_bytes: int, plan_bytes: int, *, spare: bool = False) -> Order:
         return Order(
