@@ -135,9 +135,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     return State(
         params=begun.params,
         network=begun.network,
-        flops=begun.flops,
-        example_bytes=begun.example_bytes,
-        layers=begun.layers,
+        **{name: getattr(begun, name) for name in ("flops", "example_bytes", "layers")},
         seed=seed,
         first=first,
         statistics={name: array for name, array in begun.model.items() if name not in known},
