@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from fedquilt import plugins
+from fedquilt import labels, plugins
 from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import Profile
 from fedquilt.wire import Telemetry
@@ -20,6 +20,7 @@ REASONS: Final[Mapping[str, str]] = {
     "offline": "offline",
     "flooding": "sent more than can be answered, and is set aside for a while",
     "profile": "has not said what it is",
+    "labels": "has not the labels that [cohort] select asks for",
     "engine": "has no engine that the job's method runs on",
     "codec": "does not know the codec of the job's [wire]: its fedquilt is older than the job wants",
     "plugin": "lacks a package that the job needs, or has another content of it",
@@ -107,6 +108,11 @@ def _engine(seen: Seen, wants: Wants) -> str | None:
     return None if any(engine in seen.profile.engines for engine in wants.engines) else "engine"
 
 
+def _labels(seen: Seen, wants: Wants) -> str | None:
+    has = () if seen.profile is None else seen.profile.labels
+    return None if labels.selects(wants.cohort.select, has) else "labels"
+
+
 def _codec(seen: Seen, wants: Wants) -> str | None:
     return "codec" if seen.profile is not None and wants.codec not in seen.profile.codecs else None
 
@@ -125,4 +131,4 @@ def _hot(seen: Seen, wants: Wants) -> str | None:
     return "hot" if told.temperature_c > limit else None
 
 
-CHECKS: Final[tuple[Check, ...]] = (_offline, _flooding, _engine, _codec, _plugin, _battery, _hot)
+CHECKS: Final[tuple[Check, ...]] = (_offline, _flooding, _engine, _labels, _codec, _plugin, _battery, _hot)

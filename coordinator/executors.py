@@ -21,6 +21,7 @@ from fedquilt.coordinator.conduct import Conduct
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.outgoing import Issues
 from fedquilt.core import BlobRef, JobError, Task, Wired, WireError
+from fedquilt.logs import about
 from fedquilt.transport.link import Link, Message
 from fedquilt.transport.malformed import Garbage
 
@@ -217,7 +218,10 @@ class OverLink:
                 for device, size in self._transfers.take_strain().items():
                     self._conduct.hashed(device, size, now_s)
                 return None
-            return route.device, wire.decode(message.payload, route.kind)
+            said = wire.decode(message.payload, route.kind)
+            if (named := getattr(said, "device", route.device)) != route.device:
+                raise WireError(f"it names another device, {named}")
+            return route.device, said
         except WireError as error:
             if route is None and (slowed := self._slowed(wire.sender(message.topic), message, now_s)):
                 return slowed.event
@@ -229,7 +233,9 @@ class OverLink:
         """Whether a message is dropped, because its device sends more than can be answered."""
         verdict = self._conduct.message(device, len(message.payload), now_s)
         if verdict == "slowed":
-            log.warning("%s sends more than can be answered: what comes too fast is dropped", device)
+            log.warning(
+                "%s sends more than can be answered: what comes too fast is dropped", device, extra=about(device=device)
+            )
         return None if verdict == "taken" else Slowed(Flooded(device) if verdict == "aside" else None)
 
     def _brought(self, device: str, sha256: str, error: str | None) -> Iterator[Arrived]:
@@ -237,7 +243,8 @@ class OverLink:
         if missing is None or sha256 not in missing:
             return
         if error is not None:
-            log.warning("%s's update could not be fetched (%s); it will offer it again", device, error)
+            ids = about(device=device)
+            log.warning("%s's update could not be fetched (%s); it will offer it again", device, error, extra=ids)
             self.fetch(device, ())
             yield Arrived(device, error)
             return

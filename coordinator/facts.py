@@ -85,7 +85,7 @@ class Rejected(Fact, frozen=True):
 
 
 class Lost(Fact, frozen=True):
-    """A device's update, counted in the running round, can no longer be read: the device is asked for it again."""
+    """An update that the running round has counted is gone or damaged on disk: its device is asked for it again."""
 
     round: int
     device: str

@@ -20,7 +20,7 @@ log = logging.getLogger("fedquilt.coordinator")
 
 
 class LostUpdateError(JobError):
-    """An update that was counted in the running round, and can no longer be read."""
+    """Raised when an update that the running round has counted is gone or damaged on disk."""
 
     def __init__(self, device: str, reason: str) -> None:
         super().__init__(f"{device}'s update: {reason}")

@@ -22,6 +22,7 @@ from fedquilt.coordinator.folding import blobs
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.store import Row, Store
 from fedquilt.core import FedquiltError, JobError, Method, Profile, StoreError, Update, Wired
+from fedquilt.logs import about
 
 log = logging.getLogger("fedquilt.coordinator")
 
@@ -138,7 +139,7 @@ class Server:
     def _happened(self, event: admission.Event, now_s: float) -> None:
         """Apply an event: facts first, then actions."""
         if isinstance(event, admission.Flooded):
-            log.warning("%s %s", event.device, admission.FLOODED)
+            log.warning("%s %s", event.device, admission.FLOODED, extra=about(device=event.device))
             self.registry.set_aside(event.device, now_s + ASIDE_S)
         job = self.active
         step = admission.heard(job.id if job else "", job.rounds if job else None, self._arriving, event, now_s)
@@ -202,7 +203,7 @@ class Server:
         assert self.active is not None
         examined = self.active.examined(device, update, self.registry.profile_of(device), now_s)
         if examined.odd:
-            log.warning("%s claims what cannot be: %s", device, examined.odd)
+            log.warning("%s claims what cannot be: %s", device, examined.odd, extra=about(device=device))
         self._happened(examined, now_s)
 
     def _discard(self, update: Update) -> None:
@@ -272,7 +273,8 @@ class Server:
         """Return the running job to the queue, in the state of its facts."""
         job = self.active
         assert job is not None
-        log.warning("%s has waited for devices for %.0f s: %s is next", job.id, turns.PATIENCE_S, served[0])
+        told = (job.id, turns.PATIENCE_S, served[0])
+        log.warning("%s has waited for devices for %.0f s: %s is next", *told, extra=about(run=job.id))
         for device in sorted(job.rounds.asked):
             self._withdraw(device)
         self._store.set_status(job.id, "queued")
@@ -348,7 +350,7 @@ class Server:
         if isinstance(error, StoreError | MemoryError):
             raise error
         assert self.active is not None
-        log.error("%s facts.failed in its method", self.active.id, exc_info=error)
+        log.error("%s failed in its method", self.active.id, exc_info=error, extra=about(run=self.active.id))
         self._record(facts.failed(error), now_s)
 
     def _record(self, fact: facts.AnyFact, now_s: float) -> None:
@@ -370,7 +372,8 @@ class Server:
             case facts.Answered():
                 self._begun.pop(fact.update.device, None)  # it counts: none of its blobs is left over
             case facts.Lost():
-                log.warning("%s: %s's update is asked for again: %s", job.id, fact.device, fact.reason)
+                ids = about(run=job.id, round=fact.round, device=fact.device)
+                log.warning("%s: %s's update is asked for again: %s", job.id, fact.device, fact.reason, extra=ids)
                 self._renew(fact.device, self._store.epoch, now_s)
             case facts.Closed() | facts.Reopened() | facts.Ended():
                 for device in sorted(before.asked):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from fedquilt import config, methods, metrics, plugins
+from fedquilt import config, labels, methods, metrics, plugins
 from fedquilt.core import CODECS, Encoding, JobError, Method
 from fedquilt.data import categories
 
@@ -35,6 +35,7 @@ class Cohort(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_battery: Annotated[float, Meta(ge=0, le=1)] = 0.0  # charge below which a board is not asked, unless it charges
     max_temperature_c: Annotated[float, Meta(gt=0)] | None = None  # likewise above; None: no limit
     max_examples: Annotated[int, Meta(ge=1)] = 10_000_000  # largest weight of one device; more is refused
+    select: tuple[str, ...] = ()  # words about a board's labels that all have to hold: fedquilt.labels
 
 
 class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,8 +67,37 @@ class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     devices: Annotated[int, Meta(ge=1)] = 4
     boards: Annotated[tuple[str, ...], Meta(min_length=1)] = ("x86-host",)
     budgets: Annotated[tuple[str, ...], Meta(min_length=1)] = ("512MB",)
+    labels: tuple[str, ...] = ()  # of one board each, separated by spaces, taken in turn; (): none has any
     policy: Literal["energy", "paper", "max", "board"] = "energy"  # edge_agent/power/governor.py
     adversaries: Adversaries | None = None  # of `compare`, `reproduce` and `fedquilt.simulate` alone
+
+    def labels_of(self, index: int) -> tuple[str, ...]:
+        """Labels of the board with this number, from 0.
+
+        Raises:
+            JobError: a word that is no label.
+        """
+        return labels.parse(labels.words(self.labels[index % len(self.labels)])) if self.labels else ()
+
+    def selected(self, cohort: Cohort, devices: int) -> int:
+        """How many of the first `devices` boards [cohort] select is for."""
+        return sum(labels.selects(cohort.select, self.labels_of(index)) for index in range(devices))
+
+    def require(self, cohort: Cohort, devices: int) -> None:
+        """Check that enough of the first `devices` boards can be asked.
+
+        Raises:
+            JobError: [cohort] wants more.
+        """
+        there = self.selected(cohort, devices)
+        if cohort.select and not there:
+            raise JobError(f"[cohort] select = {list(cohort.select)}: no simulated board has such [fleet] labels")
+        if cohort.size > there:
+            of = " of [cohort] select" if cohort.select else ""
+            raise JobError(
+                f"[cohort] size is {cohort.size}, and the fleet has {there} devices{of}: ask for fewer, or simulate "
+                "more ([fleet] devices, or --devices)"
+            )
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -131,6 +161,11 @@ def parse(table: Mapping[str, Any]) -> Job:
             f"[wire] codec = {job.wire.codec!r}: what {job.method}'s devices send may not be rounded; leave it 'raw'"
         )
     require_enough(job, method.least(given))
+    with config.naming("[cohort] select"):
+        labels.require_selection(job.cohort.select)
+    with config.naming("[fleet] labels"):
+        for index in range(len(job.fleet.labels)):
+            job.fleet.labels_of(index)
     lying = job.fleet.adversaries
     if lying is not None and lying.attack == "inner_product" and job.wire.codec != "raw":
         raise JobError(

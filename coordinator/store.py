@@ -28,7 +28,7 @@ from fedquilt.coordinator import store_tables, write_ahead
 from fedquilt.coordinator.facts import AnyFact, Ended
 from fedquilt.coordinator.settings import Job
 from fedquilt.coordinator.store_rows import DamagedRunError, Rows, Stored, decoded, encoded
-from fedquilt.core import JobError, StoreError, Update
+from fedquilt.core import UNDECODABLE, JobError, StoreError, Update
 from fedquilt.disk import REAL, Disk, Lock
 
 UNENDED: Final = ("queued", "running", "stopping")  # its coordinator, if any, may be working on the run
@@ -166,13 +166,14 @@ class Store:
         rows = [row for row in self.jobs() if (row.job, row.bundle, row.origin) == (job, bundle, origin)]
         return next((row.id for row in reversed(rows) if row.status not in ("done", "failed")), None)
 
-    def add(self, job: Job, bundle: Path, origin: Origin = "run") -> str:
+    def add(self, job: Job, bundle: Path, origin: Origin = "run", *, id: str = "") -> str:
         """Queue a job; its id is `<name>-<date>-<time>-<random>`, so that devices never confuse two runs.
 
-        The random digits separate runs begun in the same second by coordinators with homes of their own.
+        The random digits separate runs begun in the same second by coordinators with homes of their own. A caller may
+        give an `id` of its own, which no other run has, where everything has to be repeated exactly.
         """
         now = time.time()
-        id = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(3)}"
+        id = id or f"{job.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{secrets.token_hex(3)}"
         with self._writing():
             self._rows.add(Stored(id, msgspec.json.encode(job).decode(), str(bundle), "queued", now, origin))
         return id
@@ -195,7 +196,7 @@ class Store:
             return Unreadable(id, status, created, reason)
         try:
             job = msgspec.json.decode(row.settings, type=Job)
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             reason = f"{self.home}: {row.id} was made by another version of fedquilt: {error}"
             return Unreadable(row.id, row.status, row.created, reason)
         return Row(row.id, job, Path(row.bundle), row.status, row.created, cast("Origin", row.origin), row.epoch)
@@ -384,7 +385,7 @@ class Store:
         for seq, at, body in rows:
             try:
                 yield seq, at, decoded(body)
-            except msgspec.MsgspecError as error:
+            except UNDECODABLE as error:
                 raise JobError(
                     f"fact {seq} of {id} in {self.home} cannot be read by this version ({error}): go on with the "
                     "version that wrote it, or run the job anew"

@@ -1,7 +1,8 @@
 """The write-ahead log of the database: whether SQLite has taken up all that was committed to it.
 
 SQLite reads the log as far as its checksums match, takes what follows for an unfinished write, and overwrites it. So
-one damaged bit would take back every fact behind it without a word.
+one damaged bit would take back every fact behind it without a word. What another process is just writing, or was
+killed over before SQLite told it that it was written, is not taken up either; there the checksums match.
 """
 
 from __future__ import annotations
@@ -33,7 +34,24 @@ class Log(NamedTuple):
         if not self.committed or not disk.is_file(index) or disk.read(self.path, 0, _HEAD.size) != self.head:
             return 0
         (taken,) = struct.unpack("=I", disk.read(index, _TAKEN_AT, 4))
-        return max(self.committed - taken, 0)
+        return max(self.committed - taken, 0) if self._damaged(disk, taken) else 0
+
+    def _damaged(self, disk: Disk, taken: int) -> bool:
+        """Whether a frame that SQLite has not taken up has another checksum than its content, or so has the head."""
+        magic, _, page, _, salts, sums = _HEAD.unpack(self.head)
+        order, size = ">" if magic & 1 else "<", _size(page)
+        if not taken and _checksum(self.head[:24], bytes(8), order) != sums:
+            return True
+        seed = sums if not taken else disk.read(self.path, _HEAD.size + (taken - 1) * size + 16, 8)
+        for number in range(taken, self.committed):
+            frame = disk.read(self.path, _HEAD.size + number * size, size)
+            if len(frame) < size:
+                return False  # it has begun anew meanwhile
+            _, _, own, stated = _FRAME.unpack_from(frame)
+            if own != salts or _checksum(frame[:8] + frame[_FRAME.size :], seed, order) != stated:
+                return True
+            seed = stated
+        return False
 
     def report(self, disk: Disk) -> None:
         """Keep a copy of what SQLite has not taken up, and say so."""
@@ -47,6 +65,21 @@ class Log(NamedTuple):
             )
 
 
+def _checksum(payload: bytes, seed: bytes, order: str) -> bytes:
+    """SQLite's checksum of words in the log's byte order, going on from `seed`; stored with the high byte first."""
+    first, second = struct.unpack(">II", seed)
+    words = iter(struct.unpack(f"{order}{len(payload) // 4}I", payload))
+    for one, other in zip(words, words, strict=True):
+        first = first + one + second & 0xFFFFFFFF
+        second = second + other + first & 0xFFFFFFFF
+    return struct.pack(">II", first, second)
+
+
+def _size(page: int) -> int:
+    """Bytes of a frame with a page of so many bytes; of one with the usual page where that is no size of one."""
+    return _FRAME.size + (page if 512 <= page <= 65536 and page & page - 1 == 0 else 4096)
+
+
 def look(disk: Disk, database: Path) -> Log:
     """The log beside a database."""
     path = database.with_name(database.name + "-wal")
@@ -55,7 +88,7 @@ def look(disk: Disk, database: Path) -> Log:
     if found is None or len(head) < _HEAD.size:
         return Log(path, head, 0)
     _, _, page, _, salts, _ = _HEAD.unpack(head)
-    size = _FRAME.size + (page if 512 <= page <= 65536 else 4096)
+    size = _size(page)
     frames = [_FRAME.unpack(disk.read(path, at, _FRAME.size)) for at in range(_HEAD.size, found.size - size + 1, size)]
     ours = {salts, *(frame[2] for frame in frames[:1])}  # of either, as one of them may be what is damaged
     commits = [number for number, frame in enumerate(frames, 1) if frame[1] and frame[2] in ours]

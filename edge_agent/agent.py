@@ -7,14 +7,14 @@ import logging
 import math
 import os
 import signal
-from collections.abc import Mapping, Sequence
-from functools import cache
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from fedquilt import methods, plugins, profiles, systemd, wire
+from fedquilt import open_metrics, profiles, systemd, wire
 from fedquilt.blobs.shared_store import Shared
 from fedquilt.blobs.store import SMALL_BYTES
 from fedquilt.blobs.transfer import Transfers
@@ -29,7 +29,8 @@ from fedquilt.core import (
     WireError,
 )
 from fedquilt.disk import REAL, Disk
-from fedquilt.edge_agent import devices, engines, events, messages, plan
+from fedquilt.edge_agent import devices, events, exposed, messages, plan
+from fedquilt.edge_agent import means as means_of
 from fedquilt.edge_agent.duty import Duty
 from fedquilt.edge_agent.events import Acked, Arrived, Cleared, Connected, Failed, Fetched
 from fedquilt.edge_agent.settings import AgentSettings, size_bytes
@@ -37,6 +38,7 @@ from fedquilt.edge_agent.state import Local
 from fedquilt.edge_agent.task import budget, confine
 from fedquilt.edge_agent.task.protocol import Order
 from fedquilt.edge_agent.task.worker import ChildWorker, Worker
+from fedquilt.logs import about
 from fedquilt.transport import link as links
 from fedquilt.transport.link import Link, Message
 from fedquilt.transport.malformed import Garbage
@@ -54,6 +56,7 @@ class Agent:
     Args:
         boot: name of this start of the agent, different at each.
         durable, shared, disk: see `fedquilt.edge_agent.state.Local`.
+        clock: seconds since 1970 as this board counts them; None: it has no clock of its own.
 
     Raises:
         StoreError: its home cannot be read or written.
@@ -61,6 +64,7 @@ class Agent:
     """
 
     finished = False
+    told: wire.Telemetry | None
 
     def __init__(
         self,
@@ -73,7 +77,9 @@ class Agent:
         durable: bool = True,
         shared: Shared | None = None,
         disk: Disk = REAL,
+        clock: Callable[[], float | None] = time.time,
     ) -> None:
+        self._clock = clock
         self.device, self.settings = settings.device, settings
         self.local = Local(Path(settings.home), durable=durable, shared=shared, disk=disk)
         self._whole_bytes = 0 if durable else SMALL_BYTES
@@ -84,7 +90,7 @@ class Agent:
         self._session = 0
         self._topics = wire.Topics(settings.fleet)
         self._transfers = Transfers(link, self.local.depot, self._topics, "up", self._may_give)
-        means = _means(settings.budget_bytes(board.memory_bytes), settings.plugins)
+        means = means_of.of(settings, board.memory_bytes)
         kept, counted = self.local.recover()
         offers = {key: events.Offer(update, private, due_s=-math.inf) for key, (update, private) in kept.items()}
         self.duty = Duty(
@@ -98,9 +104,14 @@ class Agent:
         if short := budget.no_engine(means.budget_bytes, means.engines):
             log.warning("%s: %s", self.device, short)
         self._tell_s, self._patience_s = math.inf, RETELL_S
-        self._means = means
+        self._means, self.told = means, None  # `told`: the last telemetry
         self._profile = messages.profile(self.device, board, means)
         self._progress_s = self._telemetry_s = -math.inf
+
+    @property
+    def connected(self) -> bool:
+        """Whether the broker is reached."""
+        return self._link.connected
 
     def fds(self) -> Sequence[int]:
         """File descriptors of the worker."""
@@ -189,7 +200,9 @@ class Agent:
             log.error("the answer to %s, round %d, cannot be noted: %s", *key, error)
             return
         if not accepted:
-            log.warning("the update of %s, round %d, was refused: %s", *key, reason)
+            log.warning(
+                "the update of %s, round %d, was refused: %s", *key, reason, extra=about(run=key[0], round=key[1])
+            )
         self.duty.act(actions, now_s)
 
     def _clear(self, update: Update) -> None:
@@ -206,11 +219,12 @@ class Agent:
 
     def say(self, claim: wire.Claim) -> None:
         """Publish a claim, and log refusals."""
+        ids = about(run=claim.job, round=claim.round)
         if claim.code == "cleared":
-            log.info("%s, round %d, given up: %s", claim.job, claim.round, claim.reason)
+            log.info("%s, round %d, given up: %s", claim.job, claim.round, claim.reason, extra=ids)
         elif not claim.accepted:
             self.local.depot.doubt()  # as it may be what the disk has made of a blob
-            log.warning("%s, round %d, refused (%s): %s", claim.job, claim.round, claim.code, claim.reason)
+            log.warning("%s, round %d, refused (%s): %s", claim.job, claim.round, claim.code, claim.reason, extra=ids)
         self._publish("claim", claim)
 
     def drop(self, update: Update) -> None:
@@ -320,7 +334,9 @@ class Agent:
         if now_s < self._telemetry_s + self.settings.telemetry_s:
             return
         self._telemetry_s = now_s
-        told = messages.telemetry(self._board.read(now_s))
+        self.told = told = messages.telemetry(
+            self._board.read(now_s), self._worker.resident_bytes or None, self._clock()
+        )
         if self._board.points != self._profile.points:  # the owner has changed the power mode
             self._profile = messages.profile(self.device, self._board, self._means)
             self._publish("profile", self._profile, retain=True)
@@ -333,15 +349,6 @@ class Agent:
             self._link.publish(topic, wire.encode(message), retain=retain, reliable=reliable)
         except (LinkError, WireError) as error:
             log.error("cannot tell the coordinator: %s", error)
-
-
-@cache  # looked up on disk, and constant while a process runs
-def _means(budget_bytes: int, allowed: tuple[str, ...] | None) -> events.Means:
-    """Engines and methods on this machine, as far as agent.toml allows those of other packages."""
-    with plugins.restricted(allowed):
-        known = (*methods.names(), *methods.outside(), *(name for name in allowed or () if ":" in name))
-        found = plugins.modules()
-    return events.Means(budget_bytes, engines.available(), known, plugins=found, confined=confine.possible())
 
 
 # -- a real one -----------------------------------------------------------------------------------
@@ -381,7 +388,8 @@ def run_agent(settings: AgentSettings) -> None:
     online = f"online as {settings.device} of fleet {settings.fleet}, through {broker}"
     watched = systemd.Watched(agent, lambda: link.problem or (online if link.connected else f"asks for {broker}"))
     try:
-        links.run(watched, link, lambda: bool(stopped))
+        with open_metrics.served(settings.metrics.listen, lambda: exposed.families(agent)):
+            links.run(watched, link, lambda: bool(stopped))
     finally:
         systemd.notify("STOPPING=1")
         agent.goodbye()

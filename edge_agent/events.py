@@ -129,7 +129,7 @@ Action = Say | Fetch | Abandon | Begin | Stop | Send | Drop
 
 
 class Means(msgspec.Struct, frozen=True):
-    """Capabilities of this device; constant while the agent runs."""
+    """Capabilities and labels of this device; constant while the agent runs."""
 
     budget_bytes: int
     engines: tuple[str, ...]
@@ -137,6 +137,7 @@ class Means(msgspec.Struct, frozen=True):
     codecs: tuple[str, ...] = CODECS
     plugins: Mapping[str, str] = field(default_factory=dict)  # of other packages: `fedquilt.plugins.modules`
     confined: tuple[str, ...] | None = None  # what a task's process gives up: `task.confine`; None: it has none
+    labels: tuple[str, ...] = ()  # what its owner calls it by: `fedquilt.labels`
 
 
 class Open(msgspec.Struct, frozen=True):

@@ -30,6 +30,7 @@ def profile(device: str, board: Device, means: Means) -> Profile:
         idle_w=board.idle_w,
         provenance=board.provenance,
         codecs=means.codecs,
+        labels=means.labels,
     )
 
 
@@ -38,8 +39,8 @@ def _confined(means: Means) -> dict[str, str]:
     return {} if means.confined is None else {"tasks without": ", ".join(means.confined) or "nothing"}
 
 
-def telemetry(reading: Reading) -> Telemetry | None:
-    """Telemetry message of a reading; None without any sensor value."""
+def telemetry(reading: Reading, task_bytes: int | None = None, clock_s: float | None = None) -> Telemetry | None:
+    """Telemetry message of a reading, of the task's process and of the board's clock; None if nothing is known."""
     told = Telemetry(
         power_w=reading.power_w,
         energy_j=reading.energy_j,
@@ -47,6 +48,9 @@ def telemetry(reading: Reading) -> Telemetry | None:
         available_bytes=reading.available_bytes,
         battery=reading.battery,
         charging=reading.charging,
+        task_bytes=task_bytes,
+        mode=None if reading.mode is None else reading.mode[:200],
+        clock_s=clock_s,
     )
     return None if told == Telemetry() else told
 

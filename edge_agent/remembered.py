@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from fedquilt import wire
-from fedquilt.core import AnyDigest, Count, Name, Wired, WireError
+from fedquilt.core import UNDECODABLE, AnyDigest, Count, Name, Wired, WireError
 from fedquilt.disk import Disk
 
 log = logging.getLogger("fedquilt.agent")
@@ -163,7 +163,7 @@ class Remembered:
             damage = error
         try:
             return self._taken_over(msgspec.json.decode(payload, type=dict[Name, Count]))
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except UNDECODABLE:
             log.warning("%s is damaged (%s); at worst a round is worked for in vain", self._file, damage)
             return self._by_names()
 

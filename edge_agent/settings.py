@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from fedquilt import config, profiles
+from fedquilt import config, labels, open_metrics, profiles
 from fedquilt.core import JobError, Name
 from fedquilt.data.spec import DataSpec
 from fedquilt.edge_agent.power.governor import Policy, Rule
@@ -43,7 +43,7 @@ class BrokerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cert: str | None = None
     key: str | None = None
     password_file: str | None = None
-    keepalive_s: Annotated[int, Meta(ge=1, le=65535)] = 60
+    keepalive_s: Annotated[int, Meta(ge=1, le=65535)] = 10  # silent for half as long again: the board counts as gone
     session_expiry_s: Annotated[int, Meta(ge=0)] = 3600
     max_payload: Annotated[int, Meta(ge=2048)] | None = None
 
@@ -68,6 +68,12 @@ class EnrolSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token: str | None = None  # file with the one-time token; None: "token" beside broker.key
 
 
+class MetricsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where this board's own metrics are served. See `fedquilt.open_metrics`."""
+
+    listen: str | None = None  # HOST:PORT; None: nowhere
+
+
 class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of one agent: agent.toml."""
 
@@ -82,9 +88,11 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     meter: str | dict[str, Any] | None = None  # one beside its own: entry point or module:name, or a table with `name`
     warm_s: Annotated[float, Meta(ge=0)] = 60.0  # time for which a task's process waits for the next one
     telemetry_s: Annotated[float, Meta(gt=0)] = 30.0
+    labels: tuple[str, ...] = ()  # words by which jobs select boards: fedquilt.labels
     broker: BrokerSettings = BrokerSettings()
     enrol: EnrolSettings = EnrolSettings()
     governor: GovernorSettings = GovernorSettings()
+    metrics: MetricsSettings = MetricsSettings()
     data: dict[str, Any] = msgspec.field(default_factory=dict)  # fedquilt.data.spec.DataSpec
 
     def budget_bytes(self, memory_bytes: int) -> int:
@@ -132,6 +140,11 @@ def parse(table: Mapping[str, Any]) -> AgentSettings:
     settings = config.convert(table, AgentSettings, "an agent's settings")
     if settings.data:
         DataSpec.parse(settings.data)
+    if settings.metrics.listen is not None:
+        with config.naming("[metrics] listen"):
+            open_metrics.address(settings.metrics.listen)
+    with config.naming("labels"):
+        labels.parse(settings.labels)
     for key, size in (("budget", settings.budget), ("cache", settings.cache)):
         if size is not None:
             try:

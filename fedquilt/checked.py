@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from fedquilt.core import UNDECODABLE
+
 T = TypeVar("T", bound=msgspec.Struct)
 FIELD = "sum"
 
@@ -41,7 +43,7 @@ def decode(payload: bytes, kind: type[T]) -> T:
         if told is not None and told != _sum(table):
             raise DamagedFileError("its checksum does not match")
         return msgspec.json.decode(msgspec.json.encode(table), type=kind)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise DamagedFileError(str(error)) from None
 
 

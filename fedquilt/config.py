@@ -64,7 +64,7 @@ def parse(text: str, where: str) -> dict[str, Any]:
     """
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise JobError(f"{where} is not TOML: {error}") from None
 
 

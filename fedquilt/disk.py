@@ -184,12 +184,12 @@ class Disk:
         os.link(os.path.realpath(source) if os.path.islink(source) else source, target)
 
     def unlink(self, path: Place) -> None:
-        """Remove a file, which may be gone already."""
+        """Remove a file; do nothing if there is none at the path."""
         with suppress(FileNotFoundError):
             os.unlink(path)
 
     def touch(self, path: Place) -> None:
-        """Set the time of a file's last change to now; it may be gone already."""
+        """Set the time of a file's last change to now; do nothing if there is none at the path."""
         with suppress(FileNotFoundError):
             os.utime(path)
 

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from fedquilt import disk
-from fedquilt.core import Name, WireError
+from fedquilt.core import UNDECODABLE, Name, WireError
 
 PORT: Final = 8884  # beside MQTT's 8883
 ENROL, RENEW, CRL = "/v1/enrol", "/v1/renew", "/crl.pem"
@@ -55,7 +55,7 @@ def decode(body: bytes, kind: type[M]) -> M:
         raise WireError(f"{len(body)} bytes are more than the {MAX_BODY} of an enrolment message")
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except UNDECODABLE as error:
         raise WireError(f"this is no enrolment {kind.__name__.lower()}: {error}") from None
 
 

@@ -27,6 +27,7 @@ EXTRAS: Final = {
     "tensorboard": "tensorboard",
     "mlflow": "mlflow",
     "wandb": "wandb",
+    "prometheus_client": "metrics",
 }
 
 

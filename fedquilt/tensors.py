@@ -241,12 +241,7 @@ def _learn(payload: bytes, found: Tensors) -> None:
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
-    """Read the tensors in a safetensors file.
-
-    Raises:
-        UpdateError: not safetensors.
-        StoreError: unreadable.
-    """
+    """Read the tensors in a safetensors file; errors as of `Floats`."""
     try:
         return decode(path.read_bytes())
     except OSError as error:
@@ -273,20 +268,28 @@ class Floats(Mapping[str, np.ndarray]):
                 for name, entry in sorted(table.items())
                 if name != "__metadata__" and entry["dtype"] == "F32"
             }
+            if any(min((offset, *shape)) < 0 for offset, shape in self._places.values()):
+                raise ValueError("a place or a shape below 0")
         except OSError as error:
             raise StoreError(f"cannot read {path}: {error.strerror}") from None
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error) as error:
-            raise UpdateError(f"not a safetensors file: {error}") from None
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, struct.error) as e:
+            raise UpdateError(f"not a safetensors file: {e}") from None
 
     def __getitem__(self, name: str) -> np.ndarray:
         offset, shape = self._places[name]
-        array = np.empty(shape, "<f4")
+        wanted = 4 * math.prod(shape)
         try:
-            size = self._disk.read_into(self._path, array.reshape(-1).view(np.uint8).data, offset)
+            found = self._disk.stat(self._path)
+            if found is None:
+                raise StoreError(f"cannot read {self._path}: it is gone")
+            size = min(max(found.size - offset, 0), wanted)
+            if size == wanted:  # nothing is allocated for what is not there
+                array = np.empty(shape, "<f4")
+                size = self._disk.read_into(self._path, array.reshape(-1).view(np.uint8).data, offset)
         except OSError as error:
             raise StoreError(f"cannot read {self._path}: {error.strerror}") from None
-        if size != array.nbytes:
-            raise UpdateError(f"{self._path} ends within tensor {name!r}, after {size} of {array.nbytes} bytes")
+        if size != wanted:
+            raise UpdateError(f"{self._path} ends within tensor {name!r}, after {size} of {wanted} bytes")
         return array
 
     def __iter__(self) -> Iterator[str]:

@@ -18,3 +18,11 @@ def size(count: int) -> str:
     if count >= 999.5 * scale and scale < UNITS[0][0]:  # rounding would give a thousand
         scale, prefix = unit(count * 1.001)
     return f"{count / scale:.3g} {prefix}B"
+
+
+def duration(seconds: float) -> str:
+    """A time in two digits or so: "0 s", "45 s", "12 min", "3 h", "5 d"."""
+    for scale, name, least in ((86400.0, "d", 2 * 86400.0), (3600.0, "h", 2 * 3600.0), (60.0, "min", 120.0)):
+        if seconds >= least:
+            return f"{seconds / scale:.0f} {name}"
+    return f"{max(seconds, 0.0):.0f} s"

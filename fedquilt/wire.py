@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from fedquilt.core import (
+    UNDECODABLE,
     Count,
     Digest,
     Label,
@@ -42,6 +43,8 @@ MAX_CONTROL: Final = 64 * 1024  # bytes of one control message; a manifest may f
 MAX_CHUNK: Final = 256 * 1024
 MIN_CHUNK: Final = 1024
 MAX_WINDOW: Final = 64  # chunk indices in one request
+
+Seconds1970 = Annotated[float, Meta(ge=-1e12, le=1e12)]
 
 # -- messages -------------------------------------------------------------------------------------
 
@@ -109,6 +112,9 @@ class Telemetry(Told, frozen=True):
     available_bytes: Count | None = None
     battery: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     charging: bool | None = None
+    task_bytes: Count | None = None  # resident memory of the task's process
+    mode: Label | None = None  # power mode that the board's owner has set
+    clock_s: Seconds1970 | None = None  # the board's own clock when it was sent
 
 
 class Ack(Wired, frozen=True):
@@ -219,7 +225,7 @@ def decode(payload: bytes, kind: type[M]) -> M:
     decoder = _decoders.get(kind) or _decoders.setdefault(kind, msgspec.json.Decoder(kind))
     try:
         return decoder.decode(b"{" + rest[1:] if rest[:1] == b"," else b"{" + rest)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+    except UNDECODABLE as error:
         raise WireError(f"not a {kind.__name__}: {error}") from None
 
 

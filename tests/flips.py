@@ -186,7 +186,7 @@ def ground() -> Iterator[Ground]:
 
 
 def main() -> int:
-    """Play seeds from the command line; 1 if one of them was silent."""
+    """Play the seeds that the command line names. Returns 1 if a flip changed a result without a word, else 0."""
     parser = argparse.ArgumentParser(description="flip random bits of a federation's homes")
     parser.add_argument("--flips", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, metavar="SEED")

@@ -27,6 +27,8 @@ from fedquilt.tools.emulate import rehearsal
 
 ROOT: Final = Path(__file__).resolve().parents[1]  # of the checkout
 SEEDS: Final = "100000"  # that `fedquilt simulate` plays
+KILLS: Final = "200"
+INPUTS: Final = "10000000"  # of `tests/fuzz.py`
 BENCHES: Final = ("idle", "blobs", "stitch", "memory", "energy", "deadlines", "footprint", "sensors", "fedsq")
 PYTHONS: Final = ("3.10", "3.12", "3.13")  # beside the one that `make test` runs on
 ONNXRUNTIMES: Final = ("1.19.2", "1.23.2")  # that read any file a graph names: the oldest permitted, and JetPack 6's
@@ -71,6 +73,8 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
     """
     command = (python, "-m", "fedquilt.cli")
     tests = (python, "-m", "pytest")
+    found = shutil.which("mosquitto", path=os.environ.get("PATH", "") + ":/usr/sbin")
+    without = "" if found else "Mosquitto is not installed: apt install mosquitto"
     given = "" if data else "it needs --data, a folder with MNIST's IDX files"
     return [
         Stage(
@@ -82,6 +86,23 @@ def stages(data: Path | None = None, *, python: str = sys.executable) -> list[St
             "flips",
             "a thousand bits flipped in a federation's homes: each is mended or named",
             ((python, "tests/flips.py", "--flips", "1000"),),
+        ),
+        Stage(
+            "fuzz",
+            f"{INPUTS} mutated inputs for the decoders of both sides: only the errors that they name, memory flat",
+            ((python, "tests/fuzz.py", "--inputs", INPUTS, "--processes", str(os.cpu_count() or 1)),),
+        ),
+        Stage(
+            "kills",
+            f"{KILLS} times SIGKILL to a coordinator, agents, their tasks' processes or Mosquitto: no bit changes",
+            ((python, "tests/kills.py", "--kills", KILLS),),
+            without,
+        ),
+        Stage(
+            "hostile-board",
+            "what an enrolled board's flood costs a coordinator: 50 MB and a processor second a minute at the most",
+            ((python, "tests/hostile_board.py", "--seconds", "60"),),
+            without,
         ),
         Stage("matrix", "every test marked nightly: each method with each network", ((*tests, "-m", "nightly"),)),
         Stage(

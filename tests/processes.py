@@ -49,6 +49,11 @@ class Processes:
         self.running[name].send_signal(signal.SIGKILL)
         self.running[name].wait()
 
+    def end(self) -> None:
+        """Kill everything that still runs."""
+        for name in self.running:
+            self.kill(name)
+
 
 def facts(home: Path) -> list[AnyFact]:
     if not (home / "fedquilt.db").exists():

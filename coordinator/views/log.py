@@ -53,14 +53,12 @@ class Teller:
             fact: next one of the run.
             after: the run's state after the fact.
         """
-        if isinstance(fact, Asked):
-            self._selected |= set(fact.devices)
-        elif isinstance(fact, Answered):
-            self._updates.append(fact.update)
         last = closing(after, fact)
-        if not isinstance(fact, Committed):
+        if not isinstance(fact, Committed):  # of the state, which also has what was before the first fact told here
+            self._selected |= {*(fact.devices if isinstance(fact, Asked) else ()), *after.asked, *after.answered}
+            self._updates = list(after.answered.values())
             return sentences(fact, last)
-        told = _committed(fact, last, self._updates, len(self._selected | {each.device for each in self._updates}))
+        told = _committed(fact, last, self._updates, len(self._selected))
         self._selected, self._updates = set(), []
         return told
 

@@ -12,9 +12,10 @@ from contextlib import contextmanager
 
 import msgspec
 
-from fedquilt import methods
+from fedquilt import methods, open_metrics, progress
 from fedquilt.coordinator import eligibility
-from fedquilt.coordinator.executors import OverLink
+from fedquilt.coordinator.boards_link import Boards, NotedLink
+from fedquilt.coordinator.exposed import Exposed
 from fedquilt.coordinator.facts import (
     Answered,
     AnyFact,
@@ -101,6 +102,7 @@ class Console:
         named: bool = False,
         clock: Callable[[], float] = time.monotonic,
         mend: str = MORE,
+        real_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Print to standard output.
 
@@ -109,9 +111,9 @@ class Console:
             named: print the run of each fact, where there may be several.
             clock: seconds, for the times printed.
             mend: how to start devices that a round waits for.
+            real_clock: seconds, for how often progress is shown.
         """
-        self._out, self._named = sys.stdout, named
-        self._wordy, self.live = wordy, self._out.isatty()
+        self._line, self._named, self._wordy = progress.Line(sys.stdout, clock=real_clock), named, wordy
         self._clock, self._began_s = clock, clock()
         self._waiting, self._contact, self._mend = Waiting(), Contact(), mend
         self._tellers: dict[str, log.Teller] = {}  # run -> its teller
@@ -144,11 +146,7 @@ class Console:
 
     def say(self, first: str, *more: str) -> None:
         """Print a sentence with the seconds since the start, and further ones below it."""
-        clear = "\r\x1b[K" if self.live else ""
-        print(f"{clear}[{self._clock() - self._began_s:6.1f} s] {first}", file=self._out)
-        for line in more:
-            print(f"{'':11}{line}", file=self._out)
-        self._out.flush()
+        self._line.say(f"{self._stamp()} {first}", *(f"{'':11}{line}" for line in more))
 
     def contact(self, link: Link) -> None:
         """Report that the broker is lost, or back."""
@@ -164,19 +162,19 @@ class Console:
             self.say(f"{job.id}: {line}" if self._named else line, self._mend)
 
     def _status(self, job: Running) -> None:
-        if self.live:
+        def line() -> str:
             state = job.rounds
-            asked = len(state.asked) + len(state.answered)
-            self.status(
-                f"{job.id}: round {state.round} of at most {job.job.rounds}: {len(state.answered)} of {asked} updates"
-            )
+            there = f"{len(state.answered)} of {len(state.asked) + len(state.answered)} updates"
+            return f"{job.id}: round {state.round} of at most {job.job.rounds}: {there}"
 
-    def status(self, line: str) -> None:
-        """Show progress: on a terminal in a line that the next one replaces."""
-        if self.live:
-            print(f"\r\x1b[K{line}", end="", file=self._out, flush=True)
-        else:
-            self.say(line)
+        self.status(line)
+
+    def status(self, line: Callable[[], str]) -> None:
+        """Show progress if it is time to: on a terminal in a line that the next one replaces."""
+        self._line.at(lambda: f"{self._stamp()} {line()}")
+
+    def _stamp(self) -> str:
+        return f"[{self._clock() - self._began_s:6.1f} s]"
 
 
 def coordinate(
@@ -187,20 +185,32 @@ def coordinate(
     only: str | None = None,
     watch: Callable[[], None] = lambda: None,
     identity: Identity | None = None,
+    metrics: str | None = None,
 ) -> None:
     """Run a coordinator until the job `only` has ended (or for ever), or SIGINT or SIGTERM comes.
 
     `watch` is called once a turn; an exception it raises ends the coordinator in good order. With an `identity` it is
-    signed: it takes messages of boards alone that have proved to be who they say.
+    signed: it takes messages of boards alone that have proved to be who they say. `metrics` is HOST:PORT, where they
+    are served.
 
     Raises:
-        JobError: boards would not take the identity for the coordinator's.
+        JobError: boards would not take the identity for the coordinator's, or metrics cannot be served.
     """
     if identity is not None:
         link = FleetLink(link, identity, fleet)
     store.note_signed(identity is not None)
-    server = Server(OverLink(link, fleet, store.depot, store.next_epoch()), store, console.observe, only)
-    with stopping() as stop:
+    noted = Boards(store.home)
+    executor = NotedLink(link, fleet, store.depot, store.next_epoch(), noted)
+    counts = Exposed(noted.known)
+
+    def observe(job: Running, fact: AnyFact) -> None:
+        console.observe(job, fact)
+        counts.observe(job, fact)
+
+    server = Server(executor, store, observe, only)
+    with open_metrics.served(metrics, counts.families) as place, stopping() as stop:
+        if place:
+            console.say(f"metrics at {place}")
 
         def ask() -> bool:
             watch()

@@ -61,7 +61,8 @@ def parts(facts: Iterable[AnyFact], plan: Plan) -> dict[int, dict[str, Part]]:
             case Answered():
                 found[fact.round][fact.update.device] = Part("answered", "update received")
             case Reopened():
-                again = dict.fromkeys(state.asked, Part("asked", "selected; no update by the deadline"))
+                late = Part("asked", "selected; no update by the deadline: another attempt at the round asks it last")
+                again = dict.fromkeys(state.asked, late)
                 found.setdefault(fact.round, {}).update(again)
             case Committed():
                 silent = [device for device, part in found.get(fact.round, {}).items() if part.code == "asked"]
@@ -108,9 +109,12 @@ def _chosen(state: Rounds, fact: Asked) -> Mapping[str, Part]:
     since = {device: state.since.get(device, 0) for device in free}
     costs = {device: state.costs[device] for device in free if device in state.costs}
     wanted = len(fact.devices)
-    order = cohort.places(
-        state.plan.seed, fact.round, free, wanted, costs=costs, since=since, turns=state.plan.cohort.turns
+    silent = [device for device in state.silent if device in free]
+    fresh = free.difference(silent)
+    drawn = cohort.places(
+        state.plan.seed, fact.round, fresh, wanted, costs=costs, since=since, turns=state.plan.cohort.turns
     )
+    order = [*drawn, *silent]
     told = {
         device: Part(eligibility.key(code), eligibility.told(code))
         for device, code in state.passed.items()

@@ -16,7 +16,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from fedquilt.core import Amount, ClockError, Label, OperatingPoint, Sentence, Wired
+from fedquilt.core import UNDECODABLE, Amount, ClockError, Label, OperatingPoint, Sentence, Wired
 
 log = logging.getLogger("fedquilt.clocks")
 
@@ -163,7 +163,7 @@ class Clocks:
             self._line.settimeout(ANSWER_S)
             self._line.sendall(msgspec.json.encode(request) + b"\n")
             answer = self._decoder.decode(self._read())
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, *UNDECODABLE) as error:
             self.close()
             raise ClockError(f"the clock helper at {self._path} does not answer: {error}") from None
         if answer.error is not None:

@@ -27,7 +27,7 @@ from typing import Final
 
 import msgspec
 
-from fedquilt.core import ClockError, JobError, StoreError
+from fedquilt.core import UNDECODABLE, ClockError, JobError, StoreError
 from fedquilt.edge_agent.clocks import controls
 from fedquilt.edge_agent.clocks.client import (
     REQUEST_MOST_BYTES,
@@ -207,7 +207,7 @@ class Helper:
     def _answer(self, client: Client, line: bytes) -> Answer:
         try:
             request = self._decoder.decode(line)
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        except UNDECODABLE as error:
             return Answer(error=f"no request that the helper knows: {error}")
         if isinstance(request, Ask):
             return Answer(status=self._status())

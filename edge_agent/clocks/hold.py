@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from fedquilt.core import ClockError, OperatingPoint, StoreError, Wired
+from fedquilt.core import UNDECODABLE, ClockError, OperatingPoint, StoreError, Wired
 from fedquilt.disk import REAL
 from fedquilt.edge_agent import sysfs
 from fedquilt.edge_agent.clocks import controls, envelope, modes
@@ -87,7 +87,7 @@ class Clamp:
             journal = msgspec.json.decode(self._journal.read_bytes(), type=Journal)
         except FileNotFoundError:
             return []
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, *UNDECODABLE) as error:
             with contextlib.suppress(OSError):
                 self._journal.replace(self._journal.with_suffix(".unreadable"))
             return [f"{self._journal} cannot be read ({error}): clocks stay as they are until the board is restarted"]

@@ -123,6 +123,7 @@ class LinuxDevice:
             memory_pressure=self._memory.pressure(),
             battery=self._batteries.charge(),
             charging=self._batteries.charging(),
+            mode=self.mode,
         )
 
     def hold(self, point: OperatingPoint) -> OperatingPoint:

@@ -28,15 +28,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnxruntime as ort
 
+from fedquilt import footprint
 from fedquilt.core import MemoryBudgetError, ModelError
 from fedquilt.edge_agent.engines import onnx_session
 from fedquilt.graph_check import Graph
 
-BASE_BYTES = 75_000_000  # resident beside weights and activations: Python, numpy and the active runtime
+BASE_BYTES = 84_000_000  # resident beside weights and activations: Python, numpy, the runtime, pieces that it freed
 LOADING = 3.5  # factor on its weights held by an optimized session while it loads: 3.3 measured
 LOADED = 2.0  # factor afterwards: 1.8 measured
 WIDER = 2  # factor on its activations in an optimized session, which lays them out anew
-SESSION_BYTES = 2 * 2**20  # per session beside weights and activations
 LARGEST_BATCH = 16  # larger batches are slower: activations fall out of the cache
 COMMON_BATCH = 4  # kept sessions are dropped to allow at least this batch
 KEPT = 0.5  # share of the room for sessions between runs, and for one to be optimized while it loads
@@ -53,7 +53,7 @@ class Plan(NamedTuple):
 
     roomy: bool
     held_bytes: int  # by the session, between runs
-    example_bytes: int | None  # activations of one example at most; None: not in the graph
+    example_bytes: int | None  # memory of one example's activations; None: not in the graph
 
 
 class Loaded(NamedTuple):
@@ -188,7 +188,7 @@ class OnnxEngine:
         weights, each = checked.weight_bytes, checked.activation_bytes
         if "weight_bytes" not in checked.metadata:  # not of fedquilt's making
             weights = max(weights, graph.stat().st_size)
-        least = weights + SESSION_BYTES + (each or 0)
+        least = footprint.scoring_bytes(weights, each or 0, 1)
         if least > self._room_bytes:
             raise MemoryBudgetError(
                 f"graph {graph.name[:12]} needs {least / 1e6:.0f} MB for its weights and one example, and "
@@ -196,11 +196,11 @@ class OnnxEngine:
             )
         free = (1 - KEPT) * self._room_bytes
         roomy = (
-            LOADING * weights + SESSION_BYTES <= KEPT * self._room_bytes
+            LOADING * weights + footprint.SESSION_BYTES <= KEPT * self._room_bytes
             and WIDER * COMMON_BATCH * (each or 0) <= free / 2
         )
-        held = int(LOADED * weights if roomy else weights) + SESSION_BYTES
-        return Plan(roomy, held, each if each is None else each * (WIDER if roomy else 1))
+        held = int(LOADED * weights if roomy else weights) + footprint.SESSION_BYTES
+        return Plan(roomy, held, each if each is None else int(each * (WIDER if roomy else footprint.GAPS)))
 
     def _session(self, graph: Path, *, roomy: bool) -> Any:
         options = ort.SessionOptions()

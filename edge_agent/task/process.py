@@ -15,6 +15,7 @@ from typing import IO, Final
 import msgspec
 
 from fedquilt import threads
+from fedquilt.core import UNDECODABLE
 from fedquilt.edge_agent.task import budget
 from fedquilt.edge_agent.task.protocol import Event, Outcome
 
@@ -98,7 +99,7 @@ class Child:
         for line in lines:
             try:
                 events.append(_decoder.decode(line))
-            except msgspec.MsgspecError:
+            except UNDECODABLE:
                 self._tail = (self._tail + line + b"\n")[-TAIL_BYTES:]
                 log.warning("the task's process said what is no answer: %s", line[:200])
         return events

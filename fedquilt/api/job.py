@@ -59,6 +59,7 @@ if TYPE_CHECKING:
             boards: Sequence[str] = ...,
             budgets: Sequence[str] = ...,
             policy: Literal["energy", "paper", "max", "board"] = ...,
+            labels: Sequence[str] = ...,
         ) -> None: ...
 
 else:

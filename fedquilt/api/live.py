@@ -6,6 +6,8 @@ import sys
 from html import escape
 from typing import Any, Protocol
 
+from fedquilt import progress
+
 
 class Display(Protocol):
     """Progress line, overwritten by the next one."""
@@ -30,15 +32,21 @@ class Silent:
 
 
 class Terminal:
-    """Rewrites one line of standard error."""
+    """Shows the line on standard error: rewritten on a terminal, elsewhere now and then."""
+
+    def __init__(self) -> None:
+        self._last = ""
 
     def show(self, line: str) -> None:
-        """Rewrite the line by an ANSI erase and a carriage return."""
-        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+        """Show the line if it is time to."""
+        self._last = line
+        progress.LINE.at(line)
 
     def close(self) -> None:
-        """End the line with a newline."""
-        print(file=sys.stderr, flush=True)
+        """Leave the last line, whether it was shown or not."""
+        progress.LINE.end()
+        if self._last:
+            progress.LINE.say(self._last)
 
 
 class Notebook:
@@ -60,15 +68,15 @@ class Notebook:
         """Do nothing: the output stays in the notebook."""
 
 
-def display(progress: bool | None) -> Display:
-    """Display for this environment; True: a line even if standard error is no terminal; False: none."""
-    if progress is False:
+def display(wanted: bool | None) -> Display:
+    """Display for this environment; True: lines even if standard error is no terminal; False: none."""
+    if wanted is False:
         return Silent()
     if _in_notebook():
         from IPython import display as ipython
 
         return Notebook(ipython)
-    return Terminal() if progress or sys.stderr.isatty() else Silent()
+    return Terminal() if wanted or sys.stderr.isatty() else Silent()
 
 
 def _in_notebook() -> bool:

@@ -17,11 +17,17 @@ from fedquilt.cli.commands import argument, option, verb
     metavar="DIR",
     help="Folder with the broker's certificates and keys by their names, as systemd passes them.",
 )
-def agent(settings: Path, credentials: Path | None) -> None:
+@options.log_format
+def agent(settings: Path, credentials: Path | None, log_format: str) -> None:
     """Run the agent of this board, with the settings in agent.toml."""
     from fedquilt.edge_agent import agent as side
     from fedquilt.edge_agent import credentials as files
     from fedquilt.edge_agent.settings import load
 
     logging.getLogger().setLevel(min(logging.INFO, logging.getLogger().level))  # a log that tells when all is well
-    side.run_agent(files.taken(load(settings), credentials))
+    found = files.taken(load(settings), credentials)
+    if log_format == "json":
+        from fedquilt import logs
+
+        logs.as_json(device=found.device)
+    side.run_agent(found)

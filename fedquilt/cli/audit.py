@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from fedquilt.cli import options
@@ -33,7 +32,9 @@ def audit(
     data: Path, images: int, size: int | None, steps: int, noise: float, seed: int, out: Path, format: str
 ) -> int:
     """Rebuild a device's pictures from what methods have it upload, and tell how well."""
+    from fedquilt import progress
     from fedquilt.tools import audit as tool
 
     wanted = {"count": images, "size": size or 0, "steps": steps, "noise": noise, "seed": seed}
-    return tool.main(data, out, format, wanted, lambda line: print(line, file=sys.stderr, flush=True))
+    with progress.during("rebuilding pictures"):
+        return tool.main(data, out, format, wanted, progress.LINE.say)

@@ -15,14 +15,15 @@ from fedquilt.cli.commands import option, verb
 @options.format
 def evaluate(run: str, follow: bool, home: Path, format: str) -> None:
     """Evaluate a run's global model on the job's test set, which no device has."""
+    from fedquilt import progress
     from fedquilt.coordinator.views import scores
     from fedquilt.tools.experiments import evaluate as evaluator
 
     def say(score: scores.Score) -> None:
         if format == "text":
-            print(evaluator.line(score), flush=True)
+            progress.LINE.aside(evaluator.line(score))
 
-    with homes.existing(home) as store:
+    with homes.existing(home) as store, progress.during(f"evaluating {run}"):
         found = evaluator.evaluate(store, run, follow=follow, say=say)
     if format == "json":
         homes.show(format, found, [])

@@ -14,7 +14,8 @@ from fedquilt.cli.commands import option, verb
 @options.home
 def export(run: str, out: Path, home: Path) -> None:
     """Write a run's result: a stitched network as one ONNX file, weights as safetensors."""
+    from fedquilt import progress
     from fedquilt.tools.artefacts import export as tool
 
-    with homes.existing(home) as store:
-        print(tool.export(store, run, out))
+    with homes.existing(home) as store, progress.during(f"exporting {run}"):
+        progress.LINE.aside(tool.export(store, run, out))

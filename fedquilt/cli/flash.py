@@ -137,6 +137,7 @@ def flash(
     purge: bool,
 ) -> None:
     """Install an agent on a board: in a mounted root, a disk image, over SSH, or as an archive to take there."""
+    from fedquilt import progress
     from fedquilt.tools import flash as tool
 
     options.exclusive(rootfs=rootfs, image=image, ssh=ssh, tar=tar)
@@ -166,7 +167,8 @@ def flash(
         own_python=own_python,
     )
     if boards is None:
-        tool.flash(what, where)
+        with progress.during(f"flashing {device or settings}"):
+            tool.flash(what, where, progress.LINE.aside)
         return
     from fedquilt.tools.flash import fleet, many
 

@@ -168,6 +168,16 @@ def format(function: F) -> F:
     )
 
 
+def log_format(function: F) -> F:
+    """--log-format: sentences for people, or a JSON object a line with ids of run, round and device."""
+    return option(
+        "--log-format",
+        type=OneOf(("text", "json")),
+        default="text",
+        help="Log sentences, or a JSON object a line with the ids of run, round and device.",
+    )(function)
+
+
 def run_argument(function: F) -> F:
     """RUN: which run."""
     return argument("run", "A run's id, or a job's name for its latest run.", shell_complete=runs)(function)

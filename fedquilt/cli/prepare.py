@@ -13,11 +13,11 @@ from fedquilt.cli.commands import option, verb
 @option("--out", type=options.FOLDER, help="The bundle's folder (default: JOB.bundle beside the job file).")
 def prepare(job: Path, out: Path | None) -> None:
     """Make a job's bundle: donors split into blocks, or a network's first weights."""
-    from fedquilt import config, units
+    from fedquilt import config, progress, units
     from fedquilt.tools.artefacts import prepare as tool
 
     read, folder = homes.load_job(job), homes.bundle_of(job, out)
-    with config.naming(str(job)):
-        made = tool.whole(read, folder, print)
+    with config.naming(str(job)), progress.during(f"preparing {folder}"):
+        made = tool.whole(read, folder, progress.LINE.aside)
     size = sum(ref.size for ref in made.files.values())
     print(f"{folder}: {len(made.files)} files, {units.size(size)}")

@@ -33,6 +33,17 @@ def record(
     out: Path | None, minutes: float, points: tuple[str, ...], socket: Path, root: Path, dry_run: bool, format: str
 ) -> int:
     """Measure this board's speed and power at some of its clocks, and write its profile."""
+    from fedquilt import progress
     from fedquilt.tools.board import record as tool
 
-    return tool.main(out, minutes, list(points) or None, socket, root=root, dry_run=dry_run, format=format)
+    with progress.during(f"measuring for at most {minutes:g} min"):
+        return tool.main(
+            out,
+            minutes,
+            list(points) or None,
+            socket,
+            root=root,
+            dry_run=dry_run,
+            format=format,
+            say=progress.LINE.aside,
+        )

@@ -14,7 +14,8 @@ from fedquilt.cli.commands import option, verb
 @options.home
 def report(run: str, out: Path | None, home: Path) -> None:
     """Write one HTML page about a run: accuracy, time, energy, memory, who took part."""
+    from fedquilt import progress
     from fedquilt.tools import report as tool
 
-    with homes.existing(home) as store:
-        print(f"{tool.main(store, run, out)}: {store.job(run).id}")
+    with homes.existing(home) as store, progress.during(f"making a page of {run}"):
+        progress.LINE.aside(f"{tool.main(store, run, out)}: {store.job(run).id}")

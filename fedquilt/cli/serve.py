@@ -5,16 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedquilt.cli import homes, options
-from fedquilt.cli.commands import verb, wordy
+from fedquilt.cli.commands import option, verb, wordy
 from fedquilt.core import JobError
 
 
 @verb()
 @options.home
+@option("--metrics", metavar="HOST:PORT", help="Serve metrics in the OpenMetrics format at http://HOST:PORT/metrics.")
+@options.log_format
 @options.broker()
-def serve(home: Path, broker: options.Broker) -> None:
+def serve(home: Path, metrics: str | None, log_format: str, broker: options.Broker) -> None:
     """Run the coordinator: carry out the jobs submitted to --home, one after the other, until stopped."""
+    from fedquilt import logs
     from fedquilt.coordinator.store import Store
+    from fedquilt.coordinator.views.json_console import JsonConsole
     from fedquilt.coordinator.views.terminal import Console, coordinate
 
     with Store(home) as store:
@@ -22,9 +26,12 @@ def serve(home: Path, broker: options.Broker) -> None:
         if not store.lock():
             raise JobError(f"another coordinator serves {home} already")
         console = Console(wordy=wordy() > 0, named=True)
+        if log_format == "json":
+            logs.as_json()
+            console = JsonConsole()
         link, identity = homes.link_to(broker, console.say)
         console.say(
             f"serving {home} on {broker.url}; submit with `fedquilt run JOB --home {home}`, "
             f"watch with `fedquilt logs RUN --follow --home {home}`"
         )
-        coordinate(store, link, broker.fleet, console, identity=identity)
+        coordinate(store, link, broker.fleet, console, identity=identity, metrics=metrics)

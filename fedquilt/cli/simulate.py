@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import click
 
@@ -28,7 +27,7 @@ def simulate(
         return commands.one(commands.parsed(schedule, seed))
     if seed is not None:
         return commands.one(commands.drawn(seed, among, kinds))
-    return commands.many(_range(seeds), among, kinds, processes, sys.stderr.isatty())
+    return commands.many(_range(seeds), among, kinds, processes)
 
 
 def _range(text: str) -> range:

@@ -28,6 +28,7 @@ from fedquilt.core.errors import (
 )
 from fedquilt.core.messages import (
     CODECS,
+    UNDECODABLE,
     Action,
     Amount,
     AnyDigest,
@@ -50,6 +51,7 @@ from fedquilt.core.messages import (
     Update,
     Usage,
     Wired,
+    Word,
     Work,
 )
 from fedquilt.core.method import (
@@ -83,6 +85,7 @@ from fedquilt.core.training import (
 
 __all__ = [
     "CODECS",
+    "UNDECODABLE",
     "Action",
     "Amount",
     "Answer",
@@ -139,6 +142,7 @@ __all__ = [
     "Usage",
     "WireError",
     "Wired",
+    "Word",
     "Work",
     "derive_seed",
     "derived",

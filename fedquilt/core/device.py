@@ -22,6 +22,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     memory_pressure: float | None = None  # share of the last 10 s in which something waited for memory, 0..1
     battery: float | None = None  # charge, 0..1; None: no battery
     charging: bool | None = None
+    mode: str | None = None  # power mode that the owner has set, where the board has any
 
 
 Covers: TypeAlias = Literal["board", "processor", "rail"]

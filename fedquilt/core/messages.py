@@ -10,8 +10,14 @@ from msgspec import Meta
 Name = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}\Z")]
 """A job, fleet or device id: safe in a topic, a file name and a log line."""
 
+UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError)
+"""What msgspec raises for bytes that are not JSON of the wanted type: every reader of bytes from outside takes all."""
+
 Code = Annotated[str, Meta(pattern=r"^([a-z0-9][a-z0-9._-]{0,63}|[A-Za-z_][\w.]{0,99}:[A-Za-z_]\w{0,99})\Z")]
 """A method by its name, or as module:name."""
+
+Word = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}(=[A-Za-z0-9][A-Za-z0-9._-]{0,63})?\Z")]
+"""A label of a board: "site=lab", or a group's name alone, "window"."""
 
 Label = Annotated[str, Meta(max_length=200)]
 Sentence = Annotated[str, Meta(max_length=1000)]
@@ -217,3 +223,4 @@ class Profile(Told, frozen=True):
     idle_w: Amount | None = None
     provenance: Label = "unknown"  # sysfs | table | measured | assumed | unknown
     codecs: Annotated[tuple[Name, ...], Meta(max_length=20)] = ("raw",)
+    labels: Annotated[tuple[Word, ...], Meta(max_length=32)] = ()  # what its owner calls it by: `fedquilt.labels`

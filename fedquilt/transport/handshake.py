@@ -26,7 +26,7 @@ from typing import Annotated, Final, cast
 import msgspec
 from msgspec import Meta
 
-from fedquilt.core import Count, JobError, WireError
+from fedquilt.core import UNDECODABLE, Count, JobError, WireError
 from fedquilt.transport.broker import Broker
 from fedquilt.transport.mqtt_errors import why
 
@@ -156,7 +156,7 @@ class Handshake:
             return Session(msgspec.json.decode(self._tls.read(FLIGHT_BYTES), type=Grant))
         except ssl.SSLError as error:
             raise WireError(_said(error)) from None
-        except msgspec.MsgspecError as error:
+        except UNDECODABLE as error:
             raise WireError(f"no session was given: {error}") from None
 
     @property

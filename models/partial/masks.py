@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from fedquilt.core import ModelError, Tensors, UpdateError
+from fedquilt.core import UNDECODABLE, ModelError, Tensors, UpdateError
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def from_array(given: np.ndarray) -> Plan:
     """
     try:
         return msgspec.json.decode(given.tobytes(), type=Plan)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise ModelError(f"what was sent as a plan of masks is none: {error}") from None
 
 

@@ -157,14 +157,13 @@ class InFile:
     def rows(self, first: int, last: int) -> np.ndarray:
         """Examples [first, last), read by one contiguous read."""
         found = np.empty((last - first, *self.shape[1:]), np.float32)
-        self._read(found, first * self._width)
+        self._read(found.reshape(1, -1), first * self._width)
         return found
 
     def columns(self, first: int, last: int, examples: int) -> np.ndarray:
         """Features [first, last) of the first `examples` examples, by one read for each example."""
         found = np.empty((examples, last - first), np.float32)
-        for i in range(examples):
-            self._read(found[i], i * self._width + 4 * first)
+        self._read(found, 4 * first)
         return found
 
     def put(self, values: np.ndarray) -> None:
@@ -198,14 +197,17 @@ class InFile:
             os.close(self._file)
 
     def _read(self, into: np.ndarray, offset: int) -> None:
-        view = into.reshape(-1).view(np.uint8).data
+        """Fill row i of `into` (k, width) by one read at `offset` within example i."""
+        view, row = into.reshape(-1).view(np.uint8).data, into.shape[1] * into.itemsize
         with doing("read maps back from the disk", MEND):
-            done = 0
-            while done < len(view):
-                got = os.preadv(self._file, [view[done:]], offset + done)
-                if not got:
-                    raise OSError(errno.EIO, "the file is cut short")
-                done += got
+            for i in range(len(into)):
+                start, done = i * row, 0
+                while done < row:
+                    piece = view[start + done : start + row]
+                    got = os.preadv(self._file, [piece], offset + i * self._width + done)
+                    if not got:
+                        raise OSError(errno.EIO, "the file is cut short")
+                    done += got
 
 
 class Mapped:

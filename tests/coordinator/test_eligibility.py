@@ -44,6 +44,14 @@ def test_a_device_without_an_engine_of_the_method_is_passed_over() -> None:
     assert reasons({"a": Seen(True, PROFILE)}, Wants(("onnx",), Cohort())) == {"a": "engine"}
 
 
+def test_boards_are_selected_by_their_labels_and_one_of_a_version_without_any_has_none() -> None:
+    """The reason names the table that a job's author can mend."""
+    fleet = {"a": Seen(True, PROFILE), "b": Seen(True, msgspec.structs.replace(PROFILE, labels=("site=lab",)))}
+    assert reasons(fleet, Wants(("torch",), Cohort(select=("site=lab",)))) == {"a": "labels"}
+    assert reasons(fleet, Wants(("torch",), Cohort(select=("!site=lab",)))) == {"b": "labels"}
+    assert "[cohort] select" in told("labels")
+
+
 def test_a_device_that_does_not_know_the_jobs_codec_is_passed_over_and_says_so() -> None:
     """A profile that tells of no codecs is of a version that had none but raw."""
     fleet = {"a": Seen(True, PROFILE), "b": Seen(True, msgspec.structs.replace(PROFILE, codecs=("raw", "int8")))}

@@ -44,6 +44,8 @@ def test_paths_are_taken_from_the_job_files_folder(tmp_path: Path) -> None:
         ("name = ", "not TOML"),
         ('name = "j"\nmethod = "fedavgg"\n', "there are: afl, depthfl, ditto, fedavg"),
         ('name = "j"\nmethod = "fedavg"\nround = 3\n', "there is no key 'round'"),
+        ('name = "j"\nmethod = "fedavg"\n[cohort]\nselect = ["Lab"]\n', "[cohort] select: 'Lab' selects no boards"),
+        ('name = "j"\nmethod = "fedavg"\n[fleet]\nlabels = ["a", "b="]\n', "[fleet] labels: 'b=' is no label"),
         ('name = "j"\nmethod = "fedavg"\nrounds = "3"\n', "rounds = "),
         ('name = "J/../x"\nmethod = "fedavg"\n', "name = "),
         ('name = "j"\nmethod = "fedavg"\n[params]\nlearning_rate = 1\n', "it has epochs"),

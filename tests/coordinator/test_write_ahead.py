@@ -61,3 +61,21 @@ def test_a_log_that_another_process_is_writing_is_no_damaged_one(tmp_path: Path)
         writer._db.execute("pragma wal_checkpoint(restart)")
         writer.append(run, Asked(0, 0, ("x",)))
         assert before.lost(REAL) == 0
+
+
+def test_what_another_process_is_just_committing_is_not_lost(tmp_path: Path) -> None:
+    """It is in the log already, and not yet in the index: waiting for the disk may take a while."""
+    home, run = tmp_path / "home", ""
+    with Store(home) as writer:
+        run = writer.add(JOB, tmp_path)
+        index = (home / "fedquilt.db-shm").read_bytes()
+        writer.append(run, Started(BlobRef(sha256="a" * 64, size=3)))
+        shutil.copytree(home, tmp_path / "committing")
+    (tmp_path / "committing" / "fedquilt.db-shm").write_bytes(index)
+    found = write_ahead.look(REAL, tmp_path / "committing" / "fedquilt.db")
+    assert (found.committed > 0, found.lost(REAL)) == (True, 0)
+    path = tmp_path / "committing" / "fedquilt.db-wal"
+    payload = bytearray(path.read_bytes())
+    payload[-1] ^= 1
+    path.write_bytes(payload)
+    assert found.lost(REAL) > 0

@@ -20,6 +20,7 @@ BOARDS = [  # by test_tutorials.py
     "--key coordinator.key",
     "fedquilt agent agent.toml",
     "fedquilt run train.toml --home runs",
+    "fedquilt devices --home runs",
 ]
 SIMULATED = [
     "fedquilt init --method fedprox --data digits --out job.toml",

@@ -29,10 +29,11 @@ SIMULATE = [
     "fedquilt methods fedpews",
     "fedquilt reproduce",
 ]
-SERVE, AGENT, RUN, LOGS, WHY, STOP, RESUME, BROKER = [
+SERVE, AGENT, DEVICES, RUN, LOGS, WHY, STOP, RESUME, BROKER = [
     "fedquilt serve --home runs --broker mqtts://broker.site:8883 --ca ca.crt --cert coordinator.crt "
     "--key coordinator.key",
     "fedquilt agent agent.toml",
+    "fedquilt devices --home runs",
     "fedquilt run train.toml --home runs",
     "fedquilt logs train --home runs",
     "fedquilt why train --home runs",
@@ -116,6 +117,7 @@ def test_a_fleet_of_real_boards(shell: documents.Shell) -> None:
     assert run.wait(timeout=documents.LIMIT_S) == 9, shell.log()
     shell.start(AGENT)
     assert "done" in shell.run(RESUME)
+    assert "1 board: 1 online" in shell.run(DEVICES)
     assert "orin-07" in shell.run(LOGS)
     assert "orin-07" in shell.run(WHY)
     assert set(shown) == set(shell.ran[1:]) | PARSED

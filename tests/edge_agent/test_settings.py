@@ -58,6 +58,13 @@ def test_a_job_in_place_of_settings_is_told(tmp_path: Path) -> None:
         settings.load(write(tmp_path, "name = 'a'\nmethod = 'fedavg'\n"))
 
 
+def test_labels_are_words_and_what_is_none_is_named(tmp_path: Path) -> None:
+    """With the file, before the agent starts."""
+    assert settings.load(write(tmp_path, 'labels = ["site=lab", "window"]\n' + GOOD)).labels == ("site=lab", "window")
+    with pytest.raises(JobError, match=r"agent\.toml: labels: 'Site lab' is no label"):
+        settings.load(write(tmp_path, 'labels = ["Site lab"]\n' + GOOD))
+
+
 def test_the_budget_is_half_of_the_board_unless_given() -> None:
     """Half of 8 GB; or what was said."""
     table = {"device": "d", "home": "h"}

@@ -5,27 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from processes import LIMIT_S, Processes, answers, facts, make_job, until
 
 from fedquilt import config
 from fedquilt.coordinator.facts import Answered, Committed, Declined, Ended
 from fedquilt.coordinator.store import Store
 from fedquilt.tools.simulation import agents as fleet
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    """Nobody outlives the test."""
-    made = Processes()
-    yield made
-    for process in made.running.values():
-        process.kill()
-        process.wait()
 
 
 def test_killing_each_side_and_the_broker_mid_round_changes_no_bit_of_the_result(

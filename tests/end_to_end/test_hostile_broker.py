@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from certified import Certified
 from processes import LIMIT_S, Processes, answers, facts, make_job, until
 
@@ -165,16 +164,6 @@ class Side:
             file.write("\nuser mallory\ntopic readwrite #\n")
         started = mosquitto(*(folder / "fedquilt.conf").read_text().splitlines()[2:])
         self.url = started.url.replace("mqtt://", "mqtts://")
-
-
-@pytest.fixture
-def processes() -> Iterator[Processes]:
-    """Nobody outlives the test."""
-    made = Processes()
-    yield made
-    for process in made.running.values():
-        process.kill()
-        process.wait()
 
 
 def test_a_hostile_broker_delays_and_changes_no_bit_of_the_result(

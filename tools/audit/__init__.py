@@ -26,7 +26,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from fedquilt import bundle, disk, methods, tensors
+from fedquilt import bundle, disk, methods, progress, tensors
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import Answer, DataError, Examples, JobError, Site, Task, Tensors
 from fedquilt.data import images
@@ -217,5 +217,6 @@ def main(data: Path, out: Path, format: str, options: Mapping[str, Any], say: Ca
     ]
     disk.write(out, picture.sheet(titles, result.pop("pictures"), notes))
     told: Sequence[str] = [*lines(result), f"{out}: the pictures"]
-    print(msgspec.json.format(msgspec.json.encode(result)).decode() if format == "json" else "\n".join(told))
+    text = msgspec.json.format(msgspec.json.encode(result)).decode() if format == "json" else "\n".join(told)
+    progress.LINE.aside(text)
     return 0

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from inspect import signature
 from typing import Any
 
 import msgspec
+
+from fedquilt import progress
 
 SIZES = {"stitch": (64,), "memory": (224,)}  # pixels, of the benches on images
 
@@ -19,8 +23,12 @@ def main(what: str, format: str, sizes: Sequence[int] = (), given: Mapping[str, 
     bench = importlib.import_module(f"fedquilt.tools.bench.{what}")
     sizes = sizes or SIZES.get(what, ())
     results: list[dict[str, Any]] = []
-    for each in [{"size": size} for size in sizes] or [{}]:
-        results.append(bench.measure(**each, **given))
+    turns = [{"size": size} for size in sizes] or [{}]
+    for each in turns:
+        shown = nullcontext() if "show" in signature(bench.measure).parameters else progress.during(f"bench {what}")
+        with shown:
+            results.append(bench.measure(**each, **given))
+        progress.LINE.end()
         if format == "text":
             print("\n".join(bench.lines(results[-1])), flush=True)
     if format == "json":

@@ -1,4 +1,4 @@
-"""Progress of the demo: one line that is rewritten, or on a file or pipe a line now and then."""
+"""Progress of the demo: how far the search is, and nothing else."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import os
 import sys
 import time
 
-from fedquilt.coordinator.facts import Answered, AnyFact, Committed
+from fedquilt.coordinator.facts import Answered, AnyFact
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.views.terminal import Console
 from fedquilt.transport.link import Link
-
-EVERY = 10  # rounds between two lines where no line can be rewritten
 
 
 class Live(Console):
@@ -20,7 +18,6 @@ class Live(Console):
 
     def __init__(self) -> None:
         super().__init__()
-        self._start_s = time.monotonic()
         self._joules = 0.0
 
     def observe(self, job: Running, fact: AnyFact) -> None:
@@ -29,28 +26,24 @@ class Live(Console):
             self._joules += fact.update.usage.energy_j or 0.0
         state = job.rounds
         there, cohort = len(state.answered), len(state.asked) + len(state.answered)
-        if self.live and cohort:
+        if cohort:
             self.show(f"round {state.round}: {there} of {cohort} boards have answered, {self._joules:.0f} J so far")
-        elif isinstance(fact, Committed) and fact.round and fact.round % EVERY == 0:
-            self.show(f"round {fact.round}: {self._joules:.0f} J so far")
 
     def show(self, line: str) -> None:
-        """Show a line with the seconds since the start; on a terminal the next one replaces it."""
-        told = f"[{time.monotonic() - self._start_s:5.1f} s] {line}"
-        print(f"\r\x1b[K{told}" if self.live else told, end="" if self.live else "\n", flush=True)
+        """Show a line with the seconds since the start; the next one replaces it."""
+        self.status(lambda: line)
 
     def clear(self) -> None:
         """Remove the line, before something else is printed."""
-        if self.live:
-            print("\r\x1b[K", end="", flush=True)
+        self._line.end()
 
     def contact(self, link: Link) -> None:
         """Nothing: the demo's broker runs in this process."""
 
     def wait(self, server: Server) -> None:
-        """On a terminal, show how many boards have started, until the first round."""
+        """Show how many boards have started, until the first round."""
         job = server.active
-        if self.live and job is not None and job.rounds.phase in ("new", "selecting") and not job.rounds.round:
+        if job is not None and job.rounds.phase in ("new", "selecting") and not job.rounds.round:
             there = len(server.registry.able(job.engines, time.monotonic()))
             self.show(f"starting the boards' processes: {there} of {job.job.cohort.start_devices} are online")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from fedquilt import bundle, config, methods, metrics
+from fedquilt import bundle, config, methods, metrics, progress, units
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.preflight import require_made_for
 from fedquilt.coordinator.settings import Job
@@ -155,7 +154,8 @@ def parse_changes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 def played(todo: Sequence[Case], out: Path, player: Player, say: Callable[[str], None]) -> tuple[list[Run], list[str]]:
     """The runs of all cases, in their order, and what failed. Finished ones lie in `out`/runs."""
-    found, failed = finished(todo, out, player, say, _rewrite if sys.stderr.isatty() else lambda line: None)
+    found, failed = finished(todo, out, player, say, progress.LINE.at)
+    progress.LINE.end()
     return [found[case] for case in todo if case in found], failed
 
 
@@ -177,7 +177,7 @@ def finished(
         say: prints a line that stays.
         show: prints a line that the next one replaces, after each round.
         abreast: play as many runs at a time as there are cores, each in a process that imports `player` by its name;
-            `show` then prints nothing.
+            `show` then gets how many are done, every second.
     """
     store = Kept(out, Run)
     keys = {case: case.key for case in todo}  # of the data as they are before anything runs
@@ -188,7 +188,7 @@ def finished(
         say(line)
     failed: list[str] = []
     began_s = time.monotonic()
-    made = _abreast(missing, player) if abreast else _in_turn(missing, player, show)
+    made = _abreast(missing, player, show) if abreast else _in_turn(missing, player, show)
     for count, (case, outcome) in enumerate(made, 1):
         if isinstance(outcome, str):
             failed.append(f"{case.name}: {outcome}")
@@ -214,9 +214,16 @@ def _in_turn(missing: Sequence[Case], player: Player, show: Callable[[str], None
         yield case, _attempt(player, case, lambda done, live=live: show(live.format(done)))  # type: ignore[misc]
 
 
-def _abreast(missing: Sequence[Case], player: Player) -> Made:
-    for index, run in parallel.spread(_attempt, [(player, case) for case in missing]):
-        yield missing[index], run
+def _abreast(missing: Sequence[Case], player: Player, show: Callable[[str], None]) -> Made:
+    began_s, done = time.monotonic(), 0
+
+    def tell() -> None:
+        show(f"{done} of {len(missing)} runs are done, {units.duration(time.monotonic() - began_s)} so far")
+
+    with progress.ticking(tell):
+        for index, run in parallel.spread(_attempt, [(player, case) for case in missing]):
+            done += 1
+            yield missing[index], run
 
 
 def _attempt(player: Player, case: Case, tell: Tell | None = None) -> Run | str:
@@ -224,10 +231,6 @@ def _attempt(player: Player, case: Case, tell: Tell | None = None) -> Run | str:
         return player(case, tell or (lambda done: None))
     except FedquiltError as error:
         return str(error)
-
-
-def _rewrite(line: str) -> None:
-    print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
 # -- the command ----------------------------------------------------------------------------------
@@ -255,7 +258,9 @@ def main(
         raise JobError(f"--target {target:g}: {metric.title} runs from 0 to 1; for {target:g} % give {target / 100:g}")
     count = workers or len(os.sched_getaffinity(0))
     todo = cases(job, folder, names, seeds, rounds=rounds, changes=changes)
-    runs, failed = played(todo, out, lambda case, tell: play(case.settings, Path(case.folder), tell, count), _say)
+    runs, failed = played(
+        todo, out, lambda case, tell: play(case.settings, Path(case.folder), tell, count), progress.LINE.say
+    )
     if on == "held":
         runs = tables.personal(runs)
     result = tables.result(job.name, runs, target, failed)
@@ -265,8 +270,3 @@ def main(
     else:
         print("\n".join([*tables.lines(result), *(f"failed: {each}" for each in failed), *files]))
     return 1 if failed else 0
-
-
-def _say(line: str) -> None:
-    clear = "\r\x1b[K" if sys.stderr.isatty() else ""
-    print(f"{clear}{line}", file=sys.stderr, flush=True)

@@ -42,6 +42,7 @@ class What:
     settings: Path
     device: str | None = None
     budget: str | None = None
+    labels: tuple[str, ...] | None = None
     token: Path | None = None
     extras: tuple[str, ...] = ("onnx",)
     python: str | None = None
@@ -63,7 +64,7 @@ def flash(what: What, where: Where, say: Say = print) -> None:
         StoreError: a folder here cannot be used.
     """
     target = targets.find(what.target, what.python, what.interpreter)
-    board = bundle.board(what.settings, what.device, what.token, what.budget)
+    board = bundle.board(what.settings, what.device, what.token, what.budget, what.labels)
     brings = _brings(what, target)
     asked = {"interpreter": target.interpreter, "machine": target.machine, "own_python": brings}
     try:

@@ -48,7 +48,13 @@ class Board:
     enrols: bool = False  # it gets or renews its certificate by itself
 
 
-def board(path: Path, device: str | None = None, token: Path | None = None, budget: str | None = None) -> Board:
+def board(
+    path: Path,
+    device: str | None = None,
+    token: Path | None = None,
+    budget: str | None = None,
+    labels: Sequence[str] | None = None,
+) -> Board:
     """Settings of one board, from its operator's agent.toml and the files named there.
 
     With a `url` under [enrol], the board makes a missing certificate and key itself.
@@ -58,11 +64,13 @@ def board(path: Path, device: str | None = None, token: Path | None = None, budg
         device: another name than the file's: one file can serve many boards.
         token: one-time enrolment token.
         budget: another budget than the file's, such as "1GB".
+        labels: other labels than the file's, words as of `fedquilt.labels`.
 
     Raises:
         JobError: settings, a file or certificates are unusable, or would not be found on the board.
     """
-    others = {key: value for key, value in (("device", device), ("budget", budget)) if value is not None}
+    given = {"device": device, "budget": budget, "labels": None if labels is None else list(labels)}
+    others = {key: value for key, value in given.items() if value is not None}
     table = {**config.read(path), **others, "home": HOME}
     known = _parsed(path, table)
     enrols = known.enrol.url is not None

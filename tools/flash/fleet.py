@@ -22,7 +22,8 @@ from typing import Final
 
 import msgspec
 
-from fedquilt import columns, config, enrolment, wire
+from fedquilt import columns, config, enrolment, progress, wire
+from fedquilt import labels as words
 from fedquilt.core import FedquiltError, JobError, StoreError, WireError
 from fedquilt.edge_agent import settings as agents
 from fedquilt.tools import flash as tool
@@ -45,7 +46,7 @@ class Row:
     name: str
     target: str
     budget: str | None = None
-    labels: str = ""
+    labels: tuple[str, ...] = ()  # (): those of agent.toml
     address: str | None = None  # as ssh takes it; None: an image or an archive is made
 
 
@@ -136,15 +137,18 @@ def _row(given: Mapping[str, str], target: str | None, where: str) -> Row:
             targets.find(kind)
         if given.get("budget"):
             agents.size_bytes(given["budget"])
+        named = words.parse(words.words(given.get("labels", "")))
     except JobError as error:
         raise JobError(f"{where}: {error}") from None
-    return Row(name, kind, given.get("budget") or None, given.get("labels", ""), given.get("address") or None)
+    return Row(name, kind, given.get("budget") or None, named, given.get("address") or None)
 
 
 # -- flashing -------------------------------------------------------------------------------------
 
 
-def flash(rows: Sequence[Row], plan: Plan, say: Say = print, now_s: Callable[[], float] = time.time) -> dict[str, str]:
+def flash(
+    rows: Sequence[Row], plan: Plan, say: Say = progress.LINE.aside, now_s: Callable[[], float] = time.time
+) -> dict[str, str]:
     """Flash every board that is not done yet; why not, for those that failed. One that fails does not stop the others.
 
     Raises:
@@ -168,9 +172,10 @@ def flash(rows: Sequence[Row], plan: Plan, say: Say = print, now_s: Callable[[],
             base = plan.folder / "base.img.part"  # unpacked once for all
             stack.callback(base.unlink, missing_ok=True)
             image.plain(plan.base or base, base)
-        for row in waiting:
+        for number, row in enumerate(waiting):
             try:
-                _one(row, replace(plan, base=base), enrols, _inputs(row, plan), say, now_s)
+                with progress.during(f"flashing {row.name}", done=number, total=len(waiting)):
+                    _one(row, replace(plan, base=base), enrols, _inputs(row, plan), say, now_s)
             except FedquiltError as error:
                 failed[row.name] = str(error)
                 say(f"{row.name}: not flashed: {error}")
@@ -179,7 +184,9 @@ def flash(rows: Sequence[Row], plan: Plan, say: Say = print, now_s: Callable[[],
 
 def _one(row: Row, plan: Plan, enrols: bool, inputs: str, say: Say, now_s: Callable[[], float]) -> None:
     token = _token(row, plan, now_s()) if enrols and not plan.dry_run else None
-    what = replace(plan.what, target=row.target, device=row.name, budget=row.budget, token=token)
+    what = replace(
+        plan.what, target=row.target, device=row.name, budget=row.budget, token=token, labels=row.labels or None
+    )
     place = _place(row, plan.base is not None, plan.folder)
     if plan.base is not None:
         where = tool.Where(image=plan.base, out=Path(place), dry_run=plan.dry_run)
@@ -270,7 +277,7 @@ def enrolled(issued: Sequence[Issued], tokens: Sequence[Token], now_s: float) ->
 
 def lines(states: Sequence[State], wide: int | None = None) -> list[str]:
     """The table at the end, and what is still offline in one sentence."""
-    rows = [(s.row.name, s.row.labels, s.row.target, s.written, s.enrolment, s.presence) for s in states]
+    rows = [(s.row.name, " ".join(s.row.labels), s.row.target, s.written, s.enrolment, s.presence) for s in states]
     told = columns.table([HEAD, *rows], "<", wide)
     if missing := [one.row.name for one in states if not one.done]:
         told.append(f"not written: {', '.join(missing)}; the same command again goes on with them")

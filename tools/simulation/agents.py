@@ -44,8 +44,6 @@ from fedquilt.transport.link import Endpoint, MemoryBroker, MemoryLink, simulate
 from fedquilt.transport.mqtt import MqttLink
 
 WAITS_S: Final = 3600.0  # of virtual time for which nobody is at a run
-PULSE_S: Final = 5.0  # how often it is told how far a fleet on virtual time is, between its facts
-PULSE_LIVE_S: Final = 0.5  # on a terminal, where it is one line that is overwritten
 
 # an agent that does not outlive this process, however this process ends
 AGENT = (
@@ -96,6 +94,7 @@ class Plan:
                     "home": str(self.folder(run, device)),
                     "board": board,
                     "budget": spec.budgets[index % len(spec.budgets)],
+                    "labels": list(spec.labels_of(index)),
                     "governor": {"policy": spec.policy},
                     "data": {"seed": self.job.seed, **self.job.data, "share": index, "shares": self.size},
                     **({"plugins": allowed} if allowed else {}),
@@ -139,11 +138,7 @@ class Plan:
         examples.require_shares(
             fitting.require_fit(made.meta, spec), spec
         )  # else every board would find out for itself
-        if self.job.cohort.size > self.size:
-            raise JobError(
-                f"[cohort] size is {self.job.cohort.size}, and the fleet has {self.size} devices: ask for fewer, or "
-                "simulate more ([fleet] devices, or --devices)"
-            )
+        self.job.fleet.require(self.job.cohort, self.size)
         with config.naming("[fleet]"):
             for budget in dict.fromkeys(self.job.fleet.budgets):
                 settings.size_bytes(budget)
@@ -158,7 +153,8 @@ class Plan:
             JobError, ModelError, DataError: as `require`, or the method cannot train the bundle's network.
         """
         made = self.require(make)
-        cohort = msgspec.structs.replace(self.job.cohort, start_devices=self.size)
+        there = self.job.fleet.selected(self.job.cohort, self.size)
+        cohort = msgspec.structs.replace(self.job.cohort, start_devices=there)
         job, folder = msgspec.structs.replace(self.job, cohort=cohort), self.bundle.resolve()
         run = store.unfinished(job, folder, "fleet")
         if run is None:
@@ -238,8 +234,7 @@ def virtually(
         if not store.lock():
             raise JobError(f"another coordinator serves {plan.home.resolve()} already: give another --home")
         run = plan.submit(store, make)
-        console = Console(wordy=wordy, clock=lambda: broker.now_s)
-        pulse = _Pulse(console, real_clock)
+        console = Console(wordy=wordy, clock=lambda: broker.now_s, real_clock=real_clock)
         console.say(f"{run}: making {plan.size} boards")
         link = broker.connect()
         server = Server(OverLink(link, plan.fleet, store.depot, store.next_epoch()), store, console.observe, only=run)
@@ -252,12 +247,13 @@ def virtually(
             options = settings.parse(table)
             board = make(options.board)
             own = broker.connect()
-            agents.append(Agent(own, options, board, InlineWorker(board, together.load), durable=False, shared=shared))
+            worker = InlineWorker(board, together.load)
+            agents.append(Agent(own, options, board, worker, durable=False, shared=shared, clock=lambda: None))
             sides.append((own, agents[-1]))
-            pulse.tell(lambda: f"{run}: {len(agents)} of {plan.size} boards are made")
+            console.status(lambda: f"{run}: {len(agents)} of {plan.size} boards are made")
 
         def watch() -> None:
-            pulse.tell(lambda: _how_far(run, server, agents))
+            console.status(lambda: _how_far(run, server, agents))
             waiting.look(server, broker.now_s)
 
         with _quiet(wordy):
@@ -279,21 +275,6 @@ def _quiet(wordy: bool) -> Iterator[None]:
         yield
     finally:
         log.setLevel(before)
-
-
-class _Pulse:
-    """Tells how far a fleet on virtual time is, at once and then every few seconds of real time."""
-
-    def __init__(self, console: Console, clock: Callable[[], float]) -> None:
-        self._console, self._clock = console, clock
-        self._due_s = clock()
-
-    def tell(self, line: Callable[[], str]) -> None:
-        """Show `line` if it is time."""
-        now_s = self._clock()
-        if now_s >= self._due_s:
-            self._due_s = now_s + (PULSE_LIVE_S if self._console.live else PULSE_S)
-            self._console.status(line())
 
 
 class _Waiting:

@@ -242,14 +242,14 @@ class Simulation:
         budgets = [size_bytes(budget) for budget in fleet.budgets]
         for index, name in enumerate(self.members):
             board = fleet.boards[index % len(fleet.boards)]
-            means = self._means(budgets[index % len(budgets)])
+            means = self._means(budgets[index % len(budgets)], fleet.labels_of(index))
             lies = adversaries.data(fleet.adversaries) if fleet.adversaries and name in self.adversaries else {}
             data = {"share": name, **lies}
             yield Spec(name, lambda board=board: make(board), means, data, Rule(fleet.policy))  # type: ignore[misc]
 
-    def _means(self, budget_bytes: int) -> events.Means:
+    def _means(self, budget_bytes: int, labels: tuple[str, ...] = ()) -> events.Means:
         """Plug-ins of a simulated device: those of this process, as they share their code."""
-        return events.Means(budget_bytes, (self.engine,), (self.job.method,), plugins=self._plugins)
+        return events.Means(budget_bytes, (self.engine,), (self.job.method,), plugins=self._plugins, labels=labels)
 
     def _observe(self, job: Running, fact: AnyFact) -> None:
         self.running = job

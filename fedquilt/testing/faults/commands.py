@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 import msgspec
 
+from fedquilt import progress
 from fedquilt.coordinator.facts import AnyFact
 from fedquilt.core import JobError
 from fedquilt.testing.faults import schedule, search
@@ -16,7 +16,6 @@ from fedquilt.testing.faults.schedule import Schedule
 from fedquilt.testing.faults.world import Theatre
 
 FAILED: Final = 8  # exit code
-EVERY_S: Final = 10.0  # between two lines of progress
 
 
 def parsed(text: str, seed: int | None) -> Schedule:
@@ -55,7 +54,7 @@ def one(plan: Schedule) -> int:
     return 0
 
 
-def many(seeds: range, among: Sequence[str], kinds: Sequence[str], processes: int, alive: bool) -> int:
+def many(seeds: range, among: Sequence[str], kinds: Sequence[str], processes: int) -> int:
     """Play many, shrink those that fail, and print what was covered; returns the exit code.
 
     Args:
@@ -63,18 +62,16 @@ def many(seeds: range, among: Sequence[str], kinds: Sequence[str], processes: in
         among: methods to draw from; (): all.
         kinds: further kinds of faults.
         processes: to play in.
-        alive: whether somebody watches, who is told how far it is.
     """
     _require(among, kinds)
-    began_s, cpu_s, told_s, total = time.monotonic(), time.process_time(), 0.0, search.NOTHING
+    began_s, cpu_s, total = time.monotonic(), time.process_time(), search.NOTHING
+    line = progress.LINE
     for part in _parts(seeds, among, kinds, processes):
         total = total.plus(part)
         for failure in part.failures:
-            print("\n".join(failure.lines()), flush=True)
-        passed_s = time.monotonic() - began_s
-        if alive and passed_s >= told_s + EVERY_S:
-            told_s = passed_s
-            print(f"{total.seeds} of {len(seeds)} seeds, {len(total.failures)} failed", file=sys.stderr, flush=True)
+            line.aside(*failure.lines())
+        line.at(f"seeds played, {len(total.failures)} failed", total.seeds, len(seeds))
+    line.end()
     seconds = time.process_time() - cpu_s if processes == 1 else time.monotonic() - began_s
     print("\n".join(search.explained(total, seconds)))
     return FAILED if total.failures else 0

@@ -25,19 +25,23 @@ class Fault(msgspec.Struct, frozen=True, tag=True):
     """Something that goes wrong."""
 
 
-class Crash(Fault, frozen=True, tag="crash"):
-    """A process ends at one of its calls, counted over all its lives; with `power`, so does its computer."""
+class OneSided(Fault, frozen=True):
+    """A fault of one side: the coordinator or a device, by its name."""
 
     who: str
+
+
+class Crash(OneSided, frozen=True, tag="crash"):
+    """A process ends at one of its calls, counted over all its lives; with `power`, so does its computer."""
+
     call: int
     power: bool
     down_s: float
 
 
-class Refuse(Fault, frozen=True, tag="refuse"):
+class Refuse(OneSided, frozen=True, tag="refuse"):
     """A disk is full, read-only, or fails, for some calls."""
 
-    who: str
     call: int
     calls: int
     how: Literal["full", "readonly", "io"]
@@ -54,10 +58,9 @@ class Noise(Fault, frozen=True, tag="noise"):
     delay_s: float
 
 
-class Cut(Fault, frozen=True, tag="cut"):
+class Cut(OneSided, frozen=True, tag="cut"):
     """A side is cut off from the broker, which keeps its session or does not."""
 
-    who: str
     start_s: float
     length_s: float
     keep: bool
@@ -72,26 +75,23 @@ class Broker(Fault, frozen=True, tag="broker"):
     retained: bool
 
 
-class Jump(Fault, frozen=True, tag="jump"):
+class Jump(OneSided, frozen=True, tag="jump"):
     """A computer sleeps for a while by its own clock, and its wall clock is set."""
 
-    who: str
     at_s: float
     sleep_s: float
     wall_s: float
 
 
-class Slow(Fault, frozen=True, tag="slow"):
+class Slow(OneSided, frozen=True, tag="slow"):
     """A device's tasks take longer."""
 
-    who: str
     factor: float
 
 
-class Worker(Fault, frozen=True, tag="worker"):
+class Worker(OneSided, frozen=True, tag="worker"):
     """A device's task ends otherwise, the `start`-th that it begins."""
 
-    who: str
     start: int
     how: Literal["killed", "failed", "memory"]
 
@@ -103,10 +103,8 @@ class Stop(Fault, frozen=True, tag="stop"):
     length_s: float
 
 
-class Newer(Fault, frozen=True, tag="newer"):
+class Newer(OneSided, frozen=True, tag="newer"):
     """A side is of the next version: its messages have a field that this version does not know."""
-
-    who: str
 
 
 class Second(Fault, frozen=True, tag="second"):
@@ -115,10 +113,9 @@ class Second(Fault, frozen=True, tag="second"):
     at_s: float
 
 
-class Rot(Fault, frozen=True, tag="rot"):
+class Rot(OneSided, frozen=True, tag="rot"):
     """A bit of a file flips on a disk."""
 
-    who: str
     at_s: float
     place: float
 

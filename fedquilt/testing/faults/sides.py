@@ -8,6 +8,7 @@ import math
 import os
 import random
 import zlib
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +41,7 @@ class BrokenError(FedquiltError):
     """What must hold does not."""
 
 
-class Side:
+class Side(ABC):
     """One computer, with the process on it.
 
     Args:
@@ -61,7 +62,7 @@ class Side:
         self._calls, self._offset_s = 0, 0.0
         self._happened = happened
         self._roll = random.Random(f"{plan.seed} {name}")
-        mine = [fault for fault in plan.faults if getattr(fault, "who", "") == name]
+        mine = [fault for fault in plan.faults if isinstance(fault, schedule.OneSided) and fault.who == name]
         self._crashes = {fault.call: fault for fault in mine if isinstance(fault, schedule.Crash)}
         self._refusals = [fault for fault in mine if isinstance(fault, schedule.Refuse)]
         self._newer = any(isinstance(fault, schedule.Newer) for fault in mine)
@@ -115,8 +116,9 @@ class Side:
             self._happened["newer"] += 1
         self.inner = self._start(self._link)
 
+    @abstractmethod
     def _start(self, link: SimLink) -> Any:
-        raise NotImplementedError
+        """Start the process on what its disk holds, speaking over `link`; returns what `step` is called on."""
 
     def _will(self) -> tuple[str, bytes] | None:
         return None
@@ -164,6 +166,16 @@ def newer(topic: str, payload: bytes) -> bytes:
     return b'{"v":%d,"crc":"%08x"' % (wire.VERSION, zlib.crc32(body)) + body
 
 
+class WatchedStore(Store):
+    """A store that raises BrokenError where a fact names a state that its disk does not hold yet."""
+
+    def append(self, id: str, fact: AnyFact) -> None:
+        """See `Store`."""
+        if isinstance(fact, Committed) and self.depot.ref(fact.state.sha256) is None:
+            raise BrokenError(f"{id}: the log names the state {fact.state.sha256[:12]} before it is stored")
+        super().append(id, fact)
+
+
 class CoordinatorSide(Side):
     """The coordinator: started as `fedquilt serve` is, and again after it has ended."""
 
@@ -172,20 +184,10 @@ class CoordinatorSide(Side):
     acknowledged: set[tuple[str, int, str]]  # job, round and device of every update that it said it has counted
 
     def _start(self, link: SimLink) -> Server:
-        self.store = Store(Path(self.platter.root), disk=self._disk)
+        self.store = WatchedStore(Path(self.platter.root), disk=self._disk)
         if not self.store.lock():
             raise JobError("another coordinator runs in its home")
         self._require_recorded()
-        append = self.store.append
-
-        def after_its_state(id: str, fact: AnyFact) -> None:
-            if isinstance(fact, Committed):
-                state = fact.state.sha256
-                if not SimDisk(self.platter).is_file(f"{self.platter.root}/blobs/{state}"):
-                    raise BrokenError(f"{id}: the log names the state {state[:12]} before it is stored")
-            append(id, fact)
-
-        self.store.append = after_its_state  # type: ignore[method-assign]
         link.rewrite = self._noted
         executor = OverLink(link, FLEET, self.store.depot, self.store.next_epoch())
         return Server(executor, self.store, self.observe, load=self.load, poll_s=30.0)
@@ -241,7 +243,8 @@ class AgentSide(Side):
             data={"share": self.name},
         )
         board = make_board(BOARD)
-        return Agent(link, options, board, SimWorker(self), f"{self.name}-{self.lives}", disk=self._disk)
+        boot = f"{self.name}-{self.lives}"
+        return Agent(link, options, board, SimWorker(self), boot, disk=self._disk, clock=lambda: None)
 
     def work(self, order: Order) -> Outcome:
         """Carry out an order: its output lies in its folder afterwards, not synced."""

@@ -149,7 +149,7 @@ class World:
         self.coordinator.platter.database(f"/{COORDINATOR}/fedquilt.db").write(theatre.empty)
         with self._operator() as store:
             for id, truth in self.truths.items():
-                _renamed(store, store.add(truth.job, truth.folder), id)
+                store.add(truth.job, truth.folder, id=id)
         by_method = {truth.job.method: truth for truth in self.truths.values()}
         self.agents: list[AgentSide] = []
         for index in range(plan.devices):
@@ -372,12 +372,3 @@ class World:
         """End all processes."""
         for side in self.sides:
             side.close()
-
-
-def _renamed(store: Store, made: str, id: str) -> None:
-    """Give a job another id, as if it had been queued under it."""
-    with store._writing():
-        row = store._rows.job(made)
-        assert row is not None
-        store._rows.remove(made)
-        store._rows.add(row._replace(id=id))

@@ -11,6 +11,7 @@ from fedquilt.coordinator.facts import (
     Closed,
     Committed,
     Declined,
+    Lost,
     Plan,
     Reopened,
     Rounds,
@@ -141,6 +142,16 @@ def test_a_round_ends_with_its_accuracy_devices_and_joules() -> None:
     fact = Committed(1, REF, False, {}, settled=True)  # nothing of the round before is in it
     (told,) = teller.tell(fact, state)
     assert told == "round 1: statistics for the evaluation gathered (0 of 1 devices)"
+
+
+def test_a_round_that_another_process_began_is_told_whole() -> None:
+    """A coordinator that was killed and began again has seen one of three answers, and one of them again."""
+    facts = [Asked(0, 0, tuple("abc")), answer("a"), answer("b"), Lost(0, "b", "damaged"), answer("b"), answer("c")]
+    state, teller = begun(Cohort(size=3)), log.Teller()
+    for number, fact in enumerate([*facts, Closed(0), Committed(0, REF, False, {})]):
+        state = apply(state, fact, 1.0)
+        told = teller.tell(fact, state) if number >= 4 else []
+    assert told == ["round 0: updates aggregated (3 of 3 devices)"]
 
 
 def test_an_evaluation_has_its_own_metrics() -> None:

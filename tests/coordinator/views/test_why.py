@@ -73,6 +73,30 @@ def test_the_places_told_afterwards_are_those_of_the_draw_in_every_round() -> No
         assert places == [3, 4, 5, 6, 7], number
 
 
+def test_who_was_silent_in_an_attempt_is_behind_all_others_in_the_next_one() -> None:
+    """Nobody answers the first attempt: the second one draws among the others, and says their places among them."""
+    facts: list[AnyFact] = [Started(BLOB), Surveyed(0, tuple("abcdef"))]
+    state = Rounds(PLAN)
+    for fact in facts:
+        state = apply(state, fact, 0.0)
+    for _ in range(2):
+        asked = decide(state, 0.0, "abcdef")
+        assert isinstance(asked, Asked)
+        facts.append(asked)
+        state = apply(state, asked, 0.0)
+        if len(facts) < 4:
+            facts.append(Reopened(0, 1))
+            state = apply(state, facts[-1], 0.0)
+    first, second = (set(fact.devices) for fact in facts if isinstance(fact, Asked))
+    assert not first & second
+    told = why.parts(facts, PLAN)[0]
+    assert {told[device].text for device in first} == {
+        "selected; no update by the deadline: another attempt at the round asks it last"
+    }
+    rest = set("abcdef") - first - second
+    assert sorted((told[device].place, told[device].of) for device in rest) == [(3, 6), (4, 6)]
+
+
 def test_what_became_of_those_who_were_asked_is_told() -> None:
     """Declined with its reason, refused, silent at the close; and a replacement that was not drawn at first."""
     facts = [
@@ -99,7 +123,10 @@ def test_what_became_of_those_who_were_asked_is_told() -> None:
 def test_a_device_that_was_silent_through_an_attempt_says_so() -> None:
     """Before the next attempt asks anew."""
     facts = [Started(BLOB), Surveyed(0, ("a",)), Asked(0, 0, ("a",)), Reopened(0, 1)]
-    assert why.parts(facts, PLAN)[0]["a"].text == "selected; no update by the deadline"
+    assert (
+        why.parts(facts, PLAN)[0]["a"].text
+        == "selected; no update by the deadline: another attempt at the round asks it last"
+    )
     again = [*facts, Asked(0, 1, ("a",)), Answered(0, update("a"))]
     assert why.parts(again, PLAN)[0]["a"].code == "answered"
 

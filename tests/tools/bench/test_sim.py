@@ -36,10 +36,10 @@ def images(tmp_path: Path) -> Path:
 def test_ours_and_the_bare_loop_take_the_same_steps(images: Path) -> None:
     """They end as good as each other, far above chance; the figures are of this run."""
     pytest.importorskip("torch")
-    said: list[str] = []
-    result = sim.measure(images, repeats=1, workloads=(TINY,), processes=2, say=said.append)
-    names = ("fedquilt", "bare loop, 2 processes", "bare loop, 1 process", "")
-    assert said == [f"overhead, turn 1 of 1: {name}" if name else "" for name in names]
+    said: dict[tuple[str, float, float], None] = {}
+    result = sim.measure(images, repeats=1, workloads=(TINY,), processes=2, show=lambda *told: said.setdefault(told))
+    names = ("fedquilt", "bare loop, 2 processes", "bare loop, 1 process")
+    assert list(said) == [(f"overhead, turn 1 of 1: {name}", done, 3) for done, name in enumerate(names)]
     told = result["workloads"]["overhead"]
     assert set(told) == {"ours", "bare_n", "bare_1"}
     for each in told.values():

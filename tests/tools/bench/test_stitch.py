@@ -44,3 +44,15 @@ def test_scores_that_differ_are_no_speed_up() -> None:
     same, other = round_of(1, 90.0, 2.0), round_of(5, 90.0, 2.0, stray=0.01)
     assert stitch._result(64, WHOLE, OWN, [same])["figures"]["difference_of_scores"]["reached"]
     assert not stitch._result(64, WHOLE, OWN, [same, other])["figures"]["difference_of_scores"]["reached"]
+
+
+def test_large_images_are_held_to_more() -> None:
+    """25 times faster is enough for output scores at both sizes, and for hybrid ones at the small size only."""
+    compared = [round_of(5, 100.0, 4.0)]
+    reached = {
+        size: [way for way in stitch.FASTER if found["figures"][f"{way}_score_to_naive"]["reached"]]
+        for size in (64, 224)
+        for found in [stitch._result(size, WHOLE, OWN, compared)]
+    }
+    assert reached == {64: ["output", "hybrid"], 224: ["output"]}
+    assert not stitch._result(224, WHOLE, OWN, compared)["figures"]["references_to_plain_forward"]["reached"]

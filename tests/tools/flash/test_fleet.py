@@ -54,6 +54,7 @@ def test_each_board_gets_its_own_name_budget_and_token(site: Path, capfd: pytest
     assert (table["device"], table["budget"]) == ("orin-1", "1GB")
     second = config.read(site / "board/etc/fedquilt/agent.toml")
     assert (second["device"], second["budget"]) == ("orin-2", "2GB")
+    assert (table["labels"], second["labels"]) == (["hall-a"], ["hall-b", "window"])
     tokens = {first["etc/token"], (site / "board/etc/fedquilt/token").read_bytes()}
     assert len(tokens) == 2
     register = Register(site / "ca/register.db")
@@ -119,6 +120,7 @@ def test_a_dry_run_makes_no_token(site: Path, capfd: pytest.CaptureFixture[str])
         ("name,target\na,jetpack6\nb,jetpack8\n", r"line 3: no target 'jetpack8': one of "),
         ("name,target\na,jetpack6\na,jetpack6\n", r"line 3: a stands in the table twice"),
         ("name,target,budget\na,jetpack6,much\n", r"line 2: 'much' is no size"),
+        ("name,target,labels\na,jetpack6,site=lab Hall\n", r"line 2: 'Hall' is no label"),
         ("name\na\n", "a has no target"),
         ("name,target\n", "has no board"),
     ],

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ import msgspec
 import numpy as np
 import psutil
 
-from fedquilt import bundle, tensors
+from fedquilt import bundle, progress, tensors
 from fedquilt.coordinator import cohort
 from fedquilt.core import DataError, FedquiltError, JobError
 from fedquilt.data import examples
@@ -84,21 +85,13 @@ def chosen(only: Sequence[str]) -> Sequence[Workload]:
     return [work for name, work in NAMES.items() if name in only or not only]
 
 
-def say(line: str) -> None:
-    """Tell how far the bench is, on a terminal in a line that the next one replaces; "" ends that."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
-    elif line:
-        print(line, file=sys.stderr, flush=True)
-
-
 def measure(
     path: Path | str,
     beside: Sequence[str] = (),
     repeats: int = 3,
     workloads: Sequence[Workload] = (COMPUTE, OVERHEAD),
     processes: int | None = None,
-    say: Callable[[str], None] = say,
+    show: Callable[[str, float, float], None] = progress.LINE.at,
 ) -> dict[str, Any]:
     """Run all contestants on all workloads, in turn.
 
@@ -108,7 +101,7 @@ def measure(
         repeats: runs of ours and of the bare loops.
         workloads: federations to run.
         processes: workers; None: one for each core that this process may use.
-        say: called before each run with its name, and with "" after the last.
+        show: called again and again with the name of the present run, how many are done, and of how many.
 
     Raises:
         DataError: no such images.
@@ -127,6 +120,8 @@ def measure(
         "figures": {},
     }
     with tempfile.TemporaryDirectory() as scratch:
+        turns = [sum(turn == 0 or each.name in ("ours", *BARE) for each in contestants) for turn in range(repeats)]
+        done, total = 0, len(workloads) * sum(turns)
         for work in workloads:
             folder = Path(scratch) / work.name
             lay_out(work, path, folder)
@@ -134,10 +129,11 @@ def measure(
             for turn in range(repeats):
                 for each in contestants:
                     if turn == 0 or each.name in ("ours", *BARE):
-                        say(f"{work.name}, turn {turn + 1} of {repeats}: {each.title}")
-                        runs[each.name].append(_run(each, folder, work))
+                        what = f"{work.name}, turn {turn + 1} of {repeats}: {each.title}"
+                        tell = partial(show, what, done, total)
+                        runs[each.name].append(_run(each, folder, work, tell))
+                        done += 1
             found["workloads"][work.name] = _summary(runs, contestants)
-    say("")
     found["figures"] = _figures(found)
     return found
 
@@ -215,8 +211,8 @@ def _weights(network: dict[str, Any]) -> dict[str, np.ndarray]:
     return tensors.decode(shown.stdout)
 
 
-def _run(each: Contestant, folder: Path, work: Workload) -> dict[str, Any]:
-    """One contestant once: what it tells, and what its processes hold together at most.
+def _run(each: Contestant, folder: Path, work: Workload, tell: Callable[[], None]) -> dict[str, Any]:
+    """One contestant once: what it tells, and what its processes hold together at most. `tell` is called meanwhile.
 
     Raises:
         FedquiltError: it failed; says its last words.
@@ -229,6 +225,7 @@ def _run(each: Contestant, folder: Path, work: Workload) -> dict[str, Any]:
         )
         rss, pss, spent_s = 0, 0, _children_s()
         while process.poll() is None:
+            tell()
             now_rss, now_pss = _held(process.pid)
             rss, pss = max(rss, now_rss), max(pss, now_pss)
             time.sleep(SAMPLE_S)

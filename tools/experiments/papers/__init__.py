@@ -7,7 +7,6 @@ of the same name: `look` and functions that play a row (`cells.play`), the funct
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt import columns as layout
-from fedquilt import disk
+from fedquilt import disk, progress
 from fedquilt.core import JobError
 from fedquilt.tools.experiments.papers import cells, grid, results
 from fedquilt.tools.experiments.papers.grid import Table
@@ -159,14 +158,10 @@ def main(
     draw: Any = getattr(cells.module(table.code), "picture", None)
     if picture is not None and draw is None:
         raise JobError(f"{name} has no picture: leave --picture out")
-    result = run(table, seeds=seeds, rounds=rounds, folder=folder, columns=columns, out=kept, say=_say)
+    result = run(table, seeds=seeds, rounds=rounds, folder=folder, columns=columns, out=kept, say=progress.LINE.say)
     text = msgspec.json.format(msgspec.json.encode(result)).decode()
     print(text if format == "json" else "\n".join([*lines(table, result), "", result["about"].strip()]))
     for file, content in ((out, lambda: text + "\n"), (picture, lambda: draw(result))):
         if file is not None:
             disk.write(file, content())
     return 0 if all(claim["reached"] for claim in (result.get("figures") or {}).values()) else 1
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from fedquilt import config, methods, tensors
+from fedquilt import config, methods, progress, tensors
 from fedquilt.coordinator import settings
 from fedquilt.coordinator.settings import Job
 from fedquilt.core import Examples, Fit, JobError, Tensors
@@ -229,7 +229,8 @@ def played_all(todo: Sequence[Case], out: Path, say: Callable[[str], None]) -> d
     Raises:
         JobError: a run has failed; names it and the reason. The other runs are kept.
     """
-    found, failed = compare.finished(todo, out, play, say, say, abreast=True)
+    found, failed = compare.finished(todo, out, play, say, progress.LINE.at, abreast=True)
+    progress.LINE.end()
     if failed:
         raise JobError(f"{len(failed)} of {len(todo)} runs failed, the others are kept in {out / 'runs'}: {failed[0]}")
     return found

@@ -184,7 +184,7 @@ def test_a_full_disk_takes_a_part_and_says_so(platter: Platter) -> None:
 
 
 def test_a_bit_that_flips_is_flipped_for_good(platter: Platter) -> None:
-    """One bit of one of the files."""
+    """`rot` changes one bit of one file, also in the copy that survives a power failure; no file, no change."""
     disk = SimDisk(platter)
     for name in "ab":
         disk.write(f"/home/{name}", bytes(8))

@@ -1,0 +1,180 @@
+"""What is known of each board, for those who watch a fleet: pure, from what coordinator and boards tell each other.
+
+Rounds do not depend on it. `boards_link` follows the messages, and `boards_store` keeps what comes of them.
+Times are wall-clock seconds of the coordinator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Literal, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from fedquilt import wire
+from fedquilt.core import Profile, Task, Update, Wired
+from fedquilt.wire import Telemetry
+
+T = TypeVar("T", int, float)
+
+SKEW_KEPT_S: Final = 300.0  # a message that was late makes a clock look slow: the fastest of this time is believed
+SKEW_STEP_S: Final = 0.1  # smaller changes of a clock are not noted
+NO_REFUSAL: Final = frozenset({"ok", "cleared", "counted"})  # codes of claims by which a board declines no work
+
+
+class Doing(msgspec.Struct, frozen=True):
+    """Task that a board has."""
+
+    job: str
+    round: int
+    step: Literal["asked", "working", "sending"]
+    since: float
+    fraction: float | None = None  # of the work, 0 to 1; None: not told
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Latest task that a board declined, or update of it that was refused."""
+
+    at: float
+    code: str  # of its claim; "update": the coordinator refused its update; "flooding": it was set aside
+    reason: str
+    job: str = ""
+    round: int = 0
+
+
+class Board(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One board, but for its sensors' readings."""
+
+    device: str
+    online: bool = False
+    since: float | None = None  # it is online, or offline; None: from before anything was noted
+    seen: float | None = None  # it said something last
+    boot: str = ""
+    board: str = ""
+    version: str = ""  # of its agent
+    memory_bytes: int = 0
+    budget_bytes: int = 0
+    engines: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    mode: str | None = None  # power mode
+    doing: Doing | None = None
+    refusal: Refusal | None = None
+    skew_s: float | None = None  # its clock, less ours
+    skew_at: float = 0.0
+
+
+class Reading(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Sensors of a board over some time. None: not measurable."""
+
+    at: int  # when it began
+    power_w: float | None = None  # mean
+    power_most_w: float | None = None
+    temperature_c: float | None = None  # highest
+    available_bytes: int | None = None  # lowest
+    task_bytes: int | None = None  # highest
+    battery: float | None = None  # last
+
+
+def heard(board: Board, message: Wired, at: float) -> Board:
+    """The board after a message of its own."""
+    match message:
+        case wire.Presence():
+            return _presence(board, message, at)
+        case Profile():
+            return replace(
+                board,
+                board=message.board,
+                version=message.versions.get("fedquilt", ""),
+                memory_bytes=message.memory_bytes,
+                budget_bytes=message.budget_bytes,
+                engines=message.engines,
+                labels=message.labels,
+            )
+        case wire.Claim():
+            return _claim(replace(board, seen=at), message, at)
+        case wire.Progress() if board.doing is not None and _same(board.doing, message.job, message.round):
+            doing = replace(board.doing, step="working", fraction=message.fraction)
+            return replace(board, seen=at, doing=doing)
+        case Update() if board.doing is not None and _same(board.doing, message.job, message.round):
+            return replace(board, seen=at, doing=replace(board.doing, step="sending", fraction=None))
+        case Telemetry():
+            return _clock(replace(board, seen=at, mode=message.mode), message.clock_s, at)
+    return replace(board, seen=at)
+
+
+def asked(board: Board, task: Task, at: float) -> Board:
+    """The board after a task was sent to it, for the first time or again."""
+    if board.doing is not None and _same(board.doing, task.job, task.round):
+        return board
+    return replace(board, doing=Doing(task.job, task.round, "asked", at))
+
+
+def answered(board: Board, ack: wire.Ack, at: float) -> Board:
+    """The board after the answer to its update."""
+    idle = replace(board, doing=None)
+    return idle if ack.accepted else replace(idle, refusal=Refusal(at, "update", ack.reason, ack.job, ack.round))
+
+
+def joined(before: Reading | None, count: int, told: Telemetry, at: int) -> Reading:
+    """Reading of a time with one more message: its `count`th."""
+    old = before or Reading(at)
+    mean = told.power_w
+    if mean is not None and old.power_w is not None:
+        mean = old.power_w + (mean - old.power_w) / count
+    return Reading(
+        at,
+        old.power_w if mean is None else mean,
+        _of(max, old.power_most_w, told.power_w),
+        _of(max, old.temperature_c, told.temperature_c),
+        _of(min, old.available_bytes, told.available_bytes),
+        _of(max, old.task_bytes, told.task_bytes),
+        old.battery if told.battery is None else told.battery,
+    )
+
+
+def _of(choose: Callable[[T, T], T], a: T | None, b: T | None) -> T | None:
+    """What two values come to, of which one may be unknown."""
+    return b if a is None else a if b is None else choose(a, b)
+
+
+def _presence(board: Board, message: wire.Presence, at: float) -> Board:
+    if message.online == board.online and (message.boot == board.boot or not message.online):
+        return board  # retained, or told again
+    if not message.online and not board.boot:
+        return replace(board, boot=message.boot)  # a broker keeps this of boards that went long ago
+    seen = at if message.online else board.seen
+    return replace(board, online=message.online, boot=message.boot, since=at, seen=seen)
+
+
+def _claim(board: Board, message: wire.Claim, at: float) -> Board:
+    doing = board.doing if board.doing is not None and _same(board.doing, message.job, message.round) else None
+    if message.accepted:
+        since = doing.since if doing is not None and doing.step == "working" else at
+        fraction = None if doing is None else doing.fraction
+        return replace(board, doing=Doing(message.job, message.round, "working", since, fraction))
+    idle = replace(board, doing=None)
+    if message.code in NO_REFUSAL:
+        return idle
+    last = board.refusal
+    if last is not None and (last.job, last.round, last.code, last.reason) == (
+        message.job,
+        message.round,
+        message.code,
+        message.reason,
+    ):
+        return idle  # it repeats its refusal as often as the task is repeated
+    return replace(idle, refusal=Refusal(at, message.code, message.reason, message.job, message.round))
+
+
+def _clock(board: Board, clock_s: float | None, at: float) -> Board:
+    if clock_s is None:
+        return board
+    skew_s = clock_s - at
+    if board.skew_s is None or skew_s > board.skew_s + SKEW_STEP_S or at > board.skew_at + SKEW_KEPT_S:
+        return replace(board, skew_s=round(skew_s, 1), skew_at=at)
+    return board
+
+
+def _same(doing: Doing, job: str, round: int) -> bool:
+    return (doing.job, doing.round) == (job, round)

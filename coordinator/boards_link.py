@@ -1,0 +1,215 @@
+"""An executor over a link that also notes what every board does, for those who watch the fleet."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from msgspec.structs import replace
+
+from fedquilt import wire
+from fedquilt.blobs.store import Depot
+from fedquilt.coordinator import boards
+from fedquilt.coordinator.admission import FLOODED, Flooded
+from fedquilt.coordinator.boards import Board, Reading, Refusal
+from fedquilt.coordinator.boards_store import FORGOTTEN_S, STEPS, BoardStore
+from fedquilt.coordinator.executors import Heard, OverLink
+from fedquilt.core import StoreError, Task
+from fedquilt.transport.link import Link
+from fedquilt.wire import Telemetry
+
+log = logging.getLogger("fedquilt.coordinator")
+
+SOON_S: Final = 0.5  # until a change of what a board does is stored
+LATER_S: Final = 5.0  # until its progress and readings are
+TIDY_S: Final = 300.0
+DOUBT_S: Final = 30.0  # after a start: who was online before, and has not been heard of, is not
+MOST: Final = 20_000  # boards that are noted
+_OFTEN: Final = (Telemetry, wire.Progress)
+RETRY_S: Final = 10.0  # after an error of the disk
+
+
+class Boards:
+    """What is known of every board, stored now and then.
+
+    An error of the disk is logged once; rounds go on, and so does this when the disk takes what is written again.
+
+    Args:
+        home: folder of the coordinator.
+        clock: wall-clock seconds.
+    """
+
+    def __init__(self, home: Path, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._store: BoardStore | None = None
+        self._boards: dict[str, Board] = {}
+        self._changed: set[str] = set()  # devices that are not stored as they are
+        self._sums: dict[str, tuple[int, Reading]] = {}  # device -> number of messages of the running step, their sum
+        self._readings: dict[tuple[str, int], Reading] = {}  # by device and time: not stored yet
+        self._doubted: set[str] = set()  # devices that were online when the last coordinator ended
+        self._now_s, self._due_s = 0.0, -math.inf  # on the server's clock, as the two that follow
+        self._doubt_s = self._tidy_s = math.inf
+        self._begun = self._failed = False
+        try:
+            self._store = BoardStore(home, writes=True)
+            before = self._store.boards()
+            self._boards = {each.device: replace(each, doing=None) for each in before}
+            self._changed = {each.device for each in before if each.doing is not None}
+        except StoreError as error:
+            log.warning("%s; nothing is noted of boards meanwhile", error)
+        self._doubted = {each.device for each in self._boards.values() if each.online}
+
+    def heard(self, heard: Heard, now_s: float) -> None:
+        """Note a message of a board, or that it was set aside; `now_s` is the server's clock."""
+        self._now_s, at = now_s, self._clock()
+        if isinstance(heard, Flooded):
+            refusal = Refusal(at, "flooding", FLOODED)
+            return self._put(replace(self._of(heard.device), refusal=refusal), SOON_S)
+        if type(heard) is not tuple:
+            return None
+        device, message = heard
+        if isinstance(message, wire.Presence):
+            self._doubted.discard(device)
+        self._put(boards.heard(self._of(device), message, at), LATER_S if isinstance(message, _OFTEN) else SOON_S)
+        if isinstance(message, Telemetry) and device in self._boards:
+            self._read(device, message, int(at))
+        return None
+
+    def known(self) -> list[tuple[Board, Reading | None]]:
+        """Every board with its latest reading, as of now; another thread may ask."""
+        sums = self._sums
+        return [(each, sums[each.device][1] if each.device in sums else None) for each in self._boards.copy().values()]
+
+    def asked(self, device: str, task: Task) -> None:
+        """Note that a board was sent a task."""
+        self._put(boards.asked(self._of(device), task, self._clock()), SOON_S)
+
+    def answered(self, device: str, ack: wire.Ack) -> None:
+        """Note that a board was told what became of its update."""
+        self._put(boards.answered(self._of(device), ack, self._clock()), SOON_S)
+
+    def idle(self, device: str) -> None:
+        """Note that a board has no task any more."""
+        self._put(replace(self._of(device), doing=None), SOON_S)
+
+    def step(self, now_s: float) -> float:
+        """Store what is due; returns when something will be."""
+        if self._store is None:
+            return math.inf
+        if not self._begun:
+            self._begun, self._doubt_s, self._tidy_s = True, now_s + DOUBT_S, now_s
+        self._now_s = now_s
+        if now_s >= self._doubt_s:
+            self._doubt_s = math.inf
+            for device in self._doubted:
+                self._put(replace(self._boards[device], online=False, since=self._clock()), 0.0)
+        try:
+            if now_s >= self._due_s:
+                self._write(self._store)
+            if now_s >= self._tidy_s:
+                self._tidy_s = now_s + TIDY_S
+                self._tidy(self._store, self._clock())
+        except StoreError as error:
+            self._due_s = now_s + RETRY_S
+            self._readings.clear()  # they would pile up
+            if not self._failed:
+                log.warning("%s; `fedquilt devices` shows what was known before", error)
+            self._failed = True
+        return min(self._due_s, self._tidy_s, self._doubt_s)
+
+    def close(self) -> None:
+        """Store what is not stored yet."""
+        if self._store is not None:
+            with contextlib.suppress(StoreError):
+                self._write(self._store)
+            self._store.close()
+            self._store = None
+
+    # -- within --
+
+    def _of(self, device: str) -> Board:
+        return self._boards.get(device) or Board(device)
+
+    def _put(self, board: Board, within_s: float) -> None:
+        before = self._boards.get(board.device)
+        if self._store is None or board == before or (before is None and len(self._boards) >= MOST):
+            return
+        self._boards[board.device] = board
+        if before is None or replace(board, seen=None) != replace(before, seen=None):
+            self._changed.add(board.device)
+            self._wake(within_s)
+
+    def _read(self, device: str, told: Telemetry, at: int) -> None:
+        begin = at // STEPS[0][0] * STEPS[0][0]
+        count, before = self._sums.get(device, (0, None))
+        count, before = (count, before) if before is not None and before.at == begin else (0, None)
+        reading = boards.joined(before, count + 1, told, begin)
+        self._sums[device] = (count + 1, reading)
+        self._readings[device, begin] = reading
+        self._wake(LATER_S)
+
+    def _wake(self, within_s: float) -> None:
+        if not self._failed:  # else it is tried again in its own time
+            self._due_s = min(self._due_s, self._now_s + within_s)
+
+    def _write(self, store: BoardStore) -> None:
+        readings = [(device, reading) for (device, _), reading in self._readings.items()]
+        store.write([self._boards[device] for device in self._changed], readings)
+        self._changed.clear()
+        self._readings.clear()
+        self._due_s, self._failed = math.inf, False
+
+    def _tidy(self, store: BoardStore, now: float) -> None:
+        store.tidy(now)
+        gone = {each.device for each in self._boards.values() if _forgotten(each, now)}
+        store.forget(gone)
+        for device in gone:
+            del self._boards[device]
+            self._sums.pop(device, None)
+
+
+def _forgotten(board: Board, now: float) -> bool:
+    return not board.online and now > max(board.seen or 0.0, board.since or 0.0) + FORGOTTEN_S
+
+
+class NotedLink(OverLink):
+    """`OverLink` that tells `Boards` what passes through it."""
+
+    def __init__(self, link: Link, fleet: str, depot: Depot, epoch: int, noted: Boards) -> None:
+        super().__init__(link, fleet, depot, epoch)
+        self._noted = noted
+
+    def hear(self, now_s: float) -> Iterator[Heard]:
+        """See `OverLink`."""
+        for heard in super().hear(now_s):
+            self._noted.heard(heard, now_s)
+            yield heard
+
+    def due_s(self, now_s: float) -> float:
+        """See `OverLink`; what is known of boards is stored when it is due."""
+        return min(super().due_s(now_s), self._noted.step(now_s))
+
+    def send(self, device: str, task: Task, now_s: float) -> None:
+        """See `OverLink`."""
+        super().send(device, task, now_s)
+        self._noted.asked(device, task)
+
+    def withdraw(self, device: str) -> None:
+        """See `OverLink`."""
+        super().withdraw(device)
+        self._noted.idle(device)
+
+    def answer(self, device: str, ack: wire.Ack) -> None:
+        """See `OverLink`."""
+        super().answer(device, ack)
+        self._noted.answered(device, ack)
+
+    def close(self) -> None:
+        """See `OverLink`."""
+        self._noted.close()
+        super().close()

@@ -1,0 +1,194 @@
+"""Boards of a fleet and their readings on the coordinator's disk, for whoever watches: HOME/boards.db.
+
+It is a database of its own: no run depends on it, nothing waits for it to be on the disk, and one that is damaged is
+put aside. Readings are kept in three steps, coarser with age; a board that has been away for FORGOTTEN_S is forgotten.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sqlite3
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from fedquilt.coordinator.boards import Board, Reading
+from fedquilt.core import StoreError
+
+NAME: Final = "boards.db"
+VERSION: Final = 1  # of the tables
+STEPS: Final = ((30, 2 * 3600), (300, 2 * 86400), (3600, 30 * 86400))  # seconds of a reading, and how long it is kept
+FORGOTTEN_S: Final = 30 * 86400.0
+LATE_S: Final = 60  # after which the readings of a step are complete
+FRESH_S: Final = 180  # after which a reading says nothing of the present
+BUSY_S: Final = 5.0
+
+_SCHEMA: Final = f"""
+create table if not exists boards (id integer primary key, device text unique not null, body blob not null);
+create table if not exists readings (
+    step integer, at integer, board integer, power_w real, power_most_w real, temperature_c real,
+    available_bytes integer, task_bytes integer, battery real, primary key (step, at, board)) without rowid;
+pragma user_version = {VERSION};
+"""
+_decoded: Final = msgspec.json.Decoder(Board).decode
+_VALUES: Final = "power_w, power_most_w, temperature_c, available_bytes, task_bytes, battery"
+_COARSER: Final = """
+insert or replace into readings
+select :to, at / :to * :to, board, avg(power_w), max(power_most_w), max(temperature_c), min(available_bytes),
+    max(task_bytes), avg(battery)
+from readings where step = :step and at >= :begin and at < :end group by at / :to, board
+"""
+
+
+class BoardStore:
+    """Database of boards: one process writes, any number read meanwhile.
+
+    Args:
+        home: folder of the coordinator.
+        writes: make the tables where there are none.
+
+    Raises, from every method:
+        StoreError: it cannot be read or written; with `writes` at opening only if it is of a later version.
+    """
+
+    def __init__(self, home: Path, *, writes: bool = False) -> None:
+        self._home = home
+        with _doing(home):
+            if not writes and not (home / NAME).is_file():
+                self._db = sqlite3.connect(":memory:")
+                self._db.executescript(_SCHEMA)
+                return
+            try:
+                self._db = self._opened(writes)
+            except sqlite3.DatabaseError as error:
+                if not writes or isinstance(error, sqlite3.OperationalError):
+                    raise
+                (home / NAME).replace(home / f"{NAME}.damaged")  # nothing depends on it
+                for end in ("-wal", "-shm"):
+                    (home / f"{NAME}{end}").unlink(missing_ok=True)
+                self._db = self._opened(writes)
+
+    def __enter__(self) -> BoardStore:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the database."""
+        self._db.close()
+
+    def _opened(self, writes: bool) -> sqlite3.Connection:
+        db = sqlite3.connect(self._home / NAME, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        try:
+            found = int(db.execute("pragma user_version").fetchone()[0])
+            if found > VERSION:
+                raise StoreError(
+                    f"{self._home / NAME} was written by a newer fedquilt (tables of version {found}, this one knows "
+                    f"{VERSION}): install that version, or remove the file, on which no run depends"
+                )
+            if writes:
+                db.execute("pragma journal_mode=wal")
+                db.execute("pragma synchronous=off")
+                db.executescript(_SCHEMA)
+            db.execute("select id, device, body from boards limit 1").fetchone()
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    # -- writing --
+
+    def write(self, boards: Iterable[Board], readings: Iterable[tuple[str, Reading]]) -> None:
+        """Store boards as they are now, and readings of the finest step, each of a board that is stored."""
+        with _doing(self._home), self._together():
+            self._db.executemany(
+                "insert into boards (device, body) values (?, ?) "
+                "on conflict (device) do update set body = excluded.body",
+                [(board.device, msgspec.json.encode(board)) for board in boards],
+            )
+            self._db.executemany(
+                f"insert or replace into readings select {STEPS[0][0]}, ?, id, ?, ?, ?, ?, ?, ? from boards "  # noqa: S608
+                "where device = ?",
+                [(*msgspec.structs.astuple(reading), device) for device, reading in readings],
+            )
+
+    def tidy(self, now: float) -> None:
+        """Make coarser readings of finer ones, drop those that are old, and forget boards that have long been away."""
+        with _doing(self._home), self._together():
+            for (step, _), (to, kept_s) in itertools.pairwise(STEPS):
+                last = self._db.execute("select max(at) from readings where step = ?", (to,)).fetchone()[0]
+                begin = 0 if last is None else last + to
+                end = int(now - LATE_S) // to * to
+                self._db.execute(_COARSER, {"to": to, "step": step, "begin": max(begin, int(now - kept_s)), "end": end})
+            for step, kept_s in STEPS:
+                self._db.execute("delete from readings where step = ? and at < ?", (step, int(now - kept_s)))
+
+    def forget(self, devices: Collection[str]) -> None:
+        """Delete boards with their readings."""
+        with _doing(self._home), self._together():
+            for device in devices:
+                self._db.execute(
+                    "delete from readings where board = (select id from boards where device = ?)", (device,)
+                )
+                self._db.execute("delete from boards where device = ?", (device,))
+
+    # -- reading --
+
+    def boards(self) -> list[Board]:
+        """All boards, by name. One whose row this version cannot read is left out."""
+        with _doing(self._home):
+            rows = self._db.execute("select body from boards order by device").fetchall()
+        found = []
+        for (body,) in rows:
+            try:
+                found.append(_decoded(body))
+            except msgspec.MsgspecError:
+                continue
+        return found
+
+    def latest(self, now: float) -> dict[str, Reading]:
+        """Device -> its latest reading of the last FRESH_S seconds."""
+        with _doing(self._home):
+            rows = self._db.execute(
+                f"select device, max(at), {_VALUES} from readings join boards on boards.id = board "  # noqa: S608
+                "where step = ? and at > ? group by board",  # the other values are of the row with the largest `at`
+                (STEPS[0][0], int(now - FRESH_S)),
+            ).fetchall()
+        return {device: Reading(*values) for device, *values in rows}
+
+    def readings(self, device: str, begin: float, end: float) -> list[Reading]:
+        """Readings of a board between two times, in the finest step that reaches back so far, oldest first."""
+        step = next((step for step, kept_s in STEPS if begin >= end - kept_s), STEPS[-1][0])
+        at = range(int(begin) // step * step, int(end) + 1, step)
+        with _doing(self._home):
+            found = self._db.execute("select id from boards where device = ?", (device,)).fetchone()
+            rows = [] if found is None else [self._reading(step, each, found[0]) for each in at]
+        return [Reading(*row) for row in rows if row is not None]
+
+    def _reading(self, step: int, at: int, board: int) -> tuple[Any, ...] | None:
+        query = f"select at, {_VALUES} from readings where step = ? and at = ? and board = ?"  # noqa: S608
+        row: tuple[Any, ...] | None = self._db.execute(query, (step, at, board)).fetchone()
+        return row
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        self._db.execute("begin immediate")
+        try:
+            yield
+            self._db.execute("commit")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("rollback")
+            raise
+
+
+@contextmanager
+def _doing(home: Path) -> Iterator[None]:
+    try:
+        yield
+    except (sqlite3.Error, OSError) as error:
+        raise StoreError(f"cannot use {home / NAME}: {error}; no run depends on it, and it may be removed") from None

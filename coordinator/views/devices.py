@@ -1,0 +1,164 @@
+"""Boards of a fleet as a table: who is there, what each does, and how it is. From what a coordinator has noted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from fedquilt import columns, labels, units
+from fedquilt.coordinator.boards import Board, Doing, Reading
+from fedquilt.coordinator.boards_store import BoardStore
+
+STATES: Final = ("online", "offline", "working", "idle", "refused")  # what --state takes
+SKEW_SAID_S: Final = 1.0  # smaller differences between clocks may be the network's
+HEAD: Final = ("board", "state", "for", "W", "°C", "memory", "doing")
+LOOK_S: Final = 0.5  # between two looks of `watch`
+
+
+class Device(msgspec.Struct, frozen=True):
+    """One board as it is now."""
+
+    board: Board
+    reading: Reading  # its latest; nothing is known where there is no recent one
+
+    @property
+    def state(self) -> str:
+        """In a word: offline, idle, or what it does."""
+        if not self.board.online:
+            return "offline"
+        return "idle" if self.board.doing is None else self.board.doing.step
+
+    def row(self) -> dict[str, Any]:
+        """All of it for programs, times in wall-clock seconds."""
+        told: dict[str, Any] = msgspec.to_builtins(msgspec.structs.asdict(self.board))
+        reading = msgspec.structs.asdict(self.reading)
+        reading["reading_at"] = reading.pop("at") or None
+        return {**told, "state": self.state, **reading}
+
+
+def look(home: Path, now: float | None = None) -> list[Device]:
+    """Every board that a coordinator of this home has heard of, by name.
+
+    Raises:
+        StoreError: what is kept of boards cannot be read.
+    """
+    with BoardStore(home) as store:
+        latest = store.latest(time.time() if now is None else now)
+        return [Device(each, latest.get(each.device, Reading(0))) for each in store.boards()]
+
+
+def chosen(devices: Iterable[Device], wanted: Sequence[str] = (), state: str | None = None) -> list[Device]:
+    """The boards that a selection by labels names and that are in a state of STATES."""
+    return [
+        each
+        for each in devices
+        if labels.selects(wanted, each.board.labels) and (state is None or state in _states(each))
+    ]
+
+
+def _states(device: Device) -> set[str]:
+    board = device.board
+    refused = {"refused"} if board.refusal is not None else set()
+    if not board.online:
+        return {"offline", *refused}
+    return {"online", "idle" if board.doing is None else "working", *refused}
+
+
+def lines(devices: Sequence[Device], now: float, *, served: bool = True, wide: int | None = None) -> list[str]:
+    """The fleet as text: a count, then for each board a line, one of what it is, and one of its last refusal.
+
+    Args:
+        devices: to show.
+        now: wall-clock seconds.
+        served: whether a coordinator is there; without one nobody knows who is online.
+        wide: largest width of a line; None: as `columns.width`.
+    """
+    wide = columns.width() if wide is None else wide
+    told = [_counted(devices)]
+    if not served:
+        told.append("no coordinator serves this home: the boards are shown as the last one knew them")
+    table = columns.table([HEAD, *(_cells(each, now) for each in devices)], "<<>>>><", 10**6)
+    told += ["", _cut(table[0], wide)] if devices else []
+    for device, line in zip(devices, table[1:], strict=True):
+        told += [_cut(line, wide), _cut(f"  {_about(device.board, now)}", wide)]
+        if (refusal := device.board.refusal) is not None:
+            what = f" {_job(refusal.job)}, round {refusal.round}," if refusal.job else ""
+            when = units.duration(now - refusal.at)
+            told.append(_cut(f"  refused{what} {when} ago ({refusal.code}): {refusal.reason}", wide))
+    return told
+
+
+def _counted(devices: Sequence[Device]) -> str:
+    online = [each for each in devices if each.board.online]
+    working = sum(each.board.doing is not None for each in online)
+    boards = f"{len(devices)} board{'' if len(devices) == 1 else 's'}"
+    return f"{boards}: {len(online)} online, {working} of them at work; {len(devices) - len(online)} offline"
+
+
+def _cells(device: Device, now: float) -> tuple[str, ...]:
+    board, reading = device.board, device.reading
+    return (
+        board.device,
+        device.state,
+        "-" if board.since is None else units.duration(now - board.since),
+        "-" if reading.power_w is None else f"{reading.power_w:.3g}",
+        "-" if reading.temperature_c is None else f"{reading.temperature_c:.0f}",
+        _memory(reading.task_bytes or 0, board.budget_bytes),
+        "" if board.doing is None else _doing(board.doing, now),
+    )
+
+
+def _memory(task: int, budget: int) -> str:
+    """What the task's process holds of what it may: "0.31/2 GB"."""
+    if not budget:
+        return "-"
+    scale, prefix = units.unit(budget)
+    return f"{task / scale:.2g}/{budget / scale:.3g} {prefix}B"
+
+
+def _doing(doing: Doing, now: float) -> str:
+    share = f" {100 * doing.fraction:.0f} %" if doing.fraction is not None else ""
+    return f"{_job(doing.job)}, round {doing.round}:{share} {units.duration(now - doing.since)}"
+
+
+def _job(run: str) -> str:
+    """Name of a run's job: its id without the time."""
+    return run.rsplit("-", 3)[0]
+
+
+def _about(board: Board, now: float) -> str:
+    parts = [board.board or "has not said what it is", board.mode and f"mode {board.mode}"]
+    parts.append(board.version and f"agent {board.version}")
+    if board.skew_s is not None:
+        said = f"clock {board.skew_s:+.1f} s" if abs(board.skew_s) >= SKEW_SAID_S else "clock right"
+        parts.append(said)
+    if not board.online and board.seen is not None:
+        parts.append(f"last heard {units.duration(now - board.seen)} ago")
+    return "; ".join(filter(None, [", ".join(filter(None, parts)), " ".join(board.labels)]))
+
+
+def _cut(line: str, wide: int) -> str:
+    """A line without what would move a terminal's cursor, no longer than `wide`."""
+    if not line.isprintable():
+        line = "".join(each if each.isprintable() else "?" for each in line)
+    clean = line.rstrip()
+    return clean if len(clean) <= wide else f"{clean[: wide - 1]}…"
+
+
+def watch(
+    show: Callable[[list[Device]], None],
+    look: Callable[[], list[Device]],
+    wait: Callable[[float], None] = time.sleep,
+) -> None:
+    """Show the boards now, and again whenever something about them has changed, for ever."""
+    before: list[Device] | None = None
+    while True:
+        now = look()
+        if now != before:
+            before = now
+            show(now)
+        wait(LOOK_S)

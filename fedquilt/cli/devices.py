@@ -1,0 +1,59 @@
+"""`fedquilt devices`."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedquilt.cli import homes, options
+from fedquilt.cli.commands import argument, option, verb
+
+if TYPE_CHECKING:
+    from fedquilt.coordinator.views.devices import Device
+
+
+@verb()
+@argument("names", "Names of boards; without one, all.", nargs=-1, metavar="[NAME]...")
+@option("--label", many=True, metavar="WORD", help="Only boards with this label or group; !WORD: without it.")
+@option(
+    "--state",
+    type=options.OneOf(("online", "offline", "working", "idle", "refused")),
+    help="Only boards in this state; refused: that have declined a task, or had an update refused.",
+)
+@option("--watch", is_flag=True, help="Stay, and show every change.")
+@options.home
+@options.format
+def devices(
+    names: tuple[str, ...], label: tuple[str, ...], state: str | None, watch: bool, home: Path, format: str
+) -> None:
+    """Show every board: since when it is online, what it does and how far, watts, memory, refusals, labels."""
+    from fedquilt import labels
+    from fedquilt.coordinator.views import devices as view
+    from fedquilt.core import JobError
+
+    labels.require_selection(label)
+    with homes.existing(home) as store:
+
+        def look() -> list[Device]:
+            known = view.look(home)
+            if odd := set(names) - {each.board.device for each in known}:
+                raise JobError(f"no coordinator of {home} has heard of a board {min(odd)!r}")
+            found = view.chosen(known, label, state)
+            return [each for each in found if not names or each.board.device in names]
+
+        def show(found: list[Device]) -> None:
+            told = [] if format == "json" else view.lines(found, time.time(), served=store.served())
+            if watch and format == "text" and sys.stdout.isatty():
+                most = shutil.get_terminal_size().lines - 2
+                hidden = ["... and more: --label, --state or a NAME shows fewer"] if len(told) > most else []
+                print("\x1b[H\x1b[2J", end="")
+                told = [*told[: most - len(hidden)], *hidden]
+            homes.show(format, [each.row() for each in found], told)
+            sys.stdout.flush()
+
+        if not watch:
+            return show(look())
+        view.watch(show, look)

@@ -1,0 +1,161 @@
+"""Progress of what takes longer than a few seconds: one live line on a terminal, elsewhere a line now and then.
+
+A terminal's line is rewritten in place. A file or a pipe gets a first line after QUIET_S, then one after EVERY_S or a
+quarter of the time that has passed, whichever is longer, but not later than RARELY_S: of an hour's work some thirty
+lines.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, TextIO
+
+from fedquilt import units
+
+QUIET_S: Final = 5.0
+EVERY_S: Final = 10.0
+RARELY_S: Final = 300.0
+SHARE: Final = 0.25  # of the time passed so far, between two lines
+LIVE_S: Final = 0.1  # between two changes of a terminal's line
+TICK_S: Final = 1.0
+
+
+class Line:
+    """One line about what is going on. Several threads may use it.
+
+    Args:
+        out: where it is shown; None: standard error as it is at that moment.
+        live: whether the line is rewritten; None: if `out` is a terminal.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, out: TextIO | None = None, *, live: bool | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._given, self._live, self._clock, self._lock = out, live, clock, threading.Lock()
+        self._begun_s: float | None = None  # of what goes on now
+        self._due_s = 0.0
+        self._drawn = ""
+        self._first: tuple[float, float, float] | None = None  # total, what was done first, and when
+
+    @property
+    def live(self) -> bool:
+        """Whether the line is rewritten in place."""
+        return self._out.isatty() if self._live is None else self._live
+
+    def at(self, what: str | Callable[[], str], done: float | None = None, total: float | None = None) -> None:
+        """Show what is being done, if it is time to.
+
+        Args:
+            what: in a few words; a function is called only if it is shown.
+            done: how many of `total` are done; with both, how long the others may take is shown too.
+            total: of what `done` counts.
+        """
+        with self._lock:
+            now_s, live = self._clock(), self.live
+            if self._begun_s is None:
+                self._begun_s, self._due_s = now_s, now_s + (0.0 if live else QUIET_S)
+            left = self._left(done, total, now_s)
+            if now_s < self._due_s:
+                return
+            told = (what if isinstance(what, str) else what()) + left
+            if live:
+                self._due_s = now_s + LIVE_S
+                self._draw(told)
+            else:
+                self._due_s = now_s + min(max(EVERY_S, SHARE * (now_s - self._begun_s)), RARELY_S)
+                print(told, file=self._out, flush=True)
+
+    def say(self, *lines: str) -> None:
+        """Print lines that stay; on a terminal the live line goes, and is shown again below them with the next `at`."""
+        with self._lock:
+            self._wipe()
+            for line in lines:
+                print(line, file=self._out)
+            self._out.flush()
+
+    def aside(self, *lines: str) -> None:
+        """Print lines that stay to standard output, which may be the same terminal."""
+        with self._lock:
+            self._wipe()
+            self._out.flush()
+            for line in lines:
+                print(line, flush=True)
+
+    def end(self) -> None:
+        """Take the live line away: what went on is over."""
+        with self._lock:
+            self._wipe()
+            self._out.flush()
+            self._begun_s = self._first = None
+
+    @property
+    def _out(self) -> TextIO:
+        return sys.stderr if self._given is None else self._given
+
+    def _draw(self, told: str) -> None:
+        wide = shutil.get_terminal_size().columns - 1  # a line that wraps cannot be rewritten
+        told = told if len(told) <= wide else f"{told[: wide - 1]}…"
+        if told != self._drawn:
+            print(f"\r\x1b[K{told}", end="", file=self._out, flush=True)
+            self._drawn = told
+
+    def _wipe(self) -> None:
+        if self._drawn:
+            print("\r\x1b[K", end="", file=self._out)
+            self._drawn, self._due_s = "", 0.0
+
+    def _left(self, done: float | None, total: float | None, now_s: float) -> str:
+        """How far it is, and how long the rest may take, by what has been done since the first call."""
+        if done is None or total is None:
+            return ""
+        if self._first is None or self._first[0] != total or done < self._first[1]:
+            self._first = (total, done, now_s)
+        _, first, first_s = self._first
+        told = f" ({done:g} of {total:g} done"
+        if done > first:
+            left_s = (now_s - first_s) / (done - first) * (total - done)
+            told += f", about {units.duration(left_s)} left"
+        return f"{told})"
+
+
+LINE: Final = Line()
+"""The line of this process on standard error: all that a command does shows itself here."""
+
+
+@contextmanager
+def ticking(tell: Callable[[], None], every_s: float = TICK_S) -> Iterator[None]:
+    """Call `tell` in a thread of its own again and again, while the body computes or waits without a word."""
+    over = threading.Event()
+
+    def tick() -> None:
+        while not over.wait(every_s):
+            tell()
+
+    thread = threading.Thread(target=tick, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def during(what: str, line: Line = LINE, done: float | None = None, total: float | None = None) -> Iterator[None]:
+    """Show what goes on and for how long it has, while the body runs, of which nobody knows how far it is."""
+    began_s = time.monotonic()
+
+    def tell() -> None:
+        line.at(f"{what}: {units.duration(time.monotonic() - began_s)} so far", done, total)
+
+    try:
+        with ticking(tell):
+            yield
+    finally:
+        line.end()

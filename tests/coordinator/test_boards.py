@@ -1,0 +1,290 @@
+"""What is noted of boards, and kept for whoever watches the fleet."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fedquilt import wire
+from fedquilt.coordinator import boards, boards_store
+from fedquilt.coordinator.admission import Flooded
+from fedquilt.coordinator.boards import Board, Doing, Reading
+from fedquilt.coordinator.boards_link import DOUBT_S, LATER_S, SOON_S, TIDY_S, Boards
+from fedquilt.coordinator.boards_store import BoardStore
+from fedquilt.core import BlobRef, Profile, StoreError, Task, Update, Usage, Work
+from fedquilt.wire import Telemetry
+
+PROFILE = Profile(
+    device="a",
+    board="Orin",
+    memory_bytes=8,
+    budget_bytes=4,
+    engines=("numpy",),
+    versions={"fedquilt": "0.1.0"},
+    labels=("site=lab",),
+)
+TASK = Task(
+    job="j",
+    round=3,
+    attempt=0,
+    method="fedavg",
+    engine="numpy",
+    actions=("work",),
+    params={},
+    bundles={},
+    work=Work(),
+    seed=0,
+    deadline_s=60.0,
+)
+CLAIM = wire.Claim(job="j", round=3, attempt=0, accepted=True)
+
+
+def update() -> Update:
+    ref = {"model": BlobRef(sha256="0" * 64, size=1)}
+    return Update(job="j", round=3, attempt=0, device="a", weight=1.0, bundles=ref, metrics={}, usage=Usage())
+
+
+class Watched:
+    """A home whose boards are noted, with time that the test moves on."""
+
+    def __init__(self, home: Path) -> None:
+        self.home, self.now, self.now_s = home, 1_800_000_000.0, 100.0
+        self.start()
+
+    def start(self) -> None:
+        self.noted = Boards(self.home, lambda: self.now)
+        self.noted.step(self.now_s)
+
+    def say(self, device: str, *messages: object) -> None:
+        for message in messages:
+            self.noted.heard((device, message), self.now_s)  # type: ignore[arg-type]
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass, as far as something is due in it."""
+        end_s = self.now_s + seconds
+        while (due_s := self.noted.step(self.now_s)) <= end_s:
+            due_s = max(due_s, self.now_s)
+            self.now, self.now_s = self.now + due_s - self.now_s, due_s
+        self.now, self.now_s = self.now + end_s - self.now_s, end_s
+
+    def stored(self, device: str = "a") -> Board:
+        with BoardStore(self.home) as store:
+            return next(each for each in store.boards() if each.device == device)
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Watched:
+    return Watched(tmp_path)
+
+
+def test_a_board_is_known_soon_by_what_it_says(watched: Watched) -> None:
+    """Who it is, since when it is there, what it does and how far, and how its clock goes."""
+    began = watched.now
+    watched.say("a", wire.Presence(online=True, boot="1"), PROFILE)
+    watched.wait(SOON_S)
+    found = watched.stored()
+    assert (found.online, found.since, found.board, found.version) == (True, began, "Orin", "0.1.0")
+    assert (found.budget_bytes, found.labels, found.doing) == (4, ("site=lab",), None)
+    watched.noted.asked("a", TASK)
+    asked = watched.now
+    watched.wait(SOON_S)
+    assert watched.stored().doing == Doing("j", 3, "asked", asked)
+    watched.say("a", CLAIM, wire.Progress(job="j", round=3, attempt=0, fraction=0.25))
+    watched.say("a", Telemetry(mode="25W", clock_s=watched.now - 7.0))
+    claimed = watched.now
+    watched.wait(LATER_S)
+    assert watched.stored().doing == Doing("j", 3, "working", claimed, 0.25)
+    assert (watched.stored().mode, watched.stored().skew_s) == ("25W", -7.0)
+    watched.say("a", update())
+    watched.wait(SOON_S)
+    sending = watched.stored().doing
+    assert sending is not None
+    assert sending.step == "sending"
+    watched.noted.answered("a", wire.Ack(job="j", round=3, attempt=0, accepted=True))
+    watched.wait(SOON_S)
+    assert watched.stored().doing is None
+
+
+def test_the_last_refusal_is_kept_with_its_reason_and_the_time_it_began(watched: Watched) -> None:
+    """Of the board, however often it is said again, or of the coordinator; giving up a task on request is none."""
+    refused = wire.Claim(job="j", round=3, attempt=0, accepted=False, code="memory", reason="12 MB short")
+    began = watched.now
+    watched.noted.asked("a", TASK)
+    watched.say("a", refused)
+    watched.wait(60.0)
+    watched.say("a", refused)
+    watched.say("a", wire.Claim(job="j", round=3, attempt=0, accepted=False, code="cleared"))
+    watched.wait(SOON_S)
+    found = watched.stored()
+    assert found.refusal == boards.Refusal(began, "memory", "12 MB short", "j", 3)
+    assert found.doing is None
+    watched.noted.answered("a", wire.Ack(job="j", round=4, attempt=0, accepted=False, reason="not finite"))
+    watched.wait(SOON_S)
+    found = watched.stored()
+    assert found.refusal is not None
+    assert (found.refusal.code, found.refusal.reason, found.refusal.round) == ("update", "not finite", 4)
+    watched.noted.heard(Flooded("a"), watched.now_s)
+    watched.wait(SOON_S)
+    assert watched.stored().refusal is not None
+    assert watched.stored().refusal.code == "flooding"  # type: ignore[union-attr]
+
+
+def test_a_late_message_makes_no_clock_slow(watched: Watched) -> None:
+    """The fastest of some minutes is believed; later than that, the latest."""
+    watched.say("a", Telemetry(clock_s=watched.now))
+    watched.wait(30.0)
+    watched.say("a", Telemetry(clock_s=watched.now - 20.0))
+    watched.wait(LATER_S)
+    assert watched.stored().skew_s == 0.0
+    watched.wait(boards.SKEW_KEPT_S)
+    watched.say("a", Telemetry(clock_s=watched.now - 20.0))
+    watched.wait(LATER_S)
+    assert watched.stored().skew_s == -20.0
+
+
+def test_a_restarted_coordinator_goes_on_with_what_is_known(watched: Watched) -> None:
+    """Who was online and says so again has been so since then; who is not heard of is not online; no task is open."""
+    began = watched.now
+    for device in ("a", "b"):
+        watched.say(device, wire.Presence(online=True, boot="1"))
+        watched.noted.asked(device, TASK)
+    watched.noted.close()
+    watched.now += 3600
+    watched.start()
+    watched.say("a", wire.Presence(online=True, boot="1"))
+    watched.wait(SOON_S)
+    assert (watched.stored("a").since, watched.stored("a").doing) == (began, None)
+    assert watched.stored("b").online
+    watched.wait(DOUBT_S)
+    assert (watched.stored("a").online, watched.stored("b").online) == (True, False)
+    watched.say("a", wire.Presence(online=True, boot="2"))
+    watched.wait(SOON_S)
+    assert watched.stored("a").since == watched.now - SOON_S
+
+
+def test_what_a_broker_keeps_of_boards_long_gone_is_no_news(watched: Watched) -> None:
+    """Nobody knows since when they have been away."""
+    watched.say("a", wire.Presence(online=False, boot="1"), PROFILE)
+    watched.wait(SOON_S)
+    assert (watched.stored().online, watched.stored().since, watched.stored().seen) == (False, None, None)
+
+
+def test_readings_become_coarser_with_age_and_end(watched: Watched) -> None:
+    """Means of watts, the hottest, the least free memory; as many rows as there are steps, however long it goes on."""
+    watched.now = 1_800_000_000.0 // 3600 * 3600
+    began = int(watched.now)
+    for minute in range(180):
+        for power_w, temperature_c, free in ((10.0, 50.0, 100), (20.0, 60.0 + minute / 10, 80)):
+            watched.say("a", Telemetry(power_w=power_w, temperature_c=temperature_c, available_bytes=free))
+            watched.wait(10.0)
+        watched.wait(40.0)
+    with BoardStore(watched.home) as store:
+        fine = store.readings("a", watched.now - 600, watched.now)
+        assert fine[0].power_w == 15.0
+        assert (fine[0].power_most_w, fine[0].available_bytes) == (20.0, 80)
+        coarse = store.readings("a", began, began + 86400)
+        assert [each.at - began for each in coarse[:3]] == [0, 300, 600]
+        assert (coarse[0].power_w, coarse[0].temperature_c) == (15.0, 60.4)
+        assert [each.at for each in store.readings("a", began, began + 20 * 86400)] == [began, began + 3600]
+    rows = sqlite3.connect(watched.home / boards_store.NAME)
+    finest = rows.execute("select min(at), count(*) from readings where step = 30").fetchone()
+    rows.close()
+    assert finest[0] >= watched.now - 7200 - TIDY_S
+    assert finest[1] <= 240 + TIDY_S / 30
+
+
+def test_boards_that_have_long_been_away_are_forgotten(watched: Watched) -> None:
+    """With all their readings."""
+    watched.say("a", wire.Presence(online=True, boot="1"), Telemetry(power_w=1.0))
+    watched.say("b", wire.Presence(online=True, boot="1"))
+    watched.wait(LATER_S)
+    watched.say("a", wire.Presence(online=False, boot="1"))
+    watched.wait(SOON_S)
+    watched.now += boards_store.FORGOTTEN_S + 1
+    watched.wait(TIDY_S)
+    with BoardStore(watched.home) as store:
+        assert [each.device for each in store.boards()] == ["b"]
+        assert store.readings("a", 0, 1) == []
+
+
+def test_an_old_home_has_no_boards_and_is_not_changed_by_looking(tmp_path: Path) -> None:
+    """One that a version before this one has left."""
+    with BoardStore(tmp_path) as store:
+        assert (store.boards(), store.latest(0.0), store.readings("a", 0, 100)) == ([], {}, [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_database_of_a_later_version_is_refused_and_one_that_is_damaged_put_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither keeps a coordinator from its rounds."""
+    (tmp_path / boards_store.NAME).write_bytes(b"no database" * 1000)
+    with pytest.raises(StoreError, match="no run depends on it"):
+        BoardStore(tmp_path)
+    watched = Watched(tmp_path)
+    watched.say("a", PROFILE)
+    watched.wait(SOON_S)
+    assert watched.stored().board == "Orin"
+    assert (tmp_path / "boards.db.damaged").exists()
+    watched.noted.close()
+    db = sqlite3.connect(tmp_path / boards_store.NAME)
+    db.execute("pragma user_version = 99")
+    db.close()
+    later = Watched(tmp_path)
+    later.say("a", Telemetry())
+    later.wait(60.0)
+    assert "written by a newer fedquilt" in caplog.text
+
+
+def test_a_full_disk_is_said_once_and_noting_goes_on_afterwards(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rounds do not hear of it."""
+
+    def full(*given: object) -> None:
+        raise StoreError("no space left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BoardStore, "write", full)
+        for minute in range(10):
+            watched.say("a", Telemetry(power_w=float(minute)), wire.Presence(online=minute % 2 == 0, boot="1"))
+            watched.wait(60.0)
+    assert caplog.text.count("no space left") == 1
+    watched.say("a", PROFILE)
+    watched.wait(120.0)
+    assert watched.stored().board == "Orin"
+
+
+def test_it_is_read_while_it_is_written(watched: Watched) -> None:
+    """By another connection, in the middle of a change."""
+    watched.say("a", PROFILE)
+    watched.wait(SOON_S)
+    with BoardStore(watched.home) as reader:
+        writer = sqlite3.connect(watched.home / boards_store.NAME, isolation_level=None)
+        writer.execute("begin immediate")
+        writer.execute("delete from boards")
+        assert [each.device for each in reader.boards()] == ["a"]
+        writer.execute("commit")
+        writer.close()
+        assert reader.boards() == []
+
+
+def test_a_row_that_cannot_be_read_hides_no_other(watched: Watched) -> None:
+    """It may be of another version."""
+    watched.say("a", PROFILE)
+    watched.say("b", msgspec.structs.replace(PROFILE, device="b"))
+    watched.wait(SOON_S)
+    db = sqlite3.connect(watched.home / boards_store.NAME)
+    db.execute("update boards set body = '{\"device\": 3}' where device = 'a'")
+    db.commit()
+    db.close()
+    with BoardStore(watched.home) as store:
+        assert [each.device for each in store.boards()] == ["b"]
+
+
+def test_a_reading_of_one_message_is_that_message() -> None:
+    """And a value that is not told is none."""
+    assert boards.joined(None, 1, Telemetry(power_w=3.0), 30) == Reading(30, 3.0, 3.0)

@@ -1,0 +1,144 @@
+"""Metrics of a coordinator and its fleet, served as OpenMetrics."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fedquilt import open_metrics
+from fedquilt.coordinator import exposed
+from fedquilt.coordinator.boards import Board, Doing, Reading
+from fedquilt.coordinator.exposed import Exposed
+from fedquilt.coordinator.facts import Answered, Asked, Committed, Declined, Ended
+from fedquilt.core import BlobRef, JobError, Update, Usage
+from fedquilt.open_metrics import Family
+
+NOW = 1_800_000_000.0
+OPEN = "application/openmetrics-text; version=1.0.0"
+
+
+def values(found: Iterable[Family]) -> dict[tuple[str, ...], float]:
+    """Every sample by the metric's name and its labels' values."""
+    return {(each.name, *labels): value for each in found for labels, value in each.samples}
+
+
+def job(name: str) -> Any:
+    return SimpleNamespace(job=SimpleNamespace(name=name, rounds=10))
+
+
+def play(counts: Exposed, name: str = "digits") -> None:
+    """Half a round of a job."""
+    usage = Usage(down_bytes=100, up_bytes=40, energy_j=2.5)
+    ref = BlobRef(sha256="0" * 64, size=1)
+    update = Update(job="j", round=3, attempt=0, device="a", weight=1.0, bundles={"m": ref}, metrics={}, usage=usage)
+    for fact in (Asked(3, 0, ("a", "b")), Answered(3, update), Declined(3, "b", "memory", "12 MB short")):
+        counts.observe(job(name), fact)
+
+
+def test_rounds_are_counted_by_job_and_boards_as_they_are() -> None:
+    """What a board does not measure has no sample, nor what it measured long ago."""
+    known = [
+        (Board("a", online=True, budget_bytes=8, doing=Doing("j", 3, "working", NOW, 0.5)), Reading(int(NOW), 7.5)),
+        (Board("b", skew_s=-3.0), Reading(int(NOW) - 3600, 9.0)),
+        (Board("c", online=True), None),
+    ]
+    counts = Exposed(lambda: known, lambda: NOW)
+    play(counts)
+    found = values(counts.families())
+    wanted = {
+        ("fedquilt_updates", "digits"): 1,
+        ("fedquilt_joules", "digits"): 2.5,
+        ("fedquilt_down_bytes", "digits"): 100,
+        ("fedquilt_declined", "digits", "memory"): 1,
+        ("fedquilt_round", "digits"): 3,
+        ("fedquilt_round_most", "digits"): 10,
+        ("fedquilt_boards", "online"): 2,
+        ("fedquilt_boards", "offline"): 1,
+        ("fedquilt_boards", "working"): 1,
+        ("fedquilt_board_online", "b"): 0,
+        ("fedquilt_board_power_watts", "a"): 7.5,
+        ("fedquilt_board_progress_ratio", "a"): 0.5,
+        ("fedquilt_board_clock_skew_seconds", "b"): -3.0,
+    }
+    assert {key: found.get(key) for key in wanted} == wanted
+    assert ("fedquilt_board_power_watts", "b") not in found
+    counts.observe(job("digits"), Committed(3, BlobRef(sha256="0" * 64, size=1), False, {}))
+    counts.observe(job("digits"), Ended("done", ""))
+    found = values(counts.families())
+    assert (found["fedquilt_rounds", "digits"], found["fedquilt_jobs_ended", "done"]) == (1, 1)
+    assert ("fedquilt_round", "digits") not in found
+
+
+def test_labels_are_bounded() -> None:
+    """However many boards and jobs there are."""
+    known = [(Board(f"{index:05d}", online=True), None) for index in range(exposed.MOST_BOARDS + 7)]
+    counts = Exposed(lambda: known, lambda: NOW)
+    for index in range(exposed.MOST_JOBS + 20):
+        play(counts, f"job-{index}")
+    found = values(counts.families())
+    assert sum(key[0] == "fedquilt_board_online" for key in found) == exposed.MOST_BOARDS
+    assert (found["fedquilt_boards", "online"], found[("fedquilt_boards_left_out",)]) == (exposed.MOST_BOARDS + 7, 7)
+    assert sum(key[0] == "fedquilt_updates" for key in found) == exposed.MOST_JOBS + 1
+    assert found["fedquilt_updates", exposed.OTHERS] == 20
+
+
+def read(place: str) -> str:
+    asked = urllib.request.Request(place, headers={"Accept": OPEN})
+    with urllib.request.urlopen(asked, timeout=20) as answer:
+        assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
+        return str(answer.read().decode())
+
+
+def test_they_are_served_as_open_metrics_and_every_name_is_one() -> None:
+    """A parser of the format reads them back; the process's own memory is among them."""
+    pytest.importorskip("prometheus_client", reason="metrics are an extra")
+    from prometheus_client.openmetrics import parser
+
+    counts = Exposed(lambda: [(Board('a"b\nc', online=True, board="x" * 300), None)], lambda: NOW)
+    play(counts)
+    with open_metrics.served("127.0.0.1:0", counts.families) as place:
+        found = {family.name: family for family in parser.text_string_to_metric_families(read(place))}
+    assert found["fedquilt_updates"].samples[0].value == 1
+    assert found["fedquilt_board_online"].samples[0].labels == {"device": 'a"b\nc'}
+    assert found["process_resident_memory_bytes"].samples[0].value > 1e6
+
+
+def test_an_error_of_metrics_is_theirs_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """The request gets none; the body goes on, and so does the next request."""
+    pytest.importorskip("prometheus_client", reason="metrics are an extra")
+    broken = [True]
+
+    def collect() -> Iterable[Family]:
+        if broken.pop():
+            raise ZeroDivisionError
+        return []
+
+    broken.insert(0, False)
+    with open_metrics.served("127.0.0.1:0", collect) as place:
+        with pytest.raises(OSError):
+            read(place)
+        assert "process_cpu_seconds" in read(place)
+    assert "metrics cannot be made" in caplog.text
+
+
+@pytest.mark.parametrize("listen", ["9464", ":9464", "localhost:", "localhost:http", "localhost:70000", ""])
+def test_what_is_no_place_to_serve_at_is_refused(listen: str) -> None:
+    """With the form that is wanted."""
+    with (
+        pytest.raises(JobError, match=r"write HOST:PORT, such as 127\.0\.0\.1:9464"),
+        open_metrics.served(listen, list),
+    ):
+        pass
+
+
+def test_a_place_that_is_taken_is_named() -> None:
+    """Two coordinators on one machine."""
+    pytest.importorskip("prometheus_client", reason="metrics are an extra")
+    with open_metrics.served("127.0.0.1:0", list) as place:
+        taken = place.removeprefix("http://").removesuffix("/metrics")
+        with pytest.raises(JobError, match=f"cannot be served at {taken}: Address"), open_metrics.served(taken, list):
+            pass

@@ -1,0 +1,146 @@
+"""Boards as a table for people, and as rows for programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedquilt import cli
+from fedquilt.coordinator.boards import Board, Doing, Reading, Refusal
+from fedquilt.coordinator.boards_store import BoardStore
+from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.views import devices
+
+NOW = 1_800_000_000.0
+RUN = "digits-20270115-080000-a1b2c3"
+WORKING = Board(
+    "orin-07",
+    online=True,
+    since=NOW - 3 * 3600,
+    seen=NOW,
+    board="NVIDIA Jetson Orin Nano",
+    version="0.1.0",
+    budget_bytes=2_000_000_000,
+    labels=("site=lab", "window"),
+    mode="25W",
+    doing=Doing(RUN, 3, "working", NOW - 65, 0.45),
+    skew_s=-7.04,
+)
+IDLE = Board("pi-01", online=True, since=NOW - 60, seen=NOW, board="Raspberry Pi 5", labels=("site=hall",), skew_s=0.2)
+GONE = Board(
+    "pi-02",
+    since=NOW - 90000,
+    seen=NOW - 90010,
+    refusal=Refusal(NOW - 90020, "memory", "the task needs 12 MB more\x1b[2J than its budget" + " x" * 60, RUN, 3),
+)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A coordinator's folder with three boards, one of which tells its sensors."""
+    Store(tmp_path).close()
+    with BoardStore(tmp_path, writes=True) as store:
+        reading = Reading(int(NOW) - 10, 12.34, 15.0, 61.2, 1_000_000_000, 310_000_000)
+        store.write([GONE, WORKING, IDLE], [("orin-07", reading)])
+    return tmp_path
+
+
+def test_the_table_fits_eighty_columns_and_has_everything(home: Path) -> None:
+    """Sorted by name; what a board sends moves no cursor."""
+    assert devices.lines(devices.look(home, NOW), NOW, wide=80) == [
+        "3 boards: 2 online, 1 of them at work; 1 offline",
+        "",
+        "board    state     for     W  °C     memory  doing",
+        "orin-07  working   3 h  12.3  61  0.31/2 GB  digits, round 3: 45 % 65 s",
+        "  NVIDIA Jetson Orin Nano, mode 25W, agent 0.1.0, clock -7.0 s; site=lab window",
+        "pi-01    idle     60 s     -   -          -",
+        "  Raspberry Pi 5, clock right; site=hall",
+        "pi-02    offline  25 h     -   -          -",
+        "  has not said what it is, last heard 25 h ago",
+        "  refused digits, round 3, 25 h ago (memory): the task needs 12 MB more?[2J tha…",
+    ]
+
+
+def test_without_a_coordinator_that_is_said(home: Path) -> None:
+    """Who is online is then not known."""
+    assert "no coordinator serves this home" in devices.lines(devices.look(home, NOW), NOW, served=False)[1]
+
+
+def test_a_reading_that_is_old_is_not_shown(home: Path) -> None:
+    """The watts of an hour ago are none of now."""
+    assert devices.look(home, NOW + 3600)[0].reading == Reading(0)
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ([], ["orin-07", "pi-01", "pi-02"]),
+        (["pi-01"], ["pi-01"]),
+        (["--label", "site=lab", "window"], ["orin-07"]),
+        (["--label", "!window", "--state", "online"], ["pi-01"]),
+        (["--state", "offline"], ["pi-02"]),
+        (["--state", "refused"], ["pi-02"]),
+        (["--state", "working"], ["orin-07"]),
+        (["--state", "idle", "--label", "window"], []),
+    ],
+)
+def test_boards_are_chosen_by_name_label_and_state(
+    home: Path, words: list[str], found: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As JSON with everything that is known."""
+    assert cli.main(["devices", *words, "--home", str(home), "--format", "json"]) == 0
+    rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    assert [row["device"] for row in rows] == found
+    if "orin-07" in found:
+        known = {"state": "working", "mode": "25W", "skew_s": -7.04, "labels": ["site=lab", "window"]}
+        assert {key: rows[0][key] for key in known} == known
+        assert rows[0]["doing"] == {"job": RUN, "round": 3, "step": "working", "since": NOW - 65, "fraction": 0.45}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nobody"], "has heard of a board 'nobody'"),
+        (["--label", "Lab 1"], "'Lab 1' selects no boards"),
+        (["--state", "asleep"], "'asleep' is none of online"),
+    ],
+)
+def test_what_is_no_board_label_or_state_is_refused(
+    home: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With what there is."""
+    try:
+        code = cli.main(["devices", *words, "--home", str(home)])
+    except SystemExit as end:
+        code = int(str(end.code))
+    assert code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_home_of_an_earlier_version_has_no_boards_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And looking at it makes none."""
+    Store(tmp_path).close()
+    assert cli.main(["devices", "--home", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("0 boards")
+    assert not (tmp_path / "boards.db").exists()
+
+
+def test_watching_shows_each_change_once() -> None:
+    """And nothing while nothing changes."""
+    looks = [[], [], [devices.Device(IDLE, Reading(0))], [devices.Device(IDLE, Reading(0))], []]
+    shown: list[list[devices.Device]] = []
+
+    class EndError(Exception):
+        pass
+
+    def look() -> list[devices.Device]:
+        if not looks:
+            raise EndError
+        return looks.pop(0)
+
+    with pytest.raises(EndError):
+        devices.watch(shown.append, look, lambda seconds: None)
+    assert shown == [[], [devices.Device(IDLE, Reading(0))], []]

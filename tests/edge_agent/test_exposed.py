@@ -1,0 +1,37 @@
+"""Metrics of one agent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedquilt.core import JobError
+from fedquilt.edge_agent import exposed, settings
+from fedquilt.edge_agent.agent import Agent
+from fedquilt.edge_agent.devices.simulated import SimulatedDevice
+from fedquilt.edge_agent.settings import AgentSettings
+from fedquilt.edge_agent.task.worker import InlineWorker
+from fedquilt.transport.link import MemoryBroker
+from fedquilt.wire import Telemetry
+
+
+def test_an_agent_tells_what_it_told_last(tmp_path: Path) -> None:
+    """A sensor that it has not has no sample; nothing is read for it."""
+    broker = MemoryBroker()
+    board = SimulatedDevice.named("jetson-nano")
+    options = AgentSettings(device="a", home=str(tmp_path), budget="1GB")
+    agent = Agent(broker.connect(), options, board, InlineWorker(board))
+    agent.told = Telemetry(power_w=7.5)
+    found = {each.name: each.samples for each in exposed.families(agent)}
+    assert found["fedquilt_agent_power_watts"] == [(("a",), 7.5)]
+    assert found["fedquilt_agent_budget_bytes"] == [(("a",), 1e9)]
+    assert found["fedquilt_agent_working"] == [(("a",), 0.0)]
+    assert "fedquilt_agent_battery_ratio" not in found
+
+
+def test_a_place_that_is_none_is_refused_with_the_settings() -> None:
+    """Before the agent starts; without the table nothing is served."""
+    assert settings.parse({"device": "a", "home": "x"}).metrics.listen is None
+    with pytest.raises(JobError, match=r"\[metrics\] listen: '9464' is no place to serve metrics"):
+        settings.parse({"device": "a", "home": "x", "metrics": {"listen": "9464"}})

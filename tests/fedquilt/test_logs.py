@@ -1,0 +1,71 @@
+"""Logs as JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fedquilt import logs
+from fedquilt.coordinator.facts import AnyFact, Asked, Declined, Ended
+from fedquilt.coordinator.views.json_console import JsonConsole
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What is logged as JSON from now on."""
+    found: list[dict[str, Any]] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(json.loads(self.format(record)))
+
+    monkeypatch.setattr(logging.getLogger(), "handlers", [Handler()])
+    logs.as_json(device="orin-07")
+    return found
+
+
+def test_a_line_has_the_ids_that_its_call_names(lines: list[dict[str, Any]]) -> None:
+    """And the process's own where it names none; in one line, whatever stands in it."""
+    log = logging.getLogger("fedquilt.test")
+    log.warning("%s,\nround %d", "j-1", 3, extra=logs.about(run="j-1", round=3, device=None))
+    log.warning("odd \udcff", extra=logs.about(device="pi-01"))
+    assert [lines[0][key] for key in ("level", "message", "run", "round", "device")] == [
+        "WARNING",
+        "j-1,\nround 3",
+        "j-1",
+        3,
+        "orin-07",
+    ]
+    assert lines[0]["at"].endswith("+00:00")
+    assert "pi-01" in lines[1]["device"]
+
+
+def test_an_error_has_its_traceback(lines: list[dict[str, Any]]) -> None:
+    """In a field of its own."""
+    try:
+        raise ValueError("no number")
+    except ValueError:
+        logging.getLogger("fedquilt.test").exception("failed")
+    assert lines[0]["error"].endswith("ValueError: no number")
+
+
+def test_a_coordinators_facts_are_lines(lines: list[dict[str, Any]]) -> None:
+    """Each with its run, and its round and device where it has one."""
+    job: Any = SimpleNamespace(id="digits-1")
+    console = JsonConsole()
+    facts: list[AnyFact] = [Asked(3, 0, ("a",)), Declined(3, "a", "memory", "12 MB short"), Ended("failed", "why")]
+    for fact in facts:
+        console.observe(job, fact)
+    console.say("connected to the broker")
+    told = [tuple(line.get(key) for key in ("level", "fact", "run", "round")) for line in lines]
+    assert told == [
+        ("INFO", "Asked", "digits-1", 3),
+        ("INFO", "Declined", "digits-1", 3),
+        ("ERROR", "Ended", "digits-1", None),
+        ("INFO", None, None, None),
+    ]
+    assert (lines[1]["device"], lines[1]["message"]) == ("a", "round 3: a declined (memory): 12 MB short")

@@ -1,0 +1,105 @@
+"""Progress on a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import io
+import threading
+
+import pytest
+
+from fedquilt import progress
+from fedquilt.progress import EVERY_S, LIVE_S, QUIET_S, Line
+
+
+class Clock:
+    """Time that the test moves on."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_elsewhere_a_line_comes_now_and_then(clock: Clock) -> None:
+    """None of what is soon over; then ever more rarely."""
+    out = io.StringIO()
+    line = Line(out, clock=clock)
+    shown = []
+    for second in range(3600):
+        clock.now_s = float(second)
+        before = out.tell()
+        line.at("work")
+        if out.tell() > before:
+            shown.append(second)
+    assert shown[:4] == [QUIET_S, QUIET_S + EVERY_S, QUIET_S + 2 * EVERY_S, QUIET_S + 3 * EVERY_S]
+    assert 20 < len(shown) < 60
+    assert shown[-1] - shown[-2] > 200
+    assert "\r" not in out.getvalue()
+
+
+def test_a_terminal_has_one_line_that_is_rewritten_in_its_width(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, but not more often than the eye sees; lines that stay come above it."""
+    monkeypatch.setenv("COLUMNS", "20")
+    out = Terminal()
+    line = Line(out, clock=clock)
+    line.at("one")
+    line.at("two")  # too soon
+    clock.now_s += LIVE_S
+    line.at("three, which is longer than the terminal")
+    line.say("stays")
+    line.at("four")
+    line.end()
+    assert out.getvalue() == "\r\x1b[Kone\r\x1b[Kthree, which is lo…\r\x1b[Kstays\n\r\x1b[Kfour\r\x1b[K"
+
+
+def test_how_long_the_rest_takes_is_told_by_what_has_been_done(clock: Clock) -> None:
+    """Since the first call: what was done before took none of this time."""
+    out = Terminal()
+    line = Line(out, clock=clock)
+    line.at("runs", 4, 10)
+    clock.now_s += 60
+    line.at("runs", 6, 10)
+    told = out.getvalue().split("\r\x1b[K")[1:]
+    assert told == ["runs (4 of 10 done)", "runs (6 of 10 done, about 2 min left)"]
+
+
+def test_words_that_are_not_shown_are_not_made(clock: Clock) -> None:
+    """They may cost as much as there are boards."""
+    made: list[float] = []
+    line = Line(io.StringIO(), clock=clock)
+    for second in range(8):
+        clock.now_s = float(second)
+        line.at(lambda: made.append(clock.now_s) or "words")  # type: ignore[func-returns-value]
+    assert made == [QUIET_S]
+
+
+def test_what_says_nothing_itself_is_shown_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From another thread, until the body ends; then the line is gone, also if it ends by an error."""
+    out, shown = Terminal(), threading.Event()
+    write = out.write
+    monkeypatch.setattr(out, "write", lambda text: (write(text), "so far" in text and shown.set())[0])
+    monkeypatch.setattr(progress, "TICK_S", 0.001)
+    line = Line(out)
+    before = threading.active_count()
+
+    def fail() -> None:
+        with progress.ticking(lambda: line.at("bench: 1 s so far"), 0.001):
+            assert shown.wait(20)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert threading.active_count() == before
+    with progress.during("bench", line):
+        pass
+    assert out.getvalue().endswith("\r\x1b[K")

@@ -1,0 +1,288 @@
+"""Processes of a federation are killed at random: every result is bit for bit that of a run in which nothing happened.
+
+    python tests/kills.py --kills 200
+    python tests/kills.py --kills 40 --seed 3 --case scaffold
+
+A coordinator, three agents with their tasks' processes and a Mosquitto run as processes of their own, and one after the
+other dies by SIGKILL, at moments that are drawn from the seed. A job has the default cohort settings, but that it waits
+for all three boards before its first round. Jobs follow each other until there were enough kills. Afterwards, for each:
+
+- the job is done, and no board that was asked in a round is without an update that was counted there, once;
+- each round's state has the bits that it has in one process on virtual time, with the same boards in each round;
+- each board's private state likewise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+if __name__ == "__main__":
+    os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from federation import bundle_of, digits
+from mosquittos import Mosquitto
+from processes import Processes
+
+from fedquilt import config
+from fedquilt.coordinator import rounds, settings
+from fedquilt.coordinator.facts import Answered, AnyFact, Asked, Committed, Ended, Rounds
+from fedquilt.coordinator.store import Store
+from fedquilt.tools.simulation import agents as fleet
+
+DEVICES = 3
+KINDS = ("coordinator", "agent", "task", "broker")
+LIMIT_S = 600.0  # without a new fact
+TASK_KILLS = 2  # of one board's task in one round: the third would have the board refuse it, as it should
+IN_A_ROW = 4  # kills without an answer in between: else nothing would ever be done
+CASES: dict[str, tuple[str, dict[str, Any]]] = {  # method -> network, and how long a task is
+    "fedprox": ("perceptron", {"engine": "numpy", "params": {"lr": 0.1, "batch": 8, "epochs": 150}}),
+    "scaffold": ("batch-norm", {"engine": "torch", "params": {"lr": 0.05, "batch": 8, "epochs": 3}}),  # private state
+    "ditto": ("perceptron", {"engine": "numpy", "params": {"lr": 0.01, "batch": 8, "epochs": 80}}),  # likewise
+}
+
+
+class LostError(AssertionError):
+    """Something that must hold after the kills does not."""
+
+
+class Campaign:
+    """One job and its federation in a folder.
+
+    Args:
+        folder: for everything of it.
+        case: of `CASES`.
+        roll: draws who dies, and when.
+        kills: at most.
+        rounds: of the job.
+    """
+
+    def __init__(self, folder: Path, case: str, roll: random.Random, kills: int, rounds: int = 6) -> None:
+        network, table = CASES[case]
+        self.folder, self.killed = folder, Counter[str]()
+        self._roll, self._kills = roll, kills
+        self._next: list[str] = []  # kinds to kill: each once, before any of them again
+        self._home = folder / "runs"
+        self._log = folder / "all.log"
+        self._bundle = bundle_of(network, folder / "job.bundle")
+        job = {
+            "name": "kills",
+            "method": case,
+            "rounds": rounds,
+            "seed": 3,
+            **table,
+            "cohort": {"start_devices": DEVICES},
+            "check": {"every": 2},
+            "fleet": {"devices": DEVICES, "boards": ["jetson-agx-orin"], "budgets": ["1GB", "4GB", "8GB"]},
+            "data": {"path": str(digits(folder / "digits.npz")), "partition": "dirichlet", "alpha": 2.0, "min_size": 8},
+        }
+        (folder / "job.toml").write_text(config.text(job))
+        self.plan = fleet.Plan(settings.load(folder / "job.toml"), self._bundle, folder / "calm")
+        self._tasks = Counter[tuple[str, int]]()  # kills of tasks, by board and round
+
+    # -- with kills --
+
+    def play(self) -> Counter[str]:
+        """Run the job to its end among kills, and check what came of it; returns how often each kind was killed.
+
+        Raises:
+            LostError: something does not hold; the folder has the homes and the log.
+        """
+        (self.folder / "mosquitto").mkdir()
+        broker = Mosquitto(self.folder / "mosquitto", ()).start()
+        processes = Processes()
+        try:
+            self._run(processes, broker)
+        finally:
+            processes.end()
+            broker.kill()
+        self._require()
+        return self.killed
+
+    def _run(self, processes: Processes, broker: Mosquitto) -> None:
+        run = ("run", str(self.folder / "job.toml"), "--home", str(self._home), "--broker", broker.url)
+        commands = {"coordinator": run}
+        for table in self.plan.agents():
+            name = table["device"]
+            told = {**table, "home": str(self.folder / name), "broker": {"url": broker.url}, "warm_s": 600.0}
+            (self.folder / f"{name}.toml").write_text(config.text(told))
+            commands[name] = ("agent", str(self.folder / f"{name}.toml"))
+        for name, command in commands.items():
+            processes.start(name, self._log, *command)
+        seen, moved_s, answers, row = 0, time.monotonic(), 0, 0
+        next_s = moved_s + self._roll.uniform(0.5, 5.0)
+        while not isinstance((found := self.facts() or [None])[-1], Ended):
+            now_s = time.monotonic()
+            if len(found) != seen:
+                seen, moved_s = len(found), now_s
+            if now_s > moved_s + LIMIT_S:
+                raise LostError(f"nothing has happened for {LIMIT_S:g} s: {self._words()}")
+            if (count := sum(isinstance(fact, Answered) for fact in found)) > answers:
+                answers, row = count, 0
+            if self.killed.total() < self._kills and row < IN_A_ROW and now_s >= next_s and found[0] is not None:
+                row += self._kill(processes, broker, commands, found)
+                next_s = time.monotonic() + self._roll.uniform(0.0, 2.5)
+            time.sleep(0.2)
+        if processes.running["coordinator"].wait(timeout=60) != 0:
+            raise LostError(f"the coordinator failed: {self._words()}")
+        if "damaged" in (said := self._log.read_text(errors="replace")):
+            raise LostError(f"something is called damaged, and nothing is: {said[-3000:]}")
+
+    def _kill(
+        self, processes: Processes, broker: Mosquitto, commands: Mapping[str, Sequence[str]], found: Sequence[Any]
+    ) -> bool:
+        """Kill one of the kind whose turn it is, and start it again; False: there is none just now."""
+        self._next = self._next or self._roll.sample(KINDS, len(KINDS))
+        kind = self._next[-1]
+        device = self._roll.choice(sorted(commands.keys() - {"coordinator"}))
+        if kind == "broker":
+            broker.kill()
+            broker.restart()
+        elif kind == "task":
+            round = max((fact.round for fact in found if isinstance(fact, Asked)), default=0)
+            found_tasks = ((name, _task_of(process.pid)) for name, process in processes.running.items())
+            tasks = {name: task for name, task in found_tasks if task is not None}
+            able = sorted(name for name in tasks if self._tasks[name, round] < TASK_KILLS)
+            if not able:
+                return False
+            device = self._roll.choice(able)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(tasks[device], signal.SIGKILL)
+            self._tasks[device, round] += 1
+        else:
+            name = device if kind == "agent" else kind
+            processes.kill(name)
+            processes.start(name, self._log, *commands[name])
+        self.killed[self._next.pop()] += 1
+        return True
+
+    # -- afterwards --
+
+    def facts(self) -> list[AnyFact]:
+        """The job's facts so far; none before it is queued."""
+        if not (self._home / "fedquilt.db").exists():
+            return []
+        with Store(self._home) as store:
+            return [fact for _, _, fact in store.facts(store.job("kills").id)] if store.jobs() else []
+
+    def _require(self) -> None:
+        found = self.facts()
+        last = found[-1]
+        if not isinstance(last, Ended) or last.status != "done":
+            raise LostError(f"the job has not been done: {last}")
+        cohorts: list[frozenset[str]] = []
+        for fact in found:
+            if isinstance(fact, Committed):
+                asked = {name for each in found if isinstance(each, Asked) and each.round == fact.round
+                         for name in each.devices}  # fmt: skip
+                counted = [
+                    each.update.device for each in found if isinstance(each, Answered) and each.round == fact.round
+                ]
+                if sorted(counted) != sorted(asked):
+                    raise LostError(f"round {fact.round} asked {sorted(asked)}, and counted {sorted(counted)}")
+                cohorts.append(frozenset(counted))
+        self.partial = sum(len(cohort) < DEVICES for cohort in cohorts)
+        run, calm = self._calm(cohorts)
+        states = [fact.state.sha256[:12] for fact in found if isinstance(fact, Committed)]
+        wanted = [fact.state.sha256[:12] for fact in calm if isinstance(fact, Committed)]
+        if states != wanted:
+            raise LostError(f"states are {states}, and without kills {wanted}; boards: {[*map(sorted, cohorts)]}")
+        for device in sorted(frozenset().union(*cohorts)):
+            kept, right = _private(self.folder / device), _private(self.plan.folder(run, device))
+            if kept != right:
+                raise LostError(f"{device} keeps the private state {kept}, and without kills {right}")
+
+    def _calm(self, cohorts: Sequence[Collection[str]]) -> tuple[str, list[AnyFact]]:
+        """(run, facts) of the job in this process, where nothing happens; these boards take part in each round."""
+        decide = rounds.decide
+
+        def among(state: Rounds, now_s: float, online: Collection[str], *rest: Any) -> AnyFact | None:
+            allowed = cohorts[state.round] if state.round < len(cohorts) else online
+            return decide(state, now_s, {name for name in online if name in allowed}, *rest)
+
+        with mock.patch.object(rounds, "decide", among), contextlib.redirect_stdout(io.StringIO()):
+            run, _ = fleet.virtually(self.plan)
+        with Store(self.plan.home) as store:
+            return run, [fact for _, _, fact in store.facts(run)]
+
+    def _words(self) -> str:
+        return self._log.read_text(errors="replace")[-3000:]
+
+
+def _task_of(agent: int) -> int | None:
+    """Process id of the task's process of an agent; None: there is none."""
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
+            if b"edge_agent.task" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return int(child)
+    return None
+
+
+def _private(home: Path) -> tuple[str, str] | None:
+    """(round, sha256) of the private state that a board keeps of the latest round that left any."""
+    names = [path.name.rpartition("@")[2].split(".") for path in home.glob("private/*")]
+    found = max(names, key=lambda name: int(name[0]), default=None)
+    return None if found is None else (found[0], found[1])
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """A folder of its own, which is left where it is after an error."""
+    folder = Path(tempfile.mkdtemp(prefix="fedquilt-kills-"))
+    try:
+        yield folder
+    except BaseException:
+        print(f"homes and logs: {folder}", flush=True)
+        raise
+    shutil.rmtree(folder)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Kill as often as the command line says; 1 when something was lost."""
+    parser = argparse.ArgumentParser(description="kill a federation's processes at random")
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--case", choices=list(CASES), help="only this method; default: all in turn")
+    options = parser.parse_args(words)
+    if "torch" in {CASES[case][1]["engine"] for case in ([options.case] if options.case else CASES)}:
+        import torch
+
+        torch.set_num_threads(1)
+    roll, killed, jobs, partial, began_s = random.Random(options.seed), Counter[str](), 0, 0, time.monotonic()
+    while killed.total() < options.kills:
+        case = options.case or list(CASES)[jobs % len(CASES)]
+        jobs += 1
+        with _folder() as folder:
+            campaign = Campaign(folder, case, roll, options.kills - killed.total())
+            try:
+                killed += campaign.play()
+            except LostError as error:
+                print(f"{case}, job {jobs} of seed {options.seed}, after {dict(campaign.killed)}: {error}", flush=True)
+                print(f"homes and logs: {folder}")
+                return 1
+        partial += campaign.partial
+        print(f"{case}: {dict(campaign.killed)}; {killed.total()} of {options.kills} kills", flush=True)
+    told = ", ".join(f"{count} {kind}" for kind, count in sorted(killed.items()))
+    print(
+        f"{killed.total()} kills ({told}) in {jobs} jobs, {partial} rounds without all boards: every state and private "
+        f"state has the bits of a calm run, no update is lost; {time.monotonic() - began_s:.0f} s"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
