@@ -134,9 +134,7 @@ def init(bundle: Bundle, params: Params, seed: int) -> State:
     return State(
         params=begun.params,
         network=begun.network,
-        flops=begun.flops,
-        example_bytes=begun.example_bytes,
-        layers=begun.layers,
+        **{name: getattr(begun, name) for name in ("flops", "example_bytes", "layers")},
         seed=seed,
         first=first,
         statistics={name: array for name, array in begun.model.items() if name not in known},
@@ -394,7 +392,7 @@ METHOD = replace(
     step=step,
     result=result,
     explain=explain,
-    tasks=("classes",),
+    tasks=("classes",),  # L_t follows the devices' accuracy
     exact=True,  # fingerprints are directions of length 1
     anew=False,  # the own model is what a device trains for
     keeps="every fingerprint of the first round, and the sums of each cluster",

@@ -189,3 +189,19 @@ def test_every_policy_that_a_job_may_name_exists() -> None:
         cohort("guessed")
     for policy in deadline.POLICIES:
         assert cohort(policy).deadline == policy
+
+
+def test_a_profile_predicts_with_the_examples_that_a_device_has_told() -> None:
+    """100 examples in batches of 50: what does not grow with them, a task of 10 s, is not multiplied by its pace."""
+    point = msgspec.structs.replace(FAST.points[0], task_s=10.0)
+    profile = msgspec.structs.replace(FAST, points=(point,))
+    speed = point.flops_per_s
+    assert speed is not None
+    ask = Ask(Work(flops_per_example=speed), profile)
+    took = Took(0, 110.0, 1.0, 110.0, ask.expected_s(100), 100)
+    assert ask.expected_s(100) == 110.0
+    found = allowed_s(cohort(**SURE), {"a": (took,)}, {"a": ask})
+    twice = allowed_s(cohort(**SURE), {"a": (took,)}, {"a": Ask(Work(flops_per_example=2 * speed), profile)})
+    assert found is not None
+    assert twice is not None
+    assert twice / found == pytest.approx(210 / 110)

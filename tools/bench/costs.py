@@ -16,12 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import msgspec
 import numpy as np
 
 from fedquilt import bundle, cost_model
 from fedquilt.coordinator import tasks
-from fedquilt.core import BlobRef, Bundle, DeviceView, Examples, Method, OperatingPoint, Work
+from fedquilt.core import BlobRef, Bundle, DeviceView, Examples, Method, OperatingPoint, Rates, Work
 from fedquilt.methods import fedavg, fedsq, fedstitch
 from fedquilt.models.stitching import search
 from fedquilt.models.stitching.search_state import Params
@@ -30,7 +29,7 @@ from fedquilt.tools.board import probes
 from fedquilt.tools.report.figures import figure, figure_lines
 from fedquilt.tools.simulation import Member, hands
 
-TURNS: Final = 5
+TURNS: Final = 9
 WITHIN: Final = 1.25  # times too long or too short that a prediction may be
 TRAINED: Final = ("layer3", "linear")  # of ResNet-20, by FedSQ
 SCORED: Final = 32  # images of MobileNet's scoring
@@ -90,7 +89,7 @@ def _measured(turns: int, folder: Path) -> dict[str, Any]:
         for name, case in tried.items()
     }
     figures = {name: figure(_off(each["processor"]), WITHIN, "x off") for name, each in found.items()}
-    rates = {name: msgspec.to_builtins(each) for name, each in points["processor"].rates.items()}
+    rates = {name: _table(each) for name, each in points["processor"].rates.items()}
     load = os.getloadavg()[0]
     return {"bench": "costs", "turns": turns, "load": load, "rates": rates, "seconds": found, "figures": figures}
 
@@ -115,6 +114,12 @@ def _predicted_s(work: Work, point: OperatingPoint) -> float:
     seconds = cost_model.seconds(work, point)
     assert seconds is not None, "the rates of every workload here are measured"
     return seconds
+
+
+def _table(rates: Rates) -> dict[str, float]:
+    """The rates that are known, by name."""
+    found = {name: getattr(rates, name) for name in rates.__struct_fields__}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _off(each: Mapping[str, float]) -> float:

@@ -36,7 +36,6 @@ from fedquilt.edge_agent.power.learned import Learned
 from fedquilt.edge_agent.task.outputs import PRIVATE
 from fedquilt.edge_agent.task.protocol import Order, Outcome
 from fedquilt.edge_agent.task.worker import VirtualWorker
-from fedquilt.wire import Claim
 
 TELEMETRY_S: Final = 30.0  # between two readings that a board with sensors tells, as agents do by default
 
@@ -225,7 +224,7 @@ class SimulatedFleet:
 
     # -- within --
 
-    def say(self, device: str, message: Claim | Update | wire.Telemetry) -> None:
+    def say(self, device: str, message: wire.Claim | Update | wire.Telemetry) -> None:
         """Pass on what a device says."""
         self._heard.append((device, message))
 
@@ -316,7 +315,7 @@ class _Device:
         if told is not None:
             self._fleet.say(self.name, told)
 
-    def say(self, claim: Claim) -> None:
+    def say(self, claim: wire.Claim) -> None:
         self._fleet.say(self.name, claim)
 
     def offer(self, update: Update, now_s: float) -> None:

@@ -42,9 +42,9 @@ def test_the_weights_of_a_block_in_two_paths_count_once() -> None:
 
 
 def test_milliseconds_are_those_of_the_boards_profile() -> None:
-    """At its first operating point; a board that there is not is refused."""
+    """At its first operating point, without a task around it; a board that there is not is refused."""
     [point, *_] = profiles.load("jetson-tx2").operating_points()
-    seconds = cost_model.seconds(Work(flops=1e9, read_bytes=1e7), point)
+    seconds = cost_model.seconds(Work(flops=1e9, read_bytes=1e7, tasks=0.0), point)
     assert seconds is not None
     assert front.milliseconds(1e9, 1e7, "jetson-tx2") == pytest.approx(1e3 * seconds)
     with pytest.raises(JobError, match="jetson-tx9"):
