@@ -46,7 +46,12 @@ class JsonFormatter(logging.Formatter):
         try:
             return msgspec.json.encode(told).decode()
         except (UnicodeEncodeError, TypeError):  # text that is not Unicode, or an id that is no id
-            return msgspec.json.encode({key: ascii(value) for key, value in told.items()}).decode()
+            return msgspec.json.encode({key: _writable(value) for key, value in told.items()}).decode()
+
+
+def _writable(value: object) -> int | str:
+    """A number as it is, anything else as text whose odd characters are escaped."""
+    return value if isinstance(value, int) else str(value).encode(errors="backslashreplace").decode()
 
 
 def as_json(**ids: str) -> None:
