@@ -213,6 +213,8 @@ def _offered(job: str, state: Rounds | None, arriving: Arriving, event: Offered)
         return _turned_down(state, arriving, event, f"no job {update.job} is under way here")
     if update.round in state.history.get(device, ()) or (device in state.answered and update.round == state.round):
         return Step(arriving, (), (Answer(device, update, True),))
+    if update.round == state.round and state.phase == "selecting":  # this log is an older copy of the one that asked
+        return Step(arriving)  # its device keeps it and offers it again when the round has asked for it
     if update.round != state.round or not _asked(state, device):
         return _turned_down(state, arriving, event, f"round {update.round} is closed or did not ask for this")
     if update.state and state.state is not None and update.state != state.state.sha256:

@@ -67,9 +67,9 @@ class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     devices: Annotated[int, Meta(ge=1)] = 4
     boards: Annotated[tuple[str, ...], Meta(min_length=1)] = ("x86-host",)
     budgets: Annotated[tuple[str, ...], Meta(min_length=1)] = ("512MB",)
-    labels: tuple[str, ...] = ()  # of one board each, separated by spaces, taken in turn; (): none has any
     policy: Literal["energy", "paper", "max", "board"] = "energy"  # edge_agent/power/governor.py
     adversaries: Adversaries | None = None  # of `compare`, `reproduce` and `fedquilt.simulate` alone
+    labels: tuple[str, ...] = ()  # of one board each, separated by spaces, taken in turn; (): none has any
 
     def labels_of(self, index: int) -> tuple[str, ...]:
         """Labels of the board with this number, from 0.

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
             boards: Sequence[str] = ...,
             budgets: Sequence[str] = ...,
             policy: Literal["energy", "paper", "max", "board"] = ...,
+            adversaries: jobs.Adversaries | None = ...,
             labels: Sequence[str] = ...,
         ) -> None: ...
 

@@ -38,7 +38,7 @@ def look(paths: Sequence[Path]) -> Packages:
     versions: dict[str, str] = {}
     vision_torch = None
     for one in metadata.distributions(path=[str(path) for path in paths]):
-        name = (one.metadata["Name"] or "").lower().replace("_", "-")
+        name = _name(one).lower().replace("_", "-")
         if not name or name in versions:
             continue
         versions[name] = one.version
@@ -53,6 +53,14 @@ def look(paths: Sequence[Path]) -> Packages:
         vision_torch=vision_torch,
         vision_lacks=_lacking(vision, torch) if torch and vision else (),
     )
+
+
+def _name(package: metadata.Distribution) -> str:
+    """A package's name; "": its folder has none, as an interrupted installation leaves it."""
+    try:
+        return package.metadata["Name"] or ""
+    except OSError:  # of the importlib_metadata package, if something has imported it; Python's own tells an empty name
+        return ""
 
 
 def check(machine: Machine, packages: Packages) -> list[Finding]:

@@ -12,8 +12,9 @@ import pytest
 
 from fedquilt import bundle, cost_model, profiles, tensors
 from fedquilt.coordinator import settings
-from fedquilt.core import Examples, JobError, Work
+from fedquilt.core import Examples, JobError
 from fedquilt.edge_agent.engines.numpy_engine import NumpyEngine
+from fedquilt.methods import fedavg
 from fedquilt.testing.toys import learners, to_train
 from fedquilt.tools.simulation import Member
 from fedquilt.tools.simulation.carriers import Hands
@@ -80,13 +81,16 @@ def test_examples_that_are_made_as_they_are_asked_for_are_never_all_there(folder
 
 
 def test_seconds_are_the_slowest_boards_and_joules_are_everybodys(folder: Path) -> None:
-    """By their profiles: two kinds of boards taken in turn, 13 examples each, two epochs of three passes."""
+    """By their profiles: two kinds of boards taken in turn, 13 examples each in mini-batches of 4, two epochs."""
     kinds = ["jetson-tx2", "raspberry-pi-5"]
     outcome = play(folder, job={"fleet": {"boards": kinds, "policy": "board"}})
     points = [profiles.load(name).operating_points()[0] for name in kinds]
-    flops = 3 * 100.0 * 2 * 13
-    read = 3 * tensors.total_bytes([bundle.load(folder).load("model")])
-    seconds = [cost_model.seconds(Work(flops=flops, read_bytes=read), point) for point in points]
+    model = bundle.load(folder).load("model")
+    order = fedavg.order(fedavg.init(bundle.load(folder), settings.params(settings.parse(JOB)), 0), {"model": model})
+    work = order.work.on(13)
+    assert work.flops == 3 * 100.0 * 2 * 13
+    assert work.launches > 2 * 4  # of each mini-batch some
+    seconds = [cost_model.seconds(work, point) for point in points]
     joules = [cost_model.joules(second or 0.0, point) or 0.0 for second, point in zip(seconds, points, strict=True)]
     for round in outcome.rounds:
         assert round.duration_s == pytest.approx(max(second or 0.0 for second in seconds))
