@@ -14,6 +14,6 @@ def test_some_kills_change_no_bit_and_lose_no_update(mosquitto: Callable[..., An
     """Ditto, whose boards keep private state; the coordinator, agents, a task's process and Mosquitto die."""
     folder = tmp_path / "campaign"
     folder.mkdir()
-    killed = kills.Campaign(folder, "ditto", random.Random(1), 4, rounds=4).play()
+    killed = kills.Campaign(folder, "ditto", random.Random(1), 4, rounds=16).play()
     assert killed.total() == 4
     assert killed.keys() == set(kills.KINDS)
