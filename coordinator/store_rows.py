@@ -32,7 +32,7 @@ class DamagedRunError(JobError):
 
 @contextmanager
 def storing(home: Path) -> Iterator[None]:
-    """What goes wrong with a home's database and folder in here, as a sentence about that home.
+    """Turn errors of a home's database and folder, raised in the body, into a sentence about that home.
 
     Raises:
         StoreError: in place of SQLite's and the system's errors.
@@ -124,7 +124,7 @@ class Rows:
         return [(row := Stored(*each[:-1]), row.sum == each[-1]) for each in found]
 
     def job(self, id: str) -> Stored | None:
-        """A job; None: there is none."""
+        """Row of a job; None: no job has this id."""
         found = self._db.execute(f"select {_COLUMNS}, sum from jobs where id = ?", (id,)).fetchone()  # noqa: S608
         if found is None:
             return None
@@ -139,7 +139,7 @@ class Rows:
         self._db.execute(f"insert into jobs ({_COLUMNS}, sum) values ({marks})", (*row, row.sum))  # noqa: S608
 
     def change(self, id: str, **values: Any) -> None:
-        """Change columns of a job, within `together`; nothing happens if there is none."""
+        """Change columns of a job, if there is such a job; call it within `together`."""
         row = self.job(id)
         if row is not None:
             row = row._replace(**values)
@@ -147,7 +147,7 @@ class Rows:
             self._db.execute(f"update jobs set {named} where id = ?", (*values.values(), row.sum, id))  # noqa: S608
 
     def remove(self, id: str) -> None:
-        """Delete a job with its facts, within `together`."""
+        """Delete a job and its facts; call it within `together`."""
         self._db.execute("delete from facts where job = ?", (id,))
         self._db.execute("delete from jobs where id = ?", (id,))
 
@@ -167,7 +167,7 @@ class Rows:
     # -- facts --
 
     def append(self, facts: Iterable[tuple[str, float, str]]) -> None:
-        """Insert facts (job, wall-clock seconds, JSON), within `together`."""
+        """Insert facts (job, wall-clock seconds, JSON); call it within `together`."""
         heads: dict[str, bytes] = {}
         for job, at, body in facts:
             if job not in heads:
