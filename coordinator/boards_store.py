@@ -16,6 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from fedquilt.coordinator.boards import Board, Reading
+from fedquilt.coordinator.store_rows import transaction
 from fedquilt.core import StoreError
 
 NAME: Final = "boards.db"
@@ -104,7 +105,7 @@ class BoardStore:
 
     def write(self, boards: Iterable[Board], readings: Iterable[tuple[str, Reading]]) -> None:
         """Store boards as they are now, and readings of the finest step, each of a board that is stored."""
-        with _doing(self._home), self._together():
+        with _doing(self._home), transaction(self._db):
             self._db.executemany(
                 "insert into boards (device, body) values (?, ?) "
                 "on conflict (device) do update set body = excluded.body",
@@ -118,7 +119,7 @@ class BoardStore:
 
     def tidy(self, now: float) -> None:
         """Make coarser readings of finer ones, drop those that are old, and forget boards that have long been away."""
-        with _doing(self._home), self._together():
+        with _doing(self._home), transaction(self._db):
             for (step, _), (to, kept_s) in itertools.pairwise(STEPS):
                 last = self._db.execute("select max(at) from readings where step = ?", (to,)).fetchone()[0]
                 begin = 0 if last is None else last + to
@@ -129,7 +130,7 @@ class BoardStore:
 
     def forget(self, devices: Collection[str]) -> None:
         """Delete boards with their readings."""
-        with _doing(self._home), self._together():
+        with _doing(self._home), transaction(self._db):
             for device in devices:
                 self._db.execute(
                     "delete from readings where board = (select id from boards where device = ?)", (device,)
@@ -173,17 +174,6 @@ class BoardStore:
         query = f"select at, {_VALUES} from readings where step = ? and at = ? and board = ?"  # noqa: S608
         row: tuple[Any, ...] | None = self._db.execute(query, (step, at, board)).fetchone()
         return row
-
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        self._db.execute("begin immediate")
-        try:
-            yield
-            self._db.execute("commit")
-        except BaseException:
-            if self._db.in_transaction:
-                self._db.execute("rollback")
-            raise
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -45,6 +45,24 @@ def storing(home: Path) -> Iterator[None]:
                 f"{home / 'fedquilt.db'} is damaged ({error}): put back a copy of the whole home"
             ) from None
         raise StoreError(f"cannot use the store {home}: {error}; is the disk full, or the folder not yours?") from None
+
+
+@contextmanager
+def transaction(db: sqlite3.Connection, kind: str = "immediate") -> Iterator[None]:
+    """Make the statements of the body one transaction, which is taken back if the body raises.
+
+    Args:
+        db: whose statements are transactions of their own otherwise.
+        kind: SQLite's word for when it locks the database.
+    """
+    db.execute(f"begin {kind}")
+    try:
+        yield
+        db.execute("commit")
+    except BaseException:
+        if db.in_transaction:
+            db.execute("rollback")
+        raise
 
 
 class Stored(NamedTuple):
@@ -104,17 +122,9 @@ class Rows:
         self._db, self._home = db, home
         self._seen: dict[str, tuple[int, bytes]] = {}  # job -> last fact that `sound` has compared, and its checksum
 
-    @contextmanager
-    def together(self, kind: str = "immediate") -> Iterator[None]:
+    def together(self, kind: str = "immediate") -> AbstractContextManager[None]:
         """One transaction: all of it or nothing."""
-        self._db.execute(f"begin {kind}")
-        try:
-            yield
-            self._db.execute("commit")
-        except BaseException:
-            if self._db.in_transaction:
-                self._db.execute("rollback")
-            raise
+        return transaction(self._db, kind)
 
     # -- jobs --
 
