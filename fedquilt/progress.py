@@ -32,11 +32,18 @@ class Line:
         out: where it is shown; None: standard error as it is at that moment.
         live: whether the line is rewritten; None: if `out` is a terminal.
         clock: seconds.
+        rarely_s: most seconds before the first line, and between two, where none is rewritten.
     """
 
     def __init__(
-        self, out: TextIO | None = None, *, live: bool | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        out: TextIO | None = None,
+        *,
+        live: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        rarely_s: float = RARELY_S,
     ) -> None:
+        self._rarely_s = rarely_s
         self._given, self._live, self._clock, self._lock = out, live, clock, threading.Lock()
         self._begun_s: float | None = None  # of what goes on now
         self._due_s = 0.0
@@ -59,7 +66,7 @@ class Line:
         with self._lock:
             now_s, live = self._clock(), self.live
             if self._begun_s is None:
-                self._begun_s, self._due_s = now_s, now_s + (0.0 if live else QUIET_S)
+                self._begun_s, self._due_s = now_s, now_s + (0.0 if live else min(QUIET_S, self._rarely_s))
             left = self._left(done, total, now_s)
             if now_s < self._due_s:
                 return
@@ -68,7 +75,7 @@ class Line:
                 self._due_s = now_s + LIVE_S
                 self._draw(told)
             else:
-                self._due_s = now_s + min(max(EVERY_S, SHARE * (now_s - self._begun_s)), RARELY_S)
+                self._due_s = now_s + min(max(EVERY_S, SHARE * (now_s - self._begun_s)), self._rarely_s)
                 print(told, file=self._out, flush=True)
 
     def say(self, *lines: str) -> None:

@@ -33,10 +33,13 @@ FINAL: Final = "final evaluation"  # instead of a round's number
 
 
 def closing(state: Rounds, fact: AnyFact) -> bool:
-    """Whether a fact belongs to the evaluation after the last round; `state` is the one after the fact."""
+    """Whether a fact belongs to the evaluation after the last round; `state` is the one after the fact.
+
+    A round that gathers statistics for that evaluation does not.
+    """
     if isinstance(fact, Committed):
         return state.checked
-    return state.over and getattr(fact, "round", None) == state.round
+    return state.over and not state.settling and getattr(fact, "round", None) == state.round
 
 
 class Teller:

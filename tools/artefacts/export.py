@@ -10,7 +10,7 @@ import msgspec
 
 from fedquilt import bundle, methods, tensors, units
 from fedquilt.coordinator.facts import Committed, Started
-from fedquilt.coordinator.store import Store
+from fedquilt.coordinator.store import Row, Store
 from fedquilt.core import Artefact, JobError, ModelError, StoreError
 from fedquilt.models.stitching import names, stitched
 
@@ -40,7 +40,7 @@ def artefact(store: Store, run: str) -> Artefact:
 
 
 def export(store: Store, run: str, out: Path) -> str:
-    """Write a run's result to `out`; says what it is.
+    """Write a run's result to `out`; says what it is, and of a run that is not done that it is no final result.
 
     A stitched network becomes one ONNX file (images in, scores of the labels out). Trained weights become a
     safetensors file with the network's table in its header, or an ONNX file if `out` ends with .onnx.
@@ -50,7 +50,7 @@ def export(store: Store, run: str, out: Path) -> str:
         ModelError: the result cannot be written as ONNX.
         StoreError: it cannot be written.
     """
-    found = artefact(store, run)
+    found, row = artefact(store, run), store.job(run)
     endings = (".onnx",) if found.kind == "stitched" else (".onnx", ".safetensors")
     if out.suffix and out.suffix not in endings:
         what = "a stitched network is one ONNX file" if found.kind == "stitched" else "weights are safetensors or ONNX"
@@ -58,8 +58,8 @@ def export(store: Store, run: str, out: Path) -> str:
     if found.kind == "stitched":
         from fedquilt.models.stitching import export_onnx  # needs onnx, which a coordinator does not
 
-        index = bundle.load(store.job(run).bundle)
-        files = {name: bundle.file(store.job(run).bundle, ref) for name, ref in index.files.items()}
+        index = bundle.load(row.bundle)
+        files = {name: bundle.file(row.bundle, ref) for name, ref in index.files.items()}
         payload = export_onnx.stitched(found.meta, found.tensors, stitched.stock(index.meta).blocks, files)
         what = names.network(found.meta["taps"], found.meta["head"] is not None)
         what = f"{what}, labels {', '.join(found.meta['labels'])}"
@@ -84,4 +84,12 @@ def export(store: Store, run: str, out: Path) -> str:
             os.replace(part, out)
     except OSError as error:
         raise StoreError(f"cannot write {out}: {error.strerror}") from None
-    return f"{out}: {units.size(len(payload))}, {what}"
+    return f"{out}: {units.size(len(payload))}, {what}{_unfinished(store, row)}"
+
+
+def _unfinished(store: Store, row: Row) -> str:
+    """That a run has not come to its end; "": it has."""
+    if (status := store.standing(row)) == "done":
+        return ""
+    rounds = sum(isinstance(fact, Committed) and not fact.settled for _, _, fact in store.facts(row.id))
+    return f"; no final result: {row.id} is {status}, after {rounds} of at most {row.job.rounds} rounds"

@@ -7,6 +7,7 @@ memory budgets, broker, bytes, accuracy.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import webbrowser
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fedquilt import bundle, disk, units
+from fedquilt import bundle, columns, disk, progress, units
 from fedquilt.coordinator import settings as jobs
 from fedquilt.coordinator.store import Store
 from fedquilt.coordinator.views import costs
@@ -31,6 +32,7 @@ from fedquilt.tools.report.found import gather
 from fedquilt.tools.simulation import Member, agents
 
 HERE = Path(__file__).parent
+COMPARING = "comparing with the donors, each board alone and FedAvg from scratch"
 STITCHED, ALONE = "stitched by all boards", "stitched by one (mean)"
 
 
@@ -58,14 +60,13 @@ def demo(out: Path, format: str = "text", wordy: bool = False, show: bool = Fals
     if status != "done":
         return 8
     with Store(plan.home) as store:
-        if text:
-            live.clear()
-            live.show("comparing with the donors, with each board alone and with FedAvg from scratch ...")
-        evaluate.evaluate(store, run)
-        found = gather(store, run)
-        artefact = export.artefact(store, run)
-        others = compare(plan, artefact, members, test, found.points[-1].rounds)
-        written = export.export(store, run, out / "stitched.onnx")
+        live.clear()
+        with progress.ticking(lambda: live.show(COMPARING)) if text else contextlib.nullcontext():
+            evaluate.evaluate(store, run)
+            found = gather(store, run)
+            artefact = export.artefact(store, run)
+            others = compare(plan, artefact, members, test, found.points[-1].rounds)
+            written = export.export(store, run, out / "stitched.onnx")
     live.clear()
     whole = found.account.whole
     moved = whole.down_bytes + whole.up_bytes
@@ -89,10 +90,10 @@ def demo(out: Path, format: str = "text", wordy: bool = False, show: bool = Fals
         print(msgspec.json.encode(result).decode())
         return 0
     print("\n".join(_ending(networks, theirs(taps, headed), others.devices, found.account, plan)))
-    print(f"\n{written}\n  classify with it: fedquilt run-model {out / 'stitched.onnx'} {out / 'held-out.npz'}")
-    print(
-        f"report, with plots: {report}   (`fedquilt demo --open` opens it)   {time.monotonic() - began_s:.0f} s in all"
-    )
+    print("\n".join(["", *_wrapped(written)]))
+    print(f"classify with it: fedquilt run-model {out / 'stitched.onnx'} {out / 'held-out.npz'}")
+    print(f"report, with plots, which --open shows: {report}")
+    print(f"{time.monotonic() - began_s:.0f} s in all")
     if show:
         webbrowser.open(report.resolve().as_uri())
     return 0
@@ -104,17 +105,31 @@ def _opening(plan: agents.Plan, members: Sequence[Member], test: Examples) -> li
     blocks = sum(len(donor["blocks"]) for donor in donors.values())
     sizes = [len(member.train) + len(member.held) for member in members]
     budgets = [int(table["budget"].removesuffix("MB")) for table in plan.agents()]
-    return [
-        bold("Six boards build one network for their handwritten digits, without training and without sharing images."),
-        f"  donors   {len(donors)} small networks ({', '.join(donors)}), trained elsewhere on MNIST, whose digits look",
-        f"           different; each is cut into blocks, {blocks} in all",
-        f"  boards   {len(sizes)}, simulated, each with {min(sizes)} to {max(sizes)} images, most of a few digits,",
-        f"           and with {min(budgets)} to {max(budgets)} MB of memory for a task",
-        "  search   round by round, each board scores which block may follow which on its own images; the",
-        "           coordinator adds up the votes and solves a linear layer, the stitch, that joins the winners",
-        f"  test     {len(test)} digits that no board has",
-        "",
+    rows = [
+        (
+            "donors",
+            f"{len(donors)} small networks ({', '.join(donors)}), trained elsewhere on MNIST, whose digits look "
+            f"different; each is cut into blocks, {blocks} in all",
+        ),
+        (
+            "boards",
+            f"{len(sizes)}, simulated, each with {min(sizes)} to {max(sizes)} images, most of a few digits, "
+            f"and with {min(budgets)} to {max(budgets)} MB of memory for a task",
+        ),
+        (
+            "search",
+            "round by round, each board scores which block may follow which on its own images; the "
+            "coordinator adds up the votes and solves a linear layer, the stitch, that joins the winners",
+        ),
+        ("test", f"{len(test)} digits that no board has"),
     ]
+    title = "Six boards build one network for their handwritten digits, without training and without sharing images."
+    return [*map(bold, _wrapped(title)), *columns.table([(f"  {name}", about) for name, about in rows], "<~"), ""]
+
+
+def _wrapped(text: str) -> list[str]:
+    """Lines of a sentence that fit the terminal."""
+    return columns.table([(text,)], "~")
 
 
 def _networks(stitched: Network, others: Compared) -> list[Network]:
@@ -158,8 +173,8 @@ def _ending(
     for network in networks:
         energy, moved = _cost(network)
         lines.append(f"{network.name:29} {100 * network.accuracy:6.1f} {energy:>8} {moved:>8}")
-    lines += [verdict(networks), theirs]
-    lines += ["+ new head: last layer solved from all boards' images in one place, which no board would send", ""]
+    lines += [*_wrapped(verdict(networks)), *_wrapped(theirs)]
+    lines += ["+ new head: last layer solved from all images in one place, as no board would", ""]
     lines.append(
         bold(f"{'board':20} {'memory':>7} {'images':>7} {'alone, %':>9} {'time':>8} {'energy':>8} {'sent':>8}")
     )
@@ -171,7 +186,7 @@ def _ending(
             f"{device.name:20} {budgets[device.name]:>7} {device.examples + device.held:7} {100 * device.alone:9.1f} "
             f"{took.wall_s:6.2f} s {energy:>8} {units.size(took.down_bytes + took.up_bytes):>8}"
         )
-    lines.append("alone: the network that the board stitches from its own images only, on the test digits")
+    lines.append("alone: what the board stitches from its own images only, on the test digits")
     return [*lines, "time and energy: as the boards' profiles predict; accuracy and bytes: measured"]
 
 

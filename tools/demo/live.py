@@ -6,13 +6,14 @@ import os
 import sys
 import time
 
+from fedquilt import progress
 from fedquilt.coordinator.facts import Answered, AnyFact
 from fedquilt.coordinator.job import Running
 from fedquilt.coordinator.server import Server
 from fedquilt.coordinator.views.terminal import Console
 from fedquilt.transport.link import Link
 
-EVERY = 10  # rounds between two that are told of where no line can be rewritten: however slow it is, it is a page
+EVERY_S = 4.0  # between two lines where none can be rewritten: who watches a demo takes a longer silence for its end
 
 
 class Live(Console):
@@ -20,16 +21,13 @@ class Live(Console):
 
     def __init__(self) -> None:
         super().__init__()
+        self._line = progress.Line(sys.stdout, rarely_s=EVERY_S)
         self._joules = 0.0
 
     def observe(self, job: Running, fact: AnyFact) -> None:
-        """Count joules, and show the round."""
+        """Count joules."""
         if isinstance(fact, Answered):
             self._joules += fact.update.usage.energy_j or 0.0
-        state = job.rounds
-        there, cohort = len(state.answered), len(state.asked) + len(state.answered)
-        if cohort and (self._line.live or state.round % EVERY == 0):
-            self.show(f"round {state.round}: {there} of {cohort} boards have answered, {self._joules:.0f} J so far")
 
     def show(self, line: str) -> None:
         """Show a line with the seconds since the start; the next one replaces it."""
@@ -43,9 +41,15 @@ class Live(Console):
         """Nothing: the demo's broker runs in this process."""
 
     def wait(self, server: Server) -> None:
-        """On a terminal, show how many boards have started, until the first round."""
+        """Show how many boards have started, until the first round, and then the round."""
         job = server.active
-        if self._line.live and job is not None and job.rounds.phase in ("new", "selecting") and not job.rounds.round:
+        if job is None:
+            return
+        state = job.rounds
+        there, cohort = len(state.answered), len(state.asked) + len(state.answered)
+        if cohort:
+            self.show(f"round {state.round}: {there} of {cohort} boards have answered, {self._joules:.0f} J so far")
+        elif not state.round:
             there = len(server.registry.able(job.engines, time.monotonic()))
             self.show(f"starting the boards' processes: {there} of {job.job.cohort.start_devices} are online")
 

@@ -27,6 +27,7 @@ NOBODY: Final = "fedquilt-doctor"  # a device that does not exist
 ANSWER_S: Final = 2.5  # for the coordinator's
 GRACE_S: Final = 0.5  # for what may arrive after the broker's acknowledgement
 CHUNK: Final = 1024
+RULES: Final = "fedquilt broker config --for mosquitto ..., which writes the rules that are needed"
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,10 @@ def observer(link: MqttLink, fleet: str, name: str, timer: Timer) -> tuple[Seen,
 
 def judge_observer(seen: Seen, devices: Collection[str], broker: Broker) -> list[Finding]:
     """Findings of `observer`."""
-    rules = "fedquilt broker config again, which names observers in the rules; copy them, and reload the broker"
+    rules = (
+        "fedquilt broker config --for mosquitto --host BROKER --out FOLDER, where the authority is: its rules name "
+        "the observers with a certificate; then copy FOLDER to the broker and reload it"
+    )
     if seen.level == 5 and not seen.refused and not seen.broke:
         return [error("FQ415", f"the rules of {broker} do not name this observer, which may write as a device", rules)]
     if not seen.arrived:
@@ -136,7 +140,7 @@ def judge_observer(seen: Seen, devices: Collection[str], broker: Broker) -> list
 def judge_device(seen: Seen, broker: Broker, name: str) -> list[Finding]:
     """Findings of `device`."""
     branch = f"dev/{name}"
-    rules = "fedquilt broker config --for mosquitto ..., which writes the rules that are needed"
+    rules = RULES
     if seen.broke:
         return [error("FQ411", f"{broker} hung up while {branch} was tried: see the broker's log", rules)]
     if seen.refused:
@@ -179,7 +183,7 @@ def _other(seen: Seen, broker: Broker, rules: str) -> Finding:
 
 def judge_coordinator(seen: Seen, broker: Broker) -> list[Finding]:
     """Findings of `coordinator`."""
-    rules = "fedquilt broker config --for mosquitto ..., which writes the rules that are needed"
+    rules = RULES
     if seen.broke or seen.refused:
         return [error("FQ413", f"{broker} refuses what a coordinator sends to devices (dev/+/dn)", rules)]
     if seen.arrived:

@@ -109,6 +109,20 @@ def test_the_evaluation_after_the_last_round_is_not_told_as_a_round(finished: bo
     assert told[7] == "final evaluation: accuracy 50.0 %, 1 of 1 devices"
 
 
+def test_a_round_that_gathers_statistics_for_the_last_evaluation_is_told_as_a_round() -> None:
+    """It is not the evaluation, which follows it."""
+    plan = Plan(0, 1, Cohort(), 1)
+    state, told, teller = apply(Rounds(plan), Started(REF, settles=True), 0.0), [], log.Teller()
+    for round, settled in enumerate((True, False, True, False)):
+        facts = [Asked(round, 0, ("a",)), answer("a", round), Closed(round)]
+        for fact in (*facts, Committed(round, REF, False, {}, settled=settled)):
+            state = apply(state, fact, 1.0)
+            told.append(teller.tell(fact, state)[0])
+    assert told[8] == "round 2: cohort a"
+    assert told[11] == "round 2: statistics for the evaluation gathered (1 of 1 devices)"
+    assert told[12] == "final evaluation: cohort a"
+
+
 def test_a_count_is_told_to_the_last_one() -> None:
     """And a measure with four digits."""
     told = log.sentences(Committed(0, REF, False, {"examples": 12001.0, "loss": 0.123456}), False)

@@ -11,7 +11,7 @@ import pytest
 from fedquilt import bundle, methods, tensors
 from fedquilt.cli import main
 from fedquilt.coordinator import settings
-from fedquilt.coordinator.facts import Answered, Asked, Ended, Started, Surveyed
+from fedquilt.coordinator.facts import Answered, Asked, Committed, Ended, Started, Surveyed
 from fedquilt.coordinator.store import Store
 from fedquilt.core import BlobRef, JobError, Update, Usage
 
@@ -255,6 +255,26 @@ def test_a_result_written_to_a_device_is_written_through(tmp_path: Path, job: Pa
         reader.join(timeout=10)
     assert pipe.is_fifo()
     assert tensors.decode(read[0]).keys() == {"1.weight", "1.bias"}
+
+
+def test_an_export_of_an_unfinished_run_says_that_it_is_none_of_its_results(
+    tmp_path: Path, job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And after how many rounds of how many; that of a run that is done says nothing of it."""
+    from fedquilt.coordinator.job import Running
+
+    words = ["--home", str(tmp_path / "runs"), "--out", str(tmp_path / "w.safetensors")]
+    with Store(tmp_path / "runs") as store:
+        run = store.add(settings.load(job), job.with_name("job.bundle"))
+        state = Running(store.job(run), store, 0.0, methods.load("fedavg")).rounds.state
+        assert state is not None
+        store.append(run, Committed(0, state, False, {}))
+        store.set_status(run, "stopped")
+        assert main(["export", run, *words]) == 0
+        assert capsys.readouterr().out.endswith(f"; no final result: {run} is stopped, after 1 of at most 10 rounds\n")
+        store.set_status(run, "done")
+        assert main(["export", run, *words]) == 0
+        assert "final" not in capsys.readouterr().out
 
 
 def test_stopping_what_has_ended_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

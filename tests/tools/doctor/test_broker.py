@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import socket
 import ssl
 import threading
@@ -326,7 +327,12 @@ def test_an_observer_examines_a_fleet_and_throws_nobody_off(
     told = found(watcher)
     assert bad(told) == []
     assert "hears 0 devices, and writes nothing; the coordinator is online" in told[-1].sentence
-    assert bad(found(site.certified("unknown", "observer"))) == [("FQ415", "error")]
+    unknown = found(site.certified("unknown", "observer"))
+    assert bad(unknown) == [("FQ415", "error")]
+    (mend,) = [one.mend for one in unknown if one.number == "FQ415"]
+    command = mend.partition(",")[0].replace("BROKER", "127.0.0.1").replace("FOLDER", str(site.out / "again"))
+    assert main([*shlex.split(command)[1:], "--ca", str(site.authority.folder)]) == 0
+    assert "user unknown" in (site.out / "again" / "acl").read_text()
     assert "tower" in (site.out / "acl").read_text()
 
 
