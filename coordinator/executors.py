@@ -178,8 +178,9 @@ class OverLink:
         self._publish(self._topics.coord, wire.CoordState(online=True, epoch=epoch), retain=True)
 
     def tell(self, job: Running) -> None:
-        """Publish the round as a retained message on the job's topic."""
-        state = job.rounds
+        """Publish the round as a retained message on the job's topic; at the job's end the broker keeps none."""
+        state, topic = job.rounds, self._topics.job(job.id)
+        over = state.phase in ("done", "failed", "stopped")
         message = wire.RoundState(
             job=job.id,
             method=job.job.method,
@@ -191,7 +192,9 @@ class OverLink:
             deadline_s=state.deadline_s,
             note=state.reason[:1000],
         )
-        self._publish(self._topics.job(job.id), message, retain=True)
+        self._publish(topic, message, retain=not over)
+        if over:
+            self._link.publish(topic, b"", retain=True)
 
     def tended(self) -> AbstractContextManager[None]:
         """Have the link keep its connection alive."""

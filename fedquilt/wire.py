@@ -57,7 +57,7 @@ class CoordState(Wired, frozen=True):
 
 
 class RoundState(Wired, frozen=True):
-    """State of the running round on job/<job>/round, retained, for any observer."""
+    """State of the running round on job/<job>/round, retained until the job's end, for any observer."""
 
     job: Name
     method: Name

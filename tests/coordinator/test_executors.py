@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -14,6 +16,9 @@ from fedquilt.blobs.store import Depot
 from fedquilt.blobs.transfer import Transfers
 from fedquilt.coordinator.admission import Arrived
 from fedquilt.coordinator.executors import Heard, OverLink
+from fedquilt.coordinator.facts import Plan, Rounds
+from fedquilt.coordinator.job import Running
+from fedquilt.coordinator.settings import Cohort
 from fedquilt.core import BlobRef
 from fedquilt.transport.link import MemoryBroker, Message
 
@@ -265,3 +270,24 @@ def test_what_is_hashed_for_a_device_to_no_use_is_taken_off_what_is_read_of_it(
     said = wire.Progress(job="j", round=0, attempt=0, fraction=0.5)
     site._own.publish(topics.device("a", "up", "progress"), wire.encode(said))
     assert (("a", said) in site.play(0.2)) == read
+
+
+@pytest.mark.parametrize("end", ["done", "failed", "stopped"])
+def test_a_broker_keeps_nothing_of_a_run_that_has_ended(site: Site, end: str) -> None:
+    """Who watches it is told how it ended; who comes later finds no round of it."""
+    watcher, topic = site.broker.connect(), wire.Topics("f").job("digits-1")
+    watcher.subscribe([topic])
+    plan = SimpleNamespace(method="fedavg", rounds=3)
+    seen = []
+    for phase in ("open", end):
+        rounds = Rounds(Plan(0, 3, Cohort(), 0), phase=phase)  # type: ignore[arg-type]
+        site.executor.tell(cast("Running", SimpleNamespace(id="digits-1", job=plan, rounds=rounds)))
+        site.broker.now_s += 1.0
+        site.broker.deliver()
+        late = site.broker.connect()
+        late.subscribe([topic])
+        site.broker.now_s += 1.0
+        site.broker.deliver()
+        seen += [[one.payload for one in link.receive()] for link in (watcher, late)]
+    assert [wire.decode(one, wire.RoundState).phase for one in seen[0] + seen[1] + seen[2][:1]] == ["open", "open", end]
+    assert (seen[2][1:], seen[3]) == ([b""], [])
