@@ -78,6 +78,20 @@ def test_private_state_of_the_round_before_is_still_there(tmp_path: Path, calm: 
         assert federation.notes() == []
 
 
+def test_an_update_of_a_later_round_than_the_homes_costs_nothing(tmp_path: Path, calm: dict[str, list[str]]) -> None:
+    """A copy that is two rounds older: what boards offer of a round that its log has not come to is refused.
+
+    Left without an answer, they would keep it and not work for the rounds before it.
+    """
+    for method in ("scaffold", "local"):
+        federation = Federation(tmp_path / method, method).make()
+        put_back(federation, after=1, until=3)
+        federation.run()
+        assert ended(federation) == "done: ", method
+        assert federation.states() == calm[method], method
+        assert federation.notes() == []
+
+
 def test_a_method_that_allows_no_new_beginning_declines_by_name(tmp_path: Path) -> None:
     """The models of `local` are the devices' own: training them from the start again is another result."""
     federation = Federation(tmp_path, "local").make()
