@@ -254,17 +254,7 @@ class Local:
 
     def learned(self) -> dict[str, Learned]:
         """What an earlier process has learned, by workload; what is damaged or of another version is learned anew."""
-        file = self.home / LEARNED
-        with doing(f"read {file}"):
-            if not self._durable or not self._disk.is_file(file):
-                return {}
-            payload = self._disk.read(file)
-        try:
-            found = wire.decode(payload, Lessons).workloads
-        except WireError as error:
-            log.warning("%s is damaged (%s); speed and power of tasks are learned anew", file, error)
-            return {}
-        return {workload: known for workload, known in found.items() if known.sound}
+        return learned(self.home, self._disk) if self._durable else {}
 
     def remember(self, learned: Mapping[str, Learned]) -> None:
         """Keep what the board has learned. Without a sync: after a power failure it may be what it was before."""
@@ -314,6 +304,25 @@ class Local:
         """Wait until a file or a folder's entries are on the disk, if the home is durable."""
         if self._durable:
             self._disk.sync(path)
+
+
+def learned(home: Path, disk: Disk = REAL) -> dict[str, Learned]:
+    """What the agent of a home has learned, by workload; what is damaged or of another version is left out.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    file = home / LEARNED
+    with doing(f"read {file}"):
+        if disk.stat(file) is None:
+            return {}
+        payload = disk.read(file)
+    try:
+        found = wire.decode(payload, Lessons).workloads
+    except WireError as error:
+        log.warning("%s is damaged (%s); speed and power of tasks are learned anew", file, error)
+        return {}
+    return {workload: known for workload, known in found.items() if known.sound}
 
 
 @cache

@@ -62,11 +62,19 @@ class Law(Wired, frozen=True):
     odd: bool = False  # the latest measurement was unlike all before, and was left out
 
 
+class Latest(Wired, frozen=True):
+    """Latest task of a workload: what it was, and how long it had."""
+
+    work: Work  # of the whole task
+    left_s: float  # until its deadline, once its data was loaded
+
+
 class Learned(Wired, frozen=True):
     """What a board has learned of one engine and workload; the laws are None as long as the profile holds."""
 
     time: Law | None = None
     power: Law | None = None
+    latest: Latest | None = None  # for who examines the board: nothing is chosen by it
 
     @property
     def sound(self) -> bool:
@@ -139,7 +147,7 @@ def taught(learned: Learned, seen: Seen, *, at_once: bool = False) -> Learned:
             return _power_columns(law, point, here_s, _seconds(fit, law.at, seen.work)[0])
 
         power = _added(power, POWER, seen, (point.busy_w, watts), at_once, columns)
-    return Learned(time=time, power=power)
+    return Learned(time=time, power=power, latest=learned.latest)
 
 
 # -- columns --------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import msgspec
 
 from fedquilt.core import ClockError, Cost, Device, OperatingPoint, Reading, Work
 from fedquilt.edge_agent.power import energy, governor
-from fedquilt.edge_agent.power.learned import Learned, Seen, highest, taught
+from fedquilt.edge_agent.power.learned import Latest, Learned, Seen, highest, taught
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,10 @@ class Pacer:
         self._read(now_s)
         self._look(now_s, max(wall_s - self._told_s, 0.0))
         self._close_stretch(1.0, now_s, max(wall_s - self._told_s, 0.0))
-        spent = Spent(energy.total(self._costs), self._learned)
+        learned = self._learned
+        if learned.time is not None and math.isfinite(self._left_s):
+            learned = msgspec.structs.replace(learned, latest=Latest(work=work, left_s=self._left_s))
+        spent = Spent(energy.total(self._costs), learned)
         self.stop()
         return spent
 

@@ -17,7 +17,7 @@ from fedquilt.edge_agent.devices import jetson
 from fedquilt.edge_agent.engines import NEEDS
 from fedquilt.edge_agent.settings import AgentSettings, size_bytes
 from fedquilt.edge_agent.task import budget
-from fedquilt.tools.doctor import facts, identity
+from fedquilt.tools.doctor import facts, identity, modes
 from fedquilt.tools.doctor.facts import Machine
 from fedquilt.tools.doctor.findings import Finding, error, ok, there, warning
 from fedquilt.tools.doctor.folders import Free, existing, free_bytes
@@ -74,7 +74,7 @@ def check(
             left(settings.budget_bytes(memory), machine.available_bytes) if real else None,
             unit(settings.budget_bytes(memory), machine.unit),
         ]
-    found.append(helper(settings, machine))
+    found += [helper(settings, machine), modes.check(settings, machine)]
     return there(found)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from fedquilt.core import ClockError, Cost, OperatingPoint, Reading, Work
 from fedquilt.edge_agent.power.governor import Rule
-from fedquilt.edge_agent.power.learned import Learned
+from fedquilt.edge_agent.power.learned import Latest, Learned
 from fedquilt.edge_agent.power.task_power import Pacer, Spent
 
 SLOW = OperatingPoint(name="slow", cpu_hz=1e9, flops_per_s=2.5, busy_w=4.0)
@@ -75,6 +75,7 @@ def test_a_task_teaches_time_and_power_of_the_point_it_ran_at() -> None:
     assert (spent.learned.time.at, spent.learned.time.ratio) == (SLOW, pytest.approx(1.5))
     assert spent.learned.power.ratio == pytest.approx(5.0 / 4.0, rel=0.01)
     assert spent.learned.power.top == {"cpu_hz": 2e9}
+    assert spent.learned.latest == Latest(work=WORK, left_s=1000.0)  # as `doctor` asks for it
 
 
 FAILS: dict[str, Meter] = {
