@@ -70,6 +70,12 @@ class Waiting:
         return f"waiting for {whom}"
 
 
+class UnservedError(JobError):
+    """A run is followed that no coordinator works on any more: it is interrupted, and nothing is wrong with its job."""
+
+    exit_code = 130
+
+
 class Contact:
     """Times at which loss and return of the broker are reported."""
 
@@ -242,7 +248,7 @@ def tell(
         watch: called after the present facts are printed; True: this is the last call.
 
     Raises:
-        JobError: with `follow`, nobody serves the store any more, so that nothing will follow.
+        UnservedError: with `follow`, nobody serves the store any more, so that nothing will follow.
     """
     job = store.job(id).job
     seen, state, waiting, teller = 0, Rounds(Plan.of(job)), Waiting(), log.Teller()
@@ -259,7 +265,7 @@ def tell(
         served = store.served()
         watch(ended or not follow or not served)
         if not ended and follow and not served:
-            raise JobError(
+            raise UnservedError(
                 f"no coordinator serves {store.home} any more: `fedquilt serve --home {store.home}` goes on with {id}"
             )
         if ended or not follow:

@@ -8,6 +8,7 @@ memory budgets, broker, bytes, accuracy.
 from __future__ import annotations
 
 import contextlib
+import textwrap
 import time
 import webbrowser
 from collections.abc import Sequence
@@ -92,8 +93,7 @@ def demo(out: Path, format: str = "text", wordy: bool = False, show: bool = Fals
     print("\n".join(_ending(networks, theirs(taps, headed), others.devices, found.account, plan)))
     print("\n".join(["", *_wrapped(written)]))
     print(f"classify with it: fedquilt run-model {out / 'stitched.onnx'} {out / 'held-out.npz'}")
-    print(f"report, with plots, which --open shows: {report}")
-    print(f"{time.monotonic() - began_s:.0f} s in all")
+    print(f"{time.monotonic() - began_s:.0f} s in all; report, with plots (--open shows it): {report}")
     if show:
         webbrowser.open(report.resolve().as_uri())
     return 0
@@ -107,29 +107,29 @@ def _opening(plan: agents.Plan, members: Sequence[Member], test: Examples) -> li
     budgets = [int(table["budget"].removesuffix("MB")) for table in plan.agents()]
     rows = [
         (
-            "donors",
+            "  donors",
             f"{len(donors)} small networks ({', '.join(donors)}), trained elsewhere on MNIST, whose digits look "
-            f"different; each is cut into blocks, {blocks} in all",
+            f"different; cut into {blocks} blocks",
         ),
         (
-            "boards",
-            f"{len(sizes)}, simulated, each with {min(sizes)} to {max(sizes)} images, most of a few digits, "
-            f"and with {min(budgets)} to {max(budgets)} MB of memory for a task",
+            "  boards",
+            f"{len(sizes)}, simulated, each with {min(sizes)} to {max(sizes)} images, most of a few digits, and with "
+            f"{min(budgets)} to {max(budgets)} MB of memory for a task",
         ),
         (
-            "search",
-            "round by round, each board scores which block may follow which on its own images; the "
-            "coordinator adds up the votes and solves a linear layer, the stitch, that joins the winners",
+            "  search",
+            "in rounds, boards score on their own images which block may follow which, and the coordinator solves "
+            "linear layers, the stitches, that join the winners",
         ),
-        ("test", f"{len(test)} digits that no board has"),
+        ("  test", f"{len(test)} digits that no board has"),
     ]
-    title = "Six boards build one network for their handwritten digits, without training and without sharing images."
-    return [*map(bold, _wrapped(title)), *columns.table([(f"  {name}", about) for name, about in rows], "<~"), ""]
+    title = "Six boards build one network for their digits: no training, no image is sent."
+    return [*map(bold, _wrapped(title)), *columns.table(rows, "<~"), ""]
 
 
 def _wrapped(text: str) -> list[str]:
     """Lines of a sentence that fit the terminal."""
-    return columns.table([(text,)], "~")
+    return textwrap.wrap(text, columns.width(), break_on_hyphens=False, break_long_words=False)
 
 
 def _networks(stitched: Network, others: Compared) -> list[Network]:

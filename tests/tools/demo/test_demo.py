@@ -49,7 +49,7 @@ def test_the_demo_prints_at_most_forty_lines_without_colours(told: tuple[Path, s
     unwrapped = " ".join(shown.split())
     [name] = re.findall(r"Their network, as donor\.block: (.+?)(?: \(blocks of \w+ only\))? \+ new head:", unwrapped)
     assert f", {name}, " in unwrapped  # what export says of the file
-    assert f"report, with plots, which --open shows: {out / 'report.html'}" in lines[-2]
+    assert f"report, with plots (--open shows it): {out / 'report.html'}" in lines[-1]
     assert " torch" not in imported  # the coordinator, the comparisons, the export and the page need none
     assert "font cache" not in imported
 
