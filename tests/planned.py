@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import plain
+
 from fedquilt.core import BlobRef, Task, Update, Usage, Work
 from fedquilt.edge_agent.events import Action, Arrived, Done, Event, Means, Say, State
 from fedquilt.edge_agent.plan import advance
@@ -14,20 +16,8 @@ A, B = BlobRef(sha256="a" * 64, size=10), BlobRef(sha256="b" * 64, size=20)
 
 
 def task(round: int = 0, **changes: Any) -> Task:
-    values: dict[str, Any] = {
-        "job": "j-1",
-        "round": round,
-        "attempt": 0,
-        "method": "fedavg",
-        "engine": "numpy",
-        "actions": ("work",),
-        "params": {},
-        "bundles": {"model": A},
-        "work": Work(peak_bytes=1 << 20),
-        "seed": 1,
-        "deadline_s": 60.0,
-    }
-    return Task(**{**values, **changes})
+    values: dict[str, Any] = {"job": "j-1", "round": round, "seed": 1, "bundles": {"model": A}}
+    return plain.task(**{**values, "work": Work(peak_bytes=1 << 20), **changes})
 
 
 def update(round: int = 0, base_bytes: int | None = None, attempt: int = 0, **changes: Any) -> Update:

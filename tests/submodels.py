@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from plain import budgeted
 
-from fedquilt.core import Bundle, DeviceView, Examples, Method, Profile
+from fedquilt.core import Bundle, DeviceView, Examples, Method
 from fedquilt.models.partial import masks
 from fedquilt.testing.toys import files, play
 from fedquilt.tools.simulation import Member
@@ -55,14 +56,8 @@ def pictures(count: int = 3) -> list[Member]:
     return found
 
 
-def profile(budget_bytes: int) -> Profile:
-    return Profile(
-        device="a", board="b", memory_bytes=2 * budget_bytes, budget_bytes=budget_bytes, engines=("torch",), versions={}
-    )
-
-
 def view(budget_bytes: int) -> DeviceView:
-    return DeviceView("a", profile(budget_bytes))
+    return DeviceView("a", budgeted(budget_bytes))
 
 
 def run(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 import msgspec
+import plain
 import pytest
 
 from fedquilt.coordinator.admission import (
@@ -45,13 +46,13 @@ from fedquilt.coordinator.facts import (
     apply,
 )
 from fedquilt.coordinator.settings import Cohort
-from fedquilt.core import BlobRef, Profile, Update, Usage, Work
+from fedquilt.core import BlobRef, Update, Usage, Work
 from fedquilt.wire import Claim
 
 JOB, OTHER = "j-1", "j-2"
 STATE = BlobRef(sha256="a" * 64, size=1)
 BLOB, DECODED = BlobRef(sha256="b" * 64, size=1 << 20), BlobRef(sha256="c" * 64, size=4 << 20)
-PROFILE = Profile(device="a", board="b", memory_bytes=2, budget_bytes=1, engines=("numpy",), versions={})
+PROFILE = plain.profile(engines=("numpy",))
 NOW_S = 7.0
 
 

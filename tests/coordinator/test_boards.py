@@ -6,6 +6,7 @@ import sqlite3
 from pathlib import Path
 
 import msgspec
+import plain
 import pytest
 
 from fedquilt import wire
@@ -14,31 +15,18 @@ from fedquilt.coordinator.admission import Flooded
 from fedquilt.coordinator.boards import Board, Doing, Reading
 from fedquilt.coordinator.boards_link import DOUBT_S, LATER_S, SOON_S, TIDY_S, Boards
 from fedquilt.coordinator.boards_store import BoardStore
-from fedquilt.core import BlobRef, Profile, StoreError, Task, Update, Usage, Work
+from fedquilt.core import BlobRef, StoreError, Update, Usage
 from fedquilt.wire import Telemetry
 
-PROFILE = Profile(
-    device="a",
+PROFILE = plain.profile(
     board="Orin",
-    memory_bytes=8,
-    budget_bytes=4,
     engines=("numpy",),
     versions={"fedquilt": "0.1.0"},
     labels=("site=lab",),
+    memory_bytes=8,
+    budget_bytes=4,
 )
-TASK = Task(
-    job="j",
-    round=3,
-    attempt=0,
-    method="fedavg",
-    engine="numpy",
-    actions=("work",),
-    params={},
-    bundles={},
-    work=Work(),
-    seed=0,
-    deadline_s=60.0,
-)
+TASK = plain.task(round=3)
 CLAIM = wire.Claim(job="j", round=3, attempt=0, accepted=True)
 
 

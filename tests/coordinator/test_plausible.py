@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import plain
 import pytest
 
 from fedquilt import profiles
@@ -10,14 +11,12 @@ from fedquilt.coordinator import plausible
 from fedquilt.coordinator.deadline import Ask
 from fedquilt.core import BlobRef, OperatingPoint, Profile, Update, UpdateError, Usage, Work
 
-PROFILE = Profile(device="a", board="b", memory_bytes=2, budget_bytes=1, engines=("numpy",), versions={})
+PROFILE = plain.profile(engines=("numpy",))
 
 
 def of(*watts: float | None, idle_w: float | None = None) -> Profile:
     points = tuple(OperatingPoint(name=f"{i}", busy_w=each, flops_per_s=1e9) for i, each in enumerate(watts))
-    return Profile(
-        device="a", board="b", memory_bytes=2, budget_bytes=1, engines=(), versions={}, points=points, idle_w=idle_w
-    )
+    return plain.profile(points=points, idle_w=idle_w)
 
 
 def update(**usage: float) -> Update:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import plain
 import pytest
 from job_facts import after, begun, committed, update, whole_round
 from msgspec.structs import replace
@@ -22,7 +23,7 @@ from fedquilt.coordinator.facts import (
     apply,
 )
 from fedquilt.coordinator.rounds import AGAIN_ROUNDS, decide, left_alone, next_s
-from fedquilt.core import JobError, Profile, Work
+from fedquilt.core import JobError, Work
 
 
 def test_a_round_asks_everybody_online_when_no_size_is_given() -> None:
@@ -64,10 +65,7 @@ def test_a_restart_that_finds_boards_offline_does_not_commit_with_those_it_sees(
 
 
 def too_large(peak_bytes: int, budget_bytes: int = 100, flops: float = 0.0) -> Ask:
-    profile = Profile(
-        device="a", board="b", memory_bytes=1, budget_bytes=budget_bytes, engines=(), versions={}, points=()
-    )
-    return Ask(Work(peak_bytes=peak_bytes, flops=flops), profile)
+    return Ask(Work(peak_bytes=peak_bytes, flops=flops), plain.profile(budget_bytes=budget_bytes))
 
 
 def test_a_board_that_declined_for_memory_is_left_alone_until_something_has_changed() -> None:

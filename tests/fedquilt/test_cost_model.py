@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from toy_profiles import HEAD
 
 from fedquilt import cost_model, profiles
 from fedquilt.core import Cost, JobError, OperatingPoint, Rates, Work
@@ -69,19 +70,9 @@ def test_parts_of_work_take_as_long_as_the_whole(share: float):
     assert sum(parts) == pytest.approx(cost_model.seconds(WORK, POINT))
 
 
-BOARD = """
-board = "toy"
-title = "for this test"
-memory_bytes = { value = 1000, source = "sheet" }
-
-[sources.sheet]
-provenance = "datasheet"
-text = "Read in a data sheet that does not exist."
-
-[sources.fit]
-provenance = "measured"
-text = "Measured in a dream, for the sake of this test."
-
+BOARD = (
+    HEAD
+    + """
 [clocks]
 cpu_hz = { values = [1000, 2000], source = "sheet" }
 
@@ -93,14 +84,15 @@ base_w = { value = 1, source = "sheet" }
 cpu_w = { value = 4, source = "sheet" }
 
 [workloads.torch-conv]
-flop_cpu_cycles = { value = 5, source = "fit" }
-task_cpu_cycles = { value = 500, source = "fit" }
-launch_cpu_cycles = { value = 4, source = "fit" }
+flop_cpu_cycles = { value = 5, source = "guess" }
+task_cpu_cycles = { value = 500, source = "guess" }
+launch_cpu_cycles = { value = 4, source = "guess" }
 
 [[points]]
 name = "MAX"
 cpu_hz = { value = 2000, source = "sheet" }
 """
+)
 
 
 def test_a_profile_tells_the_times_of_each_workload_at_each_of_its_points():
