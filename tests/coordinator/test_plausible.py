@@ -52,6 +52,8 @@ def test_what_an_honest_board_claims_stays_as_it_is() -> None:
     """Each claim just within its bound; the same object comes back."""
     ask, limit_s = Ask(Work(), of(60.0), 1000), plausible.time_s(10.0, 30.0, 1)
     assert limit_s == 120.0
+    assert plausible.time_s(10.0, 30.0, 3) == 240.0  # this process may have begun in the third attempt
+    assert plausible.time_s(200.0, 30.0, 3) == 460.0
     given = update(wall_s=120.0, energy_j=180.0 * 120, idle_j=600.0, down_bytes=2000 + (1 << 20), up_bytes=50)
     assert plausible.bounded(given, ask, limit_s) == (given, "")
     assert plausible.bounded(given, ask, limit_s)[0] is given
