@@ -30,6 +30,12 @@ def test_arithmetic_traffic_launches_and_the_task_add_up():
     assert cost_model.joules(12.0, POINT) == 48.0
 
 
+def test_launches_that_take_for_ever_are_taken_for_unknown():
+    """Numbers that a board claims may overflow."""
+    endless = msgspec.structs.replace(POINT, launch_s=1e300)
+    assert cost_model.launch_s(msgspec.structs.replace(WORK, launches=1e300), endless) == 0.0
+
+
 def test_a_measured_workload_has_rates_of_its_own_and_another_takes_the_points():
     conv = msgspec.structs.replace(WORK, workload="torch-conv")
     assert cost_model.seconds(conv, POINT) == 1 + 2 + 1.5 + 1
@@ -133,6 +139,8 @@ def test_a_simulated_board_is_never_faster_than_its_launches():
 def test_the_energy_rests_on_what_its_workload_was_measured_by():
     device = SimulatedDevice(profiles.parse(BOARD, "toy"))
     assert device.cost(Work(flops=1.0), Cost(duration_s=0.0)).energy_source == "profile toy (datasheet)"
+    measured = device.cost(Work(flops=1.0, workload="torch-conv"), Cost(duration_s=0.0))
+    assert measured.energy_source == "profile toy (assumed)"
 
 
 def test_work_without_new_counts_travels_as_agents_before_them_expect():
