@@ -424,6 +424,11 @@ def test_nobody_says_in_no_envelope_that_a_board_is_there(fleet: Fleet) -> None:
     assert fleet.payloads("coordinator") == [online]
 
 
+def test_the_envelope_takes_its_part_of_the_largest_payload(fleet: Fleet) -> None:
+    """What is as large as a link says goes through."""
+    assert fleet.link.max_payload == fleet.raw.max_payload - envelope.ENVELOPE_BYTES
+
+
 def test_a_board_that_nobody_answers_asks_ever_more_rarely(fleet: Fleet) -> None:
     """After 2 s, as somebody has announced a coordinator, then after 5, 10, 20 and 40 more."""
     fleet.broker.change = lambda topic, payload: None if topic == down("c", "hello") else payload
